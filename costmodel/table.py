@@ -1,0 +1,74 @@
+"""The cost table: the one instance that every search algorithm works on.
+
+A table is a pairwise model over *variables*.  A variable is a layer, or a group of layers tied to one choice
+(the same layer of every transformer block).  Choosing strategy ``x_i`` for every variable ``i`` costs
+
+    cost(x)   = sum_i cost_i[x_i] + sum_(i,j) edge_ij[x_i, x_j]                 seconds per training step
+    memory(x) = sum_i memory_i[x_i] + max_i buffer_i[x_i]                      bytes on each device
+
+``memory_i`` is what stays (parameters, gradients, optimizer states, activations); ``buffer_i`` is transient (a gathered
+input, an unreduced output): only the largest one is alive at a time, hence the maximum.  An entry of ``inf`` in an edge is
+a pair of strategies between which no redistribution exists.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+__all__ = ["CostTable", "Edge"]
+
+
+@dataclass(frozen=True, eq=False)
+class Edge:
+    """Redistribution costs between two variables: ``cost[a, b]`` [s], shape (options of source, options of target).
+
+    Edges between equal pairs of layers share one array: algorithms may recognise it by identity.
+    """
+
+    source: int
+    target: int
+    cost: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class CostTable:
+    """Costs [s], memory [bytes] and buffers [bytes] of every option of every variable, and the edges between them.
+
+    ``cost[i]``, ``memory[i]`` and ``buffer[i]`` are float64 vectors with one entry per option of variable ``i``; memory and
+    buffers hold whole numbers of bytes (exact in float64).  Source and target of an edge differ, and no two edges join
+    the same pair of variables in the same direction; parallel and self edges are folded by whoever builds the table.
+    """
+
+    names: tuple[str, ...]
+    cost: tuple[np.ndarray, ...]
+    memory: tuple[np.ndarray, ...]
+    buffer: tuple[np.ndarray, ...]
+    edges: tuple[Edge, ...]
+
+    def __post_init__(self) -> None:
+        count = len(self.names)
+        assert len(self.cost) == len(self.memory) == len(self.buffer) == count
+        for i in range(count):
+            assert self.cost[i].shape == self.memory[i].shape == self.buffer[i].shape == (len(self.cost[i]),)
+        for edge in self.edges:
+            assert edge.source != edge.target
+            assert edge.cost.shape == (len(self.cost[edge.source]), len(self.cost[edge.target]))
+
+    @cached_property
+    def space_size(self) -> int:
+        """How many assignments there are (a Python int: it exceeds 64 bits soon)."""
+        return math.prod(len(costs) for costs in self.cost)
+
+    def evaluate(self, choice: tuple[int, ...]) -> float:
+        """The cost [s] of one assignment."""
+        nodes = sum(float(costs[x]) for costs, x in zip(self.cost, choice))
+        return nodes + sum(float(edge.cost[choice[edge.source], choice[edge.target]]) for edge in self.edges)
+
+    def peak_memory(self, choice: tuple[int, ...]) -> float:
+        """The bytes that one assignment needs on each device."""
+        resident = sum(float(memory[x]) for memory, x in zip(self.memory, choice))
+        return resident + max((float(buffer[x]) for buffer, x in zip(self.buffer, choice)), default=0.0)
