@@ -1,0 +1,251 @@
+"""The cluster: devices, their memory and speed, and the links between them.
+
+Compute.  A local product of an (m x k) and a (k x n) matrix takes
+
+    t = launch + 2 m k n / (efficiency * peak) + (m k + k n + m n) * itemsize / memory_bandwidth
+
+so that its effective efficiency, 2mkn / (peak t), depends on its size: small and thin products reach a fraction of the peak.
+Element-wise work takes launch + bytes / memory_bandwidth.
+
+Links.  Each network level has a latency alpha and a bandwidth 1/beta *per device*, at a time when all devices of a node
+communicate: every step of a plan runs on all devices at once.  Where a number is given per node (a shared network card), it
+is divided by the devices of the node.  A calibrated cluster may give a collective its own (alpha, beta).
+
+A cluster is a JSON file: every number carries its unit and its source (datasheet, paper, measured).
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from .collectives import Collective, Step
+from .documents import Fields, canonical_hash, check_document, load_document
+from .errors import UserError
+from .units import to_si
+
+__all__ = ["Cluster", "Device", "Link", "load_cluster", "preset_names"]
+
+FORMAT = "autoddl-cluster"
+LEVEL_NAMES = ("inter-node", "intra-node")
+
+
+@dataclass(frozen=True)
+class Link:
+    """A network level: ``latency_s`` per message and ``bandwidth`` [bytes/s] per device.
+
+    ``collectives`` holds (latency_s, bandwidth) for collectives that were calibrated on their own.
+    """
+
+    latency_s: float
+    bandwidth: float
+    collectives: dict[Collective, tuple[float, float]] = field(default_factory=dict, hash=False)
+
+    def time(self, step: Step) -> float:
+        """Seconds that ``step`` takes on this link (formulas: :mod:`autoddl.costmodel.collectives`)."""
+        latency_s, bandwidth = self.collectives.get(step.collective, (self.latency_s, self.bandwidth))
+        return step.messages * latency_s + step.sent_bytes / bandwidth
+
+
+@dataclass(frozen=True)
+class Device:
+    """One device.
+
+    ``peak_flops`` [FLOP/s] per precision (``float32``, ``mixed``), its first entry the default; ``efficiency`` is the
+    fraction of the peak that large products reach; ``launch_s`` is the time to start one kernel.
+    """
+
+    name: str
+    memory_bytes: float
+    memory_bandwidth: float
+    peak_flops: dict[str, float] = field(hash=False)
+    efficiency: float
+    launch_s: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """``num_nodes`` nodes of ``devices_per_node`` equal devices; ``links`` = (inter-node, intra-node)."""
+
+    name: str
+    num_nodes: int
+    devices_per_node: int
+    device: Device
+    links: tuple[Link, Link]
+    document: dict[str, Any] = field(repr=False, compare=False, hash=False)
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.num_nodes * self.devices_per_node
+
+    @property
+    def level_sizes(self) -> tuple[int, int]:
+        """(nodes, devices per node)."""
+        return (self.num_nodes, self.devices_per_node)
+
+    @property
+    def default_precision(self) -> str:
+        """The precision that users of this device train in."""
+        return next(iter(self.device.peak_flops))
+
+    def time(self, step: Step) -> float:
+        """Seconds that one communication step takes."""
+        return self.links[step.axis.level].time(step)
+
+    def matmul_time(self, m: float, k: float, n: float, precision: str, itemsize: int) -> float:
+        """Seconds of a local (m x k) by (k x n) product (formula: module docstring)."""
+        device = self.device
+        work = 2.0 * m * k * n / (device.efficiency * device.peak_flops[precision])
+        return device.launch_s + work + (m * k + k * n + m * n) * itemsize / device.memory_bandwidth
+
+    def elementwise_time(self, nbytes: float) -> float:
+        """Seconds of a kernel that reads and writes ``nbytes`` in all."""
+        return self.device.launch_s + nbytes / self.device.memory_bandwidth
+
+    @property
+    def hash(self) -> str:
+        """What the plan records of the cluster it was made for: shape, links and device, not prose."""
+        return canonical_hash(
+            {
+                "levels": self.level_sizes,
+                "links": [
+                    [link.latency_s, link.bandwidth, sorted((c.value, *v) for c, v in link.collectives.items())]
+                    for link in self.links
+                ],
+                "device": [
+                    self.device.memory_bytes,
+                    self.device.memory_bandwidth,
+                    self.device.peak_flops,
+                    self.device.efficiency,
+                    self.device.launch_s,
+                ],
+            }
+        )
+
+    def resized(self, num_nodes: int | None = None, devices_per_node: int | None = None) -> Cluster:
+        """The same kind of cluster with other numbers of nodes and devices (per-node bandwidth is shared anew)."""
+        document = dict(self.document)
+        for name, value in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
+            if value is not None:
+                if value < 1:
+                    raise UserError(f"{name.replace('_', ' ')} {value} should be at least 1")
+                document[name] = value
+        return from_document(document, self.name)
+
+    def with_links(self, latency_s: float | None = None, bandwidth: float | None = None) -> Cluster:
+        """The same cluster with latency [s] and bandwidth [bytes/s per device] of every level replaced."""
+        for name, value, minimum in (("latency", latency_s, 0.0), ("bandwidth", bandwidth, 0.0)):
+            if value is not None and not (minimum <= value < float("inf")) or (name == "bandwidth" and value == 0):
+                what = "at least 0 s" if name == "latency" else "more than 0 bytes/s"
+                raise UserError(f"{name} {value:g} should be a finite number of {what}")
+        links = tuple(
+            replace(
+                link,
+                latency_s=link.latency_s if latency_s is None else latency_s,
+                bandwidth=link.bandwidth if bandwidth is None else bandwidth,
+                collectives={},
+            )
+            if (latency_s, bandwidth) != (None, None)
+            else link
+            for link in self.links
+        )
+        return replace(self, links=(links[0], links[1]))
+
+
+def preset_names() -> list[str]:
+    """The clusters that come with AutoDDL."""
+    files = resources.files("autoddl.costmodel.clusters").iterdir()
+    return sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+
+
+def load_cluster(name: str | os.PathLike[str]) -> Cluster:
+    """A preset by name, or a cluster file.
+
+    Raises:
+        UserError: there is no such preset or file, or the file is not a valid cluster.
+    """
+    text = os.fspath(name)
+    if text in preset_names():
+        source = resources.files("autoddl.costmodel.clusters").joinpath(f"{text}.json")
+        with resources.as_file(source) as path:
+            return from_document(load_document(path, FORMAT).value, text)
+    if not Path(text).exists():
+        raise UserError(f"cluster {text!r} is neither a file nor one of {', '.join(preset_names())}")
+    return from_document(load_document(text, FORMAT).value, text)
+
+
+def _quantity(fields: Fields, name: str, quantity: str, minimum: float = 0.0, exclusive: bool = True) -> float:
+    entry = fields.object(name)
+    value = entry.number("value", minimum, exclusive)
+    result = to_si(value, entry.text("unit"), quantity, f"{fields.where}: {name}")
+    entry.text("source")
+    entry.finish(ignored=("interval",))
+    return result
+
+
+def _link(fields: Fields, devices_per_node: int) -> Link:
+    bandwidth = _quantity(fields, "bandwidth", "rate")
+    per = fields.text("per")
+    if per not in ("device", "node"):
+        raise UserError(f"{fields.where}: per is {per!r}, should be 'device' or 'node'")
+    share = devices_per_node if per == "node" else 1
+    collectives: dict[Collective, tuple[float, float]] = {}
+    if "collectives" in fields:
+        table = fields.object("collectives")
+        for name in table.value:
+            if name not in {collective.value for collective in Collective}:
+                raise UserError(f"{table.where}: unknown collective {name!r}; known ones are {[c.value for c in Collective]}")
+            entry = table.object(name)
+            own = _quantity(entry, "bandwidth", "rate")
+            collectives[Collective(name)] = (_quantity(entry, "latency", "time", exclusive=False), own / share)
+            entry.finish()
+    link = Link(_quantity(fields, "latency", "time", exclusive=False), bandwidth / share, collectives)
+    fields.finish()
+    return link
+
+
+def _device(fields: Fields) -> Device:
+    peaks = fields.object("peak")
+    peak_flops = {name: _quantity(peaks, name, "compute") for name in peaks.value}
+    if not peak_flops or set(peak_flops) - {"float32", "mixed"}:
+        raise UserError(f"{peaks.where}: names {sorted(peak_flops)}, should name float32, mixed or both")
+    efficiency = _quantity(fields, "efficiency", "ratio")
+    if efficiency > 1:
+        raise UserError(f"{fields.where}: efficiency is {efficiency:g}, should be at most 1")
+    device = Device(
+        name=fields.text("name"),
+        memory_bytes=_quantity(fields, "memory", "size"),
+        memory_bandwidth=_quantity(fields, "memory_bandwidth", "rate"),
+        peak_flops=peak_flops,
+        efficiency=efficiency,
+        launch_s=_quantity(fields, "launch", "time", exclusive=False),
+    )
+    fields.finish()
+    return device
+
+
+def from_document(value: Any, where: str) -> Cluster:
+    """A cluster from its parsed JSON document.
+
+    Raises:
+        UserError: a field is missing, unknown or out of range.
+    """
+    fields = check_document(value, FORMAT, 1, where)
+    devices_per_node = fields.integer("devices_per_node", 1)
+    links = fields.object("links")
+    cluster = Cluster(
+        name=fields.text("name"),
+        num_nodes=fields.integer("num_nodes", 1),
+        devices_per_node=devices_per_node,
+        device=_device(fields.object("device")),
+        links=(_link(links.object("inter-node"), devices_per_node), _link(links.object("intra-node"), devices_per_node)),
+        document=value,
+    )
+    links.finish()
+    fields.text("description")
+    fields.finish(ignored=("calibration",))
+    return cluster

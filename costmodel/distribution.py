@@ -1,0 +1,220 @@
+"""Distributions: how one tensor lies on all ranks.
+
+The ranks are a mesh.  An axis of the mesh is a ``(size, stride)`` pair: rank ``r`` has the coordinate ``r // stride % size``
+on it, as in a mixed-radix number whose digits are the axes.  A distribution gives every axis one SBP state::
+
+    (S0:4, B:2, S1:8)            64 ranks: mesh (4, 2, 8), rank = 16 i + 8 j + k
+    (S0:2, S1:4 | S0:2, S1:4)    two network levels: 8 nodes (2 x 4) of 8 devices (2 x 4)
+    (S0:2@4, S1:2@1, S1:2@2)     8 ranks; the innermost axis (stride 1) cuts dimension 1 before the middle one does
+
+Axes are listed in the order in which they cut the tensor: where several axes split one dimension, the first listed takes the
+most significant digit of the index.  Strides are printed (``@``) only where that order is not the order of the ranks.  ``|``
+stands between network levels, outermost first.
+
+**Canonical layout.**  Between layers every activation lies evenly split: rows (samples) over the first ``p0`` ranks of each
+level, features over the remaining ``s = p / p0``.  Rows are cut in rank order, features *innermost axis first*, prime digit
+by prime digit.  Then a change of ``p0`` by a factor ``r`` moves the last digit of the rows to the last digit of the features:
+one all-to-all along one axis of size ``r``.  (With features in plain rank order the new axis would take the most significant
+digit, every other feature digit would shift by one, and the exchange would leave the axis.)
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import product
+from math import prod
+
+from .errors import UserError
+from .sbp import Broadcast, PartialSum, SBPState, Split, dual, parse_state
+
+__all__ = ["Axis", "Distribution", "canonical", "prime_factors"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis of the mesh: ``size`` ranks, ``stride`` apart, joined by the links of network level ``level`` (0 = outermost)."""
+
+    size: int
+    stride: int
+    level: int = 0
+
+    def coordinate(self, rank: int) -> int:
+        """Where ``rank`` stands on this axis, in ``range(size)``."""
+        return rank // self.stride % self.size
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A state per mesh axis; axes in the order in which they cut the tensor (see the module's docstring)."""
+
+    axes: tuple[Axis, ...]
+    states: tuple[SBPState, ...]
+
+    def __post_init__(self) -> None:
+        assert len(self.axes) == len(self.states)
+
+    @classmethod
+    def on_mesh(cls, levels: Sequence[Sequence[tuple[int, SBPState]]]) -> Distribution:
+        """A distribution whose axes are listed in rank order: for each network level its (size, state) pairs."""
+        flat = [(size, state, level) for level, pairs in enumerate(levels) for size, state in pairs]
+        stride = prod(size for size, _, _ in flat)
+        axes = []
+        for size, _, level in flat:
+            stride //= size
+            axes.append(Axis(size, stride, level))
+        return cls(tuple(axes), tuple(state for _, state, _ in flat))
+
+    @classmethod
+    def parse(cls, text: str) -> Distribution:
+        """Read the printed form.
+
+        Raises:
+            UserError: the text is not a distribution, or its strides do not make a mesh.
+        """
+        body = re.fullmatch(r"\s*\((.*)\)\s*", text)
+        if body is None:
+            raise UserError(f"distribution {text!r} is not of the form (S0:4, B:2, S1:8)")
+        entries = []
+        for level, part in enumerate(body[1].split("|")):
+            for item in part.split(",") if part.strip() else []:
+                match = re.fullmatch(r"\s*(\S+?)\s*:\s*([1-9]\d*)\s*(?:@\s*([1-9]\d*))?\s*", item)
+                if match is None:
+                    raise UserError(f"distribution {text!r}: {item.strip()!r} is not of the form STATE:SIZE, such as S0:4")
+                entries.append((parse_state(match[1]), int(match[2]), match[3], level))
+        if any(stride for _, _, stride, _ in entries):
+            # Axes of size 1 need no stride; every other one says its own.
+            axes = tuple(Axis(size, int(stride or 1), level) for _, size, stride, level in entries)
+            result = cls(axes, tuple(state for state, _, _, _ in entries))
+            result._check_strides(text)
+            return result
+        levels = range(max((level for *_, level in entries), default=-1) + 1)
+        return cls.on_mesh([[(size, state) for state, size, _, at in entries if at == level] for level in levels])
+
+    def _check_strides(self, text: str) -> None:
+        expected = 1
+        for axis in sorted((axis for axis in self.axes if axis.size > 1), key=lambda axis: axis.stride):
+            if axis.stride != expected:
+                raise UserError(
+                    f"distribution {text!r}: stride @{axis.stride} of the axis of size {axis.size} should be @{expected}"
+                )
+            expected *= axis.size
+
+    def __str__(self) -> str:
+        in_rank_order = self == self._in_rank_order()
+        levels: dict[int, list[str]] = {level: [] for level in range(max((a.level for a in self.axes), default=0) + 1)}
+        for axis, state in zip(self.axes, self.states):
+            name = f"S{state.dim}" if isinstance(state, Split) else str(state)
+            levels[axis.level].append(f"{name}:{axis.size}" + ("" if in_rank_order else f"@{axis.stride}"))
+        return "(" + " | ".join(", ".join(items) for items in levels.values()) + ")"
+
+    def _in_rank_order(self) -> Distribution:
+        by_level: list[list[tuple[int, SBPState]]] = [[] for _ in range(max((a.level for a in self.axes), default=0) + 1)]
+        for axis, state in zip(self.axes, self.states):
+            by_level[axis.level].append((axis.size, state))
+        return Distribution.on_mesh(by_level)
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks the mesh has."""
+        return prod(axis.size for axis in self.axes)
+
+    def split_sizes(self, num_dims: int) -> tuple[int, ...]:
+        """Into how many slices each of ``num_dims`` tensor dimensions is cut."""
+        sizes = [1] * num_dims
+        for axis, state in zip(self.axes, self.states):
+            if isinstance(state, Split):
+                sizes[state.dim] *= axis.size
+        return tuple(sizes)
+
+    def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of what each rank holds of a tensor of ``shape``.
+
+        Raises:
+            UserError: a dimension is not divisible by the number of its slices.
+        """
+        sizes = self.split_sizes(len(shape))
+        for dim, (length, parts) in enumerate(zip(shape, sizes)):
+            if length % parts:
+                raise UserError(f"dimension {dim} of shape {tuple(shape)} does not divide into the {parts} slices of {self}")
+        return tuple(length // parts for length, parts in zip(shape, sizes))
+
+    def block(self, rank: int, num_dims: int) -> tuple[int, ...]:
+        """Which slice of each dimension ``rank`` holds: indices below :meth:`split_sizes`."""
+        index = [0] * num_dims
+        for axis, state in zip(self.axes, self.states):
+            if isinstance(state, Split):
+                index[state.dim] = index[state.dim] * axis.size + axis.coordinate(rank)
+        return tuple(index)
+
+    def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
+        """The slices of a tensor of ``shape`` that ``rank`` holds (of a summand, where an axis is a partial sum)."""
+        local = self.local_shape(shape)
+        return tuple(slice(i * n, (i + 1) * n) for i, n in zip(self.block(rank, len(shape)), local))
+
+    def is_primary(self, rank: int, kind: type = PartialSum) -> bool:
+        """Whether ``rank`` has coordinate 0 on every axis whose state is of ``kind``."""
+        return all(
+            axis.coordinate(rank) == 0 for axis, state in zip(self.axes, self.states) if isinstance(state, kind)
+        )
+
+    def dual(self) -> Distribution:
+        """The distribution of the gradient of a tensor that lies like this one."""
+        return Distribution(self.axes, tuple(dual(state) for state in self.states))
+
+    def without_unit_axes(self) -> Distribution:
+        """The same distribution without its axes of size 1."""
+        kept = [(axis, state) for axis, state in zip(self.axes, self.states) if axis.size > 1]
+        return Distribution(tuple(axis for axis, _ in kept), tuple(state for _, state in kept))
+
+
+@lru_cache(maxsize=None)
+def prime_factors(number: int) -> tuple[int, ...]:
+    """The prime factors in ascending order: 12 -> (2, 2, 3)."""
+    factors, divisor = [], 2
+    while divisor * divisor <= number:
+        while number % divisor == 0:
+            factors.append(divisor)
+            number //= divisor
+        divisor += 1
+    return tuple([*factors, number] if number > 1 else factors)
+
+
+@lru_cache(maxsize=65536)
+def canonical(levels: tuple[tuple[int, int], ...], row_dim: int = 0, feature_dim: int = 1) -> Distribution:
+    """The layout of activations between layers.
+
+    Args:
+        levels: for each network level, outermost first, ``(p0, s)``: rows over ``p0`` ranks, features over ``s``.
+        row_dim, feature_dim: the tensor dimensions that are split.
+
+    Within a level the S0 axis stands outermost in the ranks; the features are cut by the primes of ``s``, innermost first.
+    """
+    stride = prod(p0 * s for p0, s in levels)
+    axes: list[Axis] = []
+    states: list[SBPState] = []
+    for level, (p0, s) in enumerate(levels):
+        stride //= p0 * s
+        if p0 > 1:
+            axes.append(Axis(p0, stride * s, level))
+            states.append(Split(row_dim))
+        feature_axes, inner = [], stride
+        for prime in reversed(prime_factors(s)):
+            feature_axes.append(Axis(prime, inner, level))
+            inner *= prime
+        axes.extend(feature_axes)
+        states.extend([Split(feature_dim)] * len(feature_axes))
+    return Distribution(tuple(axes), tuple(states))
+
+
+def all_states(num_dims: int) -> tuple[SBPState, ...]:
+    """Every state that an axis can give a tensor of ``num_dims`` dimensions."""
+    return (*(Split(dim) for dim in range(num_dims)), Broadcast(), PartialSum())
+
+
+def all_distributions(mesh: Sequence[int], num_dims: int) -> list[Distribution]:
+    """Every distribution of a ``num_dims``-dimensional tensor on a one-level mesh, axes in rank order."""
+    states = all_states(num_dims)
+    return [Distribution.on_mesh([list(zip(mesh, choice))]) for choice in product(states, repeat=len(mesh))]

@@ -1,0 +1,191 @@
+"""JSON documents: every file that we read or write has a ``format`` and a ``version`` and is checked field by field."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import tempfile
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+__all__ = ["Fields", "canonical_hash", "load_document", "write_atomically", "write_document"]
+
+
+def _reject_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a number that JSON allows")
+
+
+def load_document(path: str | os.PathLike[str], form: str, version: int = 1) -> Fields:
+    """Read a JSON document of the given format and version.
+
+    Raises:
+        UserError: the file cannot be read, is not JSON, or is of another format or version.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    try:
+        value = json.loads(text, parse_constant=_reject_constant)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not a JSON document ({error})") from None
+    return check_document(value, form, version, str(path))
+
+
+def check_document(value: Any, form: str, version: int, where: str) -> Fields:
+    """The fields of a parsed document, its format and version checked.
+
+    Raises:
+        UserError: it is not an object of that format and version.
+    """
+    fields = Fields(value, where)
+    if fields.text("format") != form:
+        raise UserError(f"{where}: format {value['format']!r} should be {form!r}")
+    if fields.integer("version") != version:
+        raise UserError(f"{where}: version {value['version']} is not supported, only {version} is")
+    return fields
+
+
+class Fields:
+    """A JSON object that is read field by field; every fault names the place, the value and what would be right."""
+
+    def __init__(self, value: Any, where: str):
+        if not isinstance(value, dict):
+            raise UserError(f"{where}: {_show(value)} should be an object")
+        self.value = value
+        self.where = where
+        self._read: set[str] = set()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.value
+
+    def get(self, name: str) -> Any:
+        """The raw value of a field that has to be there."""
+        self._read.add(name)
+        if name not in self.value:
+            raise UserError(f"{self.where}: field {name!r} is missing")
+        return self.value[name]
+
+    def _typed(self, name: str, kinds: tuple[type, ...], what: str) -> Any:
+        value = self.get(name)
+        if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
+            raise UserError(f"{self.where}: {name} is {_show(value)}, should be {what}")
+        return value
+
+    def text(self, name: str) -> str:
+        """A string."""
+        return self._typed(name, (str,), "a string")
+
+    def boolean(self, name: str) -> bool:
+        """true or false."""
+        return self._typed(name, (bool,), "true or false")
+
+    def integer(self, name: str, minimum: int = 0) -> int:
+        """A whole number of at least ``minimum``."""
+        value = self._typed(name, (int,), "a whole number")
+        if not minimum <= value < 2**63:
+            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a whole number of at least {minimum}")
+        return value
+
+    def number(self, name: str, minimum: float = 0.0, exclusive: bool = False) -> float:
+        """A finite number of at least (or, if exclusive, more than) ``minimum``."""
+        value = self._typed(name, (int, float), "a number")
+        try:
+            result = float(value)
+        except OverflowError:
+            result = math.inf
+        if not math.isfinite(result) or result < minimum or (exclusive and result == minimum):
+            bound = f"more than {minimum:g}" if exclusive else f"at least {minimum:g}"
+            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a finite number of {bound}")
+        return result
+
+    def sequence(self, name: str) -> list[Any]:
+        """A list."""
+        return self._typed(name, (list,), "a list")
+
+    def integers(self, name: str, minimum: int = 0) -> tuple[int, ...]:
+        """A list of whole numbers of at least ``minimum``."""
+        values = self.sequence(name)
+        for value in values:
+            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**63:
+                raise UserError(f"{self.where}: {name} holds {_show(value)}, should hold whole numbers of at least {minimum}")
+        return tuple(values)
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        """A list of strings."""
+        values = self.sequence(name)
+        for value in values:
+            if not isinstance(value, str):
+                raise UserError(f"{self.where}: {name} holds {_show(value)}, should hold strings")
+        return tuple(values)
+
+    def object(self, name: str) -> Fields:
+        """A nested object."""
+        return Fields(self.get(name), f"{self.where}: {name}")
+
+    def objects(self, name: str) -> list[Fields]:
+        """A list of nested objects."""
+        return [Fields(value, f"{self.where}: {name}[{i}]") for i, value in enumerate(self.sequence(name))]
+
+    def finish(self, ignored: Iterable[str] = ()) -> None:
+        """Refuse fields that nobody asked for (misspelt ones, most often).
+
+        Raises:
+            UserError: there is one.
+        """
+        unknown = sorted(set(self.value) - self._read - set(ignored))
+        if unknown:
+            raise UserError(f"{self.where}: unknown field {unknown[0]!r}; known ones are {', '.join(sorted(self._read))}")
+
+
+def _show(value: Any) -> str:
+    text = json.dumps(value, default=str)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+def write_atomically(path: str | os.PathLike[str], text: str) -> None:
+    """Write a text file: wholly, or not at all.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    target = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(name, 0o666 & ~_umask())
+        os.replace(name, target)
+    except OSError as error:
+        os.unlink(name)
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
+    except BaseException:
+        os.unlink(name)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_document(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
+    """Write a JSON document atomically, readable and diffable."""
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def canonical_hash(document: Any) -> str:
+    """A hash of a JSON value that does not depend on the order of its fields."""
+    text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

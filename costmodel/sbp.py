@@ -1,0 +1,72 @@
+"""SBP: the state of a tensor on one axis of a device mesh, as OneFlow describes it.
+
+=================  ======  ==============================================================================
+state              prints  every device along the axis holds
+=================  ======  ==============================================================================
+``Split(dim)``     S(0)    an even slice of the tensor along tensor dimension ``dim``
+``Broadcast()``    B       a full copy
+``PartialSum()``   P       a summand; the tensor is the element-wise sum
+=================  ======  ==============================================================================
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Union
+
+from .errors import UserError
+
+__all__ = ["Broadcast", "PartialSum", "SBPState", "Split", "dual", "parse_state"]
+
+
+@dataclass(frozen=True)
+class Split:
+    """Split evenly along tensor dimension ``dim``."""
+
+    dim: int
+
+    def __str__(self) -> str:
+        return f"S({self.dim})"
+
+
+@dataclass(frozen=True)
+class Broadcast:
+    """A full copy on every device."""
+
+    def __str__(self) -> str:
+        return "B"
+
+
+@dataclass(frozen=True)
+class PartialSum:
+    """A summand on every device; the tensor is their sum."""
+
+    def __str__(self) -> str:
+        return "P"
+
+
+SBPState = Union[Split, Broadcast, PartialSum]
+
+
+def dual(state: SBPState) -> SBPState:
+    """The state of the gradient: copies receive summands, summands receive copies, slices receive slices."""
+    if isinstance(state, Broadcast):
+        return PartialSum()
+    if isinstance(state, PartialSum):
+        return Broadcast()
+    return state
+
+
+def parse_state(text: str) -> SBPState:
+    """Read ``S0``, ``S(0)``, ``B`` or ``P``.
+
+    Raises:
+        UserError: the text is none of these.
+    """
+    match = re.fullmatch(r"S\((\d+)\)|S(\d+)|([BP])", text.strip())
+    if match is None:
+        raise UserError(f"SBP state {text.strip()!r} is not one of S0, S1, ..., B, P")
+    if match[3]:
+        return Broadcast() if match[3] == "B" else PartialSum()
+    return Split(int(match[1] or match[2]))

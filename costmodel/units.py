@@ -1,0 +1,56 @@
+"""Units: converted once, at the boundary; inside everything is SI (seconds, bytes, FLOP/s)."""
+
+from __future__ import annotations
+
+from .errors import UserError
+
+__all__ = ["format_bytes", "format_seconds", "to_si"]
+
+_PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
+_BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
+_SMALL = {"m": 1e-3, "u": 1e-6, "n": 1e-9, "": 1.0}
+
+#: Factor to the SI unit, per quantity.
+_FACTORS: dict[str, dict[str, float]] = {
+    "time": {f"{prefix}s": factor for prefix, factor in _SMALL.items()},
+    "size": {
+        **{f"{prefix}B": factor for prefix, factor in {**_PREFIXES, **_BINARY}.items()},
+        "bytes": 1.0,
+    },
+    "rate": {
+        **{f"{prefix}B/s": factor for prefix, factor in {**_PREFIXES, **_BINARY}.items()},
+        **{f"{prefix}b/s": factor / 8 for prefix, factor in _PREFIXES.items()},
+    },
+    "compute": {f"{prefix}FLOP/s": factor for prefix, factor in _PREFIXES.items()},
+    "ratio": {"1": 1.0},
+}
+
+
+def to_si(value: float, unit: str, quantity: str, what: str) -> float:
+    """``value`` in the SI unit of ``quantity`` (time, size, rate, compute or ratio).
+
+    Raises:
+        UserError: the unit is not one of that quantity; ``what`` names the number.
+    """
+    factors = _FACTORS[quantity]
+    if unit not in factors:
+        raise UserError(f"{what}: unit {unit!r} is not a unit of {quantity} ({', '.join(factors)})")
+    return value * factors[unit]
+
+
+def _scaled(value: float, scales: list[tuple[float, str]]) -> str:
+    for factor, name in scales:
+        if abs(value) >= factor:
+            return f"{value / factor:.3g} {name}"
+    factor, name = scales[-1]
+    return f"{value / factor:.3g} {name}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Three significant digits: ``1.23 ms``."""
+    return _scaled(seconds, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")]) if seconds else "0 s"
+
+
+def format_bytes(nbytes: float) -> str:
+    """Three significant digits in binary units: ``1.5 GiB``."""
+    return _scaled(nbytes, [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
