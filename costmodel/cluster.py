@@ -198,7 +198,9 @@ def _link(fields: Fields, devices_per_node: int) -> Link:
         table = fields.object("collectives")
         for name in table.value:
             if name not in {collective.value for collective in Collective}:
-                raise UserError(f"{table.where}: unknown collective {name!r}; known ones are {[c.value for c in Collective]}")
+                raise UserError(
+                    f"{table.where}: unknown collective {name!r}; known ones are {[c.value for c in Collective]}"
+                )
             entry = table.object(name)
             own = _quantity(entry, "bandwidth", "rate")
             collectives[Collective(name)] = (_quantity(entry, "latency", "time", exclusive=False), own / share)
@@ -242,7 +244,10 @@ def from_document(value: Any, where: str) -> Cluster:
         num_nodes=fields.integer("num_nodes", 1),
         devices_per_node=devices_per_node,
         device=_device(fields.object("device")),
-        links=(_link(links.object("inter-node"), devices_per_node), _link(links.object("intra-node"), devices_per_node)),
+        links=(
+            _link(links.object("inter-node"), devices_per_node),
+            _link(links.object("intra-node"), devices_per_node),
+        ),
         document=value,
     )
     links.finish()

@@ -82,7 +82,9 @@ class Distribution:
             for item in part.split(",") if part.strip() else []:
                 match = re.fullmatch(r"\s*(\S+?)\s*:\s*([1-9]\d*)\s*(?:@\s*([1-9]\d*))?\s*", item)
                 if match is None:
-                    raise UserError(f"distribution {text!r}: {item.strip()!r} is not of the form STATE:SIZE, such as S0:4")
+                    raise UserError(
+                        f"distribution {text!r}: {item.strip()!r} is not of the form STATE:SIZE, such as S0:4"
+                    )
                 entries.append((parse_state(match[1]), int(match[2]), match[3], level))
         if any(stride for _, _, stride, _ in entries):
             # Axes of size 1 need no stride; every other one says its own.
@@ -111,7 +113,9 @@ class Distribution:
         return "(" + " | ".join(", ".join(items) for items in levels.values()) + ")"
 
     def _in_rank_order(self) -> Distribution:
-        by_level: list[list[tuple[int, SBPState]]] = [[] for _ in range(max((a.level for a in self.axes), default=0) + 1)]
+        by_level: list[list[tuple[int, SBPState]]] = [
+            [] for _ in range(max((a.level for a in self.axes), default=0) + 1)
+        ]
         for axis, state in zip(self.axes, self.states):
             by_level[axis.level].append((axis.size, state))
         return Distribution.on_mesh(by_level)
@@ -138,7 +142,9 @@ class Distribution:
         sizes = self.split_sizes(len(shape))
         for dim, (length, parts) in enumerate(zip(shape, sizes)):
             if length % parts:
-                raise UserError(f"dimension {dim} of shape {tuple(shape)} does not divide into the {parts} slices of {self}")
+                raise UserError(
+                    f"dimension {dim} of shape {tuple(shape)} does not divide into the {parts} slices of {self}"
+                )
         return tuple(length // parts for length, parts in zip(shape, sizes))
 
     def block(self, rank: int, num_dims: int) -> tuple[int, ...]:
@@ -156,9 +162,7 @@ class Distribution:
 
     def is_primary(self, rank: int, kind: type = PartialSum) -> bool:
         """Whether ``rank`` has coordinate 0 on every axis whose state is of ``kind``."""
-        return all(
-            axis.coordinate(rank) == 0 for axis, state in zip(self.axes, self.states) if isinstance(state, kind)
-        )
+        return all(axis.coordinate(rank) == 0 for axis, state in zip(self.axes, self.states) if isinstance(state, kind))
 
     def dual(self) -> Distribution:
         """The distribution of the gradient of a tensor that lies like this one."""

@@ -113,7 +113,9 @@ class Fields:
         values = self.sequence(name)
         for value in values:
             if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**63:
-                raise UserError(f"{self.where}: {name} holds {_show(value)}, should hold whole numbers of at least {minimum}")
+                raise UserError(
+                    f"{self.where}: {name} holds {_show(value)}, should hold whole numbers of at least {minimum}"
+                )
         return tuple(values)
 
     def texts(self, name: str) -> tuple[str, ...]:
@@ -140,7 +142,9 @@ class Fields:
         """
         unknown = sorted(set(self.value) - self._read - set(ignored))
         if unknown:
-            raise UserError(f"{self.where}: unknown field {unknown[0]!r}; known ones are {', '.join(sorted(self._read))}")
+            raise UserError(
+                f"{self.where}: unknown field {unknown[0]!r}; known ones are {', '.join(sorted(self._read))}"
+            )
 
 
 def _show(value: Any) -> str:

@@ -8,9 +8,9 @@ __all__ = ["format_bytes", "format_seconds", "to_si"]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
-_SMALL = {"m": 1e-3, "u": 1e-6, "n": 1e-9, "": 1.0}
+_SMALL = {"m": 1e3, "u": 1e6, "n": 1e9, "": 1.0}
 
-#: Factor to the SI unit, per quantity.
+#: Factor to the SI unit, per quantity (for times its inverse).
 _FACTORS: dict[str, dict[str, float]] = {
     "time": {f"{prefix}s": factor for prefix, factor in _SMALL.items()},
     "size": {
@@ -35,7 +35,8 @@ def to_si(value: float, unit: str, quantity: str, what: str) -> float:
     factors = _FACTORS[quantity]
     if unit not in factors:
         raise UserError(f"{what}: unit {unit!r} is not a unit of {quantity} ({', '.join(factors)})")
-    return value * factors[unit]
+    # Times are divided by a whole number: 5 us is exactly 5e-6 s then.
+    return value / factors[unit] if quantity == "time" else value * factors[unit]
 
 
 def _scaled(value: float, scales: list[tuple[float, str]]) -> str:

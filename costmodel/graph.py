@@ -1,0 +1,358 @@
+"""The layer graph: what a model computes, one node per layer that a strategy is chosen for.
+
+A layer's shapes are *per sample* (a sequence, an image, a row): ``output_shape`` is (rows, features) of the tensor that it
+hands on; for images (channels, height, width).  The batch belongs to the plan, not to the model.  Element-wise operations
+(activation functions, dropout, bias) belong to the layer they follow: its ``epilogue``.  An edge is the producer's output.
+
+Kinds and their attributes:
+
+===========  ====================================================================================================
+kind         attributes
+===========  ====================================================================================================
+linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue)
+embedding    vocabulary, features: a table that is looked up
+position     positions, features: a table that is added to every sample
+attention    heads, kv_heads, head_dim, causal: softmax(q k^T) v on whole heads of whole sequences
+norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
+add          -: element-wise sum of its inputs (residual)
+conv2d       in_channels, out_channels, kernel_size, stride, padding
+loss         vocabulary: cross entropy of logits that may be split along the vocabulary
+opaque       -: anything else; it can be split along the batch only
+===========  ====================================================================================================
+
+``flops`` counts the forward pass of one sample, a multiply-add as two.  ``kept`` counts the elements per sample that the
+backward pass keeps besides the layer's input (activation functions' arguments, attention probabilities): split like the output.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import networkx as nx
+
+from .documents import Fields, canonical_hash, check_document, load_document, write_document
+from .errors import UserError
+
+__all__ = ["KINDS", "Layer", "LayerGraph", "Parameter", "load_graph"]
+
+FORMAT = "autoddl-graph"
+
+#: The attributes that each kind of layer has to have, all whole numbers.
+KINDS: Mapping[str, tuple[str, ...]] = {
+    "linear": ("in_features", "out_features"),
+    "embedding": ("vocabulary", "features"),
+    "position": ("positions", "features"),
+    "attention": ("heads", "kv_heads", "head_dim", "causal"),
+    "norm": ("features", "statistics"),
+    "add": (),
+    "conv2d": ("in_channels", "out_channels", "kernel_size", "stride", "padding"),
+    "loss": ("vocabulary",),
+    "opaque": (),
+}
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """A trained tensor.  ``tied_to`` names the layer whose parameter this one is (same storage)."""
+
+    name: str
+    shape: tuple[int, ...]
+    tied_to: str | None = None
+
+    @property
+    def num_elements(self) -> int:
+        """The product of the shape."""
+        count = 1
+        for length in self.shape:
+            count *= length
+        return count
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One node (fields and kinds: module docstring).
+
+    Attributes:
+        name: unique in the graph; the module path where there is one.
+        kind: one of :data:`KINDS`.
+        input_shape, output_shape: per sample.
+        attributes: whole numbers, as the kind demands.
+        parameters: trained tensors, in the order of the module.
+        epilogue: element-wise operations that follow, such as ("gelu",).
+        flops: forward FLOPs per sample.
+        kept_elements: elements per sample that the backward pass keeps besides the input.
+        block: the repeated block that the layer belongs to, such as "blocks"; empty outside of one.
+        block_index: which repetition.
+        role: the layer's place inside its block, such as "mlp.fc1": equal over the repetitions.
+        modules: the module paths that the layer stands for (more than one where layers were fused).
+    """
+
+    name: str
+    kind: str
+    input_shape: tuple[int, ...]
+    output_shape: tuple[int, ...]
+    attributes: Mapping[str, int] = field(default_factory=dict, hash=False)
+    parameters: tuple[Parameter, ...] = ()
+    epilogue: tuple[str, ...] = ()
+    flops: float = 0.0
+    kept_elements: int = 0
+    block: str = ""
+    block_index: int = 0
+    role: str = ""
+    modules: tuple[str, ...] = ()
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained elements, those tied to another layer not counted."""
+        return sum(p.num_elements for p in self.parameters if p.tied_to is None)
+
+    @property
+    def rows(self) -> int:
+        """Rows per sample: the sequence length of a transformer, 1 of a perceptron."""
+        rows = 1
+        for length in self.output_shape[:-1]:
+            rows *= length
+        return rows
+
+    @property
+    def features(self) -> int:
+        """The last dimension of the output."""
+        return self.output_shape[-1] if self.output_shape else 1
+
+    @property
+    def output_elements(self) -> int:
+        """Elements of the output per sample."""
+        return self.rows * self.features
+
+    @property
+    def input_elements(self) -> int:
+        """Elements of the input per sample."""
+        count = 1
+        for length in self.input_shape:
+            count *= length
+        return count
+
+    def signature(self) -> tuple[Any, ...]:
+        """What two layers have in common that can be given the same strategy at the same cost."""
+        return (
+            self.kind,
+            self.input_shape,
+            self.output_shape,
+            tuple(sorted(self.attributes.items())),
+            tuple((p.shape, p.tied_to is None) for p in self.parameters),
+            self.epilogue,
+            self.flops,
+            self.kept_elements,
+        )
+
+    def describe(self) -> str:
+        """Name, kind and shapes, for errors and reports."""
+        if self.kind == "linear":
+            shape = f"{self.attributes['in_features']} -> {self.attributes['out_features']}"
+        elif self.kind == "attention":
+            shape = f"{self.attributes['heads']} heads of {self.attributes['head_dim']}"
+        else:
+            shape = "x".join(map(str, self.output_shape)) or "scalar"
+        return f"{self.name} ({self.kind}, {shape})"
+
+
+@dataclass(frozen=True)
+class LayerGraph:
+    """A DAG of layers.
+
+    Attributes:
+        name: of the model.
+        sample: what one sample is ("sequence", "image", "row").
+        layers: in topological order.
+        edges: (producer, consumer) by name; a consumer's edges stand in the order of its inputs.
+        itemsize: bytes per element the model was written in (4 for float32); plans may choose another precision.
+        notes: what whoever made the graph wants users to know.
+    """
+
+    name: str
+    sample: str
+    layers: tuple[Layer, ...]
+    edges: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _validate(self)
+
+    def __getitem__(self, name: str) -> Layer:
+        return self._by_name[name]
+
+    @cached_property
+    def _by_name(self) -> dict[str, Layer]:
+        return {layer.name: layer for layer in self.layers}
+
+    @cached_property
+    def _inputs(self) -> dict[str, tuple[str, ...]]:
+        table: dict[str, list[str]] = {layer.name: [] for layer in self.layers}
+        for source, target in self.edges:
+            table[target].append(source)
+        return {name: tuple(sources) for name, sources in table.items()}
+
+    def inputs(self, name: str) -> tuple[str, ...]:
+        """The producers of a layer's inputs, in order; empty where it reads the data itself."""
+        return self._inputs[name]
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained elements of the whole model, tied ones once."""
+        return sum(layer.num_parameters for layer in self.layers)
+
+    @property
+    def flops(self) -> float:
+        """Forward FLOPs of one sample."""
+        return sum(layer.flops for layer in self.layers)
+
+    def networkx(self) -> nx.DiGraph:
+        """The graph as networkx knows it; nodes carry their :class:`Layer` as ``layer``."""
+        graph = nx.DiGraph(name=self.name)
+        graph.add_nodes_from((layer.name, {"layer": layer}) for layer in self.layers)
+        graph.add_edges_from(self.edges)
+        return graph
+
+    def document(self) -> dict[str, Any]:
+        """The graph as a JSON document."""
+        return {
+            "format": FORMAT,
+            "version": 1,
+            "name": self.name,
+            "sample": self.sample,
+            "notes": list(self.notes),
+            "layers": [_layer_document(layer) for layer in self.layers],
+            "edges": [list(edge) for edge in self.edges],
+        }
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the JSON document, atomically."""
+        write_document(path, self.document())
+
+    @cached_property
+    def hash(self) -> str:
+        """What the plan records of the model it was made for (everything but prose)."""
+        document = self.document()
+        return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
+
+
+def _layer_document(layer: Layer) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "input_shape": list(layer.input_shape),
+        "output_shape": list(layer.output_shape),
+        "attributes": dict(layer.attributes),
+        "parameters": [
+            {"name": p.name, "shape": list(p.shape), **({"tied_to": p.tied_to} if p.tied_to else {})}
+            for p in layer.parameters
+        ],
+        "epilogue": list(layer.epilogue),
+        "flops": layer.flops,
+        "kept_elements": layer.kept_elements,
+        "block": layer.block,
+        "block_index": layer.block_index,
+        "role": layer.role,
+        "modules": list(layer.modules),
+    }
+
+
+def load_graph(path: str | os.PathLike[str]) -> LayerGraph:
+    """Read a saved graph.
+
+    Raises:
+        UserError: it cannot be read, or is not a valid graph.
+    """
+    return graph_from_document(load_document(path, FORMAT).value, os.fspath(path))
+
+
+def graph_from_document(value: Any, where: str) -> LayerGraph:
+    """A graph from its parsed JSON document.
+
+    Raises:
+        UserError: a field is missing, unknown or out of range, or the graph is not a DAG.
+    """
+    fields = check_document(value, FORMAT, 1, where)
+    edges = []
+    for i, edge in enumerate(fields.sequence("edges")):
+        if not (isinstance(edge, list) and len(edge) == 2 and all(isinstance(end, str) for end in edge)):
+            raise UserError(f"{where}: edges[{i}] should be a pair of layer names")
+        edges.append((edge[0], edge[1]))
+    layers = tuple(_layer(entry) for entry in fields.objects("layers"))
+    name, sample, notes = fields.text("name"), fields.text("sample"), fields.texts("notes")
+    fields.finish()
+    try:
+        return LayerGraph(name, sample, layers, tuple(edges), notes)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _layer(fields: Fields) -> Layer:
+    parameters = []
+    for entry in fields.objects("parameters"):
+        tied = entry.text("tied_to") if "tied_to" in entry else None
+        parameters.append(Parameter(entry.text("name"), entry.integers("shape", 1), tied))
+        entry.finish()
+    attributes = fields.object("attributes")
+    layer = Layer(
+        name=fields.text("name"),
+        kind=fields.text("kind"),
+        input_shape=fields.integers("input_shape", 1),
+        output_shape=fields.integers("output_shape", 1),
+        attributes={name: attributes.integer(name) for name in attributes.value},
+        parameters=tuple(parameters),
+        epilogue=fields.texts("epilogue"),
+        flops=fields.number("flops"),
+        kept_elements=fields.integer("kept_elements"),
+        block=fields.text("block"),
+        block_index=fields.integer("block_index"),
+        role=fields.text("role"),
+        modules=fields.texts("modules"),
+    )
+    fields.finish()
+    return layer
+
+
+def _validate(graph: LayerGraph) -> None:
+    if not graph.layers:
+        raise UserError(f"graph {graph.name!r} has no layers, should have at least one")
+    position: dict[str, int] = {}
+    for layer in graph.layers:
+        if layer.name in position:
+            raise UserError(f"layer {layer.name!r} appears twice, names should be unique")
+        position[layer.name] = len(position)
+        _validate_layer(layer)
+    for layer in graph.layers:
+        for parameter in layer.parameters:
+            if parameter.tied_to is not None and parameter.tied_to not in position:
+                raise UserError(
+                    f"layer {layer.name!r}: {parameter.name} is tied to unknown layer {parameter.tied_to!r}"
+                )
+    for source, target in graph.edges:
+        for end in (source, target):
+            if end not in position:
+                raise UserError(f"edge {source!r} -> {target!r} names unknown layer {end!r}")
+        if position[source] >= position[target]:
+            raise UserError(f"edge {source!r} -> {target!r} runs backwards, layers should be in topological order")
+
+
+def _validate_layer(layer: Layer) -> None:
+    if layer.kind not in KINDS:
+        raise UserError(f"layer {layer.name!r}: kind {layer.kind!r} is not one of {', '.join(KINDS)}")
+    expected = set(KINDS[layer.kind])
+    given = set(layer.attributes)
+    if expected != given:
+        raise UserError(
+            f"layer {layer.name!r}: attributes of a {layer.kind} are {sorted(expected)}, not {sorted(given)}"
+        )
+    for name, value in layer.attributes.items():
+        if value < 1 and name not in ("causal", "padding"):
+            raise UserError(f"layer {layer.name!r}: {name} is {value}, should be at least 1")
+    if not layer.input_shape or not layer.output_shape:
+        raise UserError(f"layer {layer.name!r}: its input and output shape should have at least one dimension")
+    if layer.block_index and not layer.block:
+        raise UserError(f"layer {layer.name!r}: block_index {layer.block_index} without a block")
