@@ -16,8 +16,10 @@ A cluster is a JSON file: every number carries its unit and its source (datashee
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -48,6 +50,15 @@ class Link:
         """Seconds that ``step`` takes on this link (formulas: :mod:`autoddl.costmodel.collectives`)."""
         latency_s, bandwidth = self.collectives.get(step.collective, (self.latency_s, self.bandwidth))
         return step.messages * latency_s + step.sent_bytes / bandwidth
+
+
+@dataclass(frozen=True)
+class Level:
+    """One network level that a plan spreads over: its name, its size and its link."""
+
+    name: str
+    size: int
+    link: Link
 
 
 @dataclass(frozen=True)
@@ -82,10 +93,20 @@ class Cluster:
         """All devices."""
         return self.num_nodes * self.devices_per_node
 
+    @cached_property
+    def levels(self) -> tuple[Level, ...]:
+        """The network levels with more than one member, outermost first; of a single device its own, of size 1.
+
+        ``Axis.level`` of everything that is planned for this cluster counts in this list.
+        """
+        sizes = (self.num_nodes, self.devices_per_node)
+        every = tuple(Level(name, size, link) for name, size, link in zip(LEVEL_NAMES, sizes, self.links))
+        return tuple(level for level in every if level.size > 1) or every[1:]
+
     @property
-    def level_sizes(self) -> tuple[int, int]:
-        """(nodes, devices per node)."""
-        return (self.num_nodes, self.devices_per_node)
+    def level_sizes(self) -> tuple[int, ...]:
+        """The size of each of :attr:`levels`."""
+        return tuple(level.size for level in self.levels)
 
     @property
     def default_precision(self) -> str:
@@ -94,7 +115,7 @@ class Cluster:
 
     def time(self, step: Step) -> float:
         """Seconds that one communication step takes."""
-        return self.links[step.axis.level].time(step)
+        return self.levels[step.axis.level].link.time(step)
 
     def matmul_time(self, m: float, k: float, n: float, precision: str, itemsize: int) -> float:
         """Seconds of a local (m x k) by (k x n) product (formula: module docstring)."""
@@ -111,7 +132,7 @@ class Cluster:
         """What the plan records of the cluster it was made for: shape, links and device, not prose."""
         return canonical_hash(
             {
-                "levels": self.level_sizes,
+                "levels": [self.num_nodes, self.devices_per_node],
                 "links": [
                     [link.latency_s, link.bandwidth, sorted((c.value, *v) for c, v in link.collectives.items())]
                     for link in self.links
@@ -138,22 +159,20 @@ class Cluster:
 
     def with_links(self, latency_s: float | None = None, bandwidth: float | None = None) -> Cluster:
         """The same cluster with latency [s] and bandwidth [bytes/s per device] of every level replaced."""
-        for name, value, minimum in (("latency", latency_s, 0.0), ("bandwidth", bandwidth, 0.0)):
-            if value is not None and not (minimum <= value < float("inf")) or (name == "bandwidth" and value == 0):
-                what = "at least 0 s" if name == "latency" else "more than 0 bytes/s"
-                raise UserError(f"{name} {value:g} should be a finite number of {what}")
-        links = tuple(
-            replace(
-                link,
-                latency_s=link.latency_s if latency_s is None else latency_s,
-                bandwidth=link.bandwidth if bandwidth is None else bandwidth,
-                collectives={},
+        if latency_s is not None and not 0 <= latency_s < math.inf:
+            raise UserError(f"latency {latency_s:g} should be a finite number of at least 0 s")
+        if bandwidth is not None and not 0 < bandwidth < math.inf:
+            raise UserError(f"bandwidth {bandwidth:g} should be a finite number of more than 0 bytes/s")
+        if latency_s is None and bandwidth is None:
+            return self
+        inter, intra = (
+            Link(
+                link.latency_s if latency_s is None else latency_s,
+                link.bandwidth if bandwidth is None else bandwidth,
             )
-            if (latency_s, bandwidth) != (None, None)
-            else link
             for link in self.links
         )
-        return replace(self, links=(links[0], links[1]))
+        return replace(self, links=(inter, intra))
 
 
 def preset_names() -> list[str]:

@@ -23,7 +23,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import product
 from math import prod
 
@@ -174,7 +174,7 @@ class Distribution:
         return Distribution(tuple(axis for axis, _ in kept), tuple(state for _, state in kept))
 
 
-@lru_cache(maxsize=None)
+@cache
 def prime_factors(number: int) -> tuple[int, ...]:
     """The prime factors in ascending order: 12 -> (2, 2, 3)."""
     factors, divisor = [], 2

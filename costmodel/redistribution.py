@@ -1,0 +1,391 @@
+"""Redistribution: the communication steps that bring a tensor from one distribution to another.
+
+One list, used twice: the cost model prices these steps, the runtime executes these very steps.
+
+**Digits.**  Both meshes are refined until every axis of one is an axis of the other (2 x 4 and 4 x 2 ranks become 2 x 2 x 2),
+and every dimension until both sides cut it at the same places.  Then each axis of the refined mesh owns one *digit* of one
+dimension's index (it is split there), or none (``B``), or holds a summand (``P``); digits that no axis owns lie locally.  A
+redistribution changes who owns which digit, and every change is one collective along one axis:
+
+=========================  ==================  =====================================================
+change of an axis          step                n (bytes per device)
+=========================  ==================  =====================================================
+B -> digit                 local slice         -
+P -> digit                 reduce-scatter      the local tensor before
+digit -> another digit     all-to-all          the local tensor
+P -> B                     all-reduce          the local tensor
+digit -> B                 all-gather          the local tensor after
+B -> P, digit -> P         local zero-fill     -
+=========================  ==================  =====================================================
+
+A digit can be taken only while nobody owns it.  The steps are ordered so that few bytes move: first what shrinks the tensor
+(slice, reduce-scatter), then all-to-all, all-reduce, and last what makes it grow (all-gather, outer network level first, while
+it is small).  Neighbouring axes that change in the same way at the same time change together, in one collective.  A cycle of
+axes that wait for each other's digits is broken through a spare digit of the tensor, or by gathering one of them.
+
+Where the two meshes have no common refinement (2 x 3 and 3 x 2), the tensor goes through a distribution that both can express:
+split along one dimension over all ranks, or copied everywhere; the one that sends less.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import gcd, prod
+from typing import Union
+
+from .collectives import Collective, Step
+from .distribution import Axis, Distribution
+from .errors import UserError
+from .sbp import Broadcast, PartialSum, SBPState, Split
+
+__all__ = ["Digit", "Move", "Redistribution", "redistribute", "reversed_route", "steps"]
+
+
+@dataclass(frozen=True)
+class Digit:
+    """Digit ``index`` (0 = most significant) of the index of dimension ``dim``; it is ``size`` long."""
+
+    dim: int
+    index: int
+
+
+#: What an axis holds: a digit, a copy or a summand.
+Holding = Union[Digit, Broadcast, PartialSum]
+
+
+@dataclass(frozen=True)
+class Move:
+    """Some neighbouring axes change what they hold, at the same time.
+
+    ``axis`` spans them all; ``parts`` lists the refined axes, outermost first, with what each holds before and after.
+    ``collective`` is None where the change is local.
+    """
+
+    collective: Collective | None
+    axis: Axis
+    parts: tuple[tuple[Axis, Holding, Holding], ...]
+
+
+@dataclass(frozen=True)
+class Redistribution:
+    """The moves between two distributions that share a refined mesh.
+
+    Attributes:
+        source, target: the ends.
+        digits: for each tensor dimension the sizes of its digits, most significant first; what they leave of the dimension is
+            one more, local, digit.
+        holdings: what each refined axis holds at the start.
+        moves: in order.
+        fractions: for each move, the bytes n of its collective as a fraction of the logical tensor.
+    """
+
+    source: Distribution
+    target: Distribution
+    digits: tuple[tuple[int, ...], ...]
+    holdings: tuple[tuple[Axis, Holding], ...]
+    moves: tuple[Move, ...]
+    fractions: tuple[float, ...]
+
+
+def redistribute(source: Distribution, target: Distribution, shape: Sequence[int]) -> tuple[Redistribution, ...]:
+    """How a tensor of ``shape`` gets from ``source`` to ``target``: usually one :class:`Redistribution`, two where the meshes
+    have no common refinement.
+
+    Raises:
+        UserError: the tensor does not divide at either end, the numbers of ranks differ, or there is no way between the two.
+    """
+    if source.num_ranks != target.num_ranks:
+        raise UserError(
+            f"{source} is on {source.num_ranks} ranks, {target} on {target.num_ranks}; both should be equal"
+        )
+    source.local_shape(shape)
+    target.local_shape(shape)
+    # What matters of a dimension is how it divides into digits that ranks can own.
+    ranks = source.num_ranks
+    key = tuple(gcd(length, ranks * ranks) for length in shape)
+    route = _route(source.without_unit_axes(), target.without_unit_axes(), key)
+    if route is None:
+        raise UserError(
+            f"shape {tuple(shape)} cannot be brought from {source} to {target} without dividing a dimension unevenly"
+        )
+    return route
+
+
+def steps(route: Sequence[Redistribution], nbytes: float) -> tuple[Step, ...]:
+    """The collectives of a redistribution of a tensor of ``nbytes`` in all (local changes send nothing)."""
+    return tuple(
+        Step(move.collective, move.axis, fraction * nbytes)
+        for part in route
+        for move, fraction in zip(part.moves, part.fractions)
+        if move.collective is not None
+    )
+
+
+@lru_cache(maxsize=1 << 17)
+def _route(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> tuple[Redistribution, ...] | None:
+    direct = _direct(source, target, shape)
+    if direct is not None:
+        return (direct,)
+    candidates = []
+    for halfway in _common_distributions(source, target, shape):
+        first = _direct(source, halfway[0], shape)
+        second = _direct(halfway[1], target, shape)
+        if first is not None and second is not None:
+            candidates.append((first, second))
+    return min(candidates, key=lambda route: sum(step.sent_bytes for step in steps(route, 1.0)), default=None)
+
+
+def _common_distributions(
+    source: Distribution, target: Distribution, shape: tuple[int, ...]
+) -> list[tuple[Distribution, Distribution]]:
+    """Distributions that both meshes can express, each as a pair (on the source's mesh, on the target's)."""
+    states: list[SBPState] = [Broadcast()]
+    states += [Split(dim) for dim, length in enumerate(shape) if length % source.num_ranks == 0]
+    pairs = []
+    for state in states:
+        ends = []
+        for end in (source, target):
+            axes = tuple(sorted(end.axes, key=lambda axis: -axis.stride))
+            ends.append(Distribution(axes, (state,) * len(axes)))
+        pairs.append((ends[0], ends[1]))
+    return pairs
+
+
+def _direct(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> Redistribution | None:
+    """The moves on the common refinement; None where there is none, or where they do not divide."""
+    refined = _refine(source, target, len(shape))
+    if refined is None:
+        return None
+    digits, start, goal = refined
+    if any(length % prod(sizes) for length, sizes in zip(shape, digits)):
+        return None
+    planner = _Planner(digits, start, goal, shape)
+    if not planner.run():
+        return None
+    return Redistribution(
+        source,
+        target,
+        tuple(tuple(sizes) for sizes in planner.digits),
+        tuple(start.items()),
+        tuple(planner.moves),
+        tuple(planner.fractions),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------- common refinement
+
+
+def _refine(
+    source: Distribution, target: Distribution, num_dims: int
+) -> tuple[list[list[int]], dict[Axis, Holding], dict[Axis, Holding]] | None:
+    """Axes and digits fine enough for both ends: (digit sizes per dimension, holdings at the start, at the goal)."""
+    rank_cuts = {axis.stride for end in (source, target) for axis in end.axes} | {source.num_ranks}
+    dim_cuts = [{1} for _ in range(num_dims)]
+    while True:
+        if not _is_chain(rank_cuts):
+            return None
+        atoms = _atoms(source.axes + target.axes, rank_cuts)
+        before = (len(rank_cuts), [len(cuts) for cuts in dim_cuts])
+        sides = []
+        for end in (source, target):
+            owners: list[list[Axis]] = [[] for _ in range(num_dims)]
+            free: dict[Axis, Holding] = {}
+            for axis, state in zip(end.axes, end.states):
+                # The atoms of an axis, outermost first: the outermost takes the most significant digit.
+                for atom in sorted(_within(atoms, axis), key=lambda a: -a.stride):
+                    if isinstance(state, Split):
+                        owners[state.dim].append(atom)
+                    else:
+                        free[atom] = state
+            sides.append((owners, free))
+            for dim in range(num_dims):
+                position = 1
+                for atom in owners[dim]:
+                    _cut_inside(dim_cuts[dim], position, atom, rank_cuts)
+                    position *= atom.size
+                    dim_cuts[dim].add(position)
+        if not all(_is_chain(cuts) for cuts in dim_cuts):
+            return None
+        if (len(rank_cuts), [len(cuts) for cuts in dim_cuts]) == before:
+            break
+    digits = [_quotients(cuts) for cuts in dim_cuts]
+    holdings = []
+    for owners, free in sides:
+        held = dict(free)
+        for dim in range(num_dims):
+            held.update({atom: Digit(dim, index) for index, atom in enumerate(owners[dim])})
+        holdings.append(held)
+    return digits, holdings[0], holdings[1]
+
+
+def _is_chain(cuts: set[int]) -> bool:
+    ordered = sorted(cuts)
+    return all(larger % smaller == 0 for smaller, larger in zip(ordered, ordered[1:]))
+
+
+def _quotients(cuts: set[int]) -> list[int]:
+    ordered = sorted(cuts)
+    return [larger // smaller for smaller, larger in zip(ordered, ordered[1:])]
+
+
+def _atoms(axes: Sequence[Axis], rank_cuts: set[int]) -> list[Axis]:
+    ordered = sorted(rank_cuts)
+    atoms = []
+    for stride, end in zip(ordered, ordered[1:]):
+        level = next(axis.level for axis in axes if axis.stride <= stride < axis.stride * axis.size)
+        atoms.append(Axis(end // stride, stride, level))
+    return atoms
+
+
+def _within(atoms: Sequence[Axis], axis: Axis) -> list[Axis]:
+    return [atom for atom in atoms if axis.stride <= atom.stride < axis.stride * axis.size]
+
+
+def _cut_inside(cuts: set[int], position: int, atom: Axis, rank_cuts: set[int]) -> None:
+    """Where the other end cuts the dimension inside this atom's digit, the atom itself has to be cut."""
+    for cut in cuts:
+        if position < cut < position * atom.size and cut % position == 0 and atom.size % (cut // position) == 0:
+            rank_cuts.add(atom.stride * atom.size // (cut // position))
+
+
+# ------------------------------------------------------------------------------------------------------------- the moves
+
+
+class _Planner:
+    """The state of one redistribution while its moves are chosen."""
+
+    def __init__(
+        self, digits: list[list[int]], start: dict[Axis, Holding], goal: dict[Axis, Holding], shape: tuple[int, ...]
+    ):
+        self.digits = digits
+        self.held = dict(start)
+        self.goal = goal
+        self.shape = shape
+        self.moves: list[Move] = []
+        self.fractions: list[float] = []
+
+    def run(self) -> bool:
+        """Choose the moves; False where a cycle cannot be broken."""
+        while True:
+            while self._take_free_digits():
+                pass
+            waiting = [atom for atom in self._pending() if isinstance(self.goal[atom], Digit)]
+            if not waiting:
+                break
+            if not (self._release_a_blocker(waiting) or self._break_a_cycle(waiting)):
+                return False
+        self._finish()
+        return True
+
+    def _pending(self) -> list[Axis]:
+        return [atom for atom in self.held if self.held[atom] != self.goal[atom]]
+
+    def _take_free_digits(self) -> bool:
+        """All axes whose digit is free take it; whether there were any.  Slices first, then reduce-scatters: they shrink."""
+        taken = set(self.held.values())
+        ready = [a for a in self._pending() if isinstance(self.goal[a], Digit) and self.goal[a] not in taken]
+        for kind, collective in (
+            (Broadcast, None),
+            (PartialSum, Collective.REDUCE_SCATTER),
+            (Digit, Collective.ALL_TO_ALL),
+        ):
+            chosen = [atom for atom in ready if isinstance(self.held[atom], kind)]
+            if chosen:
+                # Inner levels shrink the tensor before it crosses the outer ones.
+                self._change(collective, {atom: self.goal[atom] for atom in chosen}, outer_first=False)
+                return True
+        return False
+
+    def _release_a_blocker(self, waiting: list[Axis]) -> bool:
+        """Gather an axis that gives up its digit in the end anyway and keeps another one waiting."""
+        wanted = {self.goal[atom] for atom in waiting}
+        blockers = [a for a in self._pending() if self.held[a] in wanted and not isinstance(self.goal[a], Digit)]
+        if blockers:
+            to_sum = [atom for atom in blockers if isinstance(self.goal[atom], PartialSum)]
+            if to_sum:
+                self._change(None, {atom: PartialSum() for atom in to_sum})
+            else:
+                self._change(Collective.ALL_GATHER, {atom: Broadcast() for atom in blockers}, outer_first=True)
+        return bool(blockers)
+
+    def _break_a_cycle(self, waiting: list[Axis]) -> bool:
+        """Every waiting axis waits for another one's digit: park one of them in a spare digit, or gather it."""
+        atom = min(
+            (a for a in waiting if isinstance(self.held[a], Digit)), key=lambda a: (-a.level, a.stride), default=None
+        )
+        if atom is None:
+            return False
+        for dim, sizes in enumerate(self.digits):
+            if self.shape[dim] % (prod(sizes) * atom.size) == 0:
+                sizes.append(atom.size)
+                self._change(Collective.ALL_TO_ALL, {atom: Digit(dim, len(sizes) - 1)})
+                return True
+        self._change(Collective.ALL_GATHER, {atom: Broadcast()})
+        return True
+
+    def _finish(self) -> None:
+        """What is left: summands to be added up, then copies to be gathered, then copies and slices to be made summands."""
+        pending = self._pending()
+        reduced = {a: self.goal[a] for a in pending if isinstance(self.held[a], PartialSum)}
+        self._change(Collective.ALL_REDUCE, reduced, outer_first=False)
+        gathered = {
+            a: self.goal[a] for a in pending if isinstance(self.held[a], Digit) and isinstance(self.goal[a], Broadcast)
+        }
+        self._change(Collective.ALL_GATHER, gathered, outer_first=True)
+        self._change(None, {a: self.goal[a] for a in self._pending()})
+
+    def _change(self, collective: Collective | None, goal: dict[Axis, Holding], outer_first: bool = True) -> None:
+        """Let the axes of ``goal`` change at the same time, neighbours of one level in one move."""
+        runs: list[list[Axis]] = []
+        for atom in sorted(goal, key=lambda a: -a.stride):
+            previous = runs[-1][-1] if runs else None
+            if previous and previous.stride == atom.stride * atom.size and previous.level == atom.level:
+                runs[-1].append(atom)
+            else:
+                runs.append([atom])
+        for run in runs if outer_first else reversed(runs):
+            parts = tuple((atom, self.held[atom], goal[atom]) for atom in run)
+            before = self._local_fraction()
+            self.held.update({atom: goal[atom] for atom in run})
+            after = self._local_fraction()
+            axis = Axis(prod(atom.size for atom in run), run[-1].stride, run[-1].level)
+            self.moves.append(Move(collective, axis, parts))
+            self.fractions.append(max(before, after) if collective else 0.0)
+
+    def _local_fraction(self) -> float:
+        """How much of the tensor a rank holds."""
+        return 1.0 / prod(atom.size for atom, held in self.held.items() if isinstance(held, Digit))
+
+
+def reversed_route(route: Sequence[Redistribution]) -> tuple[Redistribution, ...]:
+    """The route of the gradient: the adjoint moves in reverse order, on the dual distributions."""
+    return tuple(_reversed(part) for part in reversed(route))
+
+
+def _reversed(part: Redistribution) -> Redistribution:
+    from .collectives import ADJOINT
+
+    held = dict(part.holdings)
+    moves = []
+    for move in part.moves:
+        held.update({atom: after for atom, _, after in move.parts})
+        parts = tuple((atom, _dual(after), _dual(before)) for atom, before, after in move.parts)
+        moves.append(replace(move, collective=move.collective and ADJOINT[move.collective], parts=parts))
+    return Redistribution(
+        part.target.dual(),
+        part.source.dual(),
+        part.digits,
+        tuple((atom, _dual(holding)) for atom, holding in held.items()),
+        tuple(reversed(moves)),
+        tuple(reversed(part.fractions)),
+    )
+
+
+def _dual(holding: Holding) -> Holding:
+    if isinstance(holding, Broadcast):
+        return PartialSum()
+    if isinstance(holding, PartialSum):
+        return Broadcast()
+    return holding

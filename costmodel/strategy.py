@@ -1,0 +1,184 @@
+"""Strategies: how one layer is spread over the devices.
+
+At each network level the devices form a mesh (p0, p1, p2), p2 innermost.  For a matrix product O = I W (AutoDDL, Section 3):
+
+======================  ==========  ==========  ==========
+tensor                  axis p0     axis p1     axis p2
+======================  ==========  ==========  ==========
+input I                 S0          B           S1
+weight W                B           S1          S0
+output O                S0          S1          P
+======================  ==========  ==========  ==========
+
+Around the product the activations are *canonical* (:mod:`autoddl.costmodel.distribution`): rows over p0, features over the
+other s = p1 p2 ranks.  So a layer gathers its input over p1, multiplies, and reduce-scatters its output over p2.  Layers
+without a product (norms, attention, sums, losses) work on the canonical layout itself: their strategy is (p0, s, 1).
+
+An embedding is the product of one-hot rows with its table.  Its axes stand in the order (p0, p2, p1), so that its table at
+(p0, p1, p2) lies exactly like the transposed matrix of a linear layer at (p0, p2, p1): tied weights are stored once.
+
+Summa spreads a product over a mesh of r x c ranks per level; input, weight and output are all split S0 over r and S1 over c,
+nothing is replicated: (r, c) is written as (r, c, 1) with ``summa`` set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from itertools import product
+from math import prod
+
+from .distribution import Axis, Distribution, canonical
+from .graph import Layer
+from .sbp import Broadcast, PartialSum, SBPState, Split
+
+__all__ = ["Strategy", "data_parallel", "enumerate_strategies", "transposed"]
+
+Split3 = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """(p0, p1, p2) for each network level, outermost first (see the module's docstring)."""
+
+    splits: tuple[Split3, ...]
+    summa: bool = False
+
+    def __str__(self) -> str:
+        return " | ".join(f"({p0},{p1},{p2})" for p0, p1, p2 in self.splits) + (" summa" if self.summa else "")
+
+    @property
+    def p0(self) -> int:
+        """Into how many slices the samples are cut."""
+        return prod(split[0] for split in self.splits)
+
+    @property
+    def p1(self) -> int:
+        """The product of p1 over the levels."""
+        return prod(split[1] for split in self.splits)
+
+    @property
+    def p2(self) -> int:
+        """The product of p2 over the levels."""
+        return prod(split[2] for split in self.splits)
+
+    @property
+    def num_devices(self) -> int:
+        """All devices."""
+        return self.p0 * self.p1 * self.p2
+
+    @cached_property
+    def rows_and_features(self) -> tuple[tuple[int, int], ...]:
+        """(p0, s) for each level: the layout of the activations around the layer."""
+        return tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
+
+    @property
+    def activations(self) -> Distribution:
+        """The canonical layout of the activations around the layer."""
+        return canonical(self.rows_and_features)
+
+    def axes(self, which: int, embedding: bool = False) -> tuple[Axis, ...]:
+        """The mesh axes of p0 (0), p1 (1) or p2 (2), one per level where it is longer than 1, outermost first."""
+        return _axes(self.splits, embedding)[which]
+
+    def sbp(self, layer: Layer) -> dict[str, str | None]:
+        """The layouts of input, weight and output in SBP notation, axes in the order (p0, p1, p2)."""
+        if layer.kind in ("linear", "embedding") and not self.summa:
+            input_states: tuple[SBPState, ...] = (Split(0), Broadcast(), Split(1))
+            if layer.kind == "embedding":
+                # Ids have no feature dimension: every rank looks up all ids of its samples.
+                input_states = (Split(0), Broadcast(), Broadcast())
+            weight, output = (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
+        elif self.summa:
+            input_states = weight = output = (Split(0), Split(1), Broadcast())
+        else:
+            input_states = output = (Split(0), Split(1), Broadcast())
+            weight = (Broadcast(), Split(1) if layer.kind == "position" else Split(0), Broadcast())
+        return {
+            "input": self._on_mesh(input_states),
+            "weight": self._on_mesh(weight) if layer.parameters else None,
+            "output": self._on_mesh(output),
+        }
+
+    def _on_mesh(self, states: Sequence[SBPState]) -> str:
+        return str(Distribution.on_mesh([list(zip(split, states)) for split in self.splits]))
+
+
+@cache
+def _axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, ...], ...]:
+    order = (0, 2, 1) if embedding else (0, 1, 2)
+    stride = prod(prod(split) for split in splits)
+    axes: tuple[list[Axis], ...] = ([], [], [])
+    for level, split in enumerate(splits):
+        for which in order:
+            stride //= split[which]
+            if split[which] > 1:
+                axes[which].append(Axis(split[which], stride, level))
+    return tuple(tuple(of_one) for of_one in axes)
+
+
+def transposed(strategy: Strategy) -> Strategy:
+    """The strategy of a layer whose weight is the transpose of this one's: p1 and p2 change places."""
+    return Strategy(tuple((p0, p2, p1) for p0, p1, p2 in strategy.splits))
+
+
+def data_parallel(level_sizes: Sequence[int]) -> Strategy:
+    """Everything on the samples: (p, 1, 1) at every level."""
+    return Strategy(tuple((size, 1, 1) for size in level_sizes))
+
+
+@cache
+def _splits(size: int) -> tuple[Split3, ...]:
+    """All ordered factorisations of ``size`` into three."""
+    divisors = [d for d in range(1, size + 1) if size % d == 0]
+    return tuple((p0, p1, size // p0 // p1) for p0 in divisors for p1 in divisors if (size // p0) % p1 == 0)
+
+
+@cache
+def _all(level_sizes: tuple[int, ...], kind: str) -> tuple[Strategy, ...]:
+    """Every strategy of a kind of layer, before shapes are looked at."""
+    if kind in ("conv2d", "opaque"):
+        return (data_parallel(level_sizes),)
+    per_level = [_splits(size) for size in level_sizes]
+    strategies = (Strategy(splits) for splits in product(*per_level))
+    if kind in ("linear", "embedding"):
+        return tuple(strategies)
+    # Without a product there is nothing to reduce: p2 is 1 (where p1 and p2 mean the same, the canonical split).
+    return tuple(s for s in strategies if s.p2 == 1)
+
+
+def enumerate_strategies(layer: Layer, level_sizes: Sequence[int], summa: bool = False) -> Iterator[Strategy]:
+    """The strategies of a layer that divide its features and heads (whether the samples divide is up to the micro-batch).
+
+    Args:
+        level_sizes: devices of each network level, outermost first.
+        summa: offer Summa meshes (r, c > 1) to linear layers too.
+    """
+    sizes = tuple(level_sizes)
+    for strategy in _all(sizes, layer.kind):
+        if _divides(layer, strategy):
+            yield strategy
+    if summa and layer.kind == "linear" and not any(p.tied_to for p in layer.parameters):
+        for strategy in _all(sizes, "norm"):
+            if strategy.p0 > 1 and strategy.p1 > 1:
+                candidate = Strategy(strategy.splits, summa=True)
+                if _divides(layer, candidate) and layer.attributes["in_features"] % candidate.p0 == 0:
+                    yield candidate
+
+
+def _divides(layer: Layer, strategy: Strategy) -> bool:
+    """Whether the layer's features (whole heads, where it has heads) divide."""
+    s = strategy.p1 * strategy.p2
+    if s == 1:
+        return True
+    attributes = layer.attributes
+    if layer.kind == "linear":
+        return not (attributes["in_features"] % s or attributes["out_features"] % s or layer.features % s)
+    if layer.kind == "embedding":
+        return not (attributes["features"] % s or attributes["vocabulary"] % strategy.p2)
+    if layer.kind == "attention":
+        return attributes["kv_heads"] % s == 0
+    if layer.kind == "loss":
+        return attributes["vocabulary"] % s == 0
+    return layer.features % s == 0

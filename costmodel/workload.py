@@ -1,0 +1,96 @@
+"""How a model is trained: batch, micro-batch, precision, optimizer, recomputation.
+
+Bytes per trained element (parameter + gradient + optimizer states):
+
+=========  =================  ========  ================  ======
+precision  parameter          gradient  master copy       states
+=========  =================  ========  ================  ======
+float32    4                  4         -                 sgd 0, momentum 4, adam 8
+mixed      2                  2         4                 sgd 0, momentum 4, adam 8
+=========  =================  ========  ================  ======
+
+Adam so costs 16 bytes per parameter in either precision.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from .documents import Fields
+from .errors import UserError
+
+__all__ = ["OPTIMIZERS", "PRECISIONS", "Workload"]
+
+#: Bytes of one activation, parameter or gradient element.
+PRECISIONS = {"float32": 4, "mixed": 2}
+#: Bytes of optimizer states per trained element.
+OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """One training step.
+
+    Attributes:
+        batch: samples per step, over all devices.
+        micro_batch: samples per forward and backward pass, over all devices; gradients accumulate over
+            ``batch / micro_batch`` passes.
+        precision: ``float32`` or ``mixed``.
+        optimizer: ``sgd``, ``momentum`` or ``adam``.
+        recompute: keep only every layer's evenly split input, and repeat its forward pass before its backward pass.
+    """
+
+    batch: int
+    micro_batch: int
+    precision: str = "float32"
+    optimizer: str = "adam"
+    recompute: bool = False
+
+    def __post_init__(self) -> None:
+        for name, value in (("batch", self.batch), ("micro-batch", self.micro_batch)):
+            if value < 1:
+                raise UserError(f"{name} {value} should be at least 1")
+        if self.batch % self.micro_batch:
+            raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}")
+        if self.precision not in PRECISIONS:
+            raise UserError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
+        if self.optimizer not in OPTIMIZERS:
+            raise UserError(f"optimizer {self.optimizer!r} is not one of {', '.join(OPTIMIZERS)}")
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Forward and backward passes per step."""
+        return self.batch // self.micro_batch
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes of one activation or gradient element."""
+        return PRECISIONS[self.precision]
+
+    @property
+    def bytes_per_parameter(self) -> int:
+        """Bytes that one trained element needs (table: module docstring)."""
+        master = 4 if self.precision == "mixed" else 0
+        return 2 * self.itemsize + master + OPTIMIZERS[self.optimizer]
+
+    def document(self) -> dict[str, Any]:
+        """The workload as JSON fields."""
+        return asdict(self)
+
+    @classmethod
+    def from_fields(cls, fields: Fields) -> Workload:
+        """Read what :meth:`document` wrote.
+
+        Raises:
+            UserError: a field is missing, unknown or out of range.
+        """
+        workload = cls(
+            fields.integer("batch", 1),
+            fields.integer("micro_batch", 1),
+            fields.text("precision"),
+            fields.text("optimizer"),
+            fields.boolean("recompute"),
+        )
+        fields.finish()
+        return workload
