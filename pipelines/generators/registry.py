@@ -1,0 +1,93 @@
+"""The door to all families of schedules: numbers are checked here, and what leaves has passed the validator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, Optional
+
+from ..schedule import Schedule
+from ..validate import validate
+from . import gpipe, one_f_one_b
+from .draft import Family, GeneratorError, at_least
+from .passes import EAGER_SYNC_OPT, check_all_reduce_policy, finish
+
+__all__ = ["FAMILIES", "families", "generate"]
+
+FAMILIES: Mapping[str, Family] = MappingProxyType(
+    {
+        family.name: family
+        for family in (
+            gpipe.GPIPE,
+            gpipe.GROUPED_GPIPE,
+            one_f_one_b.ONE_F_ONE_B,
+        )
+    }
+)
+
+STEADY_ITERATIONS = 4
+"""Update periods of an asynchronous schedule where none are asked for: enough for every weight version to be alive."""
+
+
+def families() -> tuple[Family, ...]:
+    """All families, each with its name, a one-line summary and its options."""
+    return tuple(FAMILIES.values())
+
+
+def generate(
+    name: str,
+    *,
+    num_stages: int,
+    num_micro_batches: int,
+    iterations: Optional[int] = None,
+    width: int = 1,
+    recompute: bool = False,
+    all_reduce: str = EAGER_SYNC_OPT,
+    activation_limit: Optional[float] = None,
+    **options: Any,
+) -> Schedule:
+    """A validated schedule.
+
+    Args:
+        name: a family of :func:`families`.
+        num_stages: the pipeline's depth D, which is its number of workers. Schemes with several groups of stages per worker
+            cut the model in ``groups * D`` stages.
+        num_micro_batches: N, per worker and iteration; for asynchronous schemes with accumulation, per weight update.
+        iterations: how many times N micro-batches; by default 1, and 4 for asynchronous schemes, which settle only then.
+        width: W, devices that each worker's stages are replicated on (data parallelism).
+        recompute: recompute activations before each backward.
+        all_reduce: when gradients are reduced over replicas: ``none`` (after all compute), ``eager`` (as soon as a stage's
+            last backward is done), ``eager-sync-opt`` (eager where a bubble follows on that worker).
+        activation_limit: the most micro-batches whose activations a worker may hold; more is an error.
+        options: of the family.
+
+    Raises:
+        GeneratorError: naming the number that does not fit.
+        InvalidScheduleError: where the result breaks a rule, such as the activation limit.
+    """
+    if name not in FAMILIES:
+        raise GeneratorError(f"schedule {name!r} is unknown; known are {', '.join(FAMILIES)}")
+    family = FAMILIES[name]
+    at_least("num_stages", num_stages, 1)
+    at_least("num_micro_batches", num_micro_batches, 1)
+    at_least("width", width, 1)
+    check_all_reduce_policy(all_reduce)
+    if iterations is None:
+        iterations = 1 if family.synchronous else STEADY_ITERATIONS
+    at_least("iterations", iterations, 1)
+    given = {option: value for option, value in options.items() if value is not None}
+    if not family.synchronous:
+        draft = family.draft(num_stages, num_micro_batches * iterations, given)
+    else:
+        draft = family.draft(num_stages, num_micro_batches, given)
+    schedule = finish(
+        name,
+        draft,
+        repeats=iterations if family.synchronous else 1,
+        width=width,
+        recompute=recompute,
+        all_reduce=all_reduce,
+        activation_limit=activation_limit,
+    )
+    validate(schedule)
+    return schedule

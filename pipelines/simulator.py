@@ -1,0 +1,190 @@
+"""One event-driven simulator for every schedule.
+
+A worker executes its list in order. A task starts when its worker is free and its inputs have arrived:
+
+    start(i) = max( free(worker(i)), arrival(p) for the producers p of i )
+    arrival(p) = end(p)                                            where producer and consumer share the worker
+    arrival(p) = max( end(p), free(link) ) + transfer(p)           otherwise
+
+Each directed link between two workers carries one transfer at a time, in the sender's order. Without overlap the sender
+is busy until its transfer has arrived. An all-reduce (``A``) is launched, not waited for; it runs on its members'
+communication streams, one at a time and in launch order on each, and the update (``U``) of its stage waits for it. All of
+these orders are fixed by the lists, so the result is the longest path of a directed acyclic graph, whatever the order in
+which workers are visited: each is followed until it lacks an input, and taken up again when that input is there. Every task
+and every transfer is handled once: the time is linear in the number of tasks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .allreduce import AllReduces
+from .schedule import Kind, Schedule
+from .tasktable import NONE, TaskTable, producers, tabulate
+from .timeline import Timeline
+from .times import Times, TimesError
+
+__all__ = ["Execution", "execute", "simulate"]
+
+
+@dataclass
+class Execution:
+    """What became of the tasks; lists over task numbers (see :mod:`.tasktable`)."""
+
+    starts: list[float]
+    ends: list[float]
+    arrivals: list[float]
+    """When a task's output reached its consumer's worker; equal to its end where it does not travel."""
+    departures: list[float]
+    """When its transfer began."""
+    cursors: list[int] = field(default_factory=list)
+    """Per worker the number of the task at which it stopped; the end of its list where it got through."""
+
+
+def simulate(schedule: Schedule, times: Times) -> Timeline:
+    """When each task of a valid schedule starts and ends; O(tasks).
+
+    Raises:
+        TimesError: if the times are of another number of stages.
+        RuntimeError: if the schedule comes to a standstill, which a validated one does not.
+    """
+    if times.num_stages != schedule.num_stages:
+        raise TimesError(
+            f"the times are of {times.num_stages} stages, the schedule {schedule.name} has {schedule.num_stages}"
+        )
+    table = tabulate(schedule)
+    result = execute(schedule, table, times)
+    if result.cursors != table.offsets[1:].tolist():
+        raise RuntimeError(f"schedule {schedule.name} comes to a standstill; validate it before simulating it")
+    bounds = list(zip(table.offsets[:-1].tolist(), table.offsets[1:].tolist()))
+    return Timeline(
+        schedule=schedule,
+        starts=tuple(np.array(result.starts[a:b]) for a, b in bounds),
+        ends=tuple(np.array(result.ends[a:b]) for a, b in bounds),
+        departures=tuple(np.array(result.departures[a:b]) for a, b in bounds),
+        arrivals=tuple(np.array(result.arrivals[a:b]) for a, b in bounds),
+        blocking_sends=not times.overlap_transfers,
+    )
+
+
+def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
+    """Run as far as it goes; a schedule that deadlocks leaves some cursor before the end of its list."""
+    duration = task_durations(table, times).tolist()
+    transfer, link = _transfers(schedule, table, times)
+    first_producer, more_producers = _inputs(schedule, table)
+    reduces = AllReduces(table, times)
+    group_of = reduces.group_of
+
+    total = table.num_tasks
+    starts, ends = [0.0] * total, [0.0] * total
+    departures, arrivals = [0.0] * total, [NONE * 1.0] * total
+    waiting: list[int] = [NONE] * total
+    """The worker that waits for a task's output."""
+    stops = table.offsets[1:].tolist()
+    cursors = table.offsets[:-1].tolist()
+    worker_free = [0.0] * len(stops)
+    link_free: dict[int, float] = {}
+    blocking = not times.overlap_transfers
+
+    runnable = list(range(len(stops) - 1, -1, -1))
+    while runnable:
+        worker = runnable.pop()
+        now, stop = worker_free[worker], stops[worker]
+        number = cursors[worker]
+        while number < stop:
+            start = now
+            producer = first_producer[number]
+            if producer != NONE:
+                blocked = NONE
+                for source in more_producers.get(number, (producer,)):
+                    arrival = arrivals[source]
+                    if arrival < 0:
+                        blocked = source
+                        break
+                    if arrival > start:
+                        start = arrival
+                if blocked != NONE:
+                    waiting[blocked] = worker
+                    break
+            group = group_of[number]
+            if group != NONE:  # an all-reduce, or the update that waits for it
+                if reduces.is_launch[number]:
+                    starts[number] = ends[number] = now
+                    runnable.extend(reduces.launch(number, now, starts, ends))
+                    number += 1
+                    continue
+                if not reduces.is_done(group):
+                    runnable.extend(reduces.wait(number, worker, starts, ends))
+                    if not reduces.is_done(group):
+                        break
+                start = max(start, reduces.done_at(group))
+            end = start + duration[number]
+            starts[number], ends[number] = start, end
+            now = end
+            channel = link[number]
+            if channel == NONE:
+                arrivals[number] = departures[number] = end
+            else:
+                departure = link_free.get(channel, 0.0)
+                if departure < end:
+                    departure = end
+                departures[number] = departure
+                arrivals[number] = link_free[channel] = departure + transfer[number]
+                if blocking:
+                    now = arrivals[number]
+            if waiting[number] != NONE:
+                runnable.append(waiting[number])
+                waiting[number] = NONE
+            number += 1
+        cursors[worker], worker_free[worker] = number, now
+        if number == stop:
+            runnable.extend(reduces.wait(number, worker, starts, ends, finished=True))
+    return Execution(starts, ends, arrivals, departures, cursors)
+
+
+def task_durations(table: TaskTable, times: Times) -> np.ndarray:
+    """How long each task occupies its worker; 0 for the launch of an all-reduce."""
+    backward, backward_input = np.array(times.backward), np.array(times.backward_input)
+    per_kind = np.zeros((len(Kind), times.num_stages))
+    per_kind[Kind.FORWARD] = times.forward
+    per_kind[Kind.BACKWARD] = backward
+    per_kind[Kind.BACKWARD_INPUT] = backward_input
+    per_kind[Kind.BACKWARD_WEIGHT] = backward - backward_input
+    per_kind[Kind.RECOMPUTE] = times.recompute
+    per_kind[Kind.UPDATE] = times.update
+    return per_kind[table.kind, table.stage] * _sizes(table)
+
+
+def _sizes(table: TaskTable) -> np.ndarray:
+    return np.where(table.kind < Kind.ALL_REDUCE, table.num_slots / table.slots_per_micro_batch, 1.0)
+
+
+def _transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list[float], list[int]]:
+    """Per task the time that its output travels, and the directed link that it takes (-1 for none)."""
+    num_stages, num_workers = schedule.num_stages, schedule.num_workers
+    placement = np.array(schedule.placement)
+    forward = table.kind == Kind.FORWARD
+    backward = (table.kind == Kind.BACKWARD) | (table.kind == Kind.BACKWARD_INPUT)
+    sends = (forward & (table.stage < num_stages - 1)) | (backward & (table.stage > 0))
+    neighbour = np.clip(table.stage + np.where(forward, 1, -1), 0, num_stages - 1)
+    target = placement[table.pipeline, neighbour]
+    sends &= target != table.worker
+    link = np.where(sends, table.worker * num_workers + target, NONE)
+    padded_forward = np.array([*times.transfer_forward, 0.0])
+    padded_backward = np.array([0.0, *times.transfer_backward])
+    per_whole = np.where(forward, padded_forward[table.stage], padded_backward[table.stage])
+    return (times.transfer_latency + per_whole * _sizes(table)).tolist(), link.tolist()
+
+
+def _inputs(schedule: Schedule, table: TaskTable) -> tuple[list[int], dict[int, tuple[int, ...]]]:
+    """Per task one producer (-1 for none), and all of them for the tasks that have several."""
+    producer, consumer = producers(schedule, table)
+    first = np.full(table.num_tasks, NONE)
+    first[consumer] = producer
+    several: dict[int, tuple[int, ...]] = {}
+    repeated = np.unique(consumer[1:][consumer[1:] == consumer[:-1]])
+    for number in repeated.tolist():
+        several[number] = tuple(producer[consumer == number].tolist())
+    return first.tolist(), several

@@ -1,0 +1,159 @@
+"""What the tasks of a schedule cost in time: the simulator's input."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Union
+
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["Times", "TimesError", "replicate"]
+
+PerStage = Union[float, Sequence[float]]
+
+
+class TimesError(UserError):
+    """Times that do not fit the schedule, or are negative or not finite."""
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds (or any one unit) per whole micro-batch, as the stage's worker executes it.
+
+    A pair takes twice, a half half as long. Per-stage fields have S entries, per-boundary ones S - 1: boundary b lies
+    between stages b and b + 1. :meth:`of` fills them from numbers.
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    """The whole backward: input part and weight part."""
+    backward_input: tuple[float, ...]
+    """The part of ``backward`` that yields the gradient of the input; the rest is the weight part."""
+    recompute: tuple[float, ...]
+    all_reduce: tuple[float, ...]
+    """Of the stage's weight gradients, over all its replicas, once per update."""
+    update: tuple[float, ...]
+    """Optimizer step of one replica."""
+    transfer_forward: tuple[float, ...]
+    """Of one micro-batch's activation over each boundary, where it changes the worker."""
+    transfer_backward: tuple[float, ...]
+    """Of its gradient."""
+    transfer_latency: float = 0.0
+    """Added to every transfer, whatever its size."""
+    overlap_transfers: bool = True
+    """True: transfers run beside compute, one after another on each directed link between two workers.
+    False: a worker sends before it goes on, so that a task costs its worker compute time + transfer time."""
+    all_reduce_overlaps_compute: bool = True
+    """True: all-reduces progress beside compute. False: only in the free regions, where a worker computes nothing."""
+
+    def __post_init__(self) -> None:
+        num_stages = len(self.forward)
+        for name in ("forward", "backward", "backward_input", "recompute", "all_reduce", "update"):
+            _check(name, getattr(self, name), num_stages, "stages")
+        for name in ("transfer_forward", "transfer_backward"):
+            _check(name, getattr(self, name), max(0, num_stages - 1), "boundaries")
+        _check("transfer_latency", (self.transfer_latency,), 1, "values")
+        for stage, (whole, part) in enumerate(zip(self.backward, self.backward_input)):
+            if part > whole:
+                raise TimesError(
+                    f"backward_input of stage {stage} is {part}, more than the whole backward ({whole}); "
+                    "give at most the whole"
+                )
+
+    @property
+    def num_stages(self) -> int:
+        return len(self.forward)
+
+    @classmethod
+    def of(
+        cls,
+        num_stages: int,
+        *,
+        forward: PerStage = 1.0,
+        backward: PerStage = 2.0,
+        backward_input: PerStage | None = None,
+        recompute: PerStage | None = None,
+        all_reduce: PerStage = 0.0,
+        update: PerStage = 0.0,
+        transfer: PerStage = 0.0,
+        transfer_backward: PerStage | None = None,
+        transfer_latency: float = 0.0,
+        overlap_transfers: bool = True,
+        all_reduce_overlaps_compute: bool = True,
+    ) -> Times:
+        """Times from numbers, each one for all stages (boundaries) or a sequence with one per stage (boundary).
+
+        ``backward_input`` defaults to half of the backward, ``recompute`` to the forward, ``transfer_backward`` to
+        ``transfer``.
+        """
+        forwards = _spread(forward, num_stages)
+        backwards = _spread(backward, num_stages)
+        transfers = _spread(transfer, num_stages - 1)
+        return cls(
+            forward=forwards,
+            backward=backwards,
+            backward_input=tuple(b / 2 for b in backwards)
+            if backward_input is None
+            else _spread(backward_input, num_stages),
+            recompute=forwards if recompute is None else _spread(recompute, num_stages),
+            all_reduce=_spread(all_reduce, num_stages),
+            update=_spread(update, num_stages),
+            transfer_forward=transfers,
+            transfer_backward=transfers if transfer_backward is None else _spread(transfer_backward, num_stages - 1),
+            transfer_latency=float(transfer_latency),
+            overlap_transfers=overlap_transfers,
+            all_reduce_overlaps_compute=all_reduce_overlaps_compute,
+        )
+
+
+def replicate(times: Times, widths: Sequence[int], *, split: PerStage = 0.0, concat: PerStage = 0.0) -> Times:
+    """The times when stage s runs on ``widths[s]`` devices that split each micro-batch (DAPPLE's replicated stages).
+
+    Compute is divided by the width. A boundary's bytes travel over as many links as its narrower side has devices. Where
+    the widths differ, activations are re-sliced: one-to-many adds ``split`` and many-to-one ``concat`` (per boundary, for
+    one micro-batch) to the transfer, and the gradients on their way back the other of the two; many-to-many of unequal
+    widths both; equal widths nothing. ``all_reduce`` and ``update`` are taken as they are.
+
+    Args:
+        times: of the stages on one device each.
+    """
+    num_stages = times.num_stages
+    if len(widths) != num_stages or any(width < 1 for width in widths):
+        raise TimesError(f"widths are {tuple(widths)}; give {num_stages} numbers of at least 1, one per stage")
+    splits, concats = _spread(split, num_stages - 1), _spread(concat, num_stages - 1)
+
+    def over_boundary(boundary: int, sender: int, receiver: int, transfer: float) -> float:
+        extra = 0.0
+        if sender != receiver:
+            extra += splits[boundary] if receiver > 1 else 0.0
+            extra += concats[boundary] if sender > 1 else 0.0
+        return transfer / min(sender, receiver) + extra
+
+    pairs = list(enumerate(zip(widths, widths[1:])))
+    return replace(
+        times,
+        forward=tuple(t / w for t, w in zip(times.forward, widths)),
+        backward=tuple(t / w for t, w in zip(times.backward, widths)),
+        backward_input=tuple(t / w for t, w in zip(times.backward_input, widths)),
+        recompute=tuple(t / w for t, w in zip(times.recompute, widths)),
+        transfer_forward=tuple(over_boundary(b, left, right, times.transfer_forward[b]) for b, (left, right) in pairs),
+        transfer_backward=tuple(
+            over_boundary(b, right, left, times.transfer_backward[b]) for b, (left, right) in pairs
+        ),
+    )
+
+
+def _spread(value: PerStage, count: int) -> tuple[float, ...]:
+    if isinstance(value, (int, float)):
+        return (float(value),) * max(0, count)
+    return tuple(float(v) for v in value)
+
+
+def _check(name: str, values: Sequence[float], count: int, things: str) -> None:
+    if len(values) != count:
+        raise TimesError(f"{name} has {len(values)} entries; give {count}, one per each of the {things}")
+    for index, value in enumerate(values):
+        if not (math.isfinite(value) and value >= 0):
+            raise TimesError(f"{name}[{index}] is {value}; times are finite and not negative")

@@ -1,0 +1,6 @@
+from __future__ import annotations
+from .schedule import Schedule
+
+
+def validate(schedule: Schedule) -> None:
+    pass
