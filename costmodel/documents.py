@@ -13,7 +13,7 @@ from typing import Any
 
 from .errors import UserError
 
-__all__ = ["Fields", "canonical_hash", "load_document", "write_atomically", "write_document"]
+__all__ = ["Fields", "canonical_hash", "load_document", "load_json", "write_atomically", "write_document"]
 
 
 def _reject_constant(name: str) -> float:
@@ -26,15 +26,23 @@ def load_document(path: str | os.PathLike[str], form: str, version: int = 1) -> 
     Raises:
         UserError: the file cannot be read, is not JSON, or is of another format or version.
     """
+    return check_document(load_json(path), form, version, str(path))
+
+
+def load_json(path: str | os.PathLike[str]) -> Any:
+    """Read any JSON document (one that is not ours, for instance).
+
+    Raises:
+        UserError: the file cannot be read, or is not JSON.
+    """
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     try:
-        value = json.loads(text, parse_constant=_reject_constant)
+        return json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not a JSON document ({error})") from None
-    return check_document(value, form, version, str(path))
 
 
 def check_document(value: Any, form: str, version: int, where: str) -> Fields:

@@ -1,0 +1,156 @@
+"""Models that need no OneFlow: built-in families, HuggingFace configurations, saved graphs.
+
+:func:`resolve_model` turns what a user calls a model into its layer graph; :func:`gpt`, :func:`bert`, :func:`llama`,
+:func:`vgg` and :func:`mlp` make graphs from sizes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+
+from autoddl.costmodel.documents import load_json
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph, graph_from_document
+
+from .feedforward import VGG_FEATURES, mlp, vgg
+from .huggingface import HUGGINGFACE_TYPES, transformer_from_config
+from .named import FAMILIES, TRANSFORMERS, build_transformer, sized_transformer
+from .transformers import LARGEST, Transformer, bert, gpt, llama, pad_vocabulary
+
+__all__ = [
+    "Transformer",
+    "bert",
+    "gpt",
+    "is_oneflow_model",
+    "known_models",
+    "llama",
+    "mlp",
+    "pad_vocabulary",
+    "resolve_model",
+    "vgg",
+]
+
+_FUNCTION = re.compile(r".+\.py:\w+")
+_SIZED = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
+_NUMBER = re.compile(r"[1-9][0-9]{0,9}")
+LARGEST_MLP_WIDTH = 2**30
+FORMS = (
+    *(f"{family}:LAYERSxWIDTH" for family in FAMILIES),
+    "mlp:WIDTH,WIDTH,...",
+    "a config.json of HuggingFace",
+    "a saved graph",
+    "FILE.py:FUNCTION",
+)
+
+
+def known_models() -> tuple[str, ...]:
+    """The names of all built-in models."""
+    return (*TRANSFORMERS, *(f"vgg{depth}" for depth in VGG_FEATURES))
+
+
+def is_oneflow_model(text: str) -> bool:
+    """Whether this is ``FILE.py:FUNCTION``, which has to be extracted with OneFlow."""
+    return _FUNCTION.fullmatch(text) is not None
+
+
+def resolve_model(
+    text: str, *, heads: int | None = None, sequence: int | None = None, vocabulary: int | None = None
+) -> LayerGraph:
+    """The layer graph of what the user calls a model.
+
+    Args:
+        text: a name (``gpt2-xl``, ``vgg13``), sizes (``gpt:24x1024``, ``mlp:4096,1024,10``), a HuggingFace ``config.json`` or
+            its folder, a saved graph, or ``FILE.py:FUNCTION``.
+        heads, sequence, vocabulary: in place of the model's own, for transformers that are built here.  The vocabulary of
+            these is always padded to a multiple of 128; a note in the graph says so.
+
+    Raises:
+        UserError: nothing is known under that name, a file is malformed, or an option does not apply.
+    """
+    options = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
+    for option, value in options.items():
+        if value is not None and not 1 <= value <= LARGEST[option]:
+            raise UserError(f"--{option} is {value}, should be a whole number from 1 to {LARGEST[option]}")
+    if text in TRANSFORMERS:
+        family, model = TRANSFORMERS[text]
+        return build_transformer(family, model, **options)
+    family, colon, sizes = text.partition(":")
+    if colon and family in FAMILIES:
+        model = sized_transformer(family, *_layers_and_width(text, sizes), heads, sequence)
+        return build_transformer(family, model, **options)
+    if not is_oneflow_model(text) and (text.endswith(".json") or os.sep in text or Path(text).exists()):
+        return _from_file(text, options)
+    graph = _without_options(text, family if colon else "", sizes)
+    _refuse_options(text, options)
+    return graph
+
+
+def _without_options(text: str, family: str, sizes: str) -> LayerGraph:
+    """The models that are what they are."""
+    if is_oneflow_model(text):
+        from ..extract import extract_from_file  # not above: it needs OneFlow
+
+        return extract_from_file(text)
+    if family == "mlp":
+        return mlp(_mlp_widths(text, sizes))
+    for depth in VGG_FEATURES:
+        if text == f"vgg{depth}":
+            return vgg(depth)
+    raise _unknown(text)
+
+
+def _refuse_options(text: str, options: Mapping[str, int | None]) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise UserError(
+                f"--{option} {value} does not apply to {text}; it is for built-in transformers and config.json files"
+            )
+
+
+def _layers_and_width(text: str, sizes: str) -> tuple[int, int]:
+    match = _SIZED.fullmatch(sizes)
+    if match is None:
+        raise UserError(f"model {text!r} should be {text.partition(':')[0]}:LAYERSxWIDTH, such as gpt:24x1024")
+    return int(match[1]), int(match[2])
+
+
+def _mlp_widths(text: str, sizes: str) -> list[int]:
+    widths = []
+    for entry in sizes.split(","):
+        if not _NUMBER.fullmatch(entry) or int(entry) > LARGEST_MLP_WIDTH:
+            raise UserError(
+                f"model {text!r}: width {entry!r} should be a whole number from 1 to {LARGEST_MLP_WIDTH}, as in mlp:4096,1024,10"
+            )
+        widths.append(int(entry))
+    return widths
+
+
+def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
+    """A saved graph or a HuggingFace configuration, whichever the file is."""
+    path = Path(text)
+    if path.is_dir():
+        path = path / "config.json"
+    value = load_json(path)
+    where = str(path)
+    if isinstance(value, dict) and "model_type" in value:
+        family, model = transformer_from_config(value, where)
+        return build_transformer(family, model, **options)
+    if isinstance(value, dict) and "format" in value:
+        graph = graph_from_document(value, where)
+        _refuse_options(text, options)
+        return graph
+    raise UserError(
+        f"{where}: has neither a 'format', which saved graphs have, nor a 'model_type', which the config.json of a "
+        f"HuggingFace model has (one of {', '.join(HUGGINGFACE_TYPES)})"
+    )
+
+
+def _unknown(text: str) -> UserError:
+    known = known_models()
+    close = get_close_matches(text.lower(), known, 1, cutoff=0.5)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return UserError(f"model {text!r} is unknown; {hint}known are {', '.join((*known, *FORMS))}")
