@@ -117,11 +117,11 @@ class Cluster:
         """Seconds that one communication step takes."""
         return self.levels[step.axis.level].link.time(step)
 
-    def matmul_time(self, m: float, k: float, n: float, precision: str, itemsize: int) -> float:
-        """Seconds of a local (m x k) by (k x n) product (formula: module docstring)."""
+    def matmul_time(self, m: float, k: float, n: float, precision: str, itemsize: int, count: float = 1) -> float:
+        """Seconds of ``count`` local (m x k) by (k x n) products in one kernel (formula: module docstring)."""
         device = self.device
         work = 2.0 * m * k * n / (device.efficiency * device.peak_flops[precision])
-        return device.launch_s + work + (m * k + k * n + m * n) * itemsize / device.memory_bandwidth
+        return device.launch_s + count * (work + (m * k + k * n + m * n) * itemsize / device.memory_bandwidth)
 
     def elementwise_time(self, nbytes: float) -> float:
         """Seconds of a kernel that reads and writes ``nbytes`` in all."""

@@ -115,10 +115,7 @@ def layer_work(
         is_first: whether the layer reads the data itself (no gathered input, no gradient for it).
     """
     frame = _Frame(layer, strategy, cluster, workload, samples)
-    if strategy.summa:
-        body = _summa(frame, is_first)
-    else:
-        body = _BODIES[layer.kind](frame, is_first)
+    body = (_summa if strategy.summa else _BODIES[layer.kind])(frame, is_first)
     forward, backward = body.forward, body.backward
     backward_s, kept, buffer = body.backward_s, body.kept_bytes, body.buffer_bytes
     if workload.recompute and layer.kind != "loss":
@@ -169,8 +166,8 @@ class _Frame:
     def elementwise(self, nbytes: float) -> float:
         return self.cluster.elementwise_time(nbytes)
 
-    def matmul(self, m: float, k: float, n: float) -> float:
-        return self.cluster.matmul_time(m, k, n, self.precision, self.itemsize)
+    def matmul(self, m: float, k: float, n: float, count: float = 1) -> float:
+        return self.cluster.matmul_time(m, k, n, self.precision, self.itemsize, count)
 
     def epilogue(self) -> tuple[float, float]:
         """(forward, backward) seconds of the element-wise operations behind the layer: read and write, and read two and write."""
@@ -258,9 +255,9 @@ def _position(frame: _Frame, is_first: bool) -> _Body:
 def _attention(frame: _Frame, is_first: bool) -> _Body:
     attributes = frame.layer.attributes
     length = frame.layer.rows
-    # One batched product over all (sample, head) pairs of this device, priced by its total rows.
+    # Two batched products over all (sample, head) pairs of this device: q k' and its softmax times v.
     pairs = frame.samples * attributes["heads"] / frame.devices
-    scores = frame.matmul(pairs * length, attributes["head_dim"], length)
+    scores = frame.matmul(length, attributes["head_dim"], length, count=pairs)
     softmax = pairs * length * length * frame.itemsize
     return _Body(
         forward=(),

@@ -89,17 +89,38 @@ class Strategy:
             if layer.kind == "embedding":
                 # Ids have no feature dimension: every rank looks up all ids of its samples.
                 input_states = (Split(0), Broadcast(), Broadcast())
-            weight, output = (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
+            weight_states: tuple[SBPState, ...] = (Broadcast(), Split(1), Split(0))
+            output_states: tuple[SBPState, ...] = (Split(0), Split(1), PartialSum())
         elif self.summa:
-            input_states = weight = output = (Split(0), Split(1), Broadcast())
+            input_states = weight_states = output_states = (Split(0), Split(1), Broadcast())
         else:
-            input_states = output = (Split(0), Split(1), Broadcast())
-            weight = (Broadcast(), Split(1) if layer.kind == "position" else Split(0), Broadcast())
+            input_states = output_states = (Split(0), Split(1), Broadcast())
+            weight_states = (Broadcast(), Split(1) if layer.kind == "position" else Split(0), Broadcast())
         return {
             "input": self._on_mesh(input_states),
-            "weight": self._on_mesh(weight) if layer.parameters else None,
-            "output": self._on_mesh(output),
+            "weight": self._on_mesh(weight_states) if layer.parameters else None,
+            "output": self._on_mesh(output_states),
         }
+
+    def divides(self, layer: Layer) -> bool:
+        """Whether the layer's features (whole heads, where it has heads) divide; of images only whole ones."""
+        s = self.p1 * self.p2
+        attributes = layer.attributes
+        if self.summa and attributes["in_features"] % self.p0:
+            return False
+        if s == 1:
+            return True
+        if layer.kind in ("conv2d", "opaque"):
+            return False
+        if layer.kind == "linear":
+            return not (attributes["in_features"] % s or attributes["out_features"] % s or layer.features % s)
+        if layer.kind == "embedding":
+            return not (attributes["features"] % s or attributes["vocabulary"] % self.p2)
+        if layer.kind == "attention":
+            return attributes["kv_heads"] % s == 0
+        if layer.kind == "loss":
+            return attributes["vocabulary"] % s == 0
+        return layer.features % s == 0
 
     def _on_mesh(self, states: Sequence[SBPState]) -> str:
         return str(Distribution.on_mesh([list(zip(split, states)) for split in self.splits]))
@@ -157,28 +178,11 @@ def enumerate_strategies(layer: Layer, level_sizes: Sequence[int], summa: bool =
     """
     sizes = tuple(level_sizes)
     for strategy in _all(sizes, layer.kind):
-        if _divides(layer, strategy):
+        if strategy.divides(layer):
             yield strategy
     if summa and layer.kind == "linear" and not any(p.tied_to for p in layer.parameters):
         for strategy in _all(sizes, "norm"):
             if strategy.p0 > 1 and strategy.p1 > 1:
                 candidate = Strategy(strategy.splits, summa=True)
-                if _divides(layer, candidate) and layer.attributes["in_features"] % candidate.p0 == 0:
+                if candidate.divides(layer):
                     yield candidate
-
-
-def _divides(layer: Layer, strategy: Strategy) -> bool:
-    """Whether the layer's features (whole heads, where it has heads) divide."""
-    s = strategy.p1 * strategy.p2
-    if s == 1:
-        return True
-    attributes = layer.attributes
-    if layer.kind == "linear":
-        return not (attributes["in_features"] % s or attributes["out_features"] % s or layer.features % s)
-    if layer.kind == "embedding":
-        return not (attributes["features"] % s or attributes["vocabulary"] % strategy.p2)
-    if layer.kind == "attention":
-        return attributes["kv_heads"] % s == 0
-    if layer.kind == "loss":
-        return attributes["vocabulary"] % s == 0
-    return layer.features % s == 0

@@ -1,0 +1,166 @@
+"""What given strategies cost, straight from the layer graph: one pass over layers and edges, no tables.
+
+Every figure of a plan comes from here, and the verifier of the searches compares their answers with it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from .cluster import Cluster
+from .collectives import Step
+from .errors import UserError
+from .graph import Layer, LayerGraph
+from .layerwork import LayerWork, layer_work
+from .pricing import edge_steps
+from .strategy import Strategy, transposed
+from .workload import Workload
+
+__all__ = ["Assessment", "LayerAssessment", "assess"]
+
+
+@dataclass(frozen=True)
+class LayerAssessment:
+    """One layer of a plan.  Redistributions count at the layer that consumes the tensor.
+
+    Attributes:
+        layer, strategy, work: the layer, its strategy, and what it does for one micro-batch.
+        arriving: forward steps that bring its inputs here, for one micro-batch; the backward pass mirrors them.
+        forward_communication_s, backward_communication_s: of one micro-batch.
+        gradient_communication_s: once per step.
+        communication_s, compute_s: of one training step.
+        sent_bytes: by each device in one training step.
+    """
+
+    layer: Layer
+    strategy: Strategy
+    work: LayerWork
+    arriving: tuple[Step, ...]
+    forward_communication_s: float
+    backward_communication_s: float
+    gradient_communication_s: float
+    communication_s: float
+    compute_s: float
+    sent_bytes: float
+
+    @property
+    def forward_steps(self) -> tuple[Step, ...]:
+        """All communication of one micro-batch's forward pass."""
+        return (*self.arriving, *self.work.forward)
+
+    @property
+    def backward_steps(self) -> tuple[Step, ...]:
+        """All communication of one micro-batch's backward pass."""
+        return (*self.work.backward, *(step.adjoint() for step in reversed(self.arriving)))
+
+
+@dataclass(frozen=True)
+class Assessment:
+    """A plan's figures: per layer, and of one training step."""
+
+    layers: tuple[LayerAssessment, ...]
+
+    @cached_property
+    def communication_s(self) -> float:
+        """Seconds of communication per training step."""
+        return sum(layer.communication_s for layer in self.layers)
+
+    @cached_property
+    def compute_s(self) -> float:
+        """Seconds of computation per training step."""
+        return sum(layer.compute_s for layer in self.layers)
+
+    @property
+    def step_s(self) -> float:
+        """Seconds per training step: nothing is taken as overlapped."""
+        return self.communication_s + self.compute_s
+
+    def cost(self, objective: str) -> float:
+        """What the searches minimise."""
+        return self.communication_s if objective == "communication" else self.step_s
+
+    @cached_property
+    def sent_bytes(self) -> float:
+        """Bytes that each device sends per training step."""
+        return sum(layer.sent_bytes for layer in self.layers)
+
+    @cached_property
+    def memory_bytes(self) -> float:
+        """Peak bytes on each device: what stays, and the largest buffer."""
+        resident = sum(layer.work.state_bytes + layer.work.kept_bytes for layer in self.layers)
+        return resident + max(layer.work.buffer_bytes for layer in self.layers)
+
+
+def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]) -> Assessment:
+    """Price a strategy for every layer.
+
+    Raises:
+        UserError: a layer has none, or one that does not fit its shape, the cluster or the micro-batch.
+    """
+    assessed = []
+    for layer in graph.layers:
+        strategy = strategies.get(layer.name)
+        if strategy is None:
+            raise UserError(f"layer {layer.name!r} has no strategy")
+        _check(layer, strategy, cluster, workload, strategies)
+        work = layer_work(layer, strategy, cluster, workload, workload.micro_batch, not graph.inputs(layer.name))
+        arriving = tuple(
+            step
+            for producer in graph.inputs(layer.name)
+            for step in edge_steps(graph[producer], strategies[producer], strategy, workload, workload.micro_batch)
+        )
+        assessed.append(_assess_layer(layer, strategy, work, arriving, cluster, workload))
+    return Assessment(tuple(assessed))
+
+
+def _assess_layer(
+    layer: Layer,
+    strategy: Strategy,
+    work: LayerWork,
+    arriving: tuple[Step, ...],
+    cluster: Cluster,
+    workload: Workload,
+) -> LayerAssessment:
+    moving = sum(cluster.time(step) for step in arriving)
+    forward = moving + sum(cluster.time(step) for step in work.forward)
+    backward = moving + sum(cluster.time(step) for step in work.backward)
+    gradient = sum(cluster.time(step) for step in work.gradient)
+    num = workload.num_micro_batches
+    per_micro_batch = 2 * sum(s.sent_bytes for s in arriving) + sum(
+        s.sent_bytes for s in (*work.forward, *work.backward)
+    )
+    return LayerAssessment(
+        layer=layer,
+        strategy=strategy,
+        work=work,
+        arriving=arriving,
+        forward_communication_s=forward,
+        backward_communication_s=backward,
+        gradient_communication_s=gradient,
+        communication_s=num * (forward + backward) + gradient,
+        compute_s=num * (work.forward_s + work.backward_s),
+        sent_bytes=num * per_micro_batch + sum(step.sent_bytes for step in work.gradient),
+    )
+
+
+def _check(
+    layer: Layer, strategy: Strategy, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
+) -> None:
+    sizes = tuple(p0 * p1 * p2 for p0, p1, p2 in strategy.splits)
+    if sizes != cluster.level_sizes:
+        raise UserError(
+            f"{layer.describe()}: {strategy} is for {sizes} devices per level, the cluster has {cluster.level_sizes}"
+        )
+    if workload.micro_batch % strategy.p0:
+        raise UserError(f"{layer.describe()}: {strategy} does not divide a micro-batch of {workload.micro_batch}")
+    if not strategy.divides(layer):
+        raise UserError(f"{layer.describe()}: {strategy} does not divide its shape")
+    for parameter in layer.parameters:
+        if parameter.tied_to is not None:
+            partner = strategies.get(parameter.tied_to)
+            if partner is None or strategy not in (partner, transposed(partner)):
+                raise UserError(
+                    f"{layer.describe()}: {strategy} does not fit {partner} of {parameter.tied_to}, whose weight it shares"
+                )

@@ -1,0 +1,452 @@
+"""From a layer graph, a cluster and a workload to the cost table of the searches.
+
+**Variables.**  Layers that are tied share one variable: the same layer of every repetition of a block (unless ``untied``), and
+layers that share a weight.  Where an embedding and a linear layer share one, the strategy of the one is the transpose of the
+other's.  The cost of a variable is the sum over its layers; redistributions between two variables are summed over their edges.
+
+**Affine prices.**  At a fixed strategy every cost is affine in the samples b of a micro-batch: fixed + b * slope (latencies and
+kernel launches; bytes and FLOPs).  With M micro-batches of b = batch / M samples, a step takes
+
+    M * fixed + batch * slope + once        (once: the weight gradient's all-reduce)
+
+so one :class:`PriceBook` gives the table of any number of micro-batches, recomputation apart.
+
+**Redistribution classes.**  Between layers activations are canonical: what an edge costs depends on (p0, s) per level at both
+ends alone, not on how s is divided into p1 and p2.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+
+from .cluster import Cluster
+from .collectives import Step
+from .distribution import canonical
+from .errors import UserError
+from .graph import Layer, LayerGraph
+from .layerwork import LayerWork, layer_work
+from .redistribution import redistribute, steps
+from .strategy import Strategy, enumerate_strategies, transposed
+from .table import CostTable, Edge
+from .workload import Workload
+
+__all__ = ["Objective", "PriceBook", "Problem", "Variable", "edge_shape", "edge_steps"]
+
+#: (fixed, slope, once) of communication or of compute, one entry per option.
+Affine = tuple[np.ndarray, np.ndarray, np.ndarray]
+Objective = str
+#: What a search minimises: the time of a step, or (as the paper does) of its communication alone.
+OBJECTIVES = ("step", "communication")
+
+
+@dataclass(frozen=True)
+class Variable:
+    """Layers that share one choice.
+
+    Attributes:
+        name: of the block and role, or of the first layer.
+        layers: names, in the order of the graph.
+        options: the strategies of the first layer.
+        swapped: which of the layers take the transposed strategy.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    options: tuple[Strategy, ...]
+    swapped: frozenset[str] = frozenset()
+
+    def strategy(self, layer: str, option: int) -> Strategy:
+        """The strategy of one of the layers."""
+        strategy = self.options[option]
+        return transposed(strategy) if layer in self.swapped else strategy
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A cost table together with what its numbers stand for."""
+
+    graph: LayerGraph
+    cluster: Cluster
+    workload: Workload
+    objective: Objective
+    variables: tuple[Variable, ...]
+    table: CostTable
+
+    def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
+        """The strategy of every layer, in the order of the graph."""
+        found = {
+            layer: variable.strategy(layer, option)
+            for variable, option in zip(self.variables, choice)
+            for layer in variable.layers
+        }
+        return {layer.name: found[layer.name] for layer in self.graph.layers}
+
+    def choice(self, strategy_of: Callable[[Layer], Strategy | None]) -> tuple[int, ...]:
+        """The options that give every layer the wanted strategy.
+
+        Raises:
+            UserError: a layer cannot have it.
+        """
+        choice = []
+        for variable in self.variables:
+            layer = self.graph[variable.layers[0]]
+            wanted = strategy_of(layer)
+            if wanted not in variable.options:
+                raise UserError(f"{layer.describe()} does not divide by {wanted}")
+            choice.append(variable.options.index(wanted))
+        return tuple(choice)
+
+
+def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
+    """The tensor on an edge as redistributions see it: samples by features (images: all elements of one)."""
+    features = producer.features if len(producer.output_shape) <= 2 else producer.output_elements
+    return (samples, features)
+
+
+def edge_steps(
+    producer: Layer, source: Strategy, target: Strategy, workload: Workload, samples: float
+) -> tuple[Step, ...]:
+    """The forward steps that bring a layer's output to where a consumer wants it; the backward pass sends as much.
+
+    Raises:
+        UserError: the tensor does not divide.
+    """
+    if source.rows_and_features == target.rows_and_features:
+        return ()
+    route = redistribute(source.activations, target.activations, edge_shape(producer, workload.micro_batch))
+    return steps(route, samples * producer.output_elements * workload.itemsize)
+
+
+class PriceBook:
+    """Everything that a graph costs on a cluster, for every number of micro-batches.
+
+    Args:
+        graph, cluster: what to price.
+        workload: its batch and micro-batch are replaced by :meth:`problem`; precision, optimizer and recomputation count.
+        untied: give every repetition of a block its own choice.
+        summa: offer Summa meshes to linear layers.
+
+    Raises:
+        UserError: the device has no speed for the precision, or a layer has no strategy at all on this cluster.
+    """
+
+    def __init__(
+        self, graph: LayerGraph, cluster: Cluster, workload: Workload, untied: bool = False, summa: bool = False
+    ):
+        if workload.precision not in cluster.device.peak_flops:
+            known = ", ".join(cluster.device.peak_flops)
+            raise UserError(
+                f"precision {workload.precision!r} is not one that {cluster.device.name} is described for ({known})"
+            )
+        self.graph = graph
+        self.cluster = cluster
+        self.workload = workload
+        self.untied = untied
+        self.summa = summa
+        self.variables = _variables(graph, cluster, untied, summa)
+        self._prices: dict[object, _Prices] = {}
+        self._edge_prices: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+
+    @cached_property
+    def _variable_prices(self) -> tuple[_Prices, ...]:
+        return tuple(self._price(variable) for variable in self.variables)
+
+    def _price(self, variable: Variable) -> _Prices:
+        """The sum over the variable's layers; equal layers are priced once, and equal variables share their arrays."""
+        counts: dict[object, int] = {}
+        first: dict[object, Layer] = {}
+        for name in variable.layers:
+            layer = self.graph[name]
+            key = (layer.signature(), not self.graph.inputs(name), name in variable.swapped)
+            counts[key] = counts.get(key, 0) + 1
+            first.setdefault(key, layer)
+        whole = (tuple(counts.items()), variable.options)
+        if whole not in self._prices:
+            parts = [_price_layer(self, first[key], variable).scaled(count) for key, count in counts.items()]
+            total = parts[0]
+            for part in parts[1:]:
+                total = total.plus(part)
+            self._prices[whole] = total
+        return self._prices[whole]
+
+    def problem(self, batch: int, micro_batch: int, objective: Objective = "step") -> Problem:
+        """The cost table of one batch and micro-batch.
+
+        Raises:
+            UserError: the samples of a micro-batch do not divide over any strategy of some layer.
+        """
+        workload = replace(self.workload, batch=batch, micro_batch=micro_batch)
+        kept = [self._divisible(variable, micro_batch) for variable in self.variables]
+        num = workload.num_micro_batches
+        arrays: dict[object, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
+        cost: list[np.ndarray] = []
+        memory: list[np.ndarray] = []
+        buffer: list[np.ndarray] = []
+        for prices, options in zip(self._variable_prices, kept):
+            # Equal variables share their arrays: searches recognise them by identity.
+            key = (id(prices), options.tobytes())
+            if key not in arrays:
+                arrays[key] = (
+                    prices.cost(num, batch, objective)[options],
+                    prices.memory(micro_batch)[options],
+                    prices.buffer(micro_batch)[options],
+                )
+            for column, array in zip((cost, memory, buffer), arrays[key]):
+                column.append(array)
+        variables = tuple(
+            replace(variable, options=tuple(variable.options[i] for i in options))
+            for variable, options in zip(self.variables, kept)
+        )
+        edges = self._edges(variables, workload)
+        table = CostTable(tuple(v.name for v in variables), tuple(cost), tuple(memory), tuple(buffer), edges)
+        return Problem(self.graph, self.cluster, workload, objective, variables, table)
+
+    def _divisible(self, variable: Variable, micro_batch: int) -> np.ndarray:
+        p0 = np.array([strategy.p0 for strategy in variable.options])
+        options = np.flatnonzero(micro_batch % p0 == 0)
+        if len(options) == 0:
+            layer = self.graph[variable.layers[0]]
+            raise no_strategy(
+                layer, self.cluster, f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s"
+            )
+        return options
+
+    # ------------------------------------------------------------------------------------------------------------- edges
+
+    @cached_property
+    def _variable_edges(self) -> dict[tuple[int, int], list[str]]:
+        """For each ordered pair of variables the producing layers of their edges.
+
+        Edges inside one variable cost nothing: both ends lie alike (a transposed strategy has the same p0).
+        """
+        owner = {name: i for i, variable in enumerate(self.variables) for name in variable.layers}
+        edges: dict[tuple[int, int], list[str]] = {}
+        for source, target in self.graph.edges:
+            if owner[source] != owner[target]:
+                edges.setdefault((owner[source], owner[target]), []).append(source)
+        return edges
+
+    def _edges(self, variables: Sequence[Variable], workload: Workload) -> tuple[Edge, ...]:
+        matrices: dict[object, np.ndarray] = {}
+        layouts: dict[int, tuple[tuple[object, ...], np.ndarray]] = {}
+        edges = []
+        for (i, j), producers in self._variable_edges.items():
+            ends = []
+            for variable in (variables[i], variables[j]):
+                if id(variable.options) not in layouts:
+                    layouts[id(variable.options)] = _layouts(variable.options)
+                ends.append(layouts[id(variable.options)])
+            (source_layouts, source_index), (target_layouts, target_index) = ends
+            shapes: dict[tuple[int, int], int] = {}
+            for producer in producers:
+                layer = self.graph[producer]
+                shape = (edge_shape(layer, 1)[1], layer.output_elements)
+                shapes[shape] = shapes.get(shape, 0) + 1
+            key = (
+                tuple(sorted(shapes.items())),
+                source_layouts,
+                target_layouts,
+                source_index.tobytes(),
+                target_index.tobytes(),
+            )
+            if key not in matrices:
+                by_class = sum(
+                    count * self._class_costs(features, elements, source_layouts, target_layouts, workload)
+                    for (features, elements), count in shapes.items()
+                )
+                matrices[key] = np.asarray(by_class)[source_index[:, None], target_index[None, :]]
+            edges.append(Edge(i, j, matrices[key]))
+        return tuple(edges)
+
+    def _class_costs(
+        self,
+        features: int,
+        elements: int,
+        sources: tuple[object, ...],
+        targets: tuple[object, ...],
+        workload: Workload,
+    ) -> np.ndarray:
+        """Seconds per step, forward and backward, between every pair of canonical layouts; inf where there is no way."""
+        samples = workload.micro_batch
+        ranks = self.cluster.num_devices
+        key = (math.gcd(samples, ranks**2), math.gcd(features, ranks**2), sources, targets)
+        if key not in self._edge_prices:
+            fixed = np.zeros((len(sources), len(targets)))
+            per_byte = np.zeros_like(fixed)
+            for a, source in enumerate(sources):
+                for b, target in enumerate(targets):
+                    if source != target:
+                        fixed[a, b], per_byte[a, b] = self._redistribution_price(source, target, (samples, features))
+            self._edge_prices[key] = (fixed, per_byte)
+        fixed, per_byte = self._edge_prices[key]
+        # The backward pass mirrors the forward pass.
+        return 2 * (workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte)
+
+    def _redistribution_price(self, source: object, target: object, shape: tuple[int, int]) -> tuple[float, float]:
+        try:
+            route = redistribute(canonical(source), canonical(target), shape)  # type: ignore[arg-type]
+        except UserError:
+            return math.inf, math.inf
+        fixed = sum(self.cluster.time(step) for step in steps(route, 0.0))
+        return fixed, sum(self.cluster.time(step) for step in steps(route, 1.0)) - fixed
+
+
+def no_strategy(layer: Layer, cluster: Cluster, why: str) -> UserError:
+    """The error where a layer is left without a strategy: layer, shape and device count."""
+    shape = " x ".join(map(str, cluster.level_sizes))
+    return UserError(
+        f"{layer.describe()} has no strategy on {shape} = {cluster.num_devices} devices {why}; "
+        "another number of devices or another batch would do"
+        if cluster.num_devices > 1
+        else f"{layer.describe()} has no strategy on 1 device {why}"
+    )
+
+
+# --------------------------------------------------------------------------------------------------------------- variables
+
+
+def _variables(graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool) -> tuple[Variable, ...]:
+    """Group the layers; see the module's docstring."""
+    groups: dict[object, list[str]] = {}
+    key_of: dict[str, object] = {}
+    for layer in graph.layers:
+        tied_to = next((p.tied_to for p in layer.parameters if p.tied_to), None)
+        if tied_to in key_of:
+            key = key_of[tied_to]
+        elif layer.block and not untied:
+            key = (layer.block, layer.role, layer.signature(), not graph.inputs(layer.name))
+        else:
+            key = layer.name
+        key_of[layer.name] = key
+        groups.setdefault(key, []).append(layer.name)
+    options: dict[object, tuple[Strategy, ...]] = {}
+    return tuple(_variable(graph, tuple(names), cluster, summa, options) for names in groups.values())
+
+
+def _variable(
+    graph: LayerGraph, names: tuple[str, ...], cluster: Cluster, summa: bool, known: dict[object, tuple[Strategy, ...]]
+) -> Variable:
+    first = graph[names[0]]
+    swapped = frozenset(n for n in names if (graph[n].kind == "embedding") != (first.kind == "embedding"))
+    key = tuple({(graph[name].signature(), name in swapped): None for name in names})
+    if key not in known:
+        members = {graph[name].signature(): graph[name] for name in names}
+        known[key] = _common_options(list(members.values()), swapped, cluster, summa)
+    if not known[key]:
+        raise no_strategy(first, cluster, "that divides its shape")
+    if len(names) == 1:
+        name = names[0]
+    elif first.block:
+        name = f"{first.block}.*.{first.role}"
+    else:
+        name = " = ".join(names)
+    return Variable(name, names, known[key], swapped)
+
+
+def _common_options(
+    members: list[Layer], swapped: frozenset[str], cluster: Cluster, summa: bool
+) -> tuple[Strategy, ...]:
+    options = list(enumerate_strategies(members[0], cluster.level_sizes, summa and len(members) == 1))
+    for layer in members[1:]:
+        offered = set(enumerate_strategies(layer, cluster.level_sizes))
+        options = [s for s in options if (transposed(s) if layer.name in swapped else s) in offered]
+    return tuple(options)
+
+
+def _layouts(options: Sequence[Strategy]) -> tuple[tuple[object, ...], np.ndarray]:
+    """The distinct canonical layouts of the options, and which of them each option has."""
+    index: dict[object, int] = {}
+    for strategy in options:
+        index.setdefault(strategy.rows_and_features, len(index))
+    return tuple(index), np.array([index[strategy.rows_and_features] for strategy in options])
+
+
+# ------------------------------------------------------------------------------------------------------------------ prices
+
+
+@dataclass(frozen=True, eq=False)
+class _Prices:
+    """Affine prices of a variable's options (arrays of one entry per option)."""
+
+    communication: Affine
+    compute: Affine
+    state_bytes: np.ndarray
+    kept_bytes: np.ndarray
+    buffer_bytes: np.ndarray
+
+    def scaled(self, count: int) -> _Prices:
+        """Of ``count`` equal layers: buffers are transient, so they are not added up."""
+
+        def times(affine: Affine) -> Affine:
+            return (affine[0] * count, affine[1] * count, affine[2] * count)
+
+        return _Prices(
+            times(self.communication),
+            times(self.compute),
+            self.state_bytes * count,
+            self.kept_bytes * count,
+            self.buffer_bytes,
+        )
+
+    def plus(self, other: _Prices) -> _Prices:
+        """Of two layers that share the choice."""
+
+        def both(a: Affine, b: Affine) -> Affine:
+            return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
+
+        return _Prices(
+            both(self.communication, other.communication),
+            both(self.compute, other.compute),
+            self.state_bytes + other.state_bytes,
+            self.kept_bytes + other.kept_bytes,
+            np.maximum(self.buffer_bytes, other.buffer_bytes),
+        )
+
+    def cost(self, num_micro_batches: int, batch: int, objective: Objective) -> np.ndarray:
+        parts = [self.communication] if objective == "communication" else [self.communication, self.compute]
+        return sum(num_micro_batches * fixed + batch * slope + once for fixed, slope, once in parts)  # type: ignore[return-value]
+
+    def memory(self, micro_batch: int) -> np.ndarray:
+        return np.ceil(self.state_bytes + micro_batch * self.kept_bytes)
+
+    def buffer(self, micro_batch: int) -> np.ndarray:
+        return np.ceil(micro_batch * self.buffer_bytes)
+
+
+def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
+    """Seconds of steps that run one after the other."""
+    return sum(cluster.time(step) for step in steps_)
+
+
+def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
+    is_first = not book.graph.inputs(layer.name)
+    rows = []
+    for option in range(len(variable.options)):
+        strategy = variable.strategy(layer.name, option)
+        at: list[LayerWork] = [
+            layer_work(layer, strategy, book.cluster, book.workload, samples, is_first) for samples in (0.0, 1.0)
+        ]
+        communication = [communication_time(book.cluster, (*work.forward, *work.backward)) for work in at]
+        compute = [work.forward_s + work.backward_s for work in at]
+        rows.append(
+            (
+                communication[0],
+                communication[1] - communication[0],
+                communication_time(book.cluster, at[0].gradient),
+                compute[0],
+                compute[1] - compute[0],
+                0.0,
+                at[0].state_bytes,
+                at[1].kept_bytes,
+                at[1].buffer_bytes,
+            )
+        )
+    columns = np.array(rows).T
+    return _Prices(
+        (columns[0], columns[1], columns[2]), (columns[3], columns[4], columns[5]), columns[6], columns[7], columns[8]
+    )
