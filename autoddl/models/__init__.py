@@ -82,7 +82,7 @@ def resolve_model(
     if colon and family in FAMILIES:
         model = sized_transformer(family, *_layers_and_width(text, sizes), heads, sequence)
         return build_transformer(family, model, **options)
-    if not is_oneflow_model(text) and (text.endswith(".json") or os.sep in text or Path(text).exists()):
+    if text and not is_oneflow_model(text) and (text.endswith(".json") or os.sep in text or Path(text).exists()):
         return _from_file(text, options)
     graph = _without_options(text, family if colon else "", sizes)
     _refuse_options(text, options)

@@ -28,7 +28,7 @@ LLAMA3_VOCABULARY = 128256
 
 
 def _gpt(name: str, layers: int, width: int, heads: int, sequence: int, **others: Any) -> Transformer:
-    return Transformer(name, layers, width, heads, sequence, GPT_VOCABULARY, **others)
+    return Transformer(name, layers, width, heads, sequence, GPT_VOCABULARY, **{"positions": sequence, **others})
 
 
 def _bert(name: str, layers: int, width: int, heads: int, sequence: int = 512, **others: Any) -> Transformer:
@@ -145,7 +145,7 @@ def sized_transformer(family: str, layers: int, width: int, heads: int | None, s
             raise UserError(f"{name}: {what} is {value}, should be at least 1")
     heads = _default_heads(name, width) if heads is None else heads
     if family == "gpt":
-        return _gpt(name, layers, width, heads, sequence or 2048)
+        return _gpt(name, layers, width, heads, sequence or 2048, positions=0)
     if family == "bert":
         length = sequence or 512
         return replace(_bert(name, layers, width, heads), sequence=length, positions=max(length, 512))
