@@ -1,0 +1,11 @@
+"""All that runs on OneFlow ranks.
+
+- `load`: OneFlow with its CUDA libraries, and whether it is there; `availability`: a yes, or a no with its reason.
+- `launcher`: `RankPool`, `launch`, `launch_script` start ranks on this machine, give them work, watch and end them; `rank` is
+  what runs in each of them (`report` sends values while a job goes on), `failures` what goes wrong.
+- `mesh`: ranks as a mesh, `RankAxis` and the groups along it; `collectives`: differentiable collectives along one axis.
+- `network`, `wire`: a network of their own for the ranks of a job, and the bytes that they really send.
+
+`collectives` needs OneFlow when it is imported; the others import without it. Nothing is imported here, so that processes
+that have no use for OneFlow never load it.
+"""

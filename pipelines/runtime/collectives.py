@@ -1,0 +1,299 @@
+"""Collectives along one mesh axis, on each rank's local tensor, differentiable, with the bytes that theory asks for.
+
+Along an axis of p ranks a logical tensor X is in one of the states S(d), B or P, and a rank holds the local tensor x_k of that
+state. Each function here takes x_k and returns the local tensor of another state of the same X. Its backward pass is its adjoint,
+which is again one of these functions, on the dual states (the gradient of a copy is a summand, the gradient of a summand is a
+copy: S* = S, B* = P, P* = B). Per rank, with n bytes = X for the first three and x_k for the all-to-all:
+
+=====================  ===============  ===============  ===================================  ====================
+function               forward          backward         backward is                          sent each way, bytes
+=====================  ===============  ===============  ===================================  ====================
+`all_gather`           S(d) -> B        P -> S(d)        reduce-scatter                       (p-1)/p n
+`reduce_scatter`       P -> S(d)        S(d) -> B        all-gather                           (p-1)/p n
+`all_reduce`           P -> B           P -> B           all-reduce                           2 (p-1)/p n
+`all_to_all`           S(c) -> S(s)     S(s) -> S(c)     the inverse all-to-all               (p-1)/p n
+`take_shard`           B -> S(d)        S(d) -> P        zero padding                         0
+`pad_shard`            S(d) -> P        B -> S(d)        taking the shard                     0
+`sum_gradients`        B -> B           P -> B           all-reduce, forward is the identity  0, then 2 (p-1)/p n
+=====================  ===============  ===============  ===================================  ====================
+
+The backward passes are adjoints of the map from all ranks' inputs to all ranks' outputs, so a loss that was all-reduced exists
+p times: seed its gradient with 1/p on each rank (or 1 on one rank), not with 1 on all.
+
+How. OneFlow moves data with ideal rings when a *one-dimensional* placement goes S(0) -> B, P -> S(0), P -> B or S(0) -> S(1), and
+with several times the bytes elsewhere. So the placement of a collective is the group of ranks along the axis alone, ascending,
+and the tensor is packed into a matrix of p rows, one for each rank of the group: any tensor dimension comes to dimension 0 by
+one local copy. The local data enters through the storage of an empty global tensor, because a call of ``to_global`` on a local
+tensor exchanges shapes and has to be made by every rank of the job. Therefore *only the ranks of the group call*, whatever the
+others do; along an axis all groups run at once and need not wait for each other. The calls that two ranks share have to come in
+the same order on both.
+
+OneFlow details that differ from what one would expect (0.9.0, CPU):
+
+- Groups need not be neighbours nor of equal history: placements such as [1, 3], never seen by ranks 0 and 2, mixed at random with
+  others, give right values.
+- `oneflow.autograd.Function` takes tensors only; its base class takes any pair of callables, which is what is used here.
+- float16 and bfloat16 abort the process in a reduction; they are refused here.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from autoddl.costmodel.errors import UserError
+
+from .load import load_oneflow
+from .mesh import RankAxis
+
+flow = load_oneflow()
+_Function = flow._oneflow_internal.autograd.AutogradFunctionBase
+
+__all__ = [
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "pad_shard",
+    "receive",
+    "reduce_scatter",
+    "send",
+    "sum_gradients",
+    "take_shard",
+]
+
+Tensor = Any  # oneflow.Tensor; OneFlow has no type annotations
+
+_MOVABLE = (flow.float32, flow.float64, flow.int8, flow.int32, flow.int64, flow.bool)
+_SUMMABLE = (flow.float32, flow.float64, flow.int32, flow.int64)
+
+
+# ---- Differentiable collectives ---------------------------------------------------------------------------------------
+
+
+def all_gather(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    """S(dim) -> B: the shards of the group's ranks joined along ``dim``, in rank order.
+
+    Args:
+        x: local tensor, of one shape on all ranks of the group; ``x.shape[dim] * axis.size`` in the output.
+
+    Raises:
+        UserError: ``dim`` is not a dimension of ``x``, or its type cannot be sent.
+    """
+    _check_call(x, axis, "all-gather", _MOVABLE)
+    dim = _from_front(x, dim, "all-gather")
+    return _differentiable(
+        "all_gather", lambda t: _all_gather(t, axis, dim), lambda dy: _reduce_scatter(dy, axis, dim), x, axis
+    )
+
+
+def reduce_scatter(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    """P -> S(dim): the sum over the group's ranks, of which each keeps its slice along ``dim``.
+
+    Raises:
+        UserError: ``axis.size`` does not divide ``x.shape[dim]``, ``dim`` is not a dimension of ``x``, or its type has no sum.
+    """
+    _check_call(x, axis, "reduce-scatter", _SUMMABLE)
+    dim = _from_front(x, dim, "reduce-scatter")
+    _check_divides(x, axis, dim, "reduce-scatter")
+    return _differentiable(
+        "reduce_scatter", lambda t: _reduce_scatter(t, axis, dim), lambda dy: _all_gather(dy, axis, dim), x, axis
+    )
+
+
+def all_reduce(x: Tensor, axis: RankAxis) -> Tensor:
+    """P -> B: the sum over the group's ranks, on each of them.
+
+    Raises:
+        UserError: the type of ``x`` has no sum.
+    """
+    _check_call(x, axis, "all-reduce", _SUMMABLE)
+    return _differentiable("all_reduce", lambda t: _all_reduce(t, axis), lambda dy: _all_reduce(dy, axis), x, axis)
+
+
+def all_to_all(x: Tensor, axis: RankAxis, split_dim: int, concat_dim: int) -> Tensor:
+    """S(concat_dim) -> S(split_dim): each rank cuts ``x`` along ``split_dim``, sends piece k to the k-th rank of the group, and
+    joins what it gets along ``concat_dim``.
+
+    Raises:
+        UserError: ``axis.size`` does not divide ``x.shape[split_dim]``, the dimensions are equal or not dimensions of ``x``, or
+            its type cannot be sent.
+    """
+    _check_call(x, axis, "all-to-all", _MOVABLE)
+    split_dim, concat_dim = (_from_front(x, dim, "all-to-all") for dim in (split_dim, concat_dim))
+    if split_dim == concat_dim:
+        raise UserError(f"an all-to-all splits and concatenates dimension {split_dim}; the two must differ")
+    _check_divides(x, axis, split_dim, "all-to-all")
+    return _differentiable(
+        "all_to_all",
+        lambda t: _all_to_all(t, axis, split_dim, concat_dim),
+        lambda dy: _all_to_all(dy, axis, concat_dim, split_dim),
+        x,
+        axis,
+    )
+
+
+def take_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    """B -> S(dim): this rank's slice along ``dim``; nothing is sent. Raises UserError as `reduce_scatter` does."""
+    _check_call(x, axis, "slice")
+    dim = _from_front(x, dim, "slice")
+    _check_divides(x, axis, dim, "slice")
+    return _differentiable(
+        "take_shard", lambda t: _take_shard(t, axis, dim), lambda dy: _pad_shard(dy, axis, dim), x, axis
+    )
+
+
+def pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    """S(dim) -> P: the shard in its place along ``dim``, zeros elsewhere; nothing is sent."""
+    _check_call(x, axis, "padding")
+    dim = _from_front(x, dim, "padding")
+    return _differentiable(
+        "pad_shard", lambda t: _pad_shard(t, axis, dim), lambda dy: _take_shard(dy, axis, dim), x, axis
+    )
+
+
+def sum_gradients(x: Tensor, axis: RankAxis) -> Tensor:
+    """B -> B: ``x`` itself, whose gradient is summed over the group's ranks: what a replicated parameter passes through."""
+    _check_call(x, axis, "all-reduce", _SUMMABLE)
+    return _differentiable("sum_gradients", lambda t: t.clone(), lambda dy: _all_reduce(dy, axis), x, axis)
+
+
+# ---- Point to point -----------------------------------------------------------------------------------------------------
+
+
+def send(x: Tensor, to_rank: int) -> None:
+    """Send a local tensor; the other rank calls `receive` with its shape and type.
+
+    Returns at once, the transfer runs in OneFlow's order of issue. Two ranks that both send first wait for each other for ever.
+
+    Raises:
+        UserError: the type of ``x`` cannot be sent, or ``to_rank`` is not another rank of the job.
+    """
+    _check_type(x.dtype, _MOVABLE, "point-to-point transfer")
+    _check_peer(to_rank, "send to")
+    flow.comm.send(x.contiguous(), to_rank, send_meta=False)
+
+
+def receive(shape: tuple[int, ...], dtype: Any, from_rank: int) -> Tensor:
+    """Receive what ``from_rank`` sends as a new local tensor of that shape and type. Raises UserError as `send` does."""
+    _check_type(dtype, _MOVABLE, "point-to-point transfer")
+    _check_peer(from_rank, "receive from")
+    return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device("cpu"))
+
+
+# ---- Local tensors in, local tensors out: no autograd, no checks -------------------------------------------------------
+
+
+def _all_gather(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    rows = _exchange(x.reshape(1, -1), axis, (axis.size, x.numel()), flow.sbp.split(0), flow.sbp.broadcast)
+    return _join(rows.reshape(axis.size, *x.shape), dim)
+
+
+def _reduce_scatter(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    pieces = _cut(x, axis.size, dim)
+    row = _exchange(pieces, axis, tuple(pieces.shape), flow.sbp.partial_sum, flow.sbp.split(0))
+    return row.reshape(*pieces.shape[1:])
+
+
+def _all_reduce(x: Tensor, axis: RankAxis) -> Tensor:
+    return _exchange(x, axis, tuple(x.shape), flow.sbp.partial_sum, flow.sbp.broadcast)
+
+
+def _all_to_all(x: Tensor, axis: RankAxis, split_dim: int, concat_dim: int) -> Tensor:
+    pieces = _cut(x, axis.size, split_dim)
+    shape = (axis.size, axis.size, pieces[0].numel())  # (sender, receiver, data)
+    got = _exchange(pieces.reshape(1, *shape[1:]), axis, shape, flow.sbp.split(0), flow.sbp.split(1))
+    return _join(got.reshape(*pieces.shape), concat_dim)
+
+
+def _take_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    length = x.shape[dim] // axis.size
+    return flow.narrow(x, dim, axis.index(flow.env.get_rank()) * length, length).contiguous()
+
+
+def _pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
+    shape = list(x.shape)
+    shape[dim] *= axis.size
+    whole = flow.zeros(*shape, dtype=x.dtype)
+    flow.narrow(whole, dim, axis.index(flow.env.get_rank()) * x.shape[dim], x.shape[dim]).copy_(x)
+    return whole
+
+
+def _exchange(x: Tensor, axis: RankAxis, shape: tuple[int, ...], before: Any, after: Any) -> Tensor:
+    """The local part of a global tensor of ``shape`` on the group's ranks in state ``after``, given that in ``before``."""
+    group = axis.group(flow.env.get_rank())
+    tensor = flow.empty(*shape, dtype=x.dtype, placement=_placement(group), sbp=before)
+    flow._C.assign_local_tensor(tensor.to_local(), x.contiguous())  # to_local() shares the storage
+    return tensor.to_global(sbp=after).to_local()
+
+
+@functools.cache
+def _placement(group: tuple[int, ...]) -> Any:
+    return flow.placement("cpu", list(group))
+
+
+def _cut(x: Tensor, num_pieces: int, dim: int) -> Tensor:
+    """Cut along ``dim``: (..., n, ...) becomes (num_pieces, ..., n / num_pieces, ...), the pieces contiguous."""
+    shape = tuple(x.shape)
+    apart = x.reshape(*shape[:dim], num_pieces, shape[dim] // num_pieces, *shape[dim + 1 :])
+    order = [dim, *(i for i in range(len(shape) + 1) if i != dim)]
+    return apart.permute(*order).contiguous()
+
+
+def _join(pieces: Tensor, dim: int) -> Tensor:
+    """The inverse of `_cut`: (num_pieces, ..., m, ...) becomes (..., num_pieces * m, ...)."""
+    num_pieces, *shape = pieces.shape
+    order = [i + 1 for i in range(len(shape))]
+    order.insert(dim, 0)
+    together = [*shape[:dim], num_pieces * shape[dim], *shape[dim + 1 :]]
+    return pieces.permute(*order).contiguous().reshape(*together)
+
+
+def _differentiable(
+    name: str, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], x: Tensor, axis: RankAxis
+) -> Tensor:
+    """``forward(x)``, of which autograd knows that gradients go back through ``backward``; ``x`` itself on an axis of one."""
+    if axis.size == 1:
+        return x
+    return _Function.apply(name, lambda ctx, t: forward(t), lambda ctx, dy: backward(dy), x)
+
+
+# ---- Checks: OneFlow aborts the process where these would fail ---------------------------------------------------------
+
+
+def _check_call(x: Tensor, axis: RankAxis, what: str, types: tuple[Any, ...] = ()) -> None:
+    if types:
+        _check_type(x.dtype, types, what)
+    world_size = flow.env.get_world_size()
+    if axis.first_rank + axis.num_ranks > world_size:
+        last = axis.first_rank + axis.num_ranks - 1
+        raise UserError(f"{what} on a mesh of ranks {axis.first_rank} to {last}, but the job has {world_size} ranks")
+    axis.index(flow.env.get_rank())
+
+
+def _from_front(x: Tensor, dim: int, what: str) -> int:
+    """``dim`` counted from the front."""
+    num_dims = len(x.shape)
+    if not -num_dims <= dim < num_dims:
+        raise UserError(f"{what} along dimension {dim} of a tensor of shape {tuple(x.shape)}: there is none")
+    return dim % num_dims
+
+
+def _check_type(dtype: Any, types: tuple[Any, ...], what: str) -> None:
+    if dtype not in types:
+        names = ", ".join(str(t).rpartition(".")[2] for t in types)
+        raise UserError(f"{what} of {str(dtype).rpartition('.')[2]} is not possible on CPU ranks; possible are {names}")
+
+
+def _check_divides(x: Tensor, axis: RankAxis, dim: int, what: str) -> None:
+    if x.shape[dim] % axis.size:
+        raise UserError(
+            f"{what} over {axis.size} ranks of dimension {dim} of a tensor of shape {tuple(x.shape)}: "
+            f"{axis.size} does not divide {x.shape[dim]}"
+        )
+
+
+def _check_peer(rank: int, what: str) -> None:
+    me, world_size = flow.env.get_rank(), flow.env.get_world_size()
+    if not 0 <= rank < world_size or rank == me:
+        raise UserError(f"rank {me} cannot {what} rank {rank}; it must be another of the ranks 0 to {world_size - 1}")

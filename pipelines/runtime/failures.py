@@ -1,0 +1,119 @@
+"""What goes wrong in ranks, told in one line that names the rank and its error."""
+
+from __future__ import annotations
+
+import enum
+import re
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["FailureKind", "RankError", "RankFailure", "RankUserError", "last_position", "waited_too_long"]
+
+
+class RankError(RuntimeError):
+    """A rank failed, and all ranks were ended. ``rank`` says which one and ``log`` where its output is."""
+
+    def __init__(self, message: str, rank: int, log: Path) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.log = log
+
+
+class RankUserError(RankError, UserError):
+    """A rank raised a `UserError`: the fault is in what the user gave."""
+
+
+class FailureKind(enum.IntEnum):
+    """How a rank failed, the most telling first: when several fail at once, the others are mostly consequences."""
+
+    KILLED = 0  # ended by a signal from outside
+    RAISED = 1
+    EXITED = 2
+    STOPPED = 3  # suspended by SIGSTOP or the like
+    CRASHED = 4  # ended by a signal of its own making: OneFlow aborts when a connection to another rank breaks
+    WAITED = 5  # blocked for longer than the stall timeout in communication that another rank did not join
+    TIMEOUT = 6  # did not finish in time
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    """One rank's failure; ``text`` continues the sentence "rank 3 of 4 ..."."""
+
+    rank: int
+    kind: FailureKind
+    text: str
+    is_user_error: bool = False
+
+    @staticmethod
+    def of_exception(rank: int, type_name: str, text: str, is_user_error: bool) -> RankFailure:
+        """The failure of a rank that raised; OneFlow's timeouts in communication are told apart from other errors."""
+        if waited_too_long(text):
+            return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
+        line = _first_line(text)
+        if is_user_error:
+            return RankFailure(rank, FailureKind.RAISED, f"refused: {line}", is_user_error)
+        return RankFailure(rank, FailureKind.RAISED, f"raised {type_name}: {line}" if line else f"raised {type_name}")
+
+    @staticmethod
+    def of_death(rank: int, signal_number: int, exit_code: int, log_tail: str) -> RankFailure:
+        """The failure of a rank whose process ended, by ``signal_number`` if that is not 0; ``log_tail`` is what it last said."""
+        if signal_number == 0:
+            cause = _last_error_line(log_tail)
+            said = f": {cause}" if cause else ""
+            return RankFailure(rank, FailureKind.EXITED, f"exited with code {exit_code} before it had finished{said}")
+        if signal_number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+            if waited_too_long(log_tail):
+                return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
+            cause = _last_error_line(log_tail)
+            said = f": {cause}" if cause else ""
+            return RankFailure(rank, FailureKind.CRASHED, f"crashed with {_signal_name(signal_number)}{said}")
+        hint = ", perhaps for lack of memory" if signal_number == signal.SIGKILL else ""
+        return RankFailure(rank, FailureKind.KILLED, f"was killed by {_signal_name(signal_number)}{hint}")
+
+
+def waited_too_long(text: str) -> bool:
+    """Whether OneFlow's words mean that a rank waited for another one for longer than ``ONEFLOW_TIMEOUT_SECONDS``.
+
+    Transfers fail in a wait on a condition, barriers and synchronisation with a count of blocking instructions.
+    """
+    return any(words in text for words in ("cond_.wait_for(lck, seconds", "blocking instructions", "timeout_error"))
+
+
+def last_position(dump: str) -> str:
+    """``file:line in function`` of the innermost frame of the main thread that is the user's, out of faulthandler's dump.
+
+    Frames of OneFlow and of the standard library are passed over; "" where there is none. Threads come newest first, so the
+    main thread is the last one.
+    """
+    threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
+    frames = re.findall(r'^  File "([^"]*)", line (\d+) in (\S+)$', threads[-1], flags=re.MULTILINE)
+    for path, line, function in frames:
+        if "/site-packages/" not in path and not re.search(r"/lib/python3\.\d+/", path) and not path.startswith("<"):
+            return f"{path}:{line} in {function}"
+    return ""
+
+
+def _first_line(text: str) -> str:
+    lines = _without_colours(text).strip().splitlines()
+    return lines[0].strip() if lines else ""
+
+
+def _last_error_line(log_tail: str) -> str:
+    """The last line of a log that tells of an error: C++ says so before faulthandler adds its stack."""
+    lines = [line.strip() for line in _without_colours(log_tail).splitlines()]
+    telling = [line for line in lines if re.search(r"Check failed|Error|[Ee]rror:|what\(\):|terminate called", line)]
+    return telling[-1][:300] if telling else ""
+
+
+def _without_colours(text: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", text)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"

@@ -1,0 +1,400 @@
+"""Starting ranks on this machine, giving them work, watching them, and ending them all.
+
+A `RankPool` starts its ranks once and runs any number of jobs on them; `launch` is a pool for a single job. Every job is one
+Python function that all ranks call (importable, its arguments and results picklable), and returns one result per rank.
+
+    with RankPool(4) as pool:
+        results = pool.run("my_package.jobs:train", 50)
+
+**Starting.** Rank 0 has to listen before the others look for it (one that comes too early sleeps for 10 s): all processes start
+at once and load what needs nobody, then rank 0 loads OneFlow, and when it listens the others do.
+
+**Watching.** While anything is awaited, all ranks are watched: the first that raises, dies, is stopped or blocks fails the job, and
+every failure ends all ranks. A rank blocked in communication gives up by itself after ``stall_timeout_s`` (OneFlow's own
+timeout, for which communication includes barriers and waiting for pending operations); one that is suspended is noticed after 3 s.
+Several ranks often fail at once, one because of the other; the most telling failure is reported.
+
+**Ending.** Ranks lead process groups, which are killed by number. A launcher that dies, even by SIGKILL, takes its ranks with
+it, because each watches its pipe.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import selectors
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Union
+
+from autoddl.costmodel.errors import UserError
+
+from .failures import FailureKind, RankError, RankFailure, RankUserError
+from .load import is_available
+from .network import namespace_available
+from .processes import RankProcess, is_listening, rank_environment, reserve_port
+
+__all__ = ["RankPool", "Target", "launch", "launch_script"]
+
+Target = Union[str, Callable[..., Any]]
+
+_TICK_SECONDS = 0.2  # how often ranks are looked at while nothing comes from them
+_SETTLE_SECONDS = 0.4  # how long a failure waits for the one that caused it
+_EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
+
+
+class RankPool:
+    """``num_ranks`` ranks on this machine that carry out jobs one after the other.
+
+    Args:
+        num_ranks: how many.
+        private_network: give the ranks a network of their own, whose traffic can be counted (see `network`).
+        with_oneflow: load OneFlow and join the ranks; without it they are mere Python processes.
+        stall_timeout_s: how long a rank may wait for another in communication before that is taken for a deadlock. It has to
+            exceed the longest computation that one rank does while another waits for it, and the longest single operation.
+        start_timeout_s: how long all ranks may take to be ready.
+        log_dir: where the ranks' output goes, as ``rank<k>.log``; by default a temporary folder, kept only after a failure.
+        environment: further environment variables of the ranks.
+        show_ranks: ranks whose standard output goes to the launcher's instead of their log.
+
+    Raises:
+        UserError: the number of ranks is not positive, OneFlow or private networks are not available here.
+        RankError: a rank failed while it started.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        private_network: bool = False,
+        with_oneflow: bool = True,
+        stall_timeout_s: float = 15.0,
+        start_timeout_s: float = 120.0,
+        log_dir: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+        show_ranks: Sequence[int] = (),
+    ) -> None:
+        _check_possible(num_ranks, private_network, with_oneflow)
+        self.num_ranks = num_ranks
+        self.stall_timeout_s = stall_timeout_s
+        self._is_log_dir_ours = log_dir is None
+        self.log_dir = Path(tempfile.mkdtemp(prefix="autoddl-ranks-")) if log_dir is None else log_dir
+        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._ranks: list[RankProcess] = []
+        self._selector = selectors.DefaultSelector()
+        self._num_jobs = 0
+        self._is_open = True
+        try:
+            with reserve_port() as holder:
+                port = holder.getsockname()[1]
+                environments = [
+                    rank_environment(rank, num_ranks, port, stall_timeout_s, environment or {})
+                    for rank in range(num_ranks)
+                ]
+                self._start(environments, port, private_network, with_oneflow, start_timeout_s, show_ranks)
+        except BaseException:
+            self._end()
+            raise
+
+    @property
+    def is_open(self) -> bool:
+        """Whether jobs can be run: False after `close` and after any failure."""
+        return self._is_open
+
+    @property
+    def pids(self) -> list[int]:
+        """The process of each rank, which is also its process group."""
+        return [rank.process.pid for rank in self._ranks]
+
+    def run(
+        self,
+        target: Target,
+        *arguments: Any,
+        timeout_s: float | None = None,
+        on_report: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """Call ``target(*arguments)`` on every rank; returns what each returned, rank 0 first.
+
+        Args:
+            target: an importable function, or its name: ``module:function`` or ``path/to/file.py:function``. Ranks
+                import the module, so in a script what starts the ranks belongs under ``if __name__ == "__main__"``.
+            timeout_s: how long the job may take; for ever if None.
+            on_report: called with rank and value whenever a rank calls `rank.report`.
+
+        Raises:
+            UserError: the target is not importable or its arguments cannot be pickled.
+            RankError: a rank raised, died, stalled, or the time was up; no rank is left. It is a UserError too
+                (`RankUserError`) when the rank raised one.
+        """
+        return self.run_each(target, [arguments] * self.num_ranks, timeout_s=timeout_s, on_report=on_report)
+
+    def run_each(
+        self,
+        target: Target,
+        arguments: Sequence[Sequence[Any]],
+        *,
+        timeout_s: float | None = None,
+        on_report: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """As `run`, with arguments of its own for each rank."""
+        if not self._is_open:
+            raise RuntimeError("the ranks of this pool have been ended")
+        if len(arguments) != self.num_ranks:
+            raise UserError(f"{len(arguments)} sets of arguments for {self.num_ranks} ranks")
+        name = _target_name(target)
+        paths = self._write_jobs(name, arguments)
+        try:
+            for rank, path in zip(self._ranks, paths):
+                rank.send("job", str(path))
+            deadline = None if timeout_s is None else time.monotonic() + timeout_s
+            what = f"{name} did not end within {timeout_s:g} s" if timeout_s is not None else name
+            results = self._gather("done", self._ranks, deadline, what, on_report)
+        except BaseException:  # KeyboardInterrupt too
+            self._end(failed=True)
+            raise
+        finally:
+            for path in set(paths):
+                path.unlink(missing_ok=True)
+        return results
+
+    def close(self) -> None:
+        """End the ranks, which should be idle; returns when no process is left."""
+        if not self._is_open:
+            return
+        for rank in self._ranks:
+            rank.send("exit")
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while time.monotonic() < deadline and any(rank.death() is None for rank in self._ranks):
+            time.sleep(0.01)
+        self._end()
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if error is None:
+            self.close()
+        else:
+            self._end(failed=isinstance(error, RankError))
+
+    # ---- Starting ---------------------------------------------------------------------------------------------------
+
+    def _start(
+        self,
+        environments: list[dict[str, str]],
+        port: int,
+        private_network: bool,
+        with_oneflow: bool,
+        start_timeout_s: float,
+        show_ranks: Sequence[int],
+    ) -> None:
+        deadline = time.monotonic() + start_timeout_s
+        what = f"the start did not end within {start_timeout_s:g} s"
+
+        def start(rank: int, network: int) -> None:
+            log = self.log_dir / f"rank{rank}.log"
+            process = RankProcess.start(
+                rank, self.num_ranks, log, environments[rank], network, with_oneflow, rank in show_ranks
+            )
+            self._ranks.append(process)
+            os.set_blocking(process.from_rank, False)
+            self._selector.register(process.from_rank, selectors.EVENT_READ, process)
+
+        start(0, -1 if private_network else 0)
+        first = self._ranks[0]
+        if private_network:
+            self._gather("hello", [first], deadline, what)
+        for rank in range(1, self.num_ranks):
+            start(rank, first.process.pid if private_network else 0)
+        self._gather("hello", self._ranks[1:] if private_network else self._ranks, deadline, what)
+        while with_oneflow and self.num_ranks > 1 and not is_listening(first.process.pid, port):
+            self._watch(deadline, what, self._ranks)
+        for process in self._ranks[1:]:
+            process.send("load")
+        self._gather("ready", self._ranks, deadline, what)
+
+    def _write_jobs(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Path]:
+        """Put what each rank has to do into files: a pipe would block on a rank that does not read."""
+        self._num_jobs += 1
+        written: dict[int, Path] = {}  # equal argument lists share a file
+        paths = []
+        for rank, values in enumerate(arguments):
+            if id(values) not in written:
+                path = self.log_dir / f"job{self._num_jobs}-{rank}.pickle"
+                try:
+                    path.write_bytes(pickle.dumps((name, tuple(values)), protocol=pickle.HIGHEST_PROTOCOL))
+                except (pickle.PicklingError, TypeError, AttributeError) as error:
+                    raise UserError(f"the arguments of {name} cannot be sent to ranks: {error}") from error
+                written[id(values)] = path
+            paths.append(written[id(values)])
+        return paths
+
+    # ---- Watching ---------------------------------------------------------------------------------------------------
+
+    def _gather(
+        self,
+        wanted: str,
+        ranks: Sequence[RankProcess],
+        deadline: float | None,
+        what: str,
+        on_report: Callable[[int, Any], None] | None = None,
+    ) -> list[Any]:
+        """Wait until each of ``ranks`` has sent a message of the kind ``wanted``; returns their values in order."""
+        got: dict[int, Any] = {}
+        while len(got) < len(ranks):
+            awaited = [rank for rank in ranks if rank.rank not in got]
+            for rank, kind, value in self._watch(deadline, what, awaited):
+                if kind == wanted:
+                    got[rank] = value
+                elif kind == "report" and on_report is not None:
+                    on_report(rank, value)
+        return [got[rank.rank] for rank in ranks]
+
+    def _watch(self, deadline: float | None, what: str, awaited: Sequence[RankProcess]) -> list[tuple[int, str, Any]]:
+        """Wait for a tick or for messages, which are returned; raises as soon as any rank has failed."""
+        tick = _TICK_SECONDS if deadline is None else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
+        messages, failures = self._look(tick)
+        if failures:
+            settled = time.monotonic() + _SETTLE_SECONDS
+            while (left := settled - time.monotonic()) > 0:
+                failures += self._look(left)[1]
+            raise self._error(min(failures, key=lambda failure: failure.kind))
+        if not messages and deadline is not None and time.monotonic() >= deadline:
+            raise self._error(RankFailure(awaited[0].rank, FailureKind.TIMEOUT, f"is late: {what}"))
+        return messages
+
+    def _look(self, patience_s: float) -> tuple[list[tuple[int, str, Any]], list[RankFailure]]:
+        """Messages and failures of all ranks, waiting for ``patience_s`` at most."""
+        messages, failures = [], []
+        dead = {rank.rank: failure for rank in self._ranks if (failure := rank.death())}  # before the pipes are read
+        for key, _ in self._selector.select(0 if dead else patience_s):
+            rank: RankProcess = key.data
+            for kind, value in self._read(rank):
+                if kind == "raised":
+                    failures.append(RankFailure.of_exception(rank.rank, *value))
+                else:
+                    messages.append((rank.rank, kind, value))
+        failures += dead.values()
+        for rank in self._ranks:
+            if rank.stopped_for_long():
+                failures.append(RankFailure(rank.rank, FailureKind.STOPPED, "is stopped, as by SIGSTOP"))
+        return messages, failures
+
+    def _read(self, rank: RankProcess) -> list[tuple[str, Any]]:
+        messages: list[tuple[str, Any]] = []
+        while True:
+            try:
+                piece = os.read(rank.from_rank, 1 << 20)
+            except BlockingIOError:
+                return messages
+            if not piece:  # the process is ending
+                self._selector.unregister(rank.from_rank)
+                return messages
+            messages += rank.inbox.feed(piece)
+
+    def _error(self, failure: RankFailure) -> RankError:
+        """What to raise for a failure, the ranks being still there to be asked where they stand."""
+        notes: list[str] = []
+        if failure.kind in (FailureKind.WAITED, FailureKind.TIMEOUT):
+            for rank in self._ranks:
+                if rank.death() is not None:
+                    continue
+                if rank.is_stopped():
+                    failure = RankFailure(rank.rank, FailureKind.STOPPED, "is stopped, as by SIGSTOP")
+                    notes = []
+                    break
+                if position := rank.position():
+                    notes.append(f"rank {rank.rank} stands at {position}")
+        if failure.kind is FailureKind.WAITED:
+            failure = RankFailure(failure.rank, failure.kind, f"{failure.text} (more than {self.stall_timeout_s:g} s)")
+        log = self._ranks[failure.rank].log
+        standing = "; ".join(["", *notes])
+        message = f"rank {failure.rank} of {self.num_ranks} {failure.text}{standing} (its output: {log})"
+        return (RankUserError if failure.is_user_error else RankError)(message, failure.rank, log)
+
+    # ---- Ending -----------------------------------------------------------------------------------------------------
+
+    def _end(self, failed: bool = False) -> None:
+        """Kill and reap whatever is left of the ranks; the logs stay if they are evidence."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for rank in self._ranks:
+            rank.kill()
+        for rank in self._ranks:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(rank.from_rank)
+            rank.reap()
+        self._selector.close()
+        if self._is_log_dir_ours and not failed:
+            shutil.rmtree(self.log_dir, ignore_errors=True)
+
+
+def launch(
+    target: Target,
+    num_ranks: int,
+    *arguments: Any,
+    timeout_s: float | None = None,
+    on_report: Callable[[int, Any], None] | None = None,
+    **pool_options: Any,
+) -> list[Any]:
+    """Call ``target(*arguments)`` on ``num_ranks`` ranks that live for it alone; see `RankPool` and `RankPool.run`."""
+    with RankPool(num_ranks, **pool_options) as pool:
+        return pool.run(target, *arguments, timeout_s=timeout_s, on_report=on_report)
+
+
+def launch_script(
+    path: Path | str,
+    num_ranks: int,
+    arguments: Sequence[str] = (),
+    *,
+    timeout_s: float | None = None,
+    **pool_options: Any,
+) -> None:
+    """Run the script ``path`` with command-line ``arguments`` on every rank, as ``python path ...`` would.
+
+    Raises:
+        UserError: there is no such script. RankError and the rest as for `launch`.
+    """
+    if not Path(path).is_file():
+        raise UserError(f"script {path} does not exist")
+    script = str(Path(path).resolve())
+    launch(
+        "autoddl.pipelines.runtime.rank:run_script",
+        num_ranks,
+        script,
+        list(arguments),
+        timeout_s=timeout_s,
+        **pool_options,
+    )
+
+
+def _check_possible(num_ranks: int, private_network: bool, with_oneflow: bool) -> None:
+    if num_ranks < 1:
+        raise UserError(f"{num_ranks} ranks cannot be started; it takes at least 1")
+    if with_oneflow and not (available := is_available()):
+        raise UserError(f"cannot start OneFlow ranks: {available.reason}")
+    if private_network and not (available := namespace_available()):
+        raise UserError(f"cannot give the ranks a network of their own: {available.reason}")
+
+
+def _target_name(target: Target) -> str:
+    """The name under which a rank finds the target."""
+    if isinstance(target, str):
+        return target
+    module, name = target.__module__, target.__qualname__
+    if "<" in name:
+        raise UserError(
+            f"target {name} of {module} is local to a function or a lambda; ranks can only import functions"
+        )
+    if module == "__main__":
+        module = getattr(sys.modules["__main__"], "__file__", None) or ""
+        if not module.endswith(".py"):
+            raise UserError(f"target {name} is defined interactively; ranks can only import functions from files")
+    return f"{module}:{name}"

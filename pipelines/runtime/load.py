@@ -1,0 +1,136 @@
+"""Loading OneFlow: the one place that imports it first.
+
+OneFlow 0.9.0 is a CUDA 11.7 build. Its extension module is linked against cuBLAS 11 and cuDNN 8 and cannot be imported
+without them, on machines without a GPU too. The wheels ``nvidia-cublas-cu11`` and ``nvidia-cudnn-cu11`` bring the libraries
+but put them where the dynamic linker does not look, so they are loaded here first, dependencies before dependents, with
+their symbols made global. Where the wheels are missing the linker's own search is left to find a system-wide CUDA.
+
+OneFlow also speaks on stderr while it loads (no InfiniBand, no CUDA driver): that is swallowed, and shown only when the
+import fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import ctypes.util
+import importlib
+import importlib.util
+import os
+import platform
+import re
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+from autoddl.costmodel.errors import UserError
+
+from .availability import Availability
+
+__all__ = ["is_available", "load_oneflow"]
+
+# Dependencies first: cublas needs cublasLt, every cudnn_* needs cudnn, *_train needs *_infer.
+_CUDA_LIBRARIES = (
+    "cublas/lib/libcublasLt.so.11",
+    "cublas/lib/libcublas.so.11",
+    "cudnn/lib/libcudnn.so.8",
+    "cudnn/lib/libcudnn_ops_infer.so.8",
+    "cudnn/lib/libcudnn_ops_train.so.8",
+    "cudnn/lib/libcudnn_cnn_infer.so.8",
+    "cudnn/lib/libcudnn_cnn_train.so.8",
+)
+_FIRST_PYTHON, _LAST_PYTHON = (3, 7), (3, 10)
+_WHEELS = "oneflow==0.9.0, nvidia-cublas-cu11==11.10.3.66, nvidia-cudnn-cu11==8.5.0.96 and numpy<2"
+
+
+def is_available() -> Availability:
+    """Whether ``load_oneflow`` can be expected to work here; nothing is imported and no library loaded."""
+    if sys.modules.get("oneflow") is not None:
+        return Availability()
+    system = f"{platform.system()} {platform.machine()}"
+    if system != "Linux x86_64":
+        return Availability(f"OneFlow 0.9.0 has wheels for Linux x86-64 only; this is {system}")
+    if not _FIRST_PYTHON <= sys.version_info[:2] <= _LAST_PYTHON:
+        return Availability(
+            f"OneFlow 0.9.0 has wheels for CPython 3.7 to 3.10 only; this is Python {platform.python_version()}: "
+            "use Python 3.10"
+        )
+    if importlib.util.find_spec("oneflow") is None:
+        return Availability(f"OneFlow is not installed; in Python 3.10 on Linux x86-64 install {_WHEELS}")
+    missing = [name for name in ("cublas", "cudnn") if not _wheel_has(name) and not ctypes.util.find_library(name)]
+    if missing:
+        return Availability(
+            f"OneFlow needs the CUDA 11 libraries {' and '.join(missing)} even on CPU: install {_WHEELS}"
+        )
+    return Availability()
+
+
+def load_oneflow() -> ModuleType:
+    """Import OneFlow quietly, its CUDA libraries first, and return the module; cheap when it is loaded already.
+
+    In a process that a launcher gave ``MASTER_ADDR``, ``WORLD_SIZE``, ``RANK`` and so on, the import itself joins the ranks:
+    it returns when all of them are there.
+
+    Raises:
+        UserError: where OneFlow cannot be used, with the reason and the versions that would work.
+    """
+    if sys.modules.get("oneflow") is not None:
+        return sys.modules["oneflow"]
+    available = is_available()
+    if not available:
+        raise UserError(f"cannot run on OneFlow: {available.reason}")
+    os.environ.setdefault("GLOG_minloglevel", "2")  # read once, while the library loads
+    said = ""
+    try:
+        with _captured_stderr() as transcript:
+            try:
+                preload_cuda_libraries()
+                return importlib.import_module("oneflow")
+            finally:
+                said = transcript()
+    except (ImportError, OSError) as error:
+        details = [str(error), *said.splitlines()[-1:]]
+        text = re.sub(r"\s+", " ", "; ".join(details)).strip()
+        raise UserError(
+            f"cannot run on OneFlow: its import fails ({text}); known to work together: {_WHEELS}"
+        ) from error
+
+
+def preload_cuda_libraries() -> None:
+    """Load the CUDA libraries of the NVIDIA wheels, as far as they are installed; the slow part that needs no other rank."""
+    for directory in _nvidia_directories():
+        for name in _CUDA_LIBRARIES:
+            path = directory / name
+            if path.exists():
+                ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+
+
+def _nvidia_directories() -> list[Path]:
+    spec = importlib.util.find_spec("nvidia")  # a namespace package: found without importing anything
+    return [Path(path) for path in (spec.submodule_search_locations or [])] if spec else []
+
+
+def _wheel_has(name: str) -> bool:
+    wanted = [library for library in _CUDA_LIBRARIES if library.startswith(f"{name}/")]
+    return any(all((directory / library).exists() for library in wanted) for directory in _nvidia_directories())
+
+
+@contextlib.contextmanager
+def _captured_stderr() -> Iterator:
+    """Divert file descriptor 2, where C++ writes, into a file; yields a function that returns what was written so far."""
+    sys.stderr.flush()
+    kept = os.dup(2)
+    with tempfile.TemporaryFile() as file:
+        os.dup2(file.fileno(), 2)
+
+        def transcript() -> str:
+            file.seek(0)
+            return file.read().decode(errors="replace")
+
+        try:
+            yield transcript
+        finally:
+            os.dup2(kept, 2)
+            os.close(kept)

@@ -1,0 +1,100 @@
+"""A network of its own for a job: a Linux network namespace, in which the loopback device carries its bytes alone.
+
+What the ranks of a job send to each other then is exactly what the counters of ``lo`` say, without noise from other
+processes. The first rank creates the namespace, the others join it. Root may do so directly; other users do it through a
+user namespace, where the system allows that.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import socket
+import struct
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from .availability import Availability
+
+__all__ = ["LoopbackCounters", "create_namespace", "join_namespace", "namespace_available", "read_loopback"]
+
+_CLONE_NEWUSER, _CLONE_NEWNET = 0x10000000, 0x40000000
+_SIOCGIFFLAGS, _SIOCSIFFLAGS, _IFF_UP = 0x8913, 0x8914, 0x1
+_IFREQ = struct.Struct("16sH22x")  # struct ifreq with ifr_flags
+
+
+@dataclass(frozen=True)
+class LoopbackCounters:
+    """Bytes and packets sent over ``lo`` since the namespace began; bytes include the headers of every packet."""
+
+    num_bytes: int
+    num_packets: int
+
+    def __sub__(self, other: LoopbackCounters) -> LoopbackCounters:
+        return LoopbackCounters(self.num_bytes - other.num_bytes, self.num_packets - other.num_packets)
+
+
+def read_loopback() -> LoopbackCounters:
+    """The counters of this process's network namespace."""
+    for line in Path("/proc/self/net/dev").read_text().splitlines():
+        name, _, numbers = line.partition(":")
+        if name.strip() == "lo":
+            fields = numbers.split()
+            return LoopbackCounters(num_bytes=int(fields[8]), num_packets=int(fields[9]))
+    raise OSError("the loopback device has no counters in /proc/self/net/dev")
+
+
+def create_namespace() -> None:
+    """Move this process, which must have one thread only, into a new network namespace with ``lo`` up.
+
+    Raises:
+        OSError: where the system does not allow it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    user, group = os.geteuid(), os.getegid()
+    if libc.unshare(_CLONE_NEWNET) != 0:
+        if libc.unshare(_CLONE_NEWUSER | _CLONE_NEWNET) != 0:
+            raise _last_error("a network namespace cannot be created")
+        Path("/proc/self/setgroups").write_text("deny")
+        Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
+        Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        name = b"lo".ljust(16, b"\0")
+        _, flags = _IFREQ.unpack(fcntl.ioctl(probe, _SIOCGIFFLAGS, _IFREQ.pack(name, 0)))
+        fcntl.ioctl(probe, _SIOCSIFFLAGS, _IFREQ.pack(name, flags | _IFF_UP))
+
+
+def join_namespace(pid: int) -> None:
+    """Move this process, which must have one thread only, into the network namespace of process ``pid``.
+
+    Raises:
+        OSError: where the system does not allow it.
+    """
+    libc = ctypes.CDLL(None, use_errno=True)
+    for kind, flag in (("user", _CLONE_NEWUSER), ("net", _CLONE_NEWNET)):
+        theirs = f"/proc/{pid}/ns/{kind}"
+        if os.readlink(theirs) == os.readlink(f"/proc/self/ns/{kind}"):
+            continue
+        with open(theirs) as namespace:
+            if libc.setns(namespace.fileno(), flag) != 0:
+                raise _last_error(f"the {kind} namespace of process {pid} cannot be joined")
+
+
+def namespace_available() -> Availability:
+    """Whether processes started from here can create a network namespace; tried out in a process of its own."""
+    if not sys.platform.startswith("linux"):
+        return Availability(f"network namespaces are Linux's; this is {sys.platform}")
+    code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {__name__} import create_namespace; create_namespace()"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    if done.returncode == 0:
+        return Availability()
+    last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return Availability(f"this system does not let a process have a network namespace of its own ({last})")
+
+
+def _last_error(what: str) -> OSError:
+    number = ctypes.get_errno()
+    return OSError(number, f"{what}: {os.strerror(number)}")

@@ -1,0 +1,201 @@
+"""The processes of ranks, seen from outside: their environment, their port, their state, and their end.
+
+Every rank leads a session of its own, so that its process group holds all that it started and nothing else, and so that
+Ctrl-C reaches the launcher alone. A dead rank stays unreaped (a zombie) until its group has been ended: until then its
+number cannot belong to anybody else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .failures import RankFailure, last_position
+from .messages import Inbox, write_message
+from .rank import RankOptions
+
+__all__ = ["RankProcess", "is_listening", "rank_environment", "reserve_port"]
+
+_START = (
+    "import json, sys; paths, options = sys.argv[1:]; sys.argv[1:] = []; sys.path[:] = json.loads(paths); "
+    "from autoddl.pipelines.runtime.rank import main; main(options)"
+)
+# A rank whose process is in state T for this long was stopped by somebody.
+_STOPPED_SECONDS = 3.0
+_LOG_TAIL_BYTES = 20_000
+
+
+def rank_environment(
+    rank: int, num_ranks: int, port: int, stall_timeout_s: float, overrides: Mapping[str, str]
+) -> dict[str, str]:
+    """Environment variables of one rank: who it is, and what makes ranks fast, deterministic and quick to give up.
+
+    - One thread per rank for BLAS and OpenMP: ranks share the machine's cores, and sums keep their order.
+    - Freed memory stays with the process: else every large message pays for its page faults (twice the time at 64 MB).
+    - OneFlow gives up on communication that another rank does not join after ``stall_timeout_s``.
+    """
+    environment = dict(os.environ)
+    environment.update(
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+        WORLD_SIZE=str(num_ranks),
+        RANK=str(rank),
+        LOCAL_RANK=str(rank),
+        ONEFLOW_TIMEOUT_SECONDS=str(max(1, round(stall_timeout_s))),
+        OMP_NUM_THREADS="1",
+        OPENBLAS_NUM_THREADS="1",
+        MKL_NUM_THREADS="1",
+        MALLOC_MMAP_THRESHOLD_=str(4 << 30),
+        MALLOC_TRIM_THRESHOLD_=str(16 << 30),
+        MALLOC_TOP_PAD_=str(64 << 20),
+        PYTHONHASHSEED="0",
+        GLOG_minloglevel="2",
+    )
+    environment.update(overrides)
+    return environment
+
+
+def reserve_port() -> socket.socket:
+    """A socket that holds a free port of 127.0.0.1 without listening on it.
+
+    As long as it is open the kernel gives the port to nobody else; OneFlow's server can bind it all the same, since both
+    allow the port to be reused.
+    """
+    holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+    holder.bind(("127.0.0.1", 0))
+    return holder
+
+
+def is_listening(pid: int, port: int) -> bool:
+    """Whether somebody in the network namespace of process ``pid`` listens on ``port``; nothing is sent to find out."""
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError):
+            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    return True
+    return False
+
+
+@dataclass
+class RankProcess:
+    """One rank's process, its pipes and its log."""
+
+    rank: int
+    log: Path
+    process: subprocess.Popen
+    to_rank: int
+    from_rank: int
+    inbox: Inbox = field(default_factory=Inbox)
+    is_pipe_open: bool = True
+    stopped_since: float | None = None
+
+    @staticmethod
+    def start(
+        rank: int,
+        num_ranks: int,
+        log: Path,
+        environment: Mapping[str, str],
+        private_network: int,
+        with_oneflow: bool,
+        shows_output: bool,
+    ) -> RankProcess:
+        """Start a rank; its output goes to ``log``, its standard output to the launcher's own if ``shows_output``."""
+        rank_end, to_rank = os.pipe()
+        from_rank, launcher_end = os.pipe()
+        options = RankOptions(rank, num_ranks, rank_end, launcher_end, private_network, with_oneflow)
+        try:
+            with log.open("ab") as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-u", "-c", _START, json.dumps(sys.path), options.to_json()],
+                    stdin=subprocess.DEVNULL,
+                    stdout=None if shows_output else output,
+                    stderr=output,
+                    env=environment,
+                    pass_fds=(rank_end, launcher_end),
+                    start_new_session=True,
+                )
+        except BaseException:
+            os.close(to_rank)
+            os.close(from_rank)
+            raise
+        finally:
+            os.close(rank_end)
+            os.close(launcher_end)
+        return RankProcess(rank, log, process, to_rank, from_rank)
+
+    def send(self, kind: str, value: object = None) -> None:
+        """Send a short message; one to a rank that has died is dropped, since its death is noticed elsewhere."""
+        with contextlib.suppress(BrokenPipeError):
+            write_message(self.to_rank, (kind, value))
+
+    def death(self) -> RankFailure | None:
+        """Why the process ended, None while it lives; it is not reaped."""
+        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is None:
+            return None
+        by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
+        number, code = (ended.si_status, 0) if by_signal else (0, ended.si_status)
+        return RankFailure.of_death(self.rank, number, code, self.log_tail())
+
+    def is_stopped(self) -> bool:
+        """Whether the process is suspended at this moment."""
+        try:
+            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
+        except OSError:
+            return False
+        return stat.rpartition(")")[2].split()[0] == "T"
+
+    def stopped_for_long(self) -> bool:
+        """Whether the process has been suspended for some seconds; to be asked regularly."""
+        if not self.is_stopped():
+            self.stopped_since = None
+            return False
+        now = time.monotonic()
+        if self.stopped_since is None:
+            self.stopped_since = now
+        return now - self.stopped_since >= _STOPPED_SECONDS
+
+    def log_tail(self) -> str:
+        """The last part of the log."""
+        with self.log.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _LOG_TAIL_BYTES))
+            return file.read().decode(errors="replace")
+
+    def position(self, patience_s: float = 0.5) -> str:
+        """Where the rank's main thread stands in the user's code; "" where it does not say."""
+        before = self.log.stat().st_size
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.process.pid, signal.SIGUSR1)  # faulthandler writes all stacks into the log
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline:
+            time.sleep(0.05)
+            with self.log.open("rb") as file:
+                file.seek(before)
+                position = last_position(file.read().decode(errors="replace"))
+            if position:
+                return position
+        return ""
+
+    def kill(self) -> None:
+        """End the process and all of its group, at once."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def reap(self) -> None:
+        """Wait for the killed process, and close its pipes."""
+        self.process.wait()
+        for fd in (self.to_rank, self.from_rank):
+            with contextlib.suppress(OSError):
+                os.close(fd)

@@ -1,0 +1,213 @@
+"""What runs in the process of a rank: it joins the others, carries out jobs, and never lives longer than its launcher.
+
+The launcher starts ``main`` with a JSON object of `RankOptions` and talks with it over two pipes:
+
+    launcher                                   rank
+    ("load", None)                             after its network is there: ("hello", None)
+    ("job", path of the pickled job)           OneFlow loaded, all ranks joined: ("ready", None)
+    ("exit", None)                             ("report", value), then ("done", result) or ("raised", ...)
+
+A rank that raised stays where it is until it is ended: if it went away its connections would break, and the others would
+crash with errors that hide the first one. For the same reason a rank leaves by ``os._exit``: OneFlow's own shutdown waits for
+all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import functools
+import importlib
+import importlib.util
+import json
+import os
+import pickle
+import runpy
+import select
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from autoddl.costmodel.errors import UserError
+
+from .load import load_oneflow, preload_cuda_libraries
+from .messages import read_message, write_message
+from .network import create_namespace, join_namespace
+
+__all__ = ["RankOptions", "main", "report", "resolve_target", "run_script"]
+
+
+@dataclass(frozen=True)
+class RankOptions:
+    """How a rank starts.
+
+    ``rank`` of ``num_ranks``; the file descriptors of its pipes; ``private_network``: 0 for the launcher's network, -1 to
+    create a namespace, else the process to join; ``with_oneflow``: whether to load OneFlow.
+    """
+
+    rank: int
+    num_ranks: int
+    read_fd: int
+    write_fd: int
+    private_network: int
+    with_oneflow: bool
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+
+class _Launcher:
+    """The rank's side of the pipes."""
+
+    def __init__(self, options: RankOptions) -> None:
+        self._options = options
+        self._lock = threading.Lock()  # reports may come from any thread
+
+    def send(self, kind: str, value: Any = None) -> None:
+        with self._lock:
+            write_message(self._options.write_fd, (kind, value))
+
+    def receive(self) -> tuple[str, Any]:
+        return read_message(self._options.read_fd)
+
+    def watch(self) -> None:
+        """End this rank and whatever it started as soon as the launcher is gone, however it went."""
+        poll = select.poll()
+        poll.register(self._options.read_fd, 0)  # no events but POLLHUP and POLLERR, which always come
+
+        def wait() -> None:
+            poll.poll()
+            os.killpg(os.getpgrp(), signal.SIGKILL)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+
+# A process is one rank or none; like its environment variables, the connection belongs to the process.
+_launcher: _Launcher | None = None
+
+
+def report(value: Any) -> None:
+    """Give the launcher a value while the job goes on (progress, say); does nothing in a process without a launcher."""
+    if _launcher is not None:
+        _launcher.send("report", value)
+
+
+def main(options_json: str) -> None:
+    """Be a rank; does not return."""
+    global _launcher
+    options = RankOptions(**json.loads(options_json))
+    _launcher = _Launcher(options)
+    status = 1
+    try:
+        faulthandler.enable()
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the launcher asks where a rank stands
+        if _guarded(_launcher, lambda: _start(options)):
+            _launcher.send("ready")
+            _serve(_launcher)
+        status = 0
+    except EOFError:
+        pass  # the launcher is gone
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        _flush()
+        os._exit(status)
+
+
+def _start(options: RankOptions) -> None:
+    assert _launcher is not None
+    if options.private_network < 0:
+        create_namespace()
+    elif options.private_network > 0:
+        join_namespace(options.private_network)
+    _launcher.watch()  # from here on there are threads, which namespaces do not allow
+    _launcher.send("hello")
+    if options.with_oneflow:
+        import numpy  # noqa: F401  # these two take long and need nobody: done while rank 0 comes up
+
+        preload_cuda_libraries()
+    if options.rank > 0:
+        _launcher.receive()  # "load": a rank that looks for rank 0 too early sleeps for 10 s before it looks again
+    if options.with_oneflow:
+        load_oneflow()
+
+
+def _serve(launcher: _Launcher) -> None:
+    while True:
+        kind, value = launcher.receive()
+        if kind == "exit":
+            return
+        _guarded(launcher, functools.partial(_run_job, launcher, value))
+
+
+def _run_job(launcher: _Launcher, path: str) -> None:
+    target, arguments = pickle.loads(Path(path).read_bytes())
+    launcher.send("done", resolve_target(target)(*arguments))
+
+
+def _guarded(launcher: _Launcher, action: Callable[[], None]) -> bool:
+    """Do it; tell the launcher and the log what was raised. False when something was."""
+    try:
+        action()
+        return True
+    except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may pass in silence
+        traceback.print_exc()
+        _flush()
+        launcher.send("raised", (type(error).__name__, str(error), isinstance(error, UserError)))
+        return False
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+# ---- Targets ------------------------------------------------------------------------------------------------------------
+
+
+def resolve_target(name: str) -> Callable[..., Any]:
+    """The function that ``module:function`` or ``path/to/file.py:function`` names.
+
+    Raises:
+        UserError: the name has another form, or there is no such function.
+    """
+    place, separator, function_name = name.rpartition(":")
+    if not separator or not place or not function_name:
+        raise UserError(f"target {name!r} is not module:function or file.py:function")
+    module = _module_of_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
+    function: Any = module
+    for part in function_name.split("."):
+        function = getattr(function, part, None)
+    if not callable(function):
+        raise UserError(f"target {name!r}: {place} has no function {function_name}")
+    return function
+
+
+def _module_of_file(path: Path) -> Any:
+    if not path.is_file():
+        raise UserError(f"target file {path} does not exist")
+    name = f"autoddl_target_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None
+    if name in sys.modules and sys.modules[name].__spec__.origin == str(path):  # type: ignore[union-attr]
+        return sys.modules[name]
+    module = sys.modules[name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def run_script(path: str, arguments: Sequence[str]) -> None:
+    """Run a script as ``python path *arguments`` would; leaving by ``sys.exit(0)`` counts as success."""
+    sys.argv[:] = [path, *arguments]
+    sys.path.insert(0, str(Path(path).resolve().parent))
+    try:
+        runpy.run_path(path, run_name="__main__")
+    except SystemExit as leaving:
+        if leaving.code not in (None, 0):
+            raise RuntimeError(f"{path} exited with {leaving.code}") from leaving
