@@ -1,0 +1,67 @@
+"""The command line: ``autoddl COMMAND ...`` or ``python -m autoddl COMMAND ...``.
+
+Every module of :mod:`autoddl.cli` is a command: ``add_parser(subparsers)`` describes its arguments, ``run(arguments)`` runs it and
+returns the exit code.  What a user got wrong ends here as one line on stderr and exit code 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import pkgutil
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+from autoddl import cli
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["main"]
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"autoddl: {message} (see {self.prog} --help)\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="autoddl", description="Proven-optimal SBP layouts and pipeline schedules for large models.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for module in sorted(info.name for info in pkgutil.iter_modules(cli.__path__) if not info.name.startswith("_")):
+        importlib.import_module(f"autoddl.cli.{module}").add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        code = importlib.import_module(f"autoddl.cli.{arguments.command}").run(arguments)
+        sys.stdout.flush()
+        return code
+    except UserError as error:
+        return _fail(2, str(error))
+    except KeyboardInterrupt:
+        return _fail(130, "interrupted")
+    except BrokenPipeError:
+        # The reader has gone (a pager, head): nothing is left to be said, and nothing to be flushed at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except MemoryError:
+        return _fail(70, "out of memory")
+    except Exception as error:
+        if os.environ.get("AUTODDL_TRACEBACK"):
+            raise
+        return _fail(70, f"internal error, please report it: {type(error).__name__}: {error} (AUTODDL_TRACEBACK=1 shows more)")
+
+
+def _fail(code: int, message: str) -> int:
+    print("autoddl: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""The plan: what the planner found, as a JSON document that everything else works from.
+
+A plan carries the hashes of the graph, the cluster and the options that it was made for; whoever applies it to something else
+is told which of them differs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from autoddl.costmodel.assessment import Assessment, LayerAssessment
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.cluster import from_document as cluster_from_document
+from autoddl.costmodel.documents import Fields, canonical_hash, load_document, write_document
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph, graph_from_document
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+
+from .planner import BaselineFigures, Planned
+
+__all__ = ["Plan", "load_plan", "plan_document"]
+
+FORMAT = "autoddl-plan"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A plan as read from its document: all that is needed to apply, verify or launch it.
+
+    Attributes:
+        graph, cluster, workload: what it was made for.
+        strategies: of every layer, by name.
+        document: the whole JSON document.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    workload: Workload
+    strategies: Mapping[str, Strategy]
+    document: dict[str, Any]
+
+    def check_graph(self, graph: LayerGraph) -> None:
+        """Refuse a graph other than the one that the plan was made for.
+
+        Raises:
+            UserError: naming the first difference.
+        """
+        if graph.hash == self.graph.hash:
+            return
+        raise UserError(f"the plan was made for another model than {graph.name}: {_difference(self.graph, graph)}")
+
+
+def _difference(planned: LayerGraph, given: LayerGraph) -> str:
+    for mine, other in zip(planned.layers, given.layers):
+        if mine != other or dict(mine.attributes) != dict(other.attributes):
+            return f"it has {mine.describe()} where the model has {other.describe()}"
+    if len(planned.layers) != len(given.layers):
+        return f"it has {len(planned.layers)} layers, the model has {len(given.layers)}"
+    return "their edges differ"
+
+
+def plan_document(planned: Planned) -> dict[str, Any]:
+    """The JSON document of a planner's answer."""
+    assessment, result = planned.assessment, planned.result
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "model": planned.graph.name,
+        "method": planned.options.method,
+        "objective": planned.options.objective,
+        "status": "optimal" if planned.optimal else str(result.status),
+        "optimal": planned.optimal,
+        "communication_s": assessment.communication_s,
+        "compute_s": assessment.compute_s,
+        "step_s": assessment.step_s,
+        "lower_bound_s": planned.lower_bound,
+        "gap": planned.gap,
+        "search_s": planned.search_s,
+        "space_size": result.space_size,
+        "evaluations": planned.evaluations,
+        "memory_bytes": assessment.memory_bytes,
+        "memory_limit_bytes": planned.memory_limit_bytes,
+        "sent_bytes": assessment.sent_bytes,
+        "workload": planned.workload.document(),
+        "levels": [{"name": level.name, "size": level.size} for level in planned.cluster.levels],
+        "layers": [_layer_fields(layer) for layer in assessment.layers],
+        "baselines": {figures.name: _baseline_fields(figures) for figures in planned.baselines},
+        "candidates": [
+            {
+                "micro_batch": candidate.micro_batch,
+                "recompute": candidate.recompute,
+                "outcome": candidate.outcome,
+                "lower_bound_s": _finite(candidate.lower_bound),
+                "cost_s": _finite(candidate.cost),
+            }
+            for candidate in planned.candidates
+        ],
+        "notes": list(planned.graph.notes),
+        "graph_hash": planned.graph.hash,
+        "cluster_hash": planned.cluster.hash,
+        "options_hash": options_hash(planned),
+        "graph": planned.graph.document(),
+        "cluster": planned.cluster.document,
+        "links": [{"latency_s": link.latency_s, "bandwidth": link.bandwidth} for link in planned.cluster.links],
+    }
+
+
+def options_hash(planned: Planned) -> str:
+    """A hash of what the user asked for (but how it was shown)."""
+    fields = asdict(planned.options)
+    del fields["quiet"]
+    return canonical_hash(fields)
+
+
+def _finite(value: float) -> float | None:
+    return value if value < float("inf") else None
+
+
+def _layer_fields(layer: LayerAssessment) -> dict[str, Any]:
+    return {
+        "name": layer.layer.name,
+        "kind": layer.layer.kind,
+        "strategy": [list(split) for split in layer.strategy.splits],
+        **({"summa": True} if layer.strategy.summa else {}),
+        "sbp": layer.strategy.sbp(layer.layer),
+        "communication_s": layer.communication_s,
+        "compute_s": layer.compute_s,
+        "sent_bytes": layer.sent_bytes,
+        "memory_bytes": layer.work.state_bytes + layer.work.kept_bytes,
+    }
+
+
+def _baseline_fields(figures: BaselineFigures) -> dict[str, Any]:
+    if figures.assessment is None or figures.workload is None:
+        return {"infeasible": figures.infeasible}
+    return {
+        "communication_s": figures.assessment.communication_s,
+        "step_s": figures.assessment.step_s,
+        "memory_bytes": figures.assessment.memory_bytes,
+        "mesh": figures.mesh,
+        "micro_batch": figures.workload.micro_batch,
+        "recompute": figures.workload.recompute,
+    }
+
+
+def save_plan(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
+    """Write a plan, atomically."""
+    write_document(path, document)
+
+
+def load_plan(path: str | os.PathLike[str]) -> Plan:
+    """Read a plan.
+
+    Raises:
+        UserError: it cannot be read, a field is malformed, or its hashes are not those of what it holds.
+    """
+    return plan_from_document(load_document(path, FORMAT), os.fspath(path))
+
+
+def plan_from_document(fields: Fields, where: str) -> Plan:
+    """A plan from the fields of its document.
+
+    Raises:
+        UserError: as :func:`load_plan`.
+    """
+    graph = graph_from_document(fields.get("graph"), f"{where}: graph")
+    cluster = cluster_from_document(fields.get("cluster"), f"{where}: cluster")
+    workload = Workload.from_fields(fields.object("workload"))
+    if graph.hash != fields.text("graph_hash"):
+        raise UserError(f"{where}: graph_hash is not the hash of its graph; the file was edited, plan again")
+    strategies = {}
+    for layer in fields.objects("layers"):
+        splits = []
+        for split in layer.sequence("strategy"):
+            if not (isinstance(split, list) and len(split) == 3 and all(type(p) is int and p > 0 for p in split)):
+                raise UserError(f"{layer.where}: strategy holds {split!r}, should hold [p0, p1, p2]")
+            splits.append((split[0], split[1], split[2]))
+        summa = "summa" in layer and layer.boolean("summa")
+        strategies[layer.text("name")] = Strategy(tuple(splits), summa)
+    missing = [layer.name for layer in graph.layers if layer.name not in strategies]
+    if missing:
+        raise UserError(f"{where}: layers lacks {missing[0]!r}")
+    links = fields.objects("links")
+    if len(links) != 2:
+        raise UserError(f"{where}: links should hold two levels")
+    # Links that the command line replaced are not in the cluster's own document.
+    from dataclasses import replace
+
+    restored = tuple(
+        replace(link, latency_s=entry.number("latency_s"), bandwidth=entry.number("bandwidth", exclusive=True))
+        for link, entry in zip(cluster.links, links)
+    )
+    cluster = replace(cluster, links=(restored[0], restored[1]))
+    if cluster.hash != fields.text("cluster_hash"):
+        raise UserError(f"{where}: cluster_hash is not the hash of its cluster; the file was edited, plan again")
+    return Plan(graph, cluster, workload, strategies, fields.value)
+
+
+def assessment_of(plan: Plan) -> Assessment:
+    """The figures of a plan, computed anew."""
+    from autoddl.costmodel.assessment import assess
+
+    return assess(plan.graph, plan.cluster, plan.workload, plan.strategies)

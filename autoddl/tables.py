@@ -1,0 +1,152 @@
+"""Plans as people read them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoddl.costmodel.assessment import LayerAssessment
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from .planner import BaselineFigures, Planned
+
+__all__ = ["aligned", "plan_text"]
+
+
+def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ") -> list[str]:
+    """The rows as lines with aligned columns; columns in ``right`` are set flush right."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = []
+    for row in rows:
+        cells = [cell.rjust(w) if i in right else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths))]
+        lines.append((indent + "  ".join(cells)).rstrip())
+    return lines
+
+
+def plan_text(planned: Planned) -> str:
+    """The whole plan: what it is for, the layers, the totals, the baselines, the certificate."""
+    sections = [_heading(planned), _layers(planned), _totals(planned), _baselines(planned), certificate(planned)]
+    if planned.graph.notes:
+        sections.append(["Notes", *(f"  {note}" for note in planned.graph.notes)])
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _heading(planned: Planned) -> list[str]:
+    cluster, workload = planned.cluster, planned.workload
+    shape = " x ".join(f"{level.size} {level.name}" for level in cluster.levels)
+    kept = "activations recomputed" if workload.recompute else "no recomputation"
+    return [
+        f"{planned.graph.name} on {cluster.name}: {cluster.num_devices} x {cluster.device.name} ({shape})",
+        f"  {planned.graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}, {kept}",
+        f"  {workload.batch} {planned.graph.sample}s per step in {workload.num_micro_batches} micro-batches of {workload.micro_batch}",
+    ]
+
+
+def _layers(planned: Planned) -> list[str]:
+    levels = " | ".join(level.name for level in planned.cluster.levels)
+    rows = [("layer", f"(p0,p1,p2) {levels}", "input", "weight", "output", "compute", "communication", "sent")]
+    for name, members in _grouped(planned.assessment.layers):
+        first = members[0]
+        sbp = first.strategy.sbp(first.layer)
+        rows.append(
+            (
+                f"{name} x {len(members)}" if len(members) > 1 else name,
+                str(first.strategy),
+                sbp["input"] or "",
+                sbp["weight"] or "-",
+                sbp["output"] or "",
+                format_seconds(sum(layer.compute_s for layer in members)),
+                format_seconds(sum(layer.communication_s for layer in members)),
+                format_bytes(sum(layer.sent_bytes for layer in members)),
+            )
+        )
+    return ["Per layer (time and bytes sent by each device per step)", *aligned(rows, right=(5, 6, 7))]
+
+
+def _grouped(layers: Sequence[LayerAssessment]) -> list[tuple[str, list[LayerAssessment]]]:
+    """Equal layers of a repeated block with equal strategies, as one row; in the order of their first."""
+    groups: dict[object, tuple[str, list[LayerAssessment]]] = {}
+    for assessed in layers:
+        layer = assessed.layer
+        if layer.block:
+            key: object = (layer.block, layer.role, assessed.strategy)
+            name = f"{layer.block}.*.{layer.role}"
+        else:
+            key = name = layer.name
+        groups.setdefault(key, (name, []))[1].append(assessed)
+    return list(groups.values())
+
+
+def _totals(planned: Planned) -> list[str]:
+    assessment, workload = planned.assessment, planned.workload
+    state = sum(layer.work.state_bytes for layer in assessment.layers)
+    kept = sum(layer.work.kept_bytes for layer in assessment.layers)
+    buffer = max(layer.work.buffer_bytes for layer in assessment.layers)
+    rate = workload.batch / assessment.step_s
+    peak = planned.cluster.num_devices * planned.cluster.device.peak_flops[workload.precision]
+    utilisation = 3 * planned.graph.flops * rate / peak
+    rows = [
+        ("step", format_seconds(assessment.step_s), f"{rate:,.1f} {planned.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"),
+        ("compute", format_seconds(assessment.compute_s), ""),
+        (
+            "communication",
+            format_seconds(assessment.communication_s),
+            f"each device sends {format_bytes(assessment.sent_bytes)}",
+        ),
+        (
+            "memory",
+            format_bytes(assessment.memory_bytes),
+            f"of {format_bytes(planned.memory_limit_bytes)}: {format_bytes(state)} parameters, gradients and optimizer, "
+            f"{format_bytes(kept)} activations, {format_bytes(buffer)} buffer",
+        ),
+    ]
+    return ["Per step", *aligned(rows)]
+
+
+def _baselines(planned: Planned) -> list[str]:
+    ours = planned.assessment
+    rows = [("plan", "step", "", "communication", "", "memory", "")]
+    rows.append(("AutoDDL", format_seconds(ours.step_s), "", format_seconds(ours.communication_s), "", format_bytes(ours.memory_bytes), ""))
+    why = []
+    for figures in planned.baselines:
+        if figures.assessment is None:
+            why.append(f"  {figures.name}: infeasible, {figures.infeasible}")
+            continue
+        theirs = figures.assessment
+        rows.append(
+            (
+                figures.name,
+                format_seconds(theirs.step_s),
+                _ratio(theirs.step_s, ours.step_s),
+                format_seconds(theirs.communication_s),
+                _ratio(theirs.communication_s, ours.communication_s),
+                format_bytes(theirs.memory_bytes),
+                _how(figures),
+            )
+        )
+    return ["Compared with", *aligned(rows, right=(1, 2, 3, 4, 5)), *why]
+
+
+def _ratio(theirs: float, ours: float) -> str:
+    return f"{theirs / ours:.2f}x" if ours > 0 else ""
+
+
+def _how(figures: BaselineFigures) -> str:
+    assert figures.workload is not None
+    again = ", recomputed" if figures.workload.recompute else ""
+    return f"{figures.mesh}, micro-batch {figures.workload.micro_batch}{again}"
+
+
+def certificate(planned: Planned) -> list[str]:
+    """What is proven, and how."""
+    what = "communication time" if planned.options.objective == "communication" else "step time"
+    space = planned.result.space_size
+    size = f"{space:,}" if space < 10**9 else f"10^{len(str(space)) - 1}"
+    found = f"{planned.options.method} search, {format_seconds(planned.search_s)}, {len(planned.candidates)} micro-batch settings"
+    if planned.optimal:
+        verdict = f"proven: none of the {size} assignments of strategies that fit has a smaller {what}"
+    else:
+        verdict = (
+            f"not proven: the best assignment may be up to {planned.gap:.2%} better "
+            f"(lower bound {format_seconds(planned.lower_bound)}; {size} assignments); use --method exact"
+        )
+    return ["Certificate", f"  {verdict}", f"  {found}; cost and memory recomputed from the layer graph"]
