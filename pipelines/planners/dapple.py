@@ -1,0 +1,360 @@
+"""DAPPLE's planner: stages, replicas and devices for a profiled model on a cluster (Fan et al., "DAPPLE").
+
+1. For every micro-batch size that divides the global batch, the dynamic programme of :mod:`.dapple_search` finds the plans of
+   smallest estimated latency (:mod:`.latency`).
+2. The best of each kind (widths of the stages, number of micro-batches) are simulated with DAPPLE's early-backward schedule:
+   unequal stages, re-slicing between stages of different width, gradient all-reduce over the real device groups, and as many
+   micro-batches in flight as the policy wants and memory allows:
+
+       policy A: K_i = min(S - i, memory);  policy B: K_i = min(2 (S - i) - 1, memory), for slow boundaries
+
+   Estimates are lower bounds of simulated latencies, so the ranking stops at the first estimate that is above the best
+   simulation so far: no plan behind it can win. (Within the candidates: a plan that the search dropped because another one of
+   its state is better by estimate is not simulated.)
+
+A stage's replicas do the same at the same time, so one worker of the simulated schedule stands for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autoddl.costmodel.units import format_bytes
+
+from ..generators import generate
+from ..schedule import Schedule
+from ..simulator import simulate
+from ..times import Times
+from .dapple_search import Candidate, DeviceStates, Shape, search
+from .latency import StageCost, corrected_latency, latency, printed_latency
+from .network import Network, Placement, place_fresh_first
+from .workload import PlannerError, Workload
+
+__all__ = ["DapplePlan", "DappleResult", "PlannedStage", "chain_of_stages", "evaluate", "plan_dapple", "simulated"]
+
+SLACK = 0.05
+"""Candidates are kept up to so much above the best estimate, since the simulation may rank them otherwise."""
+MOST_SIMULATED = 48
+
+
+@dataclass(frozen=True)
+class PlannedStage:
+    """One stage: its layers, its devices and what it costs one of them."""
+
+    first: int
+    stop: int
+    """Layers ``first`` to ``stop - 1`` of the profile."""
+    placement: Placement
+    """Devices per machine."""
+    devices: tuple[int, ...]
+    """Numbered machine by machine; the first stage has the lowest."""
+    forward_s: float
+    """Per micro-batch."""
+    backward_s: float
+    all_reduce_s: float
+    in_flight: int
+    """K_i, the micro-batches between their forward and their backward at any time."""
+    memory_bytes: float
+    """Of one device."""
+
+    @property
+    def width(self) -> int:
+        return len(self.devices)
+
+
+@dataclass(frozen=True)
+class DapplePlan:
+    """A pipelined plan, its estimate and its simulation."""
+
+    micro_batch: int
+    num_micro_batches: int
+    stages: tuple[PlannedStage, ...]
+    policy: str
+    """DAPPLE's early-backward policy, ``A`` or ``B``."""
+    latency_s: float
+    """The planner's estimate of one iteration."""
+    printed_latency_s: float
+    """The paper's formula as printed."""
+    corrected_latency_s: float
+    """The paper's formula with the pivot's last backward added instead of subtracted."""
+    simulated_s: float
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(stage.width for stage in self.stages)
+
+    @property
+    def cuts(self) -> tuple[int, ...]:
+        """Positions of the layers before which the model is cut, with both ends."""
+        return (*(stage.first for stage in self.stages), self.stages[-1].stop)
+
+    @property
+    def name(self) -> str:
+        """``DP``, ``straight``, or the widths of the stages, such as ``8:8``."""
+        if len(self.stages) == 1:
+            return "DP"
+        return "straight" if max(self.widths) == 1 else ":".join(map(str, self.widths))
+
+
+@dataclass(frozen=True)
+class DappleResult:
+    """The plan, what else was simulated (best first, the plan included), and data parallelism for comparison."""
+
+    plan: DapplePlan
+    simulated: tuple[DapplePlan, ...]
+    data_parallel: DapplePlan | None
+    """None where it does not fit in memory."""
+
+    @property
+    def speedup_over_dp(self) -> float | None:
+        """Simulated latency of data parallelism over the plan's."""
+        return None if self.data_parallel is None else self.data_parallel.simulated_s / self.plan.simulated_s
+
+
+@dataclass
+class _Simulations:
+    """Simulates candidates of one workload; schedules are generated once."""
+
+    workload: Workload
+    network: Network
+    schedules: dict[tuple[int, tuple[int, ...], bool], Schedule] = field(default_factory=dict)
+
+    def plan(self, candidate: Candidate) -> DapplePlan:
+        """The candidate under the better of the two policies."""
+        plans = [self._under_policy(candidate, policy) for policy in ("A", "B")[: len(candidate.placements)]]
+        return min(plans, key=lambda plan: (plan.simulated_s, plan.policy))
+
+    def _under_policy(self, candidate: Candidate, policy: str) -> DapplePlan:
+        stages = _stages(self.workload, self.network, candidate, policy)
+        chain = chain_of_stages(self.workload, self.network, candidate)
+        warm_up = tuple(stage.in_flight for stage in stages)
+        replicated = any(stage.width > 1 for stage in stages)
+        key = (candidate.num_micro_batches, warm_up, replicated)
+        if key not in self.schedules:
+            self.schedules[key] = generate(
+                "1f1b",
+                num_stages=len(stages),
+                num_micro_batches=candidate.num_micro_batches,
+                warm_up=warm_up,
+                width=2 if replicated else 1,
+                all_reduce="eager",
+            )
+        return DapplePlan(
+            micro_batch=self.workload.batch // candidate.num_micro_batches,
+            num_micro_batches=candidate.num_micro_batches,
+            stages=stages,
+            policy=policy,
+            latency_s=latency(chain, candidate.num_micro_batches),
+            printed_latency_s=printed_latency(chain, candidate.num_micro_batches),
+            corrected_latency_s=corrected_latency(chain, candidate.num_micro_batches),
+            simulated_s=simulated(self.schedules[key], chain),
+        )
+
+
+def simulated(schedule: Schedule, chain: Sequence[StageCost]) -> float:
+    """Latency [s] of a schedule whose stages and the communication stages between them cost what ``chain`` says."""
+    compute, boundaries = chain[::2], chain[1::2]
+    times = Times.of(
+        len(compute),
+        forward=[stage.forward_s for stage in compute],
+        backward=[stage.backward_s for stage in compute],
+        all_reduce=[stage.all_reduce_s for stage in compute],
+        transfer=[boundary.forward_s for boundary in boundaries],
+        transfer_backward=[boundary.backward_s for boundary in boundaries],
+    )
+    return simulate(schedule, times).makespan
+
+
+def chain_of_stages(workload: Workload, network: Network, candidate: Candidate) -> list[StageCost]:
+    """The candidate's computation stages with the communication stages between them."""
+    micro_batch = workload.batch // candidate.num_micro_batches
+    chain: list[StageCost] = []
+    before: Placement | None = None
+    for first, stop, placement in zip(candidate.cuts, candidate.cuts[1:], candidate.placements):
+        if before is not None:
+            forward = network.transfer(before, placement).time(float(workload.cut_forward[first]) * micro_batch)
+            backward = network.transfer(placement, before).time(float(workload.cut_backward[first]) * micro_batch)
+            chain.append(StageCost(forward, backward, duplex=True))
+        slice_size = -(-micro_batch // sum(placement))
+        chain.append(
+            StageCost(
+                workload.forward_s(first, stop, slice_size),
+                workload.backward_s(first, stop, slice_size),
+                network.all_reduce(placement).time(workload.parameter_bytes(first, stop)),
+            )
+        )
+        before = placement
+    return chain
+
+
+def _stages(workload: Workload, network: Network, candidate: Candidate, policy: str) -> tuple[PlannedStage, ...]:
+    micro_batch = workload.batch // candidate.num_micro_batches
+    costs = chain_of_stages(workload, network, candidate)[::2]
+    count = len(costs)
+    stages = []
+    in_flight = candidate.num_micro_batches
+    for i, (first, stop, devices) in enumerate(zip(candidate.cuts, candidate.cuts[1:], _device_numbers(network, candidate))):
+        slice_size = -(-micro_batch // len(devices))
+        wanted = count - i if policy == "A" else 2 * (count - i) - 1
+        # A stage that ran further ahead than the one before it would wait for forwards that never come.
+        in_flight = workload.most_in_flight(first, stop, slice_size, min(wanted, in_flight))
+        if not in_flight:
+            raise PlannerError(
+                f"stage {i} (layers {first} to {stop - 1} on {len(devices)} devices, {slice_size} samples each) does not fit "
+                f"{format_bytes(workload.limit_bytes)} per device; use more stages, smaller micro-batches or recomputation"
+            )
+        stages.append(
+            PlannedStage(
+                first=first,
+                stop=stop,
+                placement=candidate.placements[i],
+                devices=devices,
+                forward_s=costs[i].forward_s,
+                backward_s=costs[i].backward_s,
+                all_reduce_s=costs[i].all_reduce_s,
+                in_flight=in_flight,
+                memory_bytes=workload.stage_bytes(first, stop, slice_size, in_flight),
+            )
+        )
+    return tuple(stages)
+
+
+def _device_numbers(network: Network, candidate: Candidate) -> list[tuple[int, ...]]:
+    """Per stage its devices. Plans are built from the last stage on, so that machine 0 of a placement is filled by the
+    last stages; numbering from the other end gives the first stage device 0."""
+    capacity = network.devices_per_machine
+    last = network.num_machines * capacity - 1
+    used = [0] * network.num_machines
+    numbers = []
+    for placement in reversed(candidate.placements):
+        taken = [last - machine * capacity - used[machine] - k for machine, n in enumerate(placement) for k in range(n)]
+        used = [a + b for a, b in zip(used, placement)]
+        numbers.append(tuple(sorted(taken)))
+    return numbers[::-1]
+
+
+def plan_dapple(workload: Workload, micro_batch: int | None = None, shape: Shape | None = None) -> DappleResult:
+    """The best plan for a workload.
+
+    Args:
+        micro_batch: samples per micro-batch; by default all sizes of :meth:`.Workload.micro_batches` are tried.
+        shape: how many stages there should be, or how wide each; by default anything.
+
+    Raises:
+        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory.
+    """
+    shape = shape or Shape()
+    sizes = workload.micro_batches(micro_batch)
+    _check_shape(workload, shape)
+    network = Network(workload.cluster)
+    simulations = _Simulations(workload, network)
+
+    single = _candidates(workload, network, sizes, Shape(num_stages=1), float("inf"))
+    bound = min((c.latency_s for c in single), default=float("inf"))
+    data_parallel = min((simulations.plan(c) for c in single), key=_by_simulation, default=None)
+    # Two-stage plans are found in no time, and their best one spares the full search most of its work.
+    pairs = _candidates(workload, network, sizes, Shape(num_stages=2), bound) if shape.length is None else []
+    bound = min((c.latency_s for c in pairs), default=bound) if shape.length is None else float("inf")
+    found = _candidates(workload, network, sizes, shape, bound * (1 + SLACK))
+    if shape.length is None:
+        found = _best_of_each_kind([*found, *pairs, *single])
+    plans = _ranked(simulations, found)
+    if not plans:
+        raise workload.does_not_fit("plan" if shape == Shape() else "plan of that shape")
+    return DappleResult(plans[0], tuple(plans), data_parallel)
+
+
+def _candidates(
+    workload: Workload, network: Network, sizes: Iterable[int], shape: Shape, bound: float
+) -> list[Candidate]:
+    """The best candidates of each kind over all micro-batch sizes, by estimate."""
+    devices = DeviceStates(network, shape)
+    found: list[Candidate] = []
+    for size in sorted(sizes, reverse=True):
+        these = search(workload, devices, workload.batch // size, bound)
+        if these:
+            bound = min(bound, these[0].latency_s * (1 + SLACK))
+        found += these
+    return _best_of_each_kind(found)
+
+
+def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
+    """Per widths and number of micro-batches the best one by estimate; best first."""
+    best: dict[tuple[tuple[int, ...], int], Candidate] = {}
+    for candidate in sorted(found, key=lambda c: (c.latency_s, len(c.placements), c.num_micro_batches)):
+        best.setdefault((candidate.widths, candidate.num_micro_batches), candidate)
+    return list(best.values())
+
+
+def _ranked(simulations: _Simulations, candidates: Iterable[Candidate]) -> list[DapplePlan]:
+    """Simulate by ascending estimate until no later candidate can win; best first."""
+    plans: list[DapplePlan] = []
+    best = float("inf")
+    for candidate in candidates:
+        if candidate.latency_s >= best or len(plans) == MOST_SIMULATED:
+            break
+        plans.append(simulations.plan(candidate))
+        best = min(best, plans[-1].simulated_s)
+    return sorted(plans, key=_by_simulation)
+
+
+def _by_simulation(plan: DapplePlan) -> tuple[float, int, int]:
+    """Among equals, fewer stages and fewer micro-batches."""
+    return (plan.simulated_s, len(plan.stages), plan.num_micro_batches)
+
+
+def _check_shape(workload: Workload, shape: Shape) -> None:
+    count, devices, layers = shape.length, workload.cluster.num_devices, workload.num_layers
+    if count is None:
+        return
+    if count < 1:
+        raise PlannerError(f"{count} stages; there should be at least 1")
+    if count > layers:
+        raise PlannerError(f"{count} stages are more than the {layers} layers of {workload.profile.name}")
+    if count > devices:
+        raise PlannerError(f"{count} stages are more than the {devices} devices of {workload.cluster.name}")
+    if shape.widths is not None and (min(shape.widths) < 1 or sum(shape.widths) != devices):
+        raise PlannerError(
+            f"stages on {':'.join(map(str, shape.widths))} devices; each should have at least 1 and all together "
+            f"the {devices} of {workload.cluster.name}"
+        )
+
+
+def evaluate(
+    workload: Workload, cuts: Sequence[int], widths: Sequence[int], micro_batch: int | None = None
+) -> DapplePlan:
+    """A given plan, simulated as the planner's own are, with the micro-batch size that suits it best.
+
+    Args:
+        cuts: positions of the layers before which the model is cut, without the ends.
+        widths: devices of each stage; they are placed fresh first.
+
+    Raises:
+        PlannerError: it is no plan for this workload, or does not fit in memory at any micro-batch size.
+    """
+    network = Network(workload.cluster)
+    whole = (0, *cuts, workload.num_layers)
+    _check_shape(workload, Shape(widths=tuple(widths)))
+    if len(whole) != len(widths) + 1 or any(a >= b for a, b in zip(whole, whole[1:])):
+        raise PlannerError(
+            f"cuts {tuple(cuts)} should be {len(widths) - 1} ascending positions between 1 and {workload.num_layers - 1}"
+        )
+    used: Placement = (0,) * network.num_machines
+    placements: list[Placement] = []
+    for width in reversed(widths):
+        placements.append(place_fresh_first(used, width, network.devices_per_machine))
+        used = tuple(a + b for a, b in zip(used, placements[-1]))
+    simulations = _Simulations(workload, network)
+    blank = Candidate(1, whole, tuple(reversed(placements)), 0.0)
+    plans = []
+    fault: PlannerError | None = None
+    for size in workload.micro_batches(micro_batch):
+        try:
+            plans.append(simulations.plan(replace(blank, num_micro_batches=workload.batch // size)))
+        except PlannerError as error:
+            fault = fault or error
+    if not plans:
+        assert fault is not None
+        raise fault
+    return min(plans, key=_by_simulation)

@@ -1,0 +1,328 @@
+"""DAPPLE's search: the pipelines of smallest estimated latency, for one number of micro-batches.
+
+The space: the layers are cut in stages; the stages take all devices; each stage's devices are placed by one of the three
+policies (:mod:`.network`). Data parallelism (one stage) and straight pipelines (one device per stage) are members.
+
+The dynamic programme builds plans from the last stage to the first. A state is (first layer of the rest, devices used per
+machine, placement of the rest's first stage); the used devices per machine tell what the policies give next, the placement what
+the boundary costs. Per state it keeps the rests that no other beats in both V and W (see :mod:`.latency`): a rest that is
+worse in both is worse under every beginning, so the smallest latency over the space is found exactly. (The paper builds from
+the first stage and keeps one best plan per state, its rest taken as one stage, which is not exact. Machines are alike, so that
+placing from the other end is the same space mirrored.)
+
+A rest is dropped when even the best conceivable beginning, the remaining layers' work spread evenly over the remaining devices
+without communication, makes it longer than ``bound``:
+
+    L >= max( V + X/m,  M X/m,  W + F/m )          X, F = time of the remaining layers on one device, m devices
+
+With n layers, c device states and e continuations of each there are O(n^2 c e) extensions; numpy does them one first layer
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from .network import Line, Network, Placement, place_append_first, place_fresh_first, place_scatter_first
+from .workload import Workload
+
+__all__ = ["Candidate", "Shape", "search"]
+
+POLICIES: tuple[Callable[[Placement, int, int], Placement], ...] = (
+    place_fresh_first,
+    place_append_first,
+    place_scatter_first,
+)
+ALL_WIDTHS_UP_TO = 16
+"""Devices up to which stages of every width are considered."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What is asked of the stages: how many, or how wide each is (first stage first); None: anything."""
+
+    num_stages: int | None = None
+    widths: tuple[int, ...] | None = None
+
+    @property
+    def length(self) -> int | None:
+        return self.num_stages if self.widths is None else len(self.widths)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A plan found: stage s has the layers ``cuts[s]`` to ``cuts[s + 1]``."""
+
+    num_micro_batches: int
+    cuts: tuple[int, ...]
+    placements: tuple[Placement, ...]
+    latency_s: float
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        return tuple(map(sum, self.placements))
+
+
+@dataclass
+class _Devices:
+    """A state of the devices: what is used, and where the rest's first stage is."""
+
+    used: Placement
+    head: Placement | None
+    num_stages: int
+    edges: _Edges | None = None
+
+
+@dataclass(frozen=True)
+class _Edges:
+    """The ways to place one more stage in front, as arrays with one entry each."""
+
+    state: np.ndarray
+    width: np.ndarray
+    left: np.ndarray
+    """Devices left after it."""
+    all_reduce: np.ndarray
+    """Latency and seconds per byte, shape (edges, 2)."""
+    forward: np.ndarray
+    backward: np.ndarray
+
+
+@dataclass
+class DeviceStates:
+    """The states that placements can reach, made when asked for; shared by searches on one cluster."""
+
+    network: Network
+    shape: Shape
+    states: list[_Devices] = field(default_factory=list)
+    index: dict[tuple[Placement, Placement | None, int], int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.find((0,) * self.network.num_machines, None, 0)
+
+    @property
+    def num_devices(self) -> int:
+        return self.network.num_machines * self.network.devices_per_machine
+
+    def find(self, used: Placement, head: Placement | None, num_stages: int) -> int:
+        """The number of a state."""
+        # How many stages there are matters only where something is asked of them.
+        counted = num_stages if self.shape.length is not None else 0
+        key = (used, head, counted)
+        if key not in self.index:
+            self.index[key] = len(self.states)
+            self.states.append(_Devices(used, head, counted))
+        return self.index[key]
+
+    def edges(self, number: int) -> _Edges:
+        """The continuations of a state."""
+        state = self.states[number]
+        if state.edges is None:
+            state.edges = self._edges(state)
+        return state.edges
+
+    def _edges(self, state: _Devices) -> _Edges:
+        capacity = self.network.devices_per_machine
+        left = self.num_devices - sum(state.used)
+        found: dict[Placement, int] = {}
+        for width in self._widths(left, state.num_stages):
+            for policy in POLICIES:
+                placement = policy(state.used, width, capacity)
+                if placement not in found:
+                    used = tuple(a + b for a, b in zip(state.used, placement))
+                    found[placement] = self.find(used, placement, state.num_stages + 1)
+        nothing = Line(0.0, 0.0)
+        placements = list(found)
+        widths = np.array([sum(placement) for placement in placements], dtype=np.int64)
+        return _Edges(
+            state=np.array([found[placement] for placement in placements], dtype=np.int64),
+            width=widths,
+            left=left - widths,
+            all_reduce=_lines([self.network.all_reduce(placement) for placement in placements]),
+            forward=_lines([self.network.transfer(p, state.head) if state.head else nothing for p in placements]),
+            backward=_lines([self.network.transfer(state.head, p) if state.head else nothing for p in placements]),
+        )
+
+    def _widths(self, left: int, num_stages: int) -> list[int]:
+        """Widths of the stage in front of ``num_stages`` ones, with ``left`` devices left."""
+        shape = self.shape
+        if shape.widths is not None:
+            wanted = shape.widths[len(shape.widths) - 1 - num_stages] if num_stages < len(shape.widths) else 0
+            return [wanted] if 1 <= wanted <= left else []
+        if shape.num_stages is not None:
+            missing = shape.num_stages - num_stages - 1
+            if missing < 0:
+                return []
+            if missing == 0:
+                return [left] if left else []
+            left -= missing
+        if self.num_devices <= ALL_WIDTHS_UP_TO:
+            return list(range(1, left + 1))
+        # On larger clusters: powers of two, whole machines, and all that is left.
+        capacity = self.network.devices_per_machine
+        return [w for w in range(1, left + 1) if w & (w - 1) == 0 or w % capacity == 0 or w == left]
+
+
+def _lines(lines: Sequence[Line]) -> np.ndarray:
+    return np.array(lines, dtype=float).reshape(-1, 2)
+
+
+def _seconds(lines: np.ndarray, nbytes: float) -> np.ndarray:
+    return lines[:, 0] + lines[:, 1] * nbytes if nbytes else np.zeros(len(lines))
+
+
+@dataclass
+class _Labels:
+    """Rests of plans that start at one layer: parallel lists of arrays until they are gathered."""
+
+    state: list[np.ndarray] = field(default_factory=list)
+    chain: list[np.ndarray] = field(default_factory=list)
+    """V."""
+    longest: list[np.ndarray] = field(default_factory=list)
+    """W."""
+    parent: list[np.ndarray] = field(default_factory=list)
+
+    def gather(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        return (
+            np.concatenate(self.state),
+            np.concatenate(self.chain),
+            np.concatenate(self.longest),
+            np.concatenate(self.parent),
+        )
+
+
+def search(
+    workload: Workload, devices: DeviceStates, num_micro_batches: int, bound: float = float("inf")
+) -> list[Candidate]:
+    """Plans by estimated latency, best first: per final state of the devices all that are not worse in V and W.
+
+    Args:
+        bound: plans of a larger latency need not be found [s].
+    """
+    num_layers = workload.num_layers
+    waiting = [_Labels() for _ in range(num_layers + 1)]
+    nothing = np.zeros(1)
+    waiting[num_layers] = _Labels([np.zeros(1, dtype=np.int64)], [nothing], [nothing], [np.full(1, -1)])
+    trail: list[tuple[np.ndarray, np.ndarray, int]] = []
+    """Of every gathered layer: states, parents, and the number of its first label."""
+    starts: dict[int, int] = {}
+    total = 0
+    for layer in range(num_layers, -1, -1):
+        if not waiting[layer].state:
+            continue
+        state, chain, longest, parent = waiting[layer].gather()
+        keep = _undominated(state, chain, longest)
+        state, chain, longest, parent = state[keep], chain[keep], longest[keep], parent[keep]
+        starts[layer] = len(trail)
+        trail.append((state, parent, total))
+        if layer:
+            _extend(workload, devices, num_micro_batches, bound, layer, (state, chain, longest), total, waiting)
+        total += len(state)
+    if 0 not in starts:
+        return []
+    order = np.argsort(longest, kind="stable")
+    layers = sorted(starts, key=lambda layer: starts[layer])
+    return [
+        _trace(devices, trail, layers, int(number), num_micro_batches, float(longest[number])) for number in order
+    ]
+
+
+def _undominated(state: np.ndarray, chain: np.ndarray, longest: np.ndarray) -> np.ndarray:
+    """Numbers of the labels that no other of the same state beats in both values."""
+    order = np.lexsort((longest, chain, state))
+    keep = []
+    current, best = -1, 0.0
+    for number, where, value in zip(order.tolist(), state[order].tolist(), longest[order].tolist()):
+        if where != current or value < best:
+            keep.append(number)
+            current, best = where, value
+    return np.array(keep, dtype=np.int64)
+
+
+def _extend(
+    workload: Workload,
+    devices: DeviceStates,
+    num_micro_batches: int,
+    bound: float,
+    stop: int,
+    labels: tuple[np.ndarray, np.ndarray, np.ndarray],
+    offset: int,
+    waiting: list[_Labels],
+) -> None:
+    """Put every possible stage that ends before layer ``stop`` in front of the labels there."""
+    micro_batch = workload.batch // num_micro_batches
+    rounds = num_micro_batches - 1
+    edges = [devices.edges(number) for number in labels[0].tolist()]
+    counts = [len(e.state) for e in edges]
+    label = np.repeat(np.arange(len(edges)), counts)
+    if not len(label):
+        return
+    width = np.concatenate([e.width for e in edges])
+    left = np.concatenate([e.left for e in edges])
+    reduce_lines = np.concatenate([e.all_reduce for e in edges])
+    send = _seconds(np.concatenate([e.forward for e in edges]), workload.cut_forward[stop] * micro_batch)
+    send_back = _seconds(np.concatenate([e.backward for e in edges]), workload.cut_backward[stop] * micro_batch)
+    slices = -(-micro_batch // width)
+
+    # The communication stage behind the new stage; columns below are the new stage's first layer.
+    chain = send + send_back + np.maximum(labels[1][label], rounds * np.maximum(send, send_back))
+    longest = send + labels[2][label]
+    forward = workload.forward[stop] - workload.forward[:stop]
+    both = forward + workload.backward[stop] - workload.backward[:stop]
+    parameters = workload.parameters[stop] - workload.parameters[:stop]
+    kept = workload.stored[stop] - workload.stored[:stop]
+    if workload.recompute:
+        kept = kept + workload.cut_forward[:stop]
+    work = workload.forward[:stop] + workload.backward[:stop]
+
+    column = np.arange(stop)
+    fits = workload.state * parameters + slices[:, None] * kept <= workload.limit_bytes
+    possible = fits & ((left[:, None] > 0) == (column > 0)) & (left[:, None] >= 0)
+    row, first = np.nonzero(possible & (num_micro_batches * slices[:, None] * both <= bound))
+    if not len(row):
+        return
+    x = slices[row] * both[first]
+    reduce_time = np.where(
+        parameters[first] > 0, reduce_lines[row, 0] + reduce_lines[row, 1] * parameters[first], 0.0
+    )
+    new_chain = x + np.maximum(chain[row], rounds * x)
+    new_longest = np.maximum(slices[row] * forward[first] + longest[row], reduce_time + new_chain)
+    share = micro_batch / np.maximum(left[row], 1)
+    least = np.maximum(new_chain + share * work[first], num_micro_batches * share * work[first])
+    least = np.maximum(least, new_longest + share * workload.forward[first])
+    chosen = np.flatnonzero(least <= bound)
+    chosen = chosen[np.argsort(first[chosen], kind="stable")]
+    row, first = row[chosen], first[chosen]
+    state = np.concatenate([e.state for e in edges])[row]
+    borders = np.searchsorted(first, np.arange(stop + 1))
+    for place in np.unique(first).tolist():
+        part = slice(borders[place], borders[place + 1])
+        waiting[place].state.append(state[part])
+        waiting[place].chain.append(new_chain[chosen][part])
+        waiting[place].longest.append(new_longest[chosen][part])
+        waiting[place].parent.append(offset + label[row[part]])
+
+
+def _trace(
+    devices: DeviceStates,
+    trail: list[tuple[np.ndarray, np.ndarray, int]],
+    layers: list[int],
+    number: int,
+    num_micro_batches: int,
+    latency_s: float,
+) -> Candidate:
+    """Follow the parents of a label of the last gathered layer (layer 0)."""
+    offsets = [offset for _, _, offset in trail]
+    cuts, placements = [], []
+    label = offsets[-1] + number
+    while label >= 0:
+        group = int(np.searchsorted(offsets, label, side="right")) - 1
+        state, parent, offset = trail[group]
+        head = devices.states[int(state[label - offset])].head
+        cuts.append(layers[group])
+        if head is not None:
+            placements.append(head)
+        label = int(parent[label - offset])
+    return Candidate(num_micro_batches, tuple(cuts), tuple(placements), latency_s)

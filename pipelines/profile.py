@@ -1,0 +1,377 @@
+"""Layer profiles: per layer the time of a forward and of a backward, what it sends on and what it keeps.
+
+A profile is measured at one micro-batch (samples of one forward on one device). Times, activations and what is kept are
+scaled **linearly** from it to other micro-batches: exact for bytes, and for times an assumption that is fair above the
+profiled micro-batch and optimistic below it, where a device is filled badly. Parameters do not depend on it.
+
+Two forms are read:
+
+*our own JSON*, format ``autoddl-profile``, version 1, in seconds and bytes::
+
+    {"format": "autoddl-profile", "version": 1, "name": "bert-48", "micro_batch": 2,
+     "layers": [{"name": "embeddings", "forward_s": 5.6e-5, "backward_s": 0, "activation_bytes": 4325376,
+                 "parameter_bytes": 127131648},
+                {"name": "encoder", "repeat": 48, "forward_s": 0.00269, "backward_s": 0.00447,
+                 "activation_bytes": 4325376, "parameter_bytes": 50384896, "stored_bytes": 173000000}],
+     "edges": [[0, 1], [1, 2]]}
+
+``repeat`` stands for that many equal layers; ``edges`` are pairs of positions (after repetition), by default each layer feeds
+the next one; ``stored_bytes`` is what a layer keeps for its backward, by default its output alone, which is a lower estimate.
+
+*PipeDream's text graph* (also DAPPLE's), times in milliseconds, sizes in bytes, one node or one tab-indented edge per line::
+
+    node2 -- Conv2d_1_1 -- forward_compute_time=3.4, backward_compute_time=6.8, activation_size=384e6, parameter_size=6835
+    <TAB>node1 -- node2
+
+Nodes named ``Input...`` carry no work and are left out: the data is loaded where it is needed. The micro-batch is the ``N`` of
+``pbs-N`` in the file's name, or given.
+
+Graphs need not be chains. Layers are put into a topological order (the file's, where it is one), stages are runs of that order,
+and what crosses a cut is every tensor that is made before it and used after it, once each: a stage hands on what it does not use
+itself. A gradient comes back for those tensors that depend on something trained (a parameter, or a layer with a backward).
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from importlib import resources
+from pathlib import Path
+from typing import Any, NamedTuple, Optional
+
+from autoddl.costmodel.documents import Fields, check_document, load_document, write_document
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["Cut", "Layer", "Profile", "ProfileError", "load_profile", "parse_graph", "profile_names", "write_profile"]
+
+FORMAT = "autoddl-profile"
+MILLISECOND = 1e-3
+
+
+class ProfileError(UserError):
+    """A profile that cannot be read or makes no sense."""
+
+
+class Cut(NamedTuple):
+    """Bytes of one profiled micro-batch that cross a cut: activations forward, gradients backward."""
+
+    forward_bytes: float
+    backward_bytes: float
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One layer at the profile's micro-batch, on one device: seconds and bytes."""
+
+    name: str
+    forward_s: float
+    backward_s: float
+    activation_bytes: float
+    """Its output: what crosses a cut behind it."""
+    parameter_bytes: float
+    stored_bytes: Optional[float] = None
+    """What it keeps from its forward to its backward; None: its output alone."""
+
+    @property
+    def kept_bytes(self) -> float:
+        return self.activation_bytes if self.stored_bytes is None else self.stored_bytes
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether gradients must reach it."""
+        return self.parameter_bytes > 0 or self.backward_s > 0
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model's layers in topological order, and who feeds whom.
+
+    Raises:
+        ProfileError: there is no layer, no work, a number is negative or not finite, or an edge goes backwards.
+    """
+
+    name: str
+    micro_batch: int
+    """Samples that the numbers are of."""
+    layers: tuple[Layer, ...]
+    edges: tuple[tuple[int, int], ...]
+    """(position of the producer, position of the consumer), producers first."""
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ProfileError(f"profile {self.name} has no layers")
+        if self.micro_batch < 1:
+            raise ProfileError(f"profile {self.name}: micro-batch {self.micro_batch} should be at least 1")
+        for layer in self.layers:
+            for field in ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "kept_bytes"):
+                value = getattr(layer, field)
+                if not (math.isfinite(value) and value >= 0):
+                    raise ProfileError(
+                        f"profile {self.name}: {field} of layer {layer.name} is {value}, should be finite and at least 0"
+                    )
+        if not sum(layer.forward_s + layer.backward_s for layer in self.layers):
+            raise ProfileError(f"profile {self.name}: no layer takes any time")
+        for producer, consumer in self.edges:
+            if not 0 <= producer < consumer < len(self.layers):
+                raise ProfileError(
+                    f"profile {self.name}: edge {producer} -> {consumer} should lead from a layer to a later one "
+                    f"of 0 to {len(self.layers) - 1}"
+                )
+
+    @classmethod
+    def chain(cls, name: str, micro_batch: int, layers: Iterable[Layer]) -> Profile:
+        """Layers that each feed the next one alone."""
+        rows = tuple(layers)
+        return cls(name, micro_batch, rows, tuple((i, i + 1) for i in range(len(rows) - 1)))
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def parameter_bytes(self) -> float:
+        return sum(layer.parameter_bytes for layer in self.layers)
+
+    def cuts(self) -> tuple[Cut, ...]:
+        """What crosses each place where the layers can be cut: entry c is the cut before layer c.
+
+        Entries 0 and ``num_layers`` are the model's ends, where nothing crosses.
+        """
+        last_use = list(range(self.num_layers))
+        trained = [layer.is_trained for layer in self.layers]
+        for producer, consumer in sorted(self.edges):
+            last_use[producer] = max(last_use[producer], consumer)
+            trained[consumer] = trained[consumer] or trained[producer]
+        cuts = []
+        for cut in range(self.num_layers + 1):
+            crossing = [i for i in range(cut) if last_use[i] >= cut]
+            cuts.append(
+                Cut(
+                    sum(self.layers[i].activation_bytes for i in crossing),
+                    sum(self.layers[i].activation_bytes for i in crossing if trained[i]),
+                )
+            )
+        return tuple(cuts)
+
+
+def profile_names() -> list[str]:
+    """The profiles that come with AutoDDL."""
+    files = resources.files("autoddl.pipelines.profiles").iterdir()
+    return sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+
+
+def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -> Profile:
+    """A profile that comes with AutoDDL, by name; or a file, of either form.
+
+    Args:
+        micro_batch: what the file was profiled at, where neither its text nor its name says so.
+
+    Raises:
+        UserError: there is no such profile or file, or it is malformed: one line that names the place and the fault.
+    """
+    text = os.fspath(name)
+    if text in profile_names():
+        source = resources.files("autoddl.pipelines.profiles").joinpath(f"{text}.json")
+        with resources.as_file(source) as path:
+            return _from_fields(load_document(path, FORMAT))
+    path = Path(text)
+    if not path.exists():
+        raise ProfileError(f"profile {text!r} is neither a file nor one of {', '.join(profile_names())}")
+    try:
+        content = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ProfileError(f"{text}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if content.lstrip().startswith("{"):
+        return _from_fields(load_document(path, FORMAT))
+    if micro_batch is None:
+        batch = re.search(r"pbs-(\d+)", path.name)
+        if batch is None:
+            raise ProfileError(f"{text}: its name has no pbs-N; say which micro-batch was profiled")
+        micro_batch = int(batch.group(1))
+    return parse_graph(content, micro_batch, where=text, name=re.sub(r"-pbs-\d+$", "", path.stem))
+
+
+# The JSON form
+
+
+def from_document(value: Any, where: str) -> Profile:
+    """A profile from its parsed JSON document.
+
+    Raises:
+        UserError: a field is missing, unknown or out of range.
+    """
+    return _from_fields(check_document(value, FORMAT, 1, where))
+
+
+def _from_fields(fields: Fields) -> Profile:
+    layers: list[Layer] = []
+    for entry in fields.objects("layers"):
+        layers += _layers(entry)
+    edges = [(i, i + 1) for i in range(len(layers) - 1)]
+    if "edges" in fields:
+        edges = []
+        for pair in fields.sequence("edges"):
+            if not (isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair)):
+                raise ProfileError(f"{fields.where}: edges holds {pair!r}, should hold pairs of layer positions")
+            edges.append((pair[0], pair[1]))
+    profile = Profile(fields.text("name"), fields.integer("micro_batch", 1), tuple(layers), tuple(edges))
+    fields.finish(ignored=("description",))
+    return profile
+
+
+def _layers(entry: Fields) -> list[Layer]:
+    repeat = entry.integer("repeat", 1) if "repeat" in entry else 1
+    name = entry.text("name")
+    layer = Layer(
+        name=name,
+        forward_s=entry.number("forward_s"),
+        backward_s=entry.number("backward_s"),
+        activation_bytes=entry.number("activation_bytes"),
+        parameter_bytes=entry.number("parameter_bytes"),
+        stored_bytes=entry.number("stored_bytes") if "stored_bytes" in entry else None,
+    )
+    entry.finish()
+    if repeat == 1:
+        return [layer]
+    return [Layer(f"{name}_{i}", *_numbers(layer)) for i in range(repeat)]
+
+
+def _numbers(layer: Layer) -> tuple[float, float, float, float, float | None]:
+    return (
+        layer.forward_s,
+        layer.backward_s,
+        layer.activation_bytes,
+        layer.parameter_bytes,
+        layer.stored_bytes,
+    )
+
+
+def to_document(profile: Profile) -> dict[str, Any]:
+    """The JSON document that :func:`load_profile` reads back as an equal profile."""
+    layers = []
+    for layer in profile.layers:
+        row: dict[str, Any] = {
+            "name": layer.name,
+            "forward_s": layer.forward_s,
+            "backward_s": layer.backward_s,
+            "activation_bytes": layer.activation_bytes,
+            "parameter_bytes": layer.parameter_bytes,
+        }
+        if layer.stored_bytes is not None:
+            row["stored_bytes"] = layer.stored_bytes
+        layers.append(row)
+    document: dict[str, Any] = {
+        "format": FORMAT,
+        "version": 1,
+        "name": profile.name,
+        "micro_batch": profile.micro_batch,
+        "layers": layers,
+    }
+    if profile.edges != Profile.chain("", 1, profile.layers).edges:
+        document["edges"] = [list(edge) for edge in profile.edges]
+    return document
+
+
+def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
+    """Write a profile in our own form.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    write_document(path, to_document(profile))
+
+
+# PipeDream's text graph
+
+_FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+
+
+def parse_graph(text: str, micro_batch: int, where: str = "graph", name: str = "graph") -> Profile:
+    """Read PipeDream's text graph (form and units: the module's text).
+
+    Raises:
+        ProfileError: ``where``, the line's number, and what is wrong there.
+    """
+    nodes: dict[str, Layer] = {}
+    edges: list[tuple[str, str, int]] = []
+    for number, line in enumerate(text.splitlines(), start=1):
+        if not line.strip():
+            continue
+        place = f"{where}, line {number}"
+        parts = [part.strip() for part in line.strip().split(" -- ")]
+        if line[0].isspace():
+            if len(parts) != 2 or not all(parts):
+                raise ProfileError(f"{place}: {line.strip()!r} should be an edge, such as 'node1 -- node2'")
+            edges.append((parts[0], parts[1], number))
+            continue
+        if len(parts) < 3 or not all(parts):
+            raise ProfileError(f"{place}: {line.strip()!r} should be 'node -- name -- forward_compute_time=..., ...'")
+        if parts[0] in nodes:
+            raise ProfileError(f"{place}: {parts[0]} is defined a second time")
+        nodes[parts[0]] = _node(parts[1], parts[2], place)
+    for producer, consumer, number in edges:
+        for end in (producer, consumer):
+            if end not in nodes:
+                raise ProfileError(f"{where}, line {number}: {end} is not a node of this graph")
+    kept = [node for node, layer in nodes.items() if not layer.name.startswith("Input")]
+    position = {node: i for i, node in enumerate(kept)}
+    pairs = sorted({(position[a], position[b]) for a, b, _ in edges if a in position and b in position})
+    order = _topological_order(len(kept), pairs)
+    if len(order) < len(kept):
+        looped = nodes[next(node for node in kept if position[node] not in set(order))].name
+        raise ProfileError(f"{where}: the edges run in a circle through or before layer {looped}")
+    rank = {i: place_in_order for place_in_order, i in enumerate(order)}
+    return Profile(
+        name=name,
+        micro_batch=micro_batch,
+        layers=tuple(nodes[kept[i]] for i in order),
+        edges=tuple(sorted((rank[a], rank[b]) for a, b in pairs)),
+    )
+
+
+def _node(name: str, text: str, place: str) -> Layer:
+    values: dict[str, float] = {}
+    for item in re.split(r",\s*(?![^\[]*\])", text):
+        key, separator, value = item.partition("=")
+        if not separator:
+            raise ProfileError(f"{place}: {item!r} should read 'field=number'")
+        values[key.strip()] = _number(key.strip(), value.strip(), place)
+    missing = [field for field in _FIELDS if field not in values]
+    if missing:
+        raise ProfileError(f"{place}: {missing[0]} is missing")
+    forward, backward, activation, parameters = (values[field] for field in _FIELDS)
+    return Layer(name, forward * MILLISECOND, backward * MILLISECOND, activation, parameters)
+
+
+def _number(field: str, text: str, place: str) -> float:
+    """A number, or PipeDream's list ``[a; b]`` of a layer with several outputs, which counts as their sum."""
+    try:
+        total = sum(float(part) for part in text.strip("[]").split(";"))
+    except ValueError:
+        raise ProfileError(f"{place}: {field} is {text!r}, should be a number") from None
+    if field in _FIELDS and not (math.isfinite(total) and total >= 0):
+        raise ProfileError(f"{place}: {field} is {text}, should be finite and at least 0")
+    return total
+
+
+def _topological_order(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
+    """The topological order that keeps closest to the given one; shorter than ``count`` if there is a circle."""
+    consumers: list[list[int]] = [[] for _ in range(count)]
+    missing = [0] * count
+    for producer, consumer in edges:
+        consumers[producer].append(consumer)
+        missing[consumer] += 1
+    ready = [i for i in range(count) if not missing[i]]
+    order = []
+    while ready:
+        node = heapq.heappop(ready)
+        order.append(node)
+        for consumer in consumers[node]:
+            missing[consumer] -= 1
+            if not missing[consumer]:
+                heapq.heappush(ready, consumer)
+    return order
