@@ -25,7 +25,7 @@ test: setup
 	@.ci/test .venv $(TESTS)
 
 bench: setup
-	@for script in tests/bench/bench_*.py; do .venv/bin/python "$$script" || exit 1; done
+	@for script in tests/bench/bench_*.py; do echo "== $$script"; .venv/bin/python "$$script" || exit 1; done
 
 lint: setup
 	@.ci/lint .venv

@@ -122,8 +122,9 @@ def test_python_310_on_the_path_comes_first(machine):
 def test_broken_shim_is_passed_over_for_pyenvs_version(machine):
     machine.put("bin/python3.10", SHIM)
     machine.put("bin/python3", SHIM)
-    machine.put_python("home/.pyenv/versions/3.10.9/bin/python3.10", "3.10.9")
-    wanted = machine.put_python("home/.pyenv/versions/3.10.13/bin/python3.10", "3.10.13")
+    for version in ("3.10.9", "3.10.13", "3.10.11"):
+        machine.put_python(f"home/.pyenv/versions/{version}/bin/python3.10", version)
+    wanted = f"{machine.folder}/home/.pyenv/versions/3.10.13/bin/python3.10"
     machine.put_python("home/.pyenv/versions/3.12.1/bin/python3", "3.12.1")
     done = machine.run("--find")
     assert found_by(done) == wanted, "the newest 3.10 is not taken"
