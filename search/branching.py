@@ -1,0 +1,154 @@
+"""Branching on the largest buffer, and the lower bound that all methods share.
+
+The peak memory ``memory(x) + max_i buffer_i[x_i] <= M`` has a maximum in it.  A node of the branching stands for the choices
+whose largest buffer lies in ``[lowest, highest]``; its relaxation forbids larger buffers and allows ``M - lowest`` bytes of
+resident memory.  Where a minimiser of the relaxation fits M itself, the relaxation is tight; where it does not, its own largest
+buffer b is above ``lowest``, and the node is split into the choices below b (where b's options are forbidden) and those from
+b on (where only ``M - b`` is allowed): the minimiser is in neither.  Nodes are taken best bound first.  Mostly there are 1 to 3.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoddl.costmodel.table import CostTable
+
+from .lagrangian import Dual, Instance, Interval, Point, minimise, prepare, solve_dual
+from .elimination import Weights
+
+__all__ = ["Exploration", "OutOfTimeError", "explore", "least_memory", "lower_bound"]
+
+#: Nodes that the shared bound spends on buffers.
+_BOUND_NODES = 12
+
+#: Solves a node's relaxation exactly: (interval, its dual, the incumbent's cost) -> (a valid bound, the optimum or None where
+#: nothing costs less than the incumbent).
+CloseNode = Callable[[Interval, Dual, float], "tuple[float, Point | None]"]
+
+
+class OutOfTimeError(Exception):
+    """The time limit has passed. ``bound``: what has been proven in the work that was cut off."""
+
+    def __init__(self, bound: float = -math.inf) -> None:
+        super().__init__()
+        self.bound = bound
+
+
+@dataclass(frozen=True)
+class Exploration:
+    """``bound`` is valid for all choices within the limit; ``incumbent`` the best of them that was met; ``nodes`` opened."""
+
+    bound: float
+    incumbent: Point | None
+    nodes: int
+    finished: bool
+
+
+def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
+    """A cheap valid lower bound [s] on the cost of every choice within the limit; ``inf`` shows that there is none.
+
+    The elimination / Lagrangian bound of `lagrangian` with some branching on buffers.  It is the optimum where no memory
+    limit binds and the graph is narrow.
+
+    Raises: SearchError, for a table that no search can treat.
+    """
+    instance = prepare(table)
+    return math.inf if instance is None else explore(instance, memory_limit).bound
+
+
+def explore(
+    instance: Instance,
+    memory_limit: float | None,
+    close: CloseNode | None = None,
+    *,
+    deadline: float = math.inf,
+    report: Callable[[float, float], None] = lambda cost, bound: None,
+) -> Exploration:
+    """Branch on buffers until the best node cannot be improved; with ``close`` that is when the optimum is proven."""
+    limit = math.inf if memory_limit is None else memory_limit
+    order = itertools.count()
+    incumbent: Point | None = None
+    heap: list[tuple[float, int, Interval, Dual]] = []
+    nodes = 0
+
+    def consider(point: Point) -> None:
+        nonlocal incumbent
+        if point.peak <= limit and point.cost < (incumbent.cost if incumbent else math.inf):
+            incumbent = point
+
+    def open_node(interval: Interval, inherited: float) -> None:
+        nonlocal nodes
+        if interval.lowest > interval.highest:
+            return
+        nodes += 1
+        dual = solve_dual(instance, interval, memory_limit)
+        for point in dual.points:
+            consider(point)
+        if dual.bound < math.inf:
+            heapq.heappush(heap, (max(dual.bound, inherited), next(order), interval, dual))
+
+    def split(interval: Interval, buffer: float, bound: float) -> None:
+        below = int(np.searchsorted(instance.buffers, buffer)) - 1
+        open_node(Interval(interval.lowest, float(instance.buffers[below])), bound)
+        open_node(Interval(buffer, interval.highest), bound)
+
+    open_node(Interval(instance.lowest_buffer, float(instance.buffers[-1]) if len(instance.buffers) else 0.0), -math.inf)
+    while heap:
+        cost = incumbent.cost if incumbent else math.inf
+        bound, _, interval, dual = heapq.heappop(heap)
+        report(cost, min(bound, cost))
+        if bound >= cost:
+            break
+        out_of_time = time.perf_counter() >= deadline
+        relaxed = _minimiser(dual, limit - interval.lowest)
+        splittable = relaxed is not None and relaxed.peak > limit and instance.plan.exact
+        if splittable and (close is not None or nodes < _BOUND_NODES) and not out_of_time:
+            assert relaxed is not None
+            split(interval, relaxed.buffer, bound)
+            continue
+        if close is None or out_of_time:
+            return Exploration(bound, incumbent, nodes, finished=False)
+        try:
+            bound, optimum = close(interval, dual, cost)
+        except OutOfTimeError as stop:
+            others = heap[0][0] if heap else math.inf
+            return Exploration(min(max(bound, stop.bound), others, cost), incumbent, nodes, finished=False)
+        if optimum is not None:
+            consider(optimum)
+            if optimum.peak > limit:
+                split(interval, optimum.buffer, bound)
+    return Exploration(incumbent.cost if incumbent else math.inf, incumbent, nodes, finished=True)
+
+
+def _minimiser(dual: Dual, limit: float) -> Point | None:
+    """The point within the limit on resident memory that is best at the dual's multiplier."""
+    within = [point for point in dual.points if point.memory <= limit]
+    return min(within, key=lambda point: point.cost + dual.multiplier * point.memory, default=None)
+
+
+def least_memory(instance: Instance) -> Point | None:
+    """The choice of finite cost with the least peak memory; ``None`` if no choice has finite cost. Needs an exact plan.
+
+    For a threshold b on buffers, let m(b) be the least resident memory; a minimiser whose largest buffer is b' <= b shows
+    that m is constant on [b', b], where ``m + b'`` is the least peak.  So thresholds go down, each time just below b', until
+    the smallest buffer possible shows that nothing better follows.
+    """
+    assert instance.plan.exact
+    best: Point | None = None
+    threshold = math.inf
+    while True:
+        least, point = minimise(instance, Weights(0.0, 1.0, threshold))
+        if point is None:
+            return best
+        if best is None or point.peak < best.peak:
+            best = point
+        if point.buffer <= instance.lowest_buffer or instance.lowest_buffer + least >= best.peak:
+            return best
+        threshold = float(np.nextafter(point.buffer, -math.inf))

@@ -1,0 +1,396 @@
+"""Variable elimination, compiled once and evaluated often.
+
+Eliminating variable v from a sum of factors replaces all factors that touch v by one over v's neighbours,
+
+    bucket(neighbours) = min over v of  sum of the factors that touch v,
+
+and after the last variable a number is left: the minimum of the whole sum (min-sum elimination, Dechter 1999).  The order
+of elimination decides how large the buckets get; it depends on the graph alone, so it is compiled here once, into a `Plan`,
+and then evaluated for any node costs: ``w_c cost + w_m memory`` for several weights, with options of large buffer left out.
+
+*Equal blocks are one.*  Factors are numbered by content: two buckets that join the same factors in the same way are the same
+`Node`, as in hash-consed expressions.  So the nodes form a DAG, with one node for the same layer of all 96 blocks of a
+transformer.  The order is chosen for it: among the variables left, the group with equal buckets is eliminated at once whose
+work *per variable* (table entries / size of the group) is least; chains of equal blocks are so folded in pairs.
+
+*Bounds for everything.*  The pass back over the DAG gives each factor its *outside*: the least that all the rest costs, for
+each assignment of the factor's scope (the minimum over all places where a shared node stands).  Inside + outside is a lower
+bound for every assignment that contains this part; `labels` prunes with it.
+
+*Too wide.*  Where a bucket would be larger than the cap, it is split, each part minimised over its own copy of v
+(mini-buckets).  The plan is then not ``exact``: its minimum is a lower bound.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .reduction import Domain, Reduced
+
+__all__ = ["Leaf", "Node", "Occurrence", "Plan", "Weights", "compile_plan"]
+
+
+class _TooWideError(Exception):
+    """Elimination would need a table over the cap."""
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Score of a label: ``cost * seconds + memory * bytes``, over options whose buffer is at most ``max_buffer``."""
+
+    cost: float
+    memory: float
+    max_buffer: float = math.inf
+
+    def score(self, domain: Domain) -> np.ndarray:
+        """Scores of a domain's labels, ``inf`` for those left out. Shape (labels,)."""
+        return np.where(domain.buffer <= self.max_buffer, self.cost * domain.cost + self.memory * domain.memory, np.inf)
+
+
+@dataclass(frozen=True, eq=False)
+class Leaf:
+    """A factor of the table itself: a variable's domain (``domain`` given) or an edge (``array`` given)."""
+
+    shape: tuple[int, ...]
+    domain: Domain | None = None
+    array: np.ndarray | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Joins factors over ``local`` (eliminated axis first, if ``eliminates``) and minimises over that axis.
+
+    ``inputs`` are (factor number, the local axes that its axes stand for).
+    """
+
+    local: tuple[int, ...]
+    inputs: tuple[tuple[int, tuple[int, ...]], ...]
+    eliminates: bool
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.local[1:] if self.eliminates else self.local
+
+    def expand(self, array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        """View an input's array on the local axes, for broadcasting."""
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        shape = [1] * len(self.local)
+        for axis in axes:
+            shape[axis] = self.local[axis]
+        return array.transpose(order).reshape(shape)
+
+    def reduce(self, array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+        """Minimise an array over the local axes down to an input's axes, in the input's order of axes."""
+        others = tuple(axis for axis in range(len(self.local)) if axis not in axes)
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        return np.min(array, axis=others).transpose(np.argsort(order)) if axes else np.min(array)
+
+
+@dataclass(frozen=True)
+class Occurrence:
+    """One place of the elimination tree: factor number, who made each input (-1: a leaf), and the variable eliminated.
+
+    ``owner`` tells that the variable's own cost is counted here (only one copy of a split variable has it); -1 is the root.
+    """
+
+    factor: int
+    producers: tuple[int, ...]
+    variable: int
+    owner: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Plan:
+    """A compiled elimination: ``factors`` in topological order (the last is the root), ``occurrences`` likewise."""
+
+    factors: tuple[Leaf | Node, ...]
+    occurrences: tuple[Occurrence, ...]
+    num_variables: int
+    exact: bool
+
+    @property
+    def largest_bucket(self) -> int:
+        """Entries of the largest table."""
+        return max(math.prod(factor.local) for factor in self.factors if isinstance(factor, Node))
+
+    @property
+    def num_nodes(self) -> int:
+        """Distinct buckets: the work of one evaluation."""
+        return sum(isinstance(factor, Node) for factor in self.factors)
+
+    def upward(self, weights: Weights) -> list[np.ndarray]:
+        """The table of every factor: its minimum inside, for each assignment of its scope. The last is the minimum of all."""
+        tables: list[np.ndarray] = []
+        for factor in self.factors:
+            if isinstance(factor, Node):
+                joined = self.join(factor, tables)
+                tables.append(joined.min(axis=0) if factor.eliminates else joined)
+            elif factor.domain is not None:
+                score = weights.score(factor.domain)
+                tables.append(np.minimum.reduceat(score, factor.domain.first[:-1]))
+            else:
+                assert factor.array is not None
+                tables.append(factor.array if weights.cost == 1 else _scaled(factor.array, weights.cost))
+        return tables
+
+    def join(self, node: Node, tables: Sequence[np.ndarray]) -> np.ndarray:
+        """The sum of a node's inputs on its local axes."""
+        views = sorted((node.expand(tables[number], axes) for number, axes in node.inputs), key=lambda view: view.size)
+        total = views[0]
+        for view in views[1:]:
+            total = total + view
+        return np.broadcast_to(total, node.local)
+
+    def downward(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The outside of every node: the least that the rest costs, for each assignment of the node's scope."""
+        outside = [np.full(factor.shape, np.inf) for factor in self.factors]
+        outside[-1] = np.zeros(())
+        for number in range(len(self.factors) - 1, -1, -1):
+            node = self.factors[number]
+            if not isinstance(node, Node):
+                continue
+            inner = [(child, axes) for child, axes in node.inputs if isinstance(self.factors[child], Node)]
+            if not inner:
+                continue
+            whole = self.join(node, tables) + outside[number]
+            for child, axes in inner:
+                with np.errstate(invalid="ignore"):
+                    rest = node.reduce(whole, axes) - tables[child]
+                rest = np.where(np.isfinite(tables[child]), rest, np.inf)
+                outside[child] = np.minimum(outside[child], rest)
+        return outside
+
+    def decode(self, weights: Weights, tables: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
+        """A minimiser of ``weights`` from its upward tables: (label of each variable, its class).
+
+        Of an inexact plan it is a minimiser of the relaxation, and each variable shows the copy that owns its cost.
+        """
+        best: dict[int, np.ndarray] = {}
+        label_of: dict[int, list[int]] = {}
+        labels, classes = [0] * self.num_variables, [0] * self.num_variables
+        separator: list[tuple[int, ...]] = [()] * len(self.occurrences)
+        for place in range(len(self.occurrences) - 1, -1, -1):
+            occurrence = self.occurrences[place]
+            node = self.factors[occurrence.factor]
+            assert isinstance(node, Node)
+            coordinates = separator[place]
+            if node.eliminates:
+                if occurrence.factor not in best:
+                    best[occurrence.factor] = self.join(node, tables).argmin(axis=0)
+                chosen = int(best[occurrence.factor][coordinates])
+                coordinates = (chosen, *coordinates)
+                if occurrence.owner:
+                    leaf = next(number for number, _ in node.inputs if self._is_domain(number))
+                    if leaf not in label_of:
+                        label_of[leaf] = _best_labels(self.factors[leaf], weights)
+                    labels[occurrence.variable] = label_of[leaf][chosen]
+                    classes[occurrence.variable] = chosen
+            for producer, (_, axes) in zip(occurrence.producers, node.inputs):
+                if producer >= 0:
+                    separator[producer] = tuple([coordinates[axis] for axis in axes])
+        return labels, classes
+
+    def _is_domain(self, number: int) -> bool:
+        factor = self.factors[number]
+        return isinstance(factor, Leaf) and factor.domain is not None
+
+
+def _scaled(array: np.ndarray, weight: float) -> np.ndarray:
+    """``weight * array``; a forbidden pair stays forbidden even at weight 0."""
+    return np.where(np.isinf(array), np.inf, weight * np.where(np.isinf(array), 0.0, array))
+
+
+def _best_labels(leaf: Leaf | Node, weights: Weights) -> list[int]:
+    """The label of least score in each class."""
+    assert isinstance(leaf, Leaf) and leaf.domain is not None
+    score, first = weights.score(leaf.domain), leaf.domain.first
+    return [int(a + score[a:b].argmin()) for a, b in zip(first[:-1], first[1:])]
+
+
+#: A live factor while compiling: (factor number, its variables, the occurrence that made it or -1).
+_Live = tuple[int, tuple[int, ...], int]
+
+
+def compile_plan(reduced: Reduced, *, max_entries: int, relaxed_entries: int) -> Plan:
+    """Choose an order and compile it: exact with buckets of at most ``max_entries``, else relaxed to ``relaxed_entries``."""
+    assert not reduced.empty
+    for by_fill in (False, True):
+        try:
+            return _Compiler(reduced, max_entries, split=False, by_fill=by_fill).run()
+        except _TooWideError:
+            continue
+    return _Compiler(reduced, relaxed_entries, split=True, by_fill=True).run()
+
+
+class _Compiler:
+    """The state of one compilation: live factors, the graph left, and groups of variables with equal buckets."""
+
+    _LARGE_DEGREE = 12  # above it a variable is a group of its own: no time is spent on recognising equals
+
+    def __init__(self, reduced: Reduced, max_entries: int, *, split: bool, by_fill: bool) -> None:
+        self.max_entries, self.split, self.by_fill = max_entries, split, by_fill
+        self.factors: list[Leaf | Node] = []
+        self.occurrences: list[Occurrence] = []
+        self.num_variables = len(reduced.domains)
+        self.sizes = [domain.num_classes for domain in reduced.domains]
+        self.owned_leaf: list[int] = []
+        self.touching: list[dict[_Live, None]] = [{} for _ in reduced.domains]
+        self.neighbours: list[set[int]] = [set() for _ in reduced.domains]
+        self.scalars: list[_Live] = []
+        self.node_number: dict[tuple, int] = {}
+        self.exact = True
+        self._add_leaves(reduced)
+        self.group_of: dict[int, tuple] = {}
+        self.groups: dict[tuple, dict[int, None]] = {}
+        self.heap: list[tuple[tuple[float, float], int, tuple]] = []
+        self.pushes = 0
+
+    def _add_leaves(self, reduced: Reduced) -> None:
+        number: dict[int, int] = {}
+        for i, domain in enumerate(reduced.domains):
+            if id(domain) not in number:
+                number[id(domain)] = len(self.factors)
+                self.factors.append(Leaf((domain.num_classes,), domain=domain))
+            self.owned_leaf.append(number[id(domain)])
+            self._add_live((number[id(domain)], (i,), -1))
+        for i, j, array in reduced.edges:
+            if id(array) not in number:
+                number[id(array)] = len(self.factors)
+                self.factors.append(Leaf(array.shape, array=array))
+            self._add_live((number[id(array)], (i, j), -1))
+
+    def _add_live(self, live: _Live) -> None:
+        scope = live[1]
+        if not scope:
+            self.scalars.append(live)
+        for variable in scope:
+            self.touching[variable][live] = None
+            self.neighbours[variable].update(other for other in scope if other != variable)
+
+    def run(self) -> Plan:
+        for variable in range(self.num_variables):
+            self._rescore(variable)
+        while self.heap:
+            score, _, group = heapq.heappop(self.heap)
+            members = self.groups.get(group)
+            if not members or self._score(group) != score:
+                continue  # the group has changed since; its present score is in the heap as well
+            changed: set[int] = set()
+            for variable in list(members):
+                if variable not in changed:  # a neighbour of one just eliminated has another bucket now
+                    changed |= self._eliminate(variable)
+            for variable in sorted(changed):
+                self._rescore(variable)
+        self._add_root()
+        return Plan(tuple(self.factors), tuple(self.occurrences), self.num_variables, self.exact)
+
+    def _rescore(self, variable: int) -> None:
+        """Put a variable into its group: those that would make the same node."""
+        self._leave_group(variable)
+        neighbours = self.neighbours[variable]
+        size = float(self.sizes[variable])
+        for other in neighbours:
+            size *= self.sizes[other]
+        if len(neighbours) > self._LARGE_DEGREE:
+            group: tuple = (size, math.inf, variable)
+        else:
+            pairs = sum(len(self.neighbours[other] & neighbours) for other in neighbours)
+            fill = (len(neighbours) * (len(neighbours) - 1) - pairs) / 2
+            group = (size, fill, variable if self.by_fill else _canonical(variable, list(self.touching[variable]))[0])
+        self.group_of[variable] = group
+        self.groups.setdefault(group, {})[variable] = None
+        self._push(group)
+
+    def _leave_group(self, variable: int) -> None:
+        group = self.group_of.pop(variable, None)
+        if group is not None:
+            del self.groups[group][variable]
+            if self.groups[group]:
+                self._push(group)
+
+    def _push(self, group: tuple) -> None:
+        self.pushes += 1
+        heapq.heappush(self.heap, (self._score(group), self.pushes, group))
+
+    def _score(self, group: tuple) -> tuple[float, float]:
+        size, fill, _ = group
+        return (fill, size) if self.by_fill else (size / len(self.groups[group]), fill)
+
+    def _eliminate(self, variable: int) -> set[int]:
+        """Replace the factors that touch a variable by its bucket. Returns the variables whose buckets change."""
+        touching = list(self.touching[variable])
+        changed = self.neighbours[variable]
+        self._leave_group(variable)
+        for live in touching:
+            for other in live[1]:
+                del self.touching[other][live]
+        for other in changed:
+            self.neighbours[other].discard(variable)
+        for part in self._parts(touching):
+            inputs, scope = _canonical(variable, part)
+            owner = any(number == self.owned_leaf[variable] and producer < 0 for number, _, producer in part)
+            number = self._node(inputs, tuple(self.sizes[v] for v in scope), eliminates=True)
+            by_input = sorted(part, key=lambda live: _input_order(variable, live))
+            self.occurrences.append(Occurrence(number, tuple(live[2] for live in by_input), variable, owner))
+            self._add_live((number, scope[1:], len(self.occurrences) - 1))
+        return changed
+
+    def _parts(self, touching: list[_Live]) -> list[list[_Live]]:
+        """All factors in one bucket, or first-fit into mini-buckets below the cap."""
+        scopes = {v for live in touching for v in live[1]}
+        if math.prod(self.sizes[v] for v in scopes) <= self.max_entries:
+            return [touching]
+        if not self.split:
+            raise _TooWideError
+        self.exact = False
+        parts: list[tuple[set[int], list[_Live]]] = []
+        for live in sorted(touching, key=lambda live: -math.prod(self.sizes[v] for v in live[1])):
+            for scope, members in parts:
+                if math.prod(self.sizes[v] for v in scope | set(live[1])) <= self.max_entries:
+                    scope.update(live[1])
+                    members.append(live)
+                    break
+            else:
+                parts.append((set(live[1]), [live]))
+        return [members for _, members in parts]
+
+    def _node(self, inputs: tuple, local: tuple[int, ...], *, eliminates: bool) -> int:
+        if (inputs, local) not in self.node_number:
+            self.node_number[inputs, local] = len(self.factors)
+            self.factors.append(Node(local, inputs, eliminates))
+        return self.node_number[inputs, local]
+
+    def _add_root(self) -> None:
+        """The sum of what is left of the graph's components, two at a time, so that equal components are equal nodes."""
+        level = sorted(self.scalars, key=lambda live: live[0])
+        while len(level) > 2:
+            pairs = [self._sum(level[k : k + 2]) for k in range(0, len(level) - 1, 2)]
+            level = pairs + level[len(level) - len(level) % 2 :]
+        number = len(self.factors)  # the root is a new node even where it repeats another
+        self.factors.append(Node((), tuple((live[0], ()) for live in level), eliminates=False))
+        self.occurrences.append(Occurrence(number, tuple(live[2] for live in level), -1, owner=False))
+
+    def _sum(self, pair: list[_Live]) -> _Live:
+        number = self._node(tuple((live[0], ()) for live in pair), (), eliminates=False)
+        self.occurrences.append(Occurrence(number, tuple(live[2] for live in pair), -1, owner=False))
+        return number, (), len(self.occurrences) - 1
+
+
+def _input_order(variable: int, live: _Live) -> tuple:
+    return live[0], live[1].index(variable), live[1]
+
+
+def _canonical(variable: int, touching: list[_Live]) -> tuple[tuple, tuple[int, ...]]:
+    """The inputs of a variable's bucket, in an order that equal buckets share, and the variables of its local axes."""
+    axis_of = {variable: 0}
+    inputs = []
+    for number, scope, _ in sorted(touching, key=lambda live: _input_order(variable, live)):
+        for v in scope:
+            axis_of.setdefault(v, len(axis_of))
+        inputs.append((number, tuple([axis_of[v] for v in scope])))
+    return tuple(inputs), tuple(axis_of)

@@ -1,0 +1,156 @@
+"""The optimum of any table, with a proof.
+
+1. `reduction`: options that the rest of the table cannot tell apart become one class; dominated ones go.
+2. `elimination`: without a binding limit, eliminating the variables gives the optimum.
+3. `lagrangian`: with one, the dual over a multiplier of memory gives a bound and incumbents;
+4. `labels` closes the gap exactly: labels (cost, memory) on the elimination DAG, with growing slack;
+5. `branching` makes the largest buffer exact.
+6. `milp`: where elimination would be too wide, or labels too many, HiGHS solves an integer program.
+
+Costs are sums of floats in different orders, so "optimal" means: to a relative 1e-9 (`PROOF_TOLERANCE`; labels whose costs
+differ by less than 1e-10 in total count as equal).  Memory is exact: whole bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+from autoddl.costmodel.table import CostTable
+
+from .branching import Exploration, OutOfTimeError, explore, least_memory
+from .labels import LabelLimitError, LabelSearch
+from .lagrangian import Dual, Instance, Interval, Point, prepare
+from .milp import milp_least_memory, solve_milp
+from .progress import Progress, silent
+from .result import Result, Status
+from .report import check_limits, impossible, infeasible
+
+__all__ = ["exact", "smallest_memory"]
+
+#: The first slack of the label search, relative to the dual bound, and its growth.
+_FIRST_SLACK = 1e-5
+#: What sums of the same costs in different order may differ by, relatively.
+_ROUNDING = 1e-12
+_SLACK_GROWTH = (4.0, 1.5)
+#: From this many rows in a round on, the slack grows by the second factor: the rows grow like a high power of the slack.
+_MANY_ROWS = 100_000
+
+
+def exact(
+    table: CostTable,
+    *,
+    memory_limit: float | None = None,
+    time_limit: float | None = None,
+    progress: Progress = silent,
+) -> Result:
+    """The choice of least cost within the limit on peak memory [bytes], proven.
+
+    With a time limit [s] it may stop before, with the gap (LIMIT_REACHED).  ``evaluations`` counts the complete choices whose
+    cost was computed; most of the work is on partial ones (``statistics``: ``labels``, ``rows``; ``buckets`` is the number of
+    distinct elimination tables, ``largest_bucket`` the entries of the largest).
+
+    Raises: SearchError, for a limit that is not positive or a table that no search can treat.
+    """
+    start = time.perf_counter()
+    check_limits(memory_limit=memory_limit, time_limit=time_limit)
+    instance = prepare(table)
+    if instance is None:
+        return impossible(table, "exact", start, memory_limit)
+    if not instance.plan.exact:
+        return _by_milp(table, start, memory_limit, time_limit, progress)
+    deadline = math.inf if time_limit is None else start + time_limit
+    closer = _Closer(instance, memory_limit, deadline)
+    try:
+        found = explore(
+            instance,
+            memory_limit,
+            closer,
+            deadline=deadline,
+            report=lambda cost, bound: progress(cost, bound, closer.evaluations),
+        )
+    except LabelLimitError:
+        return _by_milp(table, start, memory_limit, time_limit, progress)
+    return _finish(instance, found, closer, start, memory_limit)
+
+
+def _finish(instance: Instance, found: Exploration, closer: _Closer, start: float, memory_limit: float | None) -> Result:
+    statistics = {
+        "nodes": found.nodes,
+        "buckets": instance.plan.num_nodes,
+        "largest_bucket": instance.plan.largest_bucket,
+        "labels": closer.labels,
+        "rows": closer.rows,
+        "rounds": closer.rounds,
+    }
+    best = found.incumbent
+    if best is None and found.finished:
+        least = least_memory(instance)
+        return infeasible(instance.table, "exact", start, memory_limit, math.inf if least is None else least.peak, statistics)
+    return Result(
+        method="exact",
+        status=Status.OPTIMAL if found.finished else Status.LIMIT_REACHED,
+        choice=best.choice if best else None,
+        cost=best.cost if best else math.inf,
+        lower_bound=found.bound,
+        memory_bytes=best.peak if best else math.nan,
+        space_size=instance.table.space_size,
+        evaluations=closer.evaluations,
+        seconds=time.perf_counter() - start,
+        memory_limit_bytes=memory_limit,
+        statistics=statistics,
+    )
+
+
+class _Closer:
+    """Solves a node of the branching by labels, and counts."""
+
+    def __init__(self, instance: Instance, memory_limit: float | None, deadline: float) -> None:
+        self.instance, self.memory_limit, self.deadline = instance, memory_limit, deadline
+        self.labels = self.rows = self.rounds = self.evaluations = 0
+
+    def __call__(self, interval: Interval, dual: Dual, incumbent: float) -> tuple[float, Point | None]:
+        limit = math.inf if self.memory_limit is None else self.memory_limit - interval.lowest
+        within = [point for point in dual.points if point.memory <= limit]
+        best = min(within, key=lambda point: point.cost)
+        if best.cost <= dual.bound + _ROUNDING * abs(dual.bound):  # no limit binds, or the dual has no gap
+            return best.cost, best
+        search = LabelSearch(self.instance.plan, dual.multiplier, dual.bound, limit, interval.highest)
+        slack = abs(dual.bound) * _FIRST_SLACK + 1e-300
+        try:
+            while True:
+                known = min(incumbent, best.cost)
+                slack = min(slack, known - dual.bound)
+                labels = search.best_within(slack)
+                if labels is not None:
+                    point = self.instance.point(labels)
+                    self.evaluations += 1
+                    best = min(best, point, key=lambda point: point.cost)
+                if min(best.cost, incumbent) <= dual.bound + slack:
+                    break
+                if time.perf_counter() >= self.deadline:
+                    raise OutOfTimeError(dual.bound + slack)
+                slack *= _SLACK_GROWTH[search.statistics.rows >= _MANY_ROWS]
+        finally:
+            self.labels += search.statistics.labels
+            self.rows += search.statistics.rows
+            self.rounds += search.statistics.rounds
+        return min(best.cost, incumbent), best if best.cost < incumbent else None
+
+
+def _by_milp(
+    table: CostTable, start: float, memory_limit: float | None, time_limit: float | None, progress: Progress
+) -> Result:
+    left = None if time_limit is None else max(1e-3, time_limit - (time.perf_counter() - start))
+    return solve_milp(table, memory_limit=memory_limit, time_limit=left, progress=progress, method="exact")
+
+
+def smallest_memory(table: CostTable) -> tuple[float, tuple[int, ...] | None]:
+    """The least peak memory [bytes] of any choice of finite cost, and such a choice; ``(inf, None)`` if there is none."""
+    instance = prepare(table)
+    if instance is None:
+        return math.inf, None
+    if not instance.plan.exact:
+        return milp_least_memory(instance)
+    point = least_memory(instance)
+    return (point.peak, point.choice) if point else (math.inf, None)

@@ -1,0 +1,211 @@
+"""A smaller table with the same optimum.
+
+Two options of a variable whose rows are equal in every incident edge are interchangeable to the rest of the table: they form
+a *class*.  A linear layer of 360 strategies has about 32 of them, since a redistribution only sees how tokens and features
+are split.  So the edges are kept between classes, and each class keeps a list of *labels* (cost, memory, buffer): its options.
+
+A label a is dropped when another label b of the same variable, of class B instead of A, is never worse (dead-end
+elimination, Goldstein's criterion, with memory):
+
+    memory_b <= memory_a,  buffer_b <= buffer_a,  cost_b + sum_edges max_y (edge[B, y] - edge[A, y]) <= cost_a,
+
+for then b can stand in for a in every assignment.  (Within one class this is plain dominance.)  Options of infinite cost and
+options with a row of nothing but ``inf`` are dropped, too.
+
+Everything is computed once per distinct input: equal blocks share their arrays, so 96 of them cost as much as one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoddl.costmodel.table import CostTable
+
+from .result import SearchError
+
+__all__ = ["Domain", "Reduced", "check_table", "reduce_table"]
+
+
+@dataclass(frozen=True, eq=False)
+class Domain:
+    """The labels of one variable, sorted by class; class c owns ``first[c]:first[c + 1]``. Shared between equal variables."""
+
+    first: np.ndarray  #: (classes + 1,) int
+    cost: np.ndarray  #: (labels,) [s]
+    memory: np.ndarray  #: (labels,) [bytes]
+    buffer: np.ndarray  #: (labels,) [bytes]
+    option: np.ndarray  #: (labels,) int: index into the original variable
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.first) - 1
+
+
+@dataclass(frozen=True, eq=False)
+class Reduced:
+    """Domains per variable, and at most one edge per pair: ``(i, j, cost[classes of i, classes of j])`` with i < j.
+
+    Equal domains and equal edge arrays are the same object. ``empty`` tells that some variable has no option left.
+    """
+
+    domains: tuple[Domain, ...]
+    edges: tuple[tuple[int, int, np.ndarray], ...]
+
+    @property
+    def empty(self) -> bool:
+        return any(domain.num_classes == 0 for domain in self.domains)
+
+
+def check_table(table: CostTable) -> None:
+    """Refuse what no search can treat: a variable without options, costs that are nan or -inf, memory that is not finite.
+
+    Raises: SearchError
+    """
+    seen: set[int] = set()
+    for name, cost, memory, buffer in zip(table.names, table.cost, table.memory, table.buffer):
+        if not len(cost):
+            raise SearchError(f"variable {name!r} of the cost table has no options; every layer needs at least one strategy")
+        if {id(cost), id(memory), id(buffer)} <= seen:
+            continue
+        seen.update((id(cost), id(memory), id(buffer)))
+        if not (cost > -np.inf).all():
+            raise SearchError(f"variable {name!r} of the cost table has a cost that is nan or -inf; costs are seconds or inf")
+        if not (np.isfinite(memory).all() and np.isfinite(buffer).all()):
+            raise SearchError(f"variable {name!r} of the cost table has memory that is not finite; memory is whole bytes")
+    for edge in table.edges:
+        if id(edge.cost) not in seen:
+            seen.add(id(edge.cost))
+            if not (edge.cost > -np.inf).all():
+                pair = f"{table.names[edge.source]!r} -> {table.names[edge.target]!r}"
+                raise SearchError(f"edge {pair} of the cost table has a cost that is nan or -inf; costs are seconds or inf")
+
+
+def reduce_table(table: CostTable) -> Reduced:
+    """Classes, labels and merged edges of ``table``. Cost: linear in the table's distinct arrays."""
+    rows = _RowClasses()
+    incident: list[list[tuple[np.ndarray, int]]] = [[] for _ in table.names]
+    for edge in table.edges:
+        incident[edge.source].append((edge.cost, 0))
+        incident[edge.target].append((edge.cost, 1))
+
+    domains: list[Domain] = []
+    representatives: list[np.ndarray] = []
+    by_key: dict[tuple, tuple[Domain, np.ndarray]] = {}
+    intern = _Intern()
+    for i in range(len(table.names)):
+        vectors = (table.cost[i], table.memory[i], table.buffer[i])
+        sides = sorted(incident[i], key=lambda item: (id(item[0]), item[1]))
+        key = (*map(id, vectors), *((id(array), side) for array, side in sides))
+        if key not in by_key:
+            domain, kept = _reduce_variable(*vectors, [rows.of(array, side) for array, side in sides])
+            by_key[key] = intern.domain(domain), kept
+        domain, kept = by_key[key]
+        domains.append(domain)
+        representatives.append(kept)
+
+    merged: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = {}
+    for edge in table.edges:
+        flipped = edge.source > edge.target
+        pair = (edge.target, edge.source) if flipped else (edge.source, edge.target)
+        merged.setdefault(pair, []).append((edge.cost, flipped))
+    arrays: dict[tuple, np.ndarray] = {}
+    edges = []
+    for (i, j), parts in merged.items():
+        key = (id(representatives[i]), id(representatives[j]), *((id(array), flipped) for array, flipped in parts))
+        if key not in arrays:
+            index = np.ix_(representatives[i], representatives[j])
+            arrays[key] = intern.array(sum(array.T[index] if flipped else array[index] for array, flipped in parts))
+        edges.append((i, j, arrays[key]))
+    return Reduced(tuple(domains), tuple(edges))
+
+
+class _Intern:
+    """One object for equal contents."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[tuple, np.ndarray] = {}
+        self._domains: dict[tuple, Domain] = {}
+
+    def array(self, array: np.ndarray) -> np.ndarray:
+        array = np.ascontiguousarray(array)
+        return self._arrays.setdefault((array.shape, array.tobytes()), array)
+
+    def domain(self, domain: Domain) -> Domain:
+        columns = (domain.first, domain.cost, domain.memory, domain.buffer, domain.option)
+        return self._domains.setdefault(tuple(column.tobytes() for column in columns), domain)
+
+
+class _RowClasses:
+    """For each array and side: which rows (columns) are equal, and the distinct ones."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
+
+    def of(self, array: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+        """(class of each row, the distinct rows); the distinct rows only at distinct columns."""
+        key = (id(array), side)
+        if key not in self._known:
+            by_row, row_class = _distinct(array)
+            by_column, column_class = _distinct(array.T)
+            self._known[id(array), 0] = row_class, array[np.ix_(by_row, by_column)]
+            self._known[id(array), 1] = column_class, array[np.ix_(by_row, by_column)].T
+        return self._known[key]
+
+
+def _distinct(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Indices of the first of each set of equal rows, and the number of the set of each row."""
+    contents = np.ascontiguousarray(array + 0.0)  # + 0.0 makes -0.0 and 0.0 the same bytes
+    number: dict[bytes, int] = {}
+    row_class = np.array([number.setdefault(row.tobytes(), len(number)) for row in contents], dtype=np.intp)
+    first = np.unique(row_class, return_index=True)[1]
+    return first, row_class
+
+
+def _reduce_variable(
+    cost: np.ndarray, memory: np.ndarray, buffer: np.ndarray, rows: list[tuple[np.ndarray, np.ndarray]]
+) -> tuple[Domain, np.ndarray]:
+    """The domain of one variable, and for each of its classes an option with that class's edge rows."""
+    alive = np.isfinite(cost)
+    for row_class, distinct in rows:
+        alive &= np.isfinite(distinct).any(axis=1)[row_class]
+    kept = np.flatnonzero(alive)
+    keys = np.stack([row_class[kept] for row_class, _ in rows]) if rows else np.zeros((1, len(kept)), dtype=np.intp)
+    if len(kept):
+        representative, label_class = np.unique(keys, axis=1, return_index=True, return_inverse=True)[1:]
+        label_class = label_class.ravel()
+        worst = np.zeros((len(representative),) * 2)
+        for row_class, distinct in rows:
+            worst += _largest_excess(distinct[row_class[kept[representative]]])
+        survivors = _undominated(cost[kept], memory[kept], buffer[kept], worst[label_class[:, None], label_class])
+        kept, label_class = kept[survivors], label_class[survivors]
+        order = np.lexsort((kept, label_class))
+        kept, label_class = kept[order], label_class[order]
+        first = np.flatnonzero(np.r_[True, label_class[1:] != label_class[:-1]])
+    else:
+        first = np.zeros(0, dtype=np.intp)
+    domain = Domain(np.r_[first, len(kept)], cost[kept], memory[kept], buffer[kept], kept)
+    return domain, kept[first]
+
+
+def _largest_excess(rows: np.ndarray) -> np.ndarray:
+    """``[a, b] = max_y rows[b, y] - rows[a, y]``, where a pair that a forbids (``inf``) asks nothing of b."""
+    excess = np.empty((len(rows), len(rows)))
+    with np.errstate(invalid="ignore"):
+        for a, row in enumerate(rows):
+            difference = rows - row
+            excess[a] = np.where(np.isnan(difference), -np.inf, difference).max(axis=1)  # nan is inf - inf
+    return excess
+
+
+def _undominated(cost: np.ndarray, memory: np.ndarray, buffer: np.ndarray, worst: np.ndarray) -> np.ndarray:
+    """Indices of the labels that no other stands in for. ``worst[a, b]``: what b's edges cost more than a's at most."""
+    stands_in = (cost[None, :] + worst <= cost[:, None]) & (memory[None, :] <= memory[:, None])
+    stands_in &= buffer[None, :] <= buffer[:, None]
+    np.fill_diagonal(stands_in, False)
+    alive = np.ones(len(cost), dtype=bool)
+    # One at a time, each because of a label that is still there: of two that stand in for each other, one stays.
+    for a in np.flatnonzero(stands_in.any(axis=1))[::-1]:
+        alive[a] = not (stands_in[a] & alive).any()
+    return np.flatnonzero(alive)

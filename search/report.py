@@ -1,0 +1,58 @@
+"""Checks at the door and results that several methods share."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping
+
+from autoddl.costmodel.table import CostTable
+
+from .result import Result, SearchError, Status
+
+__all__ = ["check_limits", "impossible", "infeasible"]
+
+
+def check_limits(
+    *, memory_limit: float | None = None, time_limit: float | None = None, evaluations: int | None = None
+) -> None:
+    """Refuse limits that mean nothing.
+
+    Raises: SearchError
+    """
+    if memory_limit is not None and not memory_limit > 0:
+        raise SearchError(f"memory limit {memory_limit!r} is no limit; give a positive number of bytes, or None")
+    if time_limit is not None and not time_limit > 0:
+        raise SearchError(f"time limit {time_limit!r} is no limit; give a positive number of seconds, or None")
+    if evaluations is not None and not (isinstance(evaluations, int) and evaluations >= 1):
+        raise SearchError(f"limit on evaluations {evaluations!r} is no limit; give a whole number of at least 1")
+
+
+def impossible(table: CostTable, method: str, start: float, memory_limit: float | None) -> Result:
+    """No choice has finite cost, whatever the memory."""
+    return infeasible(table, method, start, memory_limit, math.inf)
+
+
+def infeasible(
+    table: CostTable,
+    method: str,
+    start: float,
+    memory_limit: float | None,
+    smallest_memory: float,
+    statistics: Mapping[str, float] | None = None,
+    evaluations: int = 0,
+) -> Result:
+    return Result(
+        method=method,
+        status=Status.INFEASIBLE,
+        choice=None,
+        cost=math.inf,
+        lower_bound=math.inf,
+        memory_bytes=math.nan,
+        space_size=table.space_size,
+        evaluations=evaluations,
+        seconds=time.perf_counter() - start,
+        memory_limit_bytes=memory_limit,
+        smallest_memory_bytes=smallest_memory,
+        statistics=statistics or {},
+    )
