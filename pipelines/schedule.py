@@ -33,7 +33,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Optional
+from typing import NamedTuple
 
 from autoddl.costmodel.errors import UserError
 
@@ -155,7 +155,7 @@ class Schedule:
     """Per stage, by how many updates its weights lag behind (see the module's text)."""
     widths: tuple[int, ...]
     """Devices per worker: a worker with width r splits every micro-batch over r replicas of its stages."""
-    activation_limits: Optional[tuple[float, ...]] = None
+    activation_limits: tuple[float, ...] | None = None
     """Per worker, the most micro-batches whose activations may be alive; None where unbounded."""
 
     @property
@@ -218,7 +218,7 @@ class Schedule:
             if owner == worker
         )
 
-    def source_of(self, task: Task) -> Optional[int]:
+    def source_of(self, task: Task) -> int | None:
         """The worker whose activation (forward) or gradient (backward) a task takes in.
 
         None where the task needs nothing from another stage: a forward of stage 0 takes the data, a backward of the last
@@ -230,7 +230,7 @@ class Schedule:
             return self.placement[task.pipeline][task.stage + 1]
         return None
 
-    def destination_of(self, task: Task) -> Optional[int]:
+    def destination_of(self, task: Task) -> int | None:
         """The worker that a task's activation (forward) or gradient of the input (backward) goes to; None for none."""
         if task.kind is Kind.FORWARD and task.stage < self.num_stages - 1:
             return self.placement[task.pipeline][task.stage + 1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Optional
 
 import numpy as np
 
@@ -30,8 +29,8 @@ class Timeline:
     schedule: Schedule
     starts: tuple[np.ndarray, ...]
     ends: tuple[np.ndarray, ...]
-    departures: Optional[tuple[np.ndarray, ...]] = None
-    arrivals: Optional[tuple[np.ndarray, ...]] = None
+    departures: tuple[np.ndarray, ...] | None = None
+    arrivals: tuple[np.ndarray, ...] | None = None
     blocking_sends: bool = False
     """Whether a worker is busy until its output has arrived."""
 

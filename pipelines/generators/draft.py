@@ -13,6 +13,9 @@ from ..schedule import Kind, Part, Task
 __all__ = ["Draft", "Family", "GeneratorError", "at_least", "backward", "forward", "straight"]
 
 
+_ITERATIONS = "iterations"
+
+
 class GeneratorError(UserError):
     """Numbers that a family of schedules cannot be generated for."""
 
@@ -44,7 +47,7 @@ class Family:
 
     def draft(self, num_stages: int, num_micro_batches: int, options: dict[str, Any]) -> Draft:
         for option in options:
-            if option not in self.options:
+            if option not in self.options and option != _ITERATIONS:
                 known = ", ".join(sorted(self.options)) or "none of its own"
                 raise GeneratorError(f"schedule {self.name} has no option {option}; it has {known}")
         return self.build(num_stages, num_micro_batches, **options)

@@ -21,7 +21,6 @@ S = 4, M = 4, policy A, unit times (f, b: of the micro-batch below)::
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
 
 from ..schedule import Task
 from .draft import Draft, Family, GeneratorError, at_least, backward, forward, straight
@@ -33,8 +32,8 @@ def warm_ups(
     num_stages: int,
     num_micro_batches: int,
     policy: str = "A",
-    max_in_flight: Optional[int] = None,
-    warm_up: Optional[Sequence[int]] = None,
+    max_in_flight: int | None = None,
+    warm_up: Sequence[int] | None = None,
 ) -> tuple[int, ...]:
     """K_i of every stage (DAPPLE's policies, see the module's text), at most the number of micro-batches.
 
@@ -77,8 +76,8 @@ def _one_f_one_b(
     num_stages: int,
     num_micro_batches: int,
     policy: str = "A",
-    max_in_flight: Optional[int] = None,
-    warm_up: Optional[Sequence[int]] = None,
+    max_in_flight: int | None = None,
+    warm_up: Sequence[int] | None = None,
 ) -> Draft:
     counts = warm_ups(num_stages, num_micro_batches, policy, max_in_flight, warm_up)
     return Draft(

@@ -14,7 +14,6 @@ in one global order of the stages (by when a stage is complete everywhere), and 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Optional
 
 from ..schedule import Kind, Part, Schedule, Task
 from ..simulator import execute
@@ -39,30 +38,32 @@ def finish(
     draft: Draft,
     *,
     repeats: int,
-    width: int,
+    widths: tuple[int, ...],
     recompute: bool,
     all_reduce: str,
-    activation_limit: Optional[float],
+    activation_limit: float | None,
 ) -> Schedule:
     """Turn a draft into a (not yet validated) schedule."""
     workers: Sequence[list[Task]] = draft.workers
     if recompute:
         workers = [_with_recompute(tasks) for tasks in workers]
-    replicated = len(draft.placement) * width > 1
+    replicated = {
+        stage for stage in range(draft.num_stages) if sum(widths[placement[stage]] for placement in draft.placement) > 1
+    }
     synchronous = draft.update_period == draft.num_micro_batches and not any(draft.delays)
     if not synchronous:
         workers = [_with_updates_in_turn(tasks, draft.update_period, replicated) for tasks in workers]
     elif replicated:
-        workers = _with_all_reduces(draft, workers, all_reduce)
+        workers = _with_all_reduces(draft, workers, all_reduce, replicated)
     else:
         workers = [_with_updates_at_end(tasks) for tasks in workers]
     if repeats > 1:
         workers = [_repeated(tasks, draft.num_micro_batches, repeats) for tasks in workers]
-    return _schedule(name, draft, workers, repeats, width, activation_limit)
+    return _schedule(name, draft, workers, repeats, widths, activation_limit)
 
 
 def _schedule(
-    name: str, draft: Draft, workers: Sequence[list[Task]], repeats: int, width: int, limit: Optional[float]
+    name: str, draft: Draft, workers: Sequence[list[Task]], repeats: int, widths: tuple[int, ...], limit: float | None
 ) -> Schedule:
     return Schedule(
         name=name,
@@ -72,7 +73,7 @@ def _schedule(
         workers=tuple(map(tuple, workers)),
         update_period=draft.update_period,
         delays=draft.delays,
-        widths=(width,) * len(workers),
+        widths=widths,
         activation_limits=None if limit is None else (float(limit),) * len(workers),
     )
 
@@ -99,7 +100,7 @@ def _last_gradients(tasks: list[Task], period: int) -> dict[tuple[int, int, int]
     return last
 
 
-def _with_updates_in_turn(tasks: list[Task], period: int, replicated: bool) -> list[Task]:
+def _with_updates_in_turn(tasks: list[Task], period: int, replicated: set[int]) -> list[Task]:
     """Asynchronous schemes: each stage is updated as soon as the gradient of the period is complete."""
     completes = {index: key for key, index in _last_gradients(tasks, period).items()}
     result: list[Task] = []
@@ -107,7 +108,7 @@ def _with_updates_in_turn(tasks: list[Task], period: int, replicated: bool) -> l
         result.append(task)
         if index in completes:
             pipeline, stage, update = completes[index]
-            if replicated:
+            if stage in replicated:
                 result.append(Task(Kind.ALL_REDUCE, pipeline, stage, update))
             result.append(Task(Kind.UPDATE, pipeline, stage, update))
     return result
@@ -123,9 +124,11 @@ _ONE_ITERATION = 1 << 60
 """A period longer than any iteration: everything counts towards update 0."""
 
 
-def _with_all_reduces(draft: Draft, workers: Sequence[list[Task]], policy: str) -> list[list[Task]]:
+def _with_all_reduces(
+    draft: Draft, workers: Sequence[list[Task]], policy: str, replicated: set[int]
+) -> list[list[Task]]:
     """Synchronous schemes with replicas: launches as the policy says, updates at the end."""
-    bare = _schedule("draft", draft, workers, repeats=1, width=1, limit=None)
+    bare = _schedule("draft", draft, workers, repeats=1, widths=(1,) * len(workers), limit=None)
     table = tabulate(bare)
     unit = Times.of(draft.num_stages, forward=1, backward=1, backward_input=0.5, recompute=1)
     outcome = execute(bare, table, unit)
@@ -145,16 +148,15 @@ def _with_all_reduces(draft: Draft, workers: Sequence[list[Task]], policy: str) 
     for worker, tasks in enumerate(workers):
         begin, end = offsets[worker], offsets[worker + 1]
         held = sorted(bare.stages_on(worker), key=lambda key: (rank[key[1]], key[0]))
+        last_bubble = _last_bubble(outcome.starts[begin:end], outcome.ends[begin:end])
         launches: dict[int, list[Task]] = {}
         earliest = 0
         for key in held:
+            if key[1] not in replicated:
+                continue
             done = last_of[worker].get(key, NOWHERE) + 1
-            position = len(tasks)
-            if policy == "eager" or (
-                policy == EAGER_SYNC_OPT and _bubble_follows(outcome.starts[begin:end], outcome.ends[begin:end], done)
-            ):
-                position = done
-            earliest = position = max(position, earliest)
+            is_eager = policy == "eager" or (policy == EAGER_SYNC_OPT and done <= last_bubble)
+            earliest = position = max(earliest, done if is_eager else len(tasks))
             launches.setdefault(position, []).append(Task(Kind.ALL_REDUCE, *key, 0))
         merged: list[Task] = []
         for index, task in enumerate(tasks):
@@ -169,11 +171,12 @@ NOWHERE = -1
 """The index of the last gradient of a replica that gets no micro-batch: before the first task."""
 
 
-def _bubble_follows(starts: list[float], ends: list[float], index: int) -> bool:
-    """Whether the worker idles between the task before ``index`` and its last one."""
-    if index == 0:
-        return bool(starts) and (starts[0] > 0 or _bubble_follows(starts, ends, 1))
-    return any(starts[after] > ends[after - 1] for after in range(index, len(starts)))
+def _last_bubble(starts: list[float], ends: list[float]) -> int:
+    """The index of the last task that a worker idles before; -1 if there is none."""
+    for index in range(len(starts) - 1, 0, -1):
+        if starts[index] > ends[index - 1]:
+            return index
+    return 0 if starts and starts[0] > 0 else NOWHERE
 
 
 def _repeated(tasks: list[Task], num_micro_batches: int, repeats: int) -> list[Task]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, Optional
+from typing import Any
 
 from ..schedule import Schedule
 from ..validate import validate
-from . import gpipe, one_f_one_b
+from . import chimera, gems, gpipe, interleaved, one_f_one_b, pipedream, wpipe, zero_bubble
 from .draft import Family, GeneratorError, at_least
 from .passes import EAGER_SYNC_OPT, check_all_reduce_policy, finish
 
@@ -21,6 +21,13 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             gpipe.GPIPE,
             gpipe.GROUPED_GPIPE,
             one_f_one_b.ONE_F_ONE_B,
+            gems.GEMS,
+            pipedream.PIPEDREAM,
+            pipedream.PIPEDREAM_2BW,
+            chimera.CHIMERA,
+            wpipe.WPIPE,
+            interleaved.INTERLEAVED,
+            zero_bubble.ZERO_BUBBLE,
         )
     }
 )
@@ -39,11 +46,11 @@ def generate(
     *,
     num_stages: int,
     num_micro_batches: int,
-    iterations: Optional[int] = None,
-    width: int = 1,
+    iterations: int | None = None,
+    width: int | Sequence[int] = 1,
     recompute: bool = False,
     all_reduce: str = EAGER_SYNC_OPT,
-    activation_limit: Optional[float] = None,
+    activation_limit: float | None = None,
     **options: Any,
 ) -> Schedule:
     """A validated schedule.
@@ -54,7 +61,7 @@ def generate(
             cut the model in ``groups * D`` stages.
         num_micro_batches: N, per worker and iteration; for asynchronous schemes with accumulation, per weight update.
         iterations: how many times N micro-batches; by default 1, and 4 for asynchronous schemes, which settle only then.
-        width: W, devices that each worker's stages are replicated on (data parallelism).
+        width: devices that each worker's stages are replicated on: one number W (data parallelism), or one per worker.
         recompute: recompute activations before each backward.
         all_reduce: when gradients are reduced over replicas: ``none`` (after all compute), ``eager`` (as soon as a stage's
             last backward is done), ``eager-sync-opt`` (eager where a bubble follows on that worker).
@@ -70,21 +77,25 @@ def generate(
     family = FAMILIES[name]
     at_least("num_stages", num_stages, 1)
     at_least("num_micro_batches", num_micro_batches, 1)
-    at_least("width", width, 1)
+    widths = (width,) * num_stages if isinstance(width, int) else tuple(width)
+    if len(widths) != num_stages:
+        raise GeneratorError(f"width has {len(widths)} numbers; give one, or {num_stages}, one per worker")
+    for one in widths:
+        at_least("width", one, 1)
     check_all_reduce_policy(all_reduce)
     if iterations is None:
         iterations = 1 if family.synchronous else STEADY_ITERATIONS
     at_least("iterations", iterations, 1)
     given = {option: value for option, value in options.items() if value is not None}
     if not family.synchronous:
-        draft = family.draft(num_stages, num_micro_batches * iterations, given)
+        draft = family.draft(num_stages, num_micro_batches, {**given, "iterations": iterations})
     else:
         draft = family.draft(num_stages, num_micro_batches, given)
     schedule = finish(
         name,
         draft,
         repeats=iterations if family.synchronous else 1,
-        width=width,
+        widths=widths,
         recompute=recompute,
         all_reduce=all_reduce,
         activation_limit=activation_limit,

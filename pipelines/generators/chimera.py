@@ -1,0 +1,168 @@
+"""Chimera: pipelines in both directions over the same workers (Li and Hoefler).
+
+f *down* and f *up* pipelines, each with all D stages. Down pipeline i maps stage s to worker (s + i D/f) mod D; up pipeline i
+is its exact reverse: stage s where down pipeline i has stage D - 1 - s. Pipelines are numbered down 0, up 0, down 1, up 1, ...
+One *unit* is D micro-batches, D/(2f) in each pipeline. In unit times its tasks occupy the slots
+
+    forward  of the j-th micro-batch at stage s:  s + 2 j
+    backward of the j-th micro-batch at stage s:  2 D - 1 - s + 2 j
+
+which no two pipelines share on a worker, and which modulo 2 D are all different: the next unit fits in, 2 D slots later
+(*direct* concatenation: its forwards fill the previous unit's final bubbles). Each worker executes its tasks in the order of slots.
+
+For f = 1 and N = D that order has five phases on worker w. With h = D/2, a = h - w if w < h else w - h + 1, b = h - a,
+near = down if w < h else up, far = the other (:func:`phases` counts them):
+
+1. a x forward(near)
+2. b x [forward(far), forward(near)]
+3. a x [forward(far), backward(far)]
+4. b x [backward(near), backward(far)]
+5. a x backward(near)
+
+D = 4 (d, u = forward of down, up; capitals backward)::
+
+    worker 0:  d . d u U u U D . D
+    worker 1:  . d u d u U D U D .
+    worker 2:  . u d u d D U D U .
+    worker 3:  u . u d D d D U . U
+
+The other concatenations even out a backward of twice the forward's time. *Forward doubling*: a unit of 2 D micro-batches, whose
+forwards carry two each and whose backwards one. *Backward halving*: a unit of D micro-batches, whose backwards are of half
+a micro-batch. Both have one forward and two backwards of equal time per slot pair, so a unit takes 3 D slots: the q-th
+backward of a pipeline (q = 2 j + half) is at 2 D - 1 - s + 2 q. What is left over after whole units of 2 D follows as plain units.
+
+N < D (and what remains of N after whole units) is split over the pipelines as evenly as possible, in their order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from enum import Enum
+from typing import NamedTuple
+
+from ..schedule import Part, Task
+from .draft import Draft, Family, GeneratorError, backward, forward
+
+__all__ = ["CHIMERA", "phases", "placements"]
+
+CONCATENATIONS = ("direct", "doubling", "halving")
+
+
+def phases(num_stages: int, worker: int) -> tuple[int, int]:
+    """The counts (a, b) of a worker's five phases for f = 1 and N = D (see the module's text)."""
+    half = num_stages // 2
+    near_count = half - worker if worker < half else worker - half + 1
+    return near_count, half - near_count
+
+
+def placements(num_stages: int, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
+    """``[pipeline][stage] -> worker`` of down 0, up 0, down 1, up 1, ..."""
+    shift = 2 * num_stages // num_pipelines
+    result: list[tuple[int, ...]] = []
+    for index in range(num_pipelines // 2):
+        down = tuple((stage + index * shift) % num_stages for stage in range(num_stages))
+        result += (down, down[::-1])
+    return tuple(result)
+
+
+def _check(num_stages: int, num_pipelines: int, concatenation: str) -> None:
+    if num_stages % 2:
+        raise GeneratorError(f"num_stages is {num_stages}; chimera needs an even number of stages")
+    if num_pipelines < 2 or num_pipelines % 2 or num_stages % num_pipelines:
+        fitting = [2 * f for f in range(1, num_stages // 2 + 1) if num_stages % (2 * f) == 0]
+        raise GeneratorError(
+            f"num_pipelines is {num_pipelines}; with {num_stages} stages chimera takes 2f pipelines where f divides "
+            f"{num_stages // 2}: one of {', '.join(map(str, fitting))}"
+        )
+    if concatenation not in CONCATENATIONS:
+        raise GeneratorError(f"concatenation is {concatenation!r}; give one of {', '.join(CONCATENATIONS)}")
+
+
+class _Shape(Enum):
+    """What a unit's forwards and backwards are made of."""
+
+    PLAIN = "one micro-batch each"
+    DOUBLED = "forwards of two micro-batches, backwards of one"
+    HALVED = "forwards of one micro-batch, backwards of half of one"
+
+
+class _Unit(NamedTuple):
+    first: int
+    """Its first micro-batch."""
+    size: int
+    """Its micro-batches, over all pipelines."""
+    shape: _Shape
+
+
+def _units(num_stages: int, num_micro_batches: int, concatenation: str) -> Iterator[_Unit]:
+    """The units that N micro-batches are cut in."""
+    first = 0
+    while first < num_micro_batches:
+        left = num_micro_batches - first
+        size, shape = min(left, num_stages), _Shape.PLAIN
+        if concatenation == "doubling" and left >= 2 * num_stages:
+            size, shape = 2 * num_stages, _Shape.DOUBLED
+        elif concatenation == "halving":
+            shape = _Shape.HALVED
+        yield _Unit(first, size, shape)
+        first += size
+
+
+def _pieces(first: int, count: int, shape: _Shape) -> Iterator[tuple[int, Part, tuple[tuple[int, Part], ...]]]:
+    """The forwards of one pipeline in a unit, each with the backwards that answer it: (micro-batch, part) each."""
+    if shape is _Shape.DOUBLED:
+        for micro_batch in range(first, first + count, 2):
+            yield micro_batch, Part.PAIR, ((micro_batch, Part.WHOLE), (micro_batch + 1, Part.WHOLE))
+        return
+    for micro_batch in range(first, first + count):
+        if shape is _Shape.HALVED:
+            answers = ((micro_batch, Part.FIRST_HALF), (micro_batch, Part.SECOND_HALF))
+            yield micro_batch, Part.WHOLE, answers
+        else:
+            yield micro_batch, Part.WHOLE, ((micro_batch, Part.WHOLE),)
+
+
+def _chimera(num_stages: int, num_micro_batches: int, num_pipelines: int = 2, concatenation: str = "direct") -> Draft:
+    _check(num_stages, num_pipelines, concatenation)
+    placement = placements(num_stages, num_pipelines)
+    slotted: list[list[tuple[int, Task]]] = [[] for _ in range(num_stages)]
+    base = 0
+    for unit in _units(num_stages, num_micro_batches, concatenation):
+        each, extra = divmod(unit.size, num_pipelines)
+        first = unit.first
+        for pipeline, workers in enumerate(placement):
+            count = each + (pipeline < extra)
+            for j, (micro_batch, part, answers) in enumerate(_pieces(first, count, unit.shape)):
+                for stage, worker in enumerate(workers):
+                    row = slotted[worker]
+                    row.append((base + stage + 2 * j, forward(stage, micro_batch, pipeline, part)))
+                    slot = base + 2 * num_stages - 1 - stage + 2 * j * len(answers)
+                    for answer, (answered, answer_part) in enumerate(answers):
+                        row.append((slot + 2 * answer, backward(stage, answered, pipeline, answer_part)))
+            first += count
+        base += (2 if unit.shape is _Shape.PLAIN else 3) * num_stages
+    for row in slotted:
+        row.sort(key=_slot)
+    return Draft(
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        placement=placement,
+        workers=tuple([task for _, task in row] for row in slotted),
+        update_period=num_micro_batches,
+        delays=(0,) * num_stages,
+    )
+
+
+def _slot(entry: tuple[int, Task]) -> int:
+    return entry[0]
+
+
+CHIMERA = Family(
+    "chimera",
+    "f pipelines down and f up over the same workers; bubble (D-2f)/(2fN+D-2f) at N = D, 2f copies of weights",
+    _chimera,
+    options={
+        "num_pipelines": "2f, f down and f up; f divides D/2 (default 2)",
+        "concatenation": "for N > D: direct, doubling (forwards of two) or halving (backwards of half a micro-batch)",
+    },
+)

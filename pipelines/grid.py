@@ -1,0 +1,192 @@
+"""Schedules as text: a CSV grid with a row per worker, and the excerpt that shows where a schedule is wrong.
+
+The CSV begins with what is not in the rows, one line each; rows hold tasks (several in a cell are separated by spaces), and
+empty cells mean nothing: they are printed where a worker idles in unit times, so that columns line up as a picture::
+
+    # schedule,1f1b
+    # micro-batches,2
+    # update-period,2
+    # pipeline,0 1
+    worker 0,0F0,0F1,,0B0,,0B1 0U0
+    worker 1,,1F0,1B0,1F1,1B1 1U0,
+
+Lines for delays, widths and activation limits are there where they are not 0, 1 and unbounded everywhere.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Sequence
+
+from .schedule import Kind, Part, Schedule, ScheduleTextError, Task, parse_task
+from .simulator import execute
+from .tasktable import tabulate
+from .times import Times
+
+__all__ = ["excerpt", "from_csv", "to_csv"]
+
+_MARK = "# "
+_ROW = "worker "
+
+
+def to_csv(schedule: Schedule) -> str:
+    """The schedule as a CSV grid; :func:`from_csv` reads it back."""
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow([_MARK + "schedule", schedule.name])
+    writer.writerow([_MARK + "micro-batches", schedule.num_micro_batches])
+    writer.writerow([_MARK + "update-period", schedule.update_period])
+    for workers in schedule.placement:
+        writer.writerow([_MARK + "pipeline", _joined(workers)])
+    if any(schedule.delays):
+        writer.writerow([_MARK + "delays", _joined(schedule.delays)])
+    if any(width != 1 for width in schedule.widths):
+        writer.writerow([_MARK + "widths", _joined(schedule.widths)])
+    if schedule.activation_limits is not None:
+        writer.writerow([_MARK + "activation-limits", _joined(schedule.activation_limits)])
+    columns = _columns(schedule)
+    width = 1 + max((max(row, default=0) for row in columns), default=0)
+    for worker, (tasks, row) in enumerate(zip(schedule.workers, columns)):
+        cells = [""] * width
+        for task, column in zip(tasks, row):
+            cells[column] = f"{cells[column]} {task}" if cells[column] else str(task)
+        writer.writerow([f"{_ROW}{worker}", *cells])
+    return out.getvalue()
+
+
+def from_csv(text: str) -> Schedule:
+    """Read a schedule from its CSV grid. It is not validated.
+
+    Raises:
+        ScheduleTextError: naming the line that cannot be read, or what is missing.
+    """
+    header: dict[str, str] = {}
+    pipelines: list[tuple[int, ...]] = []
+    rows: list[tuple[Task, ...]] = []
+    for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+        if not any(cells):
+            continue
+        head = cells[0]
+        if head.startswith(_MARK):
+            key, value = head[len(_MARK) :], cells[1] if len(cells) > 1 else ""
+            if key == "pipeline":
+                pipelines.append(tuple(_whole(line, key, word) for word in value.split()))
+            elif key in _KEYS:
+                header[key] = value
+            else:
+                raise ScheduleTextError(f"line {line}: '{key}' is unknown; known are pipeline, {', '.join(_KEYS)}")
+        elif head == f"{_ROW}{len(rows)}":
+            try:
+                rows.append(tuple(parse_task(word) for cell in cells[1:] for word in cell.split()))
+            except ScheduleTextError as error:
+                raise ScheduleTextError(f"line {line}: {error}") from None
+        else:
+            raise ScheduleTextError(f"line {line} begins with '{head}'; '{_ROW}{len(rows)}' is expected")
+    return _assemble(header, pipelines, rows)
+
+
+_KEYS = ("schedule", "micro-batches", "update-period", "delays", "widths", "activation-limits")
+
+
+def _assemble(header: dict[str, str], pipelines: list[tuple[int, ...]], rows: list[tuple[Task, ...]]) -> Schedule:
+    for key in ("schedule", "micro-batches", "update-period"):
+        if key not in header:
+            raise ScheduleTextError(f"the line '{_MARK}{key},...' is missing")
+    if not pipelines or not rows:
+        raise ScheduleTextError(f"there is no line '{_MARK}pipeline,...' or no row '{_ROW}0,...'")
+    num_stages = len(pipelines[0])
+
+    def numbers(key: str, default: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(_whole(0, key, word) for word in header[key].split()) if key in header else default
+
+    limits = header.get("activation-limits")
+    try:
+        activation_limits = None if limits is None else tuple(float(word) for word in limits.split())
+    except ValueError:
+        raise ScheduleTextError(f"activation-limits are '{limits}'; numbers are expected") from None
+    return Schedule(
+        name=header["schedule"],
+        num_stages=num_stages,
+        num_micro_batches=_whole(0, "micro-batches", header["micro-batches"]),
+        placement=tuple(pipelines),
+        workers=tuple(rows),
+        update_period=_whole(0, "update-period", header["update-period"]),
+        delays=numbers("delays", (0,) * num_stages),
+        widths=numbers("widths", (1,) * len(rows)),
+        activation_limits=activation_limits,
+    )
+
+
+def _whole(line: int, key: str, text: str) -> int:
+    if not text.isdecimal():
+        where = f"line {line}: " if line else ""
+        raise ScheduleTextError(f"{where}{key} has '{text}'; whole numbers are expected")
+    return int(text)
+
+
+def _joined(values: Sequence[float]) -> str:
+    return " ".join(f"{value:g}" for value in values)
+
+
+def _columns(schedule: Schedule) -> list[list[int]]:
+    """Per worker the column of each task: its start in unit times, or its index where the schedule cannot be executed."""
+    num_stages = schedule.num_stages
+    kinds = {task.kind for tasks in schedule.workers for task in tasks}
+    parts = {task.part for tasks in schedule.workers for task in tasks}
+    split = Kind.BACKWARD_INPUT in kinds or Part.FIRST_HALF in parts
+    forward = 0.5 if Part.PAIR in parts else 1.0
+    unit = Times.of(num_stages, forward=forward, backward=2 if split else 1, recompute=1)
+    fits = all(
+        0 <= task.stage < num_stages and 0 <= task.pipeline < schedule.num_pipelines for _, _, task in schedule.tasks()
+    )
+    table = tabulate(schedule)
+    stops = table.offsets[1:].tolist()
+    try:
+        outcome = execute(schedule, table, unit) if fits else None
+    except IndexError:  # micro-batches out of range, or missing ones: nothing that could be executed
+        outcome = None
+    result: list[list[int]] = []
+    for worker, tasks in enumerate(schedule.workers):
+        if outcome is None or outcome.cursors != stops:
+            result.append(list(range(len(tasks))))
+            continue
+        row: list[int] = []
+        begin = stops[worker] - len(tasks)
+        for index, task in enumerate(tasks):
+            before = row[-1] if row else 0
+            row.append(max(before, int(outcome.starts[begin + index])) if task.kind.is_compute else before)
+        result.append(row)
+    return result
+
+
+_EXCERPT_COLUMNS = 6
+_EXCERPT_ROWS = 8
+
+
+def excerpt(schedule: Schedule, cells: Sequence[tuple[int, int]]) -> str:
+    """The neighbourhood of some tasks (worker, index in its list), the tasks themselves marked as ``>2F0<``.
+
+    Columns are indices in the lists, not times. Rows further than 8 from the first cell's are left out, and so are tasks
+    further than 6 from a marked one, or from the first marked one's index in rows without any. An index behind a worker's list
+    is shown as ``>?<``: there a task is missing.
+    """
+    focus_worker, focus_index = cells[0]
+    marked = set(cells)
+    rows = range(max(0, focus_worker - _EXCERPT_ROWS), min(schedule.num_workers, focus_worker + _EXCERPT_ROWS + 1))
+    lines = []
+    for worker in rows:
+        tasks = schedule.workers[worker]
+        centre = next((index for row, index in cells if row == worker), min(focus_index, len(tasks) - 1))
+        low, high = max(0, centre - _EXCERPT_COLUMNS), min(len(tasks), centre + _EXCERPT_COLUMNS + 1)
+        shown = [f">{tasks[i]}<" if (worker, i) in marked else f" {tasks[i]} " for i in range(low, high)]
+        if (worker, len(tasks)) in marked:
+            shown.append(">?<")
+        before, after = "... " if low else "", " ..." if high < len(tasks) else ""
+        lines.append((f"worker {worker}", low, before, shown, after))
+    width = max((len(cell) for _, _, _, shown, _ in lines for cell in shown), default=0)
+    head = max(len(name) for name, *_ in lines)
+    return "\n".join(
+        f"{name:>{head}} [{low:>4}] {before:4}{' '.join(cell.center(width) for cell in shown)}{after}".rstrip()
+        for name, low, before, shown, after in lines
+    )
