@@ -55,7 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         if os.environ.get("AUTODDL_TRACEBACK"):
             raise
-        return _fail(70, f"internal error, please report it: {type(error).__name__}: {error} (AUTODDL_TRACEBACK=1 shows more)")
+        return _fail(
+            70, f"internal error, please report it: {type(error).__name__}: {error} (AUTODDL_TRACEBACK=1 shows more)"
+        )
 
 
 def _fail(code: int, message: str) -> int:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from autoddl.costmodel.assessment import Assessment, LayerAssessment
+from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.cluster import from_document as cluster_from_document
 from autoddl.costmodel.documents import Fields, canonical_hash, load_document, write_document
@@ -126,7 +126,7 @@ def _layer_fields(layer: LayerAssessment) -> dict[str, Any]:
         "kind": layer.layer.kind,
         "strategy": [list(split) for split in layer.strategy.splits],
         **({"summa": True} if layer.strategy.summa else {}),
-        "sbp": layer.strategy.sbp(layer.layer),
+        "sbp": {name: layout and str(layout) for name, layout in layer.strategy.sbp(layer.layer).items()},
         "communication_s": layer.communication_s,
         "compute_s": layer.compute_s,
         "sent_bytes": layer.sent_bytes,
@@ -188,8 +188,6 @@ def plan_from_document(fields: Fields, where: str) -> Plan:
     if len(links) != 2:
         raise UserError(f"{where}: links should hold two levels")
     # Links that the command line replaced are not in the cluster's own document.
-    from dataclasses import replace
-
     restored = tuple(
         replace(link, latency_s=entry.number("latency_s"), bandwidth=entry.number("bandwidth", exclusive=True))
         for link, entry in zip(cluster.links, links)
@@ -202,6 +200,4 @@ def plan_from_document(fields: Fields, where: str) -> Plan:
 
 def assessment_of(plan: Plan) -> Assessment:
     """The figures of a plan, computed anew."""
-    from autoddl.costmodel.assessment import assess
-
     return assess(plan.graph, plan.cluster, plan.workload, plan.strategies)

@@ -33,6 +33,8 @@ __all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planne
 
 #: Samples per device and step where no batch is given.
 DEFAULT_BATCH_PER_DEVICE = 8
+#: The part of a device's memory that a plan may fill where no limit is given.
+USABLE_MEMORY = 0.9
 
 
 class InfeasibleError(UserError):
@@ -48,7 +50,8 @@ class Options:
         micro_batch: samples per pass over all devices; chosen where it is None.
         method: the search, one of ``autoddl.search.METHODS``.
         objective: ``step`` or ``communication``.
-        memory_limit_bytes: per device; the device's memory where it is None.
+        memory_limit_bytes: per device; 9/10 of the device's memory where it is None: the rest is left to the framework, its
+            kernels' workspaces and fragmentation.
         precision: of the cluster's device; its default where it is None.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
         recompute: always (True), never (False), or whatever is better (None).
@@ -131,7 +134,7 @@ class Planned:
         return 0.0 if self.optimal else max(0.0, (self.cost - self.lower_bound) / self.cost)
 
 
-def make_plan(graph: LayerGraph, cluster: Cluster, options: Options) -> Planned:
+def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baselines: bool = True) -> Planned:
     """The best plan that the options allow, verified against the layer graph.
 
     Raises:
@@ -140,7 +143,9 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options) -> Planned:
     """
     if options.method not in METHODS:
         raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
-    limit = cluster.device.memory_bytes if options.memory_limit_bytes is None else options.memory_limit_bytes
+    limit = options.memory_limit_bytes
+    if limit is None:
+        limit = USABLE_MEMORY * cluster.device.memory_bytes
     if not 0 < limit < math.inf:
         raise UserError(f"memory limit {limit:g} should be a finite number of more than 0 bytes")
     sweep = _Sweep(graph, cluster, options, limit)
@@ -174,7 +179,7 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options) -> Planned:
         strategies=strategies,
         assessment=assessment,
         candidates=tuple(sweep.candidates),
-        baselines=tuple(_baseline_figures(graph, cluster, options, limit)),
+        baselines=tuple(_baseline_figures(graph, cluster, options, limit)) if with_baselines else (),
         evaluations=sweep.evaluations,
         search_s=sweep.search_s,
     )
@@ -229,14 +234,14 @@ class _Sweep:
         bound = lower_bound(problem.table)
         if bound >= incumbent:
             self.search_s += time.perf_counter() - start
-            self.candidates.append(Candidate(micro_batch, recompute, "cannot be better, nor can smaller ones", math.inf, bound))
+            self.candidates.append(
+                Candidate(micro_batch, recompute, "cannot be better, nor can smaller ones", math.inf, bound)
+            )
             return False
         result = self._solve(problem)
         self.search_s += time.perf_counter() - start
         self.evaluations += result.evaluations
-        self.candidates.append(
-            Candidate(micro_batch, recompute, str(result.status), result.cost, result.lower_bound)
-        )
+        self.candidates.append(Candidate(micro_batch, recompute, str(result.status), result.cost, result.lower_bound))
         if result.status is Status.INFEASIBLE:
             self.smallest_memory = min(self.smallest_memory, result.smallest_memory_bytes or math.inf)
         elif result.cost < incumbent:
@@ -304,7 +309,6 @@ def _baseline_figures(graph: LayerGraph, cluster: Cluster, options: Options, lim
             continue
         _, member, problem = best
 
-
         assessment = assess(graph, cluster, problem.workload, member.strategies)
         yield BaselineFigures(name, None, member.mesh, problem.workload, member.strategies, assessment)
 
@@ -318,5 +322,3 @@ def _tied_problems(graph: LayerGraph, cluster: Cluster, options: Options) -> Ite
                 yield book.problem(workload.batch, micro_batch, options.objective)
             except UserError:
                 continue
-
-

@@ -34,10 +34,13 @@ def _heading(planned: Planned) -> list[str]:
     cluster, workload = planned.cluster, planned.workload
     shape = " x ".join(f"{level.size} {level.name}" for level in cluster.levels)
     kept = "activations recomputed" if workload.recompute else "no recomputation"
+    passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
+    if workload.num_micro_batches == 1:
+        passes = "one micro-batch"
     return [
         f"{planned.graph.name} on {cluster.name}: {cluster.num_devices} x {cluster.device.name} ({shape})",
         f"  {planned.graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}, {kept}",
-        f"  {workload.batch} {planned.graph.sample}s per step in {workload.num_micro_batches} micro-batches of {workload.micro_batch}",
+        f"  {workload.batch} {planned.graph.sample}s per step in {passes}",
     ]
 
 
@@ -46,14 +49,15 @@ def _layers(planned: Planned) -> list[str]:
     rows = [("layer", f"(p0,p1,p2) {levels}", "input", "weight", "output", "compute", "communication", "sent")]
     for name, members in _grouped(planned.assessment.layers):
         first = members[0]
-        sbp = first.strategy.sbp(first.layer)
+        layouts = first.strategy.sbp(first.layer)
+        sbp = {name: str(layout.without_unit_axes()) if layout else "-" for name, layout in layouts.items()}
         rows.append(
             (
                 f"{name} x {len(members)}" if len(members) > 1 else name,
                 str(first.strategy),
-                sbp["input"] or "",
-                sbp["weight"] or "-",
-                sbp["output"] or "",
+                sbp["input"],
+                sbp["weight"],
+                sbp["output"],
                 format_seconds(sum(layer.compute_s for layer in members)),
                 format_seconds(sum(layer.communication_s for layer in members)),
                 format_bytes(sum(layer.sent_bytes for layer in members)),
@@ -85,7 +89,11 @@ def _totals(planned: Planned) -> list[str]:
     peak = planned.cluster.num_devices * planned.cluster.device.peak_flops[workload.precision]
     utilisation = 3 * planned.graph.flops * rate / peak
     rows = [
-        ("step", format_seconds(assessment.step_s), f"{rate:,.1f} {planned.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s"),
+        (
+            "step",
+            format_seconds(assessment.step_s),
+            f"{rate:,.1f} {planned.graph.sample}s/s, {utilisation:.0%} of peak FLOP/s",
+        ),
         ("compute", format_seconds(assessment.compute_s), ""),
         (
             "communication",
@@ -105,7 +113,17 @@ def _totals(planned: Planned) -> list[str]:
 def _baselines(planned: Planned) -> list[str]:
     ours = planned.assessment
     rows = [("plan", "step", "", "communication", "", "memory", "")]
-    rows.append(("AutoDDL", format_seconds(ours.step_s), "", format_seconds(ours.communication_s), "", format_bytes(ours.memory_bytes), ""))
+    rows.append(
+        (
+            "AutoDDL",
+            format_seconds(ours.step_s),
+            "",
+            format_seconds(ours.communication_s),
+            "",
+            format_bytes(ours.memory_bytes),
+            "",
+        )
+    )
     why = []
     for figures in planned.baselines:
         if figures.assessment is None:

@@ -39,6 +39,8 @@ __all__ = ["Objective", "PriceBook", "Problem", "Variable", "edge_shape", "edge_
 
 #: (fixed, slope, once) of communication or of compute, one entry per option.
 Affine = tuple[np.ndarray, np.ndarray, np.ndarray]
+#: A canonical layout: (p0, s) for each network level.
+Layout = tuple[tuple[int, int], ...]
 Objective = str
 #: What a search minimises: the time of a step, or (as the paper does) of its communication alone.
 OBJECTIVES = ("step", "communication")
@@ -150,7 +152,8 @@ class PriceBook:
         self.summa = summa
         self.variables = _variables(graph, cluster, untied, summa)
         self._prices: dict[object, _Prices] = {}
-        self._edge_prices: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        #: Of a pair of layouts: the price, and what the tensor has to divide by for it to hold.
+        self._redistribution_prices: dict[tuple[Layout, Layout], tuple[tuple[float, float], tuple[int, int]]] = {}
 
     @cached_property
     def _variable_prices(self) -> tuple[_Prices, ...]:
@@ -233,7 +236,7 @@ class PriceBook:
 
     def _edges(self, variables: Sequence[Variable], workload: Workload) -> tuple[Edge, ...]:
         matrices: dict[object, np.ndarray] = {}
-        layouts: dict[int, tuple[tuple[object, ...], np.ndarray]] = {}
+        layouts: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         edges = []
         for (i, j), producers in self._variable_edges.items():
             ends = []
@@ -264,36 +267,31 @@ class PriceBook:
         return tuple(edges)
 
     def _class_costs(
-        self,
-        features: int,
-        elements: int,
-        sources: tuple[object, ...],
-        targets: tuple[object, ...],
-        workload: Workload,
+        self, features: int, elements: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
     ) -> np.ndarray:
         """Seconds per step, forward and backward, between every pair of canonical layouts; inf where there is no way."""
-        samples = workload.micro_batch
-        ranks = self.cluster.num_devices
-        key = (math.gcd(samples, ranks**2), math.gcd(features, ranks**2), sources, targets)
-        if key not in self._edge_prices:
-            fixed = np.zeros((len(sources), len(targets)))
-            per_byte = np.zeros_like(fixed)
-            for a, source in enumerate(sources):
-                for b, target in enumerate(targets):
-                    if source != target:
-                        fixed[a, b], per_byte[a, b] = self._redistribution_price(source, target, (samples, features))
-            self._edge_prices[key] = (fixed, per_byte)
-        fixed, per_byte = self._edge_prices[key]
+        shape = (workload.micro_batch, features)
+        prices = np.array([[self._redistribution_price(a, b, shape) for b in targets] for a in sources])
+        fixed, per_byte = prices[:, :, 0], prices[:, :, 1]
         # The backward pass mirrors the forward pass.
         return 2 * (workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte)
 
-    def _redistribution_price(self, source: object, target: object, shape: tuple[int, int]) -> tuple[float, float]:
+    def _redistribution_price(self, source: Layout, target: Layout, shape: tuple[int, int]) -> tuple[float, float]:
+        """(seconds, seconds per byte of the tensor), forward."""
+        if source == target:
+            return 0.0, 0.0
+        known = self._redistribution_prices.get((source, target))
+        if known is not None and all(length % parts == 0 for length, parts in zip(shape, known[1])):
+            return known[0]
         try:
-            route = redistribute(canonical(source), canonical(target), shape)  # type: ignore[arg-type]
+            route = redistribute(canonical(source), canonical(target), shape)
         except UserError:
             return math.inf, math.inf
-        fixed = sum(self.cluster.time(step) for step in steps(route, 0.0))
-        return fixed, sum(self.cluster.time(step) for step in steps(route, 1.0)) - fixed
+        fixed = communication_time(self.cluster, steps(route, 0.0))
+        price = (fixed, communication_time(self.cluster, steps(route, 1.0)) - fixed)
+        parts = [math.lcm(*(math.prod(part.digits[dim]) for part in route)) for dim in range(len(shape))]
+        self._redistribution_prices.setdefault((source, target), (price, (parts[0], parts[1])))
+        return price
 
 
 def no_strategy(layer: Layer, cluster: Cluster, why: str) -> UserError:
@@ -358,9 +356,9 @@ def _common_options(
     return tuple(options)
 
 
-def _layouts(options: Sequence[Strategy]) -> tuple[tuple[object, ...], np.ndarray]:
+def _layouts(options: Sequence[Strategy]) -> tuple[tuple[Layout, ...], np.ndarray]:
     """The distinct canonical layouts of the options, and which of them each option has."""
-    index: dict[object, int] = {}
+    index: dict[Layout, int] = {}
     for strategy in options:
         index.setdefault(strategy.rows_and_features, len(index))
     return tuple(index), np.array([index[strategy.rows_and_features] for strategy in options])

@@ -102,15 +102,23 @@ def redistribute(source: Distribution, target: Distribution, shape: Sequence[int
         )
     source.local_shape(shape)
     target.local_shape(shape)
-    # What matters of a dimension is how it divides into digits that ranks can own.
+    source, target = source.without_unit_axes(), target.without_unit_axes()
+    # What matters of a dimension is how it divides into digits that ranks can own.  Most tensors divide as often as is asked for,
+    # so the route of one that always divides serves them all.
     ranks = source.num_ranks
-    key = tuple(gcd(length, ranks * ranks) for length in shape)
-    route = _route(source.without_unit_axes(), target.without_unit_axes(), key)
+    route = _route(source, target, (ranks * ranks,) * len(shape))
+    if route is None or not divides(route, shape):
+        route = _route(source, target, tuple(gcd(length, ranks * ranks) for length in shape))
     if route is None:
         raise UserError(
             f"shape {tuple(shape)} cannot be brought from {source} to {target} without dividing a dimension unevenly"
         )
     return route
+
+
+def divides(route: Sequence[Redistribution], shape: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` divides into the digits of the route."""
+    return all(length % prod(sizes) == 0 for part in route for length, sizes in zip(shape, part.digits))
 
 
 def steps(route: Sequence[Redistribution], nbytes: float) -> tuple[Step, ...]:

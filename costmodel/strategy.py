@@ -82,8 +82,8 @@ class Strategy:
         """The mesh axes of p0 (0), p1 (1) or p2 (2), one per level where it is longer than 1, outermost first."""
         return _axes(self.splits, embedding)[which]
 
-    def sbp(self, layer: Layer) -> dict[str, str | None]:
-        """The layouts of input, weight and output in SBP notation, axes in the order (p0, p1, p2)."""
+    def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
+        """The layouts of input, weight and output, axes in the order (p0, p1, p2); no weight, no layout."""
         if layer.kind in ("linear", "embedding") and not self.summa:
             input_states: tuple[SBPState, ...] = (Split(0), Broadcast(), Split(1))
             if layer.kind == "embedding":
@@ -122,8 +122,8 @@ class Strategy:
             return attributes["vocabulary"] % s == 0
         return layer.features % s == 0
 
-    def _on_mesh(self, states: Sequence[SBPState]) -> str:
-        return str(Distribution.on_mesh([list(zip(split, states)) for split in self.splits]))
+    def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
+        return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
 
 
 @cache

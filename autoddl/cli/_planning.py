@@ -22,8 +22,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="a name (gpt3-13b, bert-large, vgg13), sizes (gpt:24x1024, mlp:4096,1024,10), a HuggingFace config.json, a saved graph, "
-        "or FILE.py:FUNCTION",
+        help="a name (gpt3-13b, bert-large, vgg13), sizes (gpt:24x1024, mlp:4096,1024,10), a HuggingFace config.json, "
+        "a saved graph, or FILE.py:FUNCTION",
     )
     parser.add_argument("--heads", type=int, help="attention heads of a built-in transformer")
     parser.add_argument("--sequence", type=int, help="its sequence length")
@@ -37,17 +37,25 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--cluster", required=True, metavar="C", help=f"a file, or one of {', '.join(preset_names())}")
     group.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
     group.add_argument("--devices-per-node", type=int, metavar="G", help="devices in each node")
-    group.add_argument("--latency", metavar="A", help="latency of every link, such as 2us (a bare number is in seconds)")
-    group.add_argument("--bandwidth", metavar="X", help="bandwidth per device, such as 10GB/s (a bare number is in bytes/s)")
+    group.add_argument(
+        "--latency", metavar="A", help="latency of every link, such as 2us (a bare number is in seconds)"
+    )
+    group.add_argument(
+        "--bandwidth", metavar="X", help="bandwidth per device, such as 10GB/s (a bare number is in bytes/s)"
+    )
     group = parser.add_argument_group("training")
     group.add_argument("--batch", type=int, metavar="B", help="samples per step over all devices (8 per device)")
     group.add_argument("--micro-batch", type=int, metavar="b", help="samples per pass over all devices (chosen)")
     group.add_argument("--precision", choices=tuple(PRECISIONS), help="of training (the device's usual one)")
     group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="(%(default)s)")
-    group.add_argument("--recompute", choices=("auto", "always", "never"), default="auto", help="of activations (%(default)s)")
-    group.add_argument("--memory-limit", type=float, metavar="GIB", help="per device (the device's memory)")
+    group.add_argument(
+        "--recompute", choices=("auto", "always", "never"), default="auto", help="of activations (%(default)s)"
+    )
+    group.add_argument("--memory-limit", type=float, metavar="GIB", help="per device (9/10 of the device's memory)")
     group = parser.add_argument_group("search")
-    group.add_argument("--communication-only", action="store_true", help="minimise communication time alone, as the paper does")
+    group.add_argument(
+        "--communication-only", action="store_true", help="minimise communication time alone, as the paper does"
+    )
     group.add_argument("--untied", action="store_true", help="a choice of its own for every repetition of a block")
     group.add_argument("--summa", action="store_true", help="offer Summa meshes to linear layers too")
     group.add_argument("--seed", type=int, default=0, help="of the random methods (%(default)s)")

@@ -12,7 +12,9 @@ __all__ = ["add_parser", "run"]
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command."""
-    parser = subparsers.add_parser("plan", help="find the best SBP strategy for every layer, with a proof", description=__doc__)
+    parser = subparsers.add_parser(
+        "plan", help="find the best SBP strategy for every layer, with a proof", description=__doc__
+    )
     add_planning_arguments(parser)
     add_method(parser)
     parser.add_argument("-o", "--output", metavar="PLAN.json", help="write the plan")

@@ -1,0 +1,117 @@
+"""``autoddl compare``: baselines and search methods side by side."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from autoddl.cli._planning import add_planning_arguments, cluster_of, model_of, options_of
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.search import METHODS
+
+__all__ = ["add_parser", "run"]
+
+#: Larger spaces are not enumerated unless they are asked for by name.
+LARGEST_ENUMERATION = 10**9
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser("compare", help="baselines and search methods side by side", description=__doc__)
+    add_planning_arguments(parser)
+    parser.add_argument(
+        "--methods",
+        default=None,
+        metavar="M,...",
+        help=f"of {', '.join(METHODS)} (all; exhaustive only where the space is at most {LARGEST_ENUMERATION:.0e})",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan with every method, print one table."""
+    from autoddl.planner import make_plan
+    from autoddl.tables import aligned
+
+    methods = arguments.methods.split(",") if arguments.methods else list(METHODS)
+    for method in methods:
+        if method not in METHODS:
+            raise UserError(f"--methods names {method!r}, should name some of {', '.join(METHODS)}")
+    graph, cluster = model_of(arguments), cluster_of(arguments)
+    exact = make_plan(graph, cluster, options_of(arguments, "exact"))
+    rows: list[dict[str, Any]] = []
+    for method in methods:
+        if method == "exhaustive" and not arguments.methods and exact.result.space_size > LARGEST_ENUMERATION:
+            rows.append(
+                {"name": method, "infeasible": f"{exact.result.space_size:.1e} assignments are too many to enumerate"}
+            )
+            continue
+        planned = (
+            exact
+            if method == "exact"
+            else make_plan(graph, cluster, options_of(arguments, method), with_baselines=False)
+        )
+        rows.append(
+            {
+                "name": method,
+                "step_s": planned.assessment.step_s,
+                "communication_s": planned.assessment.communication_s,
+                "memory_bytes": planned.assessment.memory_bytes,
+                "gap": planned.gap,
+                "optimal": planned.optimal,
+                "evaluations": planned.evaluations,
+                "search_s": planned.search_s,
+            }
+        )
+    for figures in exact.baselines:
+        if figures.assessment is None:
+            rows.append({"name": figures.name, "infeasible": figures.infeasible})
+        else:
+            assessment = figures.assessment
+            rows.append(
+                {
+                    "name": figures.name,
+                    "step_s": assessment.step_s,
+                    "communication_s": assessment.communication_s,
+                    "memory_bytes": assessment.memory_bytes,
+                    "mesh": figures.mesh,
+                }
+            )
+    document = {
+        "format": "autoddl-comparison",
+        "version": 1,
+        "model": graph.name,
+        "objective": exact.options.objective,
+        "lower_bound_s": exact.lower_bound,
+        "rows": rows,
+    }
+    if arguments.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+        return 0
+    print(
+        f"{graph.name} on {cluster.name}, {cluster.num_devices} devices; lower bound {format_seconds(exact.lower_bound)}"
+    )
+    table = [("plan", "step", "communication", "memory", "to the best", "evaluations", "search", "")]
+    best = exact.cost
+    field = "communication_s" if exact.options.objective == "communication" else "step_s"
+    for row in rows:
+        if "infeasible" in row:
+            continue
+        table.append(
+            (
+                row["name"],
+                format_seconds(row["step_s"]),
+                format_seconds(row["communication_s"]),
+                format_bytes(row["memory_bytes"]),
+                f"{row[field] / best:.4g}x" if best else "",
+                f"{row['evaluations']:,}" if "evaluations" in row else "",
+                format_seconds(row["search_s"]) if "search_s" in row else "",
+                "proven optimal" if row.get("optimal") else row.get("mesh", f"gap {row.get('gap', 0):.2%}"),
+            )
+        )
+    print("\n".join(aligned(table, right=(1, 2, 3, 4, 5, 6))))
+    for row in rows:
+        if "infeasible" in row:
+            print(f"  {row['name']}: {row['infeasible']}")
+    return 0
