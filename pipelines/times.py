@@ -53,7 +53,7 @@ class Times:
         for name in ("forward", "backward", "backward_input", "recompute", "all_reduce", "update"):
             _check(name, getattr(self, name), num_stages, "stages")
         for name in ("transfer_forward", "transfer_backward"):
-            _check(name, getattr(self, name), max(0, num_stages - 1), "boundaries")
+            _check(name, getattr(self, name), max(0, num_stages - 1), "boundaries between stages")
         _check("transfer_latency", (self.transfer_latency,), 1, "values")
         for stage, (whole, part) in enumerate(zip(self.backward, self.backward_input)):
             if part > whole:
@@ -88,20 +88,28 @@ class Times:
         ``backward_input`` defaults to half of the backward, ``recompute`` to the forward, ``transfer_backward`` to
         ``transfer``.
         """
-        forwards = _spread(forward, num_stages)
-        backwards = _spread(backward, num_stages)
-        transfers = _spread(transfer, num_stages - 1)
+
+        def stages(name: str, value: PerStage) -> tuple[float, ...]:
+            return _spread(name, value, num_stages, "stages")
+
+        def boundaries(name: str, value: PerStage) -> tuple[float, ...]:
+            return _spread(name, value, max(0, num_stages - 1), "boundaries between stages")
+
+        forwards, backwards = stages("forward", forward), stages("backward", backward)
+        transfers = boundaries("transfer", transfer)
         return cls(
             forward=forwards,
             backward=backwards,
             backward_input=tuple(b / 2 for b in backwards)
             if backward_input is None
-            else _spread(backward_input, num_stages),
-            recompute=forwards if recompute is None else _spread(recompute, num_stages),
-            all_reduce=_spread(all_reduce, num_stages),
-            update=_spread(update, num_stages),
+            else stages("backward_input", backward_input),
+            recompute=forwards if recompute is None else stages("recompute", recompute),
+            all_reduce=stages("all_reduce", all_reduce),
+            update=stages("update", update),
             transfer_forward=transfers,
-            transfer_backward=transfers if transfer_backward is None else _spread(transfer_backward, num_stages - 1),
+            transfer_backward=transfers
+            if transfer_backward is None
+            else boundaries("transfer_backward", transfer_backward),
             transfer_latency=float(transfer_latency),
             overlap_transfers=overlap_transfers,
             all_reduce_overlaps_compute=all_reduce_overlaps_compute,
@@ -122,7 +130,8 @@ def replicate(times: Times, widths: Sequence[int], *, split: PerStage = 0.0, con
     num_stages = times.num_stages
     if len(widths) != num_stages or any(width < 1 for width in widths):
         raise TimesError(f"widths are {tuple(widths)}; give {num_stages} numbers of at least 1, one per stage")
-    splits, concats = _spread(split, num_stages - 1), _spread(concat, num_stages - 1)
+    splits = _spread("split", split, max(0, num_stages - 1), "boundaries between stages")
+    concats = _spread("concat", concat, max(0, num_stages - 1), "boundaries between stages")
 
     def over_boundary(boundary: int, sender: int, receiver: int, transfer: float) -> float:
         extra = 0.0
@@ -145,15 +154,17 @@ def replicate(times: Times, widths: Sequence[int], *, split: PerStage = 0.0, con
     )
 
 
-def _spread(value: PerStage, count: int) -> tuple[float, ...]:
+def _spread(name: str, value: PerStage, count: int, things: str) -> tuple[float, ...]:
     if isinstance(value, (int, float)):
-        return (float(value),) * max(0, count)
-    return tuple(float(v) for v in value)
+        return (float(value),) * count
+    values = tuple(float(v) for v in value)
+    _check(name, values, count, things)
+    return values
 
 
 def _check(name: str, values: Sequence[float], count: int, things: str) -> None:
     if len(values) != count:
-        raise TimesError(f"{name} has {len(values)} entries; give {count}, one per each of the {things}")
+        raise TimesError(f"{name} has {len(values)} entries; give {count}, the number of {things}")
     for index, value in enumerate(values):
         if not (math.isfinite(value) and value >= 0):
             raise TimesError(f"{name}[{index}] is {value}; times are finite and not negative")

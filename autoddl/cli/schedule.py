@@ -1,0 +1,243 @@
+"""``autoddl schedule``: generate, validate, simulate and draw a pipeline schedule."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+from autoddl.costmodel.documents import write_atomically
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["add_parser", "run"]
+
+_FORMATS = ("text", "svg", "trace", "json", "csv")
+_OPTIONS = ("num_pipelines", "concatenation", "policy", "max_in_flight", "warm_up", "groups")
+"""Arguments that are handed to the family as they are, where given."""
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "schedule", help="generate, validate, simulate and draw a pipeline schedule", description=__doc__
+    )
+    parser.add_argument("name", metavar="NAME", help="a family of schedules, 'list' for a line on each, or a FILE.csv")
+    parser.add_argument("--stages", type=int, metavar="D", help="depth of the pipeline: its number of workers")
+    parser.add_argument(
+        "--micro-batches", type=int, metavar="N", help="per worker and iteration (asynchronous: per weight update)"
+    )
+    shape = parser.add_argument_group("shape (each for the families that 'schedule list --json' names it for)")
+    shape.add_argument("--pipelines", dest="num_pipelines", type=int, metavar="2f", help="of chimera (default 2)")
+    shape.add_argument("--concatenation", metavar="HOW", help="of chimera: direct, doubling or halving")
+    shape.add_argument("--policy", metavar="P", help="of 1f1b: A or B; of zero-bubble: H1 or H2")
+    shape.add_argument("--max-in-flight", type=int, metavar="L", help="of 1f1b: micro-batches that fit in memory")
+    shape.add_argument("--warm-up", type=_whole_numbers, metavar="K,...", help="of 1f1b: warm-up forwards per stage")
+    shape.add_argument(
+        "--groups", type=int, metavar="G", help="stages per worker, of grouped and interleaved schedules"
+    )
+    shape.add_argument("--iterations", type=int, metavar="I", help="1 by default; 4 for asynchronous schedules")
+    shape.add_argument("--width", type=_whole_numbers, metavar="W", help="devices per worker: a number, or W,...")
+    shape.add_argument("--recompute", action="store_true", help="recompute activations before each backward")
+    shape.add_argument("--all-reduce", metavar="WHEN", help="none, eager or eager-sync-opt (default)")
+    shape.add_argument("--activation-limit", type=float, metavar="A", help="micro-batches of activations per worker")
+    times = parser.add_argument_group("times, in any one unit: a number, or one per stage (boundary) as T,...")
+    times.add_argument("--forward", type=_numbers, default=1.0, metavar="F", help="of a micro-batch at a stage (1)")
+    times.add_argument("--backward", type=_numbers, default=1.0, metavar="B", help="input and weight part together (1)")
+    times.add_argument("--backward-input", type=_numbers, metavar="I", help="of the input part (half of B)")
+    times.add_argument("--recompute-time", type=_numbers, metavar="R", help="(F)")
+    times.add_argument("--transfer", type=_numbers, default=0.0, metavar="C", help="over a boundary (0)")
+    times.add_argument("--transfer-latency", type=float, default=0.0, metavar="C0", help="of every transfer (0)")
+    times.add_argument("--blocking-transfers", action="store_true", help="workers send before they go on")
+    times.add_argument("--all-reduce-time", type=_numbers, default=0.0, metavar="A", help="of a stage's gradients (0)")
+    times.add_argument("--free-regions", action="store_true", help="all-reduces progress only where a worker idles")
+    times.add_argument("--update-time", type=_numbers, default=0.0, metavar="U", help="of a stage's weights (0)")
+    parser.add_argument("--format", choices=_FORMATS, default="text")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to stdout")
+    parser.add_argument("--json", action="store_true", help="the same as --format json")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print or write what was asked for; an invalid schedule's grid goes to stderr."""
+    from autoddl.pipelines.validate import InvalidScheduleError
+
+    form = "json" if arguments.json else arguments.format
+    if arguments.name == "list":
+        text = _listing(as_json=form == "json")
+    else:
+        try:
+            text = _render(arguments, form)
+        except InvalidScheduleError as error:
+            print(str(error).partition("\n")[2], file=sys.stderr)
+            raise UserError(error.reason) from None
+    if arguments.output:
+        write_atomically(arguments.output, text)
+    else:
+        sys.stdout.write(text)
+    return 0
+
+
+def _render(arguments: argparse.Namespace, form: str) -> str:
+    from autoddl.pipelines import draw, grid
+    from autoddl.pipelines.simulator import simulate
+
+    schedule = _schedule(arguments)
+    if form == "csv":
+        return grid.to_csv(schedule)
+    timeline = simulate(schedule, _times(arguments, schedule.num_stages))
+    if form == "svg":
+        return draw.to_svg(timeline)
+    if form == "trace":
+        return draw.to_trace(timeline)
+    facts = _facts(timeline)
+    if form == "json":
+        return json.dumps(facts, indent=1) + "\n"
+    return f"{draw.to_text(timeline)}\n\n{_summary(facts)}\n"
+
+
+def _schedule(arguments: argparse.Namespace) -> Any:
+    from autoddl.pipelines.generators import generate
+    from autoddl.pipelines.grid import from_csv
+    from autoddl.pipelines.validate import validate
+
+    if arguments.name.endswith(".csv"):
+        try:
+            with open(arguments.name, encoding="utf-8") as file:
+                text = file.read()
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+            raise UserError(f"schedule {arguments.name} cannot be read: {reason}") from None
+        schedule = from_csv(text)
+        validate(schedule)
+        return schedule
+    for option in ("stages", "micro_batches"):
+        if getattr(arguments, option) is None:
+            raise UserError(f"--{option.replace('_', '-')} is missing; give a whole number of at least 1")
+    options = {name: getattr(arguments, name) for name in _OPTIONS}
+    if arguments.all_reduce is not None:
+        options["all_reduce"] = arguments.all_reduce
+    if arguments.width is not None:
+        options["width"] = arguments.width[0] if len(arguments.width) == 1 else arguments.width
+    return generate(
+        arguments.name,
+        num_stages=arguments.stages,
+        num_micro_batches=arguments.micro_batches,
+        iterations=arguments.iterations,
+        recompute=arguments.recompute,
+        activation_limit=arguments.activation_limit,
+        **options,
+    )
+
+
+def _times(arguments: argparse.Namespace, num_stages: int) -> Any:
+    from autoddl.pipelines.times import Times
+
+    return Times.of(
+        num_stages,
+        forward=arguments.forward,
+        backward=arguments.backward,
+        backward_input=arguments.backward_input,
+        recompute=arguments.recompute_time,
+        all_reduce=arguments.all_reduce_time,
+        update=arguments.update_time,
+        transfer=arguments.transfer,
+        transfer_latency=arguments.transfer_latency,
+        overlap_transfers=not arguments.blocking_transfers,
+        all_reduce_overlaps_compute=not arguments.free_regions,
+    )
+
+
+def _facts(timeline: Any) -> dict[str, Any]:
+    """The JSON document: the schedule and what the simulation shows."""
+    from autoddl.pipelines import memory
+    from autoddl.pipelines.communication import boundary_crossings
+    from autoddl.pipelines.critical import critical_path
+    from autoddl.pipelines.timeline import steady_state
+
+    schedule = timeline.schedule
+    path = critical_path(timeline)
+    facts: dict[str, Any] = {
+        "format": "autoddl-schedule",
+        "version": 1,
+        "name": schedule.name,
+        "num_stages": schedule.num_stages,
+        "num_micro_batches": schedule.num_micro_batches,
+        "placement": [list(workers) for workers in schedule.placement],
+        "widths": list(schedule.widths),
+        "update_period": schedule.update_period,
+        "delays": list(schedule.delays),
+        "synchronous": schedule.is_synchronous,
+        "valid": True,  # whatever gets here has passed the validator
+        "makespan": timeline.makespan,
+        "bubble_ratio": timeline.bubble_ratio,
+        "bubble_ratios": list(timeline.bubble_ratios),
+        "critical_path": {
+            "forward": path.forward,
+            "backward": path.backward,
+            "tasks": [str(task) for task in path.tasks],
+        },
+        "peak_activations": list(memory.peak_activations(schedule)),
+        "stashed_inputs": list(memory.peak_stashed_inputs(schedule)),
+        "weight_versions": list(memory.peak_weight_versions(schedule)),
+        "weight_copies": list(memory.peak_weight_copies(schedule)),
+        "boundary_crossings": [sum(both) for both in boundary_crossings(schedule)],
+    }
+    if not schedule.is_synchronous and schedule.num_updates >= 3:
+        settled = steady_state(timeline)
+        facts["steady_state"] = {"period": settled.period, "bubble_ratio": settled.bubble_ratio}
+    facts["workers"] = [[str(task) for task in tasks] for tasks in schedule.workers]
+    facts["starts"] = [starts.tolist() for starts in timeline.starts]
+    facts["ends"] = [ends.tolist() for ends in timeline.ends]
+    return facts
+
+
+def _summary(facts: dict[str, Any]) -> str:
+    path = facts["critical_path"]
+    lines = [
+        f"makespan           {facts['makespan']:.6g}",
+        f"bubble ratio       {facts['bubble_ratio']:.4f}",
+        f"critical path      {path['forward']} forwards, {path['backward']} backwards",
+        f"peak activations   {' '.join(f'{peak:g}' for peak in facts['peak_activations'])} (micro-batches, per worker)",
+        f"weight versions    {' '.join(map(str, facts['weight_versions']))} (per worker)",
+        f"weight copies      {' '.join(map(str, facts['weight_copies']))} (versions over all stages of a worker)",
+    ]
+    if "steady_state" in facts:
+        settled = facts["steady_state"]
+        lines.append(
+            f"steady state       {settled['period']:.6g} per update, bubble ratio {settled['bubble_ratio']:.4f}"
+        )
+    return "\n".join(lines)
+
+
+def _listing(as_json: bool) -> str:
+    from autoddl.pipelines.generators import families
+
+    if as_json:
+        listed = [
+            {
+                "name": family.name,
+                "summary": family.summary,
+                "synchronous": family.synchronous,
+                "options": dict(family.options),
+            }
+            for family in families()
+        ]
+        return json.dumps({"format": "autoddl-schedule-families", "version": 1, "families": listed}, indent=1) + "\n"
+    width = max(len(family.name) for family in families())
+    return "".join(f"{family.name:<{width}}  {family.summary}\n" for family in families())
+
+
+def _numbers(text: str) -> Any:
+    """A number, or a list of them."""
+    try:
+        values = [float(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor numbers separated by commas") from None
+    return values[0] if len(values) == 1 else values
+
+
+def _whole_numbers(text: str) -> list[int]:
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is not whole numbers separated by commas") from None

@@ -1,0 +1,227 @@
+"""Drawings of a timeline, predicted or measured: a text grid, an SVG picture, a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+from xml.sax.saxutils import escape
+
+import numpy as np
+
+from .schedule import Kind, Schedule, Task
+from .timeline import Timeline
+
+__all__ = ["to_svg", "to_text", "to_trace"]
+
+MICROSECONDS = 1e6
+
+
+class _Bar(NamedTuple):
+    worker: int
+    task: Task
+    start: float
+    end: float
+
+
+def _bars(timeline: Timeline) -> Iterator[_Bar]:
+    for worker, tasks in enumerate(timeline.schedule.workers):
+        starts, ends = timeline.starts[worker].tolist(), timeline.ends[worker].tolist()
+        for task, start, end in zip(tasks, starts, ends):
+            yield _Bar(worker, task, start, end)
+
+
+def _label(schedule: Schedule, task: Task, several: bool) -> str:
+    """The task's text without what its row and its micro-batch tell already: the pipeline, and a single stage."""
+    text = str(task).rpartition(":")[2]
+    return text if several or not task.kind.is_compute else text.lstrip("0123456789")
+
+
+def _has_several_stages(schedule: Schedule) -> bool:
+    """Whether some worker holds several stages of one pipeline."""
+    return any(len(set(workers)) < len(workers) for workers in schedule.placement)
+
+
+def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> str:
+    """A row per worker, a column per tick: a task's label where it begins, ``=`` while it goes on, ``.`` where nothing runs.
+
+    A label is ``F3``, ``B3``, ... (kind and micro-batch), with the stage before it where a worker has several of one pipeline.
+    All-reduces that take time have a row of their own, below that of their worker.
+
+    Args:
+        tick: time per column; by default that of the shortest task, or as much as ``max_columns`` needs.
+    """
+    schedule = timeline.schedule
+    makespan = timeline.makespan
+    bars = [bar for bar in _bars(timeline) if bar.end > bar.start]
+    if not bars:
+        return "\n".join(f"worker {worker}" for worker in range(schedule.num_workers))
+    if tick is None:
+        shortest = min((bar.end - bar.start for bar in bars if bar.task.kind.is_compute), default=makespan)
+        tick = max(shortest, makespan / max_columns)
+    columns = max(1, math.ceil(makespan / tick - 1e-9))
+    several = _has_several_stages(schedule)
+    compute = [["."] * columns for _ in schedule.workers]
+    reduces = [[""] * columns for _ in schedule.workers]
+    for bar in bars:
+        row = (reduces if bar.task.kind is Kind.ALL_REDUCE else compute)[bar.worker]
+        # A column belongs to what runs in its middle.
+        first = math.ceil(bar.start / tick - 0.5 - 1e-9)
+        last = math.ceil(bar.end / tick - 0.5 - 1e-9)
+        for column in range(max(0, first), min(last, columns)):
+            row[column] = _label(schedule, bar.task, several) if column == first else "="
+    width = max(len(cell) for rows in (compute, reduces) for row in rows for cell in row)
+    lines = []
+    head = len(f"worker {schedule.num_workers - 1}")
+    for worker, row in enumerate(compute):
+        cells = [cell * width if cell == "=" else cell.center(width) for cell in row]
+        lines.append(f"{f'worker {worker}':>{head}}  {' '.join(cells)}".rstrip())
+        if any(reduces[worker]):
+            cells = [cell * width if cell == "=" else cell.center(width) for cell in reduces[worker]]
+            lines.append(f"{'reduce':>{head}}  {' '.join(cells)}".rstrip())
+    return "\n".join(lines)
+
+
+ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, BOTTOM = 26, 20, 78, 46, 26
+FONT = 11
+CHARACTER = 6.6
+"""Width of a character at this font size, in pixels."""
+MAX_WIDTH = 16_000
+
+_FORWARDS = ("#f6c344", "#8fc1e3", "#f2a07b", "#9ed39a", "#d5b3e5", "#f3d9a4", "#a9d8d1", "#e8a7b8")
+"""Fill colours of the forwards, by pipeline."""
+_FILLS = {
+    Kind.RECOMPUTE: "#d9d9d9",
+    Kind.ALL_REDUCE: "#555555",
+    Kind.UPDATE: "#c0392b",
+}
+_DARKER = {Kind.BACKWARD: 0.72, Kind.BACKWARD_INPUT: 0.72, Kind.BACKWARD_WEIGHT: 0.56}
+
+
+def _fill(task: Task) -> str:
+    base = _FILLS.get(task.kind, _FORWARDS[task.pipeline % len(_FORWARDS)])
+    factor = _DARKER.get(task.kind, 1.0)
+    channels = (int(base[i : i + 2], 16) for i in (1, 3, 5))
+    return "#" + "".join(f"{round(channel * factor):02x}" for channel in channels)
+
+
+def to_svg(timeline: Timeline, title: str | None = None) -> str:
+    """A picture: a row per worker, forwards bright and backwards dark, a colour per pipeline; all-reduces as thin bars.
+
+    It is as wide as the labels need, up to 16,000 pixels; where a label does not fit it is left out, and every bar tells its
+    task and its times when pointed at.
+    """
+    schedule = timeline.schedule
+    makespan = timeline.makespan or 1.0
+    several = _has_several_stages(schedule)
+    bars = list(_bars(timeline))
+    needed = [
+        (len(_label(schedule, bar.task, several)) + 1) * CHARACTER / (bar.end - bar.start)
+        for bar in bars
+        if bar.task.kind.is_compute and bar.end > bar.start
+    ]
+    # The scale at which 90 % of the labels fit: a few very short tasks must not stretch everything.
+    scale = float(np.quantile(needed, 0.9)) if needed else 1.0
+    scale = min(max(scale, 480 / makespan), MAX_WIDTH / makespan)
+    width, height = LEFT + makespan * scale + 20, TOP + ROW_HEIGHT * schedule.num_workers + BOTTOM
+    title = title or f"{schedule.name}: {schedule.num_stages} stages, {schedule.num_micro_batches} micro-batches"
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="{FONT}">',
+        f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>',
+        f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
+        f'<text x="8" y="36" fill="#666">makespan {makespan:.6g}, bubbles {timeline.bubble_ratio:.1%}; '
+        "bright: forward, dark: backward; a colour per pipeline; thin: all-reduce, update</text>"',
+    ]
+    for worker in range(schedule.num_workers):
+        y = TOP + ROW_HEIGHT * worker
+        parts.append(f'<text x="8" y="{y + 14}">worker {worker}</text>')
+        parts.append(
+            f'<rect x="{LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{BAR_HEIGHT}" fill="#f4f4f4"/>'
+        )
+    for bar in bars:
+        parts.append(_svg_bar(schedule, bar, scale, several))
+    parts += _svg_axis(makespan, scale, TOP + ROW_HEIGHT * schedule.num_workers)
+    parts.append("</svg>")
+    return "\n".join(parts) + "\n"
+
+
+def _svg_bar(schedule: Schedule, bar: _Bar, scale: float, several: bool) -> str:
+    x, y = LEFT + bar.start * scale, TOP + ROW_HEIGHT * bar.worker
+    width = (bar.end - bar.start) * scale
+    top, thickness = y, BAR_HEIGHT
+    if not bar.task.kind.is_compute:
+        top, thickness, width = y + BAR_HEIGHT, 3, max(width, 1.5)
+    label = _label(schedule, bar.task, several)
+    tip = escape(f"{bar.task} on worker {bar.worker}: {bar.start:.6g} to {bar.end:.6g}")
+    text = ""
+    if bar.task.kind.is_compute and len(label) * CHARACTER <= width:
+        text = f'<text x="{x + width / 2:.2f}" y="{y + 14}" text-anchor="middle">{label}</text>'
+    return (
+        f'<g><title>{tip}</title><rect x="{x:.2f}" y="{top}" width="{width:.2f}" height="{thickness}" '
+        f'fill="{_fill(bar.task)}" stroke="white" stroke-width="0.6"/>{text}</g>'
+    )
+
+
+def _svg_axis(makespan: float, scale: float, y: int) -> list[str]:
+    """Ticks at a round distance of at least 60 pixels."""
+    step = 10 ** math.ceil(math.log10(60 / scale))
+    for finer in (0.2, 0.5):
+        if step * finer * scale >= 60:
+            step *= finer
+            break
+    return [
+        f'<text x="{LEFT + i * step * scale:.1f}" y="{y + 16}" fill="#666" text-anchor="middle">{i * step:.6g}</text>'
+        for i in range(int(makespan / step + 1e-9) + 1)
+    ]
+
+
+def to_trace(timeline: Timeline) -> str:
+    """JSON for chrome://tracing and Perfetto: a thread per worker, one per worker's all-reduces, one per link used.
+
+    The timeline's unit is taken for seconds.
+    """
+    schedule = timeline.schedule
+    events: list[dict[str, object]] = []
+    threads: dict[str, int] = {}
+
+    def thread(name: str) -> int:
+        if name not in threads:
+            threads[name] = len(threads)
+        return threads[name]
+
+    def add(name: str, category: str, row: str, start: float, end: float, arguments: dict[str, object]) -> None:
+        events.append(
+            {
+                "name": name,
+                "cat": category,
+                "ph": "X",
+                "ts": start * MICROSECONDS,
+                "dur": (end - start) * MICROSECONDS,
+                "pid": 0,
+                "tid": thread(row),
+                "args": arguments,
+            }
+        )
+
+    for worker in range(schedule.num_workers):
+        thread(f"worker {worker}")
+    for bar in _bars(timeline):
+        task = bar.task
+        row = f"worker {bar.worker}" + (" all-reduce" if task.kind is Kind.ALL_REDUCE else "")
+        arguments: dict[str, object] = {"pipeline": task.pipeline, "stage": task.stage}
+        arguments["micro_batch" if task.kind.is_compute else "update"] = task.micro_batch
+        add(str(task), task.kind.name.lower(), row, bar.start, bar.end, arguments)
+    if timeline.departures is not None and timeline.arrivals is not None:
+        for worker, tasks in enumerate(schedule.workers):
+            for task, departure, arrival in zip(
+                tasks, timeline.departures[worker].tolist(), timeline.arrivals[worker].tolist()
+            ):
+                destination = schedule.destination_of(task)
+                if destination is not None and arrival > departure:
+                    add(str(task), "transfer", f"link {worker} to {destination}", departure, arrival, {})
+    for name, number in threads.items():
+        events.append({"name": "thread_name", "ph": "M", "pid": 0, "tid": number, "args": {"name": name}})
+        events.append({"name": "thread_sort_index", "ph": "M", "pid": 0, "tid": number, "args": {"sort_index": number}})
+    return json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}) + "\n"
