@@ -18,7 +18,7 @@ ends alone, not on how s is divided into p1 and p2.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -66,6 +66,17 @@ class Variable:
         """The strategy of one of the layers."""
         strategy = self.options[option]
         return transposed(strategy) if layer in self.swapped else strategy
+
+
+@dataclass(frozen=True, eq=False)
+class _Column:
+    """A variable's options that divide the micro-batch (``kept``: their indices), with costs, memory and buffers."""
+
+    kept: np.ndarray
+    options: tuple[Strategy, ...]
+    cost: np.ndarray
+    memory: np.ndarray
+    buffer: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -152,8 +163,9 @@ class PriceBook:
         self.summa = summa
         self.variables = _variables(graph, cluster, untied, summa)
         self._prices: dict[object, _Prices] = {}
-        #: Of a pair of layouts: the price, and what the tensor has to divide by for it to hold.
-        self._redistribution_prices: dict[tuple[Layout, Layout], tuple[tuple[float, float], tuple[int, int]]] = {}
+        self._known_layouts: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
+        self._redistribution_tables: dict[object, np.ndarray] = {}
+        self._known_redistributions: dict[object, tuple[float, float, int, int]] = {}
 
     @cached_property
     def _variable_prices(self) -> tuple[_Prices, ...]:
@@ -184,29 +196,34 @@ class PriceBook:
             UserError: the samples of a micro-batch do not divide over any strategy of some layer.
         """
         workload = replace(self.workload, batch=batch, micro_batch=micro_batch)
-        kept = [self._divisible(variable, micro_batch) for variable in self.variables]
         num = workload.num_micro_batches
-        arrays: dict[object, tuple[np.ndarray, np.ndarray, np.ndarray]] = {}
-        cost: list[np.ndarray] = []
-        memory: list[np.ndarray] = []
-        buffer: list[np.ndarray] = []
-        for prices, options in zip(self._variable_prices, kept):
-            # Equal variables share their arrays: searches recognise them by identity.
-            key = (id(prices), options.tobytes())
-            if key not in arrays:
-                arrays[key] = (
-                    prices.cost(num, batch, objective)[options],
-                    prices.memory(micro_batch)[options],
-                    prices.buffer(micro_batch)[options],
+        # Equal variables share their options and arrays: a deep model is put together in no time, and searches recognise
+        # what is equal by identity.
+        shared: dict[object, _Column] = {}
+        columns = []
+        for variable, prices in zip(self.variables, self._variable_prices):
+            key = (id(prices), id(variable.options))
+            if key not in shared:
+                kept = self._divisible(variable, micro_batch)
+                shared[key] = _Column(
+                    kept,
+                    tuple(variable.options[i] for i in kept),
+                    prices.cost(num, batch, objective)[kept],
+                    prices.memory(micro_batch)[kept],
+                    prices.buffer(micro_batch)[kept],
                 )
-            for column, array in zip((cost, memory, buffer), arrays[key]):
-                column.append(array)
+            columns.append(shared[key])
         variables = tuple(
-            replace(variable, options=tuple(variable.options[i] for i in options))
-            for variable, options in zip(self.variables, kept)
+            Variable(variable.name, variable.layers, column.options, variable.swapped)
+            for variable, column in zip(self.variables, columns)
         )
-        edges = self._edges(variables, workload)
-        table = CostTable(tuple(v.name for v in variables), tuple(cost), tuple(memory), tuple(buffer), edges)
+        table = CostTable(
+            names=tuple(variable.name for variable in variables),
+            cost=tuple(column.cost for column in columns),
+            memory=tuple(column.memory for column in columns),
+            buffer=tuple(column.buffer for column in columns),
+            edges=self._edges(columns, workload),
+        )
         return Problem(self.graph, self.cluster, workload, objective, variables, table)
 
     def _divisible(self, variable: Variable, micro_batch: int) -> np.ndarray:
@@ -222,76 +239,96 @@ class PriceBook:
     # ------------------------------------------------------------------------------------------------------------- edges
 
     @cached_property
-    def _variable_edges(self) -> dict[tuple[int, int], list[str]]:
-        """For each ordered pair of variables the producing layers of their edges.
+    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
+        """For each ordered pair of variables the (features, elements per sample) of the tensors on their edges.
 
         Edges inside one variable cost nothing: both ends lie alike (a transposed strategy has the same p0).
         """
         owner = {name: i for i, variable in enumerate(self.variables) for name in variable.layers}
-        edges: dict[tuple[int, int], list[str]] = {}
+        edges: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for source, target in self.graph.edges:
             if owner[source] != owner[target]:
-                edges.setdefault((owner[source], owner[target]), []).append(source)
-        return edges
+                layer = self.graph[source]
+                tensor = (edge_shape(layer, 1)[1], layer.output_elements)
+                edges.setdefault((owner[source], owner[target]), []).append(tensor)
+        return {pair: tuple(sorted(tensors)) for pair, tensors in edges.items()}
 
-    def _edges(self, variables: Sequence[Variable], workload: Workload) -> tuple[Edge, ...]:
+    def _edges(self, columns: Sequence[_Column], workload: Workload) -> tuple[Edge, ...]:
         matrices: dict[object, np.ndarray] = {}
-        layouts: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         edges = []
-        for (i, j), producers in self._variable_edges.items():
-            ends = []
-            for variable in (variables[i], variables[j]):
-                if id(variable.options) not in layouts:
-                    layouts[id(variable.options)] = _layouts(variable.options)
-                ends.append(layouts[id(variable.options)])
-            (source_layouts, source_index), (target_layouts, target_index) = ends
-            shapes: dict[tuple[int, int], int] = {}
-            for producer in producers:
-                layer = self.graph[producer]
-                shape = (edge_shape(layer, 1)[1], layer.output_elements)
-                shapes[shape] = shapes.get(shape, 0) + 1
-            key = (
-                tuple(sorted(shapes.items())),
-                source_layouts,
-                target_layouts,
-                source_index.tobytes(),
-                target_index.tobytes(),
-            )
+        for (i, j), tensors in self._variable_edges.items():
+            key = (tensors, id(columns[i]), id(columns[j]))
             if key not in matrices:
-                by_class = sum(
-                    count * self._class_costs(features, elements, source_layouts, target_layouts, workload)
-                    for (features, elements), count in shapes.items()
-                )
-                matrices[key] = np.asarray(by_class)[source_index[:, None], target_index[None, :]]
+                (sources, source_index), (targets, target_index) = (self._layouts(self.variables[k]) for k in (i, j))
+                by_layout = sum(self._layout_costs(tensor, sources, targets, workload) for tensor in tensors)
+                rows, targets_kept = source_index[columns[i].kept], target_index[columns[j].kept]
+                matrices[key] = np.asarray(by_layout)[rows[:, None], targets_kept[None, :]]
             edges.append(Edge(i, j, matrices[key]))
         return tuple(edges)
 
-    def _class_costs(
-        self, features: int, elements: int, sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
+    def _layouts(self, variable: Variable) -> tuple[tuple[Layout, ...], np.ndarray]:
+        """The distinct canonical layouts of a variable's options, and which of them each option has."""
+        key = id(variable.options)
+        if key not in self._known_layouts:
+            index: dict[Layout, int] = {}
+            for strategy in variable.options:
+                index.setdefault(strategy.rows_and_features, len(index))
+            of_option = np.array([index[strategy.rows_and_features] for strategy in variable.options])
+            self._known_layouts[key] = (tuple(index), of_option)
+        return self._known_layouts[key]
+
+    def _layout_costs(
+        self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
     ) -> np.ndarray:
-        """Seconds per step, forward and backward, between every pair of canonical layouts; inf where there is no way."""
+        """Seconds per step, forward and backward, between every pair of layouts; inf where there is no way."""
+        features, elements = tensor
         shape = (workload.micro_batch, features)
-        prices = np.array([[self._redistribution_price(a, b, shape) for b in targets] for a in sources])
-        fixed, per_byte = prices[:, :, 0], prices[:, :, 1]
+        table = self._redistributions(sources, targets)
+        fixed, per_byte = table[:, :, 0].copy(), table[:, :, 1].copy()
+        undivided = (shape[0] % table[:, :, 2] != 0) | (shape[1] % table[:, :, 3] != 0)
+        # Layouts whose samples do not divide this micro-batch are not offered at all.
+        possible = [np.array([shape[0] % _samples(layout) == 0 for layout in ends]) for ends in (sources, targets)]
+        for a, b in zip(*np.nonzero(undivided & possible[0][:, None] & possible[1][None, :])):
+            fixed[a, b], per_byte[a, b], *_ = self._redistribution(sources[a], targets[b], shape)
         # The backward pass mirrors the forward pass.
         return 2 * (workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte)
 
-    def _redistribution_price(self, source: Layout, target: Layout, shape: tuple[int, int]) -> tuple[float, float]:
-        """(seconds, seconds per byte of the tensor), forward."""
+    def _redistributions(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
+        """For each pair of layouts what :meth:`_redistribution` says of a tensor that always divides."""
+        if (sources, targets) not in self._redistribution_tables:
+            always = (self.cluster.num_devices**2,) * 2
+            rows = [[self._redistribution(source, target, always) for target in targets] for source in sources]
+            self._redistribution_tables[sources, targets] = np.array(rows)
+        return self._redistribution_tables[sources, targets]
+
+    def _redistribution(self, source: Layout, target: Layout, shape: tuple[int, int]) -> tuple[float, float, int, int]:
+        """(seconds, seconds per byte of the tensor) forward, and what its two dimensions have to divide by."""
         if source == target:
-            return 0.0, 0.0
-        known = self._redistribution_prices.get((source, target))
-        if known is not None and all(length % parts == 0 for length, parts in zip(shape, known[1])):
-            return known[0]
-        try:
-            route = redistribute(canonical(source), canonical(target), shape)
-        except UserError:
-            return math.inf, math.inf
-        fixed = communication_time(self.cluster, steps(route, 0.0))
-        price = (fixed, communication_time(self.cluster, steps(route, 1.0)) - fixed)
-        parts = [math.lcm(*(math.prod(part.digits[dim]) for part in route)) for dim in range(len(shape))]
-        self._redistribution_prices.setdefault((source, target), (price, (parts[0], parts[1])))
-        return price
+            return 0.0, 0.0, 1, 1
+        key = (source, target, *(math.gcd(length, self.cluster.num_devices**2) for length in shape))
+        if key not in self._known_redistributions:
+            try:
+                route = redistribute(canonical(source), canonical(target), shape)
+            except UserError:
+                self._known_redistributions[key] = (math.inf, math.inf, 1, 1)
+            else:
+                fixed = communication_time(self.cluster, steps(route, 0.0))
+                per_byte = communication_time(self.cluster, steps(route, 1.0)) - fixed
+                parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
+                self._known_redistributions[key] = (fixed, per_byte, parts[0], parts[1])
+        return self._known_redistributions[key]
+
+
+def _samples(layout: Layout) -> int:
+    """Into how many slices a layout cuts the samples."""
+    return math.prod(p0 for p0, _ in layout)
+
+
+def _least_common_multiple(numbers: Iterable[int]) -> int:
+    result = 1
+    for number in numbers:
+        result = result * number // math.gcd(result, number)
+    return result
 
 
 def no_strategy(layer: Layer, cluster: Cluster, why: str) -> UserError:
@@ -354,14 +391,6 @@ def _common_options(
         offered = set(enumerate_strategies(layer, cluster.level_sizes))
         options = [s for s in options if (transposed(s) if layer.name in swapped else s) in offered]
     return tuple(options)
-
-
-def _layouts(options: Sequence[Strategy]) -> tuple[tuple[Layout, ...], np.ndarray]:
-    """The distinct canonical layouts of the options, and which of them each option has."""
-    index: dict[Layout, int] = {}
-    for strategy in options:
-        index.setdefault(strategy.rows_and_features, len(index))
-    return tuple(index), np.array([index[strategy.rows_and_features] for strategy in options])
 
 
 # ------------------------------------------------------------------------------------------------------------------ prices
