@@ -132,14 +132,12 @@ def to_svg(timeline: Timeline, title: str | None = None) -> str:
         f'<rect width="{width:.0f}" height="{height:.0f}" fill="white"/>',
         f'<text x="8" y="20" font-size="14">{escape(title)}</text>',
         f'<text x="8" y="36" fill="#666">makespan {makespan:.6g}, bubbles {timeline.bubble_ratio:.1%}; '
-        "bright: forward, dark: backward; a colour per pipeline; thin: all-reduce, update</text>"',
+        "bright: forward, dark: backward; a colour per pipeline; thin: all-reduce, update</text>",
     ]
     for worker in range(schedule.num_workers):
         y = TOP + ROW_HEIGHT * worker
         parts.append(f'<text x="8" y="{y + 14}">worker {worker}</text>')
-        parts.append(
-            f'<rect x="{LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{BAR_HEIGHT}" fill="#f4f4f4"/>'
-        )
+        parts.append(f'<rect x="{LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{BAR_HEIGHT}" fill="#f4f4f4"/>')
     for bar in bars:
         parts.append(_svg_bar(schedule, bar, scale, several))
     parts += _svg_axis(makespan, scale, TOP + ROW_HEIGHT * schedule.num_workers)
