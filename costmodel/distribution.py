@@ -14,8 +14,10 @@ stands between network levels, outermost first.
 **Canonical layout.**  Between layers every activation lies evenly split: rows (samples) over the first ``p0`` ranks of each
 level, features over the remaining ``s = p / p0``.  Rows are cut in rank order, features *innermost axis first*, prime digit
 by prime digit.  Then a change of ``p0`` by a factor ``r`` moves the last digit of the rows to the last digit of the features:
-one all-to-all along one axis of size ``r``.  (With features in plain rank order the new axis would take the most significant
-digit, every other feature digit would shift by one, and the exchange would leave the axis.)
+one all-to-all along one axis of size ``r``, wherever the two meshes nest: always where ``p`` is a power of one prime, and for
+p0 = 2, 4, 12 of 12 ranks, but not for 3 of 12 beside 2 of 12, which cut the ranks at places that do not divide each other.
+(With features in plain rank order the new axis would take the most significant digit, every other feature digit would shift by
+one, and the exchange would leave the axis.)
 """
 
 from __future__ import annotations
@@ -80,7 +82,7 @@ class Distribution:
         entries = []
         for level, part in enumerate(body[1].split("|")):
             for item in part.split(",") if part.strip() else []:
-                match = re.fullmatch(r"\s*(\S+?)\s*:\s*([1-9]\d*)\s*(?:@\s*([1-9]\d*))?\s*", item)
+                match = re.fullmatch(r"\s*(\S+?)\s*:\s*([1-9][0-9]{0,9})\s*(?:@\s*([1-9][0-9]{0,9}))?\s*", item)
                 if match is None:
                     raise UserError(
                         f"distribution {text!r}: {item.strip()!r} is not of the form STATE:SIZE, such as S0:4"
@@ -126,10 +128,16 @@ class Distribution:
         return prod(axis.size for axis in self.axes)
 
     def split_sizes(self, num_dims: int) -> tuple[int, ...]:
-        """Into how many slices each of ``num_dims`` tensor dimensions is cut."""
+        """Into how many slices each of ``num_dims`` tensor dimensions is cut.
+
+        Raises:
+            UserError: an axis splits a dimension that the tensor does not have.
+        """
         sizes = [1] * num_dims
         for axis, state in zip(self.axes, self.states):
             if isinstance(state, Split):
+                if state.dim >= num_dims:
+                    raise UserError(f"{self} splits dimension {state.dim}, the tensor has {num_dims} dimensions")
                 sizes[state.dim] *= axis.size
         return tuple(sizes)
 

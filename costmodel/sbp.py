@@ -64,7 +64,7 @@ def parse_state(text: str) -> SBPState:
     Raises:
         UserError: the text is none of these.
     """
-    match = re.fullmatch(r"S\((\d+)\)|S(\d+)|([BP])", text.strip())
+    match = re.fullmatch(r"S\(([0-9]{1,4})\)|S([0-9]{1,4})|([BP])", text.strip())
     if match is None:
         raise UserError(f"SBP state {text.strip()!r} is not one of S0, S1, ..., B, P")
     if match[3]:
