@@ -41,7 +41,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 from autoddl.costmodel.documents import Fields, check_document, load_document, write_document
 from autoddl.costmodel.errors import UserError
@@ -73,7 +73,7 @@ class Layer:
     activation_bytes: float
     """Its output: what crosses a cut behind it."""
     parameter_bytes: float
-    stored_bytes: Optional[float] = None
+    stored_bytes: float | None = None
     """What it keeps from its forward to its backward; None: its output alone."""
 
     @property

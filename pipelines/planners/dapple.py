@@ -29,13 +29,15 @@ from ..times import Times
 from .dapple_search import Candidate, DeviceStates, Shape, search
 from .latency import StageCost, corrected_latency, latency, printed_latency
 from .network import Network, Placement, place_fresh_first
-from .workload import PlannerError, Workload
+from .workload import PlannerError, Workload, divisors
 
 __all__ = ["DapplePlan", "DappleResult", "PlannedStage", "chain_of_stages", "evaluate", "plan_dapple", "simulated"]
 
 SLACK = 0.05
 """Candidates are kept up to so much above the best estimate, since the simulation may rank them otherwise."""
 MOST_SIMULATED = 48
+GAP = 0.1
+"""Relative gap between estimate and simulation from which plans with room for a full warm-up are searched for as well."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +196,9 @@ def _stages(workload: Workload, network: Network, candidate: Candidate, policy: 
     count = len(costs)
     stages = []
     in_flight = candidate.num_micro_batches
-    for i, (first, stop, devices) in enumerate(zip(candidate.cuts, candidate.cuts[1:], _device_numbers(network, candidate))):
+    for i, (first, stop, devices) in enumerate(
+        zip(candidate.cuts, candidate.cuts[1:], _device_numbers(network, candidate))
+    ):
         slice_size = -(-micro_batch // len(devices))
         wanted = count - i if policy == "A" else 2 * (count - i) - 1
         # A stage that ran further ahead than the one before it would wait for forwards that never come.
@@ -250,26 +254,55 @@ def plan_dapple(workload: Workload, micro_batch: int | None = None, shape: Shape
     network = Network(workload.cluster)
     simulations = _Simulations(workload, network)
 
-    single = _candidates(workload, network, sizes, Shape(num_stages=1), float("inf"))
-    bound = min((c.latency_s for c in single), default=float("inf"))
+    single = _candidates(workload, network, sizes, Shape(num_stages=1))
     data_parallel = min((simulations.plan(c) for c in single), key=_by_simulation, default=None)
-    # Two-stage plans are found in no time, and their best one spares the full search most of its work.
-    pairs = _candidates(workload, network, sizes, Shape(num_stages=2), bound) if shape.length is None else []
-    bound = min((c.latency_s for c in pairs), default=bound) if shape.length is None else float("inf")
-    found = _candidates(workload, network, sizes, shape, bound * (1 + SLACK))
-    if shape.length is None:
-        found = _best_of_each_kind([*found, *pairs, *single])
+    seeds = _seeds(workload, network, sizes, shape, single)
+    bound = min((c.latency_s for c in seeds), default=float("inf"))
+    found = _best_of_each_kind([*seeds, *_candidates(workload, network, sizes, shape, bound * (1 + SLACK))])
     plans = _ranked(simulations, found)
+    if plans and plans[0].simulated_s > (1 + GAP) * found[0].latency_s:
+        # What the estimate leaves out weighs: look at those plans that memory does not keep from filling the pipeline.
+        full = _candidates(workload, network, sizes, shape, plans[0].simulated_s, full_warm_up=True)
+        plans = sorted([*plans, *_ranked(simulations, full, plans[0].simulated_s)], key=_by_simulation)
     if not plans:
         raise workload.does_not_fit("plan" if shape == Shape() else "plan of that shape")
     return DappleResult(plans[0], tuple(plans), data_parallel)
 
 
-def _candidates(
-    workload: Workload, network: Network, sizes: Iterable[int], shape: Shape, bound: float
+def _seeds(
+    workload: Workload, network: Network, sizes: list[int], shape: Shape, single: list[Candidate]
 ) -> list[Candidate]:
-    """The best candidates of each kind over all micro-batch sizes, by estimate."""
-    devices = DeviceStates(network, shape)
+    """Data parallelism and even pipelines: found in no time, and their best one spares the search most of its work."""
+    if shape.widths is not None:
+        return []
+    if shape.num_stages is None:
+        found, numbers = list(single), [n for n in divisors(workload.cluster.num_devices) if n > 1]
+    else:
+        found, numbers = [], [shape.num_stages]
+    for number in numbers:
+        if number <= workload.num_layers:
+            each, extra = divmod(workload.cluster.num_devices, number)
+            even = tuple(each + (stage < extra) for stage in range(number))
+            bound = min((c.latency_s for c in found), default=float("inf"))
+            found += _candidates(workload, network, sizes, Shape(widths=even), bound)
+    return found
+
+
+def _candidates(
+    workload: Workload,
+    network: Network,
+    sizes: Iterable[int],
+    shape: Shape,
+    bound: float = float("inf"),
+    full_warm_up: bool = False,
+) -> list[Candidate]:
+    """The best candidates of each kind over all micro-batch sizes, by estimate.
+
+    Args:
+        bound: of the latency [s].
+        full_warm_up: only plans whose stages can hold as many micro-batches as policy A wants.
+    """
+    devices = DeviceStates(network, shape, count_stages=full_warm_up)
     found: list[Candidate] = []
     for size in sorted(sizes, reverse=True):
         these = search(workload, devices, workload.batch // size, bound)
@@ -287,10 +320,9 @@ def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def _ranked(simulations: _Simulations, candidates: Iterable[Candidate]) -> list[DapplePlan]:
-    """Simulate by ascending estimate until no later candidate can win; best first."""
+def _ranked(simulations: _Simulations, candidates: Iterable[Candidate], best: float = float("inf")) -> list[DapplePlan]:
+    """Simulate by ascending estimate until no later candidate can be better than ``best`` [s] and those before; best first."""
     plans: list[DapplePlan] = []
-    best = float("inf")
     for candidate in candidates:
         if candidate.latency_s >= best or len(plans) == MOST_SIMULATED:
             break

@@ -16,7 +16,8 @@ without communication, makes it longer than ``bound``:
     L >= max( V + X/m,  M X/m,  W + F/m )          X, F = time of the remaining layers on one device, m devices
 
 With n layers, c device states and e continuations of each there are O(n^2 c e) extensions; numpy does them one first layer
-at a time.
+at a time. Above 16 devices, where states are too many, widths are limited to powers of two, whole machines and all that is left,
+and per first layer only the rests of the smallest such bounds are kept (``BEAM``): a beam search, no longer exact.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ POLICIES: tuple[Callable[[Placement, int, int], Placement], ...] = (
     place_append_first,
     place_scatter_first,
 )
-ALL_WIDTHS_UP_TO = 16
-"""Devices up to which stages of every width are considered."""
+EXACT_UP_TO = 16
+"""Devices up to which stages of every width are considered, and no rest is dropped that could win."""
+BEAM = 100
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,8 @@ class _Edges:
     width: np.ndarray
     left: np.ndarray
     """Devices left after it."""
+    behind: np.ndarray
+    """Stages behind it, where they are counted."""
     all_reduce: np.ndarray
     """Latency and seconds per byte, shape (edges, 2)."""
     forward: np.ndarray
@@ -96,6 +100,8 @@ class DeviceStates:
 
     network: Network
     shape: Shape
+    count_stages: bool = False
+    """Whether states tell how many stages there are; they do where the shape asks for it."""
     states: list[_Devices] = field(default_factory=list)
     index: dict[tuple[Placement, Placement | None, int], int] = field(default_factory=dict)
 
@@ -108,8 +114,7 @@ class DeviceStates:
 
     def find(self, used: Placement, head: Placement | None, num_stages: int) -> int:
         """The number of a state."""
-        # How many stages there are matters only where something is asked of them.
-        counted = num_stages if self.shape.length is not None else 0
+        counted = num_stages if self.count_stages or self.shape.length is not None else 0
         key = (used, head, counted)
         if key not in self.index:
             self.index[key] = len(self.states)
@@ -140,6 +145,7 @@ class DeviceStates:
             state=np.array([found[placement] for placement in placements], dtype=np.int64),
             width=widths,
             left=left - widths,
+            behind=np.full(len(widths), state.num_stages),
             all_reduce=_lines([self.network.all_reduce(placement) for placement in placements]),
             forward=_lines([self.network.transfer(p, state.head) if state.head else nothing for p in placements]),
             backward=_lines([self.network.transfer(state.head, p) if state.head else nothing for p in placements]),
@@ -158,7 +164,7 @@ class DeviceStates:
             if missing == 0:
                 return [left] if left else []
             left -= missing
-        if self.num_devices <= ALL_WIDTHS_UP_TO:
+        if self.num_devices <= EXACT_UP_TO:
             return list(range(1, left + 1))
         # On larger clusters: powers of two, whole machines, and all that is left.
         capacity = self.network.devices_per_machine
@@ -183,20 +189,28 @@ class _Labels:
     longest: list[np.ndarray] = field(default_factory=list)
     """W."""
     parent: list[np.ndarray] = field(default_factory=list)
+    least: list[np.ndarray] = field(default_factory=list)
+    """What no whole plan with this rest goes below."""
 
-    def gather(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        return (
-            np.concatenate(self.state),
-            np.concatenate(self.chain),
-            np.concatenate(self.longest),
-            np.concatenate(self.parent),
-        )
+    def gather(self, most: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """State, V, W and parent of the labels that can be of use: at most so many of the smallest bounds."""
+        state, chain, longest = (np.concatenate(part) for part in (self.state, self.chain, self.longest))
+        keep = _undominated(state, chain, longest)
+        if most is not None and len(keep) > most:
+            least = np.concatenate(self.least)[keep]
+            keep = np.sort(keep[np.argpartition(least, most)[:most]])
+        return state[keep], chain[keep], longest[keep], np.concatenate(self.parent)[keep]
 
 
 def search(
-    workload: Workload, devices: DeviceStates, num_micro_batches: int, bound: float = float("inf")
+    workload: Workload,
+    devices: DeviceStates,
+    num_micro_batches: int,
+    bound: float = float("inf"),
 ) -> list[Candidate]:
     """Plans by estimated latency, best first: per final state of the devices all that are not worse in V and W.
+
+    Every stage fits in memory with one micro-batch in flight; where stages are counted, with as many as policy A wants.
 
     Args:
         bound: plans of a larger latency need not be found [s].
@@ -204,7 +218,8 @@ def search(
     num_layers = workload.num_layers
     waiting = [_Labels() for _ in range(num_layers + 1)]
     nothing = np.zeros(1)
-    waiting[num_layers] = _Labels([np.zeros(1, dtype=np.int64)], [nothing], [nothing], [np.full(1, -1)])
+    waiting[num_layers] = _Labels([np.zeros(1, dtype=np.int64)], [nothing], [nothing], [np.full(1, -1)], [nothing])
+    most_labels = None if devices.num_devices <= EXACT_UP_TO else BEAM
     trail: list[tuple[np.ndarray, np.ndarray, int]] = []
     """Of every gathered layer: states, parents, and the number of its first label."""
     starts: dict[int, int] = {}
@@ -212,9 +227,7 @@ def search(
     for layer in range(num_layers, -1, -1):
         if not waiting[layer].state:
             continue
-        state, chain, longest, parent = waiting[layer].gather()
-        keep = _undominated(state, chain, longest)
-        state, chain, longest, parent = state[keep], chain[keep], longest[keep], parent[keep]
+        state, chain, longest, parent = waiting[layer].gather(most_labels)
         starts[layer] = len(trail)
         trail.append((state, parent, total))
         if layer:
@@ -224,9 +237,7 @@ def search(
         return []
     order = np.argsort(longest, kind="stable")
     layers = sorted(starts, key=lambda layer: starts[layer])
-    return [
-        _trace(devices, trail, layers, int(number), num_micro_batches, float(longest[number])) for number in order
-    ]
+    return [_trace(devices, trail, layers, int(number), num_micro_batches, float(longest[number])) for number in order]
 
 
 def _undominated(state: np.ndarray, chain: np.ndarray, longest: np.ndarray) -> np.ndarray:
@@ -272,9 +283,14 @@ def _extend(
     forward = workload.forward[stop] - workload.forward[:stop]
     both = forward + workload.backward[stop] - workload.backward[:stop]
     parameters = workload.parameters[stop] - workload.parameters[:stop]
-    kept = workload.stored[stop] - workload.stored[:stop]
-    if workload.recompute:
-        kept = kept + workload.cut_forward[:stop]
+    stored = workload.stored[stop] - workload.stored[:stop]
+    in_flight = np.ones(len(width))
+    if devices.count_stages:
+        in_flight = np.minimum(num_micro_batches, np.concatenate([e.behind for e in edges]) + 1)
+    # As Workload.stage_bytes, for one sample.
+    kept = (
+        stored + in_flight[:, None] * workload.cut_forward[:stop] if workload.recompute else in_flight[:, None] * stored
+    )
     work = workload.forward[:stop] + workload.backward[:stop]
 
     column = np.arange(stop)
@@ -284,9 +300,7 @@ def _extend(
     if not len(row):
         return
     x = slices[row] * both[first]
-    reduce_time = np.where(
-        parameters[first] > 0, reduce_lines[row, 0] + reduce_lines[row, 1] * parameters[first], 0.0
-    )
+    reduce_time = np.where(parameters[first] > 0, reduce_lines[row, 0] + reduce_lines[row, 1] * parameters[first], 0.0)
     new_chain = x + np.maximum(chain[row], rounds * x)
     new_longest = np.maximum(slices[row] * forward[first] + longest[row], reduce_time + new_chain)
     share = micro_batch / np.maximum(left[row], 1)
@@ -303,6 +317,7 @@ def _extend(
         waiting[place].chain.append(new_chain[chosen][part])
         waiting[place].longest.append(new_longest[chosen][part])
         waiting[place].parent.append(offset + label[row[part]])
+        waiting[place].least.append(least[chosen][part])
 
 
 def _trace(

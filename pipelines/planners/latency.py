@@ -23,9 +23,9 @@ printed. :func:`corrected_latency` keeps the printed pivot and has these ends.
 
     L = max_{s <= Q} ( sum_{a < s} F_a + sum_{s <= a <= Q} x_a + (M - 1) y_Q + AR_s )
 
-with y_Q = x_Q where forwards and backwards take turns on one worker (a computation stage) and y_Q = max(F_Q, B_Q) where they pass each
-other (a full-duplex link). The printed rule aims at the same maximum without the all-reduces (exactly it would compare M x_Q
-instead of (M - 1) x_Q on its right). Every term is the length of a chain of tasks that follow each other in *any*
+with y_Q = x_Q where forwards and backwards take turns on one worker (a computation stage) and y_Q = max(F_Q, B_Q) where
+they pass each other (a full-duplex link). The printed rule aims at the same maximum without the all-reduces (exactly it would
+compare M x_Q instead of (M - 1) x_Q on its right). Every term is the length of a chain of tasks that follow each other in *any*
 1F1B timeline: micro-batch 0's forwards up to Q, Q's work on the rest, the last backwards down to s, its all-reduce. Hence L
 never exceeds the simulated latency, which lets the ranking by simulation stop early. What it leaves out are bubbles inside
 the pivot stage (too few micro-batches in flight for the round trip behind it, above all with few of them in memory).

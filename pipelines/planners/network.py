@@ -23,7 +23,13 @@ All-reduce of n bytes of gradients over c devices on each of m machines
         t = 2 (c-1) alpha_in + 2 (c-1)/c n beta_in  +  2 (m-1) alpha_out + 2 (m-1)/m n beta_card
 
     where beta_card belongs to the whole machine: its shared card, or the cards of its c devices together (of the
-    machine with the fewest, where they are not equally many).
+    machine with the fewest, where they are not equally many). Where several groups of one machine reduce at the same time,
+    as in a grid of equal pipelines, a shared card is divided by their number (``sharing``).
+
+Grid
+    w equal pipelines of d workers on d w devices (WPipe's H(d:w), Chimera's D and W) are laid out in one of two ways:
+    *pipelines inside* machines (device k d + s is worker s of pipeline k; WPipe's placement A), or replicas inside (device
+    s w + k; placement B).
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ from typing import NamedTuple
 from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.collectives import Collective
 
-__all__ = ["Line", "Network", "Placement", "place_append_first", "place_fresh_first", "place_scatter_first"]
+__all__ = ["Grid", "Line", "Network", "Placement", "place_append_first", "place_fresh_first", "place_scatter_first"]
 
 Placement = tuple[int, ...]
 """Devices per machine."""
@@ -49,6 +55,15 @@ class Line(NamedTuple):
 
     def time(self, nbytes: float) -> float:
         return self.latency_s + self.seconds_per_byte * nbytes if nbytes else 0.0
+
+
+class Grid(NamedTuple):
+    """Equal pipelines on a cluster."""
+
+    workers: tuple[Placement, ...]
+    """Per worker where its replicas, one per pipeline, are."""
+    sharing: int
+    """Most workers with a device in the same machine."""
 
 
 @dataclass(frozen=True)
@@ -86,8 +101,10 @@ class Network:
             _Level(link, links.get(name, {}).get("per") == "node", cluster.devices_per_node)
             for name, link in zip(("inter-node", "intra-node"), cluster.links)
         )
+        self.latency_s = cluster.links[0 if cluster.num_nodes > 1 else 1].latency_s
+        """Of a message over the whole cluster."""
         self._transfers: dict[tuple[Placement, Placement], Line] = {}
-        self._all_reduces: dict[Placement, Line] = {}
+        self._all_reduces: dict[tuple[Placement, int], Line] = {}
 
     def transfer(self, source: Placement, target: Placement) -> Line:
         """Sending one micro-batch's tensor, all of whose bytes are the line's argument, from stage to stage."""
@@ -111,25 +128,42 @@ class Network:
         latency = self._outer.link.latency_s if sent[True] else self._inner.link.latency_s
         return Line(latency * max(messages.values()), seconds)
 
-    def all_reduce(self, placement: Placement) -> Line:
-        """Averaging gradients, the line's argument their bytes on one device, over a stage's replicas."""
-        if placement not in self._all_reduces:
-            self._all_reduces[placement] = self._all_reduce(placement)
-        return self._all_reduces[placement]
+    def grid(self, depth: int, width: int, pipelines_inside: bool) -> Grid:
+        """Where the workers of ``width`` pipelines of ``depth`` workers are (module's text)."""
+        workers = []
+        for worker in range(depth):
+            counts = [0] * self.num_machines
+            for pipeline in range(width):
+                device = pipeline * depth + worker if pipelines_inside else worker * width + pipeline
+                counts[device // self.devices_per_machine] += 1
+            workers.append(tuple(counts))
+        sharing = max(sum(1 for counts in workers if counts[machine]) for machine in range(self.num_machines))
+        return Grid(tuple(workers), sharing)
 
-    def _all_reduce(self, placement: Placement) -> Line:
+    def all_reduce(self, placement: Placement, sharing: int = 1) -> Line:
+        """Averaging gradients, the line's argument their bytes on one device, over a stage's replicas.
+
+        Args:
+            sharing: groups of one machine that reduce at the same time.
+        """
+        key = (placement, sharing)
+        if key not in self._all_reduces:
+            self._all_reduces[key] = self._all_reduce(placement, sharing)
+        return self._all_reduces[key]
+
+    def _all_reduce(self, placement: Placement, sharing: int) -> Line:
         counts = [count for count in placement if count]
         machines, most, fewest = len(counts), max(counts), min(counts)
         latency, seconds = 0.0, 0.0
         if most > 1:
             alpha, bandwidth = self._inner.all_reduce()
             # A shared level gives each of a machine's devices its part of the whole.
-            own = bandwidth * self.devices_per_machine / most if self._inner.per_node else bandwidth
+            own = bandwidth * self.devices_per_machine / (most * sharing) if self._inner.per_node else bandwidth
             latency += 2 * (most - 1) * alpha
             seconds += 2 * (most - 1) / most / own
         if machines > 1:
             alpha, bandwidth = self._outer.all_reduce()
-            whole = bandwidth * (self.devices_per_machine if self._outer.per_node else fewest)
+            whole = bandwidth * (self.devices_per_machine / sharing if self._outer.per_node else fewest)
             latency += 2 * (machines - 1) * alpha
             seconds += 2 * (machines - 1) / machines / whole
         return Line(latency, seconds)

@@ -135,10 +135,40 @@ class Workload:
         if given is not None:
             if given < 1 or self.batch % given:
                 near = [d for d in divisors(self.batch) if d <= max(given, 1)]
-                raise PlannerError(f"batch {self.batch} is not divisible by micro-batch {given}; {near[-1]} would be right")
+                raise PlannerError(
+                    f"batch {self.batch} is not divisible by micro-batch {given}; {near[-1]} would be right"
+                )
             return [given]
         least = min(self.profile.micro_batch, self.batch)
         return [size for size in divisors(self.batch) if size >= least]
+
+    def balanced_cuts(self, num_stages: int) -> tuple[int, ...]:
+        """Where to cut (with both ends) so that the slowest of ``num_stages`` stages is as fast as can be.
+
+        By dynamic programming over the last cut, O(stages layers^2).
+
+        Raises:
+            PlannerError: there are fewer layers.
+        """
+        count = self.num_layers
+        if not 1 <= num_stages <= count:
+            raise PlannerError(
+                f"{num_stages} stages; {self.profile.name} has {count} layers, so 1 to {count} are possible"
+            )
+        work = self.forward + self.backward
+        slowest = work.copy()
+        slowest[0] = np.inf
+        choices = []
+        for _ in range(num_stages - 1):
+            # [stop, cut]: stages up to the cut, and one more from there to stop.
+            options = np.maximum(slowest[None, :], work[:, None] - work[None, :])
+            options[np.triu_indices(count + 1)] = np.inf
+            choices.append(options.argmin(axis=1))
+            slowest = options.min(axis=1)
+        cuts = [count]
+        for choice in reversed(choices):
+            cuts.append(int(choice[cuts[-1]]))
+        return (0, *reversed(cuts)) if num_stages > 1 else (0, count)
 
     def does_not_fit(self, what: str) -> PlannerError:
         """The error that nothing fits."""

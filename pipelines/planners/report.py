@@ -1,0 +1,205 @@
+"""A planner's result as one JSON document, the same fields whichever planner it was, and as a text for people.
+
+Common fields: ``planner``, ``profile``, ``cluster``, ``num_devices``, ``batch``, ``plan``, ``micro_batch``, ``num_micro_batches``,
+``recompute``, ``stages`` (``layers``: their names, ``devices``: their numbers), ``latency_s`` (the planner's own estimate),
+``simulated_s``, ``samples_per_s`` (by simulation), ``speedup_over_dp`` (simulated latency of data parallelism over the plan's;
+null where that does not fit in memory), ``memory_bytes`` (of the fullest device) and ``alternatives``: what else was simulated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Union
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from .chimera import ChimeraConfiguration, ChimeraResult
+from .dapple import DapplePlan, DappleResult, evaluate
+from .workload import PlannerError, Workload
+from .wpipe import WPipeConfiguration, WPipeResult
+
+__all__ = ["Result", "document_of", "text_of"]
+
+Result = Union[DappleResult, ChimeraResult, WPipeResult]
+MOST_ALTERNATIVES = 10
+
+
+def document_of(result: Result, workload: Workload) -> dict[str, Any]:
+    """The result as a JSON document (fields: module's text)."""
+    document: dict[str, Any] = {
+        "format": "autoddl-pipeline",
+        "version": 1,
+        "profile": workload.profile.name,
+        "cluster": workload.cluster.name,
+        "num_devices": workload.cluster.num_devices,
+        "batch": workload.batch,
+    }
+    if isinstance(result, DappleResult):
+        document.update(_dapple(result, workload))
+    elif isinstance(result, ChimeraResult):
+        document.update(_chimera(result, workload))
+    else:
+        document.update(_wpipe(result, workload))
+    simulated = document["simulated_s"]
+    if not isinstance(result, DappleResult):
+        parallel = _data_parallel_s(workload)
+        document["speedup_over_dp"] = None if parallel is None else parallel / simulated
+    document["samples_per_s"] = workload.batch / simulated
+    return document
+
+
+def _data_parallel_s(workload: Workload) -> float | None:
+    try:
+        return evaluate(workload, (), (workload.cluster.num_devices,)).simulated_s
+    except PlannerError:
+        return None
+
+
+def _dapple(result: DappleResult, workload: Workload) -> dict[str, Any]:
+    plan = result.plan
+    stages = [
+        {
+            **_stage(workload, stage.first, stage.stop, stage.devices),
+            "forward_s": stage.forward_s,
+            "backward_s": stage.backward_s,
+            "all_reduce_s": stage.all_reduce_s,
+            "in_flight": stage.in_flight,
+            "memory_bytes": stage.memory_bytes,
+        }
+        for stage in plan.stages
+    ]
+    return {
+        "planner": "dapple",
+        **_dapple_row(plan),
+        "recompute": workload.recompute,
+        "stages": stages,
+        "speedup_over_dp": result.speedup_over_dp,
+        "memory_bytes": max(stage.memory_bytes for stage in plan.stages),
+        "printed_latency_s": plan.printed_latency_s,
+        "alternatives": [_dapple_row(other) for other in result.simulated[1 : MOST_ALTERNATIVES + 1]],
+    }
+
+
+def _dapple_row(plan: DapplePlan) -> dict[str, Any]:
+    return {
+        "plan": plan.name,
+        "split": [stage.stop - stage.first for stage in plan.stages],
+        "micro_batch": plan.micro_batch,
+        "num_micro_batches": plan.num_micro_batches,
+        "policy": plan.policy,
+        "latency_s": plan.latency_s,
+        "simulated_s": plan.simulated_s,
+    }
+
+
+def _chimera(result: ChimeraResult, workload: Workload) -> dict[str, Any]:
+    plan = result.plan
+    return {
+        "planner": "chimera",
+        **_chimera_row(plan),
+        "stages": _stages(workload, plan.cuts, plan.placements),
+        "plan_by_model": result.by_model.name,
+        "alternatives": [_chimera_row(other) for other in result.configurations[1 : MOST_ALTERNATIVES + 1]],
+    }
+
+
+def _chimera_row(plan: ChimeraConfiguration) -> dict[str, Any]:
+    return {
+        "plan": plan.name,
+        "num_stages": plan.depth,
+        "width": plan.width,
+        "num_pipelines": plan.num_pipelines,
+        "micro_batch": plan.micro_batch,
+        "num_micro_batches": plan.num_micro_batches,
+        "recompute": plan.recompute,
+        "concatenation": plan.concatenation,
+        "memory_bytes": plan.memory_bytes,
+        "latency_s": plan.model_s,
+        "simulated_s": plan.simulated_s,
+    }
+
+
+def _wpipe(result: WPipeResult, workload: Workload) -> dict[str, Any]:
+    plan = result.plan
+    return {
+        "planner": "wpipe",
+        **_wpipe_row(plan),
+        "stages": _stages(workload, plan.cuts, plan.devices),
+        "alternatives": [_wpipe_row(other) for other in result.configurations[1 : MOST_ALTERNATIVES + 1]],
+    }
+
+
+def _wpipe_row(plan: WPipeConfiguration) -> dict[str, Any]:
+    return {
+        "plan": plan.name,
+        "depth": plan.depth,
+        "width": plan.width,
+        "placement": plan.placement,
+        "micro_batch": plan.micro_batch,
+        "num_micro_batches": plan.num_micro_batches,
+        "recompute": plan.recompute,
+        "memory_bytes": plan.memory_bytes,
+        "latency_s": plan.bound_s,
+        "simulated_s": plan.period_s,
+    }
+
+
+def _stages(workload: Workload, cuts: Sequence[int], devices: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
+    return [_stage(workload, *layers, held) for layers, held in zip(zip(cuts, cuts[1:]), devices)]
+
+
+def _stage(workload: Workload, first: int, stop: int, devices: Sequence[int]) -> dict[str, Any]:
+    return {"layers": [layer.name for layer in workload.profile.layers[first:stop]], "devices": list(devices)}
+
+
+def text_of(document: dict[str, Any]) -> str:
+    """The document for people: the plan, its stages, and what else was simulated."""
+    speedup = document["speedup_over_dp"]
+    compared = "data parallelism does not fit in memory" if speedup is None else f"{speedup:.2f} x data parallelism"
+    lines = [
+        f"{document['planner']} plan {document['plan']} for {document['profile']} on {document['cluster']} "
+        f"({document['num_devices']} devices), batch {document['batch']}",
+        f"  {document['num_micro_batches']} micro-batches of {document['micro_batch']}"
+        + (", activations recomputed" if document["recompute"] else ""),
+        f"  simulated {format_seconds(document['simulated_s'])}, estimated {format_seconds(document['latency_s'])}; "
+        f"{document['samples_per_s']:.1f} samples/s; {compared}",
+        f"  fullest device: {format_bytes(document['memory_bytes'])}",
+        "",
+    ]
+    rows = [["stage", "layers", "", "devices"]]
+    for number, stage in enumerate(document["stages"]):
+        names = stage["layers"]
+        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
+        rows.append([str(number), str(len(names)), span, _ranges(stage["devices"])])
+    lines += _table(rows)
+    if document["alternatives"]:
+        rows = [["alternative", "micro-batch", "micro-batches", "estimated", "simulated"]]
+        for row in document["alternatives"]:
+            split = "-".join(map(str, row["split"])) if "split" in row else ""
+            rows.append(
+                [
+                    row["plan"] + (f" ({split})" if split else ""),
+                    str(row["micro_batch"]),
+                    str(row["num_micro_batches"]),
+                    format_seconds(row["latency_s"]),
+                    format_seconds(row["simulated_s"]),
+                ]
+            )
+        lines += ["", *_table(rows)]
+    return "\n".join(lines)
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """``0-7, 9`` for 0 to 7 and 9."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _table(rows: list[list[str]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

@@ -1,0 +1,250 @@
+"""WPipe's planner: recomputation, depth, width, placement and accumulation of 2GW (Yang et al., "WPipe").
+
+The configuration with the best throughput over
+
+    recomputation {no, yes}  x  H(d:w), d w = devices, each in placement A and B  x  M >= d,  global batch = B M w
+
+is chosen. Placement A keeps pipeline neighbours inside a machine and has data-parallel groups across machines, B the reverse
+(:mod:`.network`). The model is cut in 2 d stages of balanced time; worker s has stages s and s + d.
+
+The throughput is that of the simulated steady state: one update period, whose length cannot be less than
+
+    max over workers of ( M (F + Bk [+ recomputation]) of its two stages,  the all-reduces of both )
+
+Configurations are simulated in the order of this bound until it exceeds the best period found.
+
+Memory of worker s: weights and optimizer state of both stages, one more copy of the weights of stage s (the first group
+has two versions), activations as the schedule keeps them alive.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ..generators import generate
+from ..memory import peak_activations, peak_stashed_inputs, weight_versions
+from ..schedule import Schedule
+from ..simulator import simulate
+from ..timeline import steady_state
+from ..times import Times
+from .network import Grid, Network
+from .workload import PlannerError, Workload, divisors
+
+__all__ = ["WPipeConfiguration", "WPipeResult", "plan_wpipe"]
+
+PERIODS = 6
+"""Simulated update periods, the middle third of which is the steady state."""
+
+
+@dataclass(frozen=True)
+class WPipeConfiguration:
+    """One simulated configuration."""
+
+    depth: int
+    width: int
+    placement: str
+    """``A``: pipelines inside machines; ``B``: replicas inside machines."""
+    recompute: bool
+    micro_batch: int
+    num_micro_batches: int
+    """M, per pipeline and update period."""
+    cuts: tuple[int, ...]
+    devices: tuple[tuple[int, ...], ...]
+    """Per stage the devices of all its replicas."""
+    memory_bytes: float
+    """Of the fullest worker."""
+    bound_s: float
+    """The lower bound of the period (module's text)."""
+    period_s: float
+    """Simulated time between updates: one global batch."""
+
+    @property
+    def name(self) -> str:
+        return f"{self.depth}:{self.width} {self.placement}"
+
+
+@dataclass(frozen=True)
+class WPipeResult:
+    """The decision, and all that was simulated (best first)."""
+
+    plan: WPipeConfiguration
+    configurations: tuple[WPipeConfiguration, ...]
+
+
+@dataclass(frozen=True)
+class _Choice:
+    depth: int
+    width: int
+    placement: str
+    recompute: bool
+    micro_batch: int
+    num_micro_batches: int
+    cuts: tuple[int, ...]
+    times: Times
+    bound_s: float
+
+
+def plan_wpipe(workload: Workload, micro_batch: int | None = None, depth: int | None = None) -> WPipeResult:
+    """The configuration of best throughput on all devices of the cluster.
+
+    Args:
+        workload: whose ``recompute`` asks for recomputation; otherwise both are tried.
+        micro_batch: B; by default every one for which M >= d.
+        depth: d, workers per pipeline, each with two stages; by default every divisor of the devices.
+
+    Raises:
+        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory.
+    """
+    devices, layers = workload.cluster.num_devices, workload.num_layers
+    if depth is not None and 2 * depth > layers:
+        raise PlannerError(
+            f"{2 * depth} stages (2 per worker) are more than the {layers} layers of {workload.profile.name}"
+        )
+    depths = [d for d in divisors(devices) if 2 * d <= layers and depth in (None, d)]
+    if not depths:
+        raise PlannerError(f"depth {depth} for WPipe should divide the {devices} devices of {workload.cluster.name}")
+    if micro_batch is not None:
+        workload.micro_batches(micro_batch)
+    network = Network(workload.cluster)
+    plain = replace(workload, recompute=False)
+    recomputations = (True,) if workload.recompute else (False, True)
+    choices = [
+        choice
+        for d in depths
+        for recompute in recomputations
+        for choice in _choices(plain, network, d, recompute, micro_batch)
+    ]
+    if not choices:
+        raise PlannerError(
+            f"batch {workload.batch} cannot be split for WPipe: it should be micro-batch * M * w with M >= d, for some "
+            f"d w = {devices} with d one of {depths}" + (f" and micro-batch {micro_batch}" if micro_batch else "")
+        )
+    found = _simulated(plain, choices)
+    if not found:
+        raise workload.does_not_fit("WPipe configuration")
+    ranked = sorted(found, key=lambda c: (c.period_s, c.recompute, c.depth, c.placement))
+    return WPipeResult(ranked[0], tuple(ranked))
+
+
+def _choices(
+    workload: Workload, network: Network, depth: int, recompute: bool, wanted: int | None
+) -> Iterator[_Choice]:
+    width = workload.cluster.num_devices // depth
+    if workload.batch % width:
+        return
+    share = workload.batch // width
+    cuts = workload.balanced_cuts(2 * depth)
+    for placement in ("A", "B"):
+        grid = network.grid(depth, width, pipelines_inside=placement == "A")
+        if placement == "B" and grid == network.grid(depth, width, pipelines_inside=True):
+            continue
+        for size in divisors(share) if wanted is None else [wanted]:
+            if share % size or share // size < depth:
+                continue
+            times = _times(workload, network, grid, cuts, size)
+            count = share // size
+            bound = max(
+                max(
+                    count
+                    * sum(times.forward[s] * (1 + recompute) + times.backward[s] for s in (worker, worker + depth)),
+                    times.all_reduce[worker] + times.all_reduce[worker + depth],
+                )
+                for worker in range(depth)
+            )
+            yield _Choice(depth, width, placement, recompute, size, count, cuts, times, bound)
+
+
+def _times(workload: Workload, network: Network, grid: Grid, cuts: tuple[int, ...], micro_batch: int) -> Times:
+    """Of one pipeline's stages; transfers are those of all pipelines at once, side by side."""
+    depth, width = len(grid.workers), sum(grid.workers[0])
+    stages = list(zip(cuts, cuts[1:]))
+    forwards, backwards = [], []
+    for boundary in range(len(stages) - 1):
+        here, there = grid.workers[boundary % depth], grid.workers[(boundary + 1) % depth]
+        cut, samples = cuts[boundary + 1], micro_batch * width
+        forwards.append(network.transfer(here, there).time(float(workload.cut_forward[cut]) * samples))
+        backwards.append(network.transfer(there, here).time(float(workload.cut_backward[cut]) * samples))
+    return Times.of(
+        len(stages),
+        forward=[workload.forward_s(*layers, micro_batch) for layers in stages],
+        backward=[workload.backward_s(*layers, micro_batch) for layers in stages],
+        all_reduce=[
+            network.all_reduce(grid.workers[stage % depth], grid.sharing).time(workload.parameter_bytes(*layers))
+            for stage, layers in enumerate(stages)
+        ],
+        transfer=forwards,
+        transfer_backward=backwards,
+    )
+
+
+def _simulated(workload: Workload, choices: list[_Choice]) -> list[WPipeConfiguration]:
+    """Simulate by ascending bound until no later choice can win."""
+    schedules: dict[tuple[int, int, int, bool], Schedule] = {}
+    found: list[WPipeConfiguration] = []
+    best = float("inf")
+    for choice in sorted(choices, key=lambda c: (c.bound_s, c.num_micro_batches)):
+        if choice.bound_s >= best:
+            break
+        key = (choice.depth, choice.width, choice.num_micro_batches, choice.recompute)
+        if key not in schedules:
+            schedules[key] = generate(
+                "wpipe",
+                num_stages=choice.depth,
+                num_micro_batches=choice.num_micro_batches,
+                iterations=PERIODS,
+                recompute=choice.recompute,
+                width=choice.width,
+            )
+        schedule = schedules[key]
+        memory = _memory_bytes(workload, schedule, choice)
+        if memory > workload.limit_bytes:
+            continue
+        period = steady_state(simulate(schedule, choice.times)).period
+        best = min(best, period)
+        found.append(
+            WPipeConfiguration(
+                depth=choice.depth,
+                width=choice.width,
+                placement=choice.placement,
+                recompute=choice.recompute,
+                micro_batch=choice.micro_batch,
+                num_micro_batches=choice.num_micro_batches,
+                cuts=choice.cuts,
+                devices=_devices_of_stages(choice),
+                memory_bytes=memory,
+                bound_s=choice.bound_s,
+                period_s=period,
+            )
+        )
+    return found
+
+
+def _memory_bytes(workload: Workload, schedule: Schedule, choice: _Choice) -> float:
+    stages = list(zip(choice.cuts, choice.cuts[1:]))
+    stored = [workload.in_flight_bytes(*layers, choice.micro_batch) for layers in stages]
+    inputs = [float(workload.cut_forward[first]) * choice.micro_batch for first in choice.cuts[:-1]]
+    versions = weight_versions(schedule)
+    kept = zip(peak_activations(schedule, stored), peak_stashed_inputs(schedule, inputs))
+    return max(
+        activations
+        + stashed
+        + sum(
+            (workload.state + versions[0, stage] - 1) * workload.parameter_bytes(*stages[stage])
+            for stage in (worker, worker + choice.depth)
+        )
+        for worker, (activations, stashed) in enumerate(kept)
+    )
+
+
+def _devices_of_stages(choice: _Choice) -> tuple[tuple[int, ...], ...]:
+    depth, width = choice.depth, choice.width
+    return tuple(
+        tuple(
+            sorted(
+                k * depth + stage % depth if choice.placement == "A" else (stage % depth) * width + k
+                for k in range(width)
+            )
+        )
+        for stage in range(2 * depth)
+    )
