@@ -104,7 +104,7 @@ def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: 
         strategy = strategies.get(layer.name)
         if strategy is None:
             raise UserError(f"layer {layer.name!r} has no strategy")
-        _check(layer, strategy, cluster, workload, strategies)
+        _check(graph, layer, cluster, workload, strategies)
         work = layer_work(layer, strategy, cluster, workload, workload.micro_batch, not graph.inputs(layer.name))
         arriving = tuple(
             step
@@ -123,9 +123,8 @@ def _assess_layer(
     cluster: Cluster,
     workload: Workload,
 ) -> LayerAssessment:
-    moving = sum(cluster.time(step) for step in arriving)
-    forward = moving + sum(cluster.time(step) for step in work.forward)
-    backward = moving + sum(cluster.time(step) for step in work.backward)
+    forward = sum(cluster.time(step) for step in (*arriving, *work.forward))
+    backward = sum(cluster.time(step) for step in (*work.backward, *(step.adjoint() for step in arriving)))
     gradient = sum(cluster.time(step) for step in work.gradient)
     num = workload.num_micro_batches
     per_micro_batch = 2 * sum(s.sent_bytes for s in arriving) + sum(
@@ -146,8 +145,9 @@ def _assess_layer(
 
 
 def _check(
-    layer: Layer, strategy: Strategy, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
+    graph: LayerGraph, layer: Layer, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
 ) -> None:
+    strategy = strategies[layer.name]
     sizes = tuple(p0 * p1 * p2 for p0, p1, p2 in strategy.splits)
     if sizes != cluster.level_sizes:
         raise UserError(
@@ -160,7 +160,12 @@ def _check(
     for parameter in layer.parameters:
         if parameter.tied_to is not None:
             partner = strategies.get(parameter.tied_to)
-            if partner is None or strategy not in (partner, transposed(partner)):
+            # The table of an embedding is the transposed matrix of a linear layer.
+            if partner is not None and (graph[parameter.tied_to].kind == "embedding") != (layer.kind == "embedding"):
+                fitting = transposed(partner)
+            else:
+                fitting = partner
+            if strategy != fitting:
                 raise UserError(
                     f"{layer.describe()}: {strategy} does not fit {partner} of {parameter.tied_to}, whose weight it shares"
                 )

@@ -16,12 +16,10 @@ A cluster is a JSON file: every number carries its unit and its source (datashee
 
 from __future__ import annotations
 
-import math
 import os
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import resources
-from pathlib import Path
 from typing import Any
 
 from .collectives import Collective, Step
@@ -33,6 +31,16 @@ __all__ = ["Cluster", "Device", "Link", "load_cluster", "preset_names"]
 
 FORMAT = "autoddl-cluster"
 LEVEL_NAMES = ("inter-node", "intra-node")
+#: More devices than this are a mistake.
+MOST_DEVICES = 2**20
+#: What a quantity can be, in SI units: anything else is a mistake, and would make times infinite or zero.
+_RANGES = {
+    "time": (0.0, 1e3),
+    "size": (1.0, 1e18),
+    "rate": (1.0, 1e18),
+    "compute": (1.0, 1e24),
+    "ratio": (1e-6, 1.0),
+}
 
 
 @dataclass(frozen=True)
@@ -159,10 +167,13 @@ class Cluster:
 
     def with_links(self, latency_s: float | None = None, bandwidth: float | None = None) -> Cluster:
         """The same cluster with latency [s] and bandwidth [bytes/s per device] of every level replaced."""
-        if latency_s is not None and not 0 <= latency_s < math.inf:
-            raise UserError(f"latency {latency_s:g} should be a finite number of at least 0 s")
-        if bandwidth is not None and not 0 < bandwidth < math.inf:
-            raise UserError(f"bandwidth {bandwidth:g} should be a finite number of more than 0 bytes/s")
+        for name, value, quantity, unit in (
+            ("latency", latency_s, "time", "s"),
+            ("bandwidth", bandwidth, "rate", "bytes/s"),
+        ):
+            lowest, highest = _RANGES[quantity]
+            if value is not None and not lowest <= value <= highest:
+                raise UserError(f"{name} {value:g} {unit} should be from {lowest:g} to {highest:g} {unit}")
         if latency_s is None and bandwidth is None:
             return self
         inter, intra = (
@@ -192,15 +203,20 @@ def load_cluster(name: str | os.PathLike[str]) -> Cluster:
         source = resources.files("autoddl.costmodel.clusters").joinpath(f"{text}.json")
         with resources.as_file(source) as path:
             return from_document(load_document(path, FORMAT).value, text)
-    if not Path(text).exists():
+    if not os.path.exists(text):
         raise UserError(f"cluster {text!r} is neither a file nor one of {', '.join(preset_names())}")
     return from_document(load_document(text, FORMAT).value, text)
 
 
-def _quantity(fields: Fields, name: str, quantity: str, minimum: float = 0.0, exclusive: bool = True) -> float:
+def _quantity(fields: Fields, name: str, quantity: str) -> float:
     entry = fields.object(name)
-    value = entry.number("value", minimum, exclusive)
-    result = to_si(value, entry.text("unit"), quantity, f"{fields.where}: {name}")
+    value, unit = entry.number("value"), entry.text("unit")
+    result = to_si(value, unit, quantity, f"{fields.where}: {name}")
+    lowest, highest = _RANGES[quantity]
+    if not lowest <= result <= highest:
+        raise UserError(
+            f"{fields.where}: {name} is {value:g} {unit}, should be from {lowest:g} to {highest:g} in SI units"
+        )
     entry.text("source")
     entry.finish(ignored=("interval",))
     return result
@@ -222,9 +238,9 @@ def _link(fields: Fields, devices_per_node: int) -> Link:
                 )
             entry = table.object(name)
             own = _quantity(entry, "bandwidth", "rate")
-            collectives[Collective(name)] = (_quantity(entry, "latency", "time", exclusive=False), own / share)
+            collectives[Collective(name)] = (_quantity(entry, "latency", "time"), own / share)
             entry.finish()
-    link = Link(_quantity(fields, "latency", "time", exclusive=False), bandwidth / share, collectives)
+    link = Link(_quantity(fields, "latency", "time"), bandwidth / share, collectives)
     fields.finish()
     return link
 
@@ -234,16 +250,13 @@ def _device(fields: Fields) -> Device:
     peak_flops = {name: _quantity(peaks, name, "compute") for name in peaks.value}
     if not peak_flops or set(peak_flops) - {"float32", "mixed"}:
         raise UserError(f"{peaks.where}: names {sorted(peak_flops)}, should name float32, mixed or both")
-    efficiency = _quantity(fields, "efficiency", "ratio")
-    if efficiency > 1:
-        raise UserError(f"{fields.where}: efficiency is {efficiency:g}, should be at most 1")
     device = Device(
         name=fields.text("name"),
         memory_bytes=_quantity(fields, "memory", "size"),
         memory_bandwidth=_quantity(fields, "memory_bandwidth", "rate"),
         peak_flops=peak_flops,
-        efficiency=efficiency,
-        launch_s=_quantity(fields, "launch", "time", exclusive=False),
+        efficiency=_quantity(fields, "efficiency", "ratio"),
+        launch_s=_quantity(fields, "launch", "time"),
     )
     fields.finish()
     return device
@@ -256,11 +269,15 @@ def from_document(value: Any, where: str) -> Cluster:
         UserError: a field is missing, unknown or out of range.
     """
     fields = check_document(value, FORMAT, 1, where)
-    devices_per_node = fields.integer("devices_per_node", 1)
+    num_nodes, devices_per_node = fields.integer("num_nodes", 1), fields.integer("devices_per_node", 1)
+    if num_nodes * devices_per_node > MOST_DEVICES:
+        raise UserError(
+            f"{where}: {num_nodes} nodes of {devices_per_node} devices should be at most {MOST_DEVICES} devices"
+        )
     links = fields.object("links")
     cluster = Cluster(
         name=fields.text("name"),
-        num_nodes=fields.integer("num_nodes", 1),
+        num_nodes=num_nodes,
         devices_per_node=devices_per_node,
         device=_device(fields.object("device")),
         links=(

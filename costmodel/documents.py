@@ -7,6 +7,7 @@ import json
 import math
 import os
 import tempfile
+import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -37,7 +38,7 @@ def load_json(path: str | os.PathLike[str]) -> Any:
     """
     try:
         text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null character
         raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
     try:
         return json.loads(text, parse_constant=_reject_constant)
@@ -86,8 +87,14 @@ class Fields:
         return value
 
     def text(self, name: str) -> str:
-        """A string."""
-        return self._typed(name, (str,), "a string")
+        """A string of one line."""
+        return self._line(name, self._typed(name, (str,), "a string"))
+
+    def _line(self, name: str, value: str) -> str:
+        """Names and sources stand in messages and tables: no line breaks, no control characters, no halves of characters."""
+        if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value):
+            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a text of one line")
+        return value
 
     def boolean(self, name: str) -> bool:
         """true or false."""
@@ -132,6 +139,7 @@ class Fields:
         for value in values:
             if not isinstance(value, str):
                 raise UserError(f"{self.where}: {name} holds {_show(value)}, should hold strings")
+            self._line(name, value)
         return tuple(values)
 
     def object(self, name: str) -> Fields:
@@ -151,22 +159,28 @@ class Fields:
         unknown = sorted(set(self.value) - self._read - set(ignored))
         if unknown:
             raise UserError(
-                f"{self.where}: unknown field {unknown[0]!r}; known ones are {', '.join(sorted(self._read))}"
+                f"{self.where}: unknown field {_show(unknown[0])}; known ones are {', '.join(sorted(self._read))}"
             )
 
 
 def _show(value: Any) -> str:
-    text = json.dumps(value, default=str)
+    try:
+        text = json.dumps(value, default=str)
+    except (ValueError, RecursionError):  # nested too deeply, or a number too long
+        text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
 
 
 def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file: wholly, or not at all.
+    """Write a text file: wholly, or not at all.  A link is followed; a device or a pipe is written to, never replaced.
 
     Raises:
         UserError: the place cannot be written to.
     """
-    target = Path(path)
+    target = Path(os.path.realpath(path))
+    if target.exists() and not target.is_file() and not target.is_dir():
+        _write_through(path, text)
+        return
     try:
         handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
     except OSError as error:
@@ -184,6 +198,14 @@ def write_atomically(path: str | os.PathLike[str], text: str) -> None:
     except BaseException:
         os.unlink(name)
         raise
+
+
+def _write_through(path: str | os.PathLike[str], text: str) -> None:
+    try:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
 
 
 def _umask() -> int:

@@ -26,6 +26,7 @@ backward pass keeps besides the layer's input (activation functions' arguments, 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -41,6 +42,9 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "Layer", "LayerGraph", "Parameter", "load_graph"]
 
 FORMAT = "autoddl-graph"
+#: Beyond these (elements of a tensor, FLOPs of a layer and sample) sizes are mistakes.
+LARGEST_TENSOR = 2**62
+LARGEST_FLOPS = 1e30
 
 #: The attributes that each kind of layer has to have, all whole numbers.
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -331,16 +335,32 @@ def _validate(graph: LayerGraph) -> None:
         _validate_layer(layer)
     for layer in graph.layers:
         for parameter in layer.parameters:
-            if parameter.tied_to is not None and parameter.tied_to not in position:
-                raise UserError(
-                    f"layer {layer.name!r}: {parameter.name} is tied to unknown layer {parameter.tied_to!r}"
-                )
+            if parameter.tied_to is not None:
+                _validate_tie(graph, position, layer, parameter)
     for source, target in graph.edges:
         for end in (source, target):
             if end not in position:
                 raise UserError(f"edge {source!r} -> {target!r} names unknown layer {end!r}")
         if position[source] >= position[target]:
             raise UserError(f"edge {source!r} -> {target!r} runs backwards, layers should be in topological order")
+
+
+def _validate_tie(graph: LayerGraph, position: Mapping[str, int], layer: Layer, parameter: Parameter) -> None:
+    """A weight is shared with an earlier layer of the same kind, or between an embedding and a linear layer."""
+    what = f"layer {layer.name!r}: {parameter.name} is tied to"
+    if parameter.tied_to not in position:
+        raise UserError(f"{what} unknown layer {parameter.tied_to!r}")
+    owner = graph.layers[position[parameter.tied_to]]
+    if position[owner.name] >= position[layer.name]:
+        raise UserError(f"{what} {owner.name!r}, which should stand before it")
+    if layer.kind != owner.kind and {layer.kind, owner.kind} != {"embedding", "linear"}:
+        raise UserError(
+            f"{what} {owner.name!r}, a {owner.kind} layer; it should be of the same kind as this {layer.kind}"
+        )
+    if parameter.num_elements not in {other.num_elements for other in owner.parameters}:
+        raise UserError(f"{what} {owner.name!r}, which has no parameter of {parameter.num_elements} elements")
+    if len({other.tied_to for other in layer.parameters} - {None}) > 1:
+        raise UserError(f"layer {layer.name!r} is tied to several layers, should be tied to one")
 
 
 def _validate_layer(layer: Layer) -> None:
@@ -357,5 +377,24 @@ def _validate_layer(layer: Layer) -> None:
             raise UserError(f"layer {layer.name!r}: {name} is {value}, should be at least 1")
     if not layer.input_shape or not layer.output_shape:
         raise UserError(f"layer {layer.name!r}: its input and output shape should have at least one dimension")
+    for shape in (layer.input_shape, layer.output_shape, *(parameter.shape for parameter in layer.parameters)):
+        if math.prod(shape) > LARGEST_TENSOR:
+            raise UserError(f"layer {layer.name!r}: shape {shape} should have at most {LARGEST_TENSOR} elements")
+    if layer.flops > LARGEST_FLOPS:
+        raise UserError(f"layer {layer.name!r}: flops is {layer.flops:g}, should be at most {LARGEST_FLOPS:g}")
+    for name, length in _lengths(layer).items():
+        if layer.attributes[name] != length:
+            raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes[name]}, its shapes say {length}")
     if layer.block_index and not layer.block:
         raise UserError(f"layer {layer.name!r}: block_index {layer.block_index} without a block")
+
+
+def _lengths(layer: Layer) -> dict[str, int]:
+    """The attributes that the shapes of a layer fix."""
+    if layer.kind == "linear":
+        return {"in_features": layer.input_shape[-1]}
+    if layer.kind == "loss":
+        return {"vocabulary": layer.input_shape[-1]}
+    if layer.kind == "embedding":
+        return {"features": layer.output_shape[-1]}
+    return {}

@@ -111,7 +111,11 @@ class Problem:
             wanted = strategy_of(layer)
             if wanted not in variable.options:
                 raise UserError(f"{layer.describe()} does not divide by {wanted}")
-            choice.append(variable.options.index(wanted))
+            option = variable.options.index(wanted)
+            for name in variable.layers[1:]:
+                if strategy_of(self.graph[name]) != variable.strategy(name, option):
+                    raise UserError(f"{name} is tied to {layer.name}: {strategy_of(self.graph[name])} is not {wanted}")
+            choice.append(option)
         return tuple(choice)
 
 
@@ -290,8 +294,7 @@ class PriceBook:
         possible = [np.array([shape[0] % _samples(layout) == 0 for layout in ends]) for ends in (sources, targets)]
         for a, b in zip(*np.nonzero(undivided & possible[0][:, None] & possible[1][None, :])):
             fixed[a, b], per_byte[a, b], *_ = self._redistribution(sources[a], targets[b], shape)
-        # The backward pass mirrors the forward pass.
-        return 2 * (workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte)
+        return workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte
 
     def _redistributions(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
         """For each pair of layouts what :meth:`_redistribution` says of a tensor that always divides."""
@@ -302,7 +305,7 @@ class PriceBook:
         return self._redistribution_tables[sources, targets]
 
     def _redistribution(self, source: Layout, target: Layout, shape: tuple[int, int]) -> tuple[float, float, int, int]:
-        """(seconds, seconds per byte of the tensor) forward, and what its two dimensions have to divide by."""
+        """(seconds, seconds per byte of the tensor) there and back, and what its two dimensions have to divide by."""
         if source == target:
             return 0.0, 0.0, 1, 1
         key = (source, target, *(math.gcd(length, self.cluster.num_devices**2) for length in shape))
@@ -312,8 +315,8 @@ class PriceBook:
             except UserError:
                 self._known_redistributions[key] = (math.inf, math.inf, 1, 1)
             else:
-                fixed = communication_time(self.cluster, steps(route, 0.0))
-                per_byte = communication_time(self.cluster, steps(route, 1.0)) - fixed
+                fixed = _there_and_back(self.cluster, steps(route, 0.0))
+                per_byte = (_there_and_back(self.cluster, steps(route, _MANY)) - fixed) / _MANY
                 parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
                 self._known_redistributions[key] = (fixed, per_byte, parts[0], parts[1])
         return self._known_redistributions[key]
@@ -404,7 +407,9 @@ class _Prices:
     compute: Affine
     state_bytes: np.ndarray
     kept_bytes: np.ndarray
-    buffer_bytes: np.ndarray
+    #: One row per different layer: the largest of affine functions is not affine.
+    buffer_fixed: np.ndarray
+    buffer_slope: np.ndarray
 
     def scaled(self, count: int) -> _Prices:
         """Of ``count`` equal layers: buffers are transient, so they are not added up."""
@@ -417,7 +422,8 @@ class _Prices:
             times(self.compute),
             self.state_bytes * count,
             self.kept_bytes * count,
-            self.buffer_bytes,
+            self.buffer_fixed,
+            self.buffer_slope,
         )
 
     def plus(self, other: _Prices) -> _Prices:
@@ -431,7 +437,8 @@ class _Prices:
             both(self.compute, other.compute),
             self.state_bytes + other.state_bytes,
             self.kept_bytes + other.kept_bytes,
-            np.maximum(self.buffer_bytes, other.buffer_bytes),
+            np.concatenate((self.buffer_fixed, other.buffer_fixed)),
+            np.concatenate((self.buffer_slope, other.buffer_slope)),
         )
 
     def cost(self, num_micro_batches: int, batch: int, objective: Objective) -> np.ndarray:
@@ -442,12 +449,21 @@ class _Prices:
         return np.ceil(self.state_bytes + micro_batch * self.kept_bytes)
 
     def buffer(self, micro_batch: int) -> np.ndarray:
-        return np.ceil(micro_batch * self.buffer_bytes)
+        return np.ceil(self.buffer_fixed + micro_batch * self.buffer_slope).max(axis=0)
+
+
+#: Slopes are taken over so many samples or bytes: over one, latencies would swallow their digits.
+_MANY = 2.0**40
 
 
 def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
     """Seconds of steps that run one after the other."""
     return sum(cluster.time(step) for step in steps_)
+
+
+def _there_and_back(cluster: Cluster, forward: Sequence[Step]) -> float:
+    """Seconds of a redistribution and of its mirror image in the backward pass."""
+    return communication_time(cluster, (*forward, *(step.adjoint() for step in forward)))
 
 
 def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
@@ -456,24 +472,30 @@ def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
     for option in range(len(variable.options)):
         strategy = variable.strategy(layer.name, option)
         at: list[LayerWork] = [
-            layer_work(layer, strategy, book.cluster, book.workload, samples, is_first) for samples in (0.0, 1.0)
+            layer_work(layer, strategy, book.cluster, book.workload, samples, is_first) for samples in (0.0, _MANY)
         ]
         communication = [communication_time(book.cluster, (*work.forward, *work.backward)) for work in at]
         compute = [work.forward_s + work.backward_s for work in at]
         rows.append(
             (
                 communication[0],
-                communication[1] - communication[0],
+                (communication[1] - communication[0]) / _MANY,
                 communication_time(book.cluster, at[0].gradient),
                 compute[0],
-                compute[1] - compute[0],
+                (compute[1] - compute[0]) / _MANY,
                 0.0,
                 at[0].state_bytes,
-                at[1].kept_bytes,
-                at[1].buffer_bytes,
+                at[1].kept_bytes / _MANY,
+                at[0].buffer_bytes,
+                (at[1].buffer_bytes - at[0].buffer_bytes) / _MANY,
             )
         )
     columns = np.array(rows).T
     return _Prices(
-        (columns[0], columns[1], columns[2]), (columns[3], columns[4], columns[5]), columns[6], columns[7], columns[8]
+        communication=(columns[0], columns[1], columns[2]),
+        compute=(columns[3], columns[4], columns[5]),
+        state_bytes=columns[6],
+        kept_bytes=columns[7],
+        buffer_fixed=columns[8:9],
+        buffer_slope=columns[9:10],
     )

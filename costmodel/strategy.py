@@ -103,10 +103,13 @@ class Strategy:
         }
 
     def divides(self, layer: Layer) -> bool:
-        """Whether the layer's features (whole heads, where it has heads) divide; of images only whole ones."""
+        """Whether the layer can be spread so: features (whole heads, where it has heads) divide, images stay whole, and what
+        has no product is not split over p2."""
         s = self.p1 * self.p2
         attributes = layer.attributes
-        if self.summa and attributes["in_features"] % self.p0:
+        if self.p2 > 1 and (self.summa or layer.kind not in ("linear", "embedding")):
+            return False
+        if self.summa and (layer.kind != "linear" or attributes["in_features"] % self.p0):
             return False
         if s == 1:
             return True

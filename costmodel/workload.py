@@ -26,6 +26,8 @@ __all__ = ["OPTIMIZERS", "PRECISIONS", "Workload"]
 PRECISIONS = {"float32": 4, "mixed": 2}
 #: Bytes of optimizer states per trained element.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
+#: Larger batches are mistakes.
+LARGEST_BATCH = 2**40
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,8 @@ class Workload:
         for name, value in (("batch", self.batch), ("micro-batch", self.micro_batch)):
             if value < 1:
                 raise UserError(f"{name} {value} should be at least 1")
+            if value > LARGEST_BATCH:
+                raise UserError(f"{name} {value} should be at most {LARGEST_BATCH}")
         if self.batch % self.micro_batch:
             raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}")
         if self.precision not in PRECISIONS:

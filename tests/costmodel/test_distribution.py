@@ -56,7 +56,7 @@ def test_states_by_hand():
 
 @pytest.mark.parametrize("text", ["", "S", "S(-1)", "S(1", "b", "S0 B", "S9999999999", "S\u0663", "S(1))"])
 def test_no_state(text):
-    with pytest.raises(UserError, match="is not one of S0, S1, ..., B, P"):
+    with pytest.raises(UserError, match=r"is not one of S0, S1, \.\.\., B, P"):
         parse_state(text)
 
 

@@ -338,7 +338,7 @@ def test_a_reversed_route_reversed_is_the_route():
     ],
 )
 def test_errors_name_the_fault(source, target, shape, message):
-    with pytest.raises(UserError, match="^[^\n]*$") as error:
+    with pytest.raises(UserError, match=r"^[^\n]*$") as error:
         redistribute(D(source), D(target), shape)
     assert message in str(error.value)
 
