@@ -196,7 +196,8 @@ def _reduce_scatter(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 
 def _all_reduce(x: Tensor, axis: RankAxis) -> Tensor:
-    return _exchange(x, axis, tuple(x.shape), flow.sbp.partial_sum, flow.sbp.broadcast)
+    flat = _exchange(x.reshape(-1), axis, (x.numel(),), flow.sbp.partial_sum, flow.sbp.broadcast)
+    return flat.reshape(tuple(x.shape))
 
 
 def _all_to_all(x: Tensor, axis: RankAxis, split_dim: int, concat_dim: int) -> Tensor:

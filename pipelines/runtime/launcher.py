@@ -88,6 +88,7 @@ class RankPool:
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
+        self._unclaimed: list[tuple[int, str, Any]] = []  # messages that came before they were asked for
         self._num_jobs = 0
         self._is_open = True
         try:
@@ -246,15 +247,18 @@ class RankPool:
         on_report: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
         """Wait until each of ``ranks`` has sent a message of the kind ``wanted``; returns their values in order."""
-        got: dict[int, Any] = {}
-        while len(got) < len(ranks):
+        while True:
+            got = {rank: value for rank, kind, value in self._unclaimed if kind == wanted}
             awaited = [rank for rank in ranks if rank.rank not in got]
+            if not awaited:
+                numbers = {rank.rank for rank in ranks}
+                self._unclaimed = [m for m in self._unclaimed if not (m[1] == wanted and m[0] in numbers)]
+                return [got[rank.rank] for rank in ranks]
             for rank, kind, value in self._watch(deadline, what, awaited):
-                if kind == wanted:
-                    got[rank] = value
-                elif kind == "report" and on_report is not None:
+                if kind != "report":
+                    self._unclaimed.append((rank, kind, value))
+                elif on_report is not None:
                     on_report(rank, value)
-        return [got[rank.rank] for rank in ranks]
 
     def _watch(self, deadline: float | None, what: str, awaited: Sequence[RankProcess]) -> list[tuple[int, str, Any]]:
         """Wait for a tick or for messages, which are returned; raises as soon as any rank has failed."""

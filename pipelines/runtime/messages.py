@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import pickle
 import struct
@@ -12,9 +13,27 @@ __all__ = ["Inbox", "read_message", "write_message"]
 _LENGTH = struct.Struct("<Q")
 
 
+class _Pickler(pickle.Pickler):
+    """Refuses OneFlow's objects: the launcher would have to load OneFlow to read them."""
+
+    def reducer_override(self, value: Any) -> Any:
+        kind = value if isinstance(value, type) else type(value)
+        if kind.__module__.partition(".")[0] == "oneflow":
+            raise TypeError(
+                f"a {kind.__module__}.{kind.__qualname__} cannot leave its rank; numpy arrays and plain values can"
+            )
+        return NotImplemented
+
+
 def write_message(fd: int, value: Any) -> None:
-    """Write one message, waiting while the pipe is full."""
-    body = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+    """Write one message, waiting while the pipe is full.
+
+    Raises:
+        TypeError, AttributeError or pickle.PicklingError: ``value`` cannot be sent; nothing was written.
+    """
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
+    body = buffer.getvalue()
     rest = memoryview(_LENGTH.pack(len(body)) + body)
     while rest:
         rest = rest[os.write(fd, rest) :]

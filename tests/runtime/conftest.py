@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.network import namespace_available
+
+
+@pytest.fixture(scope="session")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[int], RankPool]]:
+    """``ranks(n)``: a pool of n OneFlow ranks that all tests share; skips where there can be none.
+
+    The ranks have a network of their own where the system allows it. A pool that a failure ended is replaced.
+    """
+    available = is_available()
+    private_network = bool(available) and bool(namespace_available())
+    pools: dict[int, RankPool] = {}
+
+    def pool(num_ranks: int) -> RankPool:
+        if not available:
+            pytest.skip(available.reason)
+        if num_ranks not in pools or not pools[num_ranks].is_open:
+            log_dir: Path = tmp_path_factory.mktemp(f"ranks{num_ranks}")
+            pools[num_ranks] = RankPool(num_ranks, private_network=private_network, log_dir=log_dir)
+        return pools[num_ranks]
+
+    yield pool
+    for started in pools.values():
+        started.close()
+
+
+@pytest.fixture(scope="session")
+def counted_ranks(ranks: Callable[[int], RankPool]) -> Callable[[int], RankPool]:
+    """As ``ranks``, for tests that count bytes; skips where ranks cannot have a network of their own."""
+    available = namespace_available()
+    if not available:
+        pytest.skip(available.reason)
+    return ranks
