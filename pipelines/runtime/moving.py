@@ -1,0 +1,105 @@
+"""Executing redistributions: the moves of :mod:`autoddl.costmodel.redistribution` on local tensors.
+
+A local tensor is viewed with one dimension per digit,
+
+    dimension d of length L  ->  (n_0, n_1, ..., n_k, rest)        rest = L / (n_0 ... n_k)
+
+where a digit that a mesh axis owns has length 1 here: this rank's value of it is its coordinate on that axis.  A move of some
+neighbouring axes brings the digits that they take to the front as one dimension (the outermost axis most significant, as ranks
+are counted), runs one collective along it, and leaves the digits that they give up in their places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import Any
+
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.redistribution import Digit, Holding, Move, Redistribution
+from autoddl.costmodel.sbp import Broadcast, PartialSum
+
+from .collectives import pad_shard, take_shard
+from .stepping import Stepper, num_bytes
+
+__all__ = ["move_tensor"]
+
+Tensor = Any
+
+
+def move_tensor(x: Tensor, route: Sequence[Redistribution], stepper: Stepper, dims: Sequence[int]) -> Tensor:
+    """This rank's part of a tensor after the redistributions of ``route``; differentiable.
+
+    Args:
+        x: its part before.
+        stepper: the ranks.
+        dims: which dimension of ``x`` each dimension of the distributions is, ascending; others are whole everywhere.
+    """
+    for part in route:
+        x = _Digits(part, tuple(x.shape), dims, stepper).run(x)
+    return x
+
+
+class _Digits:
+    """The dimension-per-digit view of one redistribution."""
+
+    def __init__(self, part: Redistribution, shape: tuple[int, ...], dims: Sequence[int], stepper: Stepper):
+        self.part = part
+        self.stepper = stepper
+        owned = {holding for _, holding in part.holdings if isinstance(holding, Digit)}
+        #: Where a digit is in the view, and the lengths of the view.
+        self.places: dict[Digit, int] = {}
+        self.view: list[int] = []
+        #: The dimensions of the view that make up each dimension of the tensor.
+        self.spans: list[range] = []
+        for dim, length in enumerate(shape):
+            start = len(self.view)
+            if dim in dims:
+                which = list(dims).index(dim)
+                for index, size in enumerate(part.digits[which]):
+                    digit = Digit(which, index)
+                    self.places[digit] = len(self.view)
+                    self.view.append(1 if digit in owned else size)
+            self.view.append(length // prod(self.view[start:]))
+            self.spans.append(range(start, len(self.view)))
+
+    def run(self, x: Tensor) -> Tensor:
+        x = x.reshape(*self.view)
+        for move in self.part.moves:
+            x = self._local(x, move) if move.collective is None else self._collective(x, move, move.collective)
+        return x.reshape(*(prod(x.shape[i] for i in span) for span in self.spans))
+
+    def _local(self, x: Tensor, move: Move) -> Tensor:
+        for atom, before, after in move.parts:
+            x = self._local_change(x, atom, before, after)
+        return x
+
+    def _local_change(self, x: Tensor, atom: Axis, before: Holding, after: Holding) -> Tensor:
+        axis = self.stepper.axis(atom)
+        if isinstance(before, Broadcast) and isinstance(after, Digit):
+            return take_shard(x, axis, self.places[after])
+        assert isinstance(after, PartialSum), (before, after)
+        if isinstance(before, Digit):
+            return pad_shard(x, axis, self.places[before])
+        # A copy becomes a summand: the first rank keeps it.
+        return x * (1.0 if atom.coordinate(self.stepper.rank) == 0 else 0.0)
+
+    def _collective(self, x: Tensor, move: Move, collective: Collective) -> Tensor:
+        if collective is Collective.ALL_REDUCE:
+            return self.stepper.run(x, Step(collective, move.axis, num_bytes(x)))
+        taken = [self.places[after] for _, _, after in move.parts if isinstance(after, Digit)]
+        given = [self.places[before] for _, before, _ in move.parts if isinstance(before, Digit)]
+        order = [*taken, *given, *(i for i in range(len(x.shape)) if i not in (*taken, *given))]
+        lengths = [x.shape[i] for i in order]
+        # (digits to be cut, digits that become whole, everything else)
+        x = x.permute(*order).reshape(prod(lengths[: len(taken)]), prod(lengths[len(taken) : len(taken + given)]), -1)
+        if collective is Collective.REDUCE_SCATTER:
+            x = self.stepper.run(x, Step(collective, move.axis, num_bytes(x)), 0)
+        elif collective is Collective.ALL_GATHER:
+            x = self.stepper.run(x, Step(collective, move.axis, num_bytes(x) * move.axis.size), 1)
+        else:
+            x = self.stepper.exchange(x, move.axis, split_dim=0, concat_dim=1)
+        sizes = [atom.size for atom, _, _ in move.parts]
+        lengths[: len(taken + given)] = [*(1 for _ in taken), *(sizes if given else [])]
+        return x.reshape(*lengths).permute(*(order.index(i) for i in range(len(order))))

@@ -1,0 +1,86 @@
+"""What the ranks do in the tests of redistributions; imported by ranks, never collected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.distribution import Distribution
+from autoddl.costmodel.redistribution import redistribute, steps
+from autoddl.costmodel.sbp import PartialSum
+from autoddl.pipelines.runtime.load import load_oneflow
+
+
+def local_part(value: np.ndarray, lying: Distribution, rank: int, seed: int) -> np.ndarray:
+    """What ``rank`` holds of ``value``: summands of partial sums are random, and add up over each group."""
+    part = value[lying.slices(rank, value.shape)]
+    groups = 1
+    for axis, state in zip(lying.axes, lying.states):
+        if isinstance(state, PartialSum):
+            groups *= axis.size
+    if groups == 1:
+        return np.ascontiguousarray(part)
+    # Every rank draws the summands of all ranks of its group: the primary one holds what is missing from the whole.
+    members = [r for r in range(lying.num_ranks) if _same_but_partial(lying, r, rank)]
+    noise = {
+        r: np.random.default_rng([seed, r]).integers(-8, 9, part.shape).astype(part.dtype)
+        for r in members
+        if not lying.is_primary(r)
+    }
+    if rank in noise:
+        return noise[rank]
+    return np.ascontiguousarray(part - sum(noise.values()))
+
+
+def _same_but_partial(lying: Distribution, a: int, b: int) -> bool:
+    return all(
+        axis.coordinate(a) == axis.coordinate(b)
+        for axis, state in zip(lying.axes, lying.states)
+        if not isinstance(state, PartialSum)
+    )
+
+
+def move_pairs(pairs: list[tuple[str, str]], shape: tuple[int, ...], measured: bool) -> list[dict[str, Any]]:
+    """For each pair of distributions what this rank holds after, forward and backward, and the traffic."""
+    from autoddl.pipelines.runtime.moving import move_tensor
+    from autoddl.pipelines.runtime.stepping import Stepper
+    from autoddl.pipelines.runtime.wire import measure, measure_baseline
+
+    flow = load_oneflow()
+    rank, world = flow.env.get_rank(), flow.env.get_world_size()
+    stepper = Stepper(world)
+    baseline = measure_baseline() if measured else None
+    value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 997
+    gradient = (np.arange(np.prod(shape), dtype=np.float32).reshape(shape) * 7) % 991
+    results = []
+    for number, (a, b) in enumerate(pairs):
+        source, target = Distribution.parse(a), Distribution.parse(b)
+        route = redistribute(source, target, shape)
+        x = flow.tensor(local_part(value, source, rank, 2 * number)).requires_grad_(True)
+        dy = flow.tensor(local_part(gradient, target.dual(), rank, 2 * number + 1))
+
+        def section(x=x, dy=dy, route=route):
+            y = move_tensor(x * 1.0, route, stepper, range(len(shape)))
+            flow.autograd.backward([y], [dy])
+            return y
+
+        with stepper.logging() as log:
+            if baseline is None:
+                y, payload = section(), None
+            else:
+                y, traffic = measure(section, baseline)
+                payload = traffic.payload_bytes
+        expected = steps(route, value.nbytes)
+        results.append(
+            {
+                "forward": y.numpy(),
+                "backward": x.grad.numpy(),
+                "payload": payload,
+                "ran": [str(step) for step in log],
+                "expected": [*map(str, expected), *(str(step.adjoint()) for step in reversed(expected))],
+                "sent_bytes": 2 * sum(step.sent_bytes for step in expected),
+                "messages": 2 * sum(step.messages for step in expected),
+            }
+        )
+    return results
