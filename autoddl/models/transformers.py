@@ -167,7 +167,7 @@ def bert(model: Transformer) -> LayerGraph:
         builder.add(embedding("embeddings.token_type_embeddings", rows, model.types, width)),
         builder.add(position("embeddings.position_embeddings", rows, model.num_positions, width)),
     ]
-    entry = builder.add(add("embed", (rows, width)), *tables)
+    entry = builder.add(add("embeddings.embed", (rows, width)), *tables)
     entry = builder.add(norm("embeddings.LayerNorm", rows, width), entry)
     attend = "attention.self"
     qkv = f"{attend}.query+key+value"
@@ -176,15 +176,15 @@ def bert(model: Transformer) -> LayerGraph:
         (linear(qkv, rows, width, 3 * width, parts=parts), [BLOCK_INPUT]),
         (attention(attend, rows, model.heads, width // model.heads, causal=False), [qkv]),
         (linear("attention.output.dense", rows, width, width), [attend]),
-        (add("add_1", (rows, width)), ["attention.output.dense", BLOCK_INPUT]),
-        (norm("attention.output.LayerNorm", rows, width), ["add_1"]),
+        (add("attention.output.add", (rows, width)), ["attention.output.dense", BLOCK_INPUT]),
+        (norm("attention.output.LayerNorm", rows, width), ["attention.output.add"]),
         (
             linear("intermediate.dense", rows, width, inner, epilogue=(model.activation,)),
             ["attention.output.LayerNorm"],
         ),
         (linear("output.dense", rows, inner, width), ["intermediate.dense"]),
-        (add("add_2", (rows, width)), ["output.dense", "attention.output.LayerNorm"]),
-        (norm("output.LayerNorm", rows, width), ["add_2"]),
+        (add("output.add", (rows, width)), ["output.dense", "attention.output.LayerNorm"]),
+        (norm("output.LayerNorm", rows, width), ["output.add"]),
     ]
     end = builder.repeat("encoder.layer", model.layers, block, entry)
     head = "cls.predictions"

@@ -1,0 +1,440 @@
+"""The built-in families as plain OneFlow modules, as a user would write them.
+
+Modules and parameters bear the names that the layer graphs of :mod:`autoddl.models` use, so that a graph extracted from one of
+these modules is the built-in graph.  ``forward(inputs, targets)`` gives the loss: for transformers (batch, sequence) token
+numbers twice, for VGG (batch, 3, height, width) images and (batch,) classes, for perceptrons (batch, features) twice.
+
+Initial values are drawn by numpy from the seed and the parameter's name alone, so that they are the same on any number of
+ranks, and for a parameter of the same name and shape in another model.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .load import load_oneflow
+
+flow = load_oneflow()
+nn: Any = flow.nn
+functional: Any = flow.nn.functional
+
+__all__ = ["GPT", "MLP", "VGG", "Bert", "Llama", "initialize"]
+
+#: Channels of VGG's convolutions, "M" for a max pooling.
+VGG_FEATURES: dict[int, tuple[int | str, ...]] = {
+    11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
+    13: (64, 64, "M", 128, 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
+    16: (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M"),
+    19: (64, 64, "M", 128, 128, "M", *(256,) * 4, "M", *(512,) * 4, "M", *(512,) * 4, "M"),
+}
+
+
+def initialize(module: Any, seed: int) -> Any:
+    """Fill a module's parameters in place, and return it: matrices normal with deviation 0.02 or, where that is less than
+    1/sqrt(fan-in), that; vectors 0, scales of norms 1."""
+    seen = set()
+    for name, parameter in module.named_parameters():
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        shape = tuple(parameter.shape)
+        if len(shape) > 1:
+            generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+            deviation = max(0.02, 1 / math.sqrt(math.prod(shape[1:])))
+            value = generator.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
+        else:
+            value = np.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=np.float32)
+        parameter.data.copy_(flow.from_numpy(value))
+    return module
+
+
+class MLP(nn.Module):
+    """Matrices without bias, relu between them, mean squared error at the end."""
+
+    def __init__(self, widths: Sequence[int]):
+        super().__init__()
+        for i, (fan_in, fan_out) in enumerate(zip(widths, widths[1:])):
+            setattr(self, f"fc{i + 1}", nn.Linear(fan_in, fan_out, bias=False))
+        self.num_layers = len(widths) - 1
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        x = inputs
+        for i in range(self.num_layers):
+            x = getattr(self, f"fc{i + 1}")(x)
+            if i < self.num_layers - 1:
+                x = functional.relu(x)
+        return functional.mse_loss(x, targets)
+
+
+class VGG(nn.Module):
+    """VGG without batch norm and dropout; the head's width follows the image."""
+
+    def __init__(self, depth: int, image: int = 224, classes: int = 1000, hidden: int = 4096):
+        super().__init__()
+        modules: list[Any] = []
+        channels = 3
+        for entry in VGG_FEATURES[depth]:
+            if isinstance(entry, int):
+                modules += [nn.Conv2d(channels, entry, kernel_size=3, padding=1), nn.ReLU()]
+                channels = entry
+            else:
+                modules.append(nn.MaxPool2d(kernel_size=2, stride=2))
+        self.features = nn.Sequential(*modules)
+        flat = channels * (image // 32) ** 2
+        # The dropouts of the original are nn.Identity here, so that the numbers of the modules stay.
+        self.classifier = nn.Sequential(
+            nn.Linear(flat, hidden),
+            nn.ReLU(),
+            nn.Identity(),
+            nn.Linear(hidden, hidden),
+            nn.ReLU(),
+            nn.Identity(),
+            nn.Linear(hidden, classes),
+        )
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        x = flow.flatten(self.features(inputs), start_dim=1)
+        return functional.cross_entropy(self.classifier(x), targets)
+
+
+def attend(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
+    """softmax(q k^T / sqrt(head_dim)) v on (batch, heads, sequence, head_dim); where ``mask`` is 0 nothing is looked at."""
+    scores = flow.matmul(query, key.transpose(-2, -1)) * (1.0 / math.sqrt(query.size(-1)))
+    if mask is not None:
+        scores = scores.masked_fill(mask == 0, float("-inf"))
+    return flow.matmul(functional.softmax(scores, dim=-1), value)
+
+
+def split_heads(x: Any, heads: int) -> Any:
+    """(batch, sequence, features) -> (batch, heads, sequence, head_dim)."""
+    batch, sequence, features = x.shape
+    return x.reshape(batch, sequence, heads, features // heads).transpose(1, 2)
+
+
+def merge_heads(x: Any) -> Any:
+    """(batch, heads, sequence, head_dim) -> (batch, sequence, features)."""
+    batch, heads, sequence, head_dim = x.shape
+    return x.transpose(1, 2).reshape(batch, sequence, heads * head_dim)
+
+
+def causal_mask(sequence: int) -> Any:
+    """Ones on and below the diagonal."""
+    return flow.tril(flow.ones(sequence, sequence))
+
+
+def token_loss(logits: Any, targets: Any) -> Any:
+    """Cross entropy over all tokens of the batch."""
+    return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), targets.reshape(-1))
+
+
+class GPTAttention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.c_attn = nn.Linear(width, 3 * width)
+        self.c_proj = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Any:
+        query, key, value = (split_heads(part, self.heads) for part in self.c_attn(x).chunk(3, dim=-1))
+        return self.c_proj(merge_heads(attend(query, key, value, causal_mask(x.shape[1]))))
+
+
+class GPTMLP(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.c_fc = nn.Linear(width, inner)
+        self.c_proj = nn.Linear(inner, width)
+
+    def forward(self, x: Any) -> Any:
+        return self.c_proj(functional.gelu(self.c_fc(x)))
+
+
+class GPTBlock(nn.Module):
+    def __init__(self, width: int, heads: int, inner: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(width)
+        self.attn = GPTAttention(width, heads)
+        self.ln_2 = nn.LayerNorm(width)
+        self.mlp = GPTMLP(width, inner)
+
+    def forward(self, x: Any) -> Any:
+        x = x + self.attn(self.ln_1(x))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """GPT-2: pre-norm decoder with learned positions, its output tied to the token table (or not)."""
+
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        positions: int,
+        *,
+        inner: int | None = None,
+        tied: bool = True,
+    ):
+        super().__init__()
+        self.wte = nn.Embedding(vocabulary, width)
+        self.wpe = nn.Embedding(positions, width)
+        self.h = nn.ModuleList([GPTBlock(width, heads, inner or 4 * width) for _ in range(layers)])
+        self.ln_f = nn.LayerNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.wte.weight
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        x = self.wte(inputs) + self.wpe(flow.arange(inputs.shape[1]))
+        for block in self.h:
+            x = block(x)
+        return token_loss(self.lm_head(self.ln_f(x)), targets)
+
+
+class BertEmbeddings(nn.Module):
+    def __init__(self, vocabulary: int, positions: int, types: int, width: int):
+        super().__init__()
+        self.word_embeddings = nn.Embedding(vocabulary, width)
+        self.token_type_embeddings = nn.Embedding(types, width)
+        self.position_embeddings = nn.Embedding(positions, width)
+        self.LayerNorm = nn.LayerNorm(width)
+
+    def forward(self, tokens: Any) -> Any:
+        x = self.word_embeddings(tokens) + self.token_type_embeddings(flow.zeros_like(tokens))
+        return self.LayerNorm(x + self.position_embeddings(flow.arange(tokens.shape[1])))
+
+
+class BertSelfAttention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.query = nn.Linear(width, width)
+        self.key = nn.Linear(width, width)
+        self.value = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Any:
+        parts = (split_heads(project(x), self.heads) for project in (self.query, self.key, self.value))
+        return merge_heads(attend(*parts))
+
+
+class BertOutput(nn.Module):
+    """Projection, residual, norm."""
+
+    def __init__(self, fan_in: int, width: int):
+        super().__init__()
+        self.dense = nn.Linear(fan_in, width)
+        self.LayerNorm = nn.LayerNorm(width)
+
+    def forward(self, x: Any, residual: Any) -> Any:
+        return self.LayerNorm(self.dense(x) + residual)
+
+
+class BertAttention(nn.Module):
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        setattr(self, "self", BertSelfAttention(width, heads))
+        self.output = BertOutput(width, width)
+
+    def forward(self, x: Any) -> Any:
+        return self.output(getattr(self, "self")(x), x)
+
+
+class BertIntermediate(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.dense = nn.Linear(width, inner)
+
+    def forward(self, x: Any) -> Any:
+        return functional.gelu(self.dense(x))
+
+
+class BertLayer(nn.Module):
+    def __init__(self, width: int, heads: int, inner: int):
+        super().__init__()
+        self.attention = BertAttention(width, heads)
+        self.intermediate = BertIntermediate(width, inner)
+        self.output = BertOutput(inner, width)
+
+    def forward(self, x: Any) -> Any:
+        x = self.attention(x)
+        return self.output(self.intermediate(x), x)
+
+
+class BertEncoder(nn.Module):
+    def __init__(self, layers: int, width: int, heads: int, inner: int):
+        super().__init__()
+        self.layer = nn.ModuleList([BertLayer(width, heads, inner) for _ in range(layers)])
+
+    def forward(self, x: Any) -> Any:
+        for layer in self.layer:
+            x = layer(x)
+        return x
+
+
+class BertTransform(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.dense = nn.Linear(width, width)
+        self.LayerNorm = nn.LayerNorm(width)
+
+    def forward(self, x: Any) -> Any:
+        return self.LayerNorm(functional.gelu(self.dense(x)))
+
+
+class BertPredictions(nn.Module):
+    def __init__(self, width: int, vocabulary: int):
+        super().__init__()
+        self.transform = BertTransform(width)
+        self.decoder = nn.Linear(width, vocabulary)
+
+    def forward(self, x: Any) -> Any:
+        return self.decoder(self.transform(x))
+
+
+class BertHead(nn.Module):
+    def __init__(self, width: int, vocabulary: int):
+        super().__init__()
+        self.predictions = BertPredictions(width, vocabulary)
+
+    def forward(self, x: Any) -> Any:
+        return self.predictions(x)
+
+
+class Bert(nn.Module):
+    """BERT with the masked-language-model head, whose loss counts every token."""
+
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        positions: int,
+        *,
+        inner: int | None = None,
+        types: int = 2,
+        tied: bool = True,
+    ):
+        super().__init__()
+        self.embeddings = BertEmbeddings(vocabulary, positions, types, width)
+        self.encoder = BertEncoder(layers, width, heads, inner or 4 * width)
+        self.cls = BertHead(width, vocabulary)
+        if tied:
+            self.cls.predictions.decoder.weight = self.embeddings.word_embeddings.weight
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        return token_loss(self.cls(self.encoder(self.embeddings(inputs))), targets)
+
+
+class RMSNorm(nn.Module):
+    """x / sqrt(mean(x^2) + eps), scaled."""
+
+    def __init__(self, width: int, eps: float = 1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(flow.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Any) -> Any:
+        return self.weight * (x * flow.rsqrt(flow.mean(x * x, dim=-1, keepdim=True) + self.eps))
+
+
+def rotate(x: Any, cosine: Any, sine: Any) -> Any:
+    """Rotary positions: pairs (i, i + head_dim / 2) of (batch, heads, sequence, head_dim) turned by their angles."""
+    half = x.shape[-1] // 2
+    turned = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cosine + turned * sine
+
+
+class LlamaAttention(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int):
+        super().__init__()
+        self.heads, self.kv_heads = heads, kv_heads
+        head_dim = width // heads
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
+        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+
+    def repeat(self, x: Any) -> Any:
+        """Each key-value head as often as query heads look at it."""
+        groups = self.heads // self.kv_heads
+        if groups == 1:
+            return x
+        batch, kv_heads, sequence, head_dim = x.shape
+        x = x.unsqueeze(2).expand(batch, kv_heads, groups, sequence, head_dim)
+        return x.reshape(batch, self.heads, sequence, head_dim)
+
+    def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
+        query = rotate(split_heads(self.q_proj(x), self.heads), cosine, sine)
+        key = rotate(split_heads(self.k_proj(x), self.kv_heads), cosine, sine)
+        value = split_heads(self.v_proj(x), self.kv_heads)
+        attended = attend(query, self.repeat(key), self.repeat(value), causal_mask(x.shape[1]))
+        return self.o_proj(merge_heads(attended))
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
+
+    def forward(self, x: Any) -> Any:
+        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class LlamaBlock(nn.Module):
+    def __init__(self, width: int, heads: int, kv_heads: int, inner: int):
+        super().__init__()
+        self.input_layernorm = RMSNorm(width)
+        self.self_attn = LlamaAttention(width, heads, kv_heads)
+        self.post_attention_layernorm = RMSNorm(width)
+        self.mlp = LlamaMLP(width, inner)
+
+    def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
+        x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Llama(nn.Module):
+    """LLaMA: pre-norm decoder with RMS norms, rotary positions, grouped key-value heads and a gated MLP."""
+
+    def __init__(
+        self,
+        layers: int,
+        width: int,
+        heads: int,
+        vocabulary: int,
+        inner: int,
+        *,
+        kv_heads: int | None = None,
+        tied: bool = False,
+        theta: float = 10000.0,
+    ):
+        super().__init__()
+        self.head_dim, self.theta = width // heads, theta
+        self.embed_tokens = nn.Embedding(vocabulary, width)
+        self.layers = nn.ModuleList([LlamaBlock(width, heads, kv_heads or heads, inner) for _ in range(layers)])
+        self.norm = RMSNorm(width)
+        self.lm_head = nn.Linear(width, vocabulary, bias=False)
+        if tied:
+            self.lm_head.weight = self.embed_tokens.weight
+
+    def angles(self, sequence: int) -> tuple[Any, Any]:
+        """Cosine and sine of every position's angles, (sequence, head_dim)."""
+        frequencies = self.theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
+        angles = np.outer(np.arange(sequence), np.concatenate([frequencies, frequencies]))
+        return flow.tensor(np.cos(angles).astype(np.float32)), flow.tensor(np.sin(angles).astype(np.float32))
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        x = self.embed_tokens(inputs)
+        cosine, sine = self.angles(inputs.shape[1])
+        for layer in self.layers:
+            x = layer(x, cosine, sine)
+        return token_loss(self.lm_head(self.norm(x)), targets)
