@@ -1,0 +1,267 @@
+"""Clusters: presets, formulas by hand, files that are wrong."""
+
+from __future__ import annotations
+
+import copy
+import json
+from importlib import resources
+from math import inf, nan
+
+import pytest
+
+from autoddl.costmodel.cluster import Cluster, from_document, load_cluster, preset_names
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import format_bytes, format_seconds, to_si
+
+PRESETS = ["dgx-a100", "dgx-h100", "gcp-a100", "local-cpu", "piz-daint", "v100-a", "v100-b", "v100-c"]
+
+
+def document_of(name: str) -> dict:
+    return json.loads(resources.files("autoddl.costmodel.clusters").joinpath(f"{name}.json").read_text())
+
+
+def test_all_presets_are_there():
+    assert preset_names() == PRESETS
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_presets_load(name):
+    cluster = load_cluster(name)
+    assert cluster.name == name
+    assert cluster.num_devices == cluster.num_nodes * cluster.devices_per_node
+    # A faster link inside the nodes than between them.
+    inter, intra = cluster.links
+    assert intra.bandwidth >= inter.bandwidth
+    assert cluster.default_precision in ("float32", "mixed")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_number_has_a_unit_and_a_source(name):
+    found = []
+
+    def visit(value, where):
+        if isinstance(value, dict):
+            if "value" in value:
+                assert isinstance(value["unit"], str) and value["unit"], where
+                assert len(value["source"]) > 10, where
+                found.append(where)
+            for key, child in value.items():
+                if key not in ("value", "interval"):
+                    visit(child, f"{where}.{key}")
+        else:
+            assert not isinstance(value, float), f"{where}: a number without unit"
+            assert not isinstance(value, int) or where.split(".")[-1] in ("version", "num_nodes", "devices_per_node")
+
+    visit(document_of(name), name)
+    assert len(found) >= 9  # memory, its bandwidth, peak, efficiency, launch, and two numbers for each of two links
+
+
+def test_figures_of_presets_in_si_units():
+    google = load_cluster("gcp-a100")
+    assert (google.num_nodes, google.devices_per_node) == (2, 16)
+    assert google.device.memory_bytes == 40 * 2**30
+    assert google.device.peak_flops == {"mixed": 312e12, "float32": 19.5e12}
+    assert google.default_precision == "mixed"
+    # 100 Gb/s of a node are 12.5 GB/s, shared by 16 devices.
+    assert google.links[0].bandwidth == pytest.approx(12.5e9 / 16)
+    assert google.links[1].bandwidth == 300e9  # 600 GB/s in both directions
+    assert google.links[0].latency_s == 20e-6
+
+    daint = load_cluster("piz-daint")
+    assert daint.device.memory_bytes == 16 * 2**30 and daint.links[0].bandwidth == 9e9
+    assert daint.levels[0].name == "inter-node" and daint.level_sizes == (64,)
+
+
+def test_bandwidth_of_a_node_is_shared_anew():
+    google = load_cluster("gcp-a100")
+    assert google.resized(devices_per_node=4).links[0].bandwidth == pytest.approx(12.5e9 / 4)
+    assert google.resized(devices_per_node=4).links[1] == google.links[1]
+    assert google.resized(num_nodes=7).links == google.links
+    dgx = load_cluster("dgx-a100")  # a card for every device
+    assert dgx.resized(devices_per_node=2).links == dgx.links
+
+
+@pytest.mark.parametrize(
+    ("nodes", "devices", "levels"),
+    [
+        (4, 8, [("inter-node", 4), ("intra-node", 8)]),
+        (1, 8, [("intra-node", 8)]),
+        (4, 1, [("inter-node", 4)]),
+        (1, 1, [("intra-node", 1)]),
+    ],
+)
+def test_levels(nodes, devices, levels):
+    cluster = load_cluster("dgx-a100").resized(nodes, devices)
+    assert [(level.name, level.size) for level in cluster.levels] == levels
+    # Steps are timed at the link of their level, whichever levels there are.
+    for index, level in enumerate(cluster.levels):
+        step = Step(Collective.ALL_GATHER, Axis(2, 1, index), 2e9)
+        link = cluster.links[0 if level.name == "inter-node" else 1]
+        assert cluster.time(step) == link.latency_s + 1e9 / link.bandwidth
+
+
+def test_products_by_hand():
+    """A100, mixed: 4096^3 product. Work 2 * 4096^3 = 137.4 GFLOP at 0.6 * 312 TFLOP/s = 187.2e12: 0.734 ms; 3 matrices of
+    32 MiB through 2039 GB/s: 0.0494 ms; launch 5 us."""
+    cluster = load_cluster("dgx-a100")
+    by_hand = 5e-6 + 2 * 4096**3 / 187.2e12 + 3 * 4096**2 * 2 / 2039e9
+    assert cluster.matmul_time(4096, 4096, 4096, "mixed", 2) == pytest.approx(by_hand)
+    # Two in one kernel: one launch.
+    assert cluster.matmul_time(4096, 4096, 4096, "mixed", 2, count=2) == pytest.approx(2 * by_hand - 5e-6)
+    # A thin product is bound by memory: its efficiency is a fraction of the peak's.
+    thin = cluster.matmul_time(4096, 4, 4096, "mixed", 2)
+    assert 2 * 4096 * 4 * 4096 / thin < 0.1 * 312e12
+    assert cluster.elementwise_time(2039e9) == pytest.approx(1 + 5e-6)
+
+
+def test_hash_is_of_what_matters():
+    document = document_of("dgx-a100")
+    cluster = from_document(document, "x")
+    prose = copy.deepcopy(document)
+    prose["description"] = prose["name"] = "something else"
+    prose["links"]["inter-node"]["latency"]["source"] = "measured"
+    assert from_document(prose, "y").hash == cluster.hash
+    assert cluster.resized(num_nodes=8).hash == cluster.hash
+    others = [
+        cluster.resized(num_nodes=4),
+        cluster.resized(devices_per_node=4),
+        cluster.with_links(latency_s=1e-6),
+        cluster.with_links(bandwidth=1e9),
+    ]
+    for path, value in [
+        (("device", "memory", "value"), 79),
+        (("device", "efficiency", "value"), 0.5),
+        (("device", "launch", "value"), 6),
+        (("device", "peak", "mixed", "value"), 300),
+        (("links", "intra-node", "bandwidth", "value"), 301),
+    ]:
+        changed = copy.deepcopy(document)
+        place = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        others.append(from_document(changed, "z"))
+    assert len({other.hash for other in others} | {cluster.hash}) == len(others) + 1
+
+
+def test_links_replaced():
+    cluster = load_cluster("dgx-a100").with_links(latency_s=1e-6)
+    assert [link.latency_s for link in cluster.links] == [1e-6, 1e-6]
+    assert [link.bandwidth for link in cluster.links] == [25e9, 300e9]
+    cluster = load_cluster("dgx-a100").with_links(bandwidth=1e9)
+    assert [link.bandwidth for link in cluster.links] == [1e9, 1e9]
+    assert load_cluster("dgx-a100").with_links() == load_cluster("dgx-a100")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"latency_s": -1.0}, "latency -1 s should be from 0 to 1000 s"),
+        ({"latency_s": nan}, "latency nan s should be"),
+        ({"latency_s": inf}, "latency inf s should be"),
+        ({"bandwidth": 0.0}, r"bandwidth 0 bytes/s should be from 1 to 1e\+18 bytes/s"),
+        ({"bandwidth": -5e9}, r"bandwidth -5e\+09 bytes/s should be"),
+        ({"bandwidth": inf}, "bandwidth inf"),
+    ],
+)
+def test_links_out_of_range(arguments, message):
+    with pytest.raises(UserError, match=message):
+        load_cluster("dgx-a100").with_links(**arguments)
+
+
+def test_sizes_out_of_range():
+    with pytest.raises(UserError, match="num nodes 0 should be at least 1"):
+        load_cluster("dgx-a100").resized(num_nodes=0)
+    with pytest.raises(UserError, match="devices per node -3 should be at least 1"):
+        load_cluster("dgx-a100").resized(devices_per_node=-3)
+    with pytest.raises(UserError, match="should be at most 1048576 devices"):
+        load_cluster("dgx-a100").resized(num_nodes=10**12)
+
+
+def changed(path: tuple[str, ...], value: object) -> dict:
+    document = document_of("dgx-a100")
+    place = document
+    for key in path[:-1]:
+        place = place[key]
+    if value is None:
+        del place[path[-1]]
+    else:
+        place[path[-1]] = value
+    return document
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("format",), "autoddl-plan", "format 'autoddl-plan' should be 'autoddl-cluster'"),
+        (("version",), 2, "version 2 is not supported, only 1 is"),
+        (("version",), True, "version is true, should be a whole number"),
+        (("num_nodes",), 0, "num_nodes is 0, should be a whole number of at least 1"),
+        (("num_nodes",), 2.5, "num_nodes is 2.5, should be a whole number"),
+        (("num_nodes",), 10**7, "should be at most 1048576 devices"),
+        (("device",), None, "field 'device' is missing"),
+        (("device", "memory"), 80, "device: memory: 80 should be an object"),
+        (("device", "memory", "unit"), "GB/s", "unit 'GB/s' is not a unit of size"),
+        (("device", "memory", "value"), -80, "memory: value is -80, should be a finite number of at least 0"),
+        (("device", "memory", "value"), 0, "memory is 0 GiB, should be from 1 to 1e+18 in SI units"),
+        (("device", "memory", "source"), None, "memory: field 'source' is missing"),
+        (("device", "memory", "value"), "80", 'value is "80", should be a number'),
+        (("device", "efficiency", "value"), 1.5, "efficiency is 1.5 1, should be from 1e-06 to 1"),
+        (("device", "peak"), {}, "names [], should name float32, mixed or both"),
+        (("device", "name"), "two\nlines", 'name is "two\\nlines", should be a text of one line'),
+        (("device", "memory_bytes"), 80, 'unknown field "memory_bytes"; known ones are'),
+        (("links", "inter-node", "bandwidth", "value"), -25, "bandwidth: value is -25, should be"),
+        (("links", "inter-node", "bandwidth", "value"), 1e308, "bandwidth is 1e+308 Gb/s, should be from 1 to 1e+18"),
+        (("links", "inter-node", "bandwidth", "value"), 5e-324, "should be from 1 to 1e+18"),
+        (("links", "inter-node", "latency", "value"), 1e308, "latency is 1e+308 us, should be from 0 to 1000"),
+        (("links", "inter-node", "per"), "rack", "per is 'rack', should be 'device' or 'node'"),
+        (("links", "intra-rack"), {}, 'unknown field "intra-rack"'),
+        (("links", "intra-node", "collectives"), {"gather": {}}, "unknown collective 'gather'"),
+    ],
+)
+def test_bad_documents(path, value, message):
+    with pytest.raises(UserError) as error:
+        from_document(changed(path, value), "c.json")
+    assert str(error.value).startswith("c.json") and message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_calibrated_collectives_share_a_node_too():
+    own = {
+        "latency": {"value": 3, "unit": "us", "source": "measured"},
+        "bandwidth": {"value": 80, "unit": "GB/s", "source": "measured", "interval": [79, 81]},
+    }
+    document = changed(("links", "inter-node", "collectives"), {"all-to-all": own})
+    document["links"]["inter-node"]["per"] = "node"
+    cluster = from_document(document, "c.json")
+    assert cluster.links[0].collectives == {Collective.ALL_TO_ALL: (3e-6, 10e9)}
+    assert cluster.hash != load_cluster("dgx-a100").hash
+    # Replacing the links from the command line replaces those of single collectives too.
+    assert cluster.with_links(bandwidth=1e9).links[0].collectives == {}
+
+
+def test_files(tmp_path):
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps(document_of("dgx-h100")))
+    assert isinstance(load_cluster(path), Cluster) and load_cluster(path).hash == load_cluster("dgx-h100").hash
+    path.write_text(path.read_text()[:500])
+    with pytest.raises(UserError, match=r"mine.json: not a JSON document"):
+        load_cluster(path)
+    with pytest.raises(UserError, match="neither a file nor one of dgx-a100, "):
+        load_cluster("dgx-a10")
+    with pytest.raises(UserError, match="neither a file nor"):
+        load_cluster("x" * 5000)
+    with pytest.raises(UserError, match="cannot be read"):
+        load_cluster(tmp_path)
+
+
+def test_units():
+    assert to_si(5, "us", "time", "x") == 5e-6
+    assert to_si(2, "GiB", "size", "x") == 2**31
+    assert to_si(100, "Gb/s", "rate", "x") == 12.5e9
+    assert to_si(3, "TFLOP/s", "compute", "x") == 3e12
+    with pytest.raises(UserError, match="latency: unit 'GB' is not a unit of time"):
+        to_si(1, "GB", "time", "latency")
+    assert [format_seconds(s) for s in (0, 1.5e-9, 2e-5, 0.12, 75)] == ["0 s", "1.5 ns", "20 us", "120 ms", "75 s"]
+    assert [format_bytes(b) for b in (0, 512, 1536, 3 * 2**30)] == ["0 B", "512 B", "1.5 KiB", "3 GiB"]
