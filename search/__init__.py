@@ -1,0 +1,70 @@
+"""Algorithms that pick one option for every variable of a cost table, and the verifier of their answers.
+
+``solve(table, method=...)`` runs any of :data:`METHODS`; all return a :class:`Result`: a cost, a valid lower bound and a status.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autoddl.costmodel.table import CostTable
+
+from .branching import lower_bound
+from .exact import exact, smallest_memory
+from .exhaustive import exhaustive
+from .heuristics import coordinate_descent, metropolis_hastings, random_search
+from .progress import Progress, progress_bar, silent
+from .result import Result, SearchError, Status
+
+__all__ = [
+    "METHODS",
+    "Progress",
+    "Result",
+    "SearchError",
+    "Status",
+    "coordinate_descent",
+    "exact",
+    "exhaustive",
+    "lower_bound",
+    "metropolis_hastings",
+    "progress_bar",
+    "random_search",
+    "smallest_memory",
+    "solve",
+]
+
+METHODS: Mapping[str, Callable[..., Result]] = {
+    "exact": exact,
+    "exhaustive": exhaustive,
+    "coordinate-descent": coordinate_descent,
+    "metropolis-hastings": metropolis_hastings,
+    "random": random_search,
+}
+_SEEDED = ("coordinate-descent", "metropolis-hastings", "random")
+
+
+def solve(
+    table: CostTable,
+    *,
+    method: str = "exact",
+    memory_limit: float | None = None,
+    evaluations: int | None = None,
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Result:
+    """The best choice that ``method`` finds within the limit on peak memory [bytes].
+
+    ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods.
+
+    Raises: SearchError, for an unknown method or a limit that is not positive.
+    """
+    if method not in METHODS:
+        raise SearchError(f"method {method!r} is not one of {', '.join(METHODS)}")
+    options: dict[str, Any] = {"memory_limit": memory_limit, "time_limit": time_limit, "progress": progress}
+    if method != "exact":
+        options["evaluations"] = evaluations
+    if method in _SEEDED:
+        options["seed"] = seed
+    return METHODS[method](table, **options)

@@ -1,0 +1,267 @@
+"""The searches of the paper that prove nothing by themselves: coordinate descent, Metropolis-Hastings, random.
+
+They share a driver: a budget of evaluations (and seconds), the best choice so far, a valid lower bound from elimination at the end;
+where the best choice reaches it, it is proven optimal after all.  One *evaluation* is one strategy whose cost was looked at: every
+candidate option of coordinate descent, every proposal of Metropolis-Hastings, every sample.
+
+**Coordinate descent.**  From a random start, sweep over the variables; each takes its best option with the others fixed, until a
+sweep changes nothing; keep the best, restart.
+
+**Metropolis-Hastings.**  The chain's law is P(S) ~ exp(-b Cost(S)).  A proposal changes one variable to another of its options, all
+with the same probability, so it is accepted with min(1, exp(-b (Cost(new) - Cost(old)))).  The inverse temperature b rises
+geometrically over the budget (simulated annealing): from 1 / the median change of cost at the start, where most proposals are
+accepted, to 1 / a ten-thousandth of the cost, where none that matters is.  Of several chains each gets an equal part of the budget.
+
+**Random.**  Independent uniform choices: the baseline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import random
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from autoddl.costmodel.table import CostTable
+
+from .branching import lower_bound
+from .exact import smallest_memory
+from .moves import Assignment, random_start
+from .progress import Progress, silent
+from .report import check_limits, infeasible
+from .result import PROOF_TOLERANCE, Result, Status
+
+__all__ = ["coordinate_descent", "metropolis_hastings", "random_search"]
+
+#: Evaluations where no budget is given: this many for each option of each variable.
+_EVALUATIONS_PER_OPTION = 100
+#: The last temperature of a chain, relative to its cost.
+_COLD = 1e-4
+
+
+class _BudgetSpentError(Exception):
+    """The budget of evaluations or seconds is used up."""
+
+
+class _Driver:
+    """Budget, clock and incumbent."""
+
+    def __init__(
+        self,
+        table: CostTable,
+        memory_limit: float | None,
+        evaluations: int | None,
+        time_limit: float | None,
+        progress: Progress,
+    ):
+        check_limits(memory_limit=memory_limit, time_limit=time_limit, evaluations=evaluations)
+        self.start = time.perf_counter()
+        self.deadline = math.inf if time_limit is None else self.start + time_limit
+        self.table, self.memory_limit, self.progress = table, memory_limit, progress
+        options = sum(len(costs) for costs in table.cost)
+        self.budget = _EVALUATIONS_PER_OPTION * options if evaluations is None else evaluations
+        self.used = 0
+        self.cost = math.inf
+        self.choice: tuple[int, ...] | None = None
+        self._next_report = self.start + 0.2
+
+    @property
+    def left(self) -> int:
+        """Evaluations that may still be made."""
+        return self.budget - self.used
+
+    def spend(self, count: int = 1) -> None:
+        """Account for evaluations about to be made; raise where the budget does not allow them."""
+        now = time.perf_counter()
+        if count > self.left or now >= self.deadline:
+            raise _BudgetSpentError
+        self.used += count
+        if now >= self._next_report:
+            self.progress(self.cost, -math.inf, self.used)
+            self._next_report = now + 0.2
+
+    def consider(self, cost: float, choice: list[int] | tuple[int, ...]) -> None:
+        """Keep the best."""
+        if cost < self.cost:
+            self.cost, self.choice = cost, tuple(choice)
+
+    def run(self, method: str, search: Callable[[], None]) -> Result:
+        """Search until the budget is spent, then say what is known of the best choice."""
+        table = self.table
+        with contextlib.suppress(_BudgetSpentError):
+            search()
+        bound = lower_bound(table, self.memory_limit)
+        if bound == math.inf or self.choice is None:
+            least, _ = smallest_memory(table)
+            if bound == math.inf or (self.memory_limit is not None and least > self.memory_limit):
+                return infeasible(table, method, self.start, self.memory_limit, least, evaluations=self.used)
+        cost = math.inf if self.choice is None else table.evaluate(self.choice)
+        proven = cost <= bound + PROOF_TOLERANCE * abs(bound)
+        return Result(
+            method=method,
+            status=Status.OPTIMAL if proven else Status.LIMIT_REACHED,
+            choice=self.choice,
+            cost=cost,
+            lower_bound=min(bound, cost),
+            memory_bytes=math.nan if self.choice is None else table.peak_memory(self.choice),
+            space_size=table.space_size,
+            evaluations=self.used,
+            seconds=time.perf_counter() - self.start,
+            memory_limit_bytes=self.memory_limit,
+        )
+
+
+def coordinate_descent(
+    table: CostTable,
+    *,
+    memory_limit: float | None = None,
+    evaluations: int | None = None,
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Result:
+    """Coordinate descent with restarts (module docstring).
+
+    Raises: SearchError, for a limit that is not positive.
+    """
+    driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
+    generator = random.Random(seed)
+
+    def descend() -> bool:
+        start = random_start(table, generator, memory_limit)
+        if start is None:
+            return False
+        driver.spend()
+        current = Assignment(table, start, memory_limit)
+        driver.consider(current.cost, current.choice)
+        unchanged, order = 0, list(range(len(start)))
+        generator.shuffle(order)
+        while unchanged < len(order):
+            for variable in order:
+                unchanged = 0 if _best_option(driver, current, variable) else unchanged + 1
+                if unchanged == len(order):
+                    break
+        return True
+
+    def search() -> None:
+        while descend():
+            pass
+
+    return driver.run("coordinate-descent", search)
+
+
+def _best_option(driver: _Driver, current: Assignment, variable: int) -> bool:
+    """Give a variable its best option; whether that changed anything."""
+    costs = current.local_costs(variable)
+    driver.spend(len(costs))
+    fitting = current.fitting(variable)
+    if fitting is not None:
+        costs = np.where(fitting, costs, math.inf)
+    old = current.choice[variable]
+    option = int(costs.argmin())
+    # Equal costs keep what is: a sweep that gains nothing ends the descent.
+    if not costs[option] < costs[old] * (1 - 1e-14):
+        return False
+    current.change(variable, option, float(costs[option] - costs[old]))
+    driver.consider(current.cost, current.choice)
+    return True
+
+
+def metropolis_hastings(
+    table: CostTable,
+    *,
+    memory_limit: float | None = None,
+    evaluations: int | None = None,
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+    chains: int = 1,
+) -> Result:
+    """Metropolis-Hastings with rising b (module docstring).
+
+    Raises: SearchError, for a limit that is not positive.
+    """
+    driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
+    generator = random.Random(seed)
+    movable = [v for v, costs in enumerate(table.cost) if len(costs) > 1]
+
+    def search() -> None:
+        for chain in range(chains):
+            start = random_start(table, generator, memory_limit)
+            if start is None:
+                return
+            driver.spend()
+            current = Assignment(table, start, memory_limit)
+            driver.consider(current.cost, current.choice)
+            if movable:
+                _anneal(driver, current, movable, generator, driver.left // (chains - chain))
+
+    return driver.run("metropolis-hastings", search)
+
+
+def _anneal(driver: _Driver, current: Assignment, movable: list[int], generator: random.Random, steps: int) -> None:
+    """One chain of ``steps`` proposals."""
+    warm_up = max(1, steps // 20)
+    changes: list[float] = []
+    temperature = growth = 0.0
+    for step in range(steps):
+        variable = movable[generator.randrange(len(movable))]
+        old = current.choice[variable]
+        option = generator.randrange(len(current.table.cost[variable]) - 1)
+        option += option >= old  # another one than the present
+        driver.spend()
+        difference = current.difference(variable, option)
+        if step < warm_up:
+            changes.append(abs(difference))
+        if step == warm_up - 1:
+            finite = [change for change in changes if math.isfinite(change)]
+            temperature = float(np.median(finite)) if finite else 0.0
+            cold = _COLD * current.cost
+            if temperature > cold > 0:
+                growth = (cold / temperature) ** (1 / max(1, steps - warm_up))
+        # Not a number: from one impossible choice to another; taken, to get away from there.
+        better = not difference > 0
+        accepted = better or (temperature > 0 and generator.random() < math.exp(-difference / temperature))
+        if accepted and current.fits(variable, option):
+            current.change(variable, option, difference)
+            driver.consider(current.cost, current.choice)
+        temperature *= growth or 1.0
+
+
+def random_search(
+    table: CostTable,
+    *,
+    memory_limit: float | None = None,
+    evaluations: int | None = None,
+    time_limit: float | None = None,
+    seed: int = 0,
+    progress: Progress = silent,
+) -> Result:
+    """Independent uniform choices; those over the memory limit count as evaluations, too.
+
+    Raises: SearchError, for a limit that is not positive.
+    """
+    driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
+    generator = np.random.default_rng(seed)
+
+    def search() -> None:
+        while True:
+            count = min(4096, driver.left)
+            if count == 0:
+                return
+            driver.spend(count)
+            choices = np.stack([generator.integers(len(costs), size=count) for costs in table.cost])
+            costs = sum(table.cost[v][x] for v, x in enumerate(choices))
+            for edge in table.edges:
+                costs = costs + edge.cost[choices[edge.source], choices[edge.target]]
+            if memory_limit is not None:
+                resident = sum(table.memory[v][x] for v, x in enumerate(choices))
+                buffer = np.max([table.buffer[v][x] for v, x in enumerate(choices)], axis=0)
+                costs = np.where(resident + buffer <= memory_limit, costs, math.inf)
+            best = int(np.argmin(costs))
+            driver.consider(float(costs[best]), [int(x) for x in choices[:, best]])
+
+    return driver.run("random", search)
