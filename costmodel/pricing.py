@@ -337,11 +337,9 @@ def _least_common_multiple(numbers: Iterable[int]) -> int:
 def no_strategy(layer: Layer, cluster: Cluster, why: str) -> UserError:
     """The error where a layer is left without a strategy: layer, shape and device count."""
     shape = " x ".join(map(str, cluster.level_sizes))
+    devices = f"{cluster.num_devices} devices" + (f" ({shape})" if len(cluster.level_sizes) > 1 else "")
     return UserError(
-        f"{layer.describe()} has no strategy on {shape} = {cluster.num_devices} devices {why}; "
-        "another number of devices or another batch would do"
-        if cluster.num_devices > 1
-        else f"{layer.describe()} has no strategy on 1 device {why}"
+        f"{layer.describe()} has no strategy on {devices} {why}; try another number of devices or another batch"
     )
 
 
