@@ -1,0 +1,27 @@
+"""AutoDDL's face: extract a model's layer graph, plan it, apply the plan, verify it; and the command line.
+
+- `apply(module, plan)`: a OneFlow model that trains at a plan's layouts; `load_plan(path)` reads the plan.
+- `planner`: `make_plan` from a layer graph and a cluster; `models`: built-in layer graphs; `extract`: those of OneFlow modules.
+
+Nothing is imported before it is asked for: OneFlow only where something runs on it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .applying import apply
+    from .plan import load_plan
+
+__all__ = ["apply", "load_plan"]
+
+_HOMES = {"apply": "applying", "load_plan": "plan"}
+
+
+def __getattr__(name: str) -> Any:
+    from importlib import import_module
+
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f".{_HOMES[name]}", __name__), name)

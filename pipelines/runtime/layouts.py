@@ -79,9 +79,7 @@ def gathered(held: Indices, axes: Sequence[Axis]) -> Indices:
 def scattered(held: Indices, axes: Sequence[Axis]) -> Indices:
     """The inverse of :func:`gathered`: what reduce-scatters leave to each rank."""
     for step in reversed(gather_steps(axes, 0.0)):
-        held = tuple(
-            np.split(indices, step.axis.size)[step.axis.coordinate(rank)] for rank, indices in enumerate(held)
-        )
+        held = tuple(np.split(indices, step.axis.size)[step.axis.coordinate(rank)] for rank, indices in enumerate(held))
     return held
 
 

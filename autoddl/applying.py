@@ -1,0 +1,38 @@
+"""Applying a plan to a OneFlow model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoddl.costmodel.graph import LayerGraph
+
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.applied import AppliedModule
+
+__all__ = ["apply"]
+
+
+def apply(
+    module: Any, plan: Plan, *, graph: LayerGraph | None = None, feeds: Mapping[str, int | None] | None = None
+) -> AppliedModule:
+    """A module that trains like ``module`` on the ranks of this job, at the plan's layouts.
+
+    Every rank calls it with the same module (where initial values differ, the first rank's are taken) and plan.
+
+    Args:
+        module: the unmodified model, on the host.
+        plan: made for it and for as many ranks as this job has.
+        graph: the model's layer graph, if at hand: a plan of another one, an older one say, is then refused before anything else.
+        feeds: which input (0 for the first; None for zeros) each layer that reads the data reads, where that is not the order.
+
+    Raises:
+        UserError: the plan is for another model or another number of ranks, or a layer cannot be run; it names the difference.
+    """
+    from autoddl.pipelines.runtime.applied import AppliedModule
+
+    if graph is not None:
+        plan.check_graph(graph)
+    return AppliedModule(module, plan.graph, plan.strategies, plan.workload, feeds)

@@ -1,0 +1,59 @@
+"""Attention on the heads and samples of one rank."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from .load import load_oneflow
+
+flow = load_oneflow()
+
+__all__ = ["attend", "rotary_angles"]
+
+Tensor = Any
+
+
+def attend(
+    x: Tensor, groups: int, group_heads: int, head_dim: int, causal: bool, angles: tuple[Tensor, Tensor] | None
+) -> Tensor:
+    """softmax(q k^T / sqrt(head_dim)) v.
+
+    Args:
+        x: (samples, sequence, groups * (group_heads + 2) * head_dim): for each key-value head its query heads, key and value.
+        angles: cosine and sine of rotary positions, (sequence, head_dim).
+
+    Returns:
+        (samples, sequence, groups * group_heads * head_dim).
+    """
+    samples, sequence, _ = x.shape
+    x = x.reshape(samples, sequence, groups, group_heads + 2, head_dim).permute(0, 2, 3, 1, 4)
+    query, key, value = x[:, :, :group_heads], x[:, :, group_heads : group_heads + 1], x[:, :, group_heads + 1 :]
+    if angles is not None:
+        query, key = _rotate(query, *angles), _rotate(key, *angles)
+    # All query heads of a group look at the same key: their rows stand one below the other.
+    query = query.reshape(samples, groups, group_heads * sequence, head_dim)
+    key, value = (t.reshape(samples, groups, sequence, head_dim) for t in (key, value))
+    scores = flow.matmul(query, key.transpose(-2, -1)) * (1.0 / math.sqrt(head_dim))
+    if causal:
+        mask = flow.tril(flow.ones(sequence, sequence)).repeat(group_heads, 1)
+        scores = scores.masked_fill(mask == 0, float("-inf"))
+    out = flow.matmul(flow.softmax(scores, dim=-1), value)
+    out = out.reshape(samples, groups, group_heads, sequence, head_dim).permute(0, 3, 1, 2, 4)
+    return out.reshape(samples, sequence, groups * group_heads * head_dim)
+
+
+def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+    """Pairs (i, i + head_dim / 2) of the last dimension turned by their angles."""
+    half = x.shape[-1] // 2
+    turned = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cosine + turned * sine
+
+
+def rotary_angles(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of theta^(-2 i / head_dim) * position, (sequence, head_dim)."""
+    frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
+    angles = np.outer(np.arange(sequence), np.concatenate([frequencies, frequencies]))
+    return flow.tensor(np.cos(angles).astype(np.float32)), flow.tensor(np.sin(angles).astype(np.float32))
