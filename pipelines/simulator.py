@@ -73,7 +73,7 @@ def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
     """Run as far as it goes; a schedule that deadlocks leaves some cursor before the end of its list."""
     duration = task_durations(table, times).tolist()
     transfer, link = _transfers(schedule, table, times)
-    first_producer, more_producers = _inputs(schedule, table)
+    producer_of, several_producers = _inputs(schedule, table)
     reduces = AllReduces(table, times)
     group_of = reduces.group_of
 
@@ -85,7 +85,7 @@ def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
     stops = table.offsets[1:].tolist()
     cursors = table.offsets[:-1].tolist()
     worker_free = [0.0] * len(stops)
-    link_free: dict[int, float] = {}
+    link_free = [0.0] * (1 + max(link, default=NONE))
     blocking = not times.overlap_transfers
 
     runnable = list(range(len(stops) - 1, -1, -1))
@@ -95,23 +95,25 @@ def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
         number = cursors[worker]
         while number < stop:
             start = now
-            producer = first_producer[number]
-            if producer != NONE:
-                blocked = NONE
-                for source in more_producers.get(number, (producer,)):
-                    arrival = arrivals[source]
-                    if arrival < 0:
-                        blocked = source
-                        break
-                    if arrival > start:
-                        start = arrival
+            producer = producer_of[number]
+            if producer >= 0:
+                arrival = arrivals[producer]
+                if arrival < 0:
+                    waiting[producer] = worker
+                    break
+                if arrival > start:
+                    start = arrival
+            elif producer != NONE:
+                sources = several_producers[producer]
+                blocked = next((source for source in sources if arrivals[source] < 0), NONE)
                 if blocked != NONE:
                     waiting[blocked] = worker
                     break
+                start = max(start, max(arrivals[source] for source in sources))
             group = group_of[number]
             if group != NONE:  # an all-reduce, or the update that waits for it
                 if reduces.is_launch[number]:
-                    starts[number] = ends[number] = now
+                    starts[number] = ends[number] = departures[number] = arrivals[number] = now
                     runnable.extend(reduces.launch(number, now, starts, ends))
                     number += 1
                     continue
@@ -127,7 +129,7 @@ def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
             if channel == NONE:
                 arrivals[number] = departures[number] = end
             else:
-                departure = link_free.get(channel, 0.0)
+                departure = link_free[channel]
                 if departure < end:
                     departure = end
                 departures[number] = departure
@@ -171,7 +173,8 @@ def _transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list
     neighbour = np.clip(table.stage + np.where(forward, 1, -1), 0, num_stages - 1)
     target = placement[table.pipeline, neighbour]
     sends &= target != table.worker
-    link = np.where(sends, table.worker * num_workers + target, NONE)
+    link = np.full(table.num_tasks, NONE)
+    link[sends] = np.unique(table.worker[sends] * num_workers + target[sends], return_inverse=True)[1].ravel()
     padded_forward = np.array([*times.transfer_forward, 0.0])
     padded_backward = np.array([0.0, *times.transfer_backward])
     per_whole = np.where(forward, padded_forward[table.stage], padded_backward[table.stage])
@@ -179,12 +182,14 @@ def _transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list
 
 
 def _inputs(schedule: Schedule, table: TaskTable) -> tuple[list[int], dict[int, tuple[int, ...]]]:
-    """Per task one producer (-1 for none), and all of them for the tasks that have several."""
+    """Per task its producer, -1 for none; a task with several has a number below -1, under which they all stand."""
     producer, consumer = producers(schedule, table)
-    first = np.full(table.num_tasks, NONE)
-    first[consumer] = producer
+    producer_of = np.full(table.num_tasks, NONE)
+    producer_of[consumer] = producer
     several: dict[int, tuple[int, ...]] = {}
-    repeated = np.unique(consumer[1:][consumer[1:] == consumer[:-1]])
-    for number in repeated.tolist():
-        several[number] = tuple(producer[consumer == number].tolist())
-    return first.tolist(), several
+    for number in np.unique(consumer[1:][consumer[1:] == consumer[:-1]]).tolist():
+        begin, end = np.searchsorted(consumer, [number, number + 1])
+        key = NONE - 1 - len(several)
+        several[key] = tuple(producer[begin:end].tolist())
+        producer_of[number] = key
+    return producer_of.tolist(), several

@@ -28,8 +28,9 @@ D = 4 (d, u = forward of down, up; capitals backward)::
 
 The other concatenations even out a backward of twice the forward's time. *Forward doubling*: a unit of 2 D micro-batches, whose
 forwards carry two each and whose backwards one. *Backward halving*: a unit of D micro-batches, whose backwards are of half
-a micro-batch. Both have one forward and two backwards of equal time per slot pair, so a unit takes 3 D slots: the q-th
-backward of a pipeline (q = 2 j + half) is at 2 D - 1 - s + 2 q. What is left over after whole units of 2 D follows as plain units.
+a micro-batch. Both have two backwards of a forward's time per forward, and a unit takes 3 D slots: with n = D/(2f) forwards per
+pipeline, its q-th backward (q = 2 j + half) is at 2 D - 1 - s + 2 q for q < n and D - 2 n later for q >= n, where the slots
+behind those of the plain unit's backwards are. What is left over after whole units of 2 D follows as plain units.
 
 N < D (and what remains of N after whole units) is split over the pipelines as evenly as possible, in their order.
 """
@@ -126,6 +127,8 @@ def _chimera(num_stages: int, num_micro_batches: int, num_pipelines: int = 2, co
     _check(num_stages, num_pipelines, concatenation)
     placement = placements(num_stages, num_pipelines)
     slotted: list[list[tuple[int, Task]]] = [[] for _ in range(num_stages)]
+    per_pipeline = num_stages // num_pipelines
+    gap = num_stages - 2 * per_pipeline
     base = 0
     for unit in _units(num_stages, num_micro_batches, concatenation):
         each, extra = divmod(unit.size, num_pipelines)
@@ -136,9 +139,9 @@ def _chimera(num_stages: int, num_micro_batches: int, num_pipelines: int = 2, co
                 for stage, worker in enumerate(workers):
                     row = slotted[worker]
                     row.append((base + stage + 2 * j, forward(stage, micro_batch, pipeline, part)))
-                    slot = base + 2 * num_stages - 1 - stage + 2 * j * len(answers)
-                    for answer, (answered, answer_part) in enumerate(answers):
-                        row.append((slot + 2 * answer, backward(stage, answered, pipeline, answer_part)))
+                    for answer, (answered, answer_part) in enumerate(answers, start=j * len(answers)):
+                        slot = base + 2 * num_stages - 1 - stage + 2 * answer + (answer >= per_pipeline) * gap
+                        row.append((slot, backward(stage, answered, pipeline, answer_part)))
             first += count
         base += (2 if unit.shape is _Shape.PLAIN else 3) * num_stages
     for row in slotted:

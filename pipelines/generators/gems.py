@@ -12,19 +12,23 @@ D = 2, N = 2, unit times::
     worker 0:  0F0  .   .  0B0 1:1F1 1:1B1   .
     worker 1:   .  1F0 1B0 1:0F1  .    .   1:0B1
 
-The makespan is D F + N D B + (N - 1) F (for N > 1 and B >= F): each further micro-batch adds D B + F, which is the bubble ratio
+The makespan is D F + N D B + (N - 1) F for B >= F: each further micro-batch adds D B + F, which is the bubble ratio
 (D - 1)/(D + 1/2) at B = 2 F.
 """
 
 from __future__ import annotations
 
 from ..schedule import Task
-from .draft import Draft, Family, backward, forward, straight
+from .draft import Draft, Family, GeneratorError, backward, forward, straight
 
 __all__ = ["GEMS"]
 
 
 def _gems(num_stages: int, num_micro_batches: int) -> Draft:
+    if num_stages % 2:
+        raise GeneratorError(
+            f"num_stages is {num_stages}; gems needs an even number of stages, or both replicas of the middle one meet on a worker"
+        )
     down = straight(num_stages)
     placement = (down, down[::-1])
     workers: list[list[Task]] = []

@@ -1,0 +1,174 @@
+"""Layer profiles: both forms, the graph's order and cuts, and one line for every fault."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.profile import (
+    Cut,
+    Layer,
+    Profile,
+    from_document,
+    load_profile,
+    parse_graph,
+    profile_names,
+    to_document,
+    write_profile,
+)
+
+NUMBERS = "forward_compute_time=2, backward_compute_time=4, activation_size=8, parameter_size=16"
+
+
+def graph(*lines: str) -> Profile:
+    return parse_graph("\n".join(lines), 4)
+
+
+def test_the_profiles_that_come_with_autoddl() -> None:
+    assert profile_names() == ["bert-48", "vgg-19"]
+    vgg = load_profile("vgg-19")
+    assert (vgg.micro_batch, vgg.num_layers) == (32, 25)
+    assert sum(layer.parameter_bytes > 0 for layer in vgg.layers) == 19
+    bert = load_profile("bert-48")
+    assert bert.micro_batch == 2
+    encoders = [layer for layer in bert.layers if layer.name.startswith("layer_")]
+    assert len(encoders) == 48
+    assert {(layer.forward_s, layer.backward_s, layer.parameter_bytes) for layer in encoders} == {
+        (2.69e-3, 4.47e-3, 50384896)
+    }
+
+
+def test_text_graph_in_milliseconds_without_its_inputs() -> None:
+    profile = graph(f"node1 -- Input0 -- {NUMBERS}", f"node2 -- Conv2d(3, 64) -- {NUMBERS}", "\tnode1 -- node2")
+    assert profile.layers == (Layer("Conv2d(3, 64)", 2e-3, 4e-3, 8.0, 16.0),)
+    assert profile.edges == ()
+    assert profile.micro_batch == 4
+
+
+def test_lists_of_outputs_count_as_their_sum() -> None:
+    profile = graph(f"n1 -- split -- {NUMBERS}".replace("activation_size=8", "activation_size=[8; 4; 2]"))
+    assert profile.layers[0].activation_bytes == 14
+
+
+def test_branches_are_put_in_topological_order() -> None:
+    # c is written before what it needs; b stays before d, as in the file.
+    lines = [f"{name} -- {name} -- {NUMBERS}" for name in "acbd"]
+    profile = graph(*lines, "\ta -- b", "\ta -- c", "\tb -- c", "\ta -- d", "\tb -- d")
+    assert [layer.name for layer in profile.layers] == ["a", "b", "c", "d"]
+    assert set(profile.edges) == {(0, 1), (0, 2), (1, 2), (0, 3), (1, 3)}
+
+
+def test_a_cut_is_crossed_once_by_every_tensor_that_is_used_behind_it() -> None:
+    #     0 -> 1 -> 2 -> 3, and 0 -> 3; layer 0 is the mask: nothing in it is trained.
+    sizes = [100.0, 10.0, 7.0, 5.0]
+    layers = [Layer(f"l{i}", 1.0, 2.0 if i else 0.0, size, 4.0 if i else 0.0) for i, size in enumerate(sizes)]
+    profile = Profile("p", 1, tuple(layers), ((0, 1), (1, 2), (2, 3), (0, 3)))
+    assert profile.cuts() == (
+        Cut(0, 0),
+        Cut(100, 0),  # 0 -> 1 and 0 -> 3 are one tensor, which needs no gradient
+        Cut(110, 10),
+        Cut(107, 7),
+        Cut(0, 0),
+    )
+
+
+def test_json_round_trip(tmp_path: Path) -> None:
+    for profile in (load_profile("vgg-19"), load_profile("bert-48")):
+        path = tmp_path / f"{profile.name}.json"
+        write_profile(path, profile)
+        assert load_profile(path) == profile
+
+
+def test_text_and_json_agree(tmp_path: Path) -> None:
+    vgg = load_profile("vgg-19")
+    lines = [
+        f"node{i} -- {layer.name} -- forward_compute_time={layer.forward_s * 1e3!r}, "
+        f"backward_compute_time={layer.backward_s * 1e3!r}, activation_size={layer.activation_bytes}, "
+        f"parameter_size={layer.parameter_bytes}"
+        for i, layer in enumerate(vgg.layers)
+    ]
+    lines += [f"\tnode{a} -- node{b}" for a, b in vgg.edges]
+    path = tmp_path / "vgg-19-pbs-32.txt"
+    path.write_text("\n".join(lines))
+    read = load_profile(path)
+    assert (read.name, read.micro_batch, read.edges) == ("vgg-19", 32, vgg.edges)
+    for mine, theirs in zip(read.layers, vgg.layers):
+        assert mine.forward_s == pytest.approx(theirs.forward_s)
+        assert mine.parameter_bytes == theirs.parameter_bytes
+
+
+def test_repeated_layers() -> None:
+    document = to_document(Profile.chain("p", 1, [Layer("x", 1.0, 2.0, 3.0, 4.0, 9.0)]))
+    document["layers"][0]["repeat"] = 3
+    profile = from_document(document, "p.json")
+    assert [layer.name for layer in profile.layers] == ["x_0", "x_1", "x_2"]
+    assert profile.edges == ((0, 1), (1, 2))
+    assert profile.layers[1].kept_bytes == 9
+
+
+@pytest.mark.parametrize(
+    ("lines", "fault"),
+    [
+        ([f"a -- x -- {NUMBERS}", "what is this"], "graph, line 2: 'what is this' should be 'node -- name"),
+        ([f"a -- x -- {NUMBERS}", "\ta -- b -- c"], "graph, line 2: 'a -- b -- c' should be an edge"),
+        ([f"a -- x -- {NUMBERS}", "\ta -- b"], "graph, line 2: b is not a node of this graph"),
+        ([f"a -- x -- {NUMBERS}", f"a -- y -- {NUMBERS}"], "graph, line 2: a is defined a second time"),
+        (["a -- x -- forward_compute_time=1"], "graph, line 1: backward_compute_time is missing"),
+        ([f"a -- x -- {NUMBERS}".replace("=4", "=four")], "backward_compute_time is 'four', should be a number"),
+        ([f"a -- x -- {NUMBERS}".replace("=4", "=nan")], "backward_compute_time is nan, should be finite"),
+        ([f"a -- x -- {NUMBERS}".replace("=4", "=-1")], "backward_compute_time is -1, should be finite and at least 0"),
+        ([f"a -- x -- {NUMBERS}".replace("=4", "")], "line 1: 'backward_compute_time' should read 'field=number'"),
+        (
+            [f"a -- x -- {NUMBERS}", f"b -- y -- {NUMBERS}", "\ta -- b", "\tb -- a"],
+            "the edges run in a circle through or before layer x",
+        ),
+        ([f"a -- Input -- {NUMBERS}"], "has no layers"),
+        (
+            ["a -- x -- forward_compute_time=0, backward_compute_time=0, activation_size=1, parameter_size=1"],
+            "any time",
+        ),
+    ],
+)
+def test_faults_of_a_text_graph(lines: list[str], fault: str) -> None:
+    with pytest.raises(UserError) as error:
+        graph(*lines)
+    assert fault in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "fault"),
+    [
+        ({"micro_batch": 0}, "micro_batch is 0, should be a whole number of at least 1"),
+        ({"layers": [{"name": "x"}]}, "layers[0]: field"),
+        ({"layers": []}, "has no layers"),
+        ({"edges": [[1, 0]]}, "edge 1 -> 0 should lead from a layer to a later one"),
+        ({"edges": [[0]]}, "edges holds [0], should hold pairs of layer positions"),
+        ({"speed": 1}, "speed"),
+        ({"version": 2}, "version 2 is not supported"),
+        ({"format": "autoddl-plan"}, "autoddl-profile"),
+    ],
+)
+def test_faults_of_a_json_profile(tmp_path: Path, change: dict[str, object], fault: str) -> None:
+    layers = [Layer(name, 1.0, 2.0, 3.0, 4.0) for name in "ab"]
+    path = tmp_path / "p.json"
+    path.write_text(json.dumps({**to_document(Profile.chain("p", 1, layers)), **change}))
+    with pytest.raises(UserError) as error:
+        load_profile(path)
+    assert fault in str(error.value)
+
+
+def test_a_profile_needs_a_place_and_a_micro_batch(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="profile 'nowhere' is neither a file nor one of bert-48, vgg-19"):
+        load_profile("nowhere")
+    path = tmp_path / "graph.txt"
+    path.write_text(f"a -- x -- {NUMBERS}")
+    with pytest.raises(UserError, match="its name has no pbs-N"):
+        load_profile(path)
+    assert load_profile(path, micro_batch=3).micro_batch == 3
+    path.write_bytes(b"\xff\xfe")
+    with pytest.raises(UserError, match="cannot be read"):
+        load_profile(path)
