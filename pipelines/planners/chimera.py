@@ -18,8 +18,8 @@ Rabenseifner's,
 A worker's all-reduces run one after another as its stages complete; the idle gaps until the next one completes (the *free
 regions*) hide them.
 
-*By simulation* of the same schedule with unequal stages, transfers beside compute and eager-sync-opt all-reduces. This decides,
-and ``by_model`` tells what the model alone would have taken.
+*By simulation* of the same schedule with unequal stages, transfers beside compute, recomputations that start while the gradient
+is still on its way, and eager-sync-opt all-reduces. This decides, and ``by_model`` tells what the model alone would have taken.
 
 Pipelines lie inside machines as far as they can (:mod:`.network`); cuts balance the stages' times.
 """
@@ -88,15 +88,13 @@ def rabenseifner_s(num_replicas: int, nbytes: float, latency_s: float, seconds_p
 def performance_model(schedule: Schedule, times: Times) -> float:
     """T [s] (formula: module's text) of a schedule, with the slowest stage's and boundary's times for all of them."""
     forward, backward = max(times.forward), max(times.backward)
-    recompute = max(times.recompute) if any(t.kind is Kind.RECOMPUTE for t in schedule.workers[0]) else 0.0
-    ideal = Times.of(schedule.num_stages, forward=forward, backward=backward, recompute=recompute)
-    timeline = simulate(schedule, ideal)
+    if any(task.kind is Kind.RECOMPUTE for task in schedule.workers[0]):
+        backward += max(times.recompute)
+    timeline = simulate(schedule, Times.of(schedule.num_stages, forward=forward, backward=backward, recompute=0.0))
     send = max(times.transfer_forward, default=0.0) + times.transfer_latency
     send_back = max(times.transfer_backward, default=0.0) + times.transfer_latency
-    total = 0.0
-    for task in critical_path(timeline).tasks:
-        cost = {Kind.FORWARD: forward + send, Kind.BACKWARD: backward + send_back, Kind.RECOMPUTE: recompute}
-        total += cost.get(task.kind, 0.0) * task.part.size
+    cost = {Kind.FORWARD: forward + send, Kind.BACKWARD: backward + send_back}
+    total = sum(cost.get(task.kind, 0.0) * task.part.size for task in critical_path(timeline).tasks)
     return total + _exposed_all_reduce(timeline, times)
 
 

@@ -108,9 +108,11 @@ class Network:
 
     def transfer(self, source: Placement, target: Placement) -> Line:
         """Sending one micro-batch's tensor, all of whose bytes are the line's argument, from stage to stage."""
-        key = (source, target)
+        # Which of the equal machines they are does not matter, so far fewer pairs are different.
+        both = [pair for pair in zip(source, target) if pair != (0, 0)]
+        key = (tuple(a for a, _ in both), tuple(b for _, b in both))
         if key not in self._transfers:
-            self._transfers[key] = self._transfer(source, target)
+            self._transfers[key] = self._transfer(*key)
         return self._transfers[key]
 
     def _transfer(self, source: Placement, target: Placement) -> Line:
@@ -146,13 +148,12 @@ class Network:
         Args:
             sharing: groups of one machine that reduce at the same time.
         """
-        key = (placement, sharing)
+        key = (tuple(sorted(count for count in placement if count)), sharing)
         if key not in self._all_reduces:
-            self._all_reduces[key] = self._all_reduce(placement, sharing)
+            self._all_reduces[key] = self._all_reduce(*key)
         return self._all_reduces[key]
 
-    def _all_reduce(self, placement: Placement, sharing: int) -> Line:
-        counts = [count for count in placement if count]
+    def _all_reduce(self, counts: Placement, sharing: int) -> Line:
         machines, most, fewest = len(counts), max(counts), min(counts)
         latency, seconds = 0.0, 0.0
         if most > 1:
@@ -210,9 +211,14 @@ def place_scatter_first(used: Placement, count: int, capacity: int) -> Placement
     room = sum(capacity - used[machine] for machine in partly)
     pool = partly if room >= count else list(range(len(used)))
     given = [0] * len(used)
-    for _ in range(count):
+    while count:
         open_ones = [machine for machine in pool if used[machine] + given[machine] < capacity]
-        given[min(open_ones, key=lambda machine: (given[machine], machine))] += 1
+        # All open machines have been given equally many: each gets its share, or the first ones what is left.
+        share = max(1, count // len(open_ones))
+        for machine in open_ones[:count]:
+            more = min(share, capacity - used[machine] - given[machine])
+            given[machine] += more
+            count -= more
     return tuple(given)
 
 
