@@ -16,6 +16,10 @@ REPLACEMENTS: list[Any] = [
 ]  # fmt: skip
 
 
+#: A fresh copy each: mutations go on inside of them.
+replacements = st.sampled_from(REPLACEMENTS).map(copy.deepcopy)
+
+
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
     """The paths of all values inside a document, its own among them."""
     found = [path]
@@ -39,18 +43,16 @@ def mutated(draw: st.DrawFn, document: Any) -> Any:
         path = draw(st.sampled_from(places(document)))
         if not path:
             if draw(st.booleans()):
-                return draw(st.sampled_from(REPLACEMENTS))
+                return draw(replacements)
             continue
         holder, key = _container(document, path), path[-1]
         action = draw(st.sampled_from(["replace", "replace", "replace", "delete", "add", "duplicate", "swap", "scale"]))
         if action == "replace":
-            holder[key] = draw(st.sampled_from(REPLACEMENTS))
+            holder[key] = draw(replacements)
         elif action == "delete":
             del holder[key]
         elif action == "add" and isinstance(holder, dict):
-            holder[draw(st.sampled_from(["extra", "", "summa", "tied_to", "collectives"]))] = draw(
-                st.sampled_from(REPLACEMENTS)
-            )
+            holder[draw(st.sampled_from(["extra", "", "summa", "tied_to", "collectives"]))] = draw(replacements)
         elif action == "duplicate" and isinstance(holder, list):
             holder.append(copy.deepcopy(holder[key]))
         elif action == "swap" and isinstance(holder, list):

@@ -30,7 +30,7 @@ GRAPHS = [
         vgg(11, image=32),
     )
 ]
-FUZZ = settings(max_examples=400, deadline=None, suppress_health_check=list(HealthCheck))
+FUZZ = settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def accepted(read, path, data: bytes):
