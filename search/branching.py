@@ -20,6 +20,7 @@ import numpy as np
 
 from autoddl.costmodel.table import CostTable
 
+from .forest import solve_forest
 from .lagrangian import Dual, Instance, Interval, Point, minimise, prepare, solve_dual
 from .elimination import Weights
 
@@ -59,6 +60,9 @@ def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
 
     Raises: SearchError, for a table that no search can treat.
     """
+    choice = solve_forest(table)
+    if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
+        return table.evaluate(choice)
     instance = prepare(table)
     return math.inf if instance is None else explore(instance, memory_limit).bound
 
@@ -99,7 +103,9 @@ def explore(
         open_node(Interval(interval.lowest, float(instance.buffers[below])), bound)
         open_node(Interval(buffer, interval.highest), bound)
 
-    open_node(Interval(instance.lowest_buffer, float(instance.buffers[-1]) if len(instance.buffers) else 0.0), -math.inf)
+    open_node(
+        Interval(instance.lowest_buffer, float(instance.buffers[-1]) if len(instance.buffers) else 0.0), -math.inf
+    )
     while heap:
         cost = incumbent.cost if incumbent else math.inf
         bound, _, interval, dual = heapq.heappop(heap)
@@ -107,11 +113,9 @@ def explore(
         if bound >= cost:
             break
         out_of_time = time.perf_counter() >= deadline
-        relaxed = _minimiser(dual, limit - interval.lowest)
-        splittable = relaxed is not None and relaxed.peak > limit and instance.plan.exact
-        if splittable and (close is not None or nodes < _BOUND_NODES) and not out_of_time:
-            assert relaxed is not None
-            split(interval, relaxed.buffer, bound)
+        above = [point.buffer for point in dual.ends if point.buffer > interval.lowest]
+        if above and instance.plan.exact and (close is not None or nodes < _BOUND_NODES) and not out_of_time:
+            split(interval, min(above), bound)
             continue
         if close is None or out_of_time:
             return Exploration(bound, incumbent, nodes, finished=False)
@@ -125,12 +129,6 @@ def explore(
             if optimum.peak > limit:
                 split(interval, optimum.buffer, bound)
     return Exploration(incumbent.cost if incumbent else math.inf, incumbent, nodes, finished=True)
-
-
-def _minimiser(dual: Dual, limit: float) -> Point | None:
-    """The point within the limit on resident memory that is best at the dual's multiplier."""
-    within = [point for point in dual.points if point.memory <= limit]
-    return min(within, key=lambda point: point.cost + dual.multiplier * point.memory, default=None)
 
 
 def least_memory(instance: Instance) -> Point | None:

@@ -19,6 +19,7 @@ import time
 from autoddl.costmodel.table import CostTable
 
 from .branching import Exploration, OutOfTimeError, explore, least_memory
+from .forest import solve_forest
 from .labels import LabelLimitError, LabelSearch
 from .lagrangian import Dual, Instance, Interval, Point, prepare
 from .milp import milp_least_memory, solve_milp
@@ -32,9 +33,9 @@ __all__ = ["exact", "smallest_memory"]
 _FIRST_SLACK = 1e-5
 #: What sums of the same costs in different order may differ by, relatively.
 _ROUNDING = 1e-12
-_SLACK_GROWTH = (4.0, 1.5)
+_SLACK_GROWTH = (3.0, 1.3)
 #: From this many rows in a round on, the slack grows by the second factor: the rows grow like a high power of the slack.
-_MANY_ROWS = 100_000
+_MANY_ROWS = 20_000
 
 
 def exact(
@@ -54,6 +55,9 @@ def exact(
     """
     start = time.perf_counter()
     check_limits(memory_limit=memory_limit, time_limit=time_limit)
+    choice = solve_forest(table)
+    if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
+        return _without_limit(table, choice, start, memory_limit)
     instance = prepare(table)
     if instance is None:
         return impossible(table, "exact", start, memory_limit)
@@ -74,7 +78,26 @@ def exact(
     return _finish(instance, found, closer, start, memory_limit)
 
 
-def _finish(instance: Instance, found: Exploration, closer: _Closer, start: float, memory_limit: float | None) -> Result:
+def _without_limit(table: CostTable, choice: tuple[int, ...], start: float, memory_limit: float | None) -> Result:
+    """The optimum without the limit fits it."""
+    cost = table.evaluate(choice)
+    return Result(
+        method="exact",
+        status=Status.OPTIMAL,
+        choice=choice,
+        cost=cost,
+        lower_bound=cost,
+        memory_bytes=table.peak_memory(choice),
+        space_size=table.space_size,
+        evaluations=1,
+        seconds=time.perf_counter() - start,
+        memory_limit_bytes=memory_limit,
+    )
+
+
+def _finish(
+    instance: Instance, found: Exploration, closer: _Closer, start: float, memory_limit: float | None
+) -> Result:
     statistics = {
         "nodes": found.nodes,
         "buckets": instance.plan.num_nodes,
@@ -86,7 +109,9 @@ def _finish(instance: Instance, found: Exploration, closer: _Closer, start: floa
     best = found.incumbent
     if best is None and found.finished:
         least = least_memory(instance)
-        return infeasible(instance.table, "exact", start, memory_limit, math.inf if least is None else least.peak, statistics)
+        return infeasible(
+            instance.table, "exact", start, memory_limit, math.inf if least is None else least.peak, statistics
+        )
     return Result(
         method="exact",
         status=Status.OPTIMAL if found.finished else Status.LIMIT_REACHED,

@@ -102,7 +102,11 @@ class LabelSearch:
         self.scale = abs(bound) + abs(multiplier) * abs(limit)
         self.tolerance = TOTAL_TOLERANCE * abs(bound) / len(plan.occurrences)
         self._tables = []
-        for weights in (Weights(1.0, multiplier, max_buffer), Weights(0.0, 1.0, max_buffer), Weights(1.0, 0.0, max_buffer)):
+        for weights in (
+            Weights(1.0, multiplier, max_buffer),
+            Weights(0.0, 1.0, max_buffer),
+            Weights(1.0, 0.0, max_buffer),
+        ):
             inside = plan.upward(weights)
             self._tables.append((weights, inside, plan.downward(inside)))
 
@@ -200,7 +204,9 @@ class LabelSearch:
             base = int(ends[low - 1]) if low else 0
             high = max(low + 1, int(np.searchsorted(ends, base + _CHUNK, side="right")))
             before = np.repeat(np.arange(low, high), count[low:high])
-            taken = np.arange(base, int(ends[high - 1])) + np.repeat(start[low:high] - (ends - count)[low:high], count[low:high])
+            taken = np.arange(base, int(ends[high - 1])) + np.repeat(
+                start[low:high] - (ends - count)[low:high], count[low:high]
+            )
             at = rows.at[before]
             cost = rows.cost[before] + held.cost[taken]
             memory = rows.memory[before] + held.memory[taken]

@@ -82,12 +82,14 @@ class Dual:
     """The dual's maximum over an interval of buffers.
 
     ``bound`` is valid for every choice of the interval within the limit (``inf``: there is none).  ``points`` are minimisers
-    met on the way, fit or not (of an inexact plan they may have any cost).
+    met on the way, fit or not (of an inexact plan they may have any cost); ``ends`` are the two whose lines cross at the
+    maximum (one, where no limit binds): the maximum is a mixture of them.
     """
 
     bound: float
     multiplier: float
     points: tuple[Point, ...]
+    ends: tuple[Point, ...]
 
 
 def prepare(table: CostTable) -> Instance | None:
@@ -121,16 +123,16 @@ def solve_dual(instance: Instance, interval: Interval, memory_limit: float | Non
     highest = interval.highest
     cost, point = minimise(instance, Weights(1.0, 0.0, highest))
     if point is None:
-        return Dual(math.inf, 0.0, ())
+        return Dual(math.inf, 0.0, (), ())
     limit = math.inf if memory_limit is None else memory_limit - interval.lowest
     if point.memory <= limit:
-        return Dual(cost, 0.0, (point,))
+        return Dual(cost, 0.0, (point,), (point,))
     points = [point]
-    over = (cost, point.memory)
+    over, over_point = (cost, point.memory), point
     least, point = minimise(instance, Weights(0.0, 1.0, highest))
     assert point is not None
     if least > limit:
-        return Dual(math.inf, 0.0, ())
+        return Dual(math.inf, 0.0, (), ())
     points.append(point)
     # Any assignment gives a line above the dual function, of an inexact plan as well; one of infinite cost gives none.
     multiplier = abs(cost) / limit if limit > 0 and cost else 1.0
@@ -143,6 +145,7 @@ def solve_dual(instance: Instance, interval: Interval, memory_limit: float | Non
         multiplier *= 8
     else:
         under = (point.cost, point.memory)
+    under_point = point
     bound, best = cost, 0.0
     for _ in range(max_steps):
         multiplier = (under[0] - over[0]) / (over[1] - under[1])
@@ -160,7 +163,7 @@ def solve_dual(instance: Instance, interval: Interval, memory_limit: float | Non
         if value >= crossing - 1e-12 * (abs(crossing) + abs(multiplier * limit)) or line in (over, under):
             break
         if point.memory > limit:
-            over = line
+            over, over_point = line, point
         else:
-            under = line
-    return Dual(bound, best, tuple(points))
+            under, under_point = line, point
+    return Dual(bound, best, tuple(points), (over_point, under_point))

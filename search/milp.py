@@ -1,2 +1,6 @@
-def solve_milp(*a,**k): raise NotImplementedError
-def milp_least_memory(*a): raise NotImplementedError
+def solve_milp(*a, **k):
+    raise NotImplementedError
+
+
+def milp_least_memory(*a):
+    raise NotImplementedError

@@ -66,20 +66,28 @@ def check_table(table: CostTable) -> None:
     seen: set[int] = set()
     for name, cost, memory, buffer in zip(table.names, table.cost, table.memory, table.buffer):
         if not len(cost):
-            raise SearchError(f"variable {name!r} of the cost table has no options; every layer needs at least one strategy")
+            raise SearchError(
+                f"variable {name!r} of the cost table has no options; every layer needs at least one strategy"
+            )
         if {id(cost), id(memory), id(buffer)} <= seen:
             continue
         seen.update((id(cost), id(memory), id(buffer)))
         if not (cost > -np.inf).all():
-            raise SearchError(f"variable {name!r} of the cost table has a cost that is nan or -inf; costs are seconds or inf")
+            raise SearchError(
+                f"variable {name!r} of the cost table has a cost that is nan or -inf; costs are seconds or inf"
+            )
         if not (np.isfinite(memory).all() and np.isfinite(buffer).all()):
-            raise SearchError(f"variable {name!r} of the cost table has memory that is not finite; memory is whole bytes")
+            raise SearchError(
+                f"variable {name!r} of the cost table has memory that is not finite; memory is whole bytes"
+            )
     for edge in table.edges:
         if id(edge.cost) not in seen:
             seen.add(id(edge.cost))
             if not (edge.cost > -np.inf).all():
                 pair = f"{table.names[edge.source]!r} -> {table.names[edge.target]!r}"
-                raise SearchError(f"edge {pair} of the cost table has a cost that is nan or -inf; costs are seconds or inf")
+                raise SearchError(
+                    f"edge {pair} of the cost table has a cost that is nan or -inf; costs are seconds or inf"
+                )
 
 
 def reduce_table(table: CostTable) -> Reduced:

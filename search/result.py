@@ -29,7 +29,9 @@ class Status(enum.Enum):
         "The search stopped without a proof; the gap says how much better another choice could be at most. "
         "Raise the limit on evaluations or time, or use the exact method."
     )
-    INFEASIBLE = "No choice fits the memory limit. Raise the limit to the smallest memory that would do, or use more devices."
+    INFEASIBLE = (
+        "No choice fits the memory limit. Raise the limit to the smallest memory that would do, or use more devices."
+    )
 
     def __str__(self) -> str:
         return self.name.lower().replace("_", " ")
