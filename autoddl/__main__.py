@@ -14,8 +14,9 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
-from autoddl import cli
 from autoddl.costmodel.errors import UserError
+
+from . import cli
 
 __all__ = ["main"]
 

@@ -10,9 +10,10 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.units import to_si
 from autoddl.costmodel.workload import OPTIMIZERS, PRECISIONS
-from autoddl.models import resolve_model
-from autoddl.planner import Options
 from autoddl.search import METHODS
+
+from ..models import resolve_model
+from ..planner import Options
 
 __all__ = ["add_model_arguments", "add_planning_arguments", "cluster_of", "model_of", "options_of"]
 

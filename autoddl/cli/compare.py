@@ -6,10 +6,11 @@ import argparse
 import json
 from typing import Any
 
-from autoddl.cli._planning import add_planning_arguments, cluster_of, model_of, options_of
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.search import METHODS
+
+from ._planning import add_planning_arguments, cluster_of, model_of, options_of
 
 __all__ = ["add_parser", "run"]
 
@@ -31,8 +32,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan with every method, print one table."""
-    from autoddl.planner import make_plan
-    from autoddl.tables import aligned
+    from ..planner import make_plan
+    from ..tables import aligned
 
     methods = arguments.methods.split(",") if arguments.methods else list(METHODS)
     for method in methods:

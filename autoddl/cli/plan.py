@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from autoddl.cli._planning import add_method, add_planning_arguments, cluster_of, model_of, options_of
+from ._planning import add_method, add_planning_arguments, cluster_of, model_of, options_of
 
 __all__ = ["add_parser", "run"]
 
@@ -22,9 +22,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write, print."""
-    from autoddl.plan import plan_document, save_plan
-    from autoddl.planner import make_plan
-    from autoddl.tables import plan_text
+    from ..plan import plan_document, save_plan
+    from ..planner import make_plan
+    from ..tables import plan_text
 
     planned = make_plan(model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method))
     if arguments.output or arguments.json:
