@@ -12,6 +12,8 @@ from autoddl.costmodel.errors import UserError
 
 __all__ = ["FailureKind", "RankError", "RankFailure", "RankUserError", "last_position", "waited_too_long"]
 
+_MACHINERY = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "messages.py", "rank.py", "wire.py")}
+
 
 class RankError(RuntimeError):
     """A rank failed, and all ranks were ended. ``rank`` says which one and ``log`` where its output is."""
@@ -60,13 +62,13 @@ class RankFailure:
     @staticmethod
     def of_death(rank: int, signal_number: int, exit_code: int, log_tail: str) -> RankFailure:
         """The failure of a rank whose process ended, by ``signal_number`` if that is not 0; ``log_tail`` is what it last said."""
+        if waited_too_long(log_tail):
+            return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
         if signal_number == 0:
             cause = _last_error_line(log_tail)
             said = f": {cause}" if cause else ""
             return RankFailure(rank, FailureKind.EXITED, f"exited with code {exit_code} before it had finished{said}")
         if signal_number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
-            if waited_too_long(log_tail):
-                return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
             cause = _last_error_line(log_tail)
             said = f": {cause}" if cause else ""
             return RankFailure(rank, FailureKind.CRASHED, f"crashed with {_signal_name(signal_number)}{said}")
@@ -75,23 +77,25 @@ class RankFailure:
 
 
 def waited_too_long(text: str) -> bool:
-    """Whether OneFlow's words mean that a rank waited for another one for longer than ``ONEFLOW_TIMEOUT_SECONDS``.
+    """Whether these words mean that a rank waited for another one for longer than ``ONEFLOW_TIMEOUT_SECONDS``.
 
-    Transfers fail in a wait on a condition, barriers and synchronisation with a count of blocking instructions.
+    OneFlow's transfers fail in a wait on a condition, its waiting for pending operations with a list of blocking instructions;
+    our own barrier (`wire.synchronize`) ends with faulthandler's "Timeout (0:00:15)!".
     """
-    return any(words in text for words in ("cond_.wait_for(lck, seconds", "blocking instructions", "timeout_error"))
+    words = ("cond_.wait_for(lck, seconds", "blocking instructions", "timeout_error")
+    return any(word in text for word in words) or bool(re.search(r"^Timeout \(\d+:\d\d:\d\d", text, re.MULTILINE))
 
 
 def last_position(dump: str) -> str:
     """``file:line in function`` of the innermost frame of the main thread that is the user's, out of faulthandler's dump.
 
-    Frames of OneFlow and of the standard library are passed over; "" where there is none. Threads come newest first, so the
-    main thread is the last one.
+    Frames of OneFlow, of the standard library and of the machinery that runs jobs are passed over; "" where there is no other.
+    Threads come newest first, so the main thread is the last one.
     """
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
     frames = re.findall(r'^  File "([^"]*)", line (\d+) in (\S+)$', threads[-1], flags=re.MULTILINE)
     for path, line, function in frames:
-        if "/site-packages/" not in path and not re.search(r"/lib/python3\.\d+/", path) and not path.startswith("<"):
+        if not (path in _MACHINERY or path.startswith("<") or re.search(r"/site-packages/|/lib/python3\.\d+/", path)):
             return f"{path}:{line} in {function}"
     return ""
 
@@ -104,7 +108,8 @@ def _first_line(text: str) -> str:
 def _last_error_line(log_tail: str) -> str:
     """The last line of a log that tells of an error: C++ says so before faulthandler adds its stack."""
     lines = [line.strip() for line in _without_colours(log_tail).splitlines()]
-    telling = [line for line in lines if re.search(r"Check failed|Error|[Ee]rror:|what\(\):|terminate called", line)]
+    telling = [line for line in lines if re.search(r"Check failed|Error|error:", line)]
+    telling = [line for line in telling if not line.startswith("Fatal Python error")]
     return telling[-1][:300] if telling else ""
 
 

@@ -47,6 +47,7 @@ Target = Union[str, Callable[..., Any]]
 _TICK_SECONDS = 0.2  # how often ranks are looked at while nothing comes from them
 _SETTLE_SECONDS = 0.4  # how long a failure waits for the one that caused it
 _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
+_ORPHANS_SECONDS = 1.0  # how long the system may take to remove what ranks had started and was killed with them
 
 
 class RankPool:
@@ -335,6 +336,9 @@ class RankPool:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(rank.from_rank)
             rank.reap()
+        deadline = time.monotonic() + _ORPHANS_SECONDS
+        while any(rank.has_group() for rank in self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
         self._selector.close()
         if self._is_log_dir_ours and not failed:
             shutil.rmtree(self.log_dir, ignore_errors=True)

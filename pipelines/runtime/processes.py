@@ -76,6 +76,15 @@ def reserve_port() -> socket.socket:
     return holder
 
 
+def _runs_in_group(entry: Path, group: int) -> bool:
+    """Whether a process, given as its folder in /proc, is in that process group and more than a zombie."""
+    try:
+        state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+    except OSError:  # it has just gone
+        return False
+    return int(its_group) == group and state not in "ZX"
+
+
 def is_listening(pid: int, port: int) -> bool:
     """Whether somebody in the network namespace of process ``pid`` listens on ``port``; nothing is sent to find out."""
     for table in ("tcp", "tcp6"):
@@ -97,7 +106,6 @@ class RankProcess:
     to_rank: int
     from_rank: int
     inbox: Inbox = field(default_factory=Inbox)
-    is_pipe_open: bool = True
     stopped_since: float | None = None
 
     @staticmethod
@@ -192,6 +200,14 @@ class RankProcess:
         """End the process and all of its group, at once."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
+
+    def has_group(self) -> bool:
+        """Whether anything that the rank started still runs, once the rank itself has been reaped."""
+        try:
+            os.killpg(self.process.pid, 0)
+        except ProcessLookupError:
+            return False
+        return any(_runs_in_group(entry, self.process.pid) for entry in Path("/proc").iterdir() if entry.name.isdigit())
 
     def reap(self) -> None:
         """Wait for the killed process, and close its pipes."""

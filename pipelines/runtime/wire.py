@@ -23,6 +23,8 @@ With messages of 16 KB it is 2.7 % more than the tensors' bytes, with 256 KB 0.2
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -56,10 +58,20 @@ class Traffic:
 
 
 def synchronize() -> None:
-    """Wait until all pending operations of all ranks of the job are done; every rank has to call it."""
+    """Wait until all pending operations of all ranks of the job are done; every rank has to call it.
+
+    A rank whose partners do not come within ``ONEFLOW_TIMEOUT_SECONDS`` ends its process, with its stack in the log. (OneFlow's own
+    barrier gives up only after one to two times as long.)
+    """
     eager = load_oneflow()._oneflow_internal.eager
     eager.Sync()
-    eager.ClusterSync()
+    timeout_s = float(os.environ.get("ONEFLOW_TIMEOUT_SECONDS", 0))
+    if timeout_s:
+        faulthandler.dump_traceback_later(timeout_s, exit=True)
+    try:
+        eager.ClusterSync()
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 def measure_baseline() -> Traffic:
