@@ -6,14 +6,16 @@ is told which of them differs.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
-from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.cluster import from_document as cluster_from_document
+from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.documents import Fields, canonical_hash, load_document, write_document
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
@@ -105,8 +107,31 @@ def plan_document(planned: Planned) -> dict[str, Any]:
         "options_hash": options_hash(planned),
         "graph": planned.graph.document(),
         "cluster": planned.cluster.document,
-        "links": [{"latency_s": link.latency_s, "bandwidth": link.bandwidth} for link in planned.cluster.links],
+        "links": [_link_fields(link) for link in planned.cluster.links],
     }
+
+
+def _link_fields(link: Link) -> dict[str, Any]:
+    return {
+        "latency_s": link.latency_s,
+        "bandwidth": link.bandwidth,
+        "collectives": {
+            collective.value: {"latency_s": latency_s, "bandwidth": bandwidth}
+            for collective, (latency_s, bandwidth) in link.collectives.items()
+        },
+    }
+
+
+def _link(fields: Fields) -> Link:
+    table = fields.object("collectives")
+    known = {collective.value: collective for collective in Collective}
+    collectives = {}
+    for name in table.value:
+        if name not in known:
+            raise UserError(f"{table.where}: unknown collective {name!r}; known ones are {', '.join(known)}")
+        own = table.object(name)
+        collectives[known[name]] = (own.number("latency_s"), own.number("bandwidth", exclusive=True))
+    return Link(fields.number("latency_s"), fields.number("bandwidth", exclusive=True), collectives)
 
 
 def options_hash(planned: Planned) -> str:
@@ -188,14 +213,29 @@ def plan_from_document(fields: Fields, where: str) -> Plan:
     if len(links) != 2:
         raise UserError(f"{where}: links should hold two levels")
     # Links that the command line replaced are not in the cluster's own document.
-    restored = tuple(
-        replace(link, latency_s=entry.number("latency_s"), bandwidth=entry.number("bandwidth", exclusive=True))
-        for link, entry in zip(cluster.links, links)
-    )
-    cluster = replace(cluster, links=(restored[0], restored[1]))
+    cluster = replace(cluster, links=(_link(links[0]), _link(links[1])))
     if cluster.hash != fields.text("cluster_hash"):
         raise UserError(f"{where}: cluster_hash is not the hash of its cluster; the file was edited, plan again")
-    return Plan(graph, cluster, workload, strategies, fields.value)
+    unknown = sorted(set(strategies) - {layer.name for layer in graph.layers})
+    if unknown or len(fields.sequence("layers")) != len(graph.layers):
+        raise UserError(
+            f"{where}: layers should hold each layer of its graph once" + f", not {unknown[0]!r}" * bool(unknown)
+        )
+    plan = Plan(graph, cluster, workload, strategies, fields.value)
+    _check_figures(plan, fields, where)
+    return plan
+
+
+def _check_figures(plan: Plan, fields: Fields, where: str) -> None:
+    """A plan says of its strategies what they cost: figures that are not theirs mean that it was edited."""
+    try:
+        truth = assessment_of(plan)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    for name in ("communication_s", "compute_s", "step_s", "memory_bytes", "sent_bytes"):
+        value = getattr(truth, name)
+        if not math.isclose(fields.number(name), value, rel_tol=1e-9):
+            raise UserError(f"{where}: {name} is {fields.number(name)!r}, its strategies make it {value!r}; plan again")
 
 
 def assessment_of(plan: Plan) -> Assessment:

@@ -6,8 +6,9 @@ micro-batches, and recomputation, never make anything cheaper but memory.
 
     cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
 
-and a smaller micro-batch offers a subset of the strategies.  So without the memory limit the optimum grows with M; candidates
-whose optimum without the limit is not below the best plan so far are settled without a search.
+and a micro-batch that divides another one offers a subset of its strategies (but 4 does not divide 6: p0 = 4 is possible for 4
+samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors.  A candidate whose optimum
+without the limit is not below the best plan so far is settled without a search, and all that divide it with it.
 """
 
 from __future__ import annotations
@@ -146,6 +147,12 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
     limit = options.memory_limit_bytes
     if limit is None:
         limit = USABLE_MEMORY * cluster.device.memory_bytes
+    if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
+        raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
+    if options.evaluations is not None and options.evaluations < 1:
+        raise UserError(f"evaluations {options.evaluations} should be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
     if not 0 < limit < math.inf:
         raise UserError(f"memory limit {limit:g} should be a finite number of more than 0 bytes")
     sweep = _Sweep(graph, cluster, options, limit)
@@ -208,13 +215,21 @@ class _Sweep:
         for recompute in (False, True) if self.options.recompute is None else (self.options.recompute,):
             workload = base_workload(self.cluster, self.options, recompute)
             book = PriceBook(self.graph, self.cluster, workload, self.options.untied, self.options.summa)
+            settled: list[int] = []
             for micro_batch in micro_batches(workload, self.options):
+                if any(larger % micro_batch == 0 for larger in settled):
+                    continue
                 if not self._settle(book, workload.batch, micro_batch, recompute):
-                    break
+                    settled.append(micro_batch)
         if self.best is not None:
             return self.best
         if not self.candidates and self.fault is not None:
             raise self.fault
+        if any(candidate.lower_bound < math.inf for candidate in self.candidates):
+            raise UserError(
+                f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
+                "device before it reached its limit; use --method exact, or raise the limit"
+            )
         raise InfeasibleError(
             f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
             f"the smallest memory that would do is {format_bytes(self.smallest_memory)} "
@@ -222,7 +237,7 @@ class _Sweep:
         )
 
     def _settle(self, book: PriceBook, batch: int, micro_batch: int, recompute: bool) -> bool:
-        """Search one candidate; False where all further ones, of smaller micro-batches, cannot be better."""
+        """Search one candidate; False where none whose micro-batch divides this one can be better."""
         try:
             problem = book.problem(batch, micro_batch, self.options.objective)
         except UserError as fault:
@@ -235,7 +250,7 @@ class _Sweep:
         if bound >= incumbent:
             self.search_s += time.perf_counter() - start
             self.candidates.append(
-                Candidate(micro_batch, recompute, "cannot be better, nor can smaller ones", math.inf, bound)
+                Candidate(micro_batch, recompute, "cannot be better, nor can its divisors", math.inf, bound)
             )
             return False
         result = self._solve(problem)
@@ -246,7 +261,7 @@ class _Sweep:
             self.smallest_memory = min(self.smallest_memory, result.smallest_memory_bytes or math.inf)
         elif result.cost < incumbent:
             self.best = _Found(problem, result)
-        # Where the limit does not bind, smaller micro-batches cost at least as much.
+        # Where the limit does not bind, its divisors cost at least as much.
         return not (result.optimal and result.cost <= bound * (1 + 1e-12))
 
     def _solve(self, problem: Problem) -> Result:
@@ -275,9 +290,9 @@ def micro_batches(workload: Workload, options: Options) -> Iterator[int]:
     if options.micro_batch is not None:
         yield replace(workload, micro_batch=options.micro_batch).micro_batch
         return
-    for number in range(1, workload.batch + 1):
-        if workload.batch % number == 0:
-            yield workload.batch // number
+    small = [number for number in range(1, math.isqrt(workload.batch) + 1) if workload.batch % number == 0]
+    yield from (workload.batch // number for number in small)
+    yield from (number for number in reversed(small) if number * number < workload.batch)
 
 
 def _baseline_figures(graph: LayerGraph, cluster: Cluster, options: Options, limit: float) -> Iterator[BaselineFigures]:

@@ -6,7 +6,7 @@ baseline        every layer                                         freedom
 data parallel   (p, 1, 1)                                           -
 megatron        one (dp, mp) mesh for the whole network; matrices   dp and mp per network level
                 alternate column-parallel (dp, mp, 1) and
-                row-parallel (dp, 1, mp)
+                row-parallel (dp, 1, mp), anew in every block
 summa           one r x c mesh; input, weight and output of every   r and c per network level, both > 1
                 matrix split over both
 ==============  ==================================================  ======================================
@@ -63,8 +63,13 @@ def _text(mesh: tuple[tuple[int, int], ...], names: tuple[str, str]) -> str:
 def _megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...], everything: Strategy) -> Baseline:
     column = Strategy(tuple((dp, mp, 1) for dp, mp in mesh))
     row = Strategy(tuple((dp, 1, mp) for dp, mp in mesh))
-    matrices = [layer.name for layer in graph.layers if layer.kind == "linear"]
-    alternating = {name: (column, row)[i % 2] for i, name in enumerate(matrices)}
+    alternating: dict[str, Strategy] = {}
+    seen: dict[tuple[str, int], int] = {}
+    for layer in graph.layers:
+        if layer.kind == "linear":
+            place = (layer.block, layer.block_index)
+            alternating[layer.name] = (column, row)[seen.get(place, 0) % 2]
+            seen[place] = seen.get(place, 0) + 1
 
     def strategy(layer: Layer) -> Strategy:
         # The canonical layout is column's: features over mp.  An embedding splits its vocabulary, as the paper does.
