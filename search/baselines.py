@@ -72,8 +72,9 @@ def _megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...], everything: 
             seen[place] = seen.get(place, 0) + 1
 
     def strategy(layer: Layer) -> Strategy:
-        # The canonical layout is column's: features over mp.  An embedding splits its vocabulary, as the paper does.
-        return row if layer.kind == "embedding" else column
+        # The canonical layout is column's: features over mp.  An embedding splits its vocabulary, as the paper does; a table of
+        # few rows (the two token types of BERT) its features.
+        return row if layer.kind == "embedding" and row.divides(layer) else column
 
     return Baseline("megatron", _text(mesh, ("dp", "mp")), _assign(graph, alternating, strategy, everything))
 
