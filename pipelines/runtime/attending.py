@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,20 @@ Tensor = Any
 
 
 def attend(
-    x: Tensor, groups: int, group_heads: int, head_dim: int, causal: bool, angles: tuple[Tensor, Tensor] | None
+    x: Tensor,
+    groups: int,
+    group_heads: int,
+    head_dim: int,
+    causal: bool,
+    angles: tuple[Tensor, Tensor] | None,
+    drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v.
 
     Args:
         x: (samples, sequence, groups * (group_heads + 2) * head_dim): for each key-value head its query heads, key and value.
         angles: cosine and sine of rotary positions, (sequence, head_dim).
+        drop: what drops probabilities.
 
     Returns:
         (samples, sequence, groups * group_heads * head_dim).
@@ -40,7 +48,8 @@ def attend(
     if causal:
         mask = flow.tril(flow.ones(sequence, sequence)).repeat(group_heads, 1)
         scores = scores.masked_fill(mask == 0, float("-inf"))
-    out = flow.matmul(flow.softmax(scores, dim=-1), value)
+    probabilities = flow.softmax(scores, dim=-1)
+    out = flow.matmul(probabilities if drop is None else drop(probabilities), value)
     out = out.reshape(samples, groups, group_heads, sequence, head_dim).permute(0, 3, 1, 2, 4)
     return out.reshape(samples, sequence, groups * group_heads * head_dim)
 

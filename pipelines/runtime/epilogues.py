@@ -1,19 +1,21 @@
-"""Element-wise operations behind a layer, on the evenly split output."""
+"""Element-wise operations behind a layer, on its evenly split output."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer
 
+from .dropouts import dropouts_behind
 from .load import load_oneflow
+from .setting import LayerSetting
 
 flow = load_oneflow()
 
-__all__ = ["Dropout", "epilogue"]
+__all__ = ["LOSSES", "epilogue"]
+
 
 Tensor = Any
 
@@ -44,37 +46,26 @@ FUNCTIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-class Dropout:
-    """Dropout of what is evenly split: every rank draws for its own elements, and draws the same when a pass is repeated."""
-
-    def __init__(self, probability: float, seed: int):
-        self.probability = probability
-        self._seed = seed
-        self._generator = flow.Generator()
-
-    def __call__(self, x: Tensor, step: int) -> Tensor:
-        self._generator.manual_seed((self._seed + 1_000_003 * step) % 2**31)
-        return flow._C.dropout(x, self.probability, True, False, self._generator, addend=None)
+#: Element-wise losses that end a model; :mod:`losses` has them.
+LOSSES = frozenset({"mse_loss", "l1_loss"})
 
 
-def epilogue(layer: Layer, dropouts: Sequence[Dropout]) -> Callable[[Tensor, int | None], Tensor]:
-    """A layer's element-wise operations as one function of (its output, the number of the step; None outside of training).
+def epilogue(setting: LayerSetting) -> Callable[[Tensor, int | None], Tensor]:
+    """A layer's element-wise operations as one function of (its output, the number of the pass; None outside of training).
 
     A gate ("mul") halves the features: they alternate, and what comes before it is done to the first of each pair.
 
     Raises:
         UserError: an operation is not known.
     """
-    operations = [operation for operation in layer.epilogue if operation != "mse_loss"]
+    layer = setting.layer
+    operations = [operation for operation in layer.epilogue if operation not in LOSSES]
     for operation in operations:
         if operation not in FUNCTIONS and operation not in ("mul", "dropout"):
             raise UserError(
                 f"{layer.describe()}: {operation!r} behind it cannot be run, known are {', '.join(FUNCTIONS)}, mul and dropout"
             )
-    if operations.count("dropout") > len(dropouts):
-        raise UserError(
-            f"{layer.describe()}: {operations.count('dropout')} dropouts behind it, of which {len(dropouts)} are modules"
-        )
+    dropouts = dropouts_behind(setting)
 
     def apply(x: Tensor, step: int | None) -> Tensor:
         factor, drawn = None, iter(dropouts)
@@ -85,8 +76,7 @@ def epilogue(layer: Layer, dropouts: Sequence[Dropout]) -> Callable[[Tensor, int
             if operation == "mul":
                 x = x * factor
             elif operation == "dropout":
-                dropout = next(drawn)
-                x = x if step is None or dropout.probability == 0 else dropout(x, step)
+                x = next(drawn)(x, step)
             else:
                 x = FUNCTIONS[operation](x)
         return x

@@ -21,10 +21,11 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 
 from .attending import attend, rotary_angles
-from .epilogues import Dropout, epilogue
+from .dropouts import dropout_of_attention
+from .epilogues import LOSSES, epilogue
 from .layouts import ProductOrder, are_apart, attention_sections, product_order, weight_indices
 from .load import load_oneflow
-from .losses import IGNORED, cross_entropy, mean_squared_error
+from .losses import IGNORED, cross_entropy, mean_of_differences
 from .setting import Batch, LayerSetting, checkpoint, find_module
 from .stepping import num_bytes
 
@@ -56,7 +57,7 @@ def _linear(setting: LayerSetting) -> Body:
     order = product_order(setting.graph, layer)
     apart = are_apart(order, strategy)
     num_weights = len(order.widths) if apart else 1
-    behind = _behind(setting)
+    behind = epilogue(setting)
     rows = prod(layer.input_shape[:-1])
     columns = weight_indices(layer, strategy).columns[stepper.rank]
     has_own_input = setting.is_first and not strategy.summa
@@ -92,7 +93,7 @@ def _linear(setting: LayerSetting) -> Body:
             y = rest(product(x, *matrices), biases, batch.step)  # keeps no more than its operands' shards anyway
         else:
             y = rest(checkpoint(product, x, *matrices), biases, batch.step)
-        return _mean_squared_error(y, setting, batch) if "mse_loss" in layer.epilogue else y
+        return _elementwise_loss(y, setting, batch) if LOSSES & set(layer.epilogue) else y
 
     return body
 
@@ -130,7 +131,7 @@ def _summa_product(x: Tensor, weight: Tensor, setting: LayerSetting) -> Tensor:
     return _Function.apply("summa", forward, backward, *([] if first else [x]), weight)
 
 
-def _mean_squared_error(y: Tensor, setting: LayerSetting, batch: Batch) -> Tensor:
+def _elementwise_loss(y: Tensor, setting: LayerSetting, batch: Batch) -> Tensor:
     layer, strategy = setting.layer, setting.strategy
     if batch.targets is None:
         raise UserError(f"{layer.describe()}: its loss has no targets; the last argument should be the targets")
@@ -138,7 +139,8 @@ def _mean_squared_error(y: Tensor, setting: LayerSetting, batch: Batch) -> Tenso
     data = setting.samples(batch.targets, batch).reshape(-1, layer.rows, layer.features)
     local = flow.tensor(np.ascontiguousarray(data[..., setting.held(layer.features)]))
     everyone = Axis(strategy.num_devices, 1)
-    return mean_squared_error(y, local, batch.num_samples * elements, [everyone], setting.stepper)
+    is_squared = "mse_loss" in layer.epilogue
+    return mean_of_differences(y, local, batch.num_samples * elements, [everyone], setting.stepper, is_squared)
 
 
 def _embedding(setting: LayerSetting) -> Body:
@@ -147,7 +149,7 @@ def _embedding(setting: LayerSetting) -> Body:
     for name, plain in (("padding_idx", None), ("max_norm", None), ("scale_grad_by_freq", False)):
         if getattr(module, name, plain) not in (plain, False):
             raise UserError(f"{layer.describe()}: {name} = {getattr(module, name)} cannot be run, should be {plain}")
-    p2, behind = strategy.axes(2, embedding=True), _behind(setting)
+    p2, behind = strategy.axes(2, embedding=True), epilogue(setting)
     vocabulary = layer.attributes["vocabulary"]
     held = weight_indices(layer, strategy).rows[stepper.rank]
     #: The row of each token in this rank's part of the table; -1 where another rank has it.
@@ -208,8 +210,11 @@ def _attention(setting: LayerSetting) -> Body:
             "only a linear layer's can"
         )
 
-    def core(x: Tensor) -> Tensor:
-        return attend(x, num_groups, group_heads, head_dim, bool(attributes["causal"]), angles)
+    dropout = dropout_of_attention(setting)
+
+    def core(x: Tensor, step: int | None) -> Tensor:
+        drop = None if dropout is None else lambda probabilities: dropout(probabilities, step)
+        return attend(x, num_groups, group_heads, head_dim, bool(attributes["causal"]), angles, drop)
 
     def body(inputs: Sequence[Tensor], weights: Weights, batch: Batch) -> Tensor:
         x = inputs[0]
@@ -217,7 +222,7 @@ def _attention(setting: LayerSetting) -> Body:
             parts = inputs if len(inputs) == 3 else flow.split(x, list(sections), dim=2)
             x = flow.cat([part.reshape(*part.shape[:2], num_groups, -1) for part in parts], dim=3)
             x = x.reshape(*x.shape[:2], -1)
-        return checkpoint(core, x) if setting.recompute else core(x)
+        return checkpoint(lambda x: core(x, batch.step), x) if setting.recompute else core(x, batch.step)
 
     return body
 
@@ -238,7 +243,7 @@ def _rotary(setting: LayerSetting) -> tuple[Tensor, Tensor] | None:
 def _norm(setting: LayerSetting) -> Body:
     layer, stepper = setting.layer, setting.stepper
     axes, features = setting.strategy.axes(1), layer.attributes["features"]
-    is_centred, behind = layer.attributes["statistics"] == 2, _behind(setting)
+    is_centred, behind = layer.attributes["statistics"] == 2, epilogue(setting)
     module = setting.own_module()
     epsilon = next(
         (getattr(module, name) for name in ("eps", "variance_epsilon", "epsilon") if hasattr(module, name)), None
@@ -276,7 +281,7 @@ def _norm(setting: LayerSetting) -> Body:
 
 
 def _add(setting: LayerSetting) -> Body:
-    behind = _behind(setting)
+    behind = epilogue(setting)
 
     def body(inputs: Sequence[Tensor], weights: Weights, batch: Batch) -> Tensor:
         total = inputs[0]
@@ -313,7 +318,7 @@ def _loss(setting: LayerSetting) -> Body:
 
 
 def _conv2d(setting: LayerSetting) -> Body:
-    layer, module, behind = setting.layer, setting.own_module(), _behind(setting)
+    layer, module, behind = setting.layer, setting.own_module(), epilogue(setting)
     if getattr(module, "padding_mode", "zeros") != "zeros":
         raise UserError(f"{layer.describe()}: padding_mode {module.padding_mode!r} cannot be run, should be 'zeros'")
 
@@ -352,7 +357,7 @@ def _opaque(setting: LayerSetting) -> Body:
     shapes = [graph[producer].output_shape for producer in graph.inputs(layer.name)]
     if len(shapes) <= 1:
         shapes = [layer.input_shape]
-    behind = _behind(setting)
+    behind = epilogue(setting)
 
     def core(*tensors: Tensor) -> Tensor:
         inputs, weights = tensors[: len(shapes)], tensors[len(shapes) :]
@@ -384,22 +389,6 @@ def _first_input(inputs: Sequence[Tensor], setting: LayerSetting, batch: Batch) 
 def _stored_shape(shape: Sequence[int]) -> tuple[int, int]:
     """(rows, features) of an activation: images are one row."""
     return (prod(shape[:-1]), shape[-1]) if len(shape) <= 2 else (1, prod(shape))
-
-
-def _behind(setting: LayerSetting) -> Callable[[Tensor, int | None], Tensor]:
-    """The element-wise operations behind the layer."""
-    layer = setting.layer
-    modules = [find_module(setting.module, path) for path in layer.modules]
-    found = [m for m in modules if isinstance(m, flow.nn.Dropout)]
-    seed = [layer.name, setting.stepper.rank]
-    dropouts = [Dropout(m.p, _hashed([*seed, i])) for i, m in enumerate(found)]
-    return epilogue(layer, dropouts)
-
-
-def _hashed(parts: Sequence[object]) -> int:
-    import zlib
-
-    return zlib.crc32(repr(parts).encode())
 
 
 _BUILDERS: Mapping[str, Callable[[LayerSetting], Body]] = {

@@ -13,7 +13,7 @@ The mean is all-reduced last: one number, which the cost model does not count.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from .stepping import Stepper, num_bytes
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["IGNORED", "cross_entropy", "mean_squared_error"]
+__all__ = ["IGNORED", "cross_entropy", "mean_of_differences"]
 
 Tensor = Any
 
@@ -84,19 +84,20 @@ def cross_entropy(
     return _Function.apply("cross_entropy", forward, backward, logits)
 
 
-def mean_squared_error(
-    predictions: Tensor, targets: Tensor, count: int, axes: Sequence[Axis], stepper: Stepper
+def mean_of_differences(
+    predictions: Tensor, targets: Tensor, count: int, axes: Sequence[Axis], stepper: Stepper, is_squared: bool
 ) -> Tensor:
-    """The mean over ``count`` elements of all ranks of the squared difference to ``targets``, of the predictions' shape."""
+    """The mean over ``count`` elements of all ranks of the squared (or absolute) difference to ``targets``."""
     difference = predictions.detach() - targets
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _everywhere((difference * difference).sum() / count, axes, stepper)
+        each = difference * difference if is_squared else flow.abs(difference)
+        return _everywhere(each.sum() / count, axes, stepper)
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return difference * (2.0 / count * dy)
+        return (2.0 * difference if is_squared else flow.sign(difference)) * (dy / count)
 
-    return _Function.apply("mean_squared_error", forward, backward, predictions)
+    return _Function.apply("mean_of_differences", forward, backward, predictions)
 
 
 def _everywhere(part: Tensor, axes: Sequence[Axis], stepper: Stepper) -> Tensor:
@@ -105,6 +106,3 @@ def _everywhere(part: Tensor, axes: Sequence[Axis], stepper: Stepper) -> Tensor:
     for axis in reversed(axes):
         total = stepper.run(total, Step(Collective.ALL_REDUCE, axis, num_bytes(total)))
     return total.reshape(())
-
-
-LossFunction = Callable[[Tensor], Tensor]
