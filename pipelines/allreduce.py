@@ -1,12 +1,13 @@
 """Gradient all-reduces inside the simulation: who launches, when they run, when they are done.
 
-The all-reduce of a stage for one update is a *group*: one launch on each worker that holds a replica of the stage. Every
-worker has one communication stream, which runs its groups in launch order. With S = the latest of the members' launches and of
-the ends of their streams' previous groups, a group that takes time a ends
+The all-reduce of a stage for one update is a *group*: one launch on each worker that holds a replica of the stage.
+Every worker has one communication stream, which runs its groups in launch order. With S = the latest of the members'
+launches and of the ends of their streams' previous groups, a group that takes time a ends
 
 - at S + a where all-reduces progress beside compute;
-- otherwise, where they progress only in the free regions, when the last of its members has had a seconds without compute
-  since S. That is known only once a member has no more compute to do before it must wait, so it is settled at that point.
+- otherwise, where they progress only in the free regions, when the last of its members has had a seconds without
+  compute since S. That is known only once a member has no more compute to do before it must wait, so it is settled at
+  that point.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ class AllReduces:
         stream_next = _following(launches, table)
         self._next = stream_next
         follows = set(stream_next.values())
-        # What a group waits for: each member's launch, its stream's previous group, and (without overlap) its last compute.
+        # What a group waits for: each member's launch, its stream's previous group, and (without overlap) its last
+        # compute.
         per_member = 1 if self._overlaps else 2
         self._pending = [sum(per_member + (number in follows) for number in members) for members in self._members]
         self._launched_at: dict[int, float] = {}

@@ -1,10 +1,11 @@
 """What a schedule communicates, and one order for all of it.
 
-A transfer carries the output of one task to the worker of its consumer; a collective averages a stage's weight gradients
-over the workers that hold it. :func:`communication_order` puts all of them in one total order, by the times at which they
-begin in the simulation. Where every worker issues its own communication in that order, and its compute between by the same
-times, the schedule cannot deadlock even if every transfer blocks both its ends and every worker has a single thread: of all
-that has not happened yet, whatever comes first in the order has its inputs, and both its ends have nothing else before it.
+A transfer carries the output of one task to the worker of its consumer; a collective averages a stage's weight
+gradients over the workers that hold it. :func:`communication_order` puts all of them in one total order, by the times
+at which they begin in the simulation. Where every worker issues its own communication in that order, and its compute
+between by the same times, the schedule cannot deadlock even if every transfer blocks both its ends and every worker has
+a single thread: of all that has not happened yet, whatever comes first in the order has its inputs, and both its ends
+have nothing else before it.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ def communication_order(schedule: Schedule, times: Times | None = None) -> tuple
     """All communication of a valid schedule in one order that every worker can follow.
 
     Args:
-        times: to order by; by default a time unit for each task and a fraction of one for each transfer. An order that is
-            right for one set of times can be followed whatever the times are.
+        times: to order by; by default a time unit for each task and a fraction of one for each transfer. An order that
+            is right for one set of times can be followed whatever the times are.
     """
     if times is None:
         times = Times.of(
@@ -111,8 +112,8 @@ def communication_bytes(
 
     Args:
         boundary_bytes: of one micro-batch's activation at each boundary; its gradient is as large.
-        gradient_bytes: of each stage's weights; an all-reduce over r replicas sends 2 (r - 1) times as much (a ring's, and
-            the least possible for an even share of the work). None: no all-reduces counted.
+        gradient_bytes: of each stage's weights; an all-reduce over r replicas sends 2 (r - 1) times as much (a ring's,
+            and the least possible for an even share of the work). None: no all-reduces counted.
     """
     between = sum(
         (forward + backward) * size for (forward, backward), size in zip(boundary_crossings(schedule), boundary_bytes)

@@ -1,9 +1,9 @@
 """The critical path of a timeline: the chain of tasks that makes it as long as it is.
 
 Going back from the last task, every task began the moment that something let it: its worker's previous task, or the
-arrival of an input (which may itself have waited for its link), or an all-reduce. Where several let it at once there are several
-longest paths; the one with the most backwards is given, which is the one that stays longest as backwards grow (C_f and C_b of
-Chimera's performance model).
+arrival of an input (which may itself have waited for its link), or an all-reduce. Where several let it at once there
+are several longest paths; the one with the most backwards is given, which is the one that stays longest as backwards
+grow (C_f and C_b of Chimera's performance model).
 """
 
 from __future__ import annotations

@@ -44,10 +44,10 @@ def _has_several_stages(schedule: Schedule) -> bool:
 
 
 def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> str:
-    """A row per worker, a column per tick: a task's label where it begins, ``=`` while it goes on, ``.`` where nothing runs.
+    """A row per worker, a column per tick: a task's label where it begins, ``=`` while it goes on, ``.`` for nothing.
 
-    A label is ``F3``, ``B3``, ... (kind and micro-batch), with the stage before it where a worker has several of one pipeline.
-    All-reduces that take time have a row of their own, below that of their worker.
+    A label is ``F3``, ``B3``, ... (kind and micro-batch), with the stage before it where a worker has several of one
+    pipeline. All-reduces that take time have a row of their own, below that of their worker.
 
     Args:
         tick: time per column; by default that of the shortest task, or as much as ``max_columns`` needs.
@@ -109,8 +109,8 @@ def _fill(task: Task) -> str:
 def to_svg(timeline: Timeline, title: str | None = None) -> str:
     """A picture: a row per worker, forwards bright and backwards dark, a colour per pipeline; all-reduces as thin bars.
 
-    It is as wide as the labels need, up to 16,000 pixels; where a label does not fit it is left out, and every bar tells its
-    task and its times when pointed at.
+    It is as wide as the labels need, up to 16,000 pixels; where a label does not fit it is left out, and every bar
+    tells its task and its times when pointed at.
     """
     schedule = timeline.schedule
     makespan = timeline.makespan or 1.0

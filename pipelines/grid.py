@@ -1,7 +1,8 @@
 """Schedules as text: a CSV grid with a row per worker, and the excerpt that shows where a schedule is wrong.
 
-The CSV begins with what is not in the rows, one line each; rows hold tasks (several in a cell are separated by spaces), and
-empty cells mean nothing: they are printed where a worker idles in unit times, so that columns line up as a picture::
+The CSV begins with what is not in the rows, one line each; rows hold tasks (several in a cell are separated by spaces),
+and empty cells mean nothing: they are printed where a worker idles in unit times, so that columns line up as a
+picture::
 
     # schedule,1f1b
     # micro-batches,2
@@ -130,7 +131,7 @@ def _joined(values: Sequence[float]) -> str:
 
 
 def _columns(schedule: Schedule) -> list[list[int]]:
-    """Per worker the column of each task: its start in unit times, or its index where the schedule cannot be executed."""
+    """Per worker the column of each task: its start in unit times, or its index where that cannot be known."""
     num_stages = schedule.num_stages
     kinds = {task.kind for tasks in schedule.workers for task in tasks}
     parts = {task.part for tasks in schedule.workers for task in tasks}
@@ -167,9 +168,9 @@ _EXCERPT_ROWS = 8
 def excerpt(schedule: Schedule, cells: Sequence[tuple[int, int]]) -> str:
     """The neighbourhood of some tasks (worker, index in its list), the tasks themselves marked as ``>2F0<``.
 
-    Columns are indices in the lists, not times. Rows further than 8 from the first cell's are left out, and so are tasks
-    further than 6 from a marked one, or from the first marked one's index in rows without any. An index behind a worker's list
-    is shown as ``>?<``: there a task is missing.
+    Columns are indices in the lists, not times. Rows further than 8 from the first cell's are left out, and so are
+    tasks further than 6 from a marked one, or from the first marked one's index in rows without any. An index behind a
+    worker's list is shown as ``>?<``: there a task is missing.
     """
     focus_worker, focus_index = cells[0]
     marked = set(cells)

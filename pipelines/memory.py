@@ -2,11 +2,11 @@
 
 All of it follows from the order of each worker's list, whatever the times are.
 
-- The activations of a micro-batch at a stage live from the start of its forward to the end of its backward (of its weight part,
-  where the backward is split). A stage that recomputes frees them after the forward, keeps the stage's input alone, and has them again
-  from the recomputation on.
-- A version of a stage's weights lives from the update that makes it to its last reader: a task that uses it, or the next update,
-  which then works in place. The newest one lives on.
+- The activations of a micro-batch at a stage live from the start of its forward to the end of its backward (of its
+  weight part, where the backward is split). A stage that recomputes frees them after the forward, keeps the stage's
+  input alone, and has them again from the recomputation on.
+- A version of a stage's weights lives from the update that makes it to its last reader: a task that uses it, or the
+  next update, which then works in place. The newest one lives on.
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ class Lifetime(NamedTuple):
     made_at: int
     """Index of the update that makes it; -1 for version 0, which is there from the start."""
     last_needed_at: int
-    """Index of the task after which it can go; the length of the list for the version that training ends with. Where it is the
-    version's own update, that update can work in place."""
+    """Index of the task after which it can go; the length of the list for the version that training ends with. Where it
+    is the version's own update, that update can work in place."""
 
 
 def activations_alive(schedule: Schedule, per_stage: Sequence[float] | None = None) -> tuple[np.ndarray, ...]:
     """Per worker, aligned with its list, the activations alive during each task.
 
     Args:
-        per_stage: what one micro-batch's activations at each stage count for (bytes, say); 1 by default, so that the result
-            is a number of micro-batches.
+        per_stage: what one micro-batch's activations at each stage count for (bytes, say); 1 by default, so that the
+            result is a number of micro-batches.
     """
     table = tabulate(schedule)
     return _alive(table, *_activation_flow(schedule, table), per_stage)

@@ -15,16 +15,16 @@ A task prints and parses as ``[pipeline:]stage KIND micro-batch``; pipeline 0 is
 ``2U3``    update 3 of stage 2's weights: turns version 3 into version 4
 =========  ====================================================================
 
-**Semantics, as data.** Micro-batches are numbered over all pipelines; each runs through one of them. Micro-batch m counts
-towards update ``t = m // update_period``. Every (pipeline, stage) is one replica of that stage's weights; replicas of a
-stage average their gradients (task ``A``) before each updates its own copy (task ``U``). Versions are numbered from 0, the
-initial weights. All of micro-batch m's tasks at stage s use version
+**Semantics, as data.** Micro-batches are numbered over all pipelines; each runs through one of them. Micro-batch m
+counts towards update ``t = m // update_period``. Every (pipeline, stage) is one replica of that stage's weights;
+replicas of a stage average their gradients (task ``A``) before each updates its own copy (task ``U``). Versions are
+numbered from 0, the initial weights. All of micro-batch m's tasks at stage s use version
 
     v(m, s) = max(0, m // update_period - delays[s]),
 
-so delay 0 everywhere is a synchronous scheme; PipeDream is ``delays[s] = S - 1 - s`` with a period of 1; PipeDream-2BW is
-1 everywhere; WPipe is 1 for the stages of its first group and 0 for those of its second. Nothing else distinguishes the
-schemes, so a runtime needs no code of their own.
+so delay 0 everywhere is a synchronous scheme; PipeDream is ``delays[s] = S - 1 - s`` with a period of 1; PipeDream-2BW
+is 1 everywhere; WPipe is 1 for the stages of its first group and 0 for those of its second. Nothing else distinguishes
+the schemes, so a runtime needs no code of their own.
 """
 
 from __future__ import annotations
@@ -221,8 +221,8 @@ class Schedule:
     def source_of(self, task: Task) -> int | None:
         """The worker whose activation (forward) or gradient (backward) a task takes in.
 
-        None where the task needs nothing from another stage: a forward of stage 0 takes the data, a backward of the last
-        stage the loss, and recomputations, weight parts, all-reduces and updates what their worker has.
+        None where the task needs nothing from another stage: a forward of stage 0 takes the data, a backward of the
+        last stage the loss, and recomputations, weight parts, all-reduces and updates what their worker has.
         """
         if task.kind is Kind.FORWARD and task.stage > 0:
             return self.placement[task.pipeline][task.stage - 1]

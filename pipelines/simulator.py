@@ -8,10 +8,10 @@ A worker executes its list in order. A task starts when its worker is free and i
 
 Each directed link between two workers carries one transfer at a time, in the sender's order. Without overlap the sender
 is busy until its transfer has arrived. An all-reduce (``A``) is launched, not waited for; it runs on its members'
-communication streams, one at a time and in launch order on each, and the update (``U``) of its stage waits for it. All of
-these orders are fixed by the lists, so the result is the longest path of a directed acyclic graph, whatever the order in
-which workers are visited: each is followed until it lacks an input, and taken up again when that input is there. Every task
-and every transfer is handled once: the time is linear in the number of tasks.
+communication streams, one at a time and in launch order on each, and the update (``U``) of its stage waits for it. All
+of these orders are fixed by the lists, so the result is the longest path of a directed acyclic graph, whatever the
+order in which workers are visited: each is followed until it lacks an input, and taken up again when that input is
+there. Every task and every transfer is handled once: the time is linear in the number of tasks.
 """
 
 from __future__ import annotations

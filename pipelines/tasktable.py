@@ -1,9 +1,9 @@
 """A schedule's tasks as integer arrays, and which task feeds which: what validator and simulator work on.
 
 Tasks are numbered 0..n-1, worker by worker in the order of their lists, so that on one worker "earlier" is "smaller".
-A micro-batch is one *slot*, or two where the schedule works on halves; a pair covers the slots of both its micro-batches.
-Tables over (stage, slot) then give the task that does a given piece of work, in O(1) and without a dictionary.
-All of it is linear in the number of tasks.
+A micro-batch is one *slot*, or two where the schedule works on halves; a pair covers the slots of both its
+micro-batches. Tables over (stage, slot) then give the task that does a given piece of work, in O(1) and without a
+dictionary. All of it is linear in the number of tasks.
 """
 
 from __future__ import annotations

@@ -19,11 +19,12 @@ class TimelineError(UserError):
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Start and end of every task, per worker arrays aligned with ``schedule.workers`` (seconds, or the unit of the times).
+    """Start and end of every task, per worker arrays aligned with ``schedule.workers`` (seconds, or the unit of the
+    times).
 
-    An all-reduce's start and end are those of the collective, not of its launch. ``departures`` and ``arrivals`` tell when
-    a task's output began and ended its way to its consumer's worker (equal where it does not travel); they are None for
-    a timeline whose transfers were not recorded.
+    An all-reduce's start and end are those of the collective, not of its launch. ``departures`` and ``arrivals`` tell
+    when a task's output began and ended its way to its consumer's worker (equal where it does not travel); they are
+    None for a timeline whose transfers were not recorded.
     """
 
     schedule: Schedule

@@ -119,10 +119,10 @@ class Times:
 def replicate(times: Times, widths: Sequence[int], *, split: PerStage = 0.0, concat: PerStage = 0.0) -> Times:
     """The times when stage s runs on ``widths[s]`` devices that split each micro-batch (DAPPLE's replicated stages).
 
-    Compute is divided by the width. A boundary's bytes travel over as many links as its narrower side has devices. Where
-    the widths differ, activations are re-sliced: one-to-many adds ``split`` and many-to-one ``concat`` (per boundary, for
-    one micro-batch) to the transfer, and the gradients on their way back the other of the two; many-to-many of unequal
-    widths both; equal widths nothing. ``all_reduce`` and ``update`` are taken as they are.
+    Compute is divided by the width. A boundary's bytes travel over as many links as its narrower side has devices.
+    Where the widths differ, activations are re-sliced: one-to-many adds ``split`` and many-to-one ``concat`` (per
+    boundary, for one micro-batch) to the transfer, and the gradients on their way back the other of the two;
+    many-to-many of unequal widths both; equal widths nothing. ``all_reduce`` and ``update`` are taken as they are.
 
     Args:
         times: of the stages on one device each.

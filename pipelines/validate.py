@@ -1,15 +1,16 @@
 """The rules that every schedule keeps, in the order in which they are checked.
 
 1. *Form.* Numbers in range; every task on the worker that its pipeline places its stage on.
-2. *Completeness.* Every micro-batch runs through one pipeline. At every stage it has one forward and one backward (or one input
-   part and one weight part), and a recomputation everywhere or nowhere at the stage; every replica of every stage has every
-   update once, and the all-reduce before it where the stage has several replicas.
-3. *Order on a worker.* Forward before recomputation before backward, input part before weight part, all gradients of an update before
-   its all-reduce before the update, updates in turn.
-4. *Weight versions.* The version that a task uses (:meth:`Schedule.version_of`) has been made before. In a synchronous schedule
-   that is one version within an iteration, and so no task of an iteration comes before the updates of the one before.
-5. *No deadlock.* A dry run gets to the end of every list, collectives in launch order on every worker. Then there is also no deadlock
-   under blocking pairwise sends: see :mod:`.communication`.
+2. *Completeness.* Every micro-batch runs through one pipeline. At every stage it has one forward and one backward (or
+   one input part and one weight part), and a recomputation everywhere or nowhere at the stage; every replica of every
+   stage has every update once, and the all-reduce before it where the stage has several replicas.
+3. *Order on a worker.* Forward before recomputation before backward, input part before weight part, all gradients of an
+   update before its all-reduce before the update, updates in turn.
+4. *Weight versions.* The version that a task uses (:meth:`Schedule.version_of`) has been made before. In a synchronous
+   schedule that is one version within an iteration, and so no task of an iteration comes before the updates of the one
+   before.
+5. *No deadlock.* A dry run gets to the end of every list, collectives in launch order on every worker. Then there is
+   also no deadlock under blocking pairwise sends: see :mod:`.communication`.
 6. *Memory.* No worker's activations exceed its limit, where there is one.
 
 Everything is linear in the number of tasks.

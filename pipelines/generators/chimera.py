@@ -1,14 +1,15 @@
 """Chimera: pipelines in both directions over the same workers (Li and Hoefler).
 
-f *down* and f *up* pipelines, each with all D stages. Down pipeline i maps stage s to worker (s + i D/f) mod D; up pipeline i
-is its exact reverse: stage s where down pipeline i has stage D - 1 - s. Pipelines are numbered down 0, up 0, down 1, up 1, ...
-One *unit* is D micro-batches, D/(2f) in each pipeline. In unit times its tasks occupy the slots
+f *down* and f *up* pipelines, each with all D stages. Down pipeline i maps stage s to worker (s + i D/f) mod D; up
+pipeline i is its exact reverse: stage s where down pipeline i has stage D - 1 - s. Pipelines are numbered down 0, up 0,
+down 1, up 1, ... One *unit* is D micro-batches, D/(2f) in each pipeline. In unit times its tasks occupy the slots
 
     forward  of the j-th micro-batch at stage s:  s + 2 j
     backward of the j-th micro-batch at stage s:  2 D - 1 - s + 2 j
 
 which no two pipelines share on a worker, and which modulo 2 D are all different: the next unit fits in, 2 D slots later
-(*direct* concatenation: its forwards fill the previous unit's final bubbles). Each worker executes its tasks in the order of slots.
+(*direct* concatenation: its forwards fill the previous unit's final bubbles). Each worker executes its tasks in the
+order of slots.
 
 For f = 1 and N = D that order has five phases on worker w. With h = D/2, a = h - w if w < h else w - h + 1, b = h - a,
 near = down if w < h else up, far = the other (:func:`phases` counts them):
@@ -26,11 +27,12 @@ D = 4 (d, u = forward of down, up; capitals backward)::
     worker 2:  . u d u d D U D U .
     worker 3:  u . u d D d D U . U
 
-The other concatenations even out a backward of twice the forward's time. *Forward doubling*: a unit of 2 D micro-batches, whose
-forwards carry two each and whose backwards one. *Backward halving*: a unit of D micro-batches, whose backwards are of half
-a micro-batch. Both have two backwards of a forward's time per forward, and a unit takes 3 D slots: with n = D/(2f) forwards per
-pipeline, its q-th backward (q = 2 j + half) is at 2 D - 1 - s + 2 q for q < n and D - 2 n later for q >= n, where the slots
-behind those of the plain unit's backwards are. What is left over after whole units of 2 D follows as plain units.
+The other concatenations even out a backward of twice the forward's time. *Forward doubling*: a unit of 2 D
+micro-batches, whose forwards carry two each and whose backwards one. *Backward halving*: a unit of D micro-batches,
+whose backwards are of half a micro-batch. Both have two backwards of a forward's time per forward, and a unit takes 3 D
+slots: with n = D/(2f) forwards per pipeline, its q-th backward (q = 2 j + half) is at slot 2 D - 1 - s + 2 q for q < n,
+and for q >= n another D - 2 n slots later, where the slots behind those of the plain unit's backwards are. What is left
+over after whole units of 2 D follows as plain units.
 
 N < D (and what remains of N after whole units) is split over the pipelines as evenly as possible, in their order.
 """

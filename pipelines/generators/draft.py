@@ -1,4 +1,4 @@
-"""What a family produces: the compute tasks alone. Passes add the rest, and the door makes a validated schedule of it."""
+"""What a family produces: the compute tasks alone. Passes add the rest; the door makes a validated schedule of it."""
 
 from __future__ import annotations
 

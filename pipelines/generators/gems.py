@@ -1,7 +1,7 @@
 """GEMS: two replicas of the model in opposite directions, with at most two micro-batches active.
 
-Even micro-batches run down, odd ones up. A micro-batch's forward follows the previous one's backward along the workers (both
-move in the same direction), so that every worker holds the activations of one micro-batch only. Per worker:
+Even micro-batches run down, odd ones up. A micro-batch's forward follows the previous one's backward along the workers
+(both move in the same direction), so that every worker holds the activations of one micro-batch only. Per worker:
 
 1. 1 forward
 2. N - 1 times [backward of micro-batch m, forward of m + 1]

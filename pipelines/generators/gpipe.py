@@ -10,8 +10,8 @@ D = 2, M = 2, g = 2 (``2F0``: stage 2, micro-batch 0), one column per unit of ti
     worker 0: 0F0 0F1 2F0 2F1  .   .  2B0 2B1 0B0 0B1
     worker 1:  .  1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1  .
 
-With M >= D and equal times of F/g and B/g per stage, the makespan is (M + (D - 1)/g)(F + B): the bubble falls to 1/g of GPipe's
-(D - 1)/(M + D - 1) in time, and the boundary crossings grow to g D - 1 (WPipe's "grouped GPipe").
+With M >= D and equal times of F/g and B/g per stage, the makespan is (M + (D - 1)/g)(F + B): the bubble falls to 1/g of
+GPipe's (D - 1)/(M + D - 1) in time, and the boundary crossings grow to g D - 1 (WPipe's "grouped GPipe").
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Interleaved 1F1B: several chunks of the model on each worker (Megatron-LM's virtual pipeline).
 
 With v chunks, worker w has the stages w, w + D, ..., w + (v - 1) D. The k-th forward of a worker is of the chunk
-(k mod D v) // D and of the micro-batch (k // D v) D + k mod D: D micro-batches through each chunk in turn; backwards the same with
-the chunks in reverse. So the number of micro-batches must be a multiple of D. Per worker w:
+(k mod D v) // D and of the micro-batch (k // D v) D + k mod D: D micro-batches through each chunk in turn; backwards
+the same with the chunks in reverse. So the number of micro-batches must be a multiple of D. Per worker w:
 
 1. min(v M, 2 (D - 1 - w) + (v - 1) D) forwards
 2. one forward, one backward, until the forwards are used up

@@ -6,16 +6,15 @@ Per stage i, with K_i warm-up forwards:
 2. M - K_i times one backward, one forward
 3. K_i backwards
 
-K_i is min(S - i, L) under policy A and min(2 (S - i) - 1, L) under policy B (for transfers comparable to compute), L = how
-many micro-batches fit in memory; or given outright. K_i micro-batches are alive at the peak, whatever M is. K must not grow from
-a stage to the next one: stage i + 1 could never get the forwards that it waits for.
+K_i is min(S - i, L) under policy A and min(2 (S - i) - 1, L) under policy B (for transfers comparable to compute), L =
+how many micro-batches fit in memory; or given outright. K_i micro-batches are alive at the peak, whatever M is. K must
+not grow from a stage to the next one: stage i + 1 could never get the forwards that it waits for.
 
-S = 4, M = 4, policy A, unit times (f, b: of the micro-batch below)::
+S = 3, M = 4, policy A, unit times (F2: forward of micro-batch 2)::
 
-    worker 0:  f f f f . . . b . b . b . b        0 1 2 3       0   1   2   3
-    worker 1:  . f f f . . b f b . b . b .
-    worker 2:  . . f f . b f b f b . b . .
-    worker 3:  . . . f b f b f b f b . . .
+    worker 0:  F0 F1 F2 .  .  B0 F3 B1 .  B2 .  B3
+    worker 1:  .  F0 F1 .  B0 F2 B1 F3 B2 .  B3 .
+    worker 2:  .  .  F0 B0 F1 B1 F2 B2 F3 B3 .  .
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ Where all-reduces are launched (Chimera's gradient synchronisation), for the rep
 
 - ``none``: after all of the worker's compute;
 - ``eager``: right after the stage's last backward on the worker;
-- ``eager-sync-opt``: eager where the stage's completion is followed by a bubble on that worker (the outer stages), after all
-  compute where it is not. Bubbles are those of unit times.
+- ``eager-sync-opt``: eager where the stage's completion is followed by a bubble on that worker (the outer stages),
+  after all compute where it is not. Bubbles are those of unit times.
 
-Collectives run in launch order on each worker, so workers that share two stages must launch them in the same order: all launch
-in one global order of the stages (by when a stage is complete everywhere), and none before its turn.
+Collectives run in launch order on each worker, so workers that share two stages must launch them in the same order: all
+launch in one global order of the stages (by when a stage is complete everywhere), and none before its turn.
 """
 
 from __future__ import annotations

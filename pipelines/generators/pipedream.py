@@ -6,10 +6,10 @@ Per stage s, with K = min(D - s, total) warm-up forwards:
 2. one backward, one forward, until the forwards are used up
 3. K backwards
 
-PipeDream updates after every backward. Micro-batch m's forward at stage s finds the updates of the m - (D - 1 - s) micro-batches
-whose backwards came before, and its backward uses the weights that its forward used: stage s keeps D - s versions.
-PipeDream-2BW accumulates the gradients of M >= D micro-batches per update, and all micro-batches of period t use version t - 1:
-w(t+1) = w(t) - lr grad f(w(t-1)), two versions.
+PipeDream updates after every backward. Micro-batch m's forward at stage s finds the updates of the m - (D - 1 - s)
+micro-batches whose backwards came before, and its backward uses the weights that its forward used: stage s keeps D - s
+versions. PipeDream-2BW accumulates the gradients of M >= D micro-batches per update, and all micro-batches of period t
+use version t - 1: w(t+1) = w(t) - lr grad f(w(t-1)), two versions.
 """
 
 from __future__ import annotations

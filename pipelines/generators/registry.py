@@ -57,14 +57,14 @@ def generate(
 
     Args:
         name: a family of :func:`families`.
-        num_stages: the pipeline's depth D, which is its number of workers. Schemes with several groups of stages per worker
-            cut the model in ``groups * D`` stages.
+        num_stages: the pipeline's depth D, which is its number of workers. Schemes with several groups of stages per
+            worker cut the model in ``groups * D`` stages.
         num_micro_batches: N, per worker and iteration; for asynchronous schemes with accumulation, per weight update.
         iterations: how many times N micro-batches; by default 1, and 4 for asynchronous schemes, which settle only then.
         width: devices that each worker's stages are replicated on: one number W (data parallelism), or one per worker.
         recompute: recompute activations before each backward.
-        all_reduce: when gradients are reduced over replicas: ``none`` (after all compute), ``eager`` (as soon as a stage's
-            last backward is done), ``eager-sync-opt`` (eager where a bubble follows on that worker).
+        all_reduce: when gradients are reduced over replicas: ``none`` (after all compute), ``eager`` (as soon as a
+            stage's last backward is done), ``eager-sync-opt`` (eager where a bubble follows on that worker).
         activation_limit: the most micro-batches whose activations a worker may hold; more is an error.
         options: of the family.
 

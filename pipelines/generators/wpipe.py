@@ -1,7 +1,7 @@
 """WPipe's 2GW: two groups of stages per worker, updated in turn (Yang et al.).
 
-N workers, 2 N stages; worker s has stage s (group G0) and stage s + N (group G1). M >= N micro-batches per update period.
-Forwards go M of G0, M of G1, and so on; backwards M of G1, M of G0, and so on. Per worker s:
+N workers, 2 N stages; worker s has stage s (group G0) and stage s + N (group G1). M >= N micro-batches per update
+period. Forwards go M of G0, M of G1, and so on; backwards M of G1, M of G0, and so on. Per worker s:
 
 1. M + N - 1 - s forwards
 2. one forward, one backward, until the forwards are used up

@@ -1,15 +1,16 @@
 """Zero-bubble 1F1B: the backward split in its input part (I) and its weight part (W), which can wait (Qi et al.).
 
-Only the input part is on the way to the earlier stages; weight parts fill what would be bubbles. Per stage s, with K warm-up
-forwards and weight parts that lag L micro-batches behind the input parts:
+Only the input part is on the way to the earlier stages; weight parts fill what would be bubbles. Per stage s, with K
+warm-up forwards and weight parts that lag L micro-batches behind the input parts:
 
 1. K forwards
 2. for j = 0 .. M - 1: input part of j, weight part of j - L if there is one, forward of K + j if there is one
 3. L weight parts
 
-H1: K = D - s, L = s: no stage holds more than D micro-batches' activations (1F1B's first stage's), and for equal times F = I = W
-the makespan is 3 M + D - 1 instead of 3 (M + D - 1). H2: K = 2 (D - s) - 1, L = 2 s: up to 2 D - 1, and no bubble between the
-first and the last task of any worker, so that further iterations follow without one.
+H1: K = D - s, L = s: no stage holds more than D micro-batches' activations (1F1B's first stage's), and for equal times
+F = I = W the makespan is 3 M + D - 1 instead of 3 (M + D - 1). H2: K = 2 (D - s) - 1, L = 2 s: up to 2 D - 1, and no
+bubble between the first and the last task of any worker from M = 2 D - 1 on, so that further iterations follow without
+one.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Chimera for every even D up to 32, every f that divides D/2 and every N from 1 to 4 D.
 
-All 824 cases up to D = 16 here; beyond that the numbers of micro-batches at which the structure changes, and every thirteenth
-of the others. ``tests/bench/bench_schedules.py`` goes through all 3,888.
+All 824 cases up to D = 16 here; beyond that the numbers of micro-batches at which the structure changes, and every
+thirteenth of the others. ``tests/bench/bench_schedules.py`` goes through all 3,888.
 """
 
 from __future__ import annotations

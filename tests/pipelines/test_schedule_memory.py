@@ -132,8 +132,8 @@ def test_activations_of_wpipes_table_with_recomputation(n, m):
 
 @pytest.mark.parametrize("n", [2, 4, 8])
 def test_weight_buffers_of_wpipes_table(n):
-    """GPipe 0, PipeDream (N + 1)/2 S_m, 2BW 2 S_m, WPipe S_m. PipeDream's counts every version of every stage, the others the
-    versions of the stages that need more than one."""
+    """GPipe 0, PipeDream (N + 1)/2 S_m, 2BW 2 S_m, WPipe S_m. PipeDream's counts every version of every stage, the
+    others the versions of the stages that need more than one."""
 
     def buffers(name, least):
         schedule = generate(name, num_stages=n, num_micro_batches=n)

@@ -1,7 +1,9 @@
-"""The data in a schedule are enough to train with: an interpreter that knows no scheme against each scheme's own equations.
+"""The data in a schedule are enough to train with: an interpreter that knows no scheme against each scheme's own
+equations.
 
-Stage s computes y = tanh(w_s x) on a micro-batch of two samples; the loss is the sum of y^2 / 2 of the last stage. Which
-weights to use, whom to average gradients with, where activations go and when to update all come from the Schedule.
+Stage s computes y = tanh(w_s x) on a micro-batch of two samples; the loss is the sum of y^2 / 2 of the last stage.
+Which weights to use, whom to average gradients with, where activations go and when to update all come from the
+Schedule.
 """
 
 from __future__ import annotations

@@ -108,7 +108,8 @@ def test_there_is_a_golden_schedule_of_every_family():
 def test_the_papers_picture_of_chimera():
     """D = 4, N = 4: d, u = forward of down, up; capitals backward. Read back from the golden grid, cell by cell.
 
-    The picture spreads the first forwards over two slots each; a worker that is free does not wait, so a dot may stand earlier.
+    The picture spreads the first forwards over two slots each; a worker that is free does not wait, so a dot may stand
+    earlier.
     """
     picture = ["d . d u U u U D . D", ". d u d u U D U D .", ". u d u d D U D U .", "u . u d D d D U . U"]
     rows = []

@@ -213,10 +213,11 @@ def test_a_random_swap_is_refused_or_executable(name, rng: random.Random):
 
 
 def single_threaded(schedule: Schedule) -> bool:
-    """Whether the schedule gets through when every worker has one thread and every transfer and collective blocks all its ends.
+    """Whether the schedule gets through when every worker has one thread and every transfer and collective blocks all
+    its ends.
 
-    Each worker's program is its compute and its share of :func:`communication_order`; where in it a transfer stands follows
-    from the simulated times alone.
+    Each worker's program is its compute and its share of :func:`communication_order`; where in it a transfer stands
+    follows from the simulated times alone.
     """
     times = Times.of(schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125)
     timeline = simulate(schedule, times)

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import networkx as nx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoddl.pipelines.critical import critical_path
 from autoddl.pipelines.generators import generate
+from autoddl.pipelines.grid import from_csv
 from autoddl.pipelines.schedule import Kind, Part, Schedule, Task
 from autoddl.pipelines.simulator import simulate
-from autoddl.pipelines.timeline import TimelineError, free_regions, steady_state
+from autoddl.pipelines.timeline import Timeline, TimelineError, free_regions, steady_state
 from autoddl.pipelines.times import Times, TimesError, replicate
+from autoddl.pipelines.validate import validate
 
 
 def halves_of(task: Task) -> list[int]:
@@ -194,7 +199,61 @@ def test_every_task_takes_its_time_and_workers_do_one_at_a_time(case):
                 now = end
 
 
-# Chimera's digest: makespans at N = D, (D, F = Bk, Bk = 2F).
+@settings(max_examples=80, deadline=None)
+@given(cases())
+def test_the_critical_path_is_as_long_as_the_schedule(case):
+    """Its tasks are in order, and without transfers their times add up to the makespan."""
+    schedule, times = case
+    still = replace(
+        times,
+        transfer_forward=(0.0,) * (schedule.num_stages - 1),
+        transfer_backward=(0.0,) * (schedule.num_stages - 1),
+        transfer_latency=0.0,
+    )
+    timeline = simulate(schedule, still)
+    path = critical_path(timeline)
+    total = sum(duration(task, still) for task in path.tasks)
+    assert total == pytest.approx(timeline.makespan, rel=1e-6, abs=1e-9)
+    with_transfers = simulate(schedule, times)
+    assert sum(duration(task, times) for task in critical_path(with_transfers).tasks) <= with_transfers.makespan + 1e-6
+
+
+def test_the_critical_path_of_one_micro_batch():
+    timeline = simulate(generate("gpipe", num_stages=2, num_micro_batches=1), Times.of(2, forward=1, backward=1))
+    path = critical_path(timeline)
+    assert [str(task) for task in path.tasks if task.kind.is_compute] == ["0F0", "1F0", "1B0", "0B0"]
+    assert (path.forward, path.backward) == (2, 2)
+
+
+def test_the_critical_path_needs_the_transfers():
+    timeline = simulate(generate("gpipe", num_stages=2, num_micro_batches=1), Times.of(2))
+    measured = Timeline(timeline.schedule, timeline.starts, timeline.ends)
+    with pytest.raises(TimelineError, match="needs the transfers' times"):
+        critical_path(measured)
+
+
+def test_pairs_that_meet_single_micro_batches():
+    """Stage 0 forwards a pair and stage 1 single micro-batches; backward, stage 1 does the pair and stage 0 the single
+    ones. And the other way round, where a task has two producers."""
+    head = "# schedule,mixed\n# micro-batches,2\n# update-period,2\n# pipeline,0 1\n"
+    fan_out = from_csv(head + "worker 0,0F0+1,0B0,0B1,0U0\nworker 1,1F0,1F1,1B0+1,1U0\n")
+    fan_in = from_csv(head + "worker 0,0F0,0F1,0B0+1,0U0\nworker 1,1F0+1,1B0,1B1,1U0\n")
+    times = Times.of(2, forward=1, backward=2, transfer=0.25)
+    for schedule, starts in (
+        # The pair takes 2 and 0.5 to get there; its backward 4 and 0.5 back.
+        (fan_out, ([0, 9.0, 11.0, 13.0], [2.5, 3.5, 4.5, 8.5])),
+        # The second forward arrives at 2.25, the pair then takes 2; backwards end at 6.25 and 8.25 and arrive 0.25
+        # later.
+        (fan_in, ([0, 1, 8.5, 12.5], [2.25, 4.25, 6.25, 8.25])),
+    ):
+        validate(schedule)
+        timeline = simulate(schedule, times)
+        assert tuple(row.tolist() for row in timeline.starts) == starts
+        longest = nx.dag_longest_path_length(task_graph(schedule, times))
+        assert timeline.makespan == pytest.approx(longest)
+
+
+# Chimera's paper: makespans at N = D, (D, F = Bk, Bk = 2F).
 MAKESPANS = {
     "gpipe": {4: (14, 21), 6: (22, 33), 8: (30, 45)},
     "1f1b": {4: (14, 21), 6: (22, 33), 8: (30, 45)},
@@ -260,8 +319,8 @@ def test_blocking_transfers_cost_what_the_performance_model_says():
 @pytest.mark.parametrize(
     ("policy", "overlap", "expected"),
     [
-        # Stage 3 is complete at 7 and stage 0 at 10 (on workers 0 and 3), stage 2 at 8 and stage 1 at 9 (on workers 1 and 2).
-        # After all compute: workers 0 and 3 reduce stage 3, then stage 0: 10 + 2 x 1.5.
+        # Stage 3 is complete at 7 and stage 0 at 10 (on workers 0 and 3), stage 2 at 8 and stage 1 at 9 (on workers 1
+        # and 2). After all compute: workers 0 and 3 reduce stage 3, then stage 0: 10 + 2 x 1.5.
         ("none", True, 13.0),
         # Eager: stage 3 from 7 to 8.5, stage 0 from 10 to 11.5; stage 2 from 8 to 9.5, then stage 1 until 11.
         ("eager", True, 11.5),
@@ -315,7 +374,7 @@ def test_all_reduces_in_free_regions_hide_no_more_than_there_is():
 
 
 def test_iterations_of_a_synchronous_schedule_follow_each_other():
-    """1F1B: the next iteration's first forward waits for stage 0's update alone, so the flush costs D - 1 forwards less."""
+    """1F1B: stage 0 is the first to begin and the last to end, so iterations add up."""
     one = simulate(generate("1f1b", num_stages=4, num_micro_batches=8), Times.of(4)).makespan
     three = simulate(generate("1f1b", num_stages=4, num_micro_batches=8, iterations=3), Times.of(4)).makespan
     assert one == 33
