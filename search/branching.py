@@ -20,9 +20,9 @@ import numpy as np
 
 from autoddl.costmodel.table import CostTable
 
+from .elimination import Weights
 from .forest import solve_forest
 from .lagrangian import Dual, Instance, Interval, Point, minimise, prepare, solve_dual
-from .elimination import Weights
 
 __all__ = ["Exploration", "OutOfTimeError", "explore", "least_memory", "lower_bound"]
 
@@ -35,11 +35,11 @@ CloseNode = Callable[[Interval, Dual, float], "tuple[float, Point | None]"]
 
 
 class OutOfTimeError(Exception):
-    """The time limit has passed. ``bound``: what has been proven in the work that was cut off."""
+    """The work on a node was cut off: what has been proven of it, and the best point of its relaxation so far."""
 
-    def __init__(self, bound: float = -math.inf) -> None:
+    def __init__(self, bound: float, point: Point) -> None:
         super().__init__()
-        self.bound = bound
+        self.bound, self.point = bound, point
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,8 @@ def explore(
         try:
             bound, optimum = close(interval, dual, cost)
         except OutOfTimeError as stop:
+            consider(stop.point)
+            cost = incumbent.cost if incumbent else math.inf
             others = heap[0][0] if heap else math.inf
             return Exploration(min(max(bound, stop.bound), others, cost), incumbent, nodes, finished=False)
         if optimum is not None:

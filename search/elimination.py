@@ -63,18 +63,18 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Joins factors over ``local`` (eliminated axis first, if ``eliminates``) and minimises over that axis.
+    """Joins factors over ``local`` axes and minimises over the first ``num_eliminated`` of them.
 
     ``inputs`` are (factor number, the local axes that its axes stand for).
     """
 
     local: tuple[int, ...]
     inputs: tuple[tuple[int, tuple[int, ...]], ...]
-    eliminates: bool
+    num_eliminated: int
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.local[1:] if self.eliminates else self.local
+        return self.local[self.num_eliminated :]
 
     def expand(self, array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
         """View an input's array on the local axes, for broadcasting."""
@@ -93,15 +93,15 @@ class Node:
 
 @dataclass(frozen=True)
 class Occurrence:
-    """One place of the elimination tree: factor number, who made each input (-1: a leaf), and the variable eliminated.
+    """One place of the elimination tree: the factor there, and for each of its inputs who stands behind it.
 
-    ``owner`` tells that the variable's own cost is counted here (only one copy of a split variable has it); -1 is the root.
+    ``producers``: the occurrence that made the input, -1 for a leaf; ``variables``: the variable whose own costs the input is,
+    -1 for anything else.
     """
 
     factor: int
     producers: tuple[int, ...]
-    variable: int
-    owner: bool
+    variables: tuple[int, ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,7 +129,7 @@ class Plan:
         for factor in self.factors:
             if isinstance(factor, Node):
                 joined = self.join(factor, tables)
-                tables.append(joined.min(axis=0) if factor.eliminates else joined)
+                tables.append(joined.min(axis=tuple(range(factor.num_eliminated))) if factor.num_eliminated else joined)
             elif factor.domain is not None:
                 score = weights.score(factor.domain)
                 tables.append(np.minimum.reduceat(score, factor.domain.first[:-1]))
@@ -165,39 +165,38 @@ class Plan:
                 outside[child] = np.minimum(outside[child], rest)
         return outside
 
-    def decode(self, weights: Weights, tables: Sequence[np.ndarray]) -> tuple[list[int], list[int]]:
-        """A minimiser of ``weights`` from its upward tables: (label of each variable, its class).
+    def decode(self, weights: Weights, tables: Sequence[np.ndarray]) -> list[int]:
+        """A minimiser of ``weights`` from its upward tables: the label of each variable.
 
         Of an inexact plan it is a minimiser of the relaxation, and each variable shows the copy that owns its cost.
         """
         best: dict[int, np.ndarray] = {}
         label_of: dict[int, list[int]] = {}
-        labels, classes = [0] * self.num_variables, [0] * self.num_variables
+        labels = [0] * self.num_variables
         separator: list[tuple[int, ...]] = [()] * len(self.occurrences)
         for place in range(len(self.occurrences) - 1, -1, -1):
-            occurrence = self.occurrences[place]
-            node = self.factors[occurrence.factor]
+            occurrence, coordinates = self.occurrences[place], separator[place]
+            number = occurrence.factor
+            node = self.factors[number]
             assert isinstance(node, Node)
-            coordinates = separator[place]
-            if node.eliminates:
-                if occurrence.factor not in best:
-                    best[occurrence.factor] = self.join(node, tables).argmin(axis=0)
-                chosen = int(best[occurrence.factor][coordinates])
-                coordinates = (chosen, *coordinates)
-                if occurrence.owner:
-                    leaf = next(number for number, _ in node.inputs if self._is_domain(number))
-                    if leaf not in label_of:
-                        label_of[leaf] = _best_labels(self.factors[leaf], weights)
-                    labels[occurrence.variable] = label_of[leaf][chosen]
-                    classes[occurrence.variable] = chosen
-            for producer, (_, axes) in zip(occurrence.producers, node.inputs):
+            if node.num_eliminated:
+                if number not in best:
+                    best[number] = self.join(node, tables).reshape(-1, *node.shape).argmin(axis=0)
+                chosen = int(best[number][coordinates])
+                if node.num_eliminated > 1:
+                    coordinates = (
+                        tuple(map(int, np.unravel_index(chosen, node.local[: node.num_eliminated]))) + coordinates
+                    )
+                else:
+                    coordinates = (chosen, *coordinates)
+            for producer, variable, (child, axes) in zip(occurrence.producers, occurrence.variables, node.inputs):
                 if producer >= 0:
                     separator[producer] = tuple([coordinates[axis] for axis in axes])
-        return labels, classes
-
-    def _is_domain(self, number: int) -> bool:
-        factor = self.factors[number]
-        return isinstance(factor, Leaf) and factor.domain is not None
+                elif variable >= 0:
+                    if child not in label_of:
+                        label_of[child] = _best_labels(self.factors[child], weights)
+                    labels[variable] = label_of[child][coordinates[axes[0]]]
+        return labels
 
 
 def _scaled(array: np.ndarray, weight: float) -> np.ndarray:
@@ -214,6 +213,10 @@ def _best_labels(leaf: Leaf | Node, weights: Weights) -> list[int]:
 
 #: A live factor while compiling: (factor number, its variables, the occurrence that made it or -1).
 _Live = tuple[int, tuple[int, ...], int]
+
+#: When so few variables are left, with so few joint classes, they are eliminated all at once, in the root.
+_ROOT_VARIABLES = 4
+_ROOT_ENTRIES = 2**15
 
 
 def compile_plan(reduced: Reduced, *, max_entries: int, relaxed_entries: int) -> Plan:
@@ -238,7 +241,6 @@ class _Compiler:
         self.occurrences: list[Occurrence] = []
         self.num_variables = len(reduced.domains)
         self.sizes = [domain.num_classes for domain in reduced.domains]
-        self.owned_leaf: list[int] = []
         self.touching: list[dict[_Live, None]] = [{} for _ in reduced.domains]
         self.neighbours: list[set[int]] = [set() for _ in reduced.domains]
         self.scalars: list[_Live] = []
@@ -256,13 +258,15 @@ class _Compiler:
             if id(domain) not in number:
                 number[id(domain)] = len(self.factors)
                 self.factors.append(Leaf((domain.num_classes,), domain=domain))
-            self.owned_leaf.append(number[id(domain)])
             self._add_live((number[id(domain)], (i,), -1))
         for i, j, array in reduced.edges:
+            # A variable of one class is no neighbour: without it tables have few axes (numpy allows 32).
+            scope = tuple(v for v in (i, j) if self.sizes[v] > 1)
             if id(array) not in number:
                 number[id(array)] = len(self.factors)
-                self.factors.append(Leaf(array.shape, array=array))
-            self._add_live((number[id(array)], (i, j), -1))
+                array_of_scope = array.reshape([self.sizes[v] for v in scope])
+                self.factors.append(Leaf(array_of_scope.shape, array=array_of_scope))
+            self._add_live((number[id(array)], scope, -1))
 
     def _add_live(self, live: _Live) -> None:
         scope = live[1]
@@ -275,7 +279,8 @@ class _Compiler:
     def run(self) -> Plan:
         for variable in range(self.num_variables):
             self._rescore(variable)
-        while self.heap:
+        left = set(range(self.num_variables))
+        while len(left) > _ROOT_VARIABLES or math.prod(self.sizes[v] for v in left) > _ROOT_ENTRIES:
             score, _, group = heapq.heappop(self.heap)
             members = self.groups.get(group)
             if not members or self._score(group) != score:
@@ -284,9 +289,10 @@ class _Compiler:
             for variable in list(members):
                 if variable not in changed:  # a neighbour of one just eliminated has another bucket now
                     changed |= self._eliminate(variable)
+                    left.discard(variable)
             for variable in sorted(changed):
                 self._rescore(variable)
-        self._add_root()
+        self._add_root(sorted(left))
         return Plan(tuple(self.factors), tuple(self.occurrences), self.num_variables, self.exact)
 
     def _rescore(self, variable: int) -> None:
@@ -333,11 +339,9 @@ class _Compiler:
             self.neighbours[other].discard(variable)
         for part in self._parts(touching):
             inputs, scope = _canonical(variable, part)
-            owner = any(number == self.owned_leaf[variable] and producer < 0 for number, _, producer in part)
-            number = self._node(inputs, tuple(self.sizes[v] for v in scope), eliminates=True)
+            number = self._node(inputs, tuple(self.sizes[v] for v in scope), 1)
             by_input = sorted(part, key=lambda live: _input_order(variable, live))
-            self.occurrences.append(Occurrence(number, tuple(live[2] for live in by_input), variable, owner))
-            self._add_live((number, scope[1:], len(self.occurrences) - 1))
+            self._add_live((number, scope[1:], self._occur(number, by_input)))
         return changed
 
     def _parts(self, touching: list[_Live]) -> list[list[_Live]]:
@@ -359,26 +363,40 @@ class _Compiler:
                 parts.append((set(live[1]), [live]))
         return [members for _, members in parts]
 
-    def _node(self, inputs: tuple, local: tuple[int, ...], *, eliminates: bool) -> int:
+    def _occur(self, number: int, inputs: list[_Live]) -> int:
+        """Record a place where a factor is made, and return its number."""
+        producers = tuple(live[2] for live in inputs)
+        leaves = [self.factors[live[0]] for live in inputs]
+        own = [isinstance(leaf, Leaf) and leaf.domain is not None for leaf in leaves]
+        variables = tuple(live[1][0] if owned else -1 for live, owned in zip(inputs, own))
+        self.occurrences.append(Occurrence(number, producers, variables))
+        return len(self.occurrences) - 1
+
+    def _node(self, inputs: tuple, local: tuple[int, ...], num_eliminated: int) -> int:
         if (inputs, local) not in self.node_number:
             self.node_number[inputs, local] = len(self.factors)
-            self.factors.append(Node(local, inputs, eliminates))
+            self.factors.append(Node(local, inputs, num_eliminated))
         return self.node_number[inputs, local]
 
-    def _add_root(self) -> None:
-        """The sum of what is left of the graph's components, two at a time, so that equal components are equal nodes."""
-        level = sorted(self.scalars, key=lambda live: live[0])
-        while len(level) > 2:
-            pairs = [self._sum(level[k : k + 2]) for k in range(0, len(level) - 1, 2)]
-            level = pairs + level[len(level) - len(level) % 2 :]
+    def _add_root(self, left: list[int]) -> None:
+        """Join everything that is left: the last variables, and the minima of other components of the graph.
+
+        Those are summed two at a time, so that equal components are equal nodes.
+        """
+        scalars = sorted(self.scalars, key=lambda live: live[0])
+        while len(scalars) > 2:
+            pairs = [self._sum(scalars[k : k + 2]) for k in range(0, len(scalars) - 1, 2)]
+            scalars = pairs + scalars[len(scalars) - len(scalars) % 2 :]
+        axis_of = {variable: axis for axis, variable in enumerate(left)}
+        live_factors = scalars + list(dict.fromkeys(live for variable in left for live in self.touching[variable]))
+        inputs = tuple((live[0], tuple(axis_of[v] for v in live[1])) for live in live_factors)
         number = len(self.factors)  # the root is a new node even where it repeats another
-        self.factors.append(Node((), tuple((live[0], ()) for live in level), eliminates=False))
-        self.occurrences.append(Occurrence(number, tuple(live[2] for live in level), -1, owner=False))
+        self.factors.append(Node(tuple(self.sizes[v] for v in left), inputs, len(left)))
+        self._occur(number, live_factors)
 
     def _sum(self, pair: list[_Live]) -> _Live:
-        number = self._node(tuple((live[0], ()) for live in pair), (), eliminates=False)
-        self.occurrences.append(Occurrence(number, tuple(live[2] for live in pair), -1, owner=False))
-        return number, (), len(self.occurrences) - 1
+        number = self._node(tuple((live[0], ()) for live in pair), (), 0)
+        return number, (), self._occur(number, pair)
 
 
 def _input_order(variable: int, live: _Live) -> tuple:

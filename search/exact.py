@@ -20,22 +20,22 @@ from autoddl.costmodel.table import CostTable
 
 from .branching import Exploration, OutOfTimeError, explore, least_memory
 from .forest import solve_forest
-from .labels import LabelLimitError, LabelSearch
+from .labels import LabelSearch, StoppedError
 from .lagrangian import Dual, Instance, Interval, Point, prepare
 from .milp import milp_least_memory, solve_milp
 from .progress import Progress, silent
-from .result import Result, Status
 from .report import check_limits, impossible, infeasible
+from .result import Result, Status
 
 __all__ = ["exact", "smallest_memory"]
 
-#: The first slack of the label search, relative to the dual bound, and its growth.
-_FIRST_SLACK = 1e-5
+#: The first slack of the label search, relative to the dual bound, and its growth; the last step to the incumbent's own
+#: excess may be larger.
+_FIRST_SLACK = 1e-6
 #: What sums of the same costs in different order may differ by, relatively.
 _ROUNDING = 1e-12
-_SLACK_GROWTH = (3.0, 1.3)
-#: From this many rows in a round on, the slack grows by the second factor: the rows grow like a high power of the slack.
-_MANY_ROWS = 20_000
+_SLACK_GROWTH = 2.0
+_LAST_STEP = 3.0
 
 
 def exact(
@@ -65,16 +65,13 @@ def exact(
         return _by_milp(table, start, memory_limit, time_limit, progress)
     deadline = math.inf if time_limit is None else start + time_limit
     closer = _Closer(instance, memory_limit, deadline)
-    try:
-        found = explore(
-            instance,
-            memory_limit,
-            closer,
-            deadline=deadline,
-            report=lambda cost, bound: progress(cost, bound, closer.evaluations),
-        )
-    except LabelLimitError:
-        return _by_milp(table, start, memory_limit, time_limit, progress)
+    found = explore(
+        instance,
+        memory_limit,
+        closer,
+        deadline=deadline,
+        report=lambda cost, bound: progress(cost, bound, closer.evaluations),
+    )
     return _finish(instance, found, closer, start, memory_limit)
 
 
@@ -140,22 +137,23 @@ class _Closer:
         best = min(within, key=lambda point: point.cost)
         if best.cost <= dual.bound + _ROUNDING * abs(dual.bound):  # no limit binds, or the dual has no gap
             return best.cost, best
-        search = LabelSearch(self.instance.plan, dual.multiplier, dual.bound, limit, interval.highest)
-        slack = abs(dual.bound) * _FIRST_SLACK + 1e-300
+        search = LabelSearch(self.instance.plan, dual.multiplier, dual.bound, limit, interval.highest, self.deadline)
+        slack = proven = 0.0
         try:
             while True:
-                known = min(incumbent, best.cost)
-                slack = min(slack, known - dual.bound)
-                labels = search.best_within(slack)
+                room = min(incumbent, best.cost) - dual.bound
+                slack = max(_FIRST_SLACK * abs(dual.bound), slack * _SLACK_GROWTH)
+                if slack * _LAST_STEP >= room:
+                    slack = room
+                labels = search.best_within(slack, room)
+                proven = slack
                 if labels is not None:
-                    point = self.instance.point(labels)
                     self.evaluations += 1
-                    best = min(best, point, key=lambda point: point.cost)
+                    best = min(best, self.instance.point(labels), key=lambda point: point.cost)
                 if min(best.cost, incumbent) <= dual.bound + slack:
                     break
-                if time.perf_counter() >= self.deadline:
-                    raise OutOfTimeError(dual.bound + slack)
-                slack *= _SLACK_GROWTH[search.statistics.rows >= _MANY_ROWS]
+        except StoppedError:
+            raise OutOfTimeError(dual.bound + proven, best) from None
         finally:
             self.labels += search.statistics.labels
             self.rows += search.statistics.rows

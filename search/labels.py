@@ -23,6 +23,7 @@ Everything is done with arrays: a node's labels are sorted by (assignment, exces
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,16 +31,19 @@ import numpy as np
 
 from .elimination import Leaf, Node, Plan, Weights
 
-__all__ = ["LabelLimitError", "LabelSearch", "LabelStatistics"]
+__all__ = ["LabelSearch", "LabelStatistics", "StoppedError"]
 
 
-class LabelLimitError(Exception):
-    """More labels than fit in memory."""
+class StoppedError(Exception):
+    """The deadline has passed, or more labels than fit in memory would be needed."""
 
 
 #: The most labels that one join may keep (about 50 bytes each), and how many rows it looks at in one go.
-MAX_LABELS = 2_000_000
+MAX_LABELS = 4_000_000
 _CHUNK = 1 << 18
+#: The root, where only the cheapest choice is wanted, joins parts up to this multiple of the slack: an incumbent is found
+#: with a slack well below its own excess.
+_ROOT_SLACK = 2.0
 #: The total tolerance of dominance, relative to the dual bound.
 TOTAL_TOLERANCE = 1e-10
 
@@ -87,59 +91,71 @@ class _Rows:
     memory: np.ndarray
 
 
+_NO_INDEX, _NO_NUMBER = np.zeros(0, dtype=np.intp), np.zeros(0)
+_NOTHING = (_NO_INDEX, _NO_NUMBER, _NO_NUMBER, _NO_INDEX, _NO_INDEX)
+
+
 class LabelSearch:
     """Searches one dual-optimal relaxation with growing slack.
 
-    Args: an exact plan, the multiplier lambda*, the dual bound ``L(lambda*)``, the limit on resident memory [bytes], and the
-    largest buffer of an option that may be used [bytes].
+    Args: an exact plan, the multiplier lambda*, the dual bound ``L(lambda*)``, the limit on resident memory [bytes], the
+    largest buffer of an option that may be used [bytes], and a deadline (of ``time.perf_counter``).
     """
 
-    def __init__(self, plan: Plan, multiplier: float, bound: float, limit: float, max_buffer: float) -> None:
+    def __init__(
+        self, plan: Plan, multiplier: float, bound: float, limit: float, max_buffer: float, deadline: float = math.inf
+    ) -> None:
         assert plan.exact
-        self.plan, self.bound, self.limit = plan, bound, limit
-        self.max_buffer = max_buffer
+        self.plan, self.bound, self.limit, self.deadline = plan, bound, limit, deadline
         self.statistics = LabelStatistics()
-        self.scale = abs(bound) + abs(multiplier) * abs(limit)
+        self.rounding = 1e-12 * (abs(bound) + abs(multiplier) * abs(limit))
         self.tolerance = TOTAL_TOLERANCE * abs(bound) / len(plan.occurrences)
         self._tables = []
-        for weights in (
-            Weights(1.0, multiplier, max_buffer),
-            Weights(0.0, 1.0, max_buffer),
-            Weights(1.0, 0.0, max_buffer),
-        ):
+        for cost, memory in ((1.0, multiplier), (0.0, 1.0), (1.0, 0.0)):
+            weights = Weights(cost, memory, max_buffer)
             inside = plan.upward(weights)
             self._tables.append((weights, inside, plan.downward(inside)))
 
-    def best_within(self, slack: float) -> list[int] | None:
-        """The labels (one per variable) of the cheapest choice within the limit, if its excess is at most ``slack``.
+    def best_within(self, slack: float, wanted: float) -> list[int] | None:
+        """The labels (one per variable) of the cheapest choice met within the limit, or None.
 
-        Its cost is the optimum if it is at most ``bound + slack``.  Raises: LabelLimitError
+        If its cost is at most ``bound + slack`` it is the optimum; if it costs more, or there is none, every choice within the
+        limit costs more than ``bound + slack``.  What costs ``bound + wanted`` or more is of no interest; up to there, choices
+        may be met whose excess is over the slack as a whole, but not in any of the parts that the root joins.
+
+        Raises: StoppedError
         """
         (by_excess, *excess_tables), (by_memory, *memory_tables), (by_cost, *cost_tables) = self._tables
-        rounding = 1e-12 * self.scale
-        lagrangian = self.bound + by_excess.memory * self.limit + slack + rounding
-        guides = [
-            _Guide(by_excess, lagrangian, *excess_tables),
+        dual = self.bound + by_excess.memory * self.limit
+        guides = (
+            _Guide(by_excess, dual + slack + self.rounding, *excess_tables),
             _Guide(by_memory, self.limit, *memory_tables),
-            _Guide(by_cost, self.bound + slack + rounding, *cost_tables),
-        ]
+            _Guide(by_cost, self.bound + slack + self.rounding, *cost_tables),
+        )
+        at_root = min(_ROOT_SLACK * slack, max(slack, wanted))
+        wide = (
+            _Guide(by_excess, dual + at_root + self.rounding, *excess_tables),
+            guides[1],
+            _Guide(by_cost, self.bound + at_root + self.rounding, *cost_tables),
+        )
         self.statistics.rounds += 1
         labels: list[_Labels | None] = []
+        root = len(self.plan.factors) - 1
         for number, factor in enumerate(self.plan.factors):
             if isinstance(factor, Node):
-                labels.append(self._join(number, factor, labels, guides))
+                labels.append(self._join(number, factor, labels, wide if number == root else guides, number == root))
             elif factor.domain is not None:
                 labels.append(_domain_labels(factor, number, guides[0]))
             else:
                 labels.append(None)
-        root = labels[-1]
-        assert root is not None
-        if not len(root.cost):
-            return None
-        return self._trace(labels, int(root.cost.argmin()))
+        best = labels[root]
+        assert best is not None
+        return self._trace(labels, int(best.cost.argmin())) if len(best.cost) else None
 
-    def _join(self, number: int, node: Node, labels: Sequence[_Labels | None], guides: Sequence[_Guide]) -> _Labels:
-        """All labels of a node that some completion within the thresholds may use."""
+    def _join(
+        self, number: int, node: Node, labels: Sequence[_Labels | None], guides: Sequence[_Guide], is_root: bool
+    ) -> _Labels:
+        """All labels of a node that some completion within the thresholds may use; of the root only the cheapest."""
         wholes = [(self.plan.join(node, guide.inside) + guide.outside[number]).ravel() for guide in guides]
         assignments = np.flatnonzero(
             np.logical_and.reduce([whole <= guide.threshold for whole, guide in zip(wholes, guides)])
@@ -171,9 +187,13 @@ class LabelSearch:
                 rest[k] = rest[k] - guide.inside[child][index]
             caps = [guide.threshold - values for guide, values in zip(guides, rest)]
             last = step == len(joins) - 1
-            group = assignments % size if last else np.arange(len(assignments))
-            least = guides[0].inside[child][index]
-            rows, before, taken = self._extend(rows, held, code, least, caps, guides[0], group)
+            if last and is_root:
+                rows, before, taken = _cheapest(rows, held, code, self.limit)
+            else:
+                # The first input's labels are undominated as they are.
+                group = assignments % size if last else np.arange(len(assignments)) if step else None
+                least = guides[0].inside[child][index]
+                rows, before, taken = self._extend(rows, held, code, least, caps, guides[0], group)
             stages.append((position, before, taken))
         return self._finish(number, node, guides[0], assignments[rows.at] % size, rows, tuple(stages))
 
@@ -185,12 +205,12 @@ class LabelSearch:
         least: np.ndarray,
         caps: Sequence[np.ndarray],
         guide: _Guide,
-        group: np.ndarray,
+        group: np.ndarray | None,
     ) -> tuple[_Rows, np.ndarray, np.ndarray]:
         """Join each row with the labels of one input; returns the rows left, and which row and label each came from.
 
         ``code``, ``least`` (the input's least score), ``caps`` (the most that score, memory and cost may come to) and
-        ``group`` (within which dominance holds) are given per local assignment.
+        ``group`` (within which dominance holds, if it is to be looked for) are given per local assignment.
         """
         room = (caps[0] - least)[rows.at] - guide.score(rows.cost, rows.memory)
         start, count = _matches(held, code[rows.at], room)
@@ -199,7 +219,7 @@ class LabelSearch:
         ends = np.cumsum(count)
         sieve = _Sieve(group, total)
         parts = []
-        low = kept = 0
+        low = kept = settled = 0
         while low < len(count):
             base = int(ends[low - 1]) if low else 0
             high = max(low + 1, int(np.searchsorted(ends, base + _CHUNK, side="right")))
@@ -214,15 +234,26 @@ class LabelSearch:
             keep = keep[sieve.keep(at[keep], cost[keep], memory[keep])]
             parts.append((at[keep], cost[keep], memory[keep], before[keep], taken[keep]))
             kept += len(keep)
-            if kept > MAX_LABELS:
-                raise LabelLimitError
             low = high
-        if not parts:
-            nothing = np.zeros(0, dtype=np.intp)
-            return _Rows(nothing, np.zeros(0), np.zeros(0)), nothing, nothing
-        at, cost, memory, before, taken = (np.concatenate(column) for column in zip(*parts))
-        keep = _undominated(group[at], cost, memory, self.tolerance)
-        return _Rows(at[keep], cost[keep], memory[keep]), before[keep], taken[keep]
+            if kept > 4 * _CHUNK + 2 * settled:
+                parts = [self._settle(parts, group, sieve)]
+                kept = settled = len(parts[0][0])
+            if settled > MAX_LABELS or time.perf_counter() > self.deadline:
+                raise StoppedError
+        at, cost, memory, before, taken = self._settle(parts, group, sieve) if parts else _NOTHING
+        return _Rows(at, cost, memory), before, taken
+
+    def _settle(
+        self, parts: list[tuple[np.ndarray, ...]], group: np.ndarray | None, sieve: _Sieve
+    ) -> tuple[np.ndarray, ...]:
+        """One part of all, without what is dominated."""
+        columns = [np.concatenate(column) for column in zip(*parts)]
+        if group is None:
+            return tuple(columns)
+        keep = sieve.keep_again(*columns[:3])
+        at, cost, memory = (column[keep] for column in columns[:3])
+        keep = keep[_undominated(group[at], cost, memory, self.tolerance)]
+        return tuple(column[keep] for column in columns)
 
     def _finish(
         self,
@@ -259,7 +290,7 @@ class LabelSearch:
                 else:
                     child_labels = labels[child]
                     assert child_labels is not None
-                    chosen[occurrence.variable] = int(child_labels.row[label])
+                    chosen[occurrence.variables[position]] = int(child_labels.row[label])
         return chosen
 
 
@@ -270,6 +301,9 @@ def _domain_labels(leaf: Leaf, number: int, guide: _Guide) -> _Labels:
     keep = np.flatnonzero(domain.buffer <= guide.weights.max_buffer)
     excess = guide.weights.score(domain)[keep] - guide.inside[number][label_class[keep]]
     order = np.lexsort((excess, label_class[keep]))
+    order = order[
+        np.sort(_undominated(label_class[keep][order], domain.cost[keep][order], domain.memory[keep][order], 0.0))
+    ]
     keep = keep[order]
     first = np.searchsorted(label_class[keep], np.arange(domain.num_classes + 1))
     return _Labels(first, domain.cost[keep], domain.memory[keep], excess[order], keep)
@@ -291,55 +325,94 @@ def _matches(labels: _Labels, code: np.ndarray, room: np.ndarray) -> tuple[np.nd
     return start, np.maximum(last - start, 0)
 
 
+def _cheapest(rows: _Rows, held: _Labels, code: np.ndarray, limit: float) -> tuple[_Rows, np.ndarray, np.ndarray]:
+    """The one best pair of a row and a label at its assignment that fits the limit on memory.
+
+    A label of an assignment costs less than all of smaller memory, so the largest that still fits is each row's best.
+    """
+    nothing = _Rows(*_NOTHING[:3]), *_NOTHING[3:]
+    if not len(rows.at) or not len(held.cost):
+        return nothing
+    owner = np.repeat(np.arange(len(held.first) - 1), np.diff(held.first))
+    by_memory = np.lexsort((held.memory, owner))
+    span = int(held.memory.max()) + 2
+    keys = owner * span + held.memory[by_memory].astype(np.int64)
+    room = np.clip(limit - rows.memory, -1, span - 2).astype(np.int64)
+    row_code = code[rows.at]
+    last = np.searchsorted(keys, row_code * span + room, side="right") - 1
+    fits = np.flatnonzero((room >= 0) & (last >= held.first[row_code]))
+    if not len(fits):
+        return nothing
+    taken = by_memory[last[fits]]
+    total = rows.cost[fits] + held.cost[taken]
+    best = int(total.argmin())
+    before = fits[best : best + 1]
+    taken = taken[best : best + 1]
+    return _Rows(rows.at[before], total[best : best + 1], rows.memory[before] + held.memory[taken]), before, taken
+
+
 class _Sieve:
     """Drops most dominated rows without sorting, while they come in chunks.
 
     Per group the range of memory is cut into cells; a row is dropped if a cell below its own holds a row that costs no more.
     """
 
-    _CELLS = 256
+    _CELLS = 2**19  #: in all
 
-    def __init__(self, group: np.ndarray, rows: int) -> None:
-        self.active = rows > 4096
-        if not self.active:
+    def __init__(self, group: np.ndarray | None, rows: int) -> None:
+        self.active = group is not None and rows > 4096
+        if group is None or not self.active:
             return
         number, self.number = np.unique(group, return_inverse=True)
-        self.cheapest = np.full((len(number), self._CELLS + 1), np.inf)
+        self.cells = max(16, min(4096, self._CELLS // len(number), rows // len(number)))
+        self.cheapest = np.full((len(number), self.cells + 1), np.inf)
         self.low = math.inf
 
     def keep(self, at: np.ndarray, cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
-        """Indices of the rows to keep."""
+        """Indices of the rows to keep of a new chunk."""
         if not self.active or not len(at):
             return np.arange(len(at))
         if self.low == math.inf:  # the first chunk sets the scale; rows outside it go to the outermost cells
             self.low = float(memory.min())
-            self.per_byte = (self._CELLS - 1) / (float(memory.max()) - self.low + 1.0)
+            self.per_byte = (self.cells - 1) / (float(memory.max()) - self.low + 1.0)
         # Cell 0 stays empty. The lowest cell's rows may lie anywhere below, the highest's anywhere above: both are in order.
-        cell = np.clip((memory - self.low) * self.per_byte, 0, self._CELLS - 1).astype(np.intp)
-        group = self.number[at]
-        np.minimum.at(self.cheapest.reshape(-1), group * (self._CELLS + 1) + cell + 1, cost)
-        best_below = np.minimum.accumulate(self.cheapest, axis=1)
-        return np.flatnonzero(cost < best_below[group, cell])
+        cell = self._cell(at, memory)
+        np.minimum.at(self.cheapest.reshape(-1), cell + 1, cost)
+        return np.flatnonzero(cost < np.minimum.accumulate(self.cheapest, axis=1).reshape(-1)[cell])
+
+    def keep_again(self, at: np.ndarray, cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
+        """Indices of the rows to keep, of all chunks so far."""
+        if not self.active or not len(at):
+            return np.arange(len(at))
+        best_below = np.minimum.accumulate(self.cheapest, axis=1).reshape(-1)
+        return np.flatnonzero(cost < best_below[self._cell(at, memory)])
+
+    def _cell(self, at: np.ndarray, memory: np.ndarray) -> np.ndarray:
+        cell = np.clip((memory - self.low) * self.per_byte, 0, self.cells - 1).astype(np.intp)
+        return self.number[at] * (self.cells + 1) + cell
 
 
 def _undominated(group: np.ndarray, cost: np.ndarray, memory: np.ndarray, tolerance: float) -> np.ndarray:
     """Indices of the rows that no other of their group beats in memory and (within the tolerance) in cost."""
     if len(cost) < 2:
         return np.arange(len(cost))
-    order = np.lexsort((cost, memory, group))
-    group, cost = group[order], cost[order]
-    if tolerance > 0:
-        level = np.floor((cost - cost.min()) / tolerance)
-    else:
-        level = np.unique(cost, return_inverse=True)[1].astype(float)
+    memory = memory.astype(np.int64)
+    span = int(memory.max()) + 1
+    if (int(group.max()) + 1) * span >= 2**63:
+        group = np.unique(group, return_inverse=True)[1]
+    key = group * span + memory
+    order = np.argsort(key)
+    key, group = key[order], group[order]
+    cost = cost[order]
+    level = np.floor((cost - cost.min()) / tolerance) if tolerance > 0 else cost
     # Within each group, keep a row where its level is below all before it. Groups come in ascending order: shifting each
     # group below the one before lets one running minimum serve all. Both factors are exact integers in float64.
     number = np.cumsum(np.r_[0, group[1:] != group[:-1]])
-    span = float(level.max()) + 1.0
-    if span * (float(number[-1]) + 1.0) >= 2.0**53:
+    if tolerance <= 0 or (float(level.max()) + 1.0) * (float(number[-1]) + 1.0) >= 2.0**53:
         level = np.unique(level, return_inverse=True)[1].astype(float)
-        span = float(level.max()) + 1.0
-    shifted = level - number * span
+    shifted = level - number * (float(level.max()) + 1.0)
     smallest = np.minimum.accumulate(shifted)
-    keep = np.r_[True, shifted[1:] < smallest[:-1]]
+    keep = np.flatnonzero(np.r_[True, shifted[1:] < smallest[:-1]])
+    # Rows of equal memory came in any order: of those still there, the last is the cheapest.
+    keep = keep[np.r_[key[keep[1:]] != key[keep[:-1]], True]]
     return order[keep]

@@ -19,7 +19,6 @@ which buffers are meant; `exact` splits it where the relaxation is not tight.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -114,8 +113,7 @@ def minimise(instance: Instance, weights: Weights) -> tuple[float, Point | None]
     value = float(tables[-1])
     if value == math.inf:
         return value, None
-    labels, _ = instance.plan.decode(weights, tables)
-    return value, instance.point(labels)
+    return value, instance.point(instance.plan.decode(weights, tables))
 
 
 def solve_dual(instance: Instance, interval: Interval, memory_limit: float | None, *, max_steps: int = 60) -> Dual:

@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
-from typing import Optional
 
 from autoddl.costmodel.errors import UserError
 
@@ -60,15 +59,15 @@ class Result:
 
     method: str
     status: Status
-    choice: Optional[tuple[int, ...]]
+    choice: tuple[int, ...] | None
     cost: float
     lower_bound: float
     memory_bytes: float
     space_size: int
     evaluations: int
     seconds: float
-    memory_limit_bytes: Optional[float] = None
-    smallest_memory_bytes: Optional[float] = None
+    memory_limit_bytes: float | None = None
+    smallest_memory_bytes: float | None = None
     statistics: Mapping[str, float] = field(default_factory=lambda: MappingProxyType({}))
 
     @property
