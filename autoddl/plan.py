@@ -112,7 +112,7 @@ def plan_document(planned: Planned) -> dict[str, Any]:
 
 
 def _link_fields(link: Link) -> dict[str, Any]:
-    return {
+    fields: dict[str, Any] = {
         "latency_s": link.latency_s,
         "bandwidth": link.bandwidth,
         "collectives": {
@@ -120,18 +120,36 @@ def _link_fields(link: Link) -> dict[str, Any]:
             for collective, (latency_s, bandwidth) in link.collectives.items()
         },
     }
+    for (collective, size), (latency_s, bandwidth) in link.groups.items():
+        groups = fields["collectives"][collective.value].setdefault("groups", {})
+        groups[str(size)] = {"latency_s": latency_s, "bandwidth": bandwidth}
+    for collective, copy in link.copies.items():
+        fields["collectives"][collective.value]["copy_s_per_byte"] = copy
+    return fields
 
 
 def _link(fields: Fields) -> Link:
     table = fields.object("collectives")
     known = {collective.value: collective for collective in Collective}
-    collectives = {}
+    link = Link(*_pair(fields))
     for name in table.value:
         if name not in known:
             raise UserError(f"{table.where}: unknown collective {name!r}; known ones are {', '.join(known)}")
         own = table.object(name)
-        collectives[known[name]] = (own.number("latency_s"), own.number("bandwidth", exclusive=True))
-    return Link(fields.number("latency_s"), fields.number("bandwidth", exclusive=True), collectives)
+        link.collectives[known[name]] = _pair(own)
+        if "copy_s_per_byte" in own:
+            link.copies[known[name]] = own.number("copy_s_per_byte")
+        groups = own.object("groups") if "groups" in own else None
+        for size in groups.value if groups else ():
+            assert groups is not None
+            if not (size.isascii() and size.isdigit()):
+                raise UserError(f"{groups.where}: {size!r} should be the number of devices of a group")
+            link.groups[known[name], int(size)] = _pair(groups.object(size))
+    return link
+
+
+def _pair(fields: Fields) -> tuple[float, float]:
+    return fields.number("latency_s"), fields.number("bandwidth", exclusive=True)
 
 
 def options_hash(planned: Planned) -> str:

@@ -9,7 +9,14 @@ Element-wise work takes launch + bytes / memory_bandwidth.
 
 Links.  Each network level has a latency alpha and a bandwidth 1/beta *per device*, at a time when all devices of a node
 communicate: every step of a plan runs on all devices at once.  Where a number is given per node (a shared network card), it
-is divided by the devices of the node.  A calibrated cluster may give a collective its own (alpha, beta).
+is divided by the devices of the node.
+
+**Calibrated terms.**  A measured cluster may say more than one (alpha, beta) per level, all of it affine in bytes:
+
+- a collective, and a collective in groups of one size, may have their own (alpha, beta);
+- *copy*: seconds per byte of the tensor that a collective reduces and copies locally, where no group size has its own terms;
+- *crowding*: what alpha and beta (and, as a factor, compute) grow by where the ranks of a node share ``cores_per_node`` cores: they
+  are added ``excess`` = max(0, devices_per_node / cores_per_node - 1) times.
 
 A cluster is a JSON file: every number carries its unit and its source (datasheet, paper, measured).
 """
@@ -22,6 +29,7 @@ from functools import cached_property
 from importlib import resources
 from typing import Any
 
+from .calibration import Calibration, calibration_from_fields, interval_of
 from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError
@@ -40,6 +48,8 @@ _RANGES = {
     "rate": (1.0, 1e18),
     "compute": (1.0, 1e24),
     "ratio": (1e-6, 1.0),
+    "factor": (0.0, 1e3),
+    "slowness": (0.0, 1.0),
 }
 
 
@@ -47,17 +57,24 @@ _RANGES = {
 class Link:
     """A network level: ``latency_s`` per message and ``bandwidth`` [bytes/s] per device.
 
-    ``collectives`` holds (latency_s, bandwidth) for collectives that were calibrated on their own.
+    ``collectives`` holds (latency_s, bandwidth) of collectives that were calibrated on their own, ``groups`` those of a
+    collective in groups of one size, ``copies`` the seconds per byte of local reductions and copies.
     """
 
     latency_s: float
     bandwidth: float
     collectives: dict[Collective, tuple[float, float]] = field(default_factory=dict, hash=False)
+    groups: dict[tuple[Collective, int], tuple[float, float]] = field(default_factory=dict, hash=False)
+    copies: dict[Collective, float] = field(default_factory=dict, hash=False)
 
     def time(self, step: Step) -> float:
         """Seconds that ``step`` takes on this link (formulas: :mod:`autoddl.costmodel.collectives`)."""
+        own = self.groups.get((step.collective, step.axis.size))
+        if own is not None:
+            return step.messages * own[0] + step.sent_bytes / own[1]
         latency_s, bandwidth = self.collectives.get(step.collective, (self.latency_s, self.bandwidth))
-        return step.messages * latency_s + step.sent_bytes / bandwidth
+        ring_s = step.messages * latency_s + step.sent_bytes / bandwidth
+        return ring_s + step.nbytes * self.copies.get(step.collective, 0.0)
 
 
 @dataclass(frozen=True)
@@ -87,7 +104,11 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``num_nodes`` nodes of ``devices_per_node`` equal devices; ``links`` = (inter-node, intra-node)."""
+    """``num_nodes`` nodes of ``devices_per_node`` equal devices; ``links`` = (inter-node, intra-node).
+
+    ``cores_per_node`` is given where the devices are ranks that share the cores of a node; ``calibration`` says what was measured,
+    where something was.
+    """
 
     name: str
     num_nodes: int
@@ -95,6 +116,13 @@ class Cluster:
     device: Device
     links: tuple[Link, Link]
     document: dict[str, Any] = field(repr=False, compare=False, hash=False)
+    cores_per_node: int | None = None
+    calibration: Calibration | None = field(default=None, repr=False, compare=False, hash=False)
+
+    @property
+    def excess(self) -> float:
+        """By how many ranks per core the ranks of a node exceed one per core."""
+        return excess(self.devices_per_node, self.cores_per_node)
 
     @property
     def num_devices(self) -> int:
@@ -141,10 +169,7 @@ class Cluster:
         return canonical_hash(
             {
                 "levels": [self.num_nodes, self.devices_per_node],
-                "links": [
-                    [link.latency_s, link.bandwidth, sorted((c.value, *v) for c, v in link.collectives.items())]
-                    for link in self.links
-                ],
+                "links": [_hashed(link) for link in self.links],
                 "device": [
                     self.device.memory_bytes,
                     self.device.memory_bandwidth,
@@ -186,6 +211,23 @@ class Cluster:
         return replace(self, links=(inter, intra))
 
 
+def excess(devices_per_node: int, cores_per_node: int | None) -> float:
+    """By how many ranks per core the ranks of a node exceed one per core; 0 where devices are not ranks on cores."""
+    return 0.0 if cores_per_node is None else max(0.0, devices_per_node / cores_per_node - 1.0)
+
+
+def _hashed(link: Link) -> list[Any]:
+    known: list[Any] = [
+        link.latency_s,
+        link.bandwidth,
+        sorted((c.value, *own) for c, own in link.collectives.items()),
+    ]
+    if link.groups or link.copies:
+        known.append(sorted((c.value, size, *own) for (c, size), own in link.groups.items()))
+        known.append(sorted((c.value, copy) for c, copy in link.copies.items()))
+    return known
+
+
 def preset_names() -> list[str]:
     """The clusters that come with AutoDDL."""
     files = resources.files("autoddl.costmodel.clusters").iterdir()
@@ -208,27 +250,39 @@ def load_cluster(name: str | os.PathLike[str]) -> Cluster:
     return from_document(load_document(text, FORMAT).value, text)
 
 
-def _quantity(fields: Fields, name: str, quantity: str) -> float:
+def _quantity(fields: Fields, name: str, quantity: str, unit_of: str | None = None) -> float:
     entry = fields.object(name)
     value, unit = entry.number("value"), entry.text("unit")
-    result = to_si(value, unit, quantity, f"{fields.where}: {name}")
+    result = to_si(value, unit, unit_of or quantity, f"{fields.where}: {name}")
     lowest, highest = _RANGES[quantity]
     if not lowest <= result <= highest:
         raise UserError(
             f"{fields.where}: {name} is {value:g} {unit}, should be from {lowest:g} to {highest:g} in SI units"
         )
     entry.text("source")
-    entry.finish(ignored=("interval",))
+    if "interval" in entry:
+        interval_of(entry)
+    entry.finish()
     return result
 
 
-def _link(fields: Fields, devices_per_node: int) -> Link:
-    bandwidth = _quantity(fields, "bandwidth", "rate")
+def _pair(fields: Fields, excess_: float, share: float = 1.0) -> tuple[float, float]:
+    """(latency_s, bandwidth) of fields that have a latency, a bandwidth and perhaps a crowding."""
+    latency, bandwidth = _quantity(fields, "latency", "time"), _quantity(fields, "bandwidth", "rate") / share
+    if "crowding" in fields:
+        crowding = fields.object("crowding")
+        latency += excess_ * _quantity(crowding, "latency", "time")
+        bandwidth = 1.0 / (1.0 / bandwidth + excess_ * _quantity(crowding, "slowness", "slowness"))
+        crowding.finish()
+    return latency, bandwidth
+
+
+def _link(fields: Fields, devices_per_node: int, excess_: float) -> Link:
     per = fields.text("per")
     if per not in ("device", "node"):
         raise UserError(f"{fields.where}: per is {per!r}, should be 'device' or 'node'")
     share = devices_per_node if per == "node" else 1
-    collectives: dict[Collective, tuple[float, float]] = {}
+    link = Link(*_pair(fields, excess_, share))
     if "collectives" in fields:
         table = fields.object("collectives")
         for name in table.value:
@@ -236,16 +290,30 @@ def _link(fields: Fields, devices_per_node: int) -> Link:
                 raise UserError(
                     f"{table.where}: unknown collective {name!r}; known ones are {[c.value for c in Collective]}"
                 )
-            entry = table.object(name)
-            own = _quantity(entry, "bandwidth", "rate")
-            collectives[Collective(name)] = (_quantity(entry, "latency", "time"), own / share)
-            entry.finish()
-    link = Link(_quantity(fields, "latency", "time"), bandwidth / share, collectives)
+            _collective(table.object(name), Collective(name), link, excess_, share)
     fields.finish()
     return link
 
 
-def _device(fields: Fields) -> Device:
+def _collective(entry: Fields, collective: Collective, link: Link, excess_: float, share: float) -> None:
+    """Put a collective's own terms into the link's tables."""
+    link.collectives[collective] = _pair(entry, excess_, share)
+    if "copy" in entry:
+        link.copies[collective] = _quantity(entry, "copy", "slowness")
+    if "groups" in entry:
+        groups = entry.object("groups")
+        for size in groups.value:
+            if not (size.isascii() and size.isdigit() and 2 <= int(size) <= MOST_DEVICES and size == str(int(size))):
+                raise UserError(f"{groups.where}: {size!r} should be the number of devices of a group, 2 or more")
+            own = groups.object(size)
+            link.groups[collective, int(size)] = _pair(own, excess_, share)
+            own.finish()
+    entry.finish()
+
+
+def _device(fields: Fields, excess_: float) -> Device:
+    # Crowded ranks take turns: everything takes longer by one factor.
+    slower = 1.0 + (excess_ * _quantity(fields, "crowding", "factor", "ratio") if "crowding" in fields else 0.0)
     peaks = fields.object("peak")
     peak_flops = {name: _quantity(peaks, name, "compute") for name in peaks.value}
     if not peak_flops or set(peak_flops) - {"float32", "mixed"}:
@@ -253,10 +321,10 @@ def _device(fields: Fields) -> Device:
     device = Device(
         name=fields.text("name"),
         memory_bytes=_quantity(fields, "memory", "size"),
-        memory_bandwidth=_quantity(fields, "memory_bandwidth", "rate"),
+        memory_bandwidth=_quantity(fields, "memory_bandwidth", "rate") / slower,
         peak_flops=peak_flops,
-        efficiency=_quantity(fields, "efficiency", "ratio"),
-        launch_s=_quantity(fields, "launch", "time"),
+        efficiency=_quantity(fields, "efficiency", "ratio") / slower,
+        launch_s=_quantity(fields, "launch", "time") * slower,
     )
     fields.finish()
     return device
@@ -275,18 +343,22 @@ def from_document(value: Any, where: str) -> Cluster:
             f"{where}: {num_nodes} nodes of {devices_per_node} devices should be at most {MOST_DEVICES} devices"
         )
     links = fields.object("links")
+    cores = fields.integer("cores_per_node", 1) if "cores_per_node" in fields else None
+    crowd = excess(devices_per_node, cores)
     cluster = Cluster(
         name=fields.text("name"),
         num_nodes=num_nodes,
         devices_per_node=devices_per_node,
-        device=_device(fields.object("device")),
+        device=_device(fields.object("device"), crowd),
         links=(
-            _link(links.object("inter-node"), devices_per_node),
-            _link(links.object("intra-node"), devices_per_node),
+            _link(links.object("inter-node"), devices_per_node, crowd),
+            _link(links.object("intra-node"), devices_per_node, crowd),
         ),
         document=value,
+        cores_per_node=cores,
+        calibration=calibration_from_fields(fields.object("calibration")) if "calibration" in fields else None,
     )
     links.finish()
     fields.text("description")
-    fields.finish(ignored=("calibration",))
+    fields.finish()
     return cluster

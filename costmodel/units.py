@@ -23,11 +23,12 @@ _FACTORS: dict[str, dict[str, float]] = {
     },
     "compute": {f"{prefix}FLOP/s": factor for prefix, factor in _PREFIXES.items()},
     "ratio": {"1": 1.0},
+    "slowness": {"s/B": 1.0, "ms/B": 1e-3, "us/B": 1e-6, "ns/B": 1e-9, "ps/B": 1e-12},
 }
 
 
 def to_si(value: float, unit: str, quantity: str, what: str) -> float:
-    """``value`` in the SI unit of ``quantity`` (time, size, rate, compute or ratio).
+    """``value`` in the SI unit of ``quantity`` (time, size, rate, compute, ratio or slowness).
 
     Raises:
         UserError: the unit is not one of that quantity; ``what`` names the number.

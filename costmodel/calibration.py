@@ -1,0 +1,200 @@
+"""What a cluster file says of its calibration: what was measured, how well it fits, and what doubt remains.
+
+The parameters themselves stand in the cluster's links and device.  Here are the ranges that they were measured in, the errors on
+message sizes that the fit had not seen, and *replicates* of the parameters: the same fit to resampled measurements, of which the
+k-th values of all parameters belong together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .documents import Fields
+from .errors import UserError
+
+__all__ = ["Calibration", "Coverage", "FormTried", "Quality", "Replicates", "calibration_from_fields", "interval_of"]
+
+#: What replicates can be of: (level, terms).
+TERMS = {
+    "inter-node": ("latency", "slowness", "copy", "crowded latency", "crowded slowness"),
+    "intra-node": ("latency", "slowness", "copy", "crowded latency", "crowded slowness"),
+    "device": ("launch", "work", "memory", "crowding"),
+}
+#: What they can be of on a link, besides collectives: messages from one device to another.
+TRANSFER = "point-to-point"
+_COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", TRANSFER)
+
+
+@dataclass(frozen=True)
+class Coverage:
+    """The message sizes [bytes] and group sizes at which a collective was measured on a level."""
+
+    level: str
+    collective: str
+    groups: tuple[int, ...]
+    smallest_bytes: int
+    largest_bytes: int
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How well message sizes that a fit had not seen are predicted.
+
+    Attributes:
+        level, collective: of the measurements.
+        ranks_per_node: how many ranks shared a node.
+        smallest_bytes, largest_bytes: the range of message sizes.
+        held_out_error: median of |predicted - measured| / measured.
+        num_points: how many medians of repetitions that is over.
+    """
+
+    level: str
+    collective: str
+    ranks_per_node: int
+    smallest_bytes: int
+    largest_bytes: int
+    held_out_error: float
+    num_points: int
+
+
+@dataclass(frozen=True)
+class FormTried:
+    """A set of terms that was tried for a level: parameters, median error on held-out sizes, and whether it was taken."""
+
+    level: str
+    form: str
+    num_parameters: int
+    held_out_error: float
+    is_taken: bool
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """Values [SI units] of one parameter; ``group`` is 0 where it is of all group sizes."""
+
+    level: str
+    collective: str
+    group: int
+    term: str
+    values: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """The ``calibration`` field of a cluster file."""
+
+    date: str
+    machine: str
+    versions: str
+    num_samples: int
+    covered: tuple[Coverage, ...]
+    quality: tuple[Quality, ...]
+    forms: tuple[FormTried, ...]
+    replicates: tuple[Replicates, ...]
+
+    def coverage(self, level: str, collective: str) -> Coverage | None:
+        """Where a collective was measured on a level; None where it was not."""
+        return next((c for c in self.covered if (c.level, c.collective) == (level, collective)), None)
+
+
+def interval_of(entry: Fields) -> tuple[float, float]:
+    """The ``interval`` of a quantity, in the quantity's own unit.
+
+    Raises:
+        UserError: it is not two numbers in order.
+    """
+    values = _numbers(entry, "interval")
+    if len(values) != 2 or values[0] > values[1]:
+        raise UserError(f"{entry.where}: interval is {list(values)}, should be a lower and an upper end")
+    return values[0], values[1]
+
+
+def calibration_from_fields(fields: Fields) -> Calibration:
+    """The calibration from its parsed JSON object.
+
+    Raises:
+        UserError: a field is missing, unknown or out of range.
+    """
+    calibration = Calibration(
+        date=fields.text("date"),
+        machine=fields.text("machine"),
+        versions=fields.text("versions"),
+        num_samples=fields.integer("num_samples", 1),
+        covered=tuple(_coverage(entry) for entry in fields.objects("covered")),
+        quality=tuple(_quality(entry) for entry in fields.objects("quality")),
+        forms=tuple(_form(entry) for entry in fields.objects("forms")),
+        replicates=tuple(_replicates(entry) for entry in fields.objects("replicates")),
+    )
+    counts = {len(replicates.values) for replicates in calibration.replicates}
+    if len(counts) > 1:
+        raise UserError(f"{fields.where}: replicates have {sorted(counts)} values, all should have as many")
+    fields.finish()
+    return calibration
+
+
+def _choice(entry: Fields, name: str, choices: tuple[str, ...]) -> str:
+    value = entry.text(name)
+    if value not in choices:
+        raise UserError(
+            f"{entry.where}: {name} is {value!r}, should be one of {', '.join(c or 'nothing' for c in choices)}"
+        )
+    return value
+
+
+def _numbers(entry: Fields, name: str) -> tuple[float, ...]:
+    # Each one is checked as a field of its own would be.
+    values = entry.sequence(name)
+    inner = Fields({str(i): value for i, value in enumerate(values)}, f"{entry.where}: {name}")
+    return tuple(inner.number(str(i)) for i in range(len(values)))
+
+
+def _sizes(entry: Fields) -> tuple[int, int]:
+    smallest, largest = entry.integer("smallest_bytes"), entry.integer("largest_bytes")
+    if smallest > largest:
+        raise UserError(f"{entry.where}: smallest_bytes {smallest} should be at most largest_bytes {largest}")
+    return smallest, largest
+
+
+def _coverage(entry: Fields) -> Coverage:
+    level, collective = _choice(entry, "level", tuple(TERMS)[:2]), _choice(entry, "collective", _COLLECTIVES)
+    found = Coverage(level, collective, entry.integers("groups", 2), *_sizes(entry))
+    entry.finish()
+    return found
+
+
+def _quality(entry: Fields) -> Quality:
+    level, collective = _choice(entry, "level", tuple(TERMS)[:2]), _choice(entry, "collective", _COLLECTIVES)
+    found = Quality(
+        level,
+        collective,
+        entry.integer("ranks_per_node", 1),
+        *_sizes(entry),
+        entry.number("held_out_error"),
+        entry.integer("num_points", 1),
+    )
+    entry.finish()
+    return found
+
+
+def _form(entry: Fields) -> FormTried:
+    found = FormTried(
+        _choice(entry, "level", tuple(TERMS)[:2]),
+        entry.text("form"),
+        entry.integer("num_parameters", 1),
+        entry.number("held_out_error"),
+        entry.boolean("is_taken"),
+    )
+    entry.finish()
+    return found
+
+
+def _replicates(entry: Fields) -> Replicates:
+    level = _choice(entry, "level", tuple(TERMS))
+    collective = _choice(entry, "collective", ("", *_COLLECTIVES))
+    term = _choice(entry, "term", TERMS[level])
+    group = entry.integer("group")
+    values = _numbers(entry, "values")
+    if not values:
+        raise UserError(f"{entry.where}: values is empty, should hold at least one number")
+    entry.finish()
+    return Replicates(level, collective, group, term, values)
