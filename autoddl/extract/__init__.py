@@ -38,12 +38,7 @@ def extract(module: Any, inputs: Sequence[Any], *, name: str = "") -> LayerGraph
     if not isinstance(inputs, (tuple, list)):
         inputs = (inputs,)
     name = name or type(module).__name__
-    graph = gather(trace(module, inputs), name)
-    if not graph.layers:
-        raise UserError(
-            f"{name}: nothing in it depends on both its inputs and its parameters, so there is nothing to plan"
-        )
-    return graph
+    return gather(trace(module, inputs), name)
 
 
 def extract_from_file(text: str) -> LayerGraph:

@@ -43,21 +43,19 @@ class AttentionRegion:
     dropout: bool
 
 
-def find_attentions(graph: OperatorGraph, dense_outputs: set[str], taken: set[str]) -> list[AttentionRegion]:
+def find_attentions(graph: OperatorGraph, ends: set[str], passable: set[str]) -> list[AttentionRegion]:
     """All attention cores.
 
     Args:
         graph: the operators.
-        dense_outputs: outputs of dense layers: where the way up ends.
-        taken: names of operators that belong to other layers; the way up ends there too.
+        ends: outputs of other layers, such as dense ones: where the way up ends.
+        passable: names of operators that the way up goes through though they are no views and not element-wise: norms of heads.
     """
-    found = (_around(graph, op, dense_outputs, taken) for op in graph.operators if op.kind == "softmax")
+    found = (_around(graph, op, ends, passable) for op in graph.operators if op.kind == "softmax")
     return [region for region in found if region is not None]
 
 
-def _around(
-    graph: OperatorGraph, softmax: Operator, dense_outputs: set[str], taken: set[str]
-) -> AttentionRegion | None:
+def _around(graph: OperatorGraph, softmax: Operator, ends: set[str], passable: set[str]) -> AttentionRegion | None:
     members: dict[str, Operator] = {softmax.name: softmax}
     scores, masks = _up_to_scores(graph, softmax, members)
     weighted, dropout = _down_to_values(graph, softmax, members)
@@ -74,7 +72,7 @@ def _around(
         return None
     sources: dict[str, None] = {}
     for tensor in (query, key, value):
-        found, between = _up_to_sources(graph, tensor, dense_outputs, taken)
+        found, between = _up_to_sources(graph, tensor, ends, passable)
         sources.update(dict.fromkeys(found))
         members.update(between)
     _add_feeders(graph, members)
@@ -168,7 +166,7 @@ def _merge_heads(
 
 
 def _up_to_sources(
-    graph: OperatorGraph, tensor: str, dense_outputs: set[str], taken: set[str]
+    graph: OperatorGraph, tensor: str, ends: set[str], passable: set[str]
 ) -> tuple[list[str], dict[str, Operator]]:
     """Where an operand comes from, and the operators on the way.
 
@@ -176,12 +174,12 @@ def _up_to_sources(
     """
     op = graph.producer.get(tensor)
     active = graph.active_inputs(op) if op is not None else ()
-    if op is None or not active or tensor in dense_outputs or op.name in taken or op.kind not in _MERGES | ELEMENTWISE:
+    if op is None or not active or tensor in ends or not (op.kind in _MERGES | ELEMENTWISE or op.name in passable):
         return [tensor], {}
     sources: dict[str, None] = {}
     members = {op.name: op}
     for other in active:
-        found, between = _up_to_sources(graph, other, dense_outputs, taken)
+        found, between = _up_to_sources(graph, other, ends, passable)
         sources.update(dict.fromkeys(found))
         members.update(between)
     return (list(sources), members) if len(sources) == 1 else ([tensor], {})

@@ -15,8 +15,6 @@ from autoddl.costmodel.graph import Layer
 
 __all__ = ["mark_blocks"]
 
-_OUTSIDE = "^"
-
 
 def mark_blocks(
     layers: Sequence[Layer], edges: Sequence[tuple[str, str]], containers: Mapping[str, Sequence[str]]
@@ -52,25 +50,25 @@ def _members(layers: Sequence[Layer], path: str) -> list[Layer]:
 
 
 def _signature(members: Sequence[Layer], path: str, inputs: Mapping[str, Sequence[str]]) -> tuple[Any, ...]:
-    """What a child is made of, its own names left out."""
+    """What a child is made of, its own names left out, and what comes from outside too: the first child reads raw data."""
     start = len(path) + 1
     names = {layer.name for layer in members}
     return tuple(
         (
             layer.name[start:],
             layer.signature(),
-            tuple(source[start:] if source in names else _OUTSIDE for source in inputs[layer.name]),
+            tuple(source[start:] for source in inputs[layer.name] if source in names),
         )
         for layer in members
     )
 
 
 def _runs(signatures: Sequence[tuple[Any, ...]], members: Sequence[Sequence[Layer]]) -> list[tuple[int, int]]:
-    """Ranges of equal children, of two or more layers each, two or more in number."""
+    """Ranges of equal children, of two or more layers each; two or more in number, or the only child that there is."""
     runs, first = [], 0
     for index in range(1, len(signatures) + 1):
         if index == len(signatures) or signatures[index] != signatures[first]:
-            if index - first > 1 and len(members[first]) > 1:
+            if (index - first > 1 or len(signatures) == 1) and len(members[first]) > 1:
                 runs.append((first, index))
             first = index
     return runs

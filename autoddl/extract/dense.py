@@ -7,13 +7,14 @@ one of them through an activation function (a gated MLP).
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .attention import AttentionRegion
 from .operators import PRODUCTS, SUMS, UNARY, Operator, OperatorGraph
 
-__all__ = ["Dense", "DenseGroup", "find_dense", "fuse_gates", "fuse_projections"]
+__all__ = ["Dense", "DenseGroup", "find_dense", "find_loops", "fuse_gates", "fuse_projections"]
 
 _KINDS = frozenset({"matmul", "broadcast_matmul", "fused_matmul_bias"})
 
@@ -92,6 +93,21 @@ def _bias(graph: OperatorGraph, op: Operator, output: str) -> str | None:
         return None
     is_vector = graph.is_learned(others[0]) and graph.elements(others[0]) == graph.shapes[output][-1]
     return others[0] if is_vector and graph.shapes[op.output] == graph.shapes[output] else None
+
+
+def find_loops(graph: OperatorGraph, dense: Iterable[Dense]) -> list[list[Operator]]:
+    """Calls of modules without modules in them that multiply with one matrix again and again: recurrent ones.
+
+    (A dense layer that is called twice in a row does nothing but that.)
+    """
+    weights = {op.name: part.weight for part in dense for op in part.operators}
+    loops = []
+    for path, group in itertools.groupby(graph.operators, key=lambda op: op.path):
+        run = list(group)
+        products = [weights[op.name] for op in run if op.kind in _KINDS and op.name in weights]
+        if path in graph.leaves and len(set(products)) < len(products) and any(op.name not in weights for op in run):
+            loops.append(run)
+    return loops
 
 
 def fuse_projections(

@@ -31,6 +31,7 @@ class Draft:
         variables: (tensor, parameter name) of its parameters.
         epilogue: (operation, elements per sample) of what follows.
         kinds: operators of an opaque layer.
+        mixes: whether a sample's result depends on the other samples of the batch.
         output: the tensor that it made first (before any epilogue).
     """
 
@@ -41,6 +42,7 @@ class Draft:
     variables: list[tuple[str, str]] = field(default_factory=list)
     epilogue: list[tuple[str, int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
+    mixes: bool = False
     output: str = ""
 
 
@@ -99,11 +101,16 @@ def _opaque_notes(drafts: Sequence[Draft], named: dict[int, str]) -> list[str]:
     for draft in drafts:
         if draft.layer.kind == "opaque":
             places.setdefault("+".join(dict.fromkeys(draft.kinds)), []).append(named[id(draft)])
-    return [f"{kinds} ({_listed(layers)}): can be split along the batch only" for kinds, layers in places.items()]
+    notes = [f"{kinds} ({_listed(layers)}): can be split along the batch only" for kinds, layers in places.items()]
+    mixing = [named[id(draft)] for draft in drafts if draft.mixes]
+    if mixing:
+        notes.append(f"{_listed(mixing)}: mix the samples of a batch, so that they see a part of it where it is split")
+    return notes
 
 
 def _unused_notes(graph: OperatorGraph, owners: dict[str, str]) -> list[str]:
-    unused = [variable.name for t, variable in graph.variables.items() if variable.trained and t not in owners]
+    used = {graph.variables[tensor].name for tensor in owners}
+    unused = [name for name in graph.parameters if name not in used]
     return [f"parameters that no layer uses: {_listed(unused)}"] if unused else []
 
 

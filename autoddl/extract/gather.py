@@ -12,23 +12,27 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
 from ..models import layers as make
 from .attention import AttentionRegion, find_attentions
-from .dense import Dense, DenseGroup, find_dense, fuse_gates, fuse_projections
+from .dense import Dense, DenseGroup, find_dense, find_loops, fuse_gates, fuse_projections
 from .drafts import Draft, View, finish
 from .norms import NormRegion, find_norms
 from .operators import (
     CROSS_ENTROPIES,
     ELEMENTWISE,
     ELEMENTWISE_LOSSES,
+    LOOKUPS,
+    PRODUCTS,
     REDUCTIONS,
     SUMS,
     VIEWS,
     Operator,
     OperatorGraph,
     flops,
+    lookup_arguments,
 )
 
 __all__ = ["gather"]
@@ -47,7 +51,11 @@ EPILOGUE_NAMES = {
 
 
 def gather(graph: OperatorGraph, name: str) -> LayerGraph:
-    """The layer graph of traced operators."""
+    """The layer graph of traced operators.
+
+    Raises:
+        UserError: no operator depends on both inputs and parameters.
+    """
     return _Gathering(graph).run(name)
 
 
@@ -73,6 +81,10 @@ class _Gathering:
                     action()
             elif any(self.graph.is_active(tensor) for tensor in op.outputs):
                 self._operator(op)
+        if not self.drafts:
+            raise UserError(
+                f"nothing in {name} depends on both its inputs and its parameters: there is nothing to plan"
+            )
         return finish(self.drafts, self.graph, name, self.notes)
 
     # ---- Regions ----------------------------------------------------------------------------------------------------
@@ -80,9 +92,17 @@ class _Gathering:
     def _find_regions(self) -> None:
         graph = self.graph
         dense, norms = find_dense(graph), find_norms(graph)
+        loops = find_loops(graph, dense)
+        looped = {op.name for loop in loops for op in loop}
+        dense = [part for part in dense if part.product.name not in looped]
+        norms = [norm for norm in norms if norm.operators[0].name not in looped]
         # Norms of single heads are part of the attention that they lie in.
-        outer = {op.name for norm in norms if len(graph.shapes[norm.source]) < 4 for op in norm.operators}
-        attentions = find_attentions(graph, {part.output for part in dense}, outer)
+        inner = [norm for norm in norms if len(graph.shapes[norm.source]) > 3]
+        ends = {part.output for part in dense} | {norm.output for norm in norms if norm not in inner}
+        attentions = find_attentions(graph, ends, {op.name for norm in inner for op in norm.operators})
+        for loop in loops:
+            output = max(self._handed_on(loop), key=graph.elements, default=loop[-1].output)
+            self._claim(loop, loop[-1].output, partial(self._opaque, loop, output, "a recurrent module"))
         inside = {op.name for region in attentions for op in region.operators}
         groups = [*fuse_projections(graph, dense, attentions), *fuse_gates(graph, dense)]
         grouped = {part.output for group in groups for part in group.parts}
@@ -96,6 +116,16 @@ class _Gathering:
             first = min((part.product for part in group.parts), key=lambda op: graph.position[op.name])
             members = [op for part in group.parts for op in part.operators]
             self._claim([*members, *group.gate], first.output, partial(self._dense, group))
+
+    def _handed_on(self, operators: Sequence[Operator]) -> list[str]:
+        """The tensors that others read, or that are outputs of the model."""
+        graph, names = self.graph, {op.name for op in operators}
+        return [
+            tensor
+            for op in operators
+            for tensor in op.outputs
+            if tensor in graph.outputs or any(r.name not in names for r in graph.consumers.get(tensor, ()))
+        ]
 
     def _claim(self, operators: Sequence[Operator], last: str, action: Callable[[], None]) -> None:
         """Act at the operator that makes the tensor ``last``; the others belong to the same layer."""
@@ -174,7 +204,7 @@ class _Gathering:
     # ---- Single operators -------------------------------------------------------------------------------------------
 
     def _operator(self, op: Operator) -> None:
-        if op.kind == "gather" and self._embedding(op):
+        if op.kind in LOOKUPS and self._embedding(op):
             return
         if op.kind == "conv2d" and self._conv2d(op):
             return
@@ -186,8 +216,8 @@ class _Gathering:
             self._opaque([op], op.output)
 
     def _embedding(self, op: Operator) -> bool:
-        table, indices = op.arguments["in"][0], op.arguments["indices"][0]
         graph = self.graph
+        table, indices = lookup_arguments(op)
         if not graph.is_learned(table) or not graph.is_raw(indices) or len(graph.shapes[table]) != 2:
             return False
         vocabulary, features = graph.shapes[table]
@@ -245,8 +275,8 @@ class _Gathering:
             dims = None if view.dims is None else tuple(view.dims[dim] for dim in op.attributes["perm"])
         elif before == after:
             dims = view.dims
-        elif view.is_plain and (before[-1:] == after[-1:] or not self._has_features(view)):
-            dims = tuple(range(len(after)))
+        elif view.is_plain and (before[-1:] == after[-1:] or (len(after) == 2 and not self._has_features(view))):
+            dims = tuple(range(len(after)))  # an image's flattened channels can be split as an image can: not at all
         else:
             dims = None
         for tensor in op.outputs:
@@ -282,8 +312,8 @@ class _Gathering:
 
     def _elementwise(self, op: Operator, owner: Draft, active: Sequence[str]) -> bool:
         learned = self.graph.learned_inputs(op)
-        rows_times_features = len(active) == 1 and any(self._is_table(tensor, active[0]) for tensor in learned)
-        if rows_times_features and op.kind in SUMS:
+        tables = [tensor for tensor in op.inputs if tensor not in active and self._is_table(tensor, active[0])]
+        if len(active) == 1 and tables and op.kind in SUMS - {"broadcast_sub"} and self._view(active[0]).is_plain:
             return self._sum(op, active)
         owner.variables += [
             (v, self._parameter_name(v, op.path)) for t in learned for v in self.graph.trained_variables(t)
@@ -297,6 +327,8 @@ class _Gathering:
         is_bias = op.kind in (*SUMS, "bias_add") and len(active) == 1 and bool(graph.learned_inputs(op))
         if owner.layer.kind != "loss" and not is_bias:
             name = EPILOGUE_NAMES.get(op.kind, op.kind)
+            if op.kind in PRODUCTS and len(active) == 1 and graph.learned_inputs(op):
+                name = "scale"
             owner.epilogue.append((name, graph.elements(op.output) // graph.batch))
         views = [self._view(tensor) for tensor in active]
         same_shape = all(graph.shapes[tensor] == graph.shapes[op.output] for tensor in active)
@@ -309,10 +341,14 @@ class _Gathering:
         for tensor in op.outputs:
             self.views[tensor] = View(owner, dims)
 
-    def _is_table(self, learned: str, active: str) -> bool:
-        """Whether a learned tensor has a value for each row and feature of a sample (and is no bias)."""
+    def _is_table(self, tensor: str, active: str) -> bool:
+        """Whether a learned tensor has a value for each row and feature of a sample (and is no bias), or data do."""
+        graph = self.graph
         rows, features = self._rows_and_features(active)
-        return rows > 1 and self.graph.elements(learned) in (rows * features, self.graph.elements(active))
+        if graph.is_raw(tensor):
+            return graph.shapes[tensor] == graph.shapes[active]
+        is_whole = graph.elements(tensor) in (rows * features, graph.elements(active))
+        return graph.is_learned(tensor) and rows > 1 and is_whole
 
     def _sum(self, op: Operator, active: Sequence[str]) -> bool:
         """A residual sum; tables that are added are layers too."""
@@ -357,8 +393,8 @@ class _Gathering:
 
     # ---- What is not understood -------------------------------------------------------------------------------------
 
-    def _opaque(self, operators: Sequence[Operator], output: str) -> None:
-        """One layer of operators that can be split along the batch only."""
+    def _opaque(self, operators: Sequence[Operator], output: str, what: str = "") -> None:
+        """One layer of operators that can be split along the batch only; ``what`` they are called in the notes."""
         graph, op = self.graph, operators[-1]
         inside = {tensor for member in operators for tensor in member.outputs}
         active = list(dict.fromkeys(t for m in operators for t in graph.active_inputs(m) if t not in inside))
@@ -395,9 +431,16 @@ class _Gathering:
             name = op.path if is_module else self._join(op.path, op.kind)
             draft = Draft(layer, name, op.path, inputs, variables)
             self._add(draft)
-        draft.kinds += [member.kind for member in operators]
-        for tensor in op.outputs:
+        draft.kinds += [what] if what else [member.kind for member in operators]
+        draft.mixes |= any(self._mixes_samples(member) for member in operators)
+        for tensor in self._handed_on(operators):
             self.views[tensor] = self._plain(draft, tensor)
+
+    def _mixes_samples(self, op: Operator) -> bool:
+        """Whether what an operator makes of a sample depends on the others, as far as one can see."""
+        if op.kind in REDUCTIONS and 0 in self.graph.reduced_dims(op):
+            return True
+        return bool(op.attributes.get("training")) and op.kind.startswith("normalization")
 
     def _continues(self, op: Operator, inputs: Sequence[Draft], active: Sequence[str]) -> bool:
         """Whether an operator goes on with the opaque layer of its own module."""
@@ -477,10 +520,10 @@ class _Gathering:
         path = part.product.path
         if self._is_leaf(path):
             return path
-        for variable in self.graph.trained_variables(part.weight):
-            for holder, attribute in self.graph.aliases.get(variable, ()):
-                if holder == path:
-                    return self._join(path, attribute)
+        variables = self.graph.trained_variables(part.weight)
+        for holder, attribute in self.graph.aliases.get(variables[0], ()) if len(variables) == 1 else ():
+            if holder == path and attribute != "weight":
+                return self._join(path, attribute)
         return self._join(path, "linear")
 
     def _parameter_name(self, variable: str, path: str) -> str:

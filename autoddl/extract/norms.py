@@ -37,7 +37,7 @@ class NormRegion:
 
 
 def find_norms(graph: OperatorGraph) -> list[NormRegion]:
-    """All norms of active tensors, none sharing an operator with another."""
+    """All norms (but of raw data without learned scales), none sharing an operator with another."""
     regions: list[NormRegion] = []
     taken: set[str] = set()
     for op in graph.operators:
@@ -48,15 +48,44 @@ def find_norms(graph: OperatorGraph) -> list[NormRegion]:
         if op.name in taken or not _is_statistic(graph, op):
             continue
         region = next(filter(None, (_grow(graph, op, source) for source in _sources(graph, op))), None)
-        if region is not None and taken.isdisjoint(member.name for member in region.operators):
+        if (
+            region is not None
+            and graph.is_active(region.output)
+            and taken.isdisjoint(member.name for member in region.operators)
+        ):
             regions.append(region)
             taken.update(member.name for member in region.operators)
-    return regions
+    return _with_centring(graph, regions)
+
+
+def _with_centring(graph: OperatorGraph, regions: list[NormRegion]) -> list[NormRegion]:
+    """Join ``x - mean`` with the norm of it that follows: together they are a layer norm written by hand."""
+    joined: list[NormRegion] = []
+    for region in regions:
+        before = joined[-1] if joined else None
+        names = {op.name for op in region.operators}
+        if (
+            before is not None
+            and before.output == region.source
+            and before.operators[-1].kind == "broadcast_sub"
+            and not before.learned
+            and all(reader.name in names for reader in graph.consumers[before.output])
+        ):
+            joined[-1] = NormRegion(
+                (*before.operators, *region.operators),
+                before.source,
+                region.output,
+                region.learned,
+                before.statistics + region.statistics,
+            )
+        else:
+            joined.append(region)
+    return joined
 
 
 def _is_statistic(graph: OperatorGraph, op: Operator) -> bool:
-    """A reduction of an active tensor over its last dimension, which it keeps."""
-    if op.kind not in REDUCTIONS or not graph.is_active(op.inputs[0]):
+    """A reduction of a tensor made from data over its last dimension, which it keeps."""
+    if op.kind not in REDUCTIONS or graph.is_fixed(op.inputs[0]):
         return False
     shape = graph.shapes[op.inputs[0]]
     kept = (*shape[:-1], 1)
@@ -76,7 +105,7 @@ def _sources(graph: OperatorGraph, statistic: Operator) -> Iterator[str]:
         op = graph.producer.get(source)
         if op is None or op.kind not in ELEMENTWISE:
             return
-        active = graph.active_inputs(op)
+        active = graph.data_inputs(op)
         if len(active) != 1 or graph.shapes[active[0]] != graph.shapes[source]:
             return
         source = active[0]
@@ -90,7 +119,7 @@ def _grow(graph: OperatorGraph, statistic: Operator, source: str) -> NormRegion 
     shape = graph.shapes[source]
     small = (*shape[:-1], 1)
     for op in graph.operators[start : start + 4 * LONGEST]:
-        active = graph.active_inputs(op)
+        active = graph.data_inputs(op)
         # What reads x alone belongs here where a statistic comes of it; it is taken in when that is met.
         if not active or not inside.issuperset(active) or not (_is_statistic(graph, op) or op.kind in ELEMENTWISE):
             continue
@@ -142,7 +171,7 @@ def _with_affine(graph: OperatorGraph, members: dict[str, Operator], source: str
     features = graph.shapes[source][-1]
     while True:
         op = graph.sole_consumer(output)
-        if op is None or op.kind not in PRODUCTS | SUMS | {"cast"} or graph.active_inputs(op) != (output,):
+        if op is None or op.kind not in PRODUCTS | SUMS | {"cast"} or graph.data_inputs(op) != (output,):
             break
         others = [tensor for tensor in op.inputs if tensor != output]
         if any(not graph.is_learned(t) or graph.elements(t) != features for t in others):

@@ -20,6 +20,7 @@ __all__ = [
     "CROSS_ENTROPIES",
     "ELEMENTWISE",
     "ELEMENTWISE_LOSSES",
+    "LOOKUPS",
     "PRODUCTS",
     "REDUCTIONS",
     "SUMS",
@@ -29,6 +30,7 @@ __all__ = [
     "OperatorGraph",
     "Variable",
     "flops",
+    "lookup_arguments",
 ]
 
 
@@ -69,6 +71,8 @@ ELEMENTWISE_LOSSES = _names(
 )
 #: Cross entropy in one operator.
 CROSS_ENTROPIES = frozenset({"sparse_softmax_cross_entropy", "sparse_cross_entropy"})
+#: Rows of a table by their numbers (with a row for padding, which is not trained: the latter).
+LOOKUPS = frozenset({"gather", "embedding"})
 #: The same elements in another shape or order, or some of them.
 VIEWS = frozenset({"expand", "expand_dims", "narrow", "reshape", "slice", "squeeze", "transpose"})
 REDUCTIONS = frozenset({"reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "var"})
@@ -133,6 +137,7 @@ class OperatorGraph:
         outputs: what the model returns.
         batch: samples in the example.
         aliases: all names of each parameter, (module path, attribute), by the name of its variable.
+        parameters: names of all parameters of the model, traced or not.
         containers: paths of module lists, with the paths of their children in order.
         leaves: paths of modules without modules in them.
         notes: what users should know about the trace.
@@ -145,6 +150,7 @@ class OperatorGraph:
     outputs: tuple[str, ...]
     batch: int
     aliases: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
+    parameters: tuple[str, ...] = ()
     containers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     leaves: frozenset[str] = frozenset()
     notes: tuple[str, ...] = ()
@@ -203,6 +209,10 @@ class OperatorGraph:
         """Those of an operator's inputs that are active, each once."""
         return tuple(dict.fromkeys(tensor for tensor in op.inputs if self.is_active(tensor)))
 
+    def data_inputs(self, op: Operator) -> tuple[str, ...]:
+        """Those of an operator's inputs that are active or raw, each once."""
+        return tuple(dict.fromkeys(tensor for tensor in op.inputs if not self.is_fixed(tensor)))
+
     def learned_inputs(self, op: Operator) -> tuple[str, ...]:
         """Those of an operator's inputs that are learned, each once."""
         return tuple(dict.fromkeys(tensor for tensor in op.inputs if self.is_learned(tensor)))
@@ -258,3 +268,9 @@ def flops(graph: OperatorGraph, op: Operator) -> float:
         weight = graph.shapes[op.arguments["weight"][0]]
         return 2.0 * graph.elements(op.arguments["in"][0]) * graph.elements(op.arguments["weight"][0]) / weight[0]
     return 0.0
+
+
+def lookup_arguments(op: Operator) -> tuple[str, str]:
+    """The table and the indices of a lookup."""
+    table = "weight" if op.kind == "embedding" else "in"
+    return op.arguments[table][0], op.arguments["indices"][0]

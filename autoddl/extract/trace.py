@@ -4,20 +4,28 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
+import traceback
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 
-from .operators import VIEWS, Operator, OperatorGraph, Variable
+from .operators import ELEMENTWISE, LOOKUPS, VIEWS, Operator, OperatorGraph, Variable, lookup_arguments
 
 __all__ = ["trace"]
 
 #: The traced module's attribute in the graph: every module path begins with it.
 _ROOT = "traced"
+_COLOURS = re.compile("\x1b\\[[0-9;]*m")
+_HIDDEN_VALUE = re.compile(r"not allowed to be called in nn\.Graph|Only eager scalar tensor")
+_NOT_USERS = re.compile(r"[/\\](site-packages|dist-packages|extract)[/\\]|^<")
 
 
 def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
@@ -49,6 +57,8 @@ def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
         else:
             raise UserError(f"the trace holds a {kind} operator ({conf.name}), which is not understood")
     operators, outputs = _without_wrapper(operators, returned)
+    operators = _without_dead(operators, outputs)
+    _complete_shapes(operators, shapes)
     batch = int(inputs[0].shape[0])
     notes = []
     batched = []
@@ -59,6 +69,9 @@ def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
             notes.append(
                 f"example input {i} of shape {shapes[tensor]} does not begin with the batch of {batch}: taken as a constant"
             )
+    frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
+    if frozen:
+        notes.append(f"{len(frozen)} frozen parameters ({frozen[0]}, ...) are counted as trained ones")
     graph_of_operators = OperatorGraph(
         operators=tuple(operators),
         shapes=shapes,
@@ -67,6 +80,7 @@ def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
         outputs=tuple(outputs),
         batch=batch,
         aliases=_aliases(module, variables),
+        parameters=tuple(name for name, _ in module.named_parameters()),
         containers=_containers(module),
         leaves=frozenset(path for path, part in module.named_modules() if not list(part.children())),
         notes=tuple(notes),
@@ -81,8 +95,8 @@ def _with_constant_lookups(graph: OperatorGraph) -> OperatorGraph:
     """
     constant = []
     for op in graph.operators:
-        if op.kind == "gather" and graph.is_fixed(op.arguments["indices"][0]):
-            indices = op.arguments["indices"][0]
+        if op.kind in LOOKUPS and graph.is_fixed(lookup_arguments(op)[1]):
+            _, indices = lookup_arguments(op)
             shape = graph.shapes[indices]
             makers = {maker.kind for maker in graph.ancestors(indices)}
             if (
@@ -134,11 +148,22 @@ def _quiet() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line: its type, and the line of its message that says most."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith(("File ", "Error Type:"))]
-    text = (telling or lines or [""])[-1]
-    return f"{type(error).__name__}: {text[:200]}" if text else type(error).__name__
+    """An exception as one line: its type and message, and the line of the user's code that led to it.
+
+    OneFlow's messages are the fault, its own stack, and the type of the error; the fault is often told by two numbers alone,
+    so that the function which found it is told with them.
+    """
+    lines = [_COLOURS.sub("", line).strip() for line in str(error).splitlines()]
+    lines = [line for line in lines if line]
+    text = lines[0].removeprefix("Error: ")[:200] if lines else ""
+    if _HIDDEN_VALUE.search(text):
+        text = f"a tensor's value is looked at, which a plan cannot depend on ({text})"
+    functions = [line.rpartition(", in ")[2] for line in lines[1:] if line.startswith("File ") and ", in " in line]
+    if functions:
+        text = f"{text} in {functions[-1]}"
+    message = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _NOT_USERS.search(f.filename)]
+    return f"{message} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else message
 
 
 def _tensors(value: Any, flow: Any) -> Iterator[Any]:
@@ -193,6 +218,32 @@ def _without_wrapper(operators: list[Operator], returned: Sequence[str]) -> tupl
     return [op for op in operators if op.name not in wrapper], outputs
 
 
+def _without_dead(operators: Sequence[Operator], outputs: Sequence[str]) -> list[Operator]:
+    """The operators that some output is made of."""
+    live = set(outputs)
+    kept = []
+    for op in reversed(operators):
+        if not live.isdisjoint(op.outputs):
+            kept.append(op)
+            live.update(op.inputs)
+    return kept[::-1]
+
+
+def _complete_shapes(operators: Sequence[Operator], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Add shapes that OneFlow has no more: it joins sums of sums, and forgets the inner ones.
+
+    Raises:
+        UserError: another tensor has no shape.
+    """
+    for op in operators:
+        for tensor in op.outputs:
+            if tensor in shapes:
+                continue
+            if op.kind not in ELEMENTWISE:
+                raise UserError(f"the shape of what {op.name} makes is not known to OneFlow")
+            shapes[tensor] = tuple(np.broadcast_shapes(*(shapes[source] for source in op.inputs)))
+
+
 def _variables(module: Any, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Variable]:
     parameters = {name for name, _ in module.named_parameters()}
     buffers = dict(module.named_buffers())
@@ -209,8 +260,6 @@ def _variables(module: Any, names: dict[str, str], shapes: dict[str, tuple[int, 
 
 
 def _lower_triangular(buffer: Any) -> bool | None:
-    import numpy as np
-
     value = buffer.numpy()
     if value.ndim < 2 or value.shape[-1] != value.shape[-2]:
         return None

@@ -48,9 +48,8 @@ __all__ = [
 #: What the backward pass of an element-wise operation keeps, per element of its result: 0 where the result itself is enough
 #: (it is the next layer's input), 1 for the argument, 2 for the factors of a product; dropout keeps a mask of bytes.
 KEPT_PER_ELEMENT: Mapping[str, float] = {
-    "relu": 0,
-    "sigmoid": 0,
-    "tanh": 0,
+    **dict.fromkeys(("relu", "sigmoid", "tanh"), 0),
+    **dict.fromkeys(("cast", "negative", "reduce_sum", "scalar_add", "scalar_div", "scalar_mul", "sub", "sum"), 0),
     "dropout": 0.25,
     "gelu": 1,
     "silu": 1,

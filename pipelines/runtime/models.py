@@ -238,11 +238,11 @@ class BertOutput(nn.Module):
 class BertAttention(nn.Module):
     def __init__(self, width: int, heads: int):
         super().__init__()
-        setattr(self, "self", BertSelfAttention(width, heads))
+        self.self = BertSelfAttention(width, heads)
         self.output = BertOutput(width, width)
 
     def forward(self, x: Any) -> Any:
-        return self.output(getattr(self, "self")(x), x)
+        return self.output(self.self(x), x)
 
 
 class BertIntermediate(nn.Module):
