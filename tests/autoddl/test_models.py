@@ -184,7 +184,9 @@ def test_block_of_llama():
 
 def test_block_of_bert():
     graph = resolve_model("bert-large")
-    assert graph.inputs("embeddings.embed") == tuple(f"embeddings.{t}_embeddings" for t in ("word", "token_type", "position"))
+    assert graph.inputs("embeddings.embed") == tuple(
+        f"embeddings.{t}_embeddings" for t in ("word", "token_type", "position")
+    )
     prefix = "encoder.layer.3"
     assert graph.inputs(f"{prefix}.output.add") == (f"{prefix}.output.dense", f"{prefix}.attention.output.LayerNorm")
     assert graph.inputs(f"{prefix}.attention.self.query+key+value") == ("encoder.layer.2.output.LayerNorm",)
