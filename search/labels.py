@@ -217,7 +217,7 @@ class LabelSearch:
         total = int(count.sum())
         self.statistics.rows += total
         ends = np.cumsum(count)
-        sieve = _Sieve(group, total)
+        sieve = _Sieve(group, total, _extremes(rows.memory) + _extremes(held.memory))
         parts = []
         low = kept = settled = 0
         while low < len(count):
@@ -351,6 +351,11 @@ def _cheapest(rows: _Rows, held: _Labels, code: np.ndarray, limit: float) -> tup
     return _Rows(rows.at[before], total[best : best + 1], rows.memory[before] + held.memory[taken]), before, taken
 
 
+def _extremes(values: np.ndarray) -> np.ndarray:
+    """The least and the largest value."""
+    return np.array([values.min(), values.max()]) if len(values) else np.zeros(2)
+
+
 class _Sieve:
     """Drops most dominated rows without sorting, while they come in chunks.
 
@@ -359,23 +364,21 @@ class _Sieve:
 
     _CELLS = 2**19  #: in all
 
-    def __init__(self, group: np.ndarray | None, rows: int) -> None:
+    def __init__(self, group: np.ndarray | None, rows: int, extremes: np.ndarray) -> None:
         self.active = group is not None and rows > 4096
         if group is None or not self.active:
             return
         number, self.number = np.unique(group, return_inverse=True)
         self.cells = max(16, min(4096, self._CELLS // len(number), rows // len(number)))
         self.cheapest = np.full((len(number), self.cells + 1), np.inf)
-        self.low = math.inf
+        self.low, high = map(float, extremes)
+        self.per_byte = (self.cells - 1) / (high - self.low + 1.0)
 
     def keep(self, at: np.ndarray, cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
         """Indices of the rows to keep of a new chunk."""
         if not self.active or not len(at):
             return np.arange(len(at))
-        if self.low == math.inf:  # the first chunk sets the scale; rows outside it go to the outermost cells
-            self.low = float(memory.min())
-            self.per_byte = (self.cells - 1) / (float(memory.max()) - self.low + 1.0)
-        # Cell 0 stays empty. The lowest cell's rows may lie anywhere below, the highest's anywhere above: both are in order.
+        # Column 0 stays empty: column c + 1 belongs to cell c, so that column c is what lies below it.
         cell = self._cell(at, memory)
         np.minimum.at(self.cheapest.reshape(-1), cell + 1, cost)
         return np.flatnonzero(cost < np.minimum.accumulate(self.cheapest, axis=1).reshape(-1)[cell])
