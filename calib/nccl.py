@@ -1,0 +1,118 @@
+"""The output of nccl-tests (all_reduce_perf and the like), as people keep it in log files.
+
+    # Collective test starting: all_reduce_perf                              newer versions only
+    #  Rank  0 Group  0 Pid   1887 on   worker-1 device  0 [0x8d] NVIDIA H100 80GB HBM3
+    ...
+    #       size         count      type   redop    root     time   algbw   busbw #wrong     time   algbw   busbw #wrong
+    #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
+         1048576        262144     float     sum      -1    57.25   18.32   32.05      0    55.86   18.77   32.85      0
+
+A row has two times, out of place and in place, in microseconds; ours work out of place, so the first is taken.  ``size`` is n
+of our formulas in every test: the tensor of an all-reduce, the gathered output, the scattered input, all that an all-to-all
+gives away, one message of sendrecv.  The columns differ between versions and tests (there may be no ``redop`` or ``root``), so
+they are found by the header line.  Lines of other programs between the rows (NCCL INFO, prefixes of mpirun) are passed over.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import PurePath
+from typing import Union
+
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["is_nccl_output", "nccl_rows"]
+
+#: Programs of nccl-tests that measure what plans are made of.
+PROGRAMS = {
+    "all_reduce": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "sendrecv": "point-to-point",
+}
+_PROGRAM = re.compile(r"\b([a-z_]+)_perf(?:_mpi)?\b")
+_RANK = re.compile(r"#\s+Rank\s+(\d+)\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+")
+_HEADER = re.compile(r"#\s+size\s+count\s+type\b.*\btime\b.*\balgbw\b.*")
+#: What launchers put in front of a line: "[1,0]<stdout>:", "(worker, rank=1) ", "0: ".
+_PREFIX = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:|\([^)]*\)\s|\d+:\s)+")
+
+Row = dict[str, Union[str, int, float]]
+
+
+def is_nccl_output(text: str) -> bool:
+    """Whether a text has the table of nccl-tests in it."""
+    return any(_HEADER.match(_PREFIX.sub("", line).strip()) for line in text.splitlines())
+
+
+def nccl_rows(text: str, where: str) -> Iterator[Row]:
+    """The out-of-place times, as fields of a sample; one test after the other where a file holds several.
+
+    Raises:
+        UserError: the test or the ranks are not named before the table, a row is cut off, or its time is not positive.
+    """
+    program = _of_name(where)
+    hosts: dict[int, str] = {}
+    columns: list[str] = []
+    for number, raw in enumerate(text.splitlines(), 1):
+        line = _PREFIX.sub("", raw).strip()
+        at = f"{where}: line {number}"
+        if found := [name for name in _PROGRAM.findall(line) if name in PROGRAMS]:
+            program = found[-1]
+        if "Using devices" in line:
+            # mpirun may print the heading once for every process.
+            hosts = {} if columns else hosts
+            columns = []
+        elif match := _RANK.match(line):
+            hosts[int(match[1])] = match[2]
+        elif _HEADER.match(line):
+            columns = line.lstrip("# ").split()
+        elif columns and re.match(r"\d+\s+\d+\s+[a-z]", line):
+            row = _row(line.split(), columns, at)
+            if row is not None:
+                size, seconds = row
+                yield _fields(program, hosts, size, seconds, at)
+
+
+def _of_name(where: str) -> str | None:
+    found = [name for name in PROGRAMS if name in PurePath(where).name.replace("-", "_")]
+    return found[0] if found else None
+
+
+def _row(values: list[str], columns: list[str], at: str) -> tuple[int, float] | None:
+    """(bytes, seconds) of a row; None of one without bytes (small sizes are rounded down to nothing)."""
+    if len(values) != len(columns):
+        raise UserError(f"{at}: has {len(values)} values, should have {len(columns)}; was the file cut off?")
+    size = int(values[0])
+    text = values[columns.index("time")]
+    try:
+        microseconds = float(text)
+    except ValueError:
+        microseconds = -1.0
+    if not 0 < microseconds < 1e12:
+        raise UserError(f"{at}: time is {text!r}, should be more than 0 microseconds")
+    return (size, microseconds * 1e-6) if size else None
+
+
+def _fields(program: str | None, hosts: dict[int, str], size: int, seconds: float, at: str) -> Row:
+    if program is None:
+        names = ", ".join(f"{name}_perf" for name in PROGRAMS)
+        raise UserError(f"{at}: it is not said which test this is; put its name ({names}) into the file's name")
+    if len(hosts) < 2:
+        raise UserError(
+            f"{at}: {len(hosts)} ranks are listed before the table, should be 2 or more ('# Rank 0 ... on HOST')"
+        )
+    nodes = len(set(hosts.values()))
+    return {
+        "collective": PROGRAMS[program],
+        "level": "intra-node" if nodes == 1 else "inter-node",
+        "ranks": len(hosts),
+        "bytes": size,
+        "repetition": 0,
+        "seconds": seconds,
+        "host": hosts[min(hosts)],
+        "job_ranks": len(hosts),
+        "ranks_per_node": len(hosts) // nodes,
+        "versions": "nccl-tests",
+    }
