@@ -22,10 +22,10 @@ from .branching import Exploration, OutOfTimeError, explore, least_memory
 from .forest import solve_forest
 from .labels import LabelSearch, StoppedError
 from .lagrangian import Dual, Instance, Interval, Point, prepare
-from .milp import milp_least_memory, solve_milp
+from .milp import milp_least_memory, milp_optimum
 from .progress import Progress, silent
 from .report import check_limits, impossible, infeasible
-from .result import Result, Status
+from .result import PROOF_TOLERANCE, Result, Status
 
 __all__ = ["exact", "smallest_memory"]
 
@@ -62,7 +62,7 @@ def exact(
     if instance is None:
         return impossible(table, "exact", start, memory_limit)
     if not instance.plan.exact:
-        return _by_milp(table, start, memory_limit, time_limit, progress)
+        return _by_milp(instance, start, memory_limit, time_limit, progress)
     deadline = math.inf if time_limit is None else start + time_limit
     closer = _Closer(instance, memory_limit, deadline)
     found = explore(
@@ -162,10 +162,35 @@ class _Closer:
 
 
 def _by_milp(
-    table: CostTable, start: float, memory_limit: float | None, time_limit: float | None, progress: Progress
+    instance: Instance, start: float, memory_limit: float | None, time_limit: float | None, progress: Progress
 ) -> Result:
+    """Elimination gives no more than bounds (mini-buckets): HiGHS does the rest."""
+    table = instance.table
+    relaxed = explore(instance, memory_limit)
+    best = relaxed.incumbent.choice if relaxed.incumbent else None
+    progress(table.evaluate(best) if best else math.inf, relaxed.bound, 1)
     left = None if time_limit is None else max(1e-3, time_limit - (time.perf_counter() - start))
-    return solve_milp(table, memory_limit=memory_limit, time_limit=left, progress=progress, method="exact")
+    found = milp_optimum(table, instance.reduced, memory_limit, left)
+    statistics = {"nodes": found.nodes, "buckets": instance.plan.num_nodes}
+    if found.finished and found.choice is None:
+        smallest, _ = milp_least_memory(table, instance.reduced)
+        return infeasible(table, "exact", start, memory_limit, smallest, statistics)
+    best = min((choice for choice in (best, found.choice) if choice), key=table.evaluate, default=None)
+    cost = table.evaluate(best) if best else math.inf
+    bound = cost if found.finished else min(cost, max(relaxed.bound, found.bound))
+    return Result(
+        method="exact",
+        status=Status.OPTIMAL if cost <= bound + PROOF_TOLERANCE * abs(cost) else Status.LIMIT_REACHED,
+        choice=best,
+        cost=cost,
+        lower_bound=bound,
+        memory_bytes=table.peak_memory(best) if best else math.nan,
+        space_size=table.space_size,
+        evaluations=1 + int(found.choice is not None),
+        seconds=time.perf_counter() - start,
+        memory_limit_bytes=memory_limit,
+        statistics=statistics,
+    )
 
 
 def smallest_memory(table: CostTable) -> tuple[float, tuple[int, ...] | None]:
@@ -174,6 +199,6 @@ def smallest_memory(table: CostTable) -> tuple[float, tuple[int, ...] | None]:
     if instance is None:
         return math.inf, None
     if not instance.plan.exact:
-        return milp_least_memory(instance)
+        return milp_least_memory(table, instance.reduced)
     point = least_memory(instance)
     return (point.peak, point.choice) if point else (math.inf, None)

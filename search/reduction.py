@@ -76,10 +76,9 @@ def check_table(table: CostTable) -> None:
             raise SearchError(
                 f"variable {name!r} of the cost table has a cost that is nan or -inf; costs are seconds or inf"
             )
-        if not (np.isfinite(memory).all() and np.isfinite(buffer).all()):
-            raise SearchError(
-                f"variable {name!r} of the cost table has memory that is not finite; memory is whole bytes"
-            )
+        for column, values in (("memory", memory), ("buffer", buffer)):
+            if not (np.isfinite(values).all() and (values == np.floor(values)).all()):
+                raise SearchError(f"variable {name!r} of the cost table has a {column} that is no whole number of bytes")
     for edge in table.edges:
         if id(edge.cost) not in seen:
             seen.add(id(edge.cost))
