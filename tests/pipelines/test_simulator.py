@@ -373,6 +373,32 @@ def test_all_reduces_in_free_regions_hide_no_more_than_there_is():
     assert end(region + 4) == base + 4
 
 
+@settings(max_examples=50, deadline=None)
+@given(
+    st.sampled_from([(4, 4, 2), (4, 8, 2), (8, 8, 4), (6, 3, 2)]),
+    st.sampled_from(["none", "eager", "eager-sync-opt"]),
+    st.lists(st.floats(0.0, 4.0), min_size=8, max_size=8),
+    st.floats(0.5, 3.0),
+)
+def test_all_reduces_in_free_regions_never_run_beside_compute(shape, policy, all_reduce, backward):
+    """Each worker needs its compute and its all-reduces one after the other; with overlap it is never slower."""
+    num_stages, num_micro_batches, num_pipelines = shape
+    schedule = generate(
+        "chimera",
+        num_stages=num_stages,
+        num_micro_batches=num_micro_batches,
+        num_pipelines=num_pipelines,
+        all_reduce=policy,
+    )
+    times = Times.of(num_stages, forward=1, backward=backward, all_reduce=all_reduce[:num_stages])
+    beside = simulate(schedule, times).makespan
+    alone = simulate(schedule, replace(times, all_reduce_overlaps_compute=False))
+    assert alone.makespan >= beside * (1 - 1e-12)
+    for worker, busy in enumerate(alone.busy):
+        reduces = sum(times.all_reduce[stage] for _, stage in schedule.stages_on(worker))
+        assert alone.makespan >= (busy + reduces) * (1 - 1e-12)
+
+
 def test_iterations_of_a_synchronous_schedule_follow_each_other():
     """1F1B: stage 0 is the first to begin and the last to end, so iterations add up."""
     one = simulate(generate("1f1b", num_stages=4, num_micro_batches=8), Times.of(4)).makespan
