@@ -11,7 +11,7 @@ from ..models.layers import kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import OperatorGraph
 
-__all__ = ["Draft", "View", "finish"]
+__all__ = ["Draft", "View", "finish", "listed"]
 
 #: What a difference, and what is made of it, is as a loss.
 LOSSES_OF_DIFFERENCES = {"square": "mse_loss", "abs": "l1_loss"}
@@ -19,7 +19,7 @@ LOSSES_OF_DIFFERENCES = {"square": "mse_loss", "abs": "l1_loss"}
 SHOWN = 4
 
 
-@dataclass
+@dataclass(eq=False)
 class Draft:
     """A layer in the making: its name, its ties and its readers' epilogues are known at the end only.
 
@@ -60,8 +60,8 @@ class View:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the features come last."""
-        return self.draft is None or (self.dims is not None and self.dims[-1:] == (len(self.dims) - 1,))
+        """Whether the features come last (or there is but one number)."""
+        return self.draft is None or self.dims == () or (self.dims is not None and self.dims[-1] == len(self.dims) - 1)
 
 
 def finish(drafts: Sequence[Draft], graph: OperatorGraph, name: str, notes: Sequence[str]) -> LayerGraph:
@@ -101,20 +101,21 @@ def _opaque_notes(drafts: Sequence[Draft], named: dict[int, str]) -> list[str]:
     for draft in drafts:
         if draft.layer.kind == "opaque":
             places.setdefault("+".join(dict.fromkeys(draft.kinds)), []).append(named[id(draft)])
-    notes = [f"{kinds} ({_listed(layers)}): can be split along the batch only" for kinds, layers in places.items()]
+    notes = [f"{kinds} ({listed(layers)}): can be split along the batch only" for kinds, layers in places.items()]
     mixing = [named[id(draft)] for draft in drafts if draft.mixes]
     if mixing:
-        notes.append(f"{_listed(mixing)}: mix the samples of a batch, so that they see a part of it where it is split")
+        notes.append(f"{listed(mixing)}: mix the samples of a batch, so that they see a part of it where it is split")
     return notes
 
 
 def _unused_notes(graph: OperatorGraph, owners: dict[str, str]) -> list[str]:
     used = {graph.variables[tensor].name for tensor in owners}
     unused = [name for name in graph.parameters if name not in used]
-    return [f"parameters that no layer uses: {_listed(unused)}"] if unused else []
+    return [f"parameters that no layer uses: {listed(unused)}"] if unused else []
 
 
-def _listed(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
+    """The first few names, and how many more there are."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(names[:SHOWN]) + more
 

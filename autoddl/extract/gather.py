@@ -16,9 +16,10 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
 from ..models import layers as make
+from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_loops, fuse_gates, fuse_projections
-from .drafts import Draft, View, finish
+from .drafts import Draft, View, finish, listed
 from .norms import NormRegion, find_norms
 from .operators import (
     CROSS_ENTROPIES,
@@ -59,14 +60,13 @@ def gather(graph: OperatorGraph, name: str) -> LayerGraph:
     return _Gathering(graph).run(name)
 
 
-class _Gathering:
-    """The state of one pass over the operators."""
+class _Gathering(Assembly):
+    """One pass over the operators."""
 
     def __init__(self, graph: OperatorGraph):
-        self.graph = graph
-        self.drafts: list[Draft] = []
-        self.views: dict[str, View] = {}
-        self.notes: list[str] = list(graph.notes)
+        super().__init__(graph)
+        #: Modules whose attention has a mask of unknown values.
+        self.masked: list[str] = []
         self.blocks = {child for children in graph.containers.values() for child in children}
         #: What to do at the operator of that name; None: nothing, since it belongs to a layer made elsewhere.
         self.actions: dict[str, Callable[[], None] | None] = {}
@@ -85,7 +85,12 @@ class _Gathering:
             raise UserError(
                 f"nothing in {name} depends on both its inputs and its parameters: there is nothing to plan"
             )
-        return finish(self.drafts, self.graph, name, self.notes)
+        notes = list(self.graph.notes)
+        if self.masked:
+            notes.append(
+                f"{listed(self.masked)}: the values of the attention's mask are unknown, it is taken as causal"
+            )
+        return finish(self.drafts, self.graph, name, notes)
 
     # ---- Regions ----------------------------------------------------------------------------------------------------
 
@@ -133,7 +138,7 @@ class _Gathering:
             self.actions[op.name] = action if last in op.outputs else None
 
     def _norm(self, norm: NormRegion) -> None:
-        graph, first = self.graph, norm.operators[0]
+        first = norm.operators[0]
         if not self._view(norm.source).is_plain:
             # Over something else than a layer's features, such as groups of channels.
             self._opaque(norm.operators, norm.output)
@@ -143,9 +148,8 @@ class _Gathering:
         layer = make.norm("", rows, features, statistics=norm.statistics)
         layer = replace(layer, modules=(first.path,) if is_module else ())
         name = first.path if is_module else self._join(first.path, "norm")
-        variables = [(v, self._parameter_name(v, first.path)) for t in norm.learned for v in graph.trained_variables(t)]
-        inputs = self._owners([norm.source])
-        self._add(Draft(layer, name, first.path, inputs, variables), norm.output)
+        variables = self._parameters(norm.learned, first.path)
+        self._add(Draft(layer, name, first.path, self._owners([norm.source]), variables), norm.output)
 
     def _attention(self, region: AttentionRegion) -> None:
         graph = self.graph
@@ -154,7 +158,7 @@ class _Gathering:
         if rest or kv_heads < 1 or region.heads % kv_heads:
             kv_heads = region.heads
         if region.causal is None:
-            self.notes.append(f"{region.path}: the values of the attention's mask are unknown, it is taken as causal")
+            self.masked.append(region.path or "attention")
         layer = make.attention(
             "", region.rows, region.heads, region.head_dim, kv_heads=kv_heads, causal=region.causal is not False
         )
@@ -169,28 +173,25 @@ class _Gathering:
             modules=(region.path,) if region.path else (),
         )
         learned = [t for op in region.operators for t in graph.learned_inputs(op)]
-        variables = [
-            (v, self._parameter_name(v, region.path))
-            for v in dict.fromkeys(v for t in learned for v in graph.trained_variables(t))
-        ]
+        variables = self._parameters(learned, region.path)
         name = region.path if own_module else self._join(region.path, "attention")
         self._add(Draft(layer, name, region.path, self._owners(region.sources), variables), region.output)
 
     def _dense(self, group: DenseGroup) -> None:
-        graph, first = self.graph, group.parts[0]
+        first = group.parts[0]
         rows, in_features = self._rows_and_features(first.source)
         names = [self._dense_name(part) for part in group.parts]
         out_features = sum(part.out_features for part in group.parts)
         epilogue = tuple(EPILOGUE_NAMES.get(a, a) for a in group.activations) + (("mul",) if group.output else ())
         layer = make.linear("", rows, in_features, out_features, epilogue=epilogue)
-        variables = []
-        for part in group.parts:
-            for tensor in (part.weight, part.bias) if part.bias else (part.weight,):
-                variables += [(v, self._parameter_name(v, part.product.path)) for v in graph.trained_variables(tensor)]
+        variables = [
+            parameter
+            for part in group.parts
+            for parameter in self._parameters(filter(None, (part.weight, part.bias)), part.product.path)
+        ]
+        modules = tuple(part.product.path for part in group.parts if part.product.path)
         draft = Draft(
-            layer=replace(
-                layer, epilogue=(), kept_elements=0, modules=tuple(part.product.path for part in group.parts)
-            ),
+            layer=replace(layer, epilogue=(), kept_elements=0, modules=modules),
             name=_fused_name(names),
             path=first.product.path,
             inputs=self._owners([first.source]),
@@ -200,6 +201,16 @@ class _Gathering:
         self._add(draft, *(part.output for part in group.parts))
         if group.output:
             self.views[group.output] = self._plain(draft, group.output)
+
+    def _dense_name(self, part: Dense) -> str:
+        path = part.product.path
+        if self._is_leaf(path):
+            return path
+        variables = self.graph.trained_variables(part.weight)
+        for holder, attribute in self.graph.aliases.get(variables[0], ()) if len(variables) == 1 else ():
+            if holder == path and attribute != "weight":
+                return self._join(path, attribute)
+        return self._join(path, "linear")
 
     # ---- Single operators -------------------------------------------------------------------------------------------
 
@@ -242,6 +253,19 @@ class _Gathering:
         learned = [weight, *op.arguments.get("bias", ())]
         self._add(self._module_draft(op, layer, "conv2d", learned, [source]), op.output)
         return True
+
+    def _module_draft(
+        self, op: Operator, layer: Layer, kind: str, learned: Sequence[str], sources: Sequence[str] = ()
+    ) -> Draft:
+        """The draft of an operator that is a module of its own, or else is named by its kind."""
+        is_module = self._is_leaf(op.path)
+        return Draft(
+            layer=replace(layer, modules=(op.path,) if is_module else ()),
+            name=op.path if is_module else self._join(op.path, kind),
+            path=op.path,
+            inputs=self._owners(sources),
+            variables=self._parameters(learned, op.path),
+        )
 
     def _is_read_by_nll(self, op: Operator) -> bool:
         tensor = op.output
@@ -311,13 +335,10 @@ class _Gathering:
         )
 
     def _elementwise(self, op: Operator, owner: Draft, active: Sequence[str]) -> bool:
-        learned = self.graph.learned_inputs(op)
         tables = [tensor for tensor in op.inputs if tensor not in active and self._is_table(tensor, active[0])]
         if len(active) == 1 and tables and op.kind in SUMS - {"broadcast_sub"} and self._view(active[0]).is_plain:
             return self._sum(op, active)
-        owner.variables += [
-            (v, self._parameter_name(v, op.path)) for t in learned for v in self.graph.trained_variables(t)
-        ]
+        owner.variables += self._parameters(self.graph.learned_inputs(op), op.path)
         self._follow(op, owner, active)
         return True
 
@@ -386,8 +407,7 @@ class _Gathering:
         positions = whole[-2] if len(whole) > 1 and whole[-1] == features else rows
         layer = make.position("", rows, max(positions, rows), features)
         name = holder if self._is_leaf(holder) else self._join(holder, attribute)
-        variables = [(v, self._parameter_name(v, holder)) for v in graph.trained_variables(table)]
-        draft = Draft(replace(layer, modules=(name,)), name, holder, [], variables)
+        draft = Draft(replace(layer, modules=(name,)), name, holder, [], self._parameters([table], holder))
         self._add(draft)
         return draft
 
@@ -399,9 +419,7 @@ class _Gathering:
         inside = {tensor for member in operators for tensor in member.outputs}
         active = list(dict.fromkeys(t for m in operators for t in graph.active_inputs(m) if t not in inside))
         learned = [t for member in operators for t in graph.learned_inputs(member)]
-        variables = [
-            (v, self._parameter_name(v, op.path)) for t in dict.fromkeys(learned) for v in graph.trained_variables(t)
-        ]
+        variables = self._parameters(learned, op.path)
         inputs = self._owners(active)
         cost = sum(flops(graph, member) for member in operators) / graph.batch
         extra = [t for m in operators for t in m.outputs if t != output and graph.has_batch(t)]
@@ -451,100 +469,6 @@ class _Gathering:
             and self._is_leaf(op.path)
             and all(self.graph.sole_consumer(tensor) is not None for tensor in active)
         )
-
-    def _owners(self, tensors: Sequence[str]) -> list[Draft]:
-        """The layers that tensors are the outputs of, each once; elements out of order are put in order by a layer."""
-        owners: dict[int, Draft] = {}
-        for tensor in tensors:
-            view = self._view(tensor)
-            if not view.is_plain:
-                view = self._reorder(tensor, view)
-            if view.draft is not None:
-                owners.setdefault(id(view.draft), view.draft)
-        return list(owners.values())
-
-    def _reorder(self, tensor: str, view: View) -> View:
-        """A layer for a view whose features are not those of the layer that it looks at."""
-        assert view.draft is not None
-        op = self.graph.producer[tensor]
-        shape = self._sample_shape(tensor)
-        layer = make.opaque("", shape, shape, modules=())
-        layer = replace(layer, input_shape=view.draft.layer.output_shape)
-        draft = Draft(layer, self._join(op.path, op.kind), op.path, [view.draft], kinds=[op.kind])
-        self._add(draft, tensor)
-        return self.views[tensor]
-
-    # ---- Helpers ----------------------------------------------------------------------------------------------------
-
-    def _add(self, draft: Draft, *tensors: str) -> None:
-        self.drafts.append(draft)
-        draft.output = tensors[0] if tensors else ""
-        for tensor in tensors:
-            self.views[tensor] = self._plain(draft, tensor)
-
-    def _plain(self, draft: Draft, tensor: str) -> View:
-        return View(draft, tuple(range(len(self.graph.shapes[tensor]))))
-
-    def _view(self, tensor: str) -> View:
-        return self.views.get(tensor, View(None, None))
-
-    @staticmethod
-    def _has_features(view: View) -> bool:
-        """Whether the layer's output can be split along its features."""
-        return view.draft is not None and view.draft.layer.kind not in ("conv2d", "opaque")
-
-    def _is_leaf(self, path: str) -> bool:
-        return bool(path) and path in self.graph.leaves
-
-    @staticmethod
-    def _join(path: str, name: str) -> str:
-        return f"{path}.{name}" if path else name
-
-    def _module_draft(
-        self, op: Operator, layer: Layer, kind: str, learned: Sequence[str], sources: Sequence[str] = ()
-    ) -> Draft:
-        """The draft of an operator that is a module of its own, or else is named by its kind."""
-        is_module = self._is_leaf(op.path)
-        variables = [
-            (v, self._parameter_name(v, op.path)) for tensor in learned for v in self.graph.trained_variables(tensor)
-        ]
-        return Draft(
-            layer=replace(layer, modules=(op.path,) if is_module else ()),
-            name=op.path if is_module else self._join(op.path, kind),
-            path=op.path,
-            inputs=self._owners(sources),
-            variables=variables,
-        )
-
-    def _dense_name(self, part: Dense) -> str:
-        path = part.product.path
-        if self._is_leaf(path):
-            return path
-        variables = self.graph.trained_variables(part.weight)
-        for holder, attribute in self.graph.aliases.get(variables[0], ()) if len(variables) == 1 else ():
-            if holder == path and attribute != "weight":
-                return self._join(path, attribute)
-        return self._join(path, "linear")
-
-    def _parameter_name(self, variable: str, path: str) -> str:
-        """A parameter's name in the module at ``path`` or, where it has none there, its first."""
-        aliases = self.graph.aliases.get(variable, ())
-        for holder, attribute in aliases:
-            if holder == path:
-                return self._join(holder, attribute)
-        return self._join(*aliases[0]) if aliases else self.graph.variables[variable].name
-
-    def _rows_and_features(self, tensor: str) -> tuple[int, int]:
-        shape = self.graph.shapes[tensor]
-        features = shape[-1] if shape else 1
-        return max(self.graph.elements(tensor) // (self.graph.batch * features), 1), features
-
-    def _sample_shape(self, tensor: str) -> tuple[int, ...]:
-        """The shape of one sample's share: (rows, features), or (channels, height, width) where there are four dimensions."""
-        shape = self.graph.shapes[tensor]
-        if len(shape) > 3 and shape[0] == self.graph.batch:
-            return shape[1:]
-        return self._rows_and_features(tensor)
 
 
 def _fused_name(names: Sequence[str]) -> str:

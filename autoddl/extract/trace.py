@@ -40,6 +40,11 @@ def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
     """
     if not inputs or not inputs[0].shape:
         raise UserError("the example inputs should begin with a tensor whose first dimension is the batch")
+    with _tensors_as_buffers(module):
+        return _with_constant_lookups(_operators(module, inputs))
+
+
+def _operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
     graph = _lazy_graph(module, inputs)
     forward, full = graph._forward_job_proto, graph._full_job_proto
     shapes = {name: tuple(blob.shape.dim) for name, blob in full.helper.lbn2logical_blob_desc.items()}
@@ -72,7 +77,7 @@ def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     if frozen:
         notes.append(f"{len(frozen)} frozen parameters ({frozen[0]}, ...) are counted as trained ones")
-    graph_of_operators = OperatorGraph(
+    return OperatorGraph(
         operators=tuple(operators),
         shapes=shapes,
         inputs=tuple(batched),
@@ -85,7 +90,30 @@ def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
         leaves=frozenset(path for path, part in module.named_modules() if not list(part.children())),
         notes=tuple(notes),
     )
-    return _with_constant_lookups(graph_of_operators)
+
+
+@contextlib.contextmanager
+def _tensors_as_buffers(module: Any) -> Iterator[None]:
+    """Register tensors that are plain attributes (masks, tables of angles) as buffers, for as long as the context lasts.
+
+    Otherwise their values could not be looked at, and OneFlow aborts the process where a second graph meets them.
+    """
+    flow: Any = load_oneflow()
+    found = [
+        (part, name, value)
+        for part in module.modules()
+        for name, value in vars(part).items()
+        if isinstance(value, flow.Tensor)
+    ]
+    for part, name, value in found:
+        del part.__dict__[name]
+        part.register_buffer(name, value)
+    try:
+        yield
+    finally:
+        for part, name, value in found:
+            del part._buffers[name]
+            part.__dict__[name] = value
 
 
 def _with_constant_lookups(graph: OperatorGraph) -> OperatorGraph:

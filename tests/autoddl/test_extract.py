@@ -49,7 +49,7 @@ WHOLE = [  # everything in user_models.py that is a model
         "gated",
         "norms_by_hand",
     ),
-    *("parallel_branches", "across_samples", "low_rank", "bag", "single"),
+    *("parallel_branches", "across_samples", "low_rank", "bag", "two_losses", "single"),
 ]
 
 
@@ -215,7 +215,7 @@ def test_graphs_are_sound(name, tmp_path):
 def test_every_model_is_tested():
     functions = {node.name for node in ast.parse(MODELS.read_text()).body if isinstance(node, ast.FunctionDef)}
     faults = {name for name, _ in FAULTS}
-    assert functions - {"tokens", "heads"} == set(WHOLE) | faults - {"not_callable", "absent"}
+    assert functions - {"tokens", "heads", "mask_in_list"} == set(WHOLE) | faults - {"not_callable", "absent"}
 
 
 # ---- What comes of models that are not built in -------------------------------------------------------------------------------
@@ -385,6 +385,21 @@ def test_norms_by_hand():
 def test_samples_that_are_mixed():
     graph = extracted("across_samples")
     assert any("mix the samples" in note and "reduce_sum" in note for note in graph.notes)
+
+
+def test_two_losses():
+    graph = extracted("two_losses")
+    assert graph.inputs("add") == ("loss", "criterion") and graph["loss"].rows == 6
+    assert graph["criterion"].input_shape == (1, 2) and graph["criterion"].modules == ("criterion",)
+    assert graph["pooler"].input_shape == (1, 32) and graph.inputs("pooler") == ("attn.c_proj",)
+    assert graph["attn"].attributes["causal"] == 1 and graph.notes == ()
+    assert "bias" not in loaded("two_losses")[0].attn._buffers  # as it was before
+
+
+def test_mask_of_unknown_values():
+    graph = resolve_model(f"{MODELS}:mask_in_list")
+    assert graph["attn"].attributes["causal"] == 1
+    assert graph.notes == ("attn: the values of the attention's mask are unknown, it is taken as causal",)
 
 
 def test_computed_weights():

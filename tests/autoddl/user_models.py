@@ -425,6 +425,46 @@ def bag():
     return Bag(), tokens(), flow.ones(BATCH, LENGTH)
 
 
+class TwoLosses(nn.Module):
+    """A token's loss and a sentence's, weighted; a mask that the model does not know of."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.attn, self.head = nn.Embedding(VOCABULARY, WIDTH), Attention(), nn.Linear(WIDTH, VOCABULARY)
+        self.pooler, self.sentence, self.criterion = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 2), nn.CrossEntropyLoss()
+        del self.attn.bias
+        self.attn.bias = flow.tril(flow.ones(LENGTH, LENGTH)).view(1, 1, LENGTH, LENGTH)
+
+    def forward(self, x, y, z):
+        h = self.attn(self.e(x))
+        words = F.cross_entropy(self.head(h).reshape(-1, VOCABULARY), y.reshape(-1))
+        return words + 0.5 * self.criterion(self.sentence(flow.tanh(self.pooler(h[:, 0]))), z)
+
+
+class MaskInList(nn.Module):
+    """A mask whose values nobody finds."""
+
+    def __init__(self):
+        super().__init__()
+        self.e, self.attn = nn.Embedding(VOCABULARY, WIDTH), Attention()
+        del self.attn.bias
+        self.masks = [flow.ones(1, 1, LENGTH, LENGTH)]
+
+    def forward(self, x):
+        self.attn.bias = self.masks[0]
+        h = self.attn(self.e(x))
+        del self.attn.bias
+        return h
+
+
+def mask_in_list():
+    return MaskInList(), tokens()
+
+
+def two_losses():
+    return TwoLosses(), tokens(), tokens(), flow.zeros(BATCH, dtype=flow.int64)
+
+
 def single():
     return nn.Linear(8, 8), flow.randn(BATCH, 8)
 

@@ -1,0 +1,94 @@
+"""What the pass over the operators works on: the layers made so far, and where each tensor's elements are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from ..models import layers as make
+from .drafts import Draft, View
+from .operators import OperatorGraph
+
+__all__ = ["Assembly"]
+
+
+class Assembly:
+    """Layers in the making, in topological order."""
+
+    def __init__(self, graph: OperatorGraph):
+        self.graph = graph
+        self.drafts: list[Draft] = []
+        self.views: dict[str, View] = {}
+
+    # ---- Layers and views ---------------------------------------------------------------------------------------------
+
+    def _add(self, draft: Draft, *tensors: str) -> None:
+        self.drafts.append(draft)
+        draft.output = tensors[0] if tensors else ""
+        for tensor in tensors:
+            self.views[tensor] = self._plain(draft, tensor)
+
+    def _plain(self, draft: Draft, tensor: str) -> View:
+        return View(draft, tuple(range(len(self.graph.shapes[tensor]))))
+
+    def _view(self, tensor: str) -> View:
+        return self.views.get(tensor, View(None, None))
+
+    @staticmethod
+    def _has_features(view: View) -> bool:
+        """Whether the layer's output can be split along its features."""
+        return view.draft is not None and view.draft.layer.kind not in ("conv2d", "opaque")
+
+    def _is_leaf(self, path: str) -> bool:
+        return bool(path) and path in self.graph.leaves
+
+    @staticmethod
+    def _join(path: str, name: str) -> str:
+        return f"{path}.{name}" if path else name
+
+    def _parameters(self, tensors: Iterable[str], path: str) -> list[tuple[str, str]]:
+        """The parameters that learned tensors are made from, each with its name in the module at ``path``."""
+        variables = dict.fromkeys(v for tensor in tensors for v in self.graph.trained_variables(tensor))
+        return [(variable, self._parameter_name(variable, path)) for variable in variables]
+
+    def _parameter_name(self, variable: str, path: str) -> str:
+        """A parameter's name in the module at ``path`` or, where it has none there, its first."""
+        aliases = self.graph.aliases.get(variable, ())
+        for holder, attribute in aliases:
+            if holder == path:
+                return self._join(holder, attribute)
+        return self._join(*aliases[0]) if aliases else self.graph.variables[variable].name
+
+    def _rows_and_features(self, tensor: str) -> tuple[int, int]:
+        shape = self.graph.shapes[tensor]
+        features = shape[-1] if shape else 1
+        return max(self.graph.elements(tensor) // (self.graph.batch * features), 1), features
+
+    def _sample_shape(self, tensor: str) -> tuple[int, ...]:
+        """The shape of one sample's share: (rows, features), or (channels, height, width) where there are four dimensions."""
+        shape = self.graph.shapes[tensor]
+        if len(shape) > 3 and shape[0] == self.graph.batch:
+            return shape[1:]
+        return self._rows_and_features(tensor)
+
+    def _owners(self, tensors: Sequence[str]) -> list[Draft]:
+        """The layers that tensors are the outputs of, each once; elements out of order are put in order by a layer."""
+        owners: dict[int, Draft] = {}
+        for tensor in tensors:
+            view = self._view(tensor)
+            if not view.is_plain:
+                view = self._reorder(tensor, view)
+            if view.draft is not None:
+                owners.setdefault(id(view.draft), view.draft)
+        return list(owners.values())
+
+    def _reorder(self, tensor: str, view: View) -> View:
+        """A layer for a view whose features are not those of the layer that it looks at."""
+        assert view.draft is not None
+        op = self.graph.producer[tensor]
+        shape = self._sample_shape(tensor)
+        layer = make.opaque("", shape, shape, modules=())
+        layer = replace(layer, input_shape=view.draft.layer.output_shape)
+        draft = Draft(layer, self._join(op.path, op.kind), op.path, [view.draft], kinds=[op.kind])
+        self._add(draft, tensor)
+        return self.views[tensor]

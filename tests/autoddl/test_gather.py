@@ -1,0 +1,186 @@
+"""Layers out of operators, without OneFlow: small graphs of operators written by hand."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.extract.blocks import mark_blocks
+from autoddl.extract.gather import gather
+from autoddl.extract.norms import find_norms
+from autoddl.extract.operators import Operator, OperatorGraph, Variable
+from autoddl.models.layers import add, linear, norm
+
+BATCH = 2
+
+
+class Tape:
+    """Operators written down one after the other."""
+
+    def __init__(self, **inputs: tuple[int, ...]):
+        self.operators: list[Operator] = []
+        self.shapes = dict(inputs)
+        self.inputs = tuple(inputs)
+        self.variables: dict[str, Variable] = {}
+        self.aliases: dict[str, tuple[tuple[str, str], ...]] = {}
+
+    def parameter(self, path: str, shape: tuple[int, ...], trained: bool = True) -> str:
+        name = f"{path}/out"
+        self.variables[name] = Variable(path, shape, trained)
+        self.aliases[name] = (tuple(path.rsplit(".", 1)),)
+        self.shapes[name] = shape
+        return name
+
+    def op(self, kind: str, shape: tuple[int, ...], path: str = "", *, attributes=None, **arguments: str) -> str:
+        name = f"{path}-{kind}-{len(self.operators)}"
+        self.operators.append(
+            Operator(name, kind, path, {k: (v,) for k, v in arguments.items()}, {"out": (name,)}, attributes or {})
+        )
+        self.shapes[name] = shape
+        return name
+
+    def graph(self, *outputs: str, leaves: Sequence[str] = ()) -> OperatorGraph:
+        return OperatorGraph(
+            operators=tuple(self.operators),
+            shapes=self.shapes,
+            inputs=self.inputs,
+            variables=self.variables,
+            outputs=outputs,
+            batch=BATCH,
+            aliases=self.aliases,
+            parameters=tuple(variable.name for variable in self.variables.values() if variable.trained),
+            leaves=frozenset(leaves),
+        )
+
+
+def test_bias_and_activation_belong_to_the_product():
+    tape = Tape(x=(BATCH, 3, 8))
+    h = tape.op("broadcast_matmul", (BATCH, 3, 4), "fc", a="x", b=tape.parameter("fc.weight", (4, 8)))
+    h = tape.op("broadcast_add", (BATCH, 3, 4), "fc", x=h, y=tape.parameter("fc.bias", (4,)))
+    h = tape.op("gelu", (BATCH, 3, 4), x=h)
+    graph = gather(tape.graph(h, leaves=["fc"]), "model")
+    assert graph.layers == (linear("fc", 3, 8, 4, epilogue=("gelu",)),)
+    assert graph.sample == "sequence" and graph.notes == ()
+
+
+def test_operators_on_data_alone_are_no_layers():
+    tape = Tape(x=(BATCH, 8))
+    scaled = tape.op("scalar_mul", (BATCH, 8), x="x")
+    h = tape.op("matmul", (BATCH, 4), "fc", a=scaled, b=tape.parameter("fc.weight", (4, 8)))
+    graph = gather(tape.graph(h, leaves=["fc"]), "model")
+    assert graph.layers == (linear("fc", 1, 8, 4, bias=False),) and graph.sample == "row"
+
+
+def test_nothing_to_plan_is_refused():
+    tape = Tape(x=(BATCH, 8))
+    with pytest.raises(UserError, match="nothing in model depends on both"):
+        gather(tape.graph(tape.op("relu", (BATCH, 8), x="x")), "model")
+
+
+def test_unknown_operators_of_one_module_are_one_opaque_layer():
+    tape = Tape(x=(BATCH, 8))
+    h = tape.op("matmul", (BATCH, 8), "fc", a="x", b=tape.parameter("fc.weight", (8, 8)))
+    h = tape.op("fft", (BATCH, 5), "odd", x=h)
+    h = tape.op("median", (BATCH, 5), "odd", x=h, p=tape.parameter("odd.p", (5,)))
+    graph = gather(tape.graph(h, leaves=["fc", "odd"]), "model")
+    assert [(layer.name, layer.kind) for layer in graph.layers] == [("fc", "linear"), ("odd", "opaque")]
+    odd = graph["odd"]
+    assert odd.input_shape == (1, 8) and odd.output_shape == (1, 5) and odd.kept_elements == 5
+    assert [p.name for p in odd.parameters] == ["odd.p"]
+    assert graph.notes == ("fft+median (odd): can be split along the batch only",)
+
+
+def norm_tape(statistic_of_product: bool, centred: bool) -> tuple[Tape, str]:
+    """x / sqrt(mean(x x)) or (x - mean(x)) / sqrt(var(x))."""
+    tape = Tape(x=(BATCH, 3, 8))
+    x = tape.op("broadcast_matmul", (BATCH, 3, 8), "fc", a="x", b=tape.parameter("fc.weight", (8, 8)))
+    over = {"axis": (2,)}
+    h, source = x, x
+    if centred:
+        mean = tape.op("reduce_mean", (BATCH, 3, 1), in_=x, attributes=over)
+        h = tape.op("broadcast_sub", (BATCH, 3, 8), x=x, y=mean)
+        source = h
+    if statistic_of_product:
+        source = tape.op("broadcast_mul", (BATCH, 3, 8), x=source, y=source)
+    size = tape.op("reduce_mean" if statistic_of_product else "var", (BATCH, 3, 1), in_=source, attributes=over)
+    size = tape.op("rsqrt", (BATCH, 3, 1), in_=size)
+    return tape, tape.op("broadcast_mul", (BATCH, 3, 8), x=h, y=size)
+
+
+@pytest.mark.parametrize(("product", "centred", "statistics"), [(True, False, 1), (False, True, 2), (True, True, 2)])
+def test_norms_in_any_form(product, centred, statistics):
+    tape, end = norm_tape(product, centred)
+    end = tape.op("broadcast_mul", (BATCH, 3, 8), x=end, y=tape.parameter("scale.weight", (8,)))
+    end = tape.op("gelu", (BATCH, 3, 8), x=end)
+    (region,) = find_norms(tape.graph(end))
+    assert region.statistics == statistics and region.source == "fc-broadcast_matmul-0"
+    assert region.learned == ("scale.weight/out",)
+    graph = gather(tape.graph(end, leaves=["fc"]), "model")
+    assert [layer.kind for layer in graph.layers] == ["linear", "norm"] and graph["norm"].epilogue == ("gelu",)
+
+
+def test_no_norm_where_the_statistic_is_used_elsewhere():
+    tape, end = norm_tape(True, False)
+    size = next(op.output for op in tape.operators if op.kind == "rsqrt")
+    graph = tape.graph(end, tape.op("exp", (BATCH, 3, 1), x=size))
+    assert find_norms(graph) == []
+    assert {"reduce_mean", "broadcast_mul"} & {layer.name for layer in gather(graph, "model").layers}
+
+
+def layers_of(*children: str, width: int = 4) -> list[Layer]:
+    """Two layers a child, named after its kind: a norm and a product."""
+    layers = []
+    for i, kind in enumerate(children):
+        layers.append(norm(f"stack.{i}.norm", 2, width))
+        layers.append(linear(f"stack.{i}.fc", 2, width, width, bias=kind == "b"))
+    return layers
+
+
+@pytest.mark.parametrize(
+    ("children", "blocks"),
+    [
+        ("aaa", {"stack": 3}),
+        ("a", {"stack": 1}),
+        ("ab", {}),
+        ("aab", {"stack": 2}),
+        ("aabb", {"stack[0:2]": 2, "stack[2:4]": 2}),
+        ("aba", {}),
+    ],
+)
+def test_runs_of_equal_children_are_blocks(children, blocks):
+    layers = layers_of(*children)
+    edges = [(one.name, other.name) for one, other in zip(layers, layers[1:])]
+    marked = mark_blocks(layers, edges, {"stack": [f"stack.{i}" for i in range(len(children))]})
+    found: dict[str, set[int]] = {}
+    for layer in marked:
+        if layer.block:
+            found.setdefault(layer.block, set()).add(layer.block_index)
+            assert layer.role == layer.name.split(".", 2)[2]
+    assert found == {name: set(range(count)) for name, count in blocks.items()}
+    LayerGraph("x", "row", tuple(marked), tuple(edges))
+
+
+def test_single_layers_and_other_wirings_are_no_blocks():
+    layers = [linear(f"stack.{i}.fc", 2, 4, 4) for i in range(3)]
+    assert mark_blocks(layers, [], {"stack": [f"stack.{i}" for i in range(3)]}) == layers
+    layers = layers_of("a", "a")
+    edges = [("stack.0.norm", "stack.0.fc"), ("stack.0.fc", "stack.1.norm"), ("stack.0.fc", "stack.1.fc")]
+    assert mark_blocks(layers, edges, {"stack": ["stack.0", "stack.1"]}) == layers
+
+
+def test_outer_blocks_count():
+    layers = []
+    for i in range(2):
+        for j in range(2):
+            layers += [
+                replace(layer, name=f"outer.{i}.inner.{j}.{layer.name}")
+                for layer in (norm("n", 2, 4), add("s", (2, 4)))
+            ]
+    containers = {f"outer.{i}.inner": [f"outer.{i}.inner.{j}" for j in range(2)] for i in range(2)}
+    marked = mark_blocks(layers, [], {**containers, "outer": ["outer.0", "outer.1"]})
+    assert {layer.block for layer in marked} == {"outer"}
+    assert [layer.role for layer in marked[:4]] == ["inner.0.n", "inner.0.s", "inner.1.n", "inner.1.s"]
