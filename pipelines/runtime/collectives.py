@@ -33,7 +33,7 @@ OneFlow details that differ from what one would expect (0.9.0, CPU):
 - Groups need not be neighbours nor of equal history: placements such as [1, 3], never seen by ranks 0 and 2, mixed at random with
   others, give right values.
 - `oneflow.autograd.Function` takes tensors only; its base class takes any pair of callables, which is what is used here.
-- float16 and bfloat16 abort the process in a reduction; they are refused here.
+- float16 and bfloat16 abort the process in a reduction and have no all-to-all, uint8 has no all-to-all: they are refused.
 """
 
 from __future__ import annotations

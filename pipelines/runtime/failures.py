@@ -69,9 +69,11 @@ class RankFailure:
             said = f": {cause}" if cause else ""
             return RankFailure(rank, FailureKind.EXITED, f"exited with code {exit_code} before it had finished{said}")
         if signal_number in (signal.SIGABRT, signal.SIGSEGV, signal.SIGBUS, signal.SIGFPE, signal.SIGILL):
+            position = last_position(log_tail)
+            place = f" at {position}" if position else ""
             cause = _last_error_line(log_tail)
             said = f": {cause}" if cause else ""
-            return RankFailure(rank, FailureKind.CRASHED, f"crashed with {_signal_name(signal_number)}{said}")
+            return RankFailure(rank, FailureKind.CRASHED, f"crashed with {_signal_name(signal_number)}{place}{said}")
         hint = ", perhaps for lack of memory" if signal_number == signal.SIGKILL else ""
         return RankFailure(rank, FailureKind.KILLED, f"was killed by {_signal_name(signal_number)}{hint}")
 
@@ -108,7 +110,7 @@ def _first_line(text: str) -> str:
 def _last_error_line(log_tail: str) -> str:
     """The last line of a log that tells of an error: C++ says so before faulthandler adds its stack."""
     lines = [line.strip() for line in _without_colours(log_tail).splitlines()]
-    telling = [line for line in lines if re.search(r"Check failed|Error|error:", line)]
+    telling = [line for line in lines if re.search(r"Check failed|Error|error:|what\(\):", line)]
     telling = [line for line in telling if not line.startswith("Fatal Python error")]
     return telling[-1][:300] if telling else ""
 

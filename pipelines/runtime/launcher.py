@@ -100,8 +100,8 @@ class RankPool:
                     for rank in range(num_ranks)
                 ]
                 self._start(environments, port, private_network, with_oneflow, start_timeout_s, show_ranks)
-        except BaseException:
-            self._end()
+        except BaseException as error:
+            self._end(failed=isinstance(error, RankError))
             raise
 
     @property
@@ -157,8 +157,8 @@ class RankPool:
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             what = f"{name} did not end within {timeout_s:g} s" if timeout_s is not None else name
             results = self._gather("done", self._ranks, deadline, what, on_report)
-        except BaseException:  # KeyboardInterrupt too
-            self._end(failed=True)
+        except BaseException as error:  # KeyboardInterrupt too
+            self._end(failed=isinstance(error, RankError))
             raise
         finally:
             for path in set(paths):
@@ -270,7 +270,8 @@ class RankPool:
             while (left := settled - time.monotonic()) > 0:
                 failures += self._look(left)[1]
             raise self._error(min(failures, key=lambda failure: failure.kind))
-        if not messages and deadline is not None and time.monotonic() >= deadline:
+        is_late = deadline is not None and time.monotonic() >= deadline
+        if is_late and all(kind == "report" for _, kind, _ in messages):  # reports are no reason to wait on
             raise self._error(RankFailure(awaited[0].rank, FailureKind.TIMEOUT, f"is late: {what}"))
         return messages
 

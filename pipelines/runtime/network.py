@@ -100,7 +100,8 @@ def namespace_available() -> Availability:
     if not sys.platform.startswith("linux"):
         return Availability(f"network namespaces are Linux's; this is {sys.platform}")
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {__name__} import create_namespace; create_namespace()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a user namespace is not for processes with threads
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     if done.returncode == 0:
         return Availability()
     last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]

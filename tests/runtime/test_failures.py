@@ -56,6 +56,10 @@ def test_the_cause_of_a_crash_is_found_above_the_stacks():
     assert failure.kind is FailureKind.CRASHED
     assert "rpc_client.cpp:40] Check failed" in failure.text
     assert "\n" not in failure.text
+    said = "terminate called after throwing an instance of 'std::out_of_range'\n  what():  map::at\nFatal Python error: Aborted\n"
+    stack = 'Thread 0x01 (most recent call first):\n  File "/x/train.py", line 9 in step\n'
+    failure = RankFailure.of_death(0, signal.SIGABRT, 0, said + stack)
+    assert failure.text == "crashed with SIGABRT at /x/train.py:9 in step: what():  map::at"
 
 
 def test_exceptions():

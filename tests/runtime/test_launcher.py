@@ -140,6 +140,9 @@ def test_nothing_is_left_in_the_temporary_folder(tmp_path, monkeypatch):
         launch(f"{JOBS}:do_on", 2, 1, "raise", with_oneflow=False)
     assert "17 is not even" in caught.value.log.read_text()  # but evidence is
     assert [path.name for path in caught.value.log.parent.iterdir() if path.suffix == ".pickle"] == []
+    with pytest.raises(RankError) as caught:  # from the start, too
+        launch("os:getpid", 1, with_oneflow=False, environment={"PYTHONHOME": "/nowhere"})
+    assert caught.value.log.read_text()
 
 
 # ---- Failures -------------------------------------------------------------------------------------------------------------
@@ -197,6 +200,11 @@ def test_a_job_may_take_too_long(pool):
     assert time.monotonic() - started < 10
 
 
+def test_reports_do_not_buy_time(pool):
+    with pytest.raises(RankError, match=r"rank 0 of 3 is late: .*count_for_ever did not end within 0\.5 s"):
+        pool.run(f"{JOBS}:count_for_ever", timeout_s=0.5)
+
+
 def test_an_idle_rank_that_died_is_noticed_by_the_next_job(pool):
     os.kill(pool.pids[2], signal.SIGKILL)
     with pytest.raises(RankError, match="rank 2 of 3 was killed by SIGKILL"):
@@ -204,7 +212,7 @@ def test_an_idle_rank_that_died_is_noticed_by_the_next_job(pool):
 
 
 def test_a_rank_that_fails_while_it_starts(tmp_path):
-    broken = {"PYTHONSTARTUP": "", "PYTHONHOME": "/nowhere"}
+    broken = {"PYTHONHOME": "/nowhere"}
     with pytest.raises(RankError, match=r"rank [01] of 2 exited with code 1 before it had finished"):
         RankPool(2, with_oneflow=False, log_dir=tmp_path, environment=broken)
 
@@ -301,7 +309,8 @@ def test_an_error_of_the_launchers_own_ends_the_ranks(tmp_path):
 # ---- Scripts ----------------------------------------------------------------------------------------------------------------
 
 
-def test_scripts(tmp_path):
+def test_scripts(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # logs of failures stay
     script = tmp_path / "script.py"
     script.write_text(
         "import os, sys, pathlib, helper\n"
@@ -359,16 +368,16 @@ def test_oneflow_ranks_start_quietly(tmp_path, num_ranks, capfd):
         (("do_while_others_communicate", 0, "leave"), "rank 0 of 2 exited with code 4"),
         (
             ("do_while_others_communicate", 1, "sleep"),
-            "waited too long for another rank in communication (more than 2 s)",
+            "waited too long for another rank in communication (more than 4 s)",
         ),
-        (("wait_for_the_wrong_rank",), "waited too long for another rank in communication (more than 2 s)"),
-        (("stand_in_a_barrier", 1), "waited too long for another rank in communication (more than 2 s)"),
+        (("wait_for_the_wrong_rank",), "waited too long for another rank in communication (more than 4 s)"),
+        (("stand_in_a_barrier", 1), "waited too long for another rank in communication (more than 4 s)"),
     ],
     ids=lambda value: "-".join(map(str, value)) if isinstance(value, tuple) else "",
 )
 def test_a_rank_fails_while_others_communicate(tmp_path, job, words):
     name, *arguments = job
-    with RankPool(2, log_dir=tmp_path, stall_timeout_s=2.0) as pool:
+    with RankPool(2, log_dir=tmp_path, stall_timeout_s=4.0) as pool:
         started = time.monotonic()
         with pytest.raises(RankError) as caught:
             pool.run(f"{JOBS}:{name}", *arguments, timeout_s=60)
