@@ -24,10 +24,10 @@ from .forms import FORMS, Form, Key, Point, scopes
 from .measurements import COLLECTIVES, Sample
 from .robust import location, nonnegative_fit
 
-__all__ = ["Choice", "HeldOut", "LevelFit", "fit_level", "held_out", "points_of", "predict"]
+__all__ = ["Choice", "HeldOut", "LevelFit", "fit_level", "fit_parameters", "held_out", "points_of", "predict"]
 
 #: How many times the parameters are fitted to resampled points.
-DRAWS = 200
+DRAWS = 100
 #: Samples count as undisturbed up to this fraction of foreign CPU time ...
 UNDISTURBED = 0.05
 #: ... and others are left out where a measurement has so many undisturbed ones.
@@ -143,12 +143,12 @@ def fit_level(points: Sequence[Point], level: str, seed: int = 0, forms: Sequenc
     has_transfer = len({point.num_bytes for point in transfers}) > 1
     if has_transfer:
         form = FORMS[0] if not chosen.form.crowding else FORMS[1]
-        transfer = _fit(form, transfers)
+        transfer = fit_parameters(form, transfers)
         transfer_draws = _bootstrap(form, transfers, rng)
     return LevelFit(
         level=level,
         form=chosen.form,
-        parameters=_fit(chosen.form, rings),
+        parameters=fit_parameters(chosen.form, rings),
         draws=_bootstrap(chosen.form, rings, rng),
         held_out=tuple(held_out(chosen.form, rings)),
         choices=tuple(choices),
@@ -161,8 +161,8 @@ def fit_level(points: Sequence[Point], level: str, seed: int = 0, forms: Sequenc
 def predict(parameters: Mapping[Key, float], form: Form, points: Sequence[Point]) -> np.ndarray:
     """Seconds of points; nan where the parameters do not cover a point's collective or group size."""
     seconds = np.full(len(points), math.nan)
-    for scope in scopes(form, points):
-        if Key(scope.keys[0].collective, scope.keys[0].group, "slowness") in parameters:
+    for scope in scopes(form, points, is_fit=False):
+        if any(key in parameters for key in scope.keys):
             values = np.array([parameters.get(key, 0.0) for key in scope.keys])
             seconds[scope.points] = scope.columns @ values
     return seconds
@@ -175,7 +175,7 @@ def held_out(form: Form, points: Sequence[Point]) -> list[HeldOut]:
     for size in sorted(set(classes)):
         train = [point for point, own in zip(points, classes) if own != size]
         test = [point for point, own in zip(points, classes) if own == size]
-        predicted = predict(_fit(form, train), form, test)
+        predicted = predict(fit_parameters(form, train), form, test)
         result += [HeldOut(point, float(seconds)) for point, seconds in zip(test, predicted) if not math.isnan(seconds)]
     return result
 
@@ -203,9 +203,10 @@ def _check_sizes(points: Sequence[Point], level: str) -> None:
             )
 
 
-def _fit(
+def fit_parameters(
     form: Form, points: Sequence[Point], weights: np.ndarray | None = None, seconds: np.ndarray | None = None
 ) -> dict[Key, float]:
+    """A form's parameters; ``weights`` and ``seconds`` replace the points' own in a resampled fit."""
     own = np.array([point.seconds for point in points]) if seconds is None else seconds
     parameters: dict[Key, float] = {}
     for scope in scopes(form, points):
@@ -237,11 +238,10 @@ def _chosen(choices: Sequence[Choice]) -> Choice:
 
 def _bootstrap(form: Form, points: Sequence[Point], rng: np.random.Generator) -> dict[Key, np.ndarray]:
     centres = np.stack([_resampled(point.repetitions, rng) for point in points])
-    # Few points per parameter spread too little by themselves.
     draws: dict[Key, list[float]] = {}
     for k in range(DRAWS):
         weights = rng.exponential(size=len(points))
-        for key, value in _fit(form, points, weights, centres[:, k]).items():
+        for key, value in fit_parameters(form, points, weights, centres[:, k]).items():
             draws.setdefault(key, []).append(value)
     return {key: np.array(values) for key, values in draws.items()}
 

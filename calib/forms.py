@@ -28,6 +28,7 @@ from typing import NamedTuple
 import numpy as np
 
 from autoddl.costmodel.calibration import TRANSFER
+from autoddl.costmodel.cluster import excess
 from autoddl.costmodel.collectives import Collective
 
 __all__ = ["FORMS", "Form", "Key", "Point", "Scope", "scopes"]
@@ -57,7 +58,7 @@ class Point:
     @property
     def excess(self) -> float:
         """Ranks per core beyond one."""
-        return max(0.0, self.ranks_per_node / self.cores - 1.0) if self.cores else 0.0
+        return excess(self.ranks_per_node, self.cores or None)
 
     @property
     def messages(self) -> float:
@@ -112,31 +113,43 @@ FORMS = (
 )
 
 
-def scopes(form: Form, points: Sequence[Point]) -> list[Scope]:
-    """The separate fits that a form consists of."""
+def scopes(form: Form, points: Sequence[Point], is_fit: bool = True) -> list[Scope]:
+    """The separate fits that a form consists of; for a prediction (not ``is_fit``) with every column that the form has."""
     members: dict[tuple[str, int], list[int]] = {}
     for i, point in enumerate(points):
         scope = (point.collective if form.by_collective else "", point.ranks if form.by_group else 0)
         members.setdefault(scope, []).append(i)
-    return [_scope(form, name, group, [points[i] for i in found], found) for (name, group), found in members.items()]
+    result = []
+    for (collective, group), indices in members.items():
+        columns = _columns(form, [points[i] for i in indices])
+        if is_fit:
+            columns = _independent(columns)
+        keys = tuple(Key(collective, group, term) for term, _ in columns)
+        result.append(Scope(np.array(indices), keys, np.stack([column for _, column in columns], axis=1)))
+    return result
 
 
-def _scope(form: Form, collective: str, group: int, points: Sequence[Point], indices: Sequence[int]) -> Scope:
+def _columns(form: Form, points: Sequence[Point]) -> list[tuple[str, np.ndarray]]:
     messages = np.array([point.messages for point in points])
     sent = np.array([point.sent_bytes for point in points])
-    excess = np.array([point.excess for point in points])
-    offered = [("latency", messages), ("slowness", sent)]
+    crowd = np.array([point.excess for point in points])
+    columns = [("latency", messages), ("slowness", sent)]
     if form.copy:
-        offered.append(("copy", np.array([float(point.num_bytes) for point in points])))
+        columns.append(("copy", np.array([float(point.num_bytes) for point in points])))
     if form.crowding:
-        offered += [("crowded latency", messages * excess), ("crowded slowness", sent * excess)]
+        columns += [("crowded latency", messages * crowd), ("crowded slowness", sent * crowd)]
+    return columns
+
+
+def _independent(columns: Sequence[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:
+    """Those that are no combination of the ones before them."""
     kept: list[tuple[str, np.ndarray]] = []
-    for term, column in offered:
-        columns = [one / np.abs(one).max() for _, one in kept if np.abs(one).max() > 0]
-        if not np.any(column) or np.linalg.matrix_rank(np.stack([*columns, column / np.abs(column).max()])) == len(
-            columns
-        ):
-            continue
-        kept.append((term, column))
-    keys = tuple(Key(collective, group, term) for term, _ in kept)
-    return Scope(np.array(indices), keys, np.stack([column for _, column in kept], axis=1))
+    rows: list[np.ndarray] = []
+    for term, column in columns:
+        if np.any(column):
+            rows.append(column / np.abs(column).max())
+            if np.linalg.matrix_rank(np.stack(rows)) == len(rows):
+                kept.append((term, column))
+            else:
+                rows.pop()
+    return kept

@@ -1,0 +1,181 @@
+"""A calibration run, seen from outside: what to measure, on which ranks, into which file.
+
+``measure_locally`` starts ranks on this machine; ``measure_in_job`` is called by every rank that a cluster's launcher started.
+Both continue what the file has already.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.errors import UserError
+
+from .measurements import COLLECTIVES, Sample, SampleFile
+
+__all__ = ["CampaignOptions", "is_in_job", "measure_in_job", "measure_locally"]
+
+#: (m, k, n): square, thin and flat, from a tenth of a millisecond to some tens on one core.
+SHAPES = (
+    (16, 256, 256),
+    (16, 1024, 1024),
+    (16, 4096, 1024),
+    (64, 64, 512),
+    (64, 256, 1024),
+    (64, 1024, 4096),
+    (128, 512, 64),
+    (256, 256, 256),
+    (256, 1024, 256),
+    (256, 1024, 1024),
+    (512, 512, 2048),
+)
+ELEMENTWISE_BYTES = (1 << 14, 1 << 18, 1 << 21, 1 << 24)
+#: A rank of a busy machine may be late by more than the launcher's usual patience.
+_STALL_S = 60.0
+
+
+@dataclass(frozen=True)
+class CampaignOptions:
+    """What to measure.
+
+    Attributes:
+        ranks: numbers of ranks, one job each (local runs).
+        sizes: message sizes in bytes.
+        collectives: which of them.
+        shapes, elementwise: local work; none where they are empty.
+        repetitions: of each setting.
+        budget_s: for everything, starting ranks included.
+        seed: of the order of settings.
+        quiet: no progress bar.
+    """
+
+    ranks: tuple[int, ...] = (2, 4)
+    sizes: tuple[int, ...] = tuple(4**k for k in range(6, 13))
+    collectives: tuple[str, ...] = COLLECTIVES
+    shapes: tuple[tuple[int, int, int], ...] = SHAPES
+    elementwise: tuple[int, ...] = ELEMENTWISE_BYTES
+    repetitions: int = 100
+    budget_s: float | None = None
+    seed: int = 0
+    quiet: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.ranks or min(self.ranks) < 2:
+            raise UserError(f"ranks {list(self.ranks)} should be numbers of at least 2")
+        if len(set(self.sizes)) < 2:
+            raise UserError(
+                f"sizes {list(self.sizes)} should be two at least: one cannot tell latency and bandwidth apart"
+            )
+        if min(self.sizes) < 1 or max(self.sizes) > 2**32:
+            raise UserError(f"sizes {min(self.sizes)} to {max(self.sizes)} should be from 1 byte to 4 GiB")
+        if self.repetitions < 1:
+            raise UserError(f"repetitions {self.repetitions} should be at least 1")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise UserError(f"budget {self.budget_s:g} s should be more than 0 seconds")
+        unknown = sorted(set(self.collectives) - set(COLLECTIVES))
+        if unknown:
+            raise UserError(f"collective {unknown[0]!r} is not one of {', '.join(COLLECTIVES)}")
+
+
+def is_in_job() -> bool:
+    """Whether a launcher has started this process as one rank of several."""
+    return int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in os.environ
+
+
+def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
+    """Measure on ranks of this machine, a job for each number of ranks; how many samples were taken.
+
+    Raises:
+        UserError: ranks cannot be started, one fails, or a sample cannot be written; the samples up to then are in the file.
+    """
+    from autoddl.pipelines.runtime.launcher import RankPool
+
+    from . import measure
+
+    before, start = file.num_written, time.monotonic()
+    for position, num_ranks in enumerate(options.ranks):
+        settings = tuple(_settings(options, num_ranks))
+        done = _done(file.samples, settings, num_ranks)
+        if min(done) >= options.repetitions:
+            continue
+        budget = None
+        if options.budget_s is not None:
+            # What one job leaves is the next one's.
+            left = options.budget_s - (time.monotonic() - start)
+            budget = left / (len(options.ranks) - position)
+            if budget <= 0:
+                break
+        total = sum(max(0, options.repetitions - count) for count in done)
+        with _bar(f"{num_ranks} ranks", total, options.quiet) as bar:
+            begun = time.monotonic()
+            with RankPool(num_ranks, stall_timeout_s=_STALL_S) as pool:
+                if budget is not None:
+                    budget = max(1.0, budget - (time.monotonic() - begun))
+                asked = measure.MeasureOptions(settings, options.repetitions, done, budget, seed=options.seed)
+
+                def keep(rank: int, samples: list[Sample], bar: Any = bar) -> None:
+                    file.append(samples)
+                    bar.update(len(samples))
+
+                pool.run(measure.measure_job, asked, on_report=keep)
+    return file.num_written - before
+
+
+def measure_in_job(options: CampaignOptions, path: str) -> int | None:
+    """Measure on the ranks of this job; every rank calls.  How many samples were taken, on rank 0; None on the others.
+
+    Raises:
+        UserError: rank 0 cannot write a sample.
+    """
+    from autoddl.pipelines.runtime.load import load_oneflow
+
+    from . import measure
+
+    flow = load_oneflow()
+    num_ranks, rank = flow.env.get_world_size(), flow.env.get_rank()
+    settings = tuple(_settings(options, num_ranks))
+    file = SampleFile(path) if rank == 0 else None
+    done = _done(file.samples, settings, num_ranks) if file else (0,) * len(settings)
+    # What rank 0 has in its file counts for all.
+    done = tuple(int(count) for count in measure.exchange(np.array(done, dtype=np.int64))[0])
+    asked = measure.MeasureOptions(settings, options.repetitions, done, options.budget_s, seed=options.seed)
+    if file is None:
+        measure.measure_job(asked)
+        return None
+    total = sum(max(0, options.repetitions - count) for count in done)
+    with _bar(f"{num_ranks} ranks", total, options.quiet) as bar:
+
+        def keep(samples: list[Sample]) -> None:
+            file.append(samples)
+            bar.update(len(samples))
+
+        return measure.measure_job(asked, keep)[0]
+
+
+def _settings(options: CampaignOptions, num_ranks: int) -> list[Any]:
+    from . import measure
+
+    found = measure.settings_of(num_ranks, options.sizes, options.collectives)
+    return list(dict.fromkeys(found + measure.work_settings(options.shapes, options.elementwise)))
+
+
+def _done(samples: Sequence[Sample], settings: Sequence[Any], num_ranks: int) -> tuple[int, ...]:
+    """How many samples of each setting there are from jobs of so many ranks."""
+    counts: dict[object, int] = {}
+    for sample in samples:
+        if sample.job_ranks == num_ranks:
+            key = (sample.collective, sample.ranks, sample.stride, sample.bytes, sample.shape)
+            counts[key] = counts.get(key, 0) + 1
+    keys = [(s.collective, s.ranks, s.stride, s.num_bytes, "x".join(map(str, s.shape))) for s in settings]
+    return tuple(counts.get(key, 0) for key in keys)
+
+
+def _bar(what: str, total: int, quiet: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, desc=what, unit="sample", disable=True if quiet else None)

@@ -1,0 +1,264 @@
+"""From fits to a cluster file: the parameters with their intervals, and the ``calibration`` that says how far they go.
+
+What was not measured stays as it is in the base cluster: memory, the peak rates, a network level without samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.calibration import TRANSFER, Coverage, FormTried, Quality
+from autoddl.costmodel.cluster import Cluster, from_document
+from autoddl.costmodel.errors import UserError
+
+from .device import DeviceFit, fit_device
+from .fit import HeldOut, LevelFit, fit_level, fit_parameters, points_of
+from .forms import FORMS, Form, Key
+from .measurements import Sample
+
+__all__ = ["Fit", "calibrated_document", "fit_samples", "quality_of"]
+
+#: Where errors are stated apart: messages where latency counts, those of most layers, and large ones.
+SIZE_RANGES = ((1, 2**16 - 1), (2**16, 2**24), (2**24 + 1, 2**63))
+_LEVELS = ("inter-node", "intra-node")
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Everything that was learnt from samples: a fit for each network level that was measured, and of the device."""
+
+    levels: tuple[LevelFit, ...]
+    device: DeviceFit | None
+    samples: tuple[Sample, ...]
+
+
+def fit_samples(samples: Sequence[Sample], seed: int = 0) -> Fit:
+    """Fit all that was measured.
+
+    Raises:
+        UserError: no collectives were measured, or some at one message size alone.
+    """
+    fits = []
+    for level in _LEVELS:
+        points = points_of(samples, level)
+        if points:
+            fits.append(fit_level(points, level, seed))
+    if not fits:
+        raise UserError(
+            "there are no samples of collectives; measure all-reduce, all-gather, reduce-scatter or all-to-all"
+        )
+    return Fit(tuple(fits), fit_device(samples, seed), tuple(samples))
+
+
+def calibrated_document(fit: Fit, base: Cluster, name: str) -> dict[str, Any]:
+    """The cluster document, checked by loading it."""
+    document: dict[str, Any] = {key: value for key, value in base.document.items() if key != "calibration"}
+    date = _date(fit.samples)
+    document["name"] = name
+    document["description"] = f"{base.document['description']}; calibrated {date[:10]}"
+    document["links"] = dict(document["links"])
+    nodes = 1 + any(level.level == "inter-node" for level in fit.levels)
+    sizes = [point.ranks_per_node for level in fit.levels for point in level.points]
+    document["num_nodes"] = max(nodes, 1)
+    document["devices_per_node"] = max(sizes)
+    cores = {sample.cores for sample in fit.samples if sample.cores}
+    document.pop("cores_per_node", None)
+    if cores:
+        document["cores_per_node"] = max(cores)
+    for level in fit.levels:
+        document["links"][level.level] = _link(level, f"measured {date[:10]}")
+    if fit.device is not None and "float32" in base.device.peak_flops:
+        document["device"] = _device(fit.device, base, f"measured {date[:10]}")
+    document["calibration"] = _calibration(fit, date)
+    from_document(document, name)
+    return document
+
+
+def _quantity(value: float, unit: str, factor: float, source: str, draws: np.ndarray | None = None) -> dict[str, Any]:
+    """A value in SI units as ``value / factor`` in a unit that people read."""
+    entry: dict[str, Any] = {"value": _digits(value / factor), "unit": unit, "source": source}
+    if draws is not None:
+        low, high = np.quantile(draws / factor, [0.025, 0.975])
+        entry["interval"] = [_digits(low), _digits(high)]
+    return entry
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.6g}")
+
+
+#: A link that takes no time per byte is as fast as a cluster file can say.
+_FASTEST = 1e18
+
+
+def _terms(
+    parameters: Mapping[Key, float], draws: Mapping[Key, np.ndarray], scope: tuple[str, int], source: str
+) -> dict[str, Any]:
+    """Latency, bandwidth, and where they are among the parameters copy and crowding."""
+
+    def value(term: str) -> float:
+        return float(parameters.get(Key(*scope, term), 0.0))
+
+    def drawn(term: str) -> np.ndarray | None:
+        return draws.get(Key(*scope, term))
+
+    slowness = drawn("slowness")
+    inverse = None if slowness is None else 1.0 / np.maximum(slowness, 1.0 / _FASTEST)
+    entry: dict[str, Any] = {
+        "latency": _quantity(value("latency"), "us", 1e-6, source, drawn("latency")),
+        "bandwidth": _quantity(1.0 / max(value("slowness"), 1.0 / _FASTEST), "GB/s", 1e9, source, inverse),
+    }
+    if Key(*scope, "copy") in parameters:
+        entry["copy"] = _quantity(value("copy"), "ps/B", 1e-12, source, drawn("copy"))
+    if any(Key(*scope, f"crowded {term}") in parameters for term in ("latency", "slowness")):
+        entry["crowding"] = {
+            "latency": _quantity(value("crowded latency"), "us", 1e-6, source, drawn("crowded latency")),
+            "slowness": _quantity(value("crowded slowness"), "ps/B", 1e-12, source, drawn("crowded slowness")),
+        }
+    return entry
+
+
+def _link(fit: LevelFit, source: str) -> dict[str, Any]:
+    """A link's fields: its own (alpha, beta) are those of transfers, where they were measured, else of all collectives."""
+    form = fit.form
+    rings = [point for point in fit.points if point.collective != TRANSFER]
+    if fit.transfer:
+        own = {Key("", 0, key.term): value for key, value in fit.transfer.items()}
+        own_draws = {Key("", 0, key.term): draws for key, draws in fit.transfer_draws.items()}
+        link = _terms(own, own_draws, ("", 0), f"{source}, point-to-point transfers")
+    else:
+        level = FORMS[1] if form.crowding else FORMS[0]
+        link = _terms(fit_parameters(level, rings), {}, ("", 0), f"{source}, all collectives together")
+    link["per"] = "device"
+    names = sorted({point.collective for point in rings})
+    if not form.by_collective:
+        draws, parameters = fit.draws, fit.parameters
+        if not fit.transfer:
+            link.update(_terms(parameters, draws, ("", 0), f"{source}, all collectives together"))
+            return link
+        link["collectives"] = {
+            name: _terms(parameters, draws, ("", 0), f"{source}, all collectives together") for name in names
+        }
+        return link
+    if not form.by_group:
+        link["collectives"] = {name: _terms(fit.parameters, fit.draws, (name, 0), source) for name in names}
+        return link
+    # Group sizes that were not measured take what fits all measured ones.
+    anywhere = fit_parameters(Form("", crowding=form.crowding), rings)
+    link["collectives"] = {}
+    for name in names:
+        entry = _terms(anywhere, {}, (name, 0), f"{source}, all group sizes together")
+        sizes = sorted({point.ranks for point in rings if point.collective == name})
+        entry["groups"] = {str(size): _terms(fit.parameters, fit.draws, (name, size), source) for size in sizes}
+        link["collectives"][name] = entry
+    return link
+
+
+def _device(fit: DeviceFit, base: Cluster, source: str) -> dict[str, Any]:
+    document = dict(base.document["device"])
+    document["peak"] = dict(document["peak"])
+    rate = 1.0 / max(fit.parameters["work"], 1e-18)
+    peak = base.device.peak_flops["float32"]
+    if rate > peak:
+        peak = rate
+        document["peak"]["float32"] = _quantity(rate, "GFLOP/s", 1e9, f"{source}: what large products reach")
+    document["efficiency"] = _quantity(
+        min(1.0, rate / peak), "1", 1.0, source, np.minimum(1.0, 1.0 / np.maximum(fit.draws["work"], 1e-18) / peak)
+    )
+    document["launch"] = _quantity(fit.parameters["launch"], "us", 1e-6, source, fit.draws["launch"])
+    memory = 1.0 / np.maximum(fit.draws["memory"], 1.0 / _FASTEST)
+    document["memory_bandwidth"] = _quantity(
+        1.0 / max(fit.parameters["memory"], 1.0 / _FASTEST), "GB/s", 1e9, source, memory
+    )
+    document.pop("crowding", None)
+    if fit.parameters["crowding"]:
+        document["crowding"] = _quantity(fit.parameters["crowding"], "1", 1.0, source, fit.draws["crowding"])
+    return document
+
+
+# ---- The calibration field ------------------------------------------------------------------------------------------------
+
+
+def _calibration(fit: Fit, date: str) -> dict[str, Any]:
+    versions = sorted({sample.versions for sample in fit.samples if sample.versions})
+    hosts = sorted({sample.host for sample in fit.samples if sample.host})
+    cores = sorted({sample.cores for sample in fit.samples if sample.cores})
+    machine = ", ".join(hosts[:4]) + (f" and {len(hosts) - 4} more" if len(hosts) > 4 else "")
+    if cores:
+        machine += f" ({'/'.join(map(str, cores))} cores)"
+    return {
+        "date": date,
+        "machine": machine or "not said by the samples",
+        "versions": " | ".join(versions[:4]) or "not said by the samples",
+        "num_samples": len(fit.samples),
+        "covered": [_listed(asdict(covered)) for level in fit.levels for covered in _covered(level)],
+        "quality": [asdict(quality) for level in fit.levels for quality in quality_of(level.level, level.held_out)],
+        "forms": [asdict(tried) for level in fit.levels for tried in _forms(level)],
+        "replicates": [*_level_replicates(fit.levels), *_device_replicates(fit.device)],
+    }
+
+
+def _listed(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in fields.items()}
+
+
+def _date(samples: Iterable[Sample]) -> str:
+    """When the last sample was taken; now, where samples do not say."""
+    times = [sample.time for sample in samples if sample.time]
+    return max(times) if times else datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def _covered(fit: LevelFit) -> Iterable[Coverage]:
+    for collective in dict.fromkeys(point.collective for point in fit.points):
+        points = [point for point in fit.points if point.collective == collective]
+        sizes = [point.num_bytes for point in points]
+        groups = tuple(sorted({point.ranks for point in points}))
+        yield Coverage(fit.level, collective, groups, min(sizes), max(sizes))
+
+
+def quality_of(level: str, held_out: Sequence[HeldOut]) -> list[Quality]:
+    """Median errors, by collective, ranks of a node and range of sizes."""
+    groups: dict[tuple[str, int, tuple[int, int]], list[HeldOut]] = {}
+    for one in held_out:
+        point = one.point
+        sizes = next(r for r in SIZE_RANGES if r[0] <= point.num_bytes <= r[1])
+        groups.setdefault((point.collective, point.ranks_per_node, sizes), []).append(one)
+    result = []
+    for (collective, ranks, _), members in sorted(groups.items()):
+        measured = [one.point.num_bytes for one in members]
+        error = float(np.median([one.error for one in members]))
+        result.append(Quality(level, collective, ranks, min(measured), max(measured), _digits(error), len(members)))
+    return result
+
+
+def _forms(fit: LevelFit) -> Iterable[FormTried]:
+    for choice in fit.choices:
+        is_taken = choice.form == fit.form
+        yield FormTried(fit.level, choice.form.name, choice.num_parameters, _digits(choice.median_error), is_taken)
+
+
+def _level_replicates(levels: Sequence[LevelFit]) -> Iterable[dict[str, Any]]:
+    for fit in levels:
+        draws = {**fit.draws, **{Key(TRANSFER, 0, key.term): values for key, values in fit.transfer_draws.items()}}
+        for key, values in draws.items():
+            yield _replicates(fit.level, key, values)
+
+
+def _device_replicates(fit: DeviceFit | None) -> Iterable[dict[str, Any]]:
+    for term, values in fit.draws.items() if fit else ():
+        yield _replicates("device", Key("", 0, term), values)
+
+
+def _replicates(level: str, key: Key, values: np.ndarray) -> dict[str, Any]:
+    return {
+        "level": level,
+        "collective": key.collective,
+        "group": key.group,
+        "term": key.term,
+        "values": [float(f"{value:.4g}") for value in values],
+    }

@@ -1,0 +1,325 @@
+"""What ranks do to be measured: the runtime's own collectives, transfers between two ranks, and local work.
+
+Every rank of a job calls :func:`measure_job` and makes the same calls in the same order.  One repetition is
+
+    wait for all ranks; t0; the operation; wait for this rank's pending operations; t1
+
+and takes as long as the slowest rank.  Settings are visited in rounds, a *block* of a few repetitions each, in an order that is
+shuffled anew in every round: what drifts (the machine's temperature, its other users) spreads over all of them, and an interrupted
+run has measured everything some times.  Blocks are gathered to *stretches* of a quarter of a second; a stretch in which
+other processes used more than a twentieth of the cores is measured again, three times at most, and the quietest is kept.
+
+All groups along an axis communicate at the same time, as they do in a plan.  Tensors have the shapes that layers give them:
+features are gathered and scattered along the last dimension, gradients are reduced as vectors.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.calibration import TRANSFER
+from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.rank import report
+
+from .measurements import Sample
+
+__all__ = ["Hosts", "MeasureOptions", "Setting", "hosts_of_job", "measure_job", "settings_of"]
+
+_DISTURBED = 0.05
+_MOST_ATTEMPTS = 3
+_STRETCH_S = 0.25
+_ITEM = 4  # bytes of a float32
+#: Features of the tensors that are gathered and scattered.
+_FEATURES = 512
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing to be timed.
+
+    ``ranks`` in a group, ``stride`` ranks apart, exchange ``num_bytes``; or local work: ``shape`` is (m, k, n) of a matmul, and
+    empty for an element-wise operation on ``num_bytes``.
+    """
+
+    collective: str
+    ranks: int
+    stride: int
+    num_bytes: int
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class MeasureOptions:
+    """How a job measures.
+
+    Attributes:
+        settings: what to time.
+        repetitions: of each setting, in all.
+        done: how many of them there are already.
+        budget_s: after how long to stop; None for never.
+        block: repetitions at a time.
+        seed: of the order.
+    """
+
+    settings: tuple[Setting, ...]
+    repetitions: int
+    done: tuple[int, ...]
+    budget_s: float | None
+    block: int = 5
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Hosts:
+    """Where the ranks of a job are: the host of each, by number, and this rank's name of its own."""
+
+    numbers: tuple[int, ...]
+    name: str
+
+    @property
+    def ranks_per_node(self) -> int:
+        """Of the fullest host."""
+        return max(self.numbers.count(number) for number in set(self.numbers))
+
+    def level(self, ranks: int, stride: int) -> str | None:
+        """Which level groups of an axis communicate on: inside hosts, one rank of each; None where groups mix the two."""
+        size, found = len(self.numbers), set()
+        for first in range(size):
+            if first // stride % ranks == 0:
+                hosts = [self.numbers[first + k * stride] for k in range(ranks)]
+                found.add("intra-node" if len(set(hosts)) == 1 else "inter-node" if len(set(hosts)) == ranks else None)
+        return found.pop() if len(found) == 1 else None
+
+
+def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]) -> list[Setting]:
+    """Every collective on every axis that the mesh of a plan on ``num_ranks`` ranks can have; transfers between halves too."""
+    axes = [
+        (ranks, stride)
+        for ranks in range(2, num_ranks + 1)
+        for stride in range(1, num_ranks + 1)
+        if num_ranks % (ranks * stride) == 0
+    ]
+    found = []
+    for size in sizes:
+        for collective in collectives:
+            if collective == TRANSFER:
+                found += [Setting(collective, 2, stride, size) for ranks, stride in axes if ranks == 2]
+            else:
+                found += [Setting(collective, ranks, stride, _rounded(size, ranks)) for ranks, stride in axes]
+    return found
+
+
+def work_settings(shapes: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Setting]:
+    """Matmuls of some shapes, and element-wise operations on some sizes."""
+    products = [Setting("matmul", 1, 1, _ITEM * (m * k + k * n + m * n), (m, k, n)) for m, k, n in shapes]
+    return products + [Setting("elementwise", 1, 1, size) for size in sizes]
+
+
+def _rounded(size: int, ranks: int) -> int:
+    """Bytes of a whole number of rows whose features divide over the ranks."""
+    rows, features = _rows_and_features(size, ranks)
+    return _ITEM * rows * features
+
+
+def _rows_and_features(size: int, ranks: int) -> tuple[int, int]:
+    elements = max(1, size // _ITEM)
+    # All-to-alls cut both dimensions.
+    features = max(1, min(_FEATURES, elements // ranks) // ranks) * ranks
+    rows = max(1, elements // features // ranks) * ranks
+    return rows, features
+
+
+# ---- On the ranks ------------------------------------------------------------------------------------------------------------
+
+
+def hosts_of_job() -> Hosts:
+    """Found out by exchanging names; every rank calls."""
+    name = os.uname().nodename
+    digest = np.frombuffer(name.encode()[:64].ljust(64, b"\0"), dtype=np.int64)
+    rows = [row.tobytes() for row in exchange(digest)]
+    return Hosts(tuple(rows.index(row) for row in rows), name)
+
+
+def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = report) -> tuple[int, bool]:
+    """Time everything.  Rank 0 gives lists of samples to ``keep`` as they are taken (by default to the launcher).
+
+    Returns:
+        how many samples were taken, and whether the budget ended it.
+    """
+    from .operations import operation
+
+    flow = load_oneflow()
+    clock = _Clock(hosts_of_job(), options.budget_s)
+    hosts, num_ranks = clock.hosts, flow.env.get_world_size()
+    done = list(options.done)
+    levels = [hosts.level(s.ranks, s.stride) if s.ranks > 1 else "device" for s in options.settings]
+    shuffler = random.Random(options.seed)
+    num_samples = 0
+    while True:
+        order = [i for i, level in enumerate(levels) if level is not None and done[i] < options.repetitions]
+        shuffler.shuffle(order)
+        if not order:
+            return num_samples, False
+        position = 0
+        while position < len(order):
+            stretch, foreign = _stretch(clock, options, order[position:], done, operation)
+            samples = []
+            for i, seconds in stretch:
+                setting, level = options.settings[i], levels[i]
+                assert level is not None
+                for second in seconds:
+                    samples.append(_sample(setting, level, done[i], second, foreign, num_ranks, clock))
+                    done[i] += 1
+            num_samples += len(samples)
+            position += len(stretch)
+            if flow.env.get_rank() == 0:
+                keep(samples)
+            if clock.is_over:
+                return num_samples, True
+
+
+def _stretch(
+    clock: _Clock,
+    options: MeasureOptions,
+    order: Sequence[int],
+    done: Sequence[int],
+    operation: Callable[[Setting], Callable[[], Any]],
+) -> tuple[list[tuple[int, np.ndarray]], float]:
+    """The first settings of ``order``, as many as take a quarter of a second, in the quietest of a few attempts."""
+    best: tuple[list[tuple[int, np.ndarray]], float] | None = None
+    for _ in range(_MOST_ATTEMPTS):
+        measured: list[tuple[int, np.ndarray]] = []
+        clock.begin()
+        for i in order if best is None else [i for i, _ in best[0]]:
+            repetitions = min(options.block, options.repetitions - done[i])
+            measured.append((i, _block(operation(options.settings[i]), repetitions, clock)))
+            if best is None and (clock.elapsed > _STRETCH_S or clock.is_over):
+                break
+        foreign = clock.foreign
+        if best is None or foreign < best[1]:
+            best = (measured, foreign)
+        if foreign <= _DISTURBED or clock.is_over:
+            break
+    assert best is not None
+    return best
+
+
+def _block(run: Callable[[], Any], repetitions: int, clock: _Clock) -> np.ndarray:
+    """Seconds of the slowest rank, for each repetition; one before them warms up."""
+    eager = load_oneflow()._oneflow_internal.eager
+    times = np.empty(repetitions + 1)
+    for i in range(len(times)):
+        eager.Sync()
+        eager.ClusterSync()
+        start = time.perf_counter()
+        run()
+        eager.Sync()
+        times[i] = time.perf_counter() - start
+    return clock.slowest(times[1:])
+
+
+def _sample(
+    setting: Setting, level: str, repetition: int, seconds: float, foreign: float, num_ranks: int, clock: _Clock
+) -> Sample:
+    return Sample(
+        collective=setting.collective,
+        level=level,
+        ranks=setting.ranks,
+        bytes=setting.num_bytes,
+        repetition=repetition,
+        seconds=float(seconds),
+        host=clock.hosts.name,
+        time=datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        job_ranks=num_ranks,
+        ranks_per_node=clock.hosts.ranks_per_node,
+        cores=clock.num_cores,
+        stride=setting.stride,
+        shape="x".join(map(str, setting.shape)),
+        foreign=round(foreign, 4),
+        versions=clock.versions,
+    )
+
+
+class _Clock:
+    """What all ranks agree on: the time that has passed on rank 0, and what other processes used."""
+
+    def __init__(self, hosts: Hosts, budget_s: float | None):
+        flow = load_oneflow()
+        self.hosts = hosts
+        self.num_cores = len(os.sched_getaffinity(0))
+        self.versions = f"oneflow {flow.__version__}; {os.uname().sysname} {os.uname().release}; {processor()}"
+        self._budget_s = budget_s
+        self._zero = time.monotonic()
+        self._now = np.zeros(3)
+        self._start = np.zeros((len(hosts.numbers), 3))
+        self._last = self._start
+        self.elapsed = 0.0
+        self.is_over = False
+
+    def begin(self) -> None:
+        """A stretch begins."""
+        self._start = self._last = exchange(self._readings())
+        self.elapsed = 0.0
+
+    def slowest(self, times: np.ndarray) -> np.ndarray:
+        """The largest times of all ranks; brings all clocks up to date."""
+        gathered = exchange(np.concatenate((times, self._readings())))
+        self._last = gathered[:, len(times) :]
+        self.elapsed = float(self._last[0, 0] - self._start[0, 0])
+        self.is_over = self._budget_s is not None and bool(self._last[0, 0] > self._budget_s)
+        return gathered[:, : len(times)].max(axis=0)
+
+    @property
+    def foreign(self) -> float:
+        """The largest fraction of a host's cores that others used during the stretch."""
+        wall, own, busy = (self._last - self._start).T
+        shares = []
+        for number in set(self.hosts.numbers):
+            here = [i for i, other in enumerate(self.hosts.numbers) if other == number]
+            if busy[here[0]] >= 0 and wall[here[0]] > 0:
+                shares.append((busy[here[0]] - own[here].sum()) / (wall[here[0]] * self.num_cores))
+        return float(min(1.0, max(0.0, *shares))) if shares else 0.0
+
+    def _readings(self) -> np.ndarray:
+        """Seconds since the start, of this process on CPUs, and of the whole host."""
+        return np.array([time.monotonic() - self._zero, time.process_time(), host_busy_s()])
+
+
+def processor() -> str:
+    """The processor's name, where the system says it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2] for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return " ".join(names[0].split()) if names else os.uname().machine
+
+
+def host_busy_s() -> float:
+    """Seconds that all cores of this host were busy, the time that a hypervisor took away included; 0 where it is not known."""
+    try:
+        with open("/proc/stat", encoding="ascii") as file:
+            user, nice, system, _, _, interrupts, soft, stolen, *_ = map(int, file.readline().split()[1:])
+    except (OSError, ValueError):
+        return 0.0
+    return (user + nice + system + interrupts + soft + stolen) / os.sysconf("SC_CLK_TCK")
+
+
+def exchange(values: np.ndarray) -> np.ndarray:
+    """Everybody's values (of 8 bytes each), shape (ranks, values); every rank calls."""
+    flow = load_oneflow()
+    from autoddl.pipelines.runtime.collectives import all_gather
+    from autoddl.pipelines.runtime.mesh import RankAxis
+
+    num_ranks = flow.env.get_world_size()
+    row = flow.tensor(np.ascontiguousarray(values).reshape(1, prod(values.shape)))
+    return all_gather(row, RankAxis(num_ranks, 1, num_ranks), 0).numpy()
