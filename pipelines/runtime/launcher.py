@@ -51,7 +51,7 @@ _ORPHANS_SECONDS = 1.0  # how long the system may take to remove what ranks had 
 
 
 class RankPool:
-    """``num_ranks`` ranks on this machine that carry out jobs one after the other.
+    """``num_ranks`` ranks on this machine that carry out jobs one after the other, for one thread of the launcher.
 
     Args:
         num_ranks: how many.
@@ -85,7 +85,7 @@ class RankPool:
         self.num_ranks = num_ranks
         self.stall_timeout_s = stall_timeout_s
         self._is_log_dir_ours = log_dir is None
-        self.log_dir = Path(tempfile.mkdtemp(prefix="autoddl-ranks-")) if log_dir is None else log_dir
+        self.log_dir = Path(tempfile.mkdtemp(prefix="autoddl-ranks-") if log_dir is None else log_dir).resolve()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
