@@ -95,7 +95,7 @@ class Node:
 class Occurrence:
     """One place of the elimination tree: the factor there, and for each of its inputs who stands behind it.
 
-    ``producers``: the occurrence that made the input, -1 for a leaf; ``variables``: the variable whose own costs the input is,
+    ``producers``: the occurrence that made the input, negative for a leaf; ``variables``: the variable whose own costs the input is,
     -1 for anything else.
     """
 
@@ -141,7 +141,7 @@ class Plan:
     def join(self, node: Node, tables: Sequence[np.ndarray]) -> np.ndarray:
         """The sum of a node's inputs on its local axes."""
         views = sorted((node.expand(tables[number], axes) for number, axes in node.inputs), key=lambda view: view.size)
-        total = views[0]
+        total = views[0] if views else np.zeros(())
         for view in views[1:]:
             total = total + view
         return np.broadcast_to(total, node.local)
@@ -211,7 +211,7 @@ def _best_labels(leaf: Leaf | Node, weights: Weights) -> list[int]:
     return [int(a + score[a:b].argmin()) for a, b in zip(first[:-1], first[1:])]
 
 
-#: A live factor while compiling: (factor number, its variables, the occurrence that made it or -1).
+#: A live factor while compiling: (factor number, its variables, the occurrence that made it; leaves have numbers below 0).
 _Live = tuple[int, tuple[int, ...], int]
 
 #: When so few variables are left, with so few joint classes, they are eliminated all at once, in the root.
@@ -246,6 +246,7 @@ class _Compiler:
         self.scalars: list[_Live] = []
         self.node_number: dict[tuple, int] = {}
         self.exact = True
+        self.leaves = 0
         self._add_leaves(reduced)
         self.group_of: dict[int, tuple] = {}
         self.groups: dict[tuple, dict[int, None]] = {}
@@ -258,7 +259,7 @@ class _Compiler:
             if id(domain) not in number:
                 number[id(domain)] = len(self.factors)
                 self.factors.append(Leaf((domain.num_classes,), domain=domain))
-            self._add_live((number[id(domain)], (i,), -1))
+            self._add_live((number[id(domain)], (i,), self._next_leaf()))
         for i, j, array in reduced.edges:
             # A variable of one class is no neighbour: without it tables have few axes (numpy allows 32).
             scope = tuple(v for v in (i, j) if self.sizes[v] > 1)
@@ -266,7 +267,11 @@ class _Compiler:
                 number[id(array)] = len(self.factors)
                 array_of_scope = array.reshape([self.sizes[v] for v in scope])
                 self.factors.append(Leaf(array_of_scope.shape, array=array_of_scope))
-            self._add_live((number[id(array)], scope, -1))
+            self._add_live((number[id(array)], scope, self._next_leaf()))
+
+    def _next_leaf(self) -> int:
+        self.leaves += 1
+        return -self.leaves
 
     def _add_live(self, live: _Live) -> None:
         scope = live[1]

@@ -320,7 +320,7 @@ def _matches(labels: _Labels, code: np.ndarray, room: np.ndarray) -> tuple[np.nd
     owner = np.repeat(np.arange(len(labels.first) - 1), np.diff(labels.first))
     keys = owner + np.clip(labels.excess / span, 0.0, 0.75)
     # 1e-9 of the span more than the room, for rounding: a label too many does no harm.
-    last = np.searchsorted(keys, code + np.clip(room / span + 1e-9, 0.0, 0.9), side="right")
+    last = np.searchsorted(keys, code + np.clip(np.clip(room, 0.0, span) / span + 1e-9, 0.0, 0.9), side="right")
     start = labels.first[code]
     return start, np.maximum(last - start, 0)
 

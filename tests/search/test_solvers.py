@@ -7,11 +7,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from instances import Truth, block_chain, brute_force, memory_limits, random_table, tables
 
 from autoddl.costmodel.table import CostTable, Edge
 from autoddl.search import METHODS, Result, SearchError, Status, exact, exhaustive, lower_bound, smallest_memory, solve
 from autoddl.search.milp import solve_milp
+
+from .instances import Truth, block_chain, brute_force, memory_limits, random_table, tables
 
 HEURISTICS = ("coordinate-descent", "metropolis-hastings", "random")
 
@@ -282,5 +283,5 @@ def test_tables_that_cannot_be_searched_are_refused(fault: str) -> None:
         table.memory[2][1] = 0.5
     else:
         table = random_table(5, [3, 0, 3], [(0, 1), (1, 2), (0, 2)])
-    with pytest.raises(SearchError, match="v0|v1|v2"):
+    with pytest.raises(SearchError, match=r"v\d"):
         exact(table)
