@@ -1,0 +1,134 @@
+"""``autoddl calibrate``: measure collectives, transfers and products on real ranks, and fit the cost model to them.
+
+Samples are kept as they are taken: an interrupted run continues where it was when it is started again with the same --samples.
+Started by a cluster's launcher on every rank, it measures on those ranks; else it starts ranks of its own on this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import traceback
+
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import format_bytes, to_si
+
+from .fit import add_fit_arguments, finish
+
+__all__ = ["add_parser", "run"]
+
+#: How many repetitions a first, quick look takes.
+SIZES = "4KiB:16MiB"
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "calibrate",
+        help="measure this system's collectives and fit a cluster file",
+        description=__doc__.splitlines()[0],
+    )
+    parser.add_argument("-o", "--output", metavar="CLUSTER.json", help="write the cluster file")
+    parser.add_argument("--samples", metavar="FILE.csv", help="keep the samples here (next to the cluster file)")
+    parser.add_argument(
+        "--ranks", default="2,4", metavar="N,...", help="local ranks: a job for each number (%(default)s)"
+    )
+    parser.add_argument(
+        "--sizes",
+        default=SIZES,
+        metavar="B,... or A:B",
+        help="message sizes, or a range of which every power of 4 is taken (%(default)s)",
+    )
+    parser.add_argument("--collectives", metavar="C,...", help="which ones (all, and point-to-point)")
+    parser.add_argument("--repetitions", type=int, default=100, metavar="K", help="of each measurement (%(default)s)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop measuring after this time")
+    parser.add_argument("--communication-only", action="store_true", help="no products: leave the device as it is")
+    add_fit_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Measure, fit, write, print."""
+    from autoddl.calib.campaign import is_in_job, measure_in_job, measure_locally
+    from autoddl.calib.measurements import SampleFile
+
+    options = _options(arguments)
+    base = load_cluster(arguments.base)
+    path = arguments.samples or _beside(arguments.output)
+    if is_in_job():
+        try:
+            if measure_in_job(options, path) is None:
+                return 0
+        except BaseException as error:
+            # A rank that merely raised would wait for the others when it exits, and they for it.
+            if isinstance(error, UserError):
+                print(f"autoddl: {error}", file=sys.stderr, flush=True)
+            else:
+                traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(2 if isinstance(error, UserError) else 1)
+        samples = SampleFile(path).samples
+    else:
+        file = SampleFile(path)
+        measure_locally(options, file)
+        samples = file.samples
+    if not arguments.json:
+        print(f"samples: {path} ({len(samples)})\n")
+    return _fit(samples, base, arguments)
+
+
+def _fit(samples, base, arguments) -> int:
+    from autoddl.calib.clusterfile import fit_samples
+    from autoddl.calib.measurements import numbered
+
+    return finish(fit_samples(numbered(samples), arguments.seed), base, arguments)
+
+
+def _beside(output: str | None) -> str:
+    if output is None:
+        return "measurements.csv"
+    return (output[: -len(".json")] if output.endswith(".json") else output) + ".csv"
+
+
+def _options(arguments: argparse.Namespace):
+    from autoddl.calib.campaign import CampaignOptions
+    from autoddl.calib.measurements import COLLECTIVES
+
+    local_work = {"shapes": (), "elementwise": ()} if arguments.communication_only else {}
+    return CampaignOptions(
+        ranks=tuple(_whole("--ranks", part) for part in arguments.ranks.split(",")),
+        sizes=_sizes(arguments.sizes),
+        collectives=tuple(arguments.collectives.split(",")) if arguments.collectives else COLLECTIVES,
+        repetitions=arguments.repetitions,
+        budget_s=arguments.budget,
+        seed=arguments.seed,
+        quiet=arguments.quiet,
+        **local_work,
+    )
+
+
+def _whole(option: str, text: str) -> int:
+    if not re.fullmatch(r"\s*[0-9]+\s*", text):
+        raise UserError(f"{option}: {text!r} should be a whole number")
+    return int(text)
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    if ":" in text:
+        first, last = (_size(part) for part in text.split(":", 1))
+        if first > last or first < 1:
+            raise UserError(f"--sizes {text!r}: {format_bytes(first)} should be at most {format_bytes(last)}")
+        sizes = [first]
+        while sizes[-1] * 4 <= last:
+            sizes.append(sizes[-1] * 4)
+        return tuple(sizes)
+    return tuple(_size(part) for part in text.split(","))
+
+
+def _size(text: str) -> int:
+    match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if match is None:
+        raise UserError(f"--sizes: {text!r} is not a number of bytes with a unit, such as 64KiB")
+    return round(to_si(float(match[1]), match[2] or "B", "size", "--sizes"))
