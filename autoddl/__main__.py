@@ -10,9 +10,10 @@ import argparse
 import importlib
 import os
 import pkgutil
+import re
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from autoddl.costmodel.errors import UserError
 
@@ -22,10 +23,14 @@ __all__ = ["main"]
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line."""
+    """Says what is wrong with the arguments in one line; takes ``-5GB/s`` for a value, not for an option."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._negative_number_matcher = re.compile(r"-\.?[0-9].*")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"autoddl: {message} (see {self.prog} --help)\n")
+        self.exit(2, f"autoddl: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -89,12 +89,11 @@ class Workload:
         Raises:
             UserError: a field is missing, unknown or out of range.
         """
-        workload = cls(
-            fields.integer("batch", 1),
-            fields.integer("micro_batch", 1),
-            fields.text("precision"),
-            fields.text("optimizer"),
-            fields.boolean("recompute"),
-        )
+        batch, micro_batch = fields.integer("batch", 1), fields.integer("micro_batch", 1)
+        precision, optimizer = fields.text("precision"), fields.text("optimizer")
+        recompute = fields.boolean("recompute")
         fields.finish()
-        return workload
+        try:
+            return cls(batch, micro_batch, precision, optimizer, recompute)
+        except UserError as error:
+            raise UserError(f"{fields.where}: {error}") from None
