@@ -23,6 +23,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
 from .planner import BaselineFigures, Planned
+from .trusting import PlanTrust, trust_document
 
 __all__ = ["Plan", "load_plan", "plan_document"]
 
@@ -65,8 +66,8 @@ def _difference(planned: LayerGraph, given: LayerGraph) -> str:
     return "their edges differ"
 
 
-def plan_document(planned: Planned) -> dict[str, Any]:
-    """The JSON document of a planner's answer."""
+def plan_document(planned: Planned, trusted: PlanTrust | None = None) -> dict[str, Any]:
+    """The JSON document of a planner's answer; ``trust`` is null where the cluster was not calibrated."""
     assessment, result = planned.assessment, planned.result
     return {
         "format": FORMAT,
@@ -101,7 +102,8 @@ def plan_document(planned: Planned) -> dict[str, Any]:
             }
             for candidate in planned.candidates
         ],
-        "notes": list(planned.graph.notes),
+        "trust": trust_document(trusted),
+        "notes": [*planned.graph.notes, *(trusted.notes if trusted else ())],
         "graph_hash": planned.graph.hash,
         "cluster_hash": planned.cluster.hash,
         "options_hash": options_hash(planned),

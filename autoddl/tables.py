@@ -8,6 +8,7 @@ from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from .planner import BaselineFigures, Planned
+from .trusting import PlanTrust, trust_lines
 
 __all__ = ["aligned", "plan_text"]
 
@@ -22,11 +23,15 @@ def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: st
     return lines
 
 
-def plan_text(planned: Planned) -> str:
-    """The whole plan: what it is for, the layers, the totals, the baselines, the certificate."""
+def plan_text(planned: Planned, trusted: PlanTrust | None = None) -> str:
+    """The whole plan: what it is for, the layers, the totals, the baselines, the certificate, and how far to trust it."""
     sections = [_heading(planned), _layers(planned), _totals(planned), _baselines(planned), certificate(planned)]
-    if planned.graph.notes:
-        sections.append(["Notes", *(f"  {note}" for note in planned.graph.notes)])
+    notes = list(planned.graph.notes)
+    if trusted is not None:
+        sections.append(trust_lines(trusted))
+        notes += trusted.notes
+    if notes:
+        sections.append(["Notes", *(f"  {note}" for note in notes)])
     return "\n\n".join("\n".join(section) for section in sections)
 
 

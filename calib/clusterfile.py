@@ -6,7 +6,7 @@ What was not measured stays as it is in the base cluster: memory, the peak rates
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from typing import Any
 
@@ -74,6 +74,8 @@ def calibrated_document(fit: Fit, base: Cluster, name: str) -> dict[str, Any]:
         document["links"][level.level] = _link(level, f"measured {date[:10]}")
     if fit.device is not None and "float32" in base.device.peak_flops:
         document["device"] = _device(fit.device, base, f"measured {date[:10]}")
+    else:
+        fit = replace(fit, device=None)
     document["calibration"] = _calibration(fit, date)
     from_document(document, name)
     return document

@@ -208,7 +208,8 @@ class Cluster:
             )
             for link in self.links
         )
-        return replace(self, links=(inter, intra))
+        # Nothing of these links was measured.
+        return replace(self, links=(inter, intra), calibration=None)
 
 
 def excess(devices_per_node: int, cores_per_node: int | None) -> float:

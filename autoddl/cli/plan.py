@@ -25,16 +25,18 @@ def run(arguments: argparse.Namespace) -> int:
     from ..plan import plan_document, save_plan
     from ..planner import make_plan
     from ..tables import plan_text
+    from ..trusting import trust_of
 
     planned = make_plan(model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method))
+    trusted = trust_of(planned)
     if arguments.output or arguments.json:
-        document = plan_document(planned)
+        document = plan_document(planned, trusted)
     if arguments.output:
         save_plan(arguments.output, document)
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
         return 0
-    print(plan_text(planned))
+    print(plan_text(planned, trusted))
     if arguments.output:
         print(f"\nWritten to {arguments.output}")
     return 0
