@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
@@ -102,6 +103,22 @@ class AppliedModule(flow.nn.Module):
                 loss.backward()
             total += float(loss.numpy())
         return total
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients so that their Euclidean norm, taken of all as one vector, is ``max_norm`` at most; the norm before.
+
+        All ranks call.  ``nn.utils.clip_grad_norm_`` gathers every gradient for it; here one number is sent.
+        """
+        program = self._program
+        trained = [stored for stored in program.stored.values() if stored.tensor.grad is not None]
+        locals_ = [stored.tensor.grad.to_local() for stored in trained]
+        squares = sum(float((g * g).sum().numpy()) / stored.num_copies for stored, g in zip(trained, locals_))
+        total = program.stepper.reduce(flow.tensor([squares]), [Axis(program.stepper.num_ranks, 1)])
+        norm = float(total.numpy()[0]) ** 0.5
+        if norm > max_norm:
+            for gradient in locals_:
+                gradient.mul_(max_norm / norm)
+        return norm
 
     def _batch(self, batch: Sequence[Any]) -> Batch:
         if flow._oneflow_internal.lazy_mode.is_enabled():

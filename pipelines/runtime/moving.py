@@ -1,6 +1,6 @@
 """Executing redistributions: the moves of :mod:`autoddl.costmodel.redistribution` on local tensors.
 
-A local tensor is viewed with one dimension per digit,
+A local tensor is thought of as having one dimension per digit,
 
     dimension d of length L  ->  (n_0, n_1, ..., n_k, rest)        rest = L / (n_0 ... n_k)
 
@@ -42,7 +42,11 @@ def move_tensor(x: Tensor, route: Sequence[Redistribution], stepper: Stepper, di
 
 
 class _Digits:
-    """The dimension-per-digit view of one redistribution."""
+    """The dimension-per-digit view of one redistribution.
+
+    OneFlow's kernels end at eight dimensions, so the view exists as a list of lengths only: tensors are reshaped to what an
+    operation needs of it, three dimensions at most.
+    """
 
     def __init__(self, part: Redistribution, shape: tuple[int, ...], dims: Sequence[int], stepper: Stepper):
         self.part = part
@@ -65,10 +69,9 @@ class _Digits:
             self.spans.append(range(start, len(self.view)))
 
     def run(self, x: Tensor) -> Tensor:
-        x = x.reshape(*self.view)
         for move in self.part.moves:
             x = self._local(x, move) if move.collective is None else self._collective(x, move, move.collective)
-        return x.reshape(*(prod(x.shape[i] for i in span) for span in self.spans))
+        return x.reshape(*(prod(self.view[i] for i in span) for span in self.spans))
 
     def _local(self, x: Tensor, move: Move) -> Tensor:
         for atom, before, after in move.parts:
@@ -78,22 +81,31 @@ class _Digits:
     def _local_change(self, x: Tensor, atom: Axis, before: Holding, after: Holding) -> Tensor:
         axis = self.stepper.axis(atom)
         if isinstance(before, Broadcast) and isinstance(after, Digit):
-            return take_shard(x, axis, self.places[after])
+            x = take_shard(self._around(x, self.places[after]), axis, 1)
+            self.view[self.places[after]] = 1
+            return x
         assert isinstance(after, PartialSum), (before, after)
         if isinstance(before, Digit):
-            return pad_shard(x, axis, self.places[before])
+            x = pad_shard(self._around(x, self.places[before]), axis, 1)
+            self.view[self.places[before]] = atom.size
+            return x
         # A copy becomes a summand: the first rank keeps it.
         return x * (1.0 if atom.coordinate(self.stepper.rank) == 0 else 0.0)
+
+    def _around(self, x: Tensor, place: int) -> Tensor:
+        """(what is before a digit, the digit, what is behind it)."""
+        return x.reshape(prod(self.view[:place]), self.view[place], prod(self.view[place + 1 :]))
 
     def _collective(self, x: Tensor, move: Move, collective: Collective) -> Tensor:
         if collective is Collective.ALL_REDUCE:
             return self.stepper.run(x, Step(collective, move.axis, num_bytes(x)))
         taken = [self.places[after] for _, _, after in move.parts if isinstance(after, Digit)]
         given = [self.places[before] for _, before, _ in move.parts if isinstance(before, Digit)]
-        order = [*taken, *given, *(i for i in range(len(x.shape)) if i not in (*taken, *given))]
-        lengths = [x.shape[i] for i in order]
+        blocks = _blocks_to_front([*taken, *given], len(self.view))
+        for start, stop in blocks:
+            x = _swap(x, self.view, start, stop)
         # (digits to be cut, digits that become whole, everything else)
-        x = x.permute(*order).reshape(prod(lengths[: len(taken)]), prod(lengths[len(taken) : len(taken + given)]), -1)
+        x = x.reshape(prod(self.view[: len(taken)]), prod(self.view[len(taken) : len(taken + given)]), -1)
         if collective is Collective.REDUCE_SCATTER:
             x = self.stepper.run(x, Step(collective, move.axis, num_bytes(x)), 0)
         elif collective is Collective.ALL_GATHER:
@@ -101,5 +113,32 @@ class _Digits:
         else:
             x = self.stepper.exchange(x, move.axis, split_dim=0, concat_dim=1)
         sizes = [atom.size for atom, _, _ in move.parts]
-        lengths[: len(taken + given)] = [*(1 for _ in taken), *(sizes if given else [])]
-        return x.reshape(*lengths).permute(*(order.index(i) for i in range(len(order))))
+        self.view[: len(taken + given)] = [*(1 for _ in taken), *(sizes if given else [])]
+        for start, stop in reversed(blocks):
+            x = _swap(x, self.view, stop - start, stop)
+        return x
+
+
+def _blocks_to_front(front: Sequence[int], count: int) -> list[tuple[int, int]]:
+    """The blocks (start, stop) of dimensions to move to the front, one after the other, so that ``front`` come first."""
+    order, blocks = list(range(count)), []
+    runs: list[list[int]] = []
+    for place in front:
+        if runs and runs[-1][-1] + 1 == place:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    for run in reversed(runs):
+        start = order.index(run[0])
+        blocks.append((start, start + len(run)))
+        order[: start + len(run)] = run + order[:start]
+    return blocks
+
+
+def _swap(x: Tensor, lengths: list[int], middle: int, end: int) -> Tensor:
+    """Let the first ``middle`` dimensions and those from there to ``end`` change places, in ``lengths`` too."""
+    shape = (prod(lengths[:middle]), prod(lengths[middle:end]), prod(lengths[end:]))
+    lengths[:end] = lengths[middle:end] + lengths[:middle]
+    if shape[0] == 1 or shape[1] == 1:
+        return x  # nothing moves in memory
+    return x.reshape(*shape).permute(1, 0, 2)

@@ -5,8 +5,8 @@ its axes (p0, p1, p2)).  Its logical value is the module's with rows and columns
 optimizers do not notice; ``state_dict`` undoes it.  Layers compute with ``to_local()``, which shares the storage.
 
 Measured on OneFlow 0.9.0, CPU ranks: SGD, momentum, Adam and AdamW on such tensors agree bitwise with one device and send
-nothing; ``clip_grad_norm_`` is right, since norms are taken of the whole.  LAMB is not usable on global tensors: its update
-is made on a re-boxed copy and lost, in silence.
+nothing.  OneFlow's ``clip_grad_norm_`` is right too, on parameters of one mesh (`common_mesh`), but gathers all gradients.
+LAMB is not usable on global tensors that are split: its update is made on a re-boxed copy and lost, in silence.
 
 **Gradients.**  All parameters of a layer that are summed over the same ranks pass through one autograd node: local tensors
 come out, and when all local gradients have come back, those of tied layers included, it sums them in one all-reduce per step of
@@ -16,12 +16,14 @@ layers use leaves of their own that share the storage; the node adds what these 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.strategy import Strategy
 
 from .layouts import ParameterLayout
 from .load import load_oneflow
@@ -30,31 +32,43 @@ from .stepping import Stepper
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["ParameterGroup", "StoredParameter", "placed_empty"]
+__all__ = ["ParameterGroup", "StoredParameter", "common_mesh", "placed_empty"]
 
 Tensor = Any
 
 
-def placed_empty(layout: ParameterLayout, stepper: Stepper, dtype: Any) -> Tensor:
-    """An uninitialised global tensor of a layout."""
-    cuts = sorted(
-        ((axis, dim) for dim, axes in enumerate(layout.axes) for axis in axes), key=lambda cut: -cut[0].stride
-    )
-    mesh, states, stride = [], [], stepper.num_ranks
-    for axis, dim in cuts:
-        between = stride // (axis.size * axis.stride)
-        if between > 1:
-            mesh.append(between)
-            states.append(flow.sbp.broadcast)
-        mesh.append(axis.size)
-        states.append(flow.sbp.split(dim))
-        stride = axis.stride
-    if stride > 1 or not mesh:
-        mesh.append(stride)
-        states.append(flow.sbp.broadcast)
-    ranks = np.arange(stepper.first_rank, stepper.first_rank + stepper.num_ranks).reshape(mesh)
-    shape = [held * int(np.prod([axis.size for axis in axes])) for held, axes in zip(layout.local_shape(), layout.axes)]
-    return flow.empty(*shape, dtype=dtype, placement=flow.placement("cpu", ranks.tolist()), sbp=states)
+def common_mesh(strategies: Iterable[Strategy], num_ranks: int) -> tuple[Axis, ...] | None:
+    """The mesh, outermost axis first, that all axes of all strategies can be put together from; None where there is none.
+
+    On one mesh parameters can be used together, as ``clip_grad_norm_`` does.
+    """
+    cuts = {1, num_ranks}
+    for strategy in strategies:
+        for is_embedding in (False, True):
+            axes = [axis for which in range(3) for axis in strategy.axes(which, is_embedding)]
+            cuts |= {axis.stride for axis in axes} | {axis.stride * axis.size for axis in axes}
+    ordered = sorted(cuts)
+    if any(larger % smaller for smaller, larger in zip(ordered, ordered[1:])):
+        return None
+    return tuple(Axis(end // stride, stride) for stride, end in reversed(list(zip(ordered, ordered[1:]))))
+
+
+def placed_empty(layout: ParameterLayout, mesh: tuple[Axis, ...] | None, stepper: Stepper, dtype: Any) -> Tensor:
+    """An uninitialised global tensor of a layout, on ``mesh`` or, without one, on as few axes as it needs."""
+    cutting = {axis: dim for dim, axes in enumerate(layout.axes) for axis in axes}
+    if mesh is None:
+        cuts = sorted({1, stepper.num_ranks} | {cut for a in cutting for cut in (a.stride, a.stride * a.size)})
+        mesh = tuple(Axis(end // stride, stride) for stride, end in reversed(list(zip(cuts, cuts[1:]))))
+    states = []
+    for part in mesh:
+        dims = [dim for a, dim in cutting.items() if a.stride <= part.stride < a.stride * a.size]
+        states.append(flow.sbp.split(dims[0]) if dims else flow.sbp.broadcast)
+    ranks = np.arange(stepper.first_rank, stepper.first_rank + stepper.num_ranks)
+    if mesh:
+        ranks = ranks.reshape([axis.size for axis in mesh])
+    shape = [length * prod(axis.size for axis in axes) for length, axes in zip(layout.local_shape(), layout.axes)]
+    placement = flow.placement("cpu", ranks.tolist())
+    return flow.empty(*shape, dtype=dtype, placement=placement, sbp=states or [flow.sbp.broadcast])
 
 
 class StoredParameter:
@@ -66,10 +80,18 @@ class StoredParameter:
         leaf: this rank's part, sharing its storage; collects the gradients of micro-batches that are not summed.
     """
 
-    def __init__(self, layout: ParameterLayout, value: np.ndarray, stepper: Stepper, requires_grad: bool = True):
+    def __init__(
+        self,
+        layout: ParameterLayout,
+        value: np.ndarray,
+        mesh: tuple[Axis, ...] | None,
+        stepper: Stepper,
+        requires_grad: bool = True,
+    ):
         self.layout = layout
+        self._mesh = mesh
         self._stepper = stepper
-        tensor = placed_empty(layout, stepper, flow.tensor(value[:0]).dtype)
+        tensor = placed_empty(layout, mesh, stepper, flow.tensor(value[:0]).dtype)
         self.tensor = flow.nn.Parameter(tensor, requires_grad)
         self.assign(value)
         self.leaf = self.local().requires_grad_(requires_grad)
@@ -100,9 +122,14 @@ class StoredParameter:
             yield name, value[start : start + rows]
             start += rows
 
+    @property
+    def num_copies(self) -> int:
+        """How many ranks hold each element."""
+        return self._stepper.num_ranks // prod(axis.size for axes in self.layout.axes for axis in axes)
+
     def with_gradient(self, local: Tensor) -> Tensor:
         """A global tensor like this one that holds ``local``."""
-        gradient = placed_empty(self.layout, self._stepper, local.dtype)
+        gradient = placed_empty(self.layout, self._mesh, self._stepper, local.dtype)
         _copy_into(gradient, local)
         return gradient
 

@@ -27,7 +27,7 @@ from .layers import Body, build_body
 from .layouts import ParameterLayout, parameter_layouts
 from .load import load_oneflow
 from .moving import move_tensor
-from .parameters import ParameterGroup, StoredParameter
+from .parameters import ParameterGroup, StoredParameter, common_mesh
 from .setting import Batch, LayerSetting
 from .stepping import Stepper
 from .userparameters import values_of
@@ -90,9 +90,12 @@ class Program:
         self.stored: dict[str, StoredParameter] = {}
         self.aliases: dict[str, str] = {}
         self._strategies = dict(strategies)
+        self._mesh = common_mesh(self._strategies.values(), stepper.num_ranks)
+        self._values = values_of(module, stepper)
         self._places: dict[int, tuple[ParameterGroup, int]] = {}
         self._owned: dict[str, list[StoredParameter]] = {}
         self.layers = tuple(self._ready(module, layer, recompute) for layer in graph.layers)
+        self._values.clear()  # the user's module has them
         self._num_readers: dict[str, int] = {}
         for source, _ in graph.edges:
             self._num_readers[source] = self._num_readers.get(source, 0) + 1
@@ -103,7 +106,7 @@ class Program:
         strategy = self._strategies[layer.name]
         setting = LayerSetting(self.graph, layer, strategy, self.stepper, module, recompute and layer.kind != "loss")
         _check_edges(setting)
-        places = self._parameters(module, layer, parameter_layouts(self.graph, layer, strategy))
+        places = self._parameters(layer, parameter_layouts(self.graph, layer, strategy))
         by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
         for stored in self._owned[layer.name]:
             by_axes.setdefault(stored.layout.reduced, []).append(stored)
@@ -113,9 +116,8 @@ class Program:
         weights = tuple(self._places[id(stored)] for stored in places)
         return RunLayer(layer, strategy, self.graph.inputs(layer.name), build_body(setting), groups, weights)
 
-    def _parameters(self, module: Any, layer: Layer, layouts: Sequence[ParameterLayout]) -> list[StoredParameter]:
+    def _parameters(self, layer: Layer, layouts: Sequence[ParameterLayout]) -> list[StoredParameter]:
         """The layer's parameters, in the order of ``layouts``; its own ones are stored now."""
-        values = values_of(module, self.stepper, [name for layout in layouts for name, _ in layout.sources])
         tied = {p.name: p.tied_to for p in layer.parameters if p.tied_to is not None}
         own = self._owned[layer.name] = []
         places = []
@@ -123,9 +125,9 @@ class Program:
             if layout.name in tied:
                 places.append(self._tied(layer, layout, tied[layout.name]))
                 continue
-            logical = np.concatenate([values[name].value for name, _ in layout.sources])
-            trained = all(values[name].requires_grad for name, _ in layout.sources)
-            stored = self.stored[layout.name] = StoredParameter(layout, logical, self.stepper, trained)
+            logical = np.concatenate([self._values[name].value for name, _ in layout.sources])
+            trained = all(self._values[name].requires_grad for name, _ in layout.sources)
+            stored = self.stored[layout.name] = StoredParameter(layout, logical, self._mesh, self.stepper, trained)
             own.append(stored)
             places.append(stored)
         return places
@@ -197,7 +199,11 @@ class Program:
             return dy[part[0], :, part[1]].contiguous()
 
         whole = _Function.apply("whole", forward, backward, value)
-        return whole.reshape(samples, *last.layer.output_shape)
+        per_sample = last.layer.output_shape
+        # Outside of sequences the one row of a sample is the sample itself.
+        return whole.reshape(
+            samples, *(per_sample[1:] if len(per_sample) == 2 and last.layer.rows == 1 else per_sample)
+        )
 
 
 class LocalWeights:

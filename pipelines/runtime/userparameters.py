@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
@@ -77,19 +77,21 @@ def find_parameter(module: Any, path: str) -> Any:
     return None if owner is None else owner._parameters.get(name)
 
 
-def values_of(module: Any, stepper: Stepper, names: Sequence[str]) -> dict[str, UserParameter]:
-    """The values of parameters, on every rank those of the first one: models that each rank initialised by itself differ.
+def values_of(module: Any, stepper: Stepper) -> dict[str, UserParameter]:
+    """The parameters (shared ones by their first name), on every rank with the values of the first one.
 
-    All ranks call; what is equal everywhere already is not sent.
+    Models that each rank initialised by itself differ.  All ranks call; what is equal everywhere already is not sent.
     """
-    tensors = {name: find_parameter(module, name) for name in names}
-    values = {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in tensors.items()}
-    if stepper.num_ranks > 1 and values:
-        own = flow.tensor(np.array([[crc32(value.tobytes()) for value in values.values()]], dtype=np.int64))
-        sums = stepper.gather(own, [Axis(stepper.num_ranks, 1)], 0).numpy()
+    parameters = dict(module.named_parameters())
+    if not parameters:
+        return {}
+    values = {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in parameters.items()}
+    if stepper.num_ranks > 1:
+        own = flow.tensor(np.array([[crc32(value) for value in values.values()]], dtype=np.int64))
+        everyones = stepper.gather(own, [Axis(stepper.num_ranks, 1)], 0).numpy()
         for i, name in enumerate(list(values)):
-            if len(set(sums[:, i])) > 1:
+            if len(set(everyones[:, i])) > 1:
                 tensor = flow.tensor(values[name])
                 flow.comm.broadcast(tensor, stepper.first_rank)
                 values[name] = tensor.numpy()
-    return {name: UserParameter(values[name], bool(tensors[name].requires_grad)) for name in values}
+    return {name: UserParameter(values[name], bool(tensor.requires_grad)) for name, tensor in parameters.items()}

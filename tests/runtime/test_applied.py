@@ -1,0 +1,371 @@
+"""Plans applied to modules on real ranks: loss, gradients, steps and bytes, training, checkpoints, refusals."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoddl.costmodel.assessment import assess
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
+from autoddl.costmodel.layerwork import all_reduce_steps
+from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.workload import Workload
+from autoddl.models.feedforward import mlp
+from autoddl.models.layers import GraphBuilder, conv2d, linear, loss, opaque
+from autoddl.models.transformers import Transformer, bert, gpt, llama
+from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
+from autoddl.planner import Options, make_plan
+from autoddl.search.baselines import baselines
+
+JOBS = Path(__file__).with_name("applied_jobs.py")
+GPT = Transformer("gpt", layers=2, width=64, heads=8, sequence=16, vocabulary=128)
+BERT = Transformer("bert", layers=1, width=64, heads=4, sequence=16, vocabulary=128)
+LLAMA = Transformer(
+    "llama",
+    1,
+    width=64,
+    heads=8,
+    sequence=16,
+    vocabulary=128,
+    kv_heads=4,
+    intermediate=128,
+    activation="silu",
+    tied=False,
+)
+WIDTHS = (64, 128, 96, 32)
+#: What one barrier more or less sends, per rank (see `wire`).
+NOISE_BYTES = 400
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is applied, with a cluster of the right shape to price it on (its speeds do not matter)."""
+
+    model: str
+    sizes: object
+    graph: LayerGraph
+    strategies: dict[str, Strategy]
+    workload: Workload
+
+    @property
+    def arguments(self):
+        return self.model, self.sizes, self.graph, self.strategies, self.workload
+
+    @property
+    def num_ranks(self):
+        return next(iter(self.strategies.values())).num_devices
+
+    def assessment(self):
+        return assess(self.graph, cluster_of(self.strategies), self.workload, self.strategies)
+
+
+def cluster_of(strategies):
+    sizes = [p0 * p1 * p2 for p0, p1, p2 in next(iter(strategies.values())).splits]
+    cluster = load_cluster("dgx-a100").resized(*((1, *sizes) if len(sizes) == 1 else sizes))
+    return replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
+
+
+def on(*splits, summa=False):
+    return Strategy(splits, summa=summa)
+
+
+def mlp_case(strategies, widths=WIDTHS, batch=8, **workload):
+    chosen = {f"fc{i + 1}": strategy for i, strategy in enumerate(strategies)}
+    return Case(
+        "mlp", widths, mlp(widths), chosen, Workload(batch, workload.pop("micro_batch", batch), "float32", **workload)
+    )
+
+
+def random_case(model, sizes, level_sizes, seed, summa=False, **workload):
+    """A random strategy for every layer that divides it; tied layers transposed."""
+    graph = {"gpt": gpt, "bert": bert, "llama": llama}[model](sizes)
+    rng, strategies = random.Random(seed), {}
+    for layer in graph.layers:
+        owner = next((p.tied_to for p in layer.parameters if p.tied_to), None)
+        if owner is not None:
+            strategies[layer.name] = transposed(strategies[owner])
+            continue
+        users = [other for other in graph.layers if any(p.tied_to == layer.name for p in other.parameters)]
+        options = [
+            strategy
+            for strategy in enumerate_strategies(layer, level_sizes, summa)
+            if 8 % strategy.p0 == 0 and all(transposed(strategy).divides(user) for user in users)
+        ]
+        summas = [strategy for strategy in options if strategy.summa]
+        strategies[layer.name] = rng.choice(summas if summas and rng.random() < 0.7 else options)
+    return Case(model, sizes, graph, strategies, Workload(8, 8, "float32", **workload))
+
+
+def pictures_graph(classes, dropout=False, with_loss=True):
+    builder = GraphBuilder("pictures", "image")
+    end = builder.chain(
+        builder.add(conv2d("features.0", (3, 16, 16), 8, kernel_size=3, padding=1, epilogue=("relu",))),
+        [
+            opaque("features.2", (8, 16, 16), (8, 8, 8)),
+            conv2d("features.3", (8, 8, 8), 16, kernel_size=3, padding=1, epilogue=("relu",)),
+            opaque("scale", (16, 8, 8), (16, 8, 8), parameters=[Parameter("scale.weight", (8,))]),
+            linear("classifier.0", 1, 1024, 64, epilogue=("relu", "dropout") if dropout else ("relu",)),
+            linear("classifier.3", 1, 64, classes),
+        ],
+    )
+    if with_loss:
+        builder.add(loss("loss", 1, classes), end)
+    return builder.build()
+
+
+def pictures_strategies(p):
+    whole, half = on((p, 1, 1)), on((p // 2, 2, 1))
+    chosen = dict.fromkeys(("features.0", "features.2", "features.3", "scale"), whole)
+    return {**chosen, "classifier.0": on((1, p // 2, 2)), "classifier.3": on((p // 2, 1, 2)), "loss": half}
+
+
+# ---- Against one device and against the price list ---------------------------------------------------------------------------
+
+
+def counted(steps):
+    return Counter((s.collective.value, s.axis.size, s.axis.stride, s.nbytes) for s in steps if s.axis.size > 1)
+
+
+def expected_steps(case):
+    """The priced steps of each phase of each layer."""
+    return {
+        (found.layer.name, phase): steps
+        for found in case.assessment().layers
+        for phase, steps in (
+            ("forward", found.forward_steps),
+            ("backward", found.backward_steps),
+            ("gradient", found.work.gradient),
+        )
+    }
+
+
+def unpriced(layer: Layer, strategy, phase, ran):
+    """What nobody prices: the loss's own sum of one number, and Summa's sum of a bias's gradient over its rows."""
+    if layer.kind == "loss" or "mse_loss" in layer.epilogue:
+        return Counter({step: count for step, count in ran.items() if step[0] == "all-reduce" and step[3] == 4.0})
+    biases = [p for p in layer.parameters if len(p.shape) == 1]
+    if strategy.summa and biases and phase == "gradient":
+        nbytes = 4 * sum(p.num_elements for p in biases) / strategy.p1
+        return counted(all_reduce_steps(strategy.axes(0), nbytes))
+    return Counter()
+
+
+def check_pass(case, results):
+    """Loss and gradients within 1e-5 of one device, the steps of every phase those that were priced, bytes within 3 %."""
+    priced = expected_steps(case)
+    for rank, result in enumerate(results):
+        assert result["loss"] == pytest.approx(result["reference"], rel=1e-5)
+        assert result["traced_loss"] == pytest.approx(result["reference"], rel=1e-5)
+        for errors in (result["errors"], result["traced_errors"]):
+            assert max(errors.values()) < 1e-5, (rank, max(errors.items(), key=lambda item: item[1]))
+        ran = {key: Counter() for key in priced}
+        for section in result["sections"]:
+            ran[section["layer"], section["phase"]] += section["steps"]
+        for (name, phase), steps in priced.items():
+            extra = unpriced(case.graph[name], case.strategies[name], phase, ran[name, phase])
+            assert ran[name, phase] - extra == counted(steps), (rank, name, phase)
+    check_bytes(case, results, priced)
+
+
+def check_bytes(case, results, priced):
+    """Wherever something was counted: the priced bytes, with OneFlow's own for each message, to 3 %."""
+    n = len(results)
+    for parts in zip(*(result["sections"] for result in results)):
+        if parts[0]["payload"] is not None:
+            sent = n * sum(step.sent_bytes for step in priced[parts[0]["layer"], parts[0]["phase"]])
+            overhead = MESSAGE_BYTES * sum(part["messages"] for part in parts)
+            assert abs(parts[0]["payload"] - overhead - sent) < 0.03 * sent + n * NOISE_BYTES, parts[0]
+    if results[0]["payload"] is not None:
+        sent = n * sum(step.sent_bytes for steps in priced.values() for step in steps)
+        overhead = MESSAGE_BYTES * sum(result["messages"] for result in results)
+        assert abs(results[0]["payload"] - overhead - sent) < 0.03 * sent + n * NOISE_BYTES
+
+
+MLP_STRATEGIES = {
+    "2": (on((2, 1, 1)), on((1, 2, 1)), on((1, 1, 2))),
+    "4": (on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))),
+    "4 read": (on((1, 2, 2)), on((2, 2, 1)), on((1, 1, 4))),
+    "4 summa": (on((2, 2, 1), summa=True), on((1, 2, 2)), on((2, 2, 1), summa=True)),
+    "2x2": (on((2, 1, 1), (1, 2, 1)), on((1, 1, 2), (1, 2, 1)), on((1, 2, 1), (2, 1, 1))),
+    "8": (on((2, 2, 2)), on((1, 2, 4)), on((4, 1, 2))),
+    "2x4": (on((1, 2, 1), (1, 2, 2)), on((2, 1, 1), (2, 1, 2)), on((1, 1, 2), (2, 2, 1))),
+    "2x4 summa": (on((1, 2, 1), (2, 2, 1)), on((2, 1, 1), (2, 2, 1), summa=True), on((1, 2, 1), (4, 1, 1))),
+}
+
+
+@pytest.mark.parametrize("name", MLP_STRATEGIES)
+def test_a_perceptron_of_mixed_strategies(ranks, name):
+    case = mlp_case(MLP_STRATEGIES[name])
+    check_pass(case, ranks(case.num_ranks).run(f"{JOBS}:run_pass", *case.arguments))
+
+
+def test_bytes_of_every_layer_forward_backward_and_of_gradients(counted_ranks):
+    case = mlp_case(MLP_STRATEGIES["4"], widths=(256, 512, 384, 256), batch=256)
+    results = counted_ranks(4).run(f"{JOBS}:run_pass", *case.arguments, True, True)
+    check_pass(case, results)
+    # With messages of this size the raw bytes, nothing subtracted, are within 3 % too.
+    priced = expected_steps(case)
+    for section in results[0]["sections"]:
+        sent = 4 * sum(step.sent_bytes for step in priced[section["layer"], section["phase"]])
+        assert section["payload"] == pytest.approx(sent, rel=0.03, abs=4 * NOISE_BYTES + 16 * MESSAGE_BYTES)
+    total = 4 * sum(layer.sent_bytes for layer in case.assessment().layers)
+    assert results[0]["payload"] == pytest.approx(total, rel=0.03)
+
+
+TRANSFORMERS = {
+    "gpt on 2": random_case("gpt", GPT, (2,), 1),
+    "gpt on 4": random_case("gpt", GPT, (4,), 2),
+    "gpt on 2x2, recomputed": random_case("gpt", GPT, (2, 2), 3, recompute=True),
+    "gpt on 4, summa": random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True),
+    "gpt on 8": random_case("gpt", GPT, (8,), 5),
+    "gpt on 2x4": random_case("gpt", replace(GPT, layers=1), (2, 4), 6),
+    "bert on 4": random_case("bert", BERT, (4,), 7),
+    "bert on 2x4": random_case("bert", BERT, (2, 4), 8),
+    "llama on 4": random_case("llama", LLAMA, (4,), 9),
+    "llama on 8, recomputed": random_case("llama", LLAMA, (8,), 10, recompute=True),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMERS)
+def test_transformers_at_random_strategies(ranks, name):
+    case = TRANSFORMERS[name]
+    check_pass(case, ranks(case.num_ranks).run(f"{JOBS}:run_pass", *case.arguments))
+
+
+@pytest.mark.parametrize("level_sizes", [(4,), (2, 2), (2, 4)], ids=str)
+@pytest.mark.parametrize("which", ["optimal", "megatron"])
+def test_gpt_at_optimal_and_megatron_plans(counted_ranks, level_sizes, which):
+    graph = gpt(GPT)
+    p = int(np.prod(level_sizes))
+    cluster = cluster_of({"": on(*((size, 1, 1) for size in level_sizes))})
+    if which == "optimal":
+        options = Options(batch=8, micro_batch=8, precision="float32", recompute=False, objective="communication")
+        strategies = make_plan(graph, cluster, options).strategies
+    else:
+        members = [b for b in baselines(graph, level_sizes) if b.name == "megatron"]
+        strategies = next(b.strategies for b in members if {s.p0 for s in b.strategies.values()} == {2})
+    case = Case("gpt", GPT, graph, strategies, Workload(8, 8, "float32"))
+    check_pass(case, counted_ranks(p).run(f"{JOBS}:run_pass", *case.arguments, False, True))
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_convolutions_and_the_unknown_split_samples(ranks, num_ranks):
+    graph = pictures_graph(8)
+    case = Case(
+        "pictures", (8,), graph, pictures_strategies(num_ranks), Workload(8, 8, "float32", recompute=num_ranks == 4)
+    )
+    check_pass(case, ranks(num_ranks).run(f"{JOBS}:run_pass", *case.arguments))
+
+
+# ---- Parameters ------------------------------------------------------------------------------------------------------------
+
+
+def test_parameters_are_global_tensors_at_the_layouts_of_the_plan(ranks):
+    case = mlp_case((on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))))
+    layouts = ranks(4).run(f"{JOBS}:run_pass", *case.arguments)[0]["layouts"]
+    split0, split1, copy = "oneflow.sbp.split(dim=0)", "oneflow.sbp.split(dim=1)", "oneflow.sbp.broadcast"
+    # On the mesh (2, 2) of all three strategies; OneFlow keeps weights as (out, in).
+    assert layouts["fc1.weight"] == ((copy, copy), (128, 64))
+    assert layouts["fc2.weight"] == ((split0, split1), (96, 128))
+    assert layouts["fc3.weight"] == ((copy, split1), (32, 96))
+
+
+def test_names_of_parameters_are_the_models(ranks):
+    case = random_case("llama", LLAMA, (4,), 9)
+    names = set(ranks(4).run(f"{JOBS}:run_pass", *case.arguments)[0]["names"])
+    expected = {p.name for layer in case.graph.layers for p in layer.parameters}
+    fused = "layers.0.self_attn.q_proj+k_proj+v_proj.weight"
+    if case.strategies["layers.0.self_attn.q_proj+k_proj+v_proj"].p1 > 4:
+        expected = {name for name in expected if "self_attn." not in name or "o_proj" in name} | {fused}
+    assert names == expected
+
+
+@pytest.mark.parametrize(
+    "case",
+    [random_case("gpt", replace(GPT, layers=1), (4,), 11), mlp_case(MLP_STRATEGIES["2x2"], batch=16, micro_batch=8)],
+    ids=["gpt", "mlp in micro-batches"],
+)
+def test_three_steps_of_every_optimizer(ranks, case):
+    for result in ranks(4).run(f"{JOBS}:train", *case.arguments, ["sgd", "momentum", "adam", "adamw"]):
+        for optimizer, errors in result.items():
+            assert max(errors.values()) < 1e-4, (optimizer, max(errors.items(), key=lambda item: item[1]))
+
+
+def test_checkpoints_move_between_plans(ranks):
+    first, second = random_case("bert", BERT, (4,), 12), random_case("bert", BERT, (2, 2), 13)
+    for result in ranks(4).run(f"{JOBS}:move_between_plans", "bert", BERT, first.arguments[2:], second.arguments[2:]):
+        assert result["names"][0] == result["names"][1]
+        assert result["unchanged"]
+        assert max(result["errors"].values()) < 1e-5
+        assert result["lacks"] == "the state_dict lacks 'embeddings.word_embeddings.weight'"
+        assert result["unknown"] == "the state_dict holds 'nonsense', which the model has not"
+        assert "word_embeddings.weight has shape (3, 3), should have (128, 64)" in result["shape"]
+
+
+def test_initial_values_are_the_first_ranks(ranks):
+    case = mlp_case(MLP_STRATEGIES["4"])
+    results = ranks(4).run(f"{JOBS}:own_initial_values", *case.arguments[1:])
+    first = results[0][1]
+    for rank, (state, own) in enumerate(results):
+        assert np.array_equal(state, first)
+        assert np.array_equal(own, first) == (rank == 0)
+
+
+# ---- Passes ----------------------------------------------------------------------------------------------------------------
+
+
+def test_gradients_of_micro_batches_are_summed_once(ranks):
+    case = mlp_case(MLP_STRATEGIES["4"], batch=32, micro_batch=8)
+    expected = Counter()
+    for (_, phase), steps in expected_steps(case).items():
+        for step, count in counted(steps).items():
+            expected[step] += count * (1 if phase == "gradient" else 4)
+    expected["all-reduce", 4, 1, 4.0] += 4  # the means
+    for result in ranks(4).run(f"{JOBS}:micro_batches", *case.arguments):
+        assert result["steps"] == expected
+        assert max(result["once"].values()) < 1e-5
+        assert max(result["each"].values()) < 1e-5
+
+
+def test_a_model_without_a_loss_gives_its_output_everywhere(ranks):
+    graph = pictures_graph(8, with_loss=False)
+    strategies = {name: s for name, s in pictures_strategies(4).items() if name != "loss"}
+    for result in ranks(4).run(f"{JOBS}:outputs", (8,), graph, strategies, Workload(8, 8, "float32")):
+        assert result["error"] < 1e-5 and result["no_grad"] < 1e-5
+        assert max(result["errors"].values()) < 1e-5
+        assert "ends without a loss" in result["trace"]
+
+
+def test_dropout_is_repeated_by_recomputation_and_absent_outside_of_training(ranks):
+    graph = pictures_graph(8, dropout=True)
+    for result in ranks(4).run(f"{JOBS}:drop", (8, 0.5), graph, pictures_strategies(4), Workload(8, 8, "float32")):
+        (first, second), again = result["losses"]
+        assert again == pytest.approx([first, second], rel=1e-6)
+        assert abs(first - second) > 1e-4  # another pass, another draw
+        assert max(result["errors"].values()) < 1e-5
+        assert result["eval"][0] == pytest.approx(result["eval"][1], rel=1e-5)
+
+
+def test_what_does_not_fit_is_refused_with_the_difference_named(ranks):
+    case = mlp_case(MLP_STRATEGIES["4"])
+    found = ranks(4).run(f"{JOBS}:refusals", *case.arguments[1:])[3]
+    assert found["shape"] == (
+        "the plan was made for another model: its fc3.weight has shape (32, 96), the model's (64, 96)"
+    )
+    assert found["more"] == "the plan was made for another model: the model has fc4.weight, which it has not"
+    assert found["extra"] == "the plan was made for another model: the model has fc1.bias, which it has not"
+    assert "its fc2.weight has shape (96, 128), the model's (32, 96)" in found["shared"]
+    assert found["ranks"] == "the plan is for 2 ranks, this job has 4"
+    assert found["older"].startswith("the plan was made for another model than mlp:64,128,96,32: ")
+    assert "fc1 (linear, 64 -> 128): 'swirl' behind it cannot be run" in found["epilogue"]
+    assert "this one's drop drops with p = 0.5" in found["dropout"]
+    assert "fc1 (linear, 64 -> 128): 6 samples do not divide over the 4 of (4,1,1)" in found["samples"]
+    assert found["arguments"] == "1 arguments are too few, should be the inputs and then the targets"
+    assert found["feeds"] == "layer 'fc2' reads no input of the model; these do: fc1"
+    assert "not inside nn.Graph" in found["graph"]

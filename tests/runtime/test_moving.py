@@ -1,0 +1,94 @@
+"""Redistributions on real ranks: random pairs of distributions, values both ways, and the bytes of the step list."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from autoddl.costmodel.distribution import all_distributions, canonical
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.redistribution import redistribute
+from autoddl.costmodel.sbp import Broadcast
+from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
+
+JOBS = Path(__file__).with_name("moving_jobs.py")
+MESHES = {2: [(2,)], 4: [(4,), (2, 2)], 6: [(6,), (2, 3), (3, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
+VALUES, GRADIENTS = 997, 991  # small whole numbers, exact in any order of summation
+
+
+def whole(parts, lying, shape):
+    """The logical tensor: copies once, summands added up."""
+    total = np.zeros(shape)
+    for rank, part in enumerate(parts):
+        if lying.is_primary(rank, Broadcast):
+            total[lying.slices(rank, shape)] += part
+    return total
+
+
+def random_pairs(num_ranks, count, seed, shape):
+    """Distributions between which there is a way; half of them on two different meshes."""
+    rng = random.Random(seed)
+    everything = [lying for mesh in MESHES[num_ranks] for lying in all_distributions(mesh, len(shape))]
+    pairs = []
+    while len(pairs) < count:
+        pair = rng.choice(everything), rng.choice(everything)
+        try:
+            redistribute(*pair, shape)
+        except UserError:
+            continue
+        pairs.append(pair)
+    return pairs
+
+
+def check(pairs, results, shape):
+    value = np.arange(np.prod(shape)).reshape(shape) % VALUES
+    gradient = np.arange(np.prod(shape)).reshape(shape) * 7 % GRADIENTS
+    for i, (source, target) in enumerate(pairs):
+        found = [result[i] for result in results]
+        what = f"{source} -> {target}"
+        assert np.array_equal(whole([f["forward"] for f in found], target, shape), value), what
+        assert np.array_equal(whole([f["backward"] for f in found], source.dual(), shape), gradient), what
+        for f in found:
+            assert Counter(f["ran"]) == Counter(f["expected"]), what
+            assert f["forward"].shape == target.local_shape(shape), what
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 6, 8])
+@pytest.mark.parametrize("shape", [(64, 192), (16, 8, 24)], ids=str)
+def test_values_forward_and_backward(ranks, num_ranks, shape):
+    if num_ranks == 6:
+        shape = tuple(3 * length for length in shape)
+    pairs = random_pairs(num_ranks, 40 if num_ranks < 8 else 25, num_ranks, shape)
+    texts = [(str(source), str(target)) for source, target in pairs]
+    check(pairs, ranks(num_ranks).run(f"{JOBS}:move_pairs", texts, shape, False), shape)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_bytes_are_those_of_the_step_list(counted_ranks, num_ranks):
+    shape = (512, 768)
+    pairs = random_pairs(num_ranks, 16, 100 + num_ranks, shape)
+    texts = [(str(source), str(target)) for source, target in pairs]
+    results = counted_ranks(num_ranks).run(f"{JOBS}:move_pairs", texts, shape, True)
+    check(pairs, results, shape)
+    for i, text in enumerate(texts):
+        sent = sum(result[i]["sent_bytes"] for result in results)
+        overhead = MESSAGE_BYTES * sum(result[i]["messages"] for result in results)
+        payload = results[0][i]["payload"]
+        assert abs(payload - overhead - sent) < 0.03 * sent + 400 * num_ranks, text
+        if sent / max(sum(result[i]["messages"] for result in results), 1) > 32 * 1024:
+            assert payload == pytest.approx(sent, rel=0.03), text
+
+
+def test_changes_of_the_samples_split_are_one_exchange(ranks):
+    """The canonical layout is made for this: a factor of p0 moves in one all-to-all along one axis."""
+    shape = (16, 48)
+    ends = [((8, 1),), ((4, 2),), ((2, 4),), ((1, 8),)]
+    pairs = [(canonical(a), canonical(b)) for a, b in zip(ends, ends[1:])]
+    results = ranks(8).run(f"{JOBS}:move_pairs", [(str(a), str(b)) for a, b in pairs], shape, False)
+    check(pairs, results, shape)
+    for result in results[0]:
+        assert len(result["expected"]) == 2 and all("all-to-all over 2" in step for step in result["expected"])
