@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -52,18 +53,22 @@ def solve(
     evaluations: int | None = None,
     time_limit: float | None = None,
     seed: int = 0,
+    cutoff: float = math.inf,
     progress: Progress = silent,
 ) -> Result:
     """The best choice that ``method`` finds within the limit on peak memory [bytes].
 
-    ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods.
+    ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods, and
+    with a ``cutoff`` [s] exact does not look for choices that cost as much or more.
 
     Raises: SearchError, for an unknown method or a limit that is not positive.
     """
     if method not in METHODS:
         raise SearchError(f"method {method!r} is not one of {', '.join(METHODS)}")
     options: dict[str, Any] = {"memory_limit": memory_limit, "time_limit": time_limit, "progress": progress}
-    if method != "exact":
+    if method == "exact":
+        options["cutoff"] = cutoff
+    else:
         options["evaluations"] = evaluations
     if method in _SEEDED:
         options["seed"] = seed

@@ -52,11 +52,11 @@ class Exploration:
     finished: bool
 
 
-def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
+def lower_bound(table: CostTable, memory_limit: float | None = None, cutoff: float = math.inf) -> float:
     """A cheap valid lower bound [s] on the cost of every choice within the limit; ``inf`` shows that there is none.
 
     The elimination / Lagrangian bound of `lagrangian` with some branching on buffers.  It is the optimum where no memory
-    limit binds and the graph is narrow.
+    limit binds and the graph is narrow.  Once it is known to be at least ``cutoff`` no more work is put into it.
 
     Raises: SearchError, for a table that no search can treat.
     """
@@ -64,7 +64,7 @@ def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
         return table.evaluate(choice)
     instance = prepare(table)
-    return math.inf if instance is None else explore(instance, memory_limit).bound
+    return math.inf if instance is None else explore(instance, memory_limit, cutoff=cutoff).bound
 
 
 def explore(
@@ -73,14 +73,23 @@ def explore(
     close: CloseNode | None = None,
     *,
     deadline: float = math.inf,
+    cutoff: float = math.inf,
     report: Callable[[float, float], None] = lambda cost, bound: None,
 ) -> Exploration:
-    """Branch on buffers until the best node cannot be improved; with ``close`` that is when the optimum is proven."""
+    """Branch on buffers until the best node cannot be improved; with ``close`` that is when the optimum is proven.
+
+    Choices that cost ``cutoff`` or more are of no interest: where it finishes with such an incumbent, or with none and a finite
+    bound, the bound says that all are.
+    """
     limit = math.inf if memory_limit is None else memory_limit
     order = itertools.count()
     incumbent: Point | None = None
     heap: list[tuple[float, int, Interval, Dual]] = []
     nodes = 0
+    dropped = math.inf  # the least bound of what was given up for the cutoff's sake
+
+    def best() -> float:
+        return min(incumbent.cost if incumbent else math.inf, cutoff)
 
     def consider(point: Point) -> None:
         nonlocal incumbent
@@ -107,10 +116,11 @@ def explore(
         Interval(instance.lowest_buffer, float(instance.buffers[-1]) if len(instance.buffers) else 0.0), -math.inf
     )
     while heap:
-        cost = incumbent.cost if incumbent else math.inf
+        cost = best()
         bound, _, interval, dual = heapq.heappop(heap)
-        report(cost, min(bound, cost))
+        report(incumbent.cost if incumbent else math.inf, min(bound, cost))
         if bound >= cost:
+            dropped = bound
             break
         out_of_time = time.perf_counter() >= deadline
         above = [point.buffer for point in dual.ends if point.buffer > interval.lowest]
@@ -123,14 +133,16 @@ def explore(
             bound, optimum = close(interval, dual, cost)
         except OutOfTimeError as stop:
             consider(stop.point)
-            cost = incumbent.cost if incumbent else math.inf
+            cost = best()
             others = heap[0][0] if heap else math.inf
             return Exploration(min(max(bound, stop.bound), others, cost), incumbent, nodes, finished=False)
-        if optimum is not None:
+        if optimum is None:
+            dropped = min(dropped, bound)
+        else:
             consider(optimum)
             if optimum.peak > limit:
                 split(interval, optimum.buffer, bound)
-    return Exploration(incumbent.cost if incumbent else math.inf, incumbent, nodes, finished=True)
+    return Exploration(min(incumbent.cost if incumbent else math.inf, dropped), incumbent, nodes, finished=True)
 
 
 def least_memory(instance: Instance) -> Point | None:

@@ -29,13 +29,12 @@ from .result import PROOF_TOLERANCE, Result, Status
 
 __all__ = ["exact", "smallest_memory"]
 
-#: The first slack of the label search, relative to the dual bound, and its growth; the last step to the incumbent's own
-#: excess may be larger.
-_FIRST_SLACK = 1e-6
+#: The first slack of the label search, relative to the dual bound.
+_FIRST_SLACK = 1e-5
+#: How the slack grows after a round of so many rows; rows grow like a high power of the slack.
+_SLACK_GROWTH = ((2_000, 4.0), (50_000, 2.0), (math.inf, 1.5))
 #: What sums of the same costs in different order may differ by, relatively.
 _ROUNDING = 1e-12
-_SLACK_GROWTH = 2.0
-_LAST_STEP = 3.0
 
 
 def exact(
@@ -43,10 +42,12 @@ def exact(
     *,
     memory_limit: float | None = None,
     time_limit: float | None = None,
+    cutoff: float = math.inf,
     progress: Progress = silent,
 ) -> Result:
     """The choice of least cost within the limit on peak memory [bytes], proven.
 
+    Where nothing costs less than ``cutoff`` [s] that is all it finds out (LIMIT_REACHED, with a bound of at least the cutoff).
     With a time limit [s] it may stop before, with the gap (LIMIT_REACHED).  ``evaluations`` counts the complete choices whose
     cost was computed; most of the work is on partial ones (``statistics``: ``labels``, ``rows``; ``buckets`` is the number of
     distinct elimination tables, ``largest_bucket`` the entries of the largest).
@@ -70,6 +71,7 @@ def exact(
         memory_limit,
         closer,
         deadline=deadline,
+        cutoff=cutoff,
         report=lambda cost, bound: progress(cost, bound, closer.evaluations),
     )
     return _finish(instance, found, closer, start, memory_limit)
@@ -104,14 +106,14 @@ def _finish(
         "rounds": closer.rounds,
     }
     best = found.incumbent
-    if best is None and found.finished:
+    if best is None and found.bound == math.inf:
         least = least_memory(instance)
         return infeasible(
             instance.table, "exact", start, memory_limit, math.inf if least is None else least.peak, statistics
         )
     return Result(
         method="exact",
-        status=Status.OPTIMAL if found.finished else Status.LIMIT_REACHED,
+        status=Status.OPTIMAL if found.finished and best and best.cost <= found.bound else Status.LIMIT_REACHED,
         choice=best.choice if best else None,
         cost=best.cost if best else math.inf,
         lower_bound=found.bound,
@@ -130,6 +132,7 @@ class _Closer:
     def __init__(self, instance: Instance, memory_limit: float | None, deadline: float) -> None:
         self.instance, self.memory_limit, self.deadline = instance, memory_limit, deadline
         self.labels = self.rows = self.rounds = self.evaluations = 0
+        self.usual_slack = 0.0  # a part of what the nodes before needed
 
     def __call__(self, interval: Interval, dual: Dual, incumbent: float) -> tuple[float, Point | None]:
         limit = math.inf if self.memory_limit is None else self.memory_limit - interval.lowest
@@ -138,13 +141,14 @@ class _Closer:
         if best.cost <= dual.bound + _ROUNDING * abs(dual.bound):  # no limit binds, or the dual has no gap
             return best.cost, best
         search = LabelSearch(self.instance.plan, dual.multiplier, dual.bound, limit, interval.highest, self.deadline)
-        slack = proven = 0.0
+        room = min(incumbent, best.cost) - dual.bound
+        slack, proven = max(_FIRST_SLACK * abs(dual.bound), self.usual_slack, 1e-6 * room), 0.0
         try:
             while True:
                 room = min(incumbent, best.cost) - dual.bound
-                slack = max(_FIRST_SLACK * abs(dual.bound), slack * _SLACK_GROWTH)
-                if slack * _LAST_STEP >= room:
+                if slack * 1.5 >= room:
                     slack = room
+                rows = search.statistics.rows
                 labels = search.best_within(slack, room)
                 proven = slack
                 if labels is not None:
@@ -152,6 +156,9 @@ class _Closer:
                     best = min(best, self.instance.point(labels), key=lambda point: point.cost)
                 if min(best.cost, incumbent) <= dual.bound + slack:
                     break
+                rows = search.statistics.rows - rows
+                slack *= next(growth for most, growth in _SLACK_GROWTH if rows <= most)
+            self.usual_slack = slack / 4
         except StoppedError:
             raise OutOfTimeError(dual.bound + proven, best) from None
         finally:
