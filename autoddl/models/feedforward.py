@@ -40,8 +40,14 @@ def mlp(widths: Sequence[int]) -> LayerGraph:
     return builder.build()
 
 
-def vgg(depth: int, *, image: int = 224, classes: int = 1000) -> LayerGraph:
+def vgg(depth: int, *, image: int = 224, classes: int = 1000, hidden: int = 4096) -> LayerGraph:
     """VGG without batch norm, on square images of ``image`` pixels; modules are numbered as torchvision's.
+
+    Args:
+        depth: 11, 13, 16 or 19.
+        image: pixels along each side.
+        classes: of the last layer.
+        hidden: features of the two dense layers before it.
 
     Raises:
         UserError: there is no VGG of that depth, or the images are too small for its five poolings.
@@ -70,9 +76,9 @@ def vgg(depth: int, *, image: int = 224, classes: int = 1000) -> LayerGraph:
     end = builder.chain(
         source[0],
         [
-            linear("classifier.0", 1, flat, 4096, epilogue=("relu",)),
-            linear("classifier.3", 1, 4096, 4096, epilogue=("relu",)),
-            linear("classifier.6", 1, 4096, classes),
+            linear("classifier.0", 1, flat, hidden, epilogue=("relu",)),
+            linear("classifier.3", 1, hidden, hidden, epilogue=("relu",)),
+            linear("classifier.6", 1, hidden, classes),
         ],
     )
     builder.add(loss("loss", 1, classes), end)

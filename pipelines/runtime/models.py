@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,7 +24,7 @@ flow = load_oneflow()
 nn: Any = flow.nn
 functional: Any = flow.nn.functional
 
-__all__ = ["GPT", "MLP", "VGG", "Bert", "Llama", "initialize"]
+__all__ = ["ACTIVATIONS", "GPT", "MLP", "VGG", "Bert", "Llama", "LlamaBiases", "initialize"]
 
 #: Channels of VGG's convolutions, "M" for a max pooling.
 VGG_FEATURES: dict[int, tuple[int | str, ...]] = {
@@ -31,6 +32,22 @@ VGG_FEATURES: dict[int, tuple[int | str, ...]] = {
     13: (64, 64, "M", 128, 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
     16: (64, 64, "M", 128, 128, "M", 256, 256, 256, "M", 512, 512, 512, "M", 512, 512, 512, "M"),
     19: (64, 64, "M", 128, 128, "M", *(256,) * 4, "M", *(512,) * 4, "M", *(512,) * 4, "M"),
+}
+
+
+def quick_gelu(x: Any) -> Any:
+    """x sigmoid(1.702 x)."""
+    return x * flow.sigmoid(1.702 * x)
+
+
+#: By the names that the layer graphs of transformers use.
+ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
+    "gelu": functional.gelu,
+    "quick_gelu": quick_gelu,
+    "relu": functional.relu,
+    "sigmoid": flow.sigmoid,
+    "silu": functional.silu,
+    "tanh": flow.tanh,
 }
 
 
@@ -145,22 +162,23 @@ class GPTAttention(nn.Module):
 
 
 class GPTMLP(nn.Module):
-    def __init__(self, width: int, inner: int):
+    def __init__(self, width: int, inner: int, activation: str = "gelu"):
         super().__init__()
         self.c_fc = nn.Linear(width, inner)
         self.c_proj = nn.Linear(inner, width)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Any) -> Any:
-        return self.c_proj(functional.gelu(self.c_fc(x)))
+        return self.c_proj(self.activation(self.c_fc(x)))
 
 
 class GPTBlock(nn.Module):
-    def __init__(self, width: int, heads: int, inner: int):
+    def __init__(self, width: int, heads: int, inner: int, activation: str = "gelu"):
         super().__init__()
         self.ln_1 = nn.LayerNorm(width)
         self.attn = GPTAttention(width, heads)
         self.ln_2 = nn.LayerNorm(width)
-        self.mlp = GPTMLP(width, inner)
+        self.mlp = GPTMLP(width, inner, activation)
 
     def forward(self, x: Any) -> Any:
         x = x + self.attn(self.ln_1(x))
@@ -179,12 +197,13 @@ class GPT(nn.Module):
         positions: int,
         *,
         inner: int | None = None,
+        activation: str = "gelu",
         tied: bool = True,
     ):
         super().__init__()
         self.wte = nn.Embedding(vocabulary, width)
         self.wpe = nn.Embedding(positions, width)
-        self.h = nn.ModuleList([GPTBlock(width, heads, inner or 4 * width) for _ in range(layers)])
+        self.h = nn.ModuleList([GPTBlock(width, heads, inner or 4 * width, activation) for _ in range(layers)])
         self.ln_f = nn.LayerNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         if tied:
@@ -246,19 +265,20 @@ class BertAttention(nn.Module):
 
 
 class BertIntermediate(nn.Module):
-    def __init__(self, width: int, inner: int):
+    def __init__(self, width: int, inner: int, activation: str = "gelu"):
         super().__init__()
         self.dense = nn.Linear(width, inner)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Any) -> Any:
-        return functional.gelu(self.dense(x))
+        return self.activation(self.dense(x))
 
 
 class BertLayer(nn.Module):
-    def __init__(self, width: int, heads: int, inner: int):
+    def __init__(self, width: int, heads: int, inner: int, activation: str = "gelu"):
         super().__init__()
         self.attention = BertAttention(width, heads)
-        self.intermediate = BertIntermediate(width, inner)
+        self.intermediate = BertIntermediate(width, inner, activation)
         self.output = BertOutput(inner, width)
 
     def forward(self, x: Any) -> Any:
@@ -267,9 +287,9 @@ class BertLayer(nn.Module):
 
 
 class BertEncoder(nn.Module):
-    def __init__(self, layers: int, width: int, heads: int, inner: int):
+    def __init__(self, layers: int, width: int, heads: int, inner: int, activation: str = "gelu"):
         super().__init__()
-        self.layer = nn.ModuleList([BertLayer(width, heads, inner) for _ in range(layers)])
+        self.layer = nn.ModuleList([BertLayer(width, heads, inner, activation) for _ in range(layers)])
 
     def forward(self, x: Any) -> Any:
         for layer in self.layer:
@@ -278,19 +298,20 @@ class BertEncoder(nn.Module):
 
 
 class BertTransform(nn.Module):
-    def __init__(self, width: int):
+    def __init__(self, width: int, activation: str = "gelu"):
         super().__init__()
         self.dense = nn.Linear(width, width)
         self.LayerNorm = nn.LayerNorm(width)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Any) -> Any:
-        return self.LayerNorm(functional.gelu(self.dense(x)))
+        return self.LayerNorm(self.activation(self.dense(x)))
 
 
 class BertPredictions(nn.Module):
-    def __init__(self, width: int, vocabulary: int):
+    def __init__(self, width: int, vocabulary: int, activation: str = "gelu"):
         super().__init__()
-        self.transform = BertTransform(width)
+        self.transform = BertTransform(width, activation)
         self.decoder = nn.Linear(width, vocabulary)
 
     def forward(self, x: Any) -> Any:
@@ -298,9 +319,9 @@ class BertPredictions(nn.Module):
 
 
 class BertHead(nn.Module):
-    def __init__(self, width: int, vocabulary: int):
+    def __init__(self, width: int, vocabulary: int, activation: str = "gelu"):
         super().__init__()
-        self.predictions = BertPredictions(width, vocabulary)
+        self.predictions = BertPredictions(width, vocabulary, activation)
 
     def forward(self, x: Any) -> Any:
         return self.predictions(x)
@@ -319,12 +340,13 @@ class Bert(nn.Module):
         *,
         inner: int | None = None,
         types: int = 2,
+        activation: str = "gelu",
         tied: bool = True,
     ):
         super().__init__()
         self.embeddings = BertEmbeddings(vocabulary, positions, types, width)
-        self.encoder = BertEncoder(layers, width, heads, inner or 4 * width)
-        self.cls = BertHead(width, vocabulary)
+        self.encoder = BertEncoder(layers, width, heads, inner or 4 * width, activation)
+        self.cls = BertHead(width, vocabulary, activation)
         if tied:
             self.cls.predictions.decoder.weight = self.embeddings.word_embeddings.weight
 
@@ -351,15 +373,23 @@ def rotate(x: Any, cosine: Any, sine: Any) -> Any:
     return x * cosine + turned * sine
 
 
+@dataclass(frozen=True)
+class LlamaBiases:
+    """Which projections have a bias: LLaMA none, others of its kind some."""
+
+    qkv: bool = False
+    output: bool = False
+    mlp: bool = False
+
+
 class LlamaAttention(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int):
+    def __init__(self, width: int, heads: int, kv_heads: int, head_dim: int, biases: LlamaBiases):
         super().__init__()
         self.heads, self.kv_heads = heads, kv_heads
-        head_dim = width // heads
-        self.q_proj = nn.Linear(width, heads * head_dim, bias=False)
-        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=False)
-        self.o_proj = nn.Linear(heads * head_dim, width, bias=False)
+        self.q_proj = nn.Linear(width, heads * head_dim, bias=biases.qkv)
+        self.k_proj = nn.Linear(width, kv_heads * head_dim, bias=biases.qkv)
+        self.v_proj = nn.Linear(width, kv_heads * head_dim, bias=biases.qkv)
+        self.o_proj = nn.Linear(heads * head_dim, width, bias=biases.output)
 
     def repeat(self, x: Any) -> Any:
         """Each key-value head as often as query heads look at it."""
@@ -379,23 +409,26 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaMLP(nn.Module):
-    def __init__(self, width: int, inner: int):
+    def __init__(self, width: int, inner: int, activation: str, bias: bool):
         super().__init__()
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
-        self.down_proj = nn.Linear(inner, width, bias=False)
+        self.gate_proj = nn.Linear(width, inner, bias=bias)
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.activation = ACTIVATIONS[activation]
 
     def forward(self, x: Any) -> Any:
-        return self.down_proj(functional.silu(self.gate_proj(x)) * self.up_proj(x))
+        return self.down_proj(self.activation(self.gate_proj(x)) * self.up_proj(x))
 
 
 class LlamaBlock(nn.Module):
-    def __init__(self, width: int, heads: int, kv_heads: int, inner: int):
+    def __init__(
+        self, width: int, heads: int, kv_heads: int, head_dim: int, inner: int, activation: str, biases: LlamaBiases
+    ):
         super().__init__()
         self.input_layernorm = RMSNorm(width)
-        self.self_attn = LlamaAttention(width, heads, kv_heads)
+        self.self_attn = LlamaAttention(width, heads, kv_heads, head_dim, biases)
         self.post_attention_layernorm = RMSNorm(width)
-        self.mlp = LlamaMLP(width, inner)
+        self.mlp = LlamaMLP(width, inner, activation, biases.mlp)
 
     def forward(self, x: Any, cosine: Any, sine: Any) -> Any:
         x = x + self.self_attn(self.input_layernorm(x), cosine, sine)
@@ -414,13 +447,17 @@ class Llama(nn.Module):
         inner: int,
         *,
         kv_heads: int | None = None,
+        head_dim: int | None = None,
+        activation: str = "silu",
+        biases: LlamaBiases = LlamaBiases(),
         tied: bool = False,
         theta: float = 10000.0,
     ):
         super().__init__()
-        self.head_dim, self.theta = width // heads, theta
+        self.head_dim, self.theta = head_dim or width // heads, theta
         self.embed_tokens = nn.Embedding(vocabulary, width)
-        self.layers = nn.ModuleList([LlamaBlock(width, heads, kv_heads or heads, inner) for _ in range(layers)])
+        block = (width, heads, kv_heads or heads, self.head_dim, inner, activation, biases)
+        self.layers = nn.ModuleList([LlamaBlock(*block) for _ in range(layers)])
         self.norm = RMSNorm(width)
         self.lm_head = nn.Linear(width, vocabulary, bias=False)
         if tied:
