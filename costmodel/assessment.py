@@ -159,12 +159,10 @@ def _check(
         raise UserError(f"{layer.describe()}: {strategy} does not divide its shape")
     for parameter in layer.parameters:
         if parameter.tied_to is not None:
-            partner = strategies.get(parameter.tied_to)
+            partner = fitting = strategies.get(parameter.tied_to)
             # The table of an embedding is the transposed matrix of a linear layer.
             if partner is not None and (graph[parameter.tied_to].kind == "embedding") != (layer.kind == "embedding"):
                 fitting = transposed(partner)
-            else:
-                fitting = partner
             if strategy != fitting:
                 raise UserError(
                     f"{layer.describe()}: {strategy} does not fit {partner} of {parameter.tied_to}, whose weight it shares"

@@ -348,7 +348,7 @@ def _validate(graph: LayerGraph) -> None:
 def _validate_tie(graph: LayerGraph, position: Mapping[str, int], layer: Layer, parameter: Parameter) -> None:
     """A weight is shared with an earlier layer of the same kind, or between an embedding and a linear layer."""
     what = f"layer {layer.name!r}: {parameter.name} is tied to"
-    if parameter.tied_to not in position:
+    if parameter.tied_to is None or parameter.tied_to not in position:
         raise UserError(f"{what} unknown layer {parameter.tied_to!r}")
     owner = graph.layers[position[parameter.tied_to]]
     if position[owner.name] >= position[layer.name]:
