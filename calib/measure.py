@@ -32,10 +32,10 @@ from autoddl.pipelines.runtime.rank import report
 
 from .measurements import Sample
 
-__all__ = ["Hosts", "MeasureOptions", "Setting", "hosts_of_job", "measure_job", "settings_of"]
+__all__ = ["Clock", "Hosts", "MeasureOptions", "Setting", "hosts_of_job", "measure_job", "settings_of"]
 
-_DISTURBED = 0.05
-_MOST_ATTEMPTS = 3
+DISTURBED = 0.05
+MOST_ATTEMPTS = 3
 _STRETCH_S = 0.25
 _ITEM = 4  # bytes of a float32
 #: Features of the tensors that are gathered and scattered.
@@ -158,7 +158,7 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
     from .operations import operation
 
     flow = load_oneflow()
-    clock = _Clock(hosts_of_job(), options.budget_s)
+    clock = Clock(hosts_of_job(), options.budget_s)
     hosts, num_ranks = clock.hosts, flow.env.get_world_size()
     done = list(options.done)
     levels = [hosts.level(s.ranks, s.stride) if s.ranks > 1 else "device" for s in options.settings]
@@ -188,7 +188,7 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
 
 
 def _stretch(
-    clock: _Clock,
+    clock: Clock,
     options: MeasureOptions,
     order: Sequence[int],
     done: Sequence[int],
@@ -196,39 +196,25 @@ def _stretch(
 ) -> tuple[list[tuple[int, np.ndarray]], float]:
     """The first settings of ``order``, as many as take a quarter of a second, in the quietest of a few attempts."""
     best: tuple[list[tuple[int, np.ndarray]], float] | None = None
-    for _ in range(_MOST_ATTEMPTS):
+    for _ in range(MOST_ATTEMPTS):
         measured: list[tuple[int, np.ndarray]] = []
         clock.begin()
         for i in order if best is None else [i for i, _ in best[0]]:
             repetitions = min(options.block, options.repetitions - done[i])
-            measured.append((i, _block(operation(options.settings[i]), repetitions, clock)))
+            measured.append((i, clock.time(operation(options.settings[i]), repetitions)))
             if best is None and (clock.elapsed > _STRETCH_S or clock.is_over):
                 break
         foreign = clock.foreign
         if best is None or foreign < best[1]:
             best = (measured, foreign)
-        if foreign <= _DISTURBED or clock.is_over:
+        if foreign <= DISTURBED or clock.is_over:
             break
     assert best is not None
     return best
 
 
-def _block(run: Callable[[], Any], repetitions: int, clock: _Clock) -> np.ndarray:
-    """Seconds of the slowest rank, for each repetition; one before them warms up."""
-    eager = load_oneflow()._oneflow_internal.eager
-    times = np.empty(repetitions + 1)
-    for i in range(len(times)):
-        eager.Sync()
-        eager.ClusterSync()
-        start = time.perf_counter()
-        run()
-        eager.Sync()
-        times[i] = time.perf_counter() - start
-    return clock.slowest(times[1:])
-
-
 def _sample(
-    setting: Setting, level: str, repetition: int, seconds: float, foreign: float, num_ranks: int, clock: _Clock
+    setting: Setting, level: str, repetition: int, seconds: float, foreign: float, num_ranks: int, clock: Clock
 ) -> Sample:
     return Sample(
         collective=setting.collective,
@@ -249,7 +235,7 @@ def _sample(
     )
 
 
-class _Clock:
+class Clock:
     """What all ranks agree on: the time that has passed on rank 0, and what other processes used."""
 
     def __init__(self, hosts: Hosts, budget_s: float | None):
@@ -269,6 +255,19 @@ class _Clock:
         """A stretch begins."""
         self._start = self._last = exchange(self._readings())
         self.elapsed = 0.0
+
+    def time(self, run: Callable[[], Any], repetitions: int) -> np.ndarray:
+        """Seconds of the slowest rank, for each repetition; one before them warms up."""
+        eager = load_oneflow()._oneflow_internal.eager
+        times = np.empty(repetitions + 1)
+        for i in range(len(times)):
+            eager.Sync()
+            eager.ClusterSync()
+            start = time.perf_counter()
+            run()
+            eager.Sync()
+            times[i] = time.perf_counter() - start
+        return self.slowest(times[1:])
 
     def slowest(self, times: np.ndarray) -> np.ndarray:
         """The largest times of all ranks; brings all clocks up to date."""

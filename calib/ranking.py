@@ -1,0 +1,84 @@
+"""How well predicted times rank strategies: statistics of predicted against measured times.
+
+- *Spearman*: the rank correlation of predicted and measured times.
+- *Ceiling*: the measurements agree with themselves only so well: the rank correlation of the medians of odd and even rounds.  A
+  prediction cannot be asked for more than about that.
+- *Pairs*: of all pairs whose measured times are more than 10 % apart, how many the prediction puts in the right order.
+- *Regret*: how much longer the strategy of the smallest predicted time takes than the fastest one measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from scipy.stats import rankdata
+
+__all__ = ["Score", "pair_accuracy", "regret", "score", "spearman"]
+
+#: Pairs closer than this are left out of the accuracy.
+APART = 0.1
+
+
+@dataclass(frozen=True)
+class Score:
+    """How well predictions rank (module docstring); ``error`` is the median of |predicted - measured| / measured."""
+
+    spearman: float
+    ceiling: float
+    pairs: float
+    num_pairs: int
+    regret: float
+    error: float
+
+
+def score(predicted: Sequence[float], measured: np.ndarray) -> Score:
+    """The score of predictions.
+
+    Args:
+        predicted: seconds of each strategy.
+        measured: seconds, shape (strategies, rounds).
+    """
+    medians = np.median(measured, axis=1)
+    guess = np.asarray(predicted, dtype=float)
+    accuracy, num_pairs = pair_accuracy(guess, medians)
+    return Score(
+        spearman=spearman(guess, medians),
+        ceiling=ceiling(measured),
+        pairs=accuracy,
+        num_pairs=num_pairs,
+        regret=regret(guess, medians),
+        error=float(np.median(np.abs(guess - medians) / np.maximum(medians, 1e-12))),
+    )
+
+
+def spearman(a: np.ndarray, b: np.ndarray) -> float:
+    """The rank correlation, ties sharing their mean rank; 0 where one of them is constant."""
+    ranks = rankdata(a), rankdata(b)
+    if np.ptp(ranks[0]) == 0 or np.ptp(ranks[1]) == 0:
+        return 0.0
+    return float(np.corrcoef(*ranks)[0, 1])
+
+
+def ceiling(measured: np.ndarray) -> float:
+    """Spearman between the two halves of the rounds; nan with a single round."""
+    if measured.shape[1] < 2:
+        return float("nan")
+    return spearman(np.median(measured[:, 0::2], axis=1), np.median(measured[:, 1::2], axis=1))
+
+
+def pair_accuracy(predicted: np.ndarray, measured: np.ndarray, apart: float = APART) -> tuple[float, int]:
+    """The fraction of pairs in the right order, and how many pairs are more than ``apart`` apart; 1 where there are none."""
+    i, j = np.triu_indices(len(measured), 1)
+    low, high = np.minimum(measured[i], measured[j]), np.maximum(measured[i], measured[j])
+    counted = high > low * (1 + apart)
+    right = (predicted[i] < predicted[j]) == (measured[i] < measured[j])
+    # Equal predictions say nothing: half a point.
+    points = np.where(predicted[i] == predicted[j], 0.5, right)
+    return (float(points[counted].mean()) if counted.any() else 1.0), int(counted.sum())
+
+
+def regret(predicted: np.ndarray, measured: np.ndarray) -> float:
+    """How much longer the predicted best takes than the measured best, relative."""
+    return float(measured[int(np.argmin(predicted))] / measured.min() - 1)
