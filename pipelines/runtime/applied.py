@@ -193,17 +193,14 @@ class AppliedModule(flow.nn.Module):
             what = f"lacks {missing[0]!r}" if missing else f"holds {unknown[0]!r}, which the model has not"
             raise UserError(f"the state_dict {what}")
         for stored in self._program.stored.values():
-            parts = [_to_numpy(state_dict[name]) if name in state_dict else None for name, _ in stored.layout.sources]
-            if any(part is None for part in parts):
-                current = dict(stored.parts(stored.logical()))
-                parts = [
-                    current[name] if part is None else part for part, (name, _) in zip(parts, stored.layout.sources)
-                ]
-            for part, (name, rows) in zip(parts, stored.layout.sources):
-                if part.shape != (rows, *stored.layout.shape[1:]):
-                    raise UserError(
-                        f"the state_dict's {name} has shape {part.shape}, should have {(rows, *stored.layout.shape[1:])}"
-                    )
+            given = {name: state_dict[name] for name, _ in stored.layout.sources if name in state_dict}
+            current = {} if len(given) == len(stored.layout.sources) else dict(stored.parts(stored.logical()))
+            parts = []
+            for name, rows in stored.layout.sources:
+                parts.append(_to_numpy(given[name]) if name in given else current[name])
+                shape = (rows, *stored.layout.shape[1:])
+                if parts[-1].shape != shape:
+                    raise UserError(f"the state_dict's {name} has shape {parts[-1].shape}, should have {shape}")
             stored.assign(np.concatenate(parts))
         for name in self._kept_buffers:
             if name in state_dict:

@@ -347,6 +347,12 @@ def _opaque(setting: LayerSetting) -> Body:
             f"{layer.describe()}: it stands for {', '.join(layer.modules)}, should stand for one module of the model to be run"
         )
     module = copy.deepcopy(setting.own_module())
+    norms = [name for name, part in module.named_modules() if "BatchNorm" in type(part).__name__]
+    if norms and setting.strategy.p0 > 1:
+        raise UserError(
+            f"{layer.describe()}: the BatchNorm {norms[0] or 'that it is'} needs statistics of all samples, which are on "
+            f"{setting.strategy.p0} ranks; another norm would do"
+        )
     own = layer.modules[0] if layer.modules else layer.name
     places = []
     for parameter in layer.parameters:

@@ -25,7 +25,7 @@ head (per pair of gate and up), so that every even split holds whole groups:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -118,7 +118,8 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
     widths = tuple(p.shape[0] for p in layer.parameters if len(p.shape) == 2)
     if sum(widths) != out_features:
         raise UserError(f"{layer.describe()}: its weights have {sum(widths)} rows, should have {out_features}")
-    num_groups, sections = 1, (out_features,)
+    num_groups = 1
+    sections: tuple[int, ...] = (out_features,)
     readers = [graph[target] for source, target in graph.edges if source == layer.name]
     heads = [reader for reader in readers if reader.kind == "attention"]
     if "mul" in layer.epilogue:
@@ -228,19 +229,19 @@ def parameter_layouts(graph: LayerGraph, layer: Layer, strategy: Strategy) -> tu
         return tuple(_replicated(parameter, strategy, reduced) for parameter in layer.parameters)
     if layer.kind == "linear":
         return _dense_layouts(graph, layer, strategy, reduced)
-    lying = strategy.activations
+    axes: tuple[tuple[Axis, ...], ...]
+    indices: tuple[Indices, ...]
     result = []
     for parameter in layer.parameters:
         if layer.kind == "embedding":
             held = weight_indices(layer, strategy)
-            axes = (held.row_axes, held.column_axes)
-            indices = (held.rows, held.columns)
+            axes, indices = (held.row_axes, held.column_axes), (held.rows, held.columns)
         else:
             # Norms and positions: features as the activations have them, all positions on every rank.
-            features = parameter.shape[-1]
-            axes = (*(() for _ in parameter.shape[:-1]), strategy.axes(1))
-            whole = [_everything(length, lying.num_ranks) for length in parameter.shape[:-1]]
-            indices = (*whole, blocks(lying, 1, features))
+            *others, features = parameter.shape
+            axes = (*(() for _ in others), strategy.axes(1))
+            whole = (_everything(length, strategy.num_devices) for length in others)
+            indices = (*whole, blocks(strategy.activations, 1, features))
         result.append(ParameterLayout(parameter.name, _itself(parameter), parameter.shape, axes, indices, reduced))
     return tuple(result)
 
@@ -270,40 +271,53 @@ def _dense_layouts(
     biases = [p for p in layer.parameters if len(p.shape) == 1]
     if biases and len(biases) != len(weights):
         raise UserError(f"{layer.describe()}: some of its modules have a bias and some do not; all or none should")
-    apart = are_apart(order, strategy)
-    weight_axes = (held.row_axes, held.column_axes)
+    no_axes: tuple[Axis, ...] = ()
     if strategy.summa:
-        bias_axes, of_weights, of_biases = strategy.axes(1), (), reduced
+        bias_axes, of_weights, of_biases = strategy.axes(1), no_axes, reduced
     else:
         # In rank order of the blocks that they cut, level by level.
         bias_axes = tuple(sorted(strategy.axes(1) + strategy.axes(2), key=lambda axis: -axis.stride))
         of_weights = of_biases = reduced
+    apart = are_apart(order, strategy)
+    rows = tuple(order.rows[held_rows] for held_rows in held.rows)
+    result = [
+        _part(part, start, rows, (held.row_axes, held.column_axes), (held.columns,), of_weights)
+        for part, start in _stored_parts(weights, apart)
+    ]
+    rows = tuple(order.rows[block] for block in held.output)
+    result += [_part(part, start, rows, (bias_axes,), (), of_biases) for part, start in _stored_parts(biases, apart)]
+    return tuple(result)
 
-    def layouts(
-        parameters: list[Parameter], rows: Indices, others: Callable[[Parameter], tuple[Indices, ...]], axes, summed
-    ) -> list[ParameterLayout]:
-        found = []
-        for sources in [[p] for p in parameters] if apart else [parameters] if parameters else []:
-            start = sum(p.shape[0] for p in parameters[: parameters.index(sources[0])])
-            count = sum(p.shape[0] for p in sources)
-            own = tuple(
-                mine[(mine >= start) & (mine < start + count)] - start for mine in (order.rows[r] for r in rows)
-            )
-            found.append(
-                ParameterLayout(
-                    _joined([p.name for p in sources]),
-                    tuple((p.name, p.shape[0]) for p in sources),
-                    (count, *sources[0].shape[1:]),
-                    axes,
-                    (own, *others(sources[0])),
-                    summed,
-                )
-            )
-        return found
 
-    return (
-        *layouts(weights, held.rows, lambda p: (held.columns,), weight_axes, of_weights),
-        *layouts(biases, held.output, lambda p: (), (bias_axes,), of_biases),
+def _stored_parts(parameters: list[Parameter], apart: bool) -> Iterator[tuple[list[Parameter], int]]:
+    """What is stored as one tensor, and where it begins in all parameters, one below the other."""
+    if parameters and not apart:
+        yield parameters, 0
+        return
+    start = 0
+    for parameter in parameters:
+        yield [parameter], start
+        start += parameter.shape[0]
+
+
+def _part(
+    sources: list[Parameter],
+    start: int,
+    rows: Indices,
+    axes: tuple[tuple[Axis, ...], ...],
+    columns: tuple[Indices, ...],
+    reduced: tuple[Axis, ...],
+) -> ParameterLayout:
+    """The layout of parameters stored as one, which begin at ``start`` of ``rows``."""
+    count = sum(parameter.shape[0] for parameter in sources)
+    own = tuple(held[(held >= start) & (held < start + count)] - start for held in rows)
+    return ParameterLayout(
+        _joined([parameter.name for parameter in sources]),
+        tuple((parameter.name, parameter.shape[0]) for parameter in sources),
+        (count, *sources[0].shape[1:]),
+        axes,
+        (own, *columns),
+        reduced,
     )
 
 

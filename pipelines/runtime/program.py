@@ -30,7 +30,7 @@ from .moving import move_tensor
 from .parameters import ParameterGroup, StoredParameter, common_mesh
 from .setting import Batch, LayerSetting
 from .stepping import Stepper
-from .userparameters import values_of
+from .userparameters import find_parameter, values_of
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -76,7 +76,7 @@ class Program:
     Attributes:
         layers: in order.
         stored: the parameters, by the name under which they are stored.
-        aliases: names of tied parameters, and what they are stored as.
+        aliases: names of parameters that are another one.
 
     Raises:
         UserError: a layer cannot be run; it is named.
@@ -94,6 +94,7 @@ class Program:
         self._values = values_of(module, stepper)
         self._places: dict[int, tuple[ParameterGroup, int]] = {}
         self._owned: dict[str, list[StoredParameter]] = {}
+        self._by_tensor: dict[tuple[int, ...], StoredParameter] = {}
         self.layers = tuple(self._ready(module, layer, recompute) for layer in graph.layers)
         self._values.clear()  # the user's module has them
         self._num_readers: dict[str, int] = {}
@@ -106,7 +107,7 @@ class Program:
         strategy = self._strategies[layer.name]
         setting = LayerSetting(self.graph, layer, strategy, self.stepper, module, recompute and layer.kind != "loss")
         _check_edges(setting)
-        places = self._parameters(layer, parameter_layouts(self.graph, layer, strategy))
+        places = self._parameters(module, layer, parameter_layouts(self.graph, layer, strategy))
         by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
         for stored in self._owned[layer.name]:
             by_axes.setdefault(stored.layout.reduced, []).append(stored)
@@ -116,38 +117,36 @@ class Program:
         weights = tuple(self._places[id(stored)] for stored in places)
         return RunLayer(layer, strategy, self.graph.inputs(layer.name), build_body(setting), groups, weights)
 
-    def _parameters(self, layer: Layer, layouts: Sequence[ParameterLayout]) -> list[StoredParameter]:
-        """The layer's parameters, in the order of ``layouts``; its own ones are stored now."""
-        tied = {p.name: p.tied_to for p in layer.parameters if p.tied_to is not None}
+    def _parameters(self, module: Any, layer: Layer, layouts: Sequence[ParameterLayout]) -> list[StoredParameter]:
+        """The layer's parameters, in the order of ``layouts``; those that no layer before it has are stored now, as its own."""
         own = self._owned[layer.name] = []
         places = []
         for layout in layouts:
-            if layout.name in tied:
-                places.append(self._tied(layer, layout, tied[layout.name]))
-                continue
-            logical = np.concatenate([self._values[name].value for name, _ in layout.sources])
-            trained = all(self._values[name].requires_grad for name, _ in layout.sources)
-            stored = self.stored[layout.name] = StoredParameter(layout, logical, self._mesh, self.stepper, trained)
-            own.append(stored)
+            key = tuple(id(find_parameter(module, name)) for name, _ in layout.sources)
+            if key in self._by_tensor:
+                stored = self._by_tensor[key]
+                self._check_alike(layer, layout, stored)
+                for (mine, _), (theirs, _) in zip(layout.sources, stored.layout.sources):
+                    self.aliases[mine] = theirs
+            else:
+                if any(name not in self._values for name, _ in layout.sources):
+                    raise UserError(f"{layer.describe()}: {layout.name} is stored in parts by the layers that share it")
+                logical = np.concatenate([self._values[name].value for name, _ in layout.sources])
+                trained = all(self._values[name].requires_grad for name, _ in layout.sources)
+                stored = StoredParameter(layout, logical, self._mesh, self.stepper, trained)
+                self.stored[layout.name] = self._by_tensor[key] = stored
+                own.append(stored)
             places.append(stored)
         return places
 
-    def _tied(self, layer: Layer, layout: ParameterLayout, owner: str) -> StoredParameter:
-        """The parameter of another layer that this one uses; both have to lie alike."""
-        for stored in self._owned.get(owner, ()):
-            if stored.layout.shape != layout.shape:
-                continue
-            for mine, theirs in zip(layout.indices, stored.layout.indices):
-                if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
-                    raise UserError(
-                        f"{layer.describe()}: {self._strategies[layer.name]} puts {layout.name} elsewhere than "
-                        f"{self._strategies[owner]} of {owner}, whose weight it shares"
-                    )
-            self.aliases[layout.name] = stored.layout.name
-            return stored
-        raise UserError(
-            f"{layer.describe()}: {owner} has no parameter of shape {layout.shape} to share as {layout.name}"
-        )
+    def _check_alike(self, layer: Layer, layout: ParameterLayout, stored: StoredParameter) -> None:
+        """A weight that layers share is stored once: it has to lie alike in all of them."""
+        for mine, theirs in zip(layout.indices, stored.layout.indices):
+            if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
+                raise UserError(
+                    f"{layer.describe()}: {self._strategies[layer.name]} puts {layout.name} elsewhere than it is as "
+                    f"{stored.layout.name}, whose weight it shares"
+                )
 
     # ---- Running -----------------------------------------------------------------------------------------------------
 

@@ -87,7 +87,7 @@ def values_of(module: Any, stepper: Stepper) -> dict[str, UserParameter]:
         return {}
     values = {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in parameters.items()}
     if stepper.num_ranks > 1:
-        own = flow.tensor(np.array([[crc32(value) for value in values.values()]], dtype=np.int64))
+        own = flow.tensor(np.array([[crc32(value.tobytes()) for value in values.values()]], dtype=np.int64))
         everyones = stepper.gather(own, [Axis(stepper.num_ranks, 1)], 0).numpy()
         for i, name in enumerate(list(values)):
             if len(set(everyones[:, i])) > 1:
