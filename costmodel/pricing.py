@@ -18,6 +18,7 @@ ends alone, not on how s is divided into p1 and p2.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -99,6 +100,14 @@ class Problem:
         }
         return {layer.name: found[layer.name] for layer in self.graph.layers}
 
+    @cached_property
+    def _option_indices(self) -> dict[int, dict[Strategy | None, int]]:
+        return {id(v.options): {strategy: i for i, strategy in enumerate(v.options)} for v in self.variables}
+
+    def _option_index(self, variable: Variable) -> dict[Strategy | None, int]:
+        """Where each strategy stands among a variable's options."""
+        return self._option_indices[id(variable.options)]
+
     def choice(self, strategy_of: Callable[[Layer], Strategy | None]) -> tuple[int, ...]:
         """The options that give every layer the wanted strategy.
 
@@ -109,13 +118,10 @@ class Problem:
         for variable in self.variables:
             layer = self.graph[variable.layers[0]]
             wanted = strategy_of(layer)
-            if wanted not in variable.options:
+            index = self._option_index(variable).get(wanted)
+            if index is None:
                 raise UserError(f"{layer.describe()} does not divide by {wanted}")
-            option = variable.options.index(wanted)
-            for name in variable.layers[1:]:
-                if strategy_of(self.graph[name]) != variable.strategy(name, option):
-                    raise UserError(f"{name} is tied to {layer.name}: {strategy_of(self.graph[name])} is not {wanted}")
-            choice.append(option)
+            choice.append(index)
         return tuple(choice)
 
 
@@ -243,19 +249,19 @@ class PriceBook:
     # ------------------------------------------------------------------------------------------------------------- edges
 
     @cached_property
-    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[int, int], ...]]:
-        """For each ordered pair of variables the (features, elements per sample) of the tensors on their edges.
+    def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], int], ...]]:
+        """For each ordered pair of variables the tensors on their edges: (features, elements per sample), and how many.
 
         Edges inside one variable cost nothing: both ends lie alike (a transposed strategy has the same p0).
         """
         owner = {name: i for i, variable in enumerate(self.variables) for name in variable.layers}
-        edges: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        edges: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
         for source, target in self.graph.edges:
             if owner[source] != owner[target]:
                 layer = self.graph[source]
                 tensor = (edge_shape(layer, 1)[1], layer.output_elements)
-                edges.setdefault((owner[source], owner[target]), []).append(tensor)
-        return {pair: tuple(sorted(tensors)) for pair, tensors in edges.items()}
+                edges.setdefault((owner[source], owner[target]), Counter())[tensor] += 1
+        return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 
     def _edges(self, columns: Sequence[_Column], workload: Workload) -> tuple[Edge, ...]:
         matrices: dict[object, np.ndarray] = {}
@@ -264,7 +270,9 @@ class PriceBook:
             key = (tensors, id(columns[i]), id(columns[j]))
             if key not in matrices:
                 (sources, source_index), (targets, target_index) = (self._layouts(self.variables[k]) for k in (i, j))
-                by_layout = sum(self._layout_costs(tensor, sources, targets, workload) for tensor in tensors)
+                by_layout = sum(
+                    count * self._layout_costs(tensor, sources, targets, workload) for tensor, count in tensors
+                )
                 rows, targets_kept = source_index[columns[i].kept], target_index[columns[j].kept]
                 matrices[key] = np.asarray(by_layout)[rows[:, None], targets_kept[None, :]]
             edges.append(Edge(i, j, matrices[key]))
