@@ -36,7 +36,7 @@ SHAPES = (
 )
 ELEMENTWISE_BYTES = (1 << 14, 1 << 18, 1 << 21, 1 << 24)
 #: A rank of a busy machine may be late by more than the launcher's usual patience.
-_STALL_S = 60.0
+STALL_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -111,9 +111,9 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
             if budget <= 0:
                 break
         total = sum(max(0, options.repetitions - count) for count in done)
-        with _bar(f"{num_ranks} ranks", total, options.quiet) as bar:
+        with progress(f"{num_ranks} ranks", total, options.quiet) as bar:
             begun = time.monotonic()
-            with RankPool(num_ranks, stall_timeout_s=_STALL_S) as pool:
+            with RankPool(num_ranks, stall_timeout_s=STALL_S) as pool:
                 if budget is not None:
                     budget = max(1.0, budget - (time.monotonic() - begun))
                 asked = measure.MeasureOptions(settings, options.repetitions, done, budget, seed=options.seed)
@@ -148,7 +148,7 @@ def measure_in_job(options: CampaignOptions, path: str) -> int | None:
         measure.measure_job(asked)
         return None
     total = sum(max(0, options.repetitions - count) for count in done)
-    with _bar(f"{num_ranks} ranks", total, options.quiet) as bar:
+    with progress(f"{num_ranks} ranks", total, options.quiet) as bar:
 
         def keep(samples: list[Sample]) -> None:
             file.append(samples)
@@ -175,7 +175,8 @@ def _done(samples: Sequence[Sample], settings: Sequence[Any], num_ranks: int) ->
     return tuple(counts.get(key, 0) for key in keys)
 
 
-def _bar(what: str, total: int, quiet: bool) -> Any:
+def progress(what: str, total: int, quiet: bool, unit: str = "sample") -> Any:
+    """A bar on stderr; none where that is no terminal."""
     from tqdm import tqdm
 
-    return tqdm(total=total, desc=what, unit="sample", disable=True if quiet else None)
+    return tqdm(total=total, desc=what, unit=unit, disable=True if quiet else None)

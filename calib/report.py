@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,7 +22,7 @@ from .fit import HeldOut, LevelFit, points_of, predict
 from .forms import FORMS, Key, Point
 from .measurements import Sample
 
-__all__ = ["Table", "draw", "errors_of_cluster", "tables", "tables_against"]
+__all__ = ["Table", "draw", "errors_of_cluster", "saved", "tables", "tables_against"]
 
 
 @dataclass(frozen=True)
@@ -185,8 +186,9 @@ def _device(fit: Fit) -> Table:
 # ---- The picture -----------------------------------------------------------------------------------------------------------
 
 
-def draw(fit: Fit, path: str | os.PathLike[str]) -> None:
-    """Measured points and fitted lines, one panel per collective; the ending of ``path`` says in which format.
+@contextlib.contextmanager
+def saved(path: str | os.PathLike[str], num_rows: int, num_columns: int) -> Iterator[Any]:
+    """A grid of panels to be drawn in, which is then written; the ending of ``path`` says in which format.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.
@@ -198,22 +200,32 @@ def draw(fit: Fit, path: str | os.PathLike[str]) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    panels = [(level, name) for level in fit.levels for name in dict.fromkeys(p.collective for p in level.points)]
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure, axes = pyplot.subplots(rows, columns, figsize=(4.6 * columns, 3.6 * rows), squeeze=False)
-    for axis in axes.flat[len(panels) :]:
-        axis.set_visible(False)
-    for axis, (level, name) in zip(axes.flat, panels):
-        _panel(axis, level, [point for point in level.points if point.collective == name])
-        axis.set_title(f"{name}, {level.level}")
-    figure.tight_layout()
+    size = (4.6 * num_columns, 3.6 * num_rows)
+    figure, axes = pyplot.subplots(num_rows, num_columns, figsize=size, squeeze=False)
     try:
+        yield axes
+        figure.tight_layout()
         figure.savefig(path, dpi=120)
     except (OSError, ValueError) as error:
         raise UserError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
     finally:
         pyplot.close(figure)
+
+
+def draw(fit: Fit, path: str | os.PathLike[str]) -> None:
+    """Measured points and fitted lines, one panel per collective.
+
+    Raises:
+        UserError: as `saved`.
+    """
+    panels = [(level, name) for level in fit.levels for name in dict.fromkeys(p.collective for p in level.points)]
+    columns = min(3, len(panels))
+    with saved(path, -(-len(panels) // columns), columns) as axes:
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        for axis, (level, name) in zip(axes.flat, panels):
+            _panel(axis, level, [point for point in level.points if point.collective == name])
+            axis.set_title(f"{name}, {level.level}")
 
 
 def _panel(axis: Any, fit: LevelFit, points: Sequence[Point]) -> None:

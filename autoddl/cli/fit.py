@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from autoddl.calib.clusterfile import Fit
     from autoddl.calib.report import Table
 
-__all__ = ["add_fit_arguments", "add_parser", "finish", "run"]
+__all__ = ["add_fit_arguments", "add_parser", "finish", "print_tables", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     samples = numbered([sample for path in arguments.measurements for sample in read_samples(path)])
     if arguments.against:
-        _print(tables_against(load_cluster(arguments.against), samples))
+        print_tables(tables_against(load_cluster(arguments.against), samples))
         return 0
     base = load_cluster(arguments.base)
     return finish(fit_samples(samples, arguments.seed), base, arguments)
@@ -78,14 +78,15 @@ def finish(fit: Fit, base: Cluster, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
         return 0
-    _print(tables(fit))
+    print_tables(tables(fit))
     for what, path in (("cluster", arguments.output), ("picture", arguments.picture)):
         if path:
             print(f"{what}: {path}")
     return 0
 
 
-def _print(found: list[Table]) -> None:
+def print_tables(found: list[Table]) -> None:
+    """Tables with their remarks."""
     from ..tables import aligned
 
     for table in found:

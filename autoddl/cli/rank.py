@@ -1,0 +1,77 @@
+"""``autoddl rank``: run strategies of a model on real ranks, and compare their times with what was predicted."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.workload import Workload
+
+from ._planning import add_model_arguments, model_of
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "rank", help="run strategies on local ranks: predicted against measured times", description=__doc__
+    )
+    add_model_arguments(parser)
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="local ranks")
+    parser.add_argument(
+        "--cluster", default="local-cpu", metavar="C", help="what to predict with: a calibrated file (%(default)s)"
+    )
+    parser.add_argument("--batch", type=int, metavar="B", help="samples per step over all ranks (8 per rank)")
+    parser.add_argument("--strategies", type=int, default=40, metavar="K", help="how many to run (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=6, help="interleaved visits of each strategy (%(default)s)")
+    parser.add_argument("--repetitions", type=int, default=3, help="in each visit (%(default)s)")
+    parser.add_argument("--budget", type=float, metavar="SECONDS", help="begin no more rounds after this time")
+    parser.add_argument("--communication-only", action="store_true", help="no whole training steps")
+    parser.add_argument(
+        "--picture", metavar="FILE.svg", help="draw predicted against measured times (needs matplotlib)"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of strategies and their order (%(default)s)")
+    parser.add_argument("-o", "--output", metavar="RANKING.json", help="write everything that was measured")
+    parser.add_argument("--json", action="store_true", help="print it")
+    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Choose, run, score, print."""
+    from autoddl.calib.ranked import (
+        RankSettings,
+        draw_ranking,
+        rank_locally,
+        ranking_document,
+        ranking_tables,
+    )
+    from autoddl.costmodel.documents import write_document
+
+    from .fit import print_tables
+
+    settings = RankSettings(
+        count=arguments.strategies,
+        rounds=arguments.rounds,
+        repetitions=arguments.repetitions,
+        budget_s=arguments.budget,
+        with_steps=not arguments.communication_only,
+        seed=arguments.seed,
+        quiet=arguments.quiet,
+    )
+    graph = model_of(arguments)
+    cluster = load_cluster(arguments.cluster).resized(1, arguments.ranks)
+    batch = 8 * arguments.ranks if arguments.batch is None else arguments.batch
+    ranking = rank_locally(graph, cluster, Workload(batch, batch, "float32", "sgd"), settings)
+    if arguments.output or arguments.json:
+        document = ranking_document(ranking)
+    if arguments.output:
+        write_document(arguments.output, document)
+    if arguments.picture:
+        draw_ranking([ranking], arguments.picture)
+    if arguments.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+        return 0
+    print_tables(ranking_tables(ranking))
+    return 0

@@ -1,0 +1,231 @@
+"""A ranking, seen from outside: strategies are chosen, run on local ranks, and scored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.units import format_seconds
+from autoddl.costmodel.workload import Workload
+
+from .campaign import STALL_S, progress
+from .candidates import RankedStrategy, spread_strategies
+from .ranking import Score, score
+from .report import Table, saved
+
+__all__ = ["RankSettings", "Ranking", "draw_ranking", "rank_locally", "ranking_document", "ranking_tables"]
+
+
+@dataclass(frozen=True)
+class RankSettings:
+    """How to rank.
+
+    Attributes:
+        count: strategies to run.
+        rounds, repetitions: visits of each strategy, and repetitions in a visit.
+        budget_s: begin no more rounds after this time.
+        with_steps: run whole training steps, not communication alone.
+        seed: of the choice, the order and the data.
+        quiet: no progress bar.
+    """
+
+    count: int = 40
+    rounds: int = 6
+    repetitions: int = 3
+    budget_s: float | None = None
+    with_steps: bool = True
+    seed: int = 0
+    quiet: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "repetitions"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} {getattr(self, name)} should be at least 1")
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """What was predicted and measured.
+
+    Attributes:
+        strategies: those that ran.
+        communication, step: seconds, shape (strategies, rounds); step is None where it was not run.
+        disturbed: the fraction of visits in which other processes used more than a twentieth of the cores.
+        refused: strategies that the runtime cannot run, with its reason.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    workload: Workload
+    strategies: tuple[RankedStrategy, ...]
+    communication: np.ndarray
+    step: np.ndarray | None
+    disturbed: float
+    refused: tuple[tuple[str, str], ...]
+
+    @property
+    def scores(self) -> dict[str, Score]:
+        """Of communication, and of the step where it was run."""
+        found = {"communication": score([s.communication_s for s in self.strategies], self.communication)}
+        if self.step is not None:
+            found["step"] = score([s.step_s for s in self.strategies], self.step)
+        return found
+
+
+def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settings: RankSettings) -> Ranking:
+    """Run strategies on as many local ranks as the cluster has devices.
+
+    Raises:
+        UserError: ranks cannot be started or one fails, or fewer than two strategies can be run.
+    """
+    from autoddl.pipelines.runtime.launcher import RankPool
+
+    from .measure import DISTURBED
+    from .replay import RankOptions, Visit, rank_job
+
+    strategies = spread_strategies(graph, cluster, workload, settings.count, settings.seed)
+    options = RankOptions(
+        graph,
+        cluster,
+        workload,
+        tuple(strategy.strategies for strategy in strategies),
+        settings.rounds,
+        settings.repetitions,
+        settings.budget_s,
+        settings.with_steps,
+        settings.seed,
+    )
+    visits: list[Visit] = []
+    with progress(f"{cluster.num_devices} ranks", settings.rounds * len(strategies), settings.quiet, "visit") as bar:
+
+        def keep(rank: int, visit: Visit) -> None:
+            visits.append(visit)
+            bar.update()
+
+        with RankPool(cluster.num_devices, stall_timeout_s=STALL_S) as pool:
+            pool.run(rank_job, options, on_report=keep)
+    refused = {visit.candidate: visit.refused for visit in visits if visit.refused is not None}
+    ran = [i for i in range(len(strategies)) if i not in refused]
+    if len(ran) < 2:
+        raise UserError(
+            f"only {len(ran)} of {len(strategies)} strategies of {graph.name} can be run: {next(iter(refused.values()))}"
+        )
+    of = {(visit.candidate, visit.round): visit for visit in visits}
+    rounds = sorted({visit.round for visit in visits if visit.refused is None})
+    table = [[of[i, number] for number in rounds] for i in ran]
+    step = None
+    if settings.with_steps:
+        step = np.array([[visit.step_s for visit in row] for row in table], dtype=float)
+    return Ranking(
+        graph,
+        cluster,
+        workload,
+        tuple(strategies[i] for i in ran),
+        np.array([[visit.communication_s for visit in row] for row in table]),
+        step,
+        float(np.mean([visit.foreign > DISTURBED for row in table for visit in row])),
+        tuple((strategies[i].name, reason) for i, reason in refused.items()),
+    )
+
+
+def ranking_tables(ranking: Ranking) -> list[Table]:
+    """Scores, and the strategies in the order of what was predicted."""
+    rows = [("", "Spearman", "repeat-to-repeat", "pairs in order", "regret of the predicted best", "median error")]
+    for name, own in ranking.scores.items():
+        rows.append(
+            (
+                name,
+                f"{own.spearman:.3f}",
+                "-" if np.isnan(own.ceiling) else f"{own.ceiling:.3f}",
+                f"{own.pairs:.1%} of {own.num_pairs}",
+                f"{own.regret:.1%}",
+                f"{own.error:.1%}",
+            )
+        )
+    rounds = ranking.communication.shape[1]
+    remarks = [
+        f"  {len(ranking.strategies)} strategies, {rounds} rounds; pairs: those measured more than 10 % apart",
+    ]
+    if ranking.disturbed:
+        remarks.append(f"  other processes used the cores during {ranking.disturbed:.0%} of the visits")
+    remarks += [f"  not run: {name}: {reason}" for name, reason in ranking.refused]
+    title = f"{ranking.graph.name} on {ranking.cluster.num_devices} ranks, predicted against measured"
+    return [Table(title, tuple(rows), (1, 2, 3, 4, 5), tuple(remarks)), _strategies(ranking)]
+
+
+def _strategies(ranking: Ranking) -> Table:
+    rows = [("strategy", "communication: predicted", "measured", "step: predicted", "measured")]
+    for i in sorted(range(len(ranking.strategies)), key=lambda i: ranking.strategies[i].communication_s):
+        own = ranking.strategies[i]
+        rows.append(
+            (
+                own.name,
+                format_seconds(own.communication_s),
+                format_seconds(float(np.median(ranking.communication[i]))),
+                format_seconds(own.step_s),
+                "-" if ranking.step is None else format_seconds(float(np.median(ranking.step[i]))),
+            )
+        )
+    return Table("Strategies", tuple(rows), (1, 2, 3, 4))
+
+
+def ranking_document(ranking: Ranking) -> dict[str, Any]:
+    """Everything as JSON; times in seconds, one per round."""
+    return {
+        "format": "autoddl-ranking",
+        "version": 1,
+        "model": ranking.graph.name,
+        "ranks": ranking.cluster.num_devices,
+        "workload": ranking.workload.document(),
+        "scores": {name: _finite(asdict(own)) for name, own in ranking.scores.items()},
+        "disturbed": ranking.disturbed,
+        "strategies": [
+            {
+                "name": own.name,
+                "predicted_communication_s": own.communication_s,
+                "predicted_step_s": own.step_s,
+                "communication_s": ranking.communication[i].tolist(),
+                "step_s": None if ranking.step is None else ranking.step[i].tolist(),
+                "layers": {name: str(strategy) for name, strategy in own.strategies.items()},
+            }
+            for i, own in enumerate(ranking.strategies)
+        ],
+        "refused": [{"name": name, "reason": reason} for name, reason in ranking.refused],
+    }
+
+
+def _finite(fields: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if isinstance(value, float) and np.isnan(value) else value for name, value in fields.items()}
+
+
+def draw_ranking(rankings: Sequence[Ranking], path: str) -> None:
+    """Predicted against measured times, a row for each ranking.
+
+    Raises:
+        UserError: matplotlib is not installed, or the file cannot be written.
+    """
+    with saved(path, len(rankings), 2) as axes:
+        for row, ranking in zip(axes, rankings):
+            measured = {"communication": ranking.communication, "step": ranking.step}
+            for axis, (name, times) in zip(row, measured.items()):
+                if times is None:
+                    axis.set_visible(False)
+                    continue
+                predicted = [getattr(own, f"{name}_s") for own in ranking.strategies]
+                low, middle, high = np.quantile(times, [0.25, 0.5, 0.75], axis=1)
+                axis.errorbar(predicted, middle, yerr=[middle - low, high - middle], fmt="o", markersize=4, linewidth=1)
+                ends = [max(1e-6, min(*predicted, *middle)), max(*predicted, *middle)]
+                axis.plot(ends, ends, "k--", linewidth=0.8)
+                own = ranking.scores[name]
+                axis.set(xscale="log", yscale="log", xlabel="predicted [s]", ylabel="measured [s]")
+                axis.set_title(
+                    f"{ranking.graph.name}, {ranking.cluster.num_devices} ranks: {name} ({own.spearman:.2f})",
+                    fontsize=9,
+                )
+                axis.grid(alpha=0.3)
