@@ -237,10 +237,10 @@ def plan_from_document(fields: Fields, where: str) -> Plan:
     if cluster.hash != fields.text("cluster_hash"):
         raise UserError(f"{where}: cluster_hash is not the hash of its cluster; the file was edited, plan again")
     unknown = sorted(set(strategies) - {layer.name for layer in graph.layers})
-    if unknown or len(fields.sequence("layers")) != len(graph.layers):
-        raise UserError(
-            f"{where}: layers should hold each layer of its graph once" + f", not {unknown[0]!r}" * bool(unknown)
-        )
+    if unknown:
+        raise UserError(f"{where}: layers holds {unknown[0]!r}, which its graph does not have")
+    if len(fields.sequence("layers")) != len(strategies):
+        raise UserError(f"{where}: layers should hold each layer of its graph once")
     plan = Plan(graph, cluster, workload, strategies, fields.value)
     _check_figures(plan, fields, where)
     return plan

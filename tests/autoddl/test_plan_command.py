@@ -439,6 +439,20 @@ def test_edited_plans_are_refused(small_plan, edit, message):
     assert message in str(error.value)
 
 
+def test_layers_that_stand_twice_or_nowhere(small_plan):
+    document = json.loads(small_plan.read_text())
+    for layers, message in [
+        ([*document["layers"], document["layers"][0]], "layers should hold each layer of its graph once"),
+        (
+            [*document["layers"], {**document["layers"][0], "name": "x"}],
+            "layers holds 'x', which its graph does not have",
+        ),
+    ]:
+        small_plan.write_text(json.dumps({**document, "layers": layers}))
+        with pytest.raises(UserError, match=message):
+            load_plan(small_plan)
+
+
 @pytest.fixture(scope="module")
 def tiny_plan(tmp_path_factory) -> dict:
     path = tmp_path_factory.mktemp("plan") / "plan.json"
@@ -447,7 +461,7 @@ def tiny_plan(tmp_path_factory) -> dict:
 
 
 @given(st.data())
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 def test_mutated_plans_are_refused_in_one_line_or_work(tmp_path_factory, tiny_plan, data):
     path = tmp_path_factory.getbasetemp() / "mutated.json"
     path.write_bytes(data.draw(broken_texts(tiny_plan)))
@@ -461,7 +475,7 @@ def test_mutated_plans_are_refused_in_one_line_or_work(tmp_path_factory, tiny_pl
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=50, deadline=None, suppress_health_check=list(HealthCheck))
 def test_mutated_inputs_of_the_command(tmp_path_factory, data):
     """A broken graph or cluster on the command line: a plan, or one line and exit code 2."""
     folder = tmp_path_factory.getbasetemp()
