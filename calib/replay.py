@@ -11,7 +11,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -250,13 +249,11 @@ def random_batch(graph: LayerGraph, samples: int, seed: int) -> tuple[np.ndarray
     """Inputs and targets of a batch."""
     rng = np.random.default_rng(seed)
     first, last = graph.layers[0], graph.layers[-1]
+    inputs: np.ndarray
     if first.kind == "embedding":
         inputs = rng.integers(0, first.attributes["vocabulary"], (samples, first.rows))
     else:
-        inputs = rng.standard_normal((samples, prod(first.input_shape)), dtype=np.float32)
-        inputs = inputs.reshape(
-            samples, *(first.input_shape if len(first.input_shape) > 1 else (first.input_shape[0],))
-        )
+        inputs = rng.standard_normal((samples, *first.input_shape), dtype=np.float32)
     if last.kind == "loss":
         shape = (samples, last.rows) if last.rows > 1 else (samples,)
         return inputs, rng.integers(0, last.attributes["vocabulary"], shape)

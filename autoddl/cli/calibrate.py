@@ -11,6 +11,7 @@ import os
 import re
 import sys
 import traceback
+from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
@@ -18,9 +19,11 @@ from autoddl.costmodel.units import format_bytes, to_si
 
 from .fit import add_fit_arguments, finish
 
+if TYPE_CHECKING:
+    from autoddl.calib.campaign import CampaignOptions
+
 __all__ = ["add_parser", "run"]
 
-#: How many repetitions a first, quick look takes.
 SIZES = "4KiB:16MiB"
 
 
@@ -52,7 +55,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, write, print."""
     from autoddl.calib.campaign import is_in_job, measure_in_job, measure_locally
-    from autoddl.calib.measurements import SampleFile
+    from autoddl.calib.clusterfile import fit_samples
+    from autoddl.calib.measurements import SampleFile, numbered
 
     options = _options(arguments)
     base = load_cluster(arguments.base)
@@ -69,21 +73,13 @@ def run(arguments: argparse.Namespace) -> int:
                 traceback.print_exc()
             sys.stderr.flush()
             os._exit(2 if isinstance(error, UserError) else 1)
-        samples = SampleFile(path).samples
+        file = SampleFile(path)
     else:
         file = SampleFile(path)
         measure_locally(options, file)
-        samples = file.samples
     if not arguments.json:
-        print(f"samples: {path} ({len(samples)})\n")
-    return _fit(samples, base, arguments)
-
-
-def _fit(samples, base, arguments) -> int:
-    from autoddl.calib.clusterfile import fit_samples
-    from autoddl.calib.measurements import numbered
-
-    return finish(fit_samples(numbered(samples), arguments.seed), base, arguments)
+        print(f"samples: {path} ({len(file.samples)})\n")
+    return finish(fit_samples(numbered(file.samples), arguments.seed), base, arguments)
 
 
 def _beside(output: str | None) -> str:
@@ -92,11 +88,11 @@ def _beside(output: str | None) -> str:
     return (output[: -len(".json")] if output.endswith(".json") else output) + ".csv"
 
 
-def _options(arguments: argparse.Namespace):
+def _options(arguments: argparse.Namespace) -> CampaignOptions:
     from autoddl.calib.campaign import CampaignOptions
     from autoddl.calib.measurements import COLLECTIVES
 
-    local_work = {"shapes": (), "elementwise": ()} if arguments.communication_only else {}
+    local_work: dict[str, Any] = {"shapes": (), "elementwise": ()} if arguments.communication_only else {}
     return CampaignOptions(
         ranks=tuple(_whole("--ranks", part) for part in arguments.ranks.split(",")),
         sizes=_sizes(arguments.sizes),
