@@ -63,8 +63,16 @@ def lower_bound(table: CostTable, memory_limit: float | None = None, cutoff: flo
     choice = solve_forest(table)
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
         return table.evaluate(choice)
+    if memory_limit is not None and _certainly_over(table, memory_limit):
+        return math.inf
     instance = prepare(table)
     return math.inf if instance is None else explore(instance, memory_limit, cutoff=cutoff).bound
+
+
+def _certainly_over(table: CostTable, memory_limit: float) -> bool:
+    """Whether even the least memory of each variable by itself is over the limit: for some large tables, known at once."""
+    resident = sum(float(memory.min(initial=math.inf)) for memory in table.memory)
+    return resident + max((float(buffer.min(initial=math.inf)) for buffer in table.buffer), default=0.0) > memory_limit
 
 
 def explore(

@@ -95,8 +95,8 @@ class Node:
 class Occurrence:
     """One place of the elimination tree: the factor there, and for each of its inputs who stands behind it.
 
-    ``producers``: the occurrence that made the input, negative for a leaf; ``variables``: the variable whose own costs the input is,
-    -1 for anything else.
+    ``producers``: the occurrence that made the input, negative for a leaf; ``variables``: the variable whose own costs the
+    input is, -1 for anything else.
     """
 
     factor: int

@@ -217,7 +217,7 @@ class LabelSearch:
         total = int(count.sum())
         self.statistics.rows += total
         ends = np.cumsum(count)
-        sieve = _Sieve(group, total, _extremes(rows.memory) + _extremes(held.memory))
+        sieve = _Sieve(group, total, _extremes(rows.memory) + _extremes(held.memory), self.tolerance)
         parts = []
         low = kept = settled = 0
         while low < len(count):
@@ -236,23 +236,20 @@ class LabelSearch:
             kept += len(keep)
             low = high
             if kept > 4 * _CHUNK + 2 * settled:
-                parts = [self._settle(parts, group, sieve)]
+                parts = [self._settle(parts, group)]
                 kept = settled = len(parts[0][0])
             if settled > MAX_LABELS or time.perf_counter() > self.deadline:
                 raise StoppedError
-        at, cost, memory, before, taken = self._settle(parts, group, sieve) if parts else _NOTHING
+        at, cost, memory, before, taken = self._settle(parts, group) if parts else _NOTHING
         return _Rows(at, cost, memory), before, taken
 
-    def _settle(
-        self, parts: list[tuple[np.ndarray, ...]], group: np.ndarray | None, sieve: _Sieve
-    ) -> tuple[np.ndarray, ...]:
+    def _settle(self, parts: list[tuple[np.ndarray, ...]], group: np.ndarray | None) -> tuple[np.ndarray, ...]:
         """One part of all, without what is dominated."""
         columns = [np.concatenate(column) for column in zip(*parts)]
         if group is None:
             return tuple(columns)
-        keep = sieve.keep_again(*columns[:3])
-        at, cost, memory = (column[keep] for column in columns[:3])
-        keep = keep[_undominated(group[at], cost, memory, self.tolerance)]
+        at, cost, memory = columns[:3]
+        keep = _undominated(group[at], cost, memory, self.tolerance)
         return tuple(column[keep] for column in columns)
 
     def _finish(
@@ -359,12 +356,16 @@ def _extremes(values: np.ndarray) -> np.ndarray:
 class _Sieve:
     """Drops most dominated rows without sorting, while they come in chunks.
 
-    Per group the range of memory is cut into cells; a row is dropped if a cell below its own holds a row that costs no more.
+    Two tables per group: the range of memory is cut into cells, and a row is dropped if a cell below its own holds a row that
+    costs no more; and slots, found by hashing, hold the least cost met for one exact memory, and a row that costs as much (within
+    the tolerance) is dropped.  The same sum of memory comes in many ways: from equal layers in another order.
     """
 
-    _CELLS = 2**19  #: in all
+    _CELLS = 2**19  #: in all groups together
+    _SLOT_BITS = 18
+    _HASH = np.uint64(0x9E3779B97F4A7C15)  #: 2^64 / golden ratio (Fibonacci hashing)
 
-    def __init__(self, group: np.ndarray | None, rows: int, extremes: np.ndarray) -> None:
+    def __init__(self, group: np.ndarray | None, rows: int, extremes: np.ndarray, tolerance: float) -> None:
         self.active = group is not None and rows > 4096
         if group is None or not self.active:
             return
@@ -372,27 +373,45 @@ class _Sieve:
         self.cells = max(16, min(4096, self._CELLS // len(number), rows // len(number)))
         self.cheapest = np.full((len(number), self.cells + 1), np.inf)
         self.low, high = map(float, extremes)
-        self.per_byte = (self.cells - 1) / (high - self.low + 1.0)
+        self.span = int(high - self.low) + 1
+        self.tolerance = tolerance
+        bits = min(self._SLOT_BITS, rows.bit_length())
+        self.shift = np.uint64(64 - bits)
+        self.slot_key = np.full(2**bits, -1)
+        self.slot_cost = np.full(2**bits, np.inf)
+        self.slot_row = np.zeros(2**bits, dtype=np.intp)
 
     def keep(self, at: np.ndarray, cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
         """Indices of the rows to keep of a new chunk."""
         if not self.active or not len(at):
             return np.arange(len(at))
+        group, above = self.number[at], (memory - self.low).astype(np.int64)
         # Column 0 stays empty: column c + 1 belongs to cell c, so that column c is what lies below it.
-        cell = self._cell(at, memory)
+        cell = (above * ((self.cells - 1) / self.span)).astype(np.intp) + group * (self.cells + 1)
         np.minimum.at(self.cheapest.reshape(-1), cell + 1, cost)
-        return np.flatnonzero(cost < np.minimum.accumulate(self.cheapest, axis=1).reshape(-1)[cell])
+        below = np.minimum.accumulate(self.cheapest, axis=1).reshape(-1)
+        keep = np.flatnonzero(cost < below[cell])
+        if len(self.cheapest) * self.span >= 2**63:
+            return keep
+        return keep[self._first_of_its_memory(group[keep] * self.span + above[keep], cost[keep])]
 
-    def keep_again(self, at: np.ndarray, cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
-        """Indices of the rows to keep, of all chunks so far."""
-        if not self.active or not len(at):
-            return np.arange(len(at))
-        best_below = np.minimum.accumulate(self.cheapest, axis=1).reshape(-1)
-        return np.flatnonzero(cost < best_below[self._cell(at, memory)])
+    def _first_of_its_memory(self, key: np.ndarray, cost: np.ndarray) -> np.ndarray:
+        """Indices of the rows cheaper than all before with the same key (of group and memory), one for each key.
 
-    def _cell(self, at: np.ndarray, memory: np.ndarray) -> np.ndarray:
-        cell = np.clip((memory - self.low) * self.per_byte, 0, self.cells - 1).astype(np.intp)
-        return self.number[at] * (self.cells + 1) + cell
+        Rows whose slot belongs to another key are kept.
+        """
+        slot = ((key.view(np.uint64) * self._HASH) >> self.shift).astype(np.intp)
+        free = self.slot_key[slot] < 0
+        self.slot_key[slot[free]] = key[free]
+        foreign = self.slot_key[slot] != key
+        better = np.flatnonzero((cost < self.slot_cost[slot] - self.tolerance) & ~foreign)
+        slot_better, cost_better = slot[better], cost[better]
+        np.minimum.at(self.slot_cost, slot_better, cost_better)
+        least = cost_better == self.slot_cost[slot_better]
+        better, slot_better = better[least], slot_better[least]
+        self.slot_row[slot_better] = better
+        better = better[self.slot_row[slot_better] == better]
+        return np.concatenate([np.flatnonzero(foreign), better])
 
 
 def _undominated(group: np.ndarray, cost: np.ndarray, memory: np.ndarray, tolerance: float) -> np.ndarray:

@@ -78,7 +78,9 @@ def check_table(table: CostTable) -> None:
             )
         for column, values in (("memory", memory), ("buffer", buffer)):
             if not (np.isfinite(values).all() and (values == np.floor(values)).all()):
-                raise SearchError(f"variable {name!r} of the cost table has a {column} that is no whole number of bytes")
+                raise SearchError(
+                    f"variable {name!r} of the cost table has a {column} that is no whole number of bytes"
+                )
     for edge in table.edges:
         if id(edge.cost) not in seen:
             seen.add(id(edge.cost))

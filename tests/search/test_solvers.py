@@ -101,7 +101,9 @@ def test_heuristics_keep_what_they_promise(
 
 @given(tables(), memory_limits(), st.integers(1, 100))
 @settings(max_examples=60, deadline=None)
-def test_exhaustive_search_that_is_stopped_has_a_valid_bound(table: CostTable, where: float | None, budget: int) -> None:
+def test_exhaustive_search_that_is_stopped_has_a_valid_bound(
+    table: CostTable, where: float | None, budget: int
+) -> None:
     limit = limit_of(table, where)
     result = exhaustive(table, memory_limit=limit, evaluations=budget)
     check(table, limit, brute_force(table, limit), result)
@@ -154,6 +156,22 @@ def test_wide_graphs_are_solved_by_the_integer_program(seed: int, where: float) 
     assert bound <= by_elimination.cost * (1 + 1e-9)
 
 
+@given(tables(), memory_limits(), st.floats(0.5, 2.0))
+@settings(max_examples=100, deadline=None)
+def test_a_cutoff_ends_the_search_early_but_never_wrongly(table: CostTable, where: float | None, factor: float) -> None:
+    limit = limit_of(table, where)
+    truth = brute_force(table, limit)
+    cutoff = factor * truth.cost if math.isfinite(truth.cost) else factor
+    result = exact(table, memory_limit=limit, cutoff=cutoff)
+    if truth.cost == math.inf:
+        assert result.choice is None
+    elif truth.cost < cutoff * (1 - 1e-9):
+        assert result.optimal and result.cost == pytest.approx(truth.cost, rel=1e-9)
+    else:
+        assert result.lower_bound <= truth.cost * (1 + 1e-9)
+        assert result.optimal or result.lower_bound >= cutoff * (1 - 1e-9)
+
+
 def test_mini_buckets_bound_the_optimum() -> None:
     from autoddl.search import lagrangian
 
@@ -183,7 +201,9 @@ def test_blocks_agree_with_the_integer_program(where: float) -> None:
 
 def test_equal_blocks_are_eliminated_once() -> None:
     counts = [exact(block_chain(blocks)).statistics["buckets"] for blocks in (12, 24, 48, 96, 192)]
-    assert counts[-1] <= counts[0] + 10, "the number of distinct buckets grows with the logarithm of the number of blocks"
+    assert counts[-1] <= counts[0] + 10, (
+        "the number of distinct buckets grows with the logarithm of the number of blocks"
+    )
     assert all(later - earlier <= 4 for earlier, later in zip(counts, counts[1:]))
 
 
