@@ -8,7 +8,11 @@ micro-batches, and recomputation, never make anything cheaper but memory.
 
 and a micro-batch that divides another one offers a subset of its strategies (but 4 does not divide 6: p0 = 4 is possible for 4
 samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors.  A candidate whose optimum
-without the limit is not below the best plan so far is settled without a search, and all that divide it with it.
+without the limit is not below the best plan so far is settled without a search, and all that divide it with it.  Of the others a
+bound under the limit is taken (Lagrangian), and they are searched by ascending bound.  The best baseline is the first incumbent.
+
+With a choice of its own for every repetition of a block (``untied``), the micro-batch and recomputation are those of the best tied
+plan, where they are not given; the certificate then speaks of that micro-batch.
 """
 
 from __future__ import annotations
@@ -26,7 +30,7 @@ from autoddl.costmodel.pricing import PriceBook, Problem
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
-from autoddl.search import METHODS, Result, Status, lower_bound, progress_bar, solve
+from autoddl.search import METHODS, Result, Status, lower_bound, progress_bar, smallest_memory, solve
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.verify import Claim, verify
 
@@ -155,7 +159,22 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
     if not 0 < limit < math.inf:
         raise UserError(f"memory limit {limit:g} should be a finite number of more than 0 bytes")
-    sweep = _Sweep(graph, cluster, options, limit)
+    figures = tuple(_baseline_figures(graph, cluster, options, limit)) if with_baselines else ()
+    known = min(
+        (
+            of_one.assessment.cost(options.objective)
+            for of_one in figures
+            if of_one.assessment and _is_in_space(of_one, options)
+        ),
+        default=math.inf,
+    )
+    searched = options
+    if options.untied:
+        tied = _Sweep(graph, cluster, replace(options, untied=False, method="exact"), limit, known).run()
+        workload = tied.problem.workload
+        searched = replace(options, micro_batch=workload.micro_batch, recompute=workload.recompute)
+        known = min(known, tied.result.cost)
+    sweep = _Sweep(graph, cluster, searched, limit, known)
     best = sweep.run()
     choice = best.result.choice
     assert choice is not None
@@ -186,10 +205,15 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         strategies=strategies,
         assessment=assessment,
         candidates=tuple(sweep.candidates),
-        baselines=tuple(_baseline_figures(graph, cluster, options, limit)) if with_baselines else (),
+        baselines=figures,
         evaluations=sweep.evaluations,
         search_s=sweep.search_s,
     )
+
+
+def _is_in_space(figures: BaselineFigures, options: Options) -> bool:
+    """Whether a baseline is one of the plans that the search chooses from."""
+    return figures.name != "summa" or options.summa
 
 
 @dataclass(frozen=True)
@@ -198,29 +222,30 @@ class _Found:
     result: Result
 
 
+@dataclass(frozen=True)
+class _Candidate:
+    problem: Problem
+    bound: float
+
+
 class _Sweep:
     """The search over micro-batches and recomputation (see the module's docstring)."""
 
-    def __init__(self, graph: LayerGraph, cluster: Cluster, options: Options, limit: float):
+    def __init__(self, graph: LayerGraph, cluster: Cluster, options: Options, limit: float, known: float):
         self.graph, self.cluster, self.options, self.limit = graph, cluster, options, limit
+        #: A plan of this cost is known to exist (a baseline): what is not below it need not be searched.
+        self.known = known * (1 + 1e-9)
         self.candidates: list[Candidate] = []
         self.best: _Found | None = None
-        self.smallest_memory = math.inf
+        self.too_large: list[Problem] = []
         self.evaluations = 0
         self.search_s = 0.0
         self.fault: UserError | None = None
 
     def run(self) -> _Found:
-        """Settle every candidate; the best plan."""
-        for recompute in (False, True) if self.options.recompute is None else (self.options.recompute,):
-            workload = base_workload(self.cluster, self.options, recompute)
-            book = PriceBook(self.graph, self.cluster, workload, self.options.untied, self.options.summa)
-            settled: list[int] = []
-            for micro_batch in micro_batches(workload, self.options):
-                if any(larger % micro_batch == 0 for larger in settled):
-                    continue
-                if not self._settle(book, workload.batch, micro_batch, recompute):
-                    settled.append(micro_batch)
+        """Settle every candidate, the one of the least bound first; the best plan."""
+        for candidate in sorted(self._bounded(), key=lambda candidate: candidate.bound):
+            self._settle(candidate)
         if self.best is not None:
             return self.best
         if not self.candidates and self.fault is not None:
@@ -230,39 +255,72 @@ class _Sweep:
                 f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
                 "device before it reached its limit; use --method exact, or raise the limit"
             )
+        least = min(smallest_memory(problem.table)[0] for problem in self.too_large)
         raise InfeasibleError(
             f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
-            f"the smallest memory that would do is {format_bytes(self.smallest_memory)} "
-            f"({self.smallest_memory / 2**30:.4g} GiB)"
+            f"the smallest memory that would do is {format_bytes(least)} ({least / 2**30:.4g} GiB)"
         )
 
-    def _settle(self, book: PriceBook, batch: int, micro_batch: int, recompute: bool) -> bool:
-        """Search one candidate; False where none whose micro-batch divides this one can be better."""
-        try:
-            problem = book.problem(batch, micro_batch, self.options.objective)
-        except UserError as fault:
-            # Kept for the case that no micro-batch divides: the first one, which divides the most.
-            self.fault = self.fault or fault
-            return True
-        start = time.perf_counter()
-        incumbent = self.best.result.cost if self.best else math.inf
-        bound = lower_bound(problem.table)
-        if bound >= incumbent:
-            self.search_s += time.perf_counter() - start
-            self.candidates.append(
-                Candidate(micro_batch, recompute, "cannot be better, nor can its divisors", math.inf, bound)
-            )
-            return False
+    def _bounded(self) -> Iterator[_Candidate]:
+        """The candidates with a bound under the memory limit; those that cannot be better are settled by the free bound."""
+        for recompute in (False, True) if self.options.recompute is None else (self.options.recompute,):
+            workload = base_workload(self.cluster, self.options, recompute)
+            book = PriceBook(self.graph, self.cluster, workload, self.options.untied, self.options.summa)
+            settled: list[int] = []
+            for micro_batch in micro_batches(workload, self.options):
+                if any(larger % micro_batch == 0 for larger in settled):
+                    continue
+                try:
+                    problem = book.problem(workload.batch, micro_batch, self.options.objective)
+                except UserError as fault:
+                    # Kept for the case that no micro-batch divides: the first one, which divides the most.
+                    self.fault = self.fault or fault
+                    continue
+                start = time.perf_counter()
+                free = lower_bound(problem.table)
+                if free > self.known:
+                    self._record(problem, "cannot be better, nor can its divisors", math.inf, free)
+                    settled.append(micro_batch)
+                    continue
+                bound = lower_bound(problem.table, self.limit, cutoff=self.known)
+                self.search_s += time.perf_counter() - start
+                candidate = _Candidate(problem, bound)
+                if bound > free * (1 + 1e-12):
+                    yield candidate
+                    continue
+                self._settle(candidate)
+                if self.best is not None and self.best.result.cost <= free * (1 + 1e-9):
+                    # The limit does not bind: this micro-batch's divisors cost at least as much.
+                    settled.append(micro_batch)
+
+    def _record(self, problem: Problem, outcome: str, cost: float, bound: float) -> None:
+        workload = problem.workload
+        self.candidates.append(Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound))
+
+    def _settle(self, candidate: _Candidate) -> None:
+        """Search one candidate, unless its bound says that it cannot be better."""
+        problem, bound = candidate.problem, candidate.bound
+        if math.isinf(bound):
+            self.too_large.append(problem)
+            self._record(problem, "does not fit", math.inf, math.inf)
+            return
+        if bound >= self.known:
+            self._record(problem, "cannot be better", math.inf, bound)
+            return
         result = self._solve(problem)
-        self.search_s += time.perf_counter() - start
         self.evaluations += result.evaluations
-        self.candidates.append(Candidate(micro_batch, recompute, str(result.status), result.cost, result.lower_bound))
+        self.search_s += result.seconds
+        lower = max(bound, result.lower_bound)
         if result.status is Status.INFEASIBLE:
-            self.smallest_memory = min(self.smallest_memory, result.smallest_memory_bytes or math.inf)
-        elif result.cost < incumbent:
-            self.best = _Found(problem, result)
-        # Where the limit does not bind, its divisors cost at least as much.
-        return not (result.optimal and result.cost <= bound * (1 + 1e-12))
+            self.too_large.append(problem)
+            self._record(problem, "does not fit", math.inf, math.inf)
+        elif result.choice is None:
+            self._record(problem, "cannot be better" if lower >= self.known else str(result.status), math.inf, lower)
+        else:
+            self._record(problem, str(result.status), result.cost, lower)
+            if self.best is None or result.cost < self.best.result.cost:
+                self.best = _Found(problem, result)
+                self.known = min(self.known, result.cost)
 
     def _solve(self, problem: Problem) -> Result:
         options = self.options
@@ -274,6 +332,7 @@ class _Sweep:
                 seed=options.seed,
                 evaluations=options.evaluations,
                 time_limit=options.time_limit_s,
+                cutoff=self.known,
                 progress=progress,
             )
 

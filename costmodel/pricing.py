@@ -104,10 +104,6 @@ class Problem:
     def _option_indices(self) -> dict[int, dict[Strategy | None, int]]:
         return {id(v.options): {strategy: i for i, strategy in enumerate(v.options)} for v in self.variables}
 
-    def _option_index(self, variable: Variable) -> dict[Strategy | None, int]:
-        """Where each strategy stands among a variable's options."""
-        return self._option_indices[id(variable.options)]
-
     def choice(self, strategy_of: Callable[[Layer], Strategy | None]) -> tuple[int, ...]:
         """The options that give every layer the wanted strategy.
 
@@ -118,10 +114,18 @@ class Problem:
         for variable in self.variables:
             layer = self.graph[variable.layers[0]]
             wanted = strategy_of(layer)
-            index = self._option_index(variable).get(wanted)
-            if index is None:
+            if wanted is not None and self.workload.micro_batch % wanted.p0:
+                raise UserError(
+                    f"a micro-batch of {self.workload.micro_batch} {self.graph.sample}s does not divide over the {wanted.p0} "
+                    f"slices of {wanted}"
+                )
+            option = self._option_indices[id(variable.options)].get(wanted)
+            if option is None:
                 raise UserError(f"{layer.describe()} does not divide by {wanted}")
-            choice.append(index)
+            for name in variable.layers[1:]:
+                if strategy_of(self.graph[name]) != variable.strategy(name, option):
+                    raise UserError(f"{name} is tied to {layer.name}: {strategy_of(self.graph[name])} is not {wanted}")
+            choice.append(option)
         return tuple(choice)
 
 
