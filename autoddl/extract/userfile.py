@@ -24,13 +24,14 @@ __all__ = ["load_model"]
 WHAT_IS_RETURNED = "a oneflow.nn.Module and its example inputs, as in `return model, (tokens, targets)`"
 
 
-def load_model(text: str) -> tuple[Any, tuple[Any, ...]]:
-    """The module and the example inputs that FUNCTION of FILE.py returns; the module's large parameters have no memory.
+def load_model(text: str, *, with_values: bool = False) -> tuple[Any, tuple[Any, ...]]:
+    """The module and the example inputs that FUNCTION of FILE.py returns.
 
     The folder of the file is importable while its code runs.  What it prints goes to stderr.
 
     Args:
         text: ``FILE.py:FUNCTION``.
+        with_values: make the module to be run.  Otherwise its large parameters have neither memory nor values: it is to be traced.
 
     Raises:
         UserError: there is no such file or function, it raises, or it returns something else.
@@ -42,7 +43,8 @@ def load_model(text: str) -> tuple[Any, tuple[Any, ...]]:
     if not path.is_file():
         raise UserError(f"{file}: there is no such file")
     _load_quietly()
-    with untouched_parameters(), _importable(path.resolve().parent), contextlib.redirect_stdout(sys.stderr):
+    memory = contextlib.nullcontext() if with_values else untouched_parameters()
+    with memory, _importable(path.resolve().parent), contextlib.redirect_stdout(sys.stderr):
         module = _import(path)
         function = getattr(module, name, None)
         if not callable(function):

@@ -21,6 +21,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
+from .comparing import check_same_function
 from .dropouts import check_dropouts
 from .epilogues import LOSSES
 from .load import load_oneflow
@@ -44,6 +45,11 @@ class AppliedModule(flow.nn.Module):
     ``module(*batch)`` takes the whole micro-batch, the same on every rank (OneFlow tensors on the host, or numpy arrays): the
     inputs and, where the graph ends in a loss, the targets.  It returns the mean loss of the micro-batch on every rank; without
     a loss the whole output, of which every rank should compute the same loss.  After ``loss.backward()`` gradients are right.
+
+    Args:
+        module, graph, strategies, workload: the user's model, and what the plan says.
+        feeds: which input each layer that reads the data reads; see :func:`autoddl.apply`.
+        check: whether the first pass begins by comparing this module with the user's (:mod:`comparing`).
     """
 
     def __init__(
@@ -53,6 +59,7 @@ class AppliedModule(flow.nn.Module):
         strategies: Mapping[str, Strategy],
         workload: Workload,
         feeds: Mapping[str, int | None] | None = None,
+        check: bool = False,
     ):
         super().__init__()
         world = flow.env.get_world_size()
@@ -61,6 +68,8 @@ class AppliedModule(flow.nn.Module):
         self._graph = graph
         self._workload = workload
         self._program = Program(module, graph, strategies, Stepper(world), workload.recompute)
+        # Not as an attribute, which would make its parameters this module's.
+        self._to_be_compared = [module] if check else []
         self._is_summing = True
         self._num_passes = 0
         self._feeds = _feeds(graph, feeds or {})
@@ -74,9 +83,20 @@ class AppliedModule(flow.nn.Module):
 
     def forward(self, *batch: Any) -> Tensor:
         """The mean loss of a micro-batch (see the class)."""
+        if self._to_be_compared:
+            self._compare(batch)
         moment = self._batch(batch)
         value = self._program.run(moment, self._is_summing)
         return value if moment.targets is not None else self._program.whole(value, moment.num_samples)
+
+    def _compare(self, batch: Sequence[Any]) -> None:
+        module = self._to_be_compared.pop()  # the comparison itself runs this module
+        try:
+            with self._program.stepper.not_logging():
+                check_same_function(self, self._program, module, batch)
+        except BaseException:
+            self._to_be_compared.append(module)
+            raise
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -150,17 +170,13 @@ class AppliedModule(flow.nn.Module):
     def trace(self, *batch: Any, measure: Measure | None = None) -> tuple[Tensor, list[TracedSection]]:
         """The loss, and one forward and backward pass run layer by layer, so that each phase of each layer can be measured.
 
-        Gradients are added to the parameters' as ``backward`` would.
+        Gradients are added to the parameters' as ``backward`` would.  A model without a loss gives this rank's part of its
+        output, and the gradients are those of the sum of all its elements.
 
         Args:
             measure: called with every section to run, on all ranks in the same order.
         """
-        moment = self._batch(batch)
-        if moment.targets is None:
-            raise UserError(
-                f"{self._graph.name} ends without a loss, so there is nothing to trace a backward pass from"
-            )
-        return trace(self._program, moment, measure)
+        return trace(self._program, self._batch(batch), measure)
 
     @property
     def stepper(self) -> Stepper:
@@ -185,6 +201,7 @@ class AppliedModule(flow.nn.Module):
         Raises:
             UserError: (if strict) a name is missing or unknown, or a shape differs.
         """
+        self._to_be_compared.clear()  # its values are others now
         known = {name: rows for stored in self._program.stored.values() for name, rows in stored.layout.sources}
         names = set(known) | set(self._program.aliases) | set(self._kept_buffers)
         missing = [name for name in known if name not in state_dict]

@@ -44,7 +44,7 @@ class TracedSection:
 
 
 def trace(program: Program, batch: Batch, measure: Measure | None) -> tuple[Tensor, list[TracedSection]]:
-    """The loss and all sections; gradients are added to the parameters' as ``backward`` would.
+    """The loss (the output, without one) and all sections; gradients are added to the parameters' as ``backward`` would.
 
     Args:
         measure: called with every section, on all ranks in the same order.

@@ -49,6 +49,14 @@ class Pictures(nn.Module):
         return nn.functional.cross_entropy(self.logits(inputs), targets)
 
 
+class OtherPerceptron(nn.Module):
+    """The layers of a perceptron, used otherwise."""
+
+    def forward(self, inputs: Any, targets: Any) -> Any:
+        x = flow.relu(self.fc2(flow.relu(1.01 * self.fc1(inputs))))
+        return nn.functional.mse_loss(self.fc3(x), targets)
+
+
 def module_of(model: str, sizes: Any, seed: int = 1) -> Any:
     from autoddl.pipelines.runtime import models
 
@@ -294,16 +302,25 @@ def outputs(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], w
     expected = module.logits(flow.tensor(images))
     nn.functional.cross_entropy(expected, flow.tensor(classes)).backward()
     gradients = {name: p.grad.numpy() for name, p in module.named_parameters()}
-    applied = applied_module(module, graph, strategies, workload)
+    applied = applied_module(module, graph, strategies, workload, check=True)
+    first = applied(images)
     with flow.no_grad():
         quiet = applied(images)
     found = applied(images)
     nn.functional.cross_entropy(found, flow.tensor(classes)).backward()
+    errors = relative_errors(applied.logical_gradients(), gradients)
+    for parameter in (*applied.parameters(), *module.parameters()):
+        parameter.grad = None
+    module.logits(flow.tensor(images)).sum().backward()
+    summed = {name: p.grad.numpy() for name, p in module.named_parameters()}
+    applied.trace(images)
     return {
         "error": float(np.abs(found.numpy() - expected.numpy()).max()),
+        "checked": float(np.abs(first.numpy() - expected.numpy()).max()),
+        "kept": all(np.array_equal(p.grad.numpy(), gradients[name]) for name, p in module.named_parameters()),
         "no_grad": float(np.abs(quiet.numpy() - expected.numpy()).max()),
-        "errors": relative_errors(applied.logical_gradients(), gradients),
-        "trace": message(lambda: applied.trace(images)),
+        "errors": errors,
+        "traced_errors": relative_errors(applied.logical_gradients(), summed),
     }
 
 
@@ -365,6 +382,8 @@ def refusals(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], 
     dropping = module_of("mlp", sizes)
     dropping.add_module("drop", inside)
     applied = apply(module, plan)
+    other = module_of("mlp", sizes)
+    other.__class__ = OtherPerceptron
 
     class InGraph(nn.Graph):
         def __init__(self) -> None:
@@ -383,6 +402,7 @@ def refusals(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], 
         "older": message(lambda: apply(module, plan, graph=older)),
         "epilogue": message(lambda: apply(module, replace(plan, graph=unknown))),
         "dropout": message(lambda: apply(dropping, plan)),
+        "function": message(lambda: apply(other, plan)(*batch_of("mlp", sizes, 8))),
         "samples": message(lambda: applied(*data)),
         "arguments": message(lambda: applied(data[0])),
         "feeds": message(lambda: apply(module, plan, feeds={"fc2": 0})),

@@ -1,0 +1,107 @@
+"""``autoddl verify``: run a plan on local ranks; loss, gradients and bytes against one device and the price."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from tqdm import tqdm
+
+from autoddl.costmodel.errors import UserError
+
+if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.failures import RankError
+    from autoddl.verification.run import Progress
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "verify",
+        help="run a plan on local ranks: loss, gradients and bytes against one device (needs OneFlow)",
+        description="Run a plan's model on local CPU ranks, scaled down where it is too large for the machine, and compare it "
+        "with one device and with the plan's price. The exit code is 1 when anything is off or a rank fails.",
+    )
+    parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
+    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="as many as the plan has devices")
+    parser.add_argument(
+        "--model",
+        default="",
+        metavar="MODEL",
+        help="the model, as for `autoddl plan`; FILE.py:FUNCTION where it is none that is built in",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-5,
+        metavar="T",
+        help="relative, of loss, gradients, parameters (%(default)g)",
+    )
+    parser.add_argument(
+        "--full-size", action="store_true", help="do not scale the model down, whatever memory and time it takes"
+    )
+    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for everything (%(default)g)")
+    parser.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Verify, print."""
+    from autoddl.pipelines.runtime.failures import RankError
+
+    from ..plan import load_plan
+    from ..verification import Limits, VerifyOptions, verification_document, verification_text, verify
+
+    for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
+        if not 0 < value < float("inf"):
+            raise UserError(f"--{name} is {value:g}, should be a positive number")
+    if arguments.seed < 0:
+        raise UserError(f"--seed is {arguments.seed}, should be 0 or more")
+    options = VerifyOptions(
+        tolerance=arguments.tolerance,
+        timeout_s=arguments.timeout,
+        seed=arguments.seed,
+        limits=Limits() if arguments.full_size else None,
+    )
+    plan = load_plan(arguments.plan)
+    try:
+        with _progress(arguments.quiet) as say:
+            found = verify(plan, arguments.ranks, model=arguments.model, options=options, progress=say)
+    except RankError as error:
+        if isinstance(error, UserError):
+            raise
+        return _failed(error, plan.graph.name, arguments.json)
+    if arguments.json:
+        print(json.dumps(verification_document(found), indent=1, allow_nan=False))
+    else:
+        print(verification_text(found))
+    return 0 if found.is_right else 1
+
+
+@contextmanager
+def _progress(quiet: bool) -> Iterator[Progress]:
+    """A line on stderr that says what is going on; quiet where that is no terminal."""
+    with tqdm(bar_format="{desc} ({elapsed})", disable=True if quiet else None, leave=False) as bar:
+        yield bar.set_description_str
+
+
+def _failed(error: RankError, model: str, as_json: bool) -> int:
+    if as_json:
+        document = {
+            "format": "autoddl-verification",
+            "version": 1,
+            "model": model,
+            "verdict": "failed",
+            "rank": error.rank,
+            "error": str(error),
+        }
+        print(json.dumps(document, indent=1))
+    print(f"autoddl: {' '.join(str(error).split())}", file=sys.stderr)
+    return 1

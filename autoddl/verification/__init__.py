@@ -1,0 +1,16 @@
+"""Running a plan on local ranks against one device and against its price.
+
+- `verify(plan, num_ranks)` -> `Verification`: loss, gradients, parameters after three optimizer steps, bytes per layer.
+- `scaling`: the plan's model made small enough for the machine, with the strategies kept.
+- `prediction`: the steps that are priced; `result`, `report`: the verdict, as text and JSON.
+- `rank_job`: what the ranks do; the only part that needs OneFlow, and only there.
+"""
+
+from __future__ import annotations
+
+from .report import verification_document, verification_text
+from .result import Verification
+from .run import VerifyOptions, verify
+from .scaling import Limits, scale
+
+__all__ = ["Limits", "Verification", "VerifyOptions", "scale", "verification_document", "verification_text", "verify"]

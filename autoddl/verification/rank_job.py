@@ -1,0 +1,258 @@
+"""What ranks do for ``autoddl verify``; imported by ranks only, since it needs OneFlow.
+
+`run_reference` runs on one rank, with plain local tensors: that is the one device.  Its initial values, gradients and final
+parameters go to a file.  `run_plan` runs on all ranks at the plan's layouts and compares with that file, every rank what it
+gathers itself: copies that differ are found on the rank that has them.
+
+Dropout draws at random, so its probability is set to 0 on both sides.  Adam's epsilon is not the usual 1e-8 but a tenth of the
+gradients' root mean square: else entries that are zero but for rounding (a key's bias) make steps of full length, with the sign of
+the rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.collectives import Step
+from autoddl.pipelines.runtime.applied import AppliedModule
+from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases, initialize
+from autoddl.pipelines.runtime.rank import report
+from autoddl.pipelines.runtime.wire import Traffic, measure, measure_baseline
+
+from ..models.builtin import BuiltIn, Perceptron, Pictures
+from ..models.transformers import Transformer
+from .task import NUM_STEPS, Reference, Section, Shard, Task
+
+__all__ = ["build_module", "make_batch", "run_plan", "run_reference"]
+
+flow: Any = load_oneflow()
+
+Arrays = dict[str, np.ndarray]
+#: Barriers' bytes are measured so often; the median counts.
+NUM_BASELINES = 5
+
+
+# ---- Jobs --------------------------------------------------------------------------------------------------------------------
+
+
+def run_reference(task: Task) -> Reference | None:
+    """One device, on the first rank; the others return at once."""
+    if flow.env.get_rank():
+        return None
+    module, examples = _made(task)
+    values: Arrays = {f"initial/{name}": _copied(tensor) for name, tensor in module.state_dict().items()}
+    optimizer, losses = None, []
+    for step in range(NUM_STEPS):
+        data = _batch(task, examples, step)
+        loss = _loss(module(*map(flow.tensor, data)))
+        loss.backward()
+        if optimizer is None:
+            gradients = {name: _copied(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+            values.update({f"gradient/{name}": value for name, value in gradients.items()})
+            values["epsilon"] = np.array(_epsilon(gradients))
+            optimizer = _optimizer(task, module.parameters(), float(values["epsilon"]))
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.numpy()))
+    values.update({f"final/{name}": _copied(tensor) for name, tensor in module.named_parameters()})
+    np.savez(_file(task), **values)
+    return Reference(tuple(losses))
+
+
+def run_plan(task: Task) -> Shard:
+    """The plan, on all ranks."""
+    with np.load(_file(task)) as file:
+        values = {name: file[name] for name in file.files}
+    module, examples = _made(task)
+    module.load_state_dict({name: flow.tensor(value) for name, value in _under("initial", values).items()})
+    applied = AppliedModule(module, task.graph, task.strategies, task.workload)
+    baseline = _baseline() if task.counts_bytes else None
+    sections = _sections(task, applied, _batch(task, examples, 0), baseline)
+    optimizer = _optimizer(task, applied.parameters(), float(values["epsilon"]))
+    losses: list[float] = []
+    gradient_errors: dict[str, float] = {}
+    step_steps: tuple[Step, ...] = ()
+    step_bytes = None
+    for step in range(NUM_STEPS):
+        data = _batch(task, examples, step)
+        report(f"step {step + 1} of {NUM_STEPS}")
+        if step == 0:
+            with applied.stepper.logging() as log:
+                loss, traffic = _counted(lambda data=data: _train_step(applied, task, data), baseline)
+            step_steps, step_bytes = tuple(log), traffic.payload_bytes if traffic else None
+            gradient_errors = relative_errors(applied.logical_gradients(), _under("gradient", values))
+        else:
+            loss = _train_step(applied, task, data)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss)
+    finals = {name: tensor.numpy() for name, tensor in applied.state_dict().items()}
+    parameter_errors = relative_errors(finals, _under("final", values))
+    return Shard(tuple(losses), gradient_errors, parameter_errors, sections, step_steps, step_bytes)
+
+
+def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """|found - expected| / |expected| of every tensor, in the Euclidean norm; infinite where one is missing or not finite.
+
+    A norm counts as a thousandth of the largest one at least: some gradients are zero but for rounding.
+    """
+    norms = {name: float(np.linalg.norm(value.astype(np.float64))) for name, value in expected.items()}
+    floor = 1e-3 * max(norms.values(), default=0.0)
+    errors = {}
+    for name, value in expected.items():
+        if name not in found:
+            errors[name] = math.inf
+            continue
+        difference = float(np.linalg.norm(found[name].astype(np.float64) - value))
+        scale = max(norms[name], floor)
+        error = difference / scale if scale else difference
+        errors[name] = error if math.isfinite(error) else math.inf
+    return errors
+
+
+# ---- Steps -------------------------------------------------------------------------------------------------------------------
+
+
+def _sections(task: Task, applied: Any, data: tuple[np.ndarray, ...], baseline: Traffic | None) -> tuple[Section, ...]:
+    """One micro-batch, phase by phase."""
+    part = tuple(array[: task.workload.micro_batch] for array in data)
+    _, sections = applied.trace(*part, measure=None if baseline is None else lambda run: measure(run, baseline))
+    for parameter in applied.parameters():
+        parameter.grad = None
+    return tuple(
+        Section(s.layer, s.phase, s.steps, s.traffic.payload_bytes if s.traffic is not None else None) for s in sections
+    )
+
+
+def _counted(action: Any, baseline: Traffic | None) -> tuple[Any, Traffic | None]:
+    return (action(), None) if baseline is None else measure(action, baseline)
+
+
+def _baseline() -> Traffic:
+    measured = [measure_baseline() for _ in range(NUM_BASELINES)]
+    return sorted(measured, key=lambda traffic: traffic.payload_bytes)[NUM_BASELINES // 2]
+
+
+def _train_step(applied: Any, task: Task, data: tuple[np.ndarray, ...]) -> float:
+    if _ends_in_a_loss(task):
+        return applied.train_step(*data)
+    num, width = task.workload.num_micro_batches, task.workload.micro_batch
+    total = 0.0
+    for i in range(num):
+        part = [array[i * width : (i + 1) * width] for array in data]
+        if i < num - 1:
+            with applied.no_sync():
+                loss = _loss(applied(*part)) / num
+        else:
+            loss = _loss(applied(*part)) / num
+        loss.backward()
+        total += float(loss.numpy())
+    return total
+
+
+def _loss(output: Any) -> Any:
+    """The model's own loss; of a model without one the mean square of its output."""
+    return output if output.ndim == 0 else (output * output).mean()
+
+
+def _ends_in_a_loss(task: Task) -> bool:
+    last = task.graph.layers[-1]
+    return last.kind == "loss" or bool({"mse_loss", "l1_loss"} & set(last.epilogue))
+
+
+def _optimizer(task: Task, parameters: Any, epsilon: float) -> Any:
+    trained = [p for p in parameters if p.requires_grad]
+    if task.workload.optimizer == "adam":
+        return flow.optim.Adam(trained, lr=1e-3, eps=epsilon)
+    return flow.optim.SGD(trained, lr=0.01, momentum=0.9 if task.workload.optimizer == "momentum" else 0.0)
+
+
+def _epsilon(gradients: Mapping[str, np.ndarray]) -> float:
+    count = sum(value.size for value in gradients.values())
+    square = sum(float(np.square(value, dtype=np.float64).sum()) for value in gradients.values())
+    return 0.1 * math.sqrt(square / max(count, 1)) or 1e-8
+
+
+# ---- Models and data -------------------------------------------------------------------------------------------------------
+
+
+def _made(task: Task) -> tuple[Any, tuple[np.ndarray, ...]]:
+    """The module, and the example inputs that a user's function gave."""
+    if task.built_in is not None:
+        return initialize(build_module(task.built_in), task.seed), ()
+    from ..extract.userfile import load_model
+
+    flow.manual_seed(task.seed)
+    module, examples = load_model(task.function, with_values=True)
+    for part in module.modules():
+        if isinstance(part, flow.nn.Dropout):
+            part.p = 0.0
+    return module, tuple(tensor.numpy() for tensor in examples)
+
+
+def build_module(built_in: BuiltIn) -> Any:
+    """The OneFlow module of a built-in model."""
+    sizes = built_in.sizes
+    if isinstance(sizes, Perceptron):
+        return MLP(sizes.widths)
+    if isinstance(sizes, Pictures):
+        return VGG(sizes.depth, sizes.image, sizes.classes, sizes.hidden)
+    common: dict[str, Any] = {"inner": sizes.mlp_width, "activation": sizes.activation, "tied": sizes.tied}
+    shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary)
+    if built_in.family == "gpt":
+        return GPT(*shape, sizes.num_positions, **common)
+    if built_in.family == "bert":
+        return Bert(*shape, sizes.num_positions, types=sizes.types, **common)
+    biases = LlamaBiases(sizes.qkv_bias, sizes.output_bias, sizes.mlp_bias)
+    return Llama(*shape, kv_heads=sizes.kv_heads or None, head_dim=sizes.head_dim or None, biases=biases, **common)
+
+
+def _batch(task: Task, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
+    """The data of a step, the same on every rank."""
+    rng = np.random.default_rng([task.seed, step])
+    if task.built_in is not None:
+        return make_batch(task.built_in, task.workload.batch, rng)
+    return tuple(_like(example, task.workload.batch, rng) for example in examples)
+
+
+def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Random inputs and targets."""
+    sizes = built_in.sizes
+    if isinstance(sizes, Transformer):
+        tokens = rng.integers(sizes.vocabulary, size=(2, num_samples, sizes.sequence))
+        return tokens[0], tokens[1]
+    if isinstance(sizes, Pictures):
+        images = rng.standard_normal((num_samples, 3, sizes.image, sizes.image), dtype=np.float32)
+        return images, rng.integers(sizes.classes, size=num_samples)
+    first, last = (
+        rng.standard_normal((num_samples, width), dtype=np.float32) for width in (sizes.widths[0], sizes.widths[-1])
+    )
+    return first, last
+
+
+def _like(example: np.ndarray, num_samples: int, rng: np.random.Generator) -> np.ndarray:
+    """Random samples in the range of an example's: normal with its mean and deviation, or integers between its extremes."""
+    shape = (num_samples, *example.shape[1:])
+    if np.issubdtype(example.dtype, np.floating):
+        return (example.mean() + example.std() * rng.standard_normal(shape)).astype(example.dtype)
+    if example.dtype == np.bool_:
+        return rng.random(shape) < example.mean()
+    return rng.integers(example.min(), example.max() + 1, size=shape, dtype=example.dtype)
+
+
+def _under(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
+    return {name[len(prefix) + 1 :]: value for name, value in values.items() if name.startswith(f"{prefix}/")}
+
+
+def _copied(tensor: Any) -> np.ndarray:
+    return tensor.detach().numpy().copy()
+
+
+def _file(task: Task) -> Path:
+    return Path(task.folder) / "reference.npz"

@@ -1,0 +1,200 @@
+"""A verification as people and as programs read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autoddl.costmodel.units import format_bytes
+
+from ..tables import aligned
+from .prediction import PHASES
+from .result import LayerCheck, PhaseCheck, ValueCheck, Verification, worst
+from .task import NUM_STEPS
+
+__all__ = ["verification_document", "verification_text"]
+
+FORMAT = "autoddl-verification"
+
+
+# ---- For people --------------------------------------------------------------------------------------------------------------
+
+
+def verification_text(found: Verification) -> str:
+    """What ran, a line per layer or repeated block, the totals, the verdict."""
+    sections = [_heading(found), _layers(found), _totals(found), _verdict(found)]
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _heading(found: Verification) -> list[str]:
+    levels = " x ".join(f"{size} {name}" for name, size in found.levels)
+    workload = found.workload
+    passes = f" in {workload.num_micro_batches} micro-batches" if workload.num_micro_batches > 1 else ""
+    lines = [f"{found.model} on {found.num_ranks} ranks ({levels}), against one device"]
+    lines.append(f"  batch {workload.batch}{passes}, float32" + (", recomputed" if workload.recompute else ""))
+    if found.changes:
+        lines.append("  scaled down to fit this machine, every layer at its planned strategy:")
+        lines += aligned([(f"  {c.what}", c.before, "->", c.after) for c in found.changes], right=(1, 3))
+    lines += [f"  {note}" for note in found.notes]
+    if found.uncounted:
+        lines.append(f"  bytes were not counted: {found.uncounted}")
+        lines.append("  (the steps that ran are compared with the steps that are priced all the same)")
+    return lines
+
+
+def _layers(found: Verification) -> list[str]:
+    what = "sent" if not found.uncounted else "predicted, not counted"
+    rows: list[tuple[str, ...]] = [("layer", "(p0,p1,p2)", *PHASES, "to price", "gradients", "parameters", "")]
+    for name, members in _grouped(found.layers):
+        total = _sum([member.total for member in members])
+        is_off = any(member.faults(found.tolerance) for member in members)
+        rows.append(
+            (
+                f"{name} x {len(members)}" if len(members) > 1 else name,
+                str(members[0].strategy),
+                *(_bytes(_sum([member.phases[phase] for member in members]), found) for phase in PHASES),
+                _deviation(total),
+                _error(worst([check for member in members for check in member.gradients])),
+                _error(worst([check for member in members for check in member.parameters])),
+                "<- off" if is_off else "",
+            )
+        )
+    heading = (
+        f"Per layer: bytes {what} by all ranks (of one micro-batch; gradients once per step), and the worst errors relative to "
+        "one device"
+    )
+    return [heading, *aligned(rows, right=(2, 3, 4, 5, 6, 7))]
+
+
+def _grouped(layers: Sequence[LayerCheck]) -> list[tuple[str, list[LayerCheck]]]:
+    """Repetitions with equal strategies as one, in the order of their first."""
+    groups: dict[object, tuple[str, list[LayerCheck]]] = {}
+    for layer in layers:
+        key = (layer.block, layer.role, layer.strategy) if layer.block else layer.name
+        name = f"{layer.block}.*.{layer.role}" if layer.block else layer.name
+        groups.setdefault(key, (name, []))[1].append(layer)
+    return list(groups.values())
+
+
+def _sum(phases: Sequence[PhaseCheck]) -> PhaseCheck:
+    sent = [phase.sent_bytes for phase in phases]
+    predicted = sum(phase.predicted_bytes for phase in phases)
+    return PhaseCheck(predicted, None if None in sent else sum(value or 0.0 for value in sent))
+
+
+def _bytes(phase: PhaseCheck, found: Verification) -> str:
+    value = phase.predicted_bytes if phase.sent_bytes is None else phase.sent_bytes
+    if not phase.predicted_bytes and value <= found.tolerance.noise_bytes:
+        return "-"
+    return format_bytes(value)
+
+
+def _deviation(phase: PhaseCheck) -> str:
+    return "" if phase.deviation is None else f"{phase.deviation:+.2%}"
+
+
+def _error(check: ValueCheck | None) -> str:
+    return "" if check is None else f"{check.error:.1e}"
+
+
+def _totals(found: Verification) -> list[str]:
+    rows = [
+        (
+            f"loss of {NUM_STEPS} steps",
+            f"{max(found.loss_errors):.1e}",
+            ", ".join(f"{value:.6g}" for _, value in found.losses),
+        ),
+        ("gradients", *_worst(found.gradients)),
+        (f"parameters after {NUM_STEPS} {found.workload.optimizer} steps", *_worst(found.parameters)),
+    ]
+    lines = [f"Largest errors relative to one device (allowed: {found.tolerance.values:g})", *aligned(rows, right=(1,))]
+    step, largest = found.step, _largest_deviation(found)
+    text = f"  predicted {format_bytes(step.predicted_bytes)}"
+    if step.sent_bytes is not None:
+        text += f", sent {format_bytes(step.sent_bytes)}" + (f" ({_deviation(step)})" if step.predicted_bytes else "")
+    lines += ["", "A training step, all ranks together" + _allowed(found), text]
+    if largest is not None:
+        lines.append(f"  the layer that is farthest from its price: {largest.name} ({_deviation(largest.total)})")
+    return lines
+
+
+def _allowed(found: Verification) -> str:
+    if found.uncounted:
+        return ""
+    return (
+        f" (allowed: {found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers)"
+    )
+
+
+def _worst(checks: Sequence[ValueCheck]) -> tuple[str, str]:
+    found = worst(checks)
+    if found is None:
+        return "", "none"
+    return f"{found.error:.1e}", f"{len(checks)} tensors; {found.name} on rank {found.rank}"
+
+
+def _largest_deviation(found: Verification) -> LayerCheck | None:
+    counted = [layer for layer in found.layers if layer.total.deviation is not None]
+    return max(counted, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
+
+
+def _verdict(found: Verification) -> list[str]:
+    took = f"{found.seconds:.0f} s"
+    if found.is_right:
+        promised = "sends what it promised" if not found.uncounted else "takes the steps that it promised"
+        return [f"Right: the plan computes what one device computes, and {promised} ({took})"]
+    return [f"Off in {len(found.faults)} places ({took})", *(f"  {fault}" for fault in found.faults)]
+
+
+# ---- For programs ------------------------------------------------------------------------------------------------------------
+
+
+def verification_document(found: Verification) -> dict[str, Any]:
+    """As one JSON document; numbers that are not finite are None."""
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "model": found.model,
+        "verdict": "right" if found.is_right else "off",
+        "faults": list(found.faults),
+        "num_ranks": found.num_ranks,
+        "levels": [{"name": name, "size": size} for name, size in found.levels],
+        "workload": found.workload.document(),
+        "scaled": [{"what": c.what, "before": c.before, "after": c.after} for c in found.changes],
+        "notes": list(found.notes),
+        "bytes_not_counted": found.uncounted or None,
+        "tolerance": {
+            "values": found.tolerance.values,
+            "relative_bytes": found.tolerance.relative_bytes,
+            "noise_bytes": found.tolerance.noise_bytes,
+        },
+        "losses": [
+            {"one_device": expected, "ranks": _finite(value), "error": _finite(error)}
+            for (expected, value), error in zip(found.losses, found.loss_errors)
+        ],
+        "largest_gradient_error": _finite(max((check.error for check in found.gradients), default=0.0)),
+        "largest_parameter_error": _finite(max((check.error for check in found.parameters), default=0.0)),
+        "step": found.step.document(),
+        "layers": [_layer_document(layer) for layer in found.layers],
+        "seconds": found.seconds,
+    }
+
+
+def _layer_document(layer: LayerCheck) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "strategy": [list(split) for split in layer.strategy.splits],
+        **({"summa": True} if layer.strategy.summa else {}),
+        **{phase: layer.phases[phase].document() for phase in PHASES},
+        "gradients": [_value_document(check) for check in layer.gradients],
+        "parameters": [_value_document(check) for check in layer.parameters],
+    }
+
+
+def _value_document(check: ValueCheck) -> dict[str, Any]:
+    return {"name": check.name, "error": _finite(check.error), "rank": check.rank}
+
+
+def _finite(value: float) -> float | None:
+    return value if abs(value) < float("inf") else None

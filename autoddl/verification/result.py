@@ -1,0 +1,215 @@
+"""What a verification found: numbers beside the numbers that they should be, and the verdict.
+
+Bytes on the wire are judged to 3 % and, since barriers are not quite constant, `NOISE_BYTES` per rank.  The steps that ran are
+judged exactly: they are recorded by what executes them, the bytes are counted by the network; both have to agree with the price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+
+from .scaling import Change
+
+__all__ = [
+    "BYTES_TOLERANCE",
+    "NOISE_BYTES",
+    "LayerCheck",
+    "PhaseCheck",
+    "Tolerance",
+    "ValueCheck",
+    "Verification",
+    "worst",
+]
+
+#: Of what is predicted.
+BYTES_TOLERANCE = 0.03
+#: What one barrier more or less sends, per rank.
+NOISE_BYTES = 400
+
+
+@dataclass(frozen=True)
+class Tolerance:
+    """How far a plan may be off: ``values`` relative to one device, bytes relative to the prediction and in all."""
+
+    values: float
+    noise_bytes: float
+    relative_bytes: float = BYTES_TOLERANCE
+
+    def allows(self, sent_bytes: float, predicted_bytes: float) -> bool:
+        """Whether these bytes count as those."""
+        return abs(sent_bytes - predicted_bytes) <= self.relative_bytes * predicted_bytes + self.noise_bytes
+
+
+@dataclass(frozen=True)
+class PhaseCheck:
+    """What all ranks together send in one phase.
+
+    Attributes:
+        predicted_bytes: the price.
+        sent_bytes: counted, less the headers; None where nothing was counted.
+        missing, unexpected: steps that should have run and did not, and the other way round, on any rank.
+    """
+
+    predicted_bytes: float
+    sent_bytes: float | None
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+
+    @property
+    def deviation(self) -> float | None:
+        """Sent over predicted, less one; None where there is nothing to compare."""
+        if self.sent_bytes is None or not self.predicted_bytes:
+            return None
+        return self.sent_bytes / self.predicted_bytes - 1
+
+    def faults(self, where: str, tolerance: Tolerance) -> list[str]:
+        """What is off, in sentences."""
+        found = []
+        if self.missing:
+            found.append(f"{where}: {self.missing[0]} is priced but did not run" + _more(self.missing))
+        if self.unexpected:
+            found.append(f"{where}: {self.unexpected[0]} ran but is not priced" + _more(self.unexpected))
+        if self.sent_bytes is not None and not tolerance.allows(self.sent_bytes, self.predicted_bytes):
+            found.append(f"{where}: {self.sent_bytes:,.0f} bytes were sent, {self.predicted_bytes:,.0f} are predicted")
+        return found
+
+    def document(self) -> dict[str, Any]:
+        """As JSON."""
+        return {
+            "predicted_bytes": self.predicted_bytes,
+            "sent_bytes": self.sent_bytes,
+            "missing_steps": list(self.missing),
+            "unexpected_steps": list(self.unexpected),
+        }
+
+
+def _more(steps: Sequence[str]) -> str:
+    return f" (and {len(steps) - 1} more)" if len(steps) > 1 else ""
+
+
+@dataclass(frozen=True)
+class ValueCheck:
+    """A tensor against one device's: the largest relative error of all ranks, and the rank that has it."""
+
+    name: str
+    error: float
+    rank: int
+
+
+@dataclass(frozen=True)
+class LayerCheck:
+    """One layer.
+
+    Attributes:
+        phases: forward and backward of one micro-batch, gradient of one step.
+        gradients, parameters: of its own parameters.
+    """
+
+    name: str
+    kind: str
+    block: str
+    role: str
+    strategy: Strategy
+    phases: dict[str, PhaseCheck]
+    gradients: tuple[ValueCheck, ...]
+    parameters: tuple[ValueCheck, ...]
+
+    @property
+    def total(self) -> PhaseCheck:
+        """All phases together."""
+        sent = [phase.sent_bytes for phase in self.phases.values()]
+        return PhaseCheck(
+            sum(phase.predicted_bytes for phase in self.phases.values()),
+            None if None in sent else sum(filter(None, sent)),
+        )
+
+    def faults(self, tolerance: Tolerance) -> list[str]:
+        """What is off, in sentences."""
+        found = []
+        for name, phase in self.phases.items():
+            found += phase.faults(f"{self.name}, {name}", tolerance)
+        found += self.total.faults(f"{self.name}, in all", tolerance)
+        for what, checks in (("gradient", self.gradients), ("value after training", self.parameters)):
+            found += [
+                f"{check.name}: the {what} on rank {check.rank} is off by {check.error:.1e}"
+                for check in checks
+                if not check.error <= tolerance.values
+            ]
+        return found
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A plan that ran.
+
+    Attributes:
+        model, levels: what the plan is for; (name, size) of each network level.
+        workload, changes: as it ran, and what was scaled down for it.
+        tolerance: what counts as equal.
+        losses: of each step: one device's, and of all ranks the one that is farthest from it.
+        layers: in order.
+        step: what a whole training step sends.
+        num_sections: measured phases.
+        uncounted: why bytes were not counted; "" where they were.
+        seconds: how long everything took.
+    """
+
+    model: str
+    levels: tuple[tuple[str, int], ...]
+    workload: Workload
+    changes: tuple[Change, ...]
+    tolerance: Tolerance
+    losses: tuple[tuple[float, float], ...]
+    layers: tuple[LayerCheck, ...]
+    step: PhaseCheck
+    uncounted: str
+    notes: tuple[str, ...]
+    seconds: float
+
+    @property
+    def num_ranks(self) -> int:
+        """How many ranks it ran on."""
+        return self.layers[0].strategy.num_devices
+
+    @property
+    def loss_errors(self) -> tuple[float, ...]:
+        """Of each step, relative."""
+        return tuple(abs(found - expected) / max(abs(expected), 1e-30) for expected, found in self.losses)
+
+    @property
+    def gradients(self) -> tuple[ValueCheck, ...]:
+        """Of all parameters."""
+        return tuple(check for layer in self.layers for check in layer.gradients)
+
+    @property
+    def parameters(self) -> tuple[ValueCheck, ...]:
+        """All of them, after the last step."""
+        return tuple(check for layer in self.layers for check in layer.parameters)
+
+    @cached_property
+    def faults(self) -> tuple[str, ...]:
+        """What is off, in sentences; empty where the plan keeps its promises."""
+        found = []
+        for step, ((expected, value), error) in enumerate(zip(self.losses, self.loss_errors)):
+            if not error <= self.tolerance.values:
+                found.append(f"loss of step {step + 1}: {value:.8g}, should be {expected:.8g} (off by {error:.1e})")
+        for layer in self.layers:
+            found += layer.faults(self.tolerance)
+        found += self.step.faults("a whole step", self.tolerance)
+        return tuple(found)
+
+    @property
+    def is_right(self) -> bool:
+        """Whether nothing is off."""
+        return not self.faults
+
+
+def worst(checks: Sequence[ValueCheck]) -> ValueCheck | None:
+    """The largest error."""
+    return max(checks, key=lambda check: check.error, default=None)

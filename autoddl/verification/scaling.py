@@ -1,0 +1,335 @@
+"""Making a planned model small enough for the machine at hand, with the strategies kept.
+
+Nothing that a strategy decides changes: every layer keeps its (p0, p1, p2) per level, and every pair of neighbours that the plan
+has is still there.  What shrinks are lengths, one after the other, each only as far as it is needed:
+
+==================  =================================================  ================  =================================
+length              becomes                                            for the sake of   as long as
+==================  =================================================  ================  =================================
+repeated blocks     two of every run of blocks with equal strategies   memory
+vocabulary          half, a multiple of the number of devices          memory            it has 128 entries
+heads, head size    half as many, then half as wide; the width of the  memory            the strategies divide
+                    model and of its MLP follow
+micro-batches       two                                                time
+samples             half as many                                       time              every p0 divides them
+sequence            half as long                                       time              it has 16 tokens
+==================  =================================================  ================  =================================
+
+(Where that does not save time enough, the first three are shortened once more.)  Of a perceptron the widest layers are halved, of
+VGG the images and the dense layers.  Models that are not built in keep their sizes: only the batch shrinks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import format_bytes
+from autoddl.costmodel.workload import Workload
+
+from ..models.builtin import BuiltIn, Perceptron, Pictures
+from ..models.transformers import Transformer
+
+__all__ = ["Change", "Limits", "Scaled", "needed_flops", "needed_memory_bytes", "scale"]
+
+MOST_MICRO_BATCHES = 2
+LONGEST_RUN = 2
+SHORTEST_SEQUENCE = 16
+SMALLEST_VOCABULARY = 128
+SMALLEST_HEAD = 8
+SMALLEST_IMAGE = 32
+#: Copies of all parameters on every rank: the module, its gradients, what they are compared with, what was gathered for it.
+COPIES_PER_RANK = 6
+#: Passes over a batch, forward and backward, on all ranks and on one device together.
+NUM_PASSES = 9
+_FLOAT32 = 4
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What all ranks together may take: bytes of memory, FLOPs of the whole verification."""
+
+    memory_bytes: float = math.inf
+    flops: float = math.inf
+
+
+@dataclass(frozen=True)
+class Change:
+    """One length that was changed."""
+
+    what: str
+    before: str
+    after: str
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.before} -> {self.after}"
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A model, its strategies and its workload, perhaps made smaller.
+
+    Attributes:
+        built_in: how the model is built; None where a user's function makes it.
+        changes: what was changed; empty where nothing was.
+    """
+
+    graph: LayerGraph
+    strategies: Mapping[str, Strategy]
+    workload: Workload
+    built_in: BuiltIn | None
+    changes: tuple[Change, ...] = ()
+
+
+def needed_memory_bytes(graph: LayerGraph, workload: Workload, num_ranks: int) -> float:
+    """About how much memory ``num_ranks`` ranks and one device take to be compared."""
+    kept = sum(layer.kept_elements + layer.input_elements for layer in graph.layers)
+    return _FLOAT32 * (COPIES_PER_RANK * num_ranks * graph.num_parameters + 2 * workload.batch * kept)
+
+
+def needed_flops(graph: LayerGraph, workload: Workload) -> float:
+    """About how many FLOPs that takes."""
+    return 3 * NUM_PASSES * graph.flops * workload.batch
+
+
+def scale(
+    graph: LayerGraph,
+    strategies: Mapping[str, Strategy],
+    workload: Workload,
+    limits: Limits,
+    built_in: BuiltIn | None,
+) -> Scaled:
+    """The model within the limits, as large as halving allows.
+
+    Args:
+        built_in: the model that the graph is of (see :func:`autoddl.models.builtin.recognise`); None where it cannot be resized.
+
+    Raises:
+        UserError: the smallest that can be made of it is still too large.
+    """
+    shape = _Shape(graph, dict(strategies), workload, built_in)
+    for candidate in _smaller_ones(shape, limits):
+        shape = candidate
+    if not shape.fits(limits):
+        memory = needed_memory_bytes(shape.graph, shape.workload, shape.num_ranks)
+        raise UserError(
+            f"{graph.name} is too large to be verified here: {shape.num_ranks} ranks need about {format_bytes(memory)} "
+            f"(there are {format_bytes(limits.memory_bytes)}) and {needed_flops(shape.graph, shape.workload):.2g} FLOPs "
+            f"(allowed are {limits.flops:.2g}); "
+            + ("plan for fewer devices" if built_in else "only built-in models can be scaled down: plan a smaller one")
+        )
+    changes = _changes(_Shape(graph, dict(strategies), workload, built_in), shape)
+    return Scaled(shape.graph, shape.strategies, shape.workload, shape.built_in, changes)
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """A state on the way down."""
+
+    graph: LayerGraph
+    strategies: dict[str, Strategy]
+    workload: Workload
+    built_in: BuiltIn | None
+
+    @property
+    def num_ranks(self) -> int:
+        return next(iter(self.strategies.values())).num_devices
+
+    def parameters_fit(self, limits: Limits) -> bool:
+        """Whether they take half of the memory at most: the rest is for activations."""
+        return _FLOAT32 * COPIES_PER_RANK * self.num_ranks * self.graph.num_parameters <= limits.memory_bytes / 2
+
+    def fits(self, limits: Limits) -> bool:
+        """Whether everything is within the limits."""
+        memory_bytes = needed_memory_bytes(self.graph, self.workload, self.num_ranks)
+        return memory_bytes <= limits.memory_bytes and needed_flops(self.graph, self.workload) <= limits.flops
+
+    def rebuilt(self, built_in: BuiltIn, kept_blocks: tuple[int, ...] | None = None) -> _Shape | None:
+        """With other sizes; None where a strategy would not divide them.  ``kept_blocks``: which blocks are left."""
+        try:
+            graph = built_in.graph()
+        except UserError:
+            return None
+        sources = {
+            (layer.block, layer.block_index, layer.role): layer.name for layer in self.graph.layers if layer.block
+        }
+        strategies = {}
+        for layer in graph.layers:
+            index = layer.block_index if kept_blocks is None else kept_blocks[layer.block_index]
+            name = sources[layer.block, index, layer.role] if layer.block else layer.name
+            strategies[layer.name] = self.strategies[name]
+            if not self.strategies[name].divides(layer):
+                return None
+        return _Shape(graph, strategies, self.workload, built_in)
+
+
+def _smaller_ones(shape: _Shape, limits: Limits) -> Iterator[_Shape]:
+    """Ever smaller shapes, ending with the first that is within the limits (or the smallest)."""
+    of_parameters = (_fewer_blocks, _smaller_vocabulary, _narrower)
+    of_passes = (_fewer_micro_batches, _fewer_blocks, _fewer_samples, _shorter_sequence)
+    for reduce in of_parameters:
+        while not shape.parameters_fit(limits) and (smaller := reduce(shape)) is not None:
+            shape = smaller
+            yield shape
+    for reduce in (*of_passes, *of_parameters):
+        while not shape.fits(limits) and (smaller := reduce(shape)) is not None:
+            shape = smaller
+            yield shape
+
+
+# ---- One length after the other ------------------------------------------------------------------------------------------
+
+
+def _fewer_micro_batches(shape: _Shape) -> _Shape | None:
+    workload = shape.workload
+    if workload.num_micro_batches <= MOST_MICRO_BATCHES:
+        return None
+    return replace(shape, workload=replace(workload, batch=MOST_MICRO_BATCHES * workload.micro_batch))
+
+
+def _fewer_samples(shape: _Shape) -> _Shape | None:
+    workload = shape.workload
+    slices = math.lcm(*(strategy.p0 for strategy in shape.strategies.values()))
+    per_slice = workload.micro_batch // slices // 2
+    if not per_slice:
+        return None
+    micro_batch = per_slice * slices
+    smaller = replace(workload, micro_batch=micro_batch, batch=micro_batch * workload.num_micro_batches)
+    return replace(shape, workload=smaller)
+
+
+def _fewer_blocks(shape: _Shape) -> _Shape | None:
+    sizes = _transformer(shape)
+    if sizes is None:
+        return None
+    chosen: list[dict[str, Strategy]] = [{} for _ in range(sizes.layers)]
+    for layer in shape.graph.layers:
+        if layer.block:
+            chosen[layer.block_index][layer.role] = shape.strategies[layer.name]
+    kept: list[int] = []
+    for index, strategies in enumerate(chosen):
+        if [chosen[before] for before in kept[-LONGEST_RUN:]] != [strategies] * LONGEST_RUN:
+            kept.append(index)
+    if len(kept) == sizes.layers:
+        return None
+    return shape.rebuilt(_with(shape, replace(sizes, layers=len(kept))), tuple(kept))
+
+
+def _shorter_sequence(shape: _Shape) -> _Shape | None:
+    sizes = _transformer(shape)
+    if sizes is None or sizes.sequence // 2 < SHORTEST_SEQUENCE:
+        return None
+    sequence = sizes.sequence // 2
+    return shape.rebuilt(_with(shape, replace(sizes, sequence=sequence, positions=sizes.positions // 2)))
+
+
+def _smaller_vocabulary(shape: _Shape) -> _Shape | None:
+    sizes = _transformer(shape)
+    if sizes is None:
+        return None
+    vocabulary = _half(sizes.vocabulary, shape.num_ranks)
+    if vocabulary < min(SMALLEST_VOCABULARY, sizes.vocabulary):
+        return None
+    return shape.rebuilt(_with(shape, replace(sizes, vocabulary=vocabulary)))
+
+
+def _narrower(shape: _Shape) -> _Shape | None:
+    candidates: Iterator[Transformer | Perceptron | Pictures] = iter(())
+    if shape.built_in is not None:
+        sizes = shape.built_in.sizes
+        if isinstance(sizes, Transformer):
+            candidates = _narrower_transformers(sizes, shape.num_ranks)
+        elif isinstance(sizes, Perceptron):
+            candidates = _narrower_perceptrons(sizes, shape.num_ranks)
+        else:
+            candidates = _smaller_pictures(sizes, shape.num_ranks)
+    return next((found for sizes in candidates if (found := shape.rebuilt(_with(shape, sizes)))), None)
+
+
+def _narrower_transformers(sizes: Transformer, num_ranks: int) -> Iterator[Transformer]:
+    """At most half as wide, by fewer heads first."""
+    kv_heads, head_dim = sizes.kv_heads or sizes.heads, sizes.head_dim or sizes.width // sizes.heads
+    group = sizes.heads // kv_heads
+
+    def resized(kv_heads: int, head_dim: int) -> Transformer:
+        heads = kv_heads * group
+        factor = heads * head_dim / (sizes.heads * (sizes.head_dim or sizes.width // sizes.heads))
+        width = heads * head_dim
+        if sizes.width != sizes.heads * (sizes.head_dim or sizes.width // sizes.heads):
+            width = _multiple(sizes.width * factor, num_ranks)  # heads that do not make up the width
+        return replace(
+            sizes,
+            width=width,
+            heads=heads,
+            kv_heads=kv_heads if sizes.kv_heads else 0,
+            head_dim=head_dim if sizes.head_dim else 0,
+            intermediate=_multiple(sizes.mlp_width * factor, num_ranks),
+        )
+
+    for fewer in range(kv_heads // 2, 0, -1):
+        yield resized(fewer, head_dim)
+    while head_dim // 2 >= SMALLEST_HEAD:
+        head_dim //= 2
+        yield resized(kv_heads, head_dim)
+
+
+def _narrower_perceptrons(sizes: Perceptron, num_ranks: int) -> Iterator[Perceptron]:
+    """With every layer of the largest width halved."""
+    for width in sorted(set(sizes.widths), reverse=True):
+        half = _half(width, num_ranks)
+        if half >= num_ranks:
+            yield Perceptron(tuple(half if other == width else other for other in sizes.widths))
+
+
+def _smaller_pictures(sizes: Pictures, num_ranks: int) -> Iterator[Pictures]:
+    image = sizes.image // 2 // SMALLEST_IMAGE * SMALLEST_IMAGE
+    if image:
+        yield replace(sizes, image=image)
+    if _half(sizes.hidden, num_ranks):
+        yield replace(sizes, hidden=_half(sizes.hidden, num_ranks))
+
+
+def _half(length: int, multiple: int) -> int:
+    return length // 2 // multiple * multiple
+
+
+def _multiple(length: float, multiple: int) -> int:
+    return max(1, round(length / multiple)) * multiple
+
+
+def _transformer(shape: _Shape) -> Transformer | None:
+    sizes = shape.built_in.sizes if shape.built_in else None
+    return sizes if isinstance(sizes, Transformer) else None
+
+
+def _with(shape: _Shape, sizes: Transformer | Perceptron | Pictures) -> BuiltIn:
+    assert shape.built_in is not None
+    return replace(shape.built_in, sizes=sizes)
+
+
+# ---- What was changed --------------------------------------------------------------------------------------------------------
+
+
+def _changes(before: _Shape, after: _Shape) -> tuple[Change, ...]:
+    lengths = zip(_lengths(before), _lengths(after))
+    return tuple(Change(what, old, new) for (what, old), (_, new) in lengths if old != new)
+
+
+def _lengths(shape: _Shape) -> list[tuple[str, str]]:
+    workload, sizes = shape.workload, shape.built_in.sizes if shape.built_in else None
+    found: list[tuple[str, object]] = []
+    if isinstance(sizes, Transformer):
+        found += [("blocks", sizes.layers), ("width", sizes.width), ("MLP width", sizes.mlp_width)]
+        found += [("heads", sizes.heads), *([("key-value heads", sizes.kv_heads)] if sizes.kv_heads else [])]
+        found += [("head size", sizes.head_dim or sizes.width // sizes.heads)]
+        found += [("sequence", sizes.sequence), ("positions", sizes.num_positions), ("vocabulary", sizes.vocabulary)]
+    elif isinstance(sizes, Perceptron):
+        found += [("widths", ",".join(map(str, sizes.widths)))]
+    elif isinstance(sizes, Pictures):
+        found += [("image", sizes.image), ("dense width", sizes.hidden)]
+    found += [("batch", workload.batch), ("micro-batch", workload.micro_batch)]
+    return [(what, str(value)) for what, value in found]
