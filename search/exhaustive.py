@@ -98,7 +98,8 @@ class _Scan:
 
     def __init__(self, table: CostTable, memory_limit: float | None):
         self.table, self.limit = table, memory_limit
-        self.best, self.choice, self.evaluations = math.inf, None, 0
+        self.best, self.evaluations = math.inf, 0
+        self.choice: tuple[int, ...] | None = None
         self.inner = self._inner_variables()
         outer = [v for v in range(len(table.names)) if v not in self.inner]
         self.sizes = [len(table.cost[v]) for v in self.inner]

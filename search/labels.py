@@ -218,7 +218,7 @@ class LabelSearch:
         self.statistics.rows += total
         ends = np.cumsum(count)
         sieve = _Sieve(group, total, _extremes(rows.memory) + _extremes(held.memory), self.tolerance)
-        parts = []
+        parts: list[tuple[np.ndarray, ...]] = []
         low = kept = settled = 0
         while low < len(count):
             base = int(ends[low - 1]) if low else 0
