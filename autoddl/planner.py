@@ -30,7 +30,7 @@ from autoddl.costmodel.pricing import PriceBook, Problem
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
-from autoddl.search import METHODS, Result, Status, lower_bound, progress_bar, smallest_memory, solve
+from autoddl.search import METHODS, Result, Status, bracket, progress_bar, smallest_memory, solve
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.verify import Claim, verify
 
@@ -159,7 +159,8 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
     if not 0 < limit < math.inf:
         raise UserError(f"memory limit {limit:g} should be a finite number of more than 0 bytes")
-    figures = tuple(_baseline_figures(graph, cluster, options, limit)) if with_baselines else ()
+    books = _Books(graph, cluster)
+    figures = tuple(_baseline_figures(books, options, limit)) if with_baselines else ()
     known = min(
         (
             of_one.assessment.cost(options.objective)
@@ -170,11 +171,11 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
     )
     searched = options
     if options.untied:
-        tied = _Sweep(graph, cluster, replace(options, untied=False, method="exact"), limit, known).run()
+        tied = _Sweep(books, replace(options, untied=False, method="exact"), limit, known).run()
         workload = tied.problem.workload
         searched = replace(options, micro_batch=workload.micro_batch, recompute=workload.recompute)
         known = min(known, tied.result.cost)
-    sweep = _Sweep(graph, cluster, searched, limit, known)
+    sweep = _Sweep(books, searched, limit, known)
     best = sweep.run()
     choice = best.result.choice
     assert choice is not None
@@ -228,11 +229,27 @@ class _Candidate:
     bound: float
 
 
+class _Books:
+    """The prices of one graph on one cluster, worked out once for the baselines and all searches."""
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster):
+        self.graph, self.cluster = graph, cluster
+        self._books: dict[tuple[Workload, bool], PriceBook] = {}
+
+    def book(self, workload: Workload, untied: bool) -> PriceBook:
+        """Of a workload, tied or untied, with the Summa meshes that a problem may leave out."""
+        if (workload, untied) not in self._books:
+            like = next(iter(self._books.values()), None)
+            self._books[workload, untied] = PriceBook(self.graph, self.cluster, workload, untied, summa=True, like=like)
+        return self._books[workload, untied]
+
+
 class _Sweep:
     """The search over micro-batches and recomputation (see the module's docstring)."""
 
-    def __init__(self, graph: LayerGraph, cluster: Cluster, options: Options, limit: float, known: float):
-        self.graph, self.cluster, self.options, self.limit = graph, cluster, options, limit
+    def __init__(self, books: _Books, options: Options, limit: float, known: float):
+        self.books, self.options, self.limit = books, options, limit
+        self.graph, self.cluster = books.graph, books.cluster
         #: A plan of this cost is known to exist (a baseline): what is not below it need not be searched.
         self.known = known * (1 + 1e-9)
         self.candidates: list[Candidate] = []
@@ -265,31 +282,31 @@ class _Sweep:
         """The candidates with a bound under the memory limit; those that cannot be better are settled by the free bound."""
         for recompute in (False, True) if self.options.recompute is None else (self.options.recompute,):
             workload = base_workload(self.cluster, self.options, recompute)
-            book = PriceBook(self.graph, self.cluster, workload, self.options.untied, self.options.summa)
+            book = self.books.book(workload, self.options.untied)
             settled: list[int] = []
             for micro_batch in micro_batches(workload, self.options):
                 if any(larger % micro_batch == 0 for larger in settled):
                     continue
                 try:
-                    problem = book.problem(workload.batch, micro_batch, self.options.objective)
+                    problem = book.problem(workload.batch, micro_batch, self.options.objective, self.options.summa)
                 except UserError as fault:
                     # Kept for the case that no micro-batch divides: the first one, which divides the most.
                     self.fault = self.fault or fault
                     continue
                 start = time.perf_counter()
-                free = lower_bound(problem.table)
-                if free > self.known:
-                    self._record(problem, "cannot be better, nor can its divisors", math.inf, free)
+                bounds = bracket(problem.table, self.limit, cutoff=self.known)
+                self.search_s += time.perf_counter() - start
+                if bounds.free > self.known:
+                    self._record(problem, "cannot be better, nor can its divisors", math.inf, bounds.free)
                     settled.append(micro_batch)
                     continue
-                bound = lower_bound(problem.table, self.limit, cutoff=self.known)
-                self.search_s += time.perf_counter() - start
-                candidate = _Candidate(problem, bound)
-                if bound > free * (1 + 1e-12):
+                self.known = min(self.known, bounds.cost * (1 + 1e-9))
+                candidate = _Candidate(problem, bounds.bound)
+                if bounds.bound > bounds.free * (1 + 1e-12):
                     yield candidate
                     continue
                 self._settle(candidate)
-                if self.best is not None and self.best.result.cost <= free * (1 + 1e-9):
+                if self.best is not None and self.best.result.cost <= bounds.free * (1 + 1e-9):
                     # The limit does not bind: this micro-batch's divisors cost at least as much.
                     settled.append(micro_batch)
 
@@ -354,9 +371,10 @@ def micro_batches(workload: Workload, options: Options) -> Iterator[int]:
     yield from (number for number in reversed(small) if number * number < workload.batch)
 
 
-def _baseline_figures(graph: LayerGraph, cluster: Cluster, options: Options, limit: float) -> Iterator[BaselineFigures]:
+def _baseline_figures(books: _Books, options: Options, limit: float) -> Iterator[BaselineFigures]:
     """The best feasible member of every family over micro-batches and recomputation."""
-    problems = list(_tied_problems(graph, cluster, options))
+    graph, cluster = books.graph, books.cluster
+    problems = list(_tied_problems(books, options))
     members = list(baselines(graph, cluster.level_sizes))
     for name in BASELINES:
         best: tuple[float, Baseline, Problem] | None = None
@@ -387,10 +405,10 @@ def _baseline_figures(graph: LayerGraph, cluster: Cluster, options: Options, lim
         yield BaselineFigures(name, None, member.mesh, problem.workload, member.strategies, assessment)
 
 
-def _tied_problems(graph: LayerGraph, cluster: Cluster, options: Options) -> Iterator[Problem]:
+def _tied_problems(books: _Books, options: Options) -> Iterator[Problem]:
     for recompute in (False, True) if options.recompute is None else (options.recompute,):
-        workload = base_workload(cluster, options, recompute)
-        book = PriceBook(graph, cluster, workload, summa=True)
+        workload = base_workload(books.cluster, options, recompute)
+        book = books.book(workload, untied=False)
         for micro_batch in micro_batches(workload, options):
             try:
                 yield book.problem(workload.batch, micro_batch, options.objective)

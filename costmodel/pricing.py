@@ -17,9 +17,8 @@ ends alone, not on how s is divided into p1 and p2.
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -27,10 +26,10 @@ import numpy as np
 
 from .cluster import Cluster
 from .collectives import Step
-from .distribution import canonical
 from .errors import UserError
 from .graph import Layer, LayerGraph
 from .layerwork import LayerWork, layer_work
+from .layoutprices import MANY, Layout, LayoutPrices, communication_time
 from .redistribution import redistribute, steps
 from .strategy import Strategy, enumerate_strategies, transposed
 from .table import CostTable, Edge
@@ -40,8 +39,6 @@ __all__ = ["Objective", "PriceBook", "Problem", "Variable", "edge_shape", "edge_
 
 #: (fixed, slope, once) of communication or of compute, one entry per option.
 Affine = tuple[np.ndarray, np.ndarray, np.ndarray]
-#: A canonical layout: (p0, s) for each network level.
-Layout = tuple[tuple[int, int], ...]
 Objective = str
 #: What a search minimises: the time of a step, or (as the paper does) of its communication alone.
 OBJECTIVES = ("step", "communication")
@@ -157,13 +154,20 @@ class PriceBook:
         workload: its batch and micro-batch are replaced by :meth:`problem`; precision, optimizer and recomputation count.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
+        like: another book of the same graph and cluster, whose prices this one may share.
 
     Raises:
         UserError: the device has no speed for the precision, or a layer has no strategy at all on this cluster.
     """
 
     def __init__(
-        self, graph: LayerGraph, cluster: Cluster, workload: Workload, untied: bool = False, summa: bool = False
+        self,
+        graph: LayerGraph,
+        cluster: Cluster,
+        workload: Workload,
+        untied: bool = False,
+        summa: bool = False,
+        like: PriceBook | None = None,
     ):
         if workload.precision not in cluster.device.peak_flops:
             known = ", ".join(cluster.device.peak_flops)
@@ -178,8 +182,9 @@ class PriceBook:
         self.variables = _variables(graph, cluster, untied, summa)
         self._prices: dict[object, _Prices] = {}
         self._known_layouts: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
-        self._redistribution_tables: dict[object, np.ndarray] = {}
-        self._known_redistributions: dict[object, tuple[float, float, int, int]] = {}
+        # What does not depend on how layers are tied, or on recomputation, is worked out once for all books of a family.
+        self._moves = like._moves if like else LayoutPrices(cluster)
+        self._layer_prices: dict[object, _Prices] = like._layer_prices if like else {}
 
     @cached_property
     def _variable_prices(self) -> tuple[_Prices, ...]:
@@ -196,15 +201,23 @@ class PriceBook:
             first.setdefault(key, layer)
         whole = (tuple(counts.items()), variable.options)
         if whole not in self._prices:
-            parts = [_price_layer(self, first[key], variable).scaled(count) for key, count in counts.items()]
+            parts = [self._price_layer(first[key], key, variable).scaled(count) for key, count in counts.items()]
             total = parts[0]
             for part in parts[1:]:
                 total = total.plus(part)
             self._prices[whole] = total
         return self._prices[whole]
 
-    def problem(self, batch: int, micro_batch: int, objective: Objective = "step") -> Problem:
-        """The cost table of one batch and micro-batch.
+    def _price_layer(self, layer: Layer, key: object, variable: Variable) -> _Prices:
+        whole = (key, variable.options, replace(self.workload, batch=1, micro_batch=1))
+        if whole not in self._layer_prices:
+            self._layer_prices[whole] = _price_layer(self, layer, variable)
+        return self._layer_prices[whole]
+
+    def problem(
+        self, batch: int, micro_batch: int, objective: Objective = "step", summa: bool | None = None
+    ) -> Problem:
+        """The cost table of one batch and micro-batch, with or without the book's Summa meshes (with, where it has any).
 
         Raises:
             UserError: the samples of a micro-batch do not divide over any strategy of some layer.
@@ -218,7 +231,7 @@ class PriceBook:
         for variable, prices in zip(self.variables, self._variable_prices):
             key = (id(prices), id(variable.options))
             if key not in shared:
-                kept = self._divisible(variable, micro_batch)
+                kept = self._offered(variable, micro_batch, self.summa if summa is None else summa)
                 shared[key] = _Column(
                     kept,
                     tuple(variable.options[i] for i in kept),
@@ -240,9 +253,10 @@ class PriceBook:
         )
         return Problem(self.graph, self.cluster, workload, objective, variables, table)
 
-    def _divisible(self, variable: Variable, micro_batch: int) -> np.ndarray:
+    def _offered(self, variable: Variable, micro_batch: int, summa: bool) -> np.ndarray:
         p0 = np.array([strategy.p0 for strategy in variable.options])
-        options = np.flatnonzero(micro_batch % p0 == 0)
+        on_summa = np.array([strategy.summa for strategy in variable.options])
+        options = np.flatnonzero((micro_batch % p0 == 0) & (~on_summa | summa))
         if len(options) == 0:
             layer = self.graph[variable.layers[0]]
             raise no_strategy(
@@ -275,7 +289,7 @@ class PriceBook:
             if key not in matrices:
                 (sources, source_index), (targets, target_index) = (self._layouts(self.variables[k]) for k in (i, j))
                 by_layout = sum(
-                    count * self._layout_costs(tensor, sources, targets, workload) for tensor, count in tensors
+                    count * self._moves.costs(tensor, sources, targets, workload) for tensor, count in tensors
                 )
                 rows, targets_kept = source_index[columns[i].kept], target_index[columns[j].kept]
                 matrices[key] = np.asarray(by_layout)[rows[:, None], targets_kept[None, :]]
@@ -292,58 +306,6 @@ class PriceBook:
             of_option = np.array([index[strategy.rows_and_features] for strategy in variable.options])
             self._known_layouts[key] = (tuple(index), of_option)
         return self._known_layouts[key]
-
-    def _layout_costs(
-        self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
-    ) -> np.ndarray:
-        """Seconds per step, forward and backward, between every pair of layouts; inf where there is no way."""
-        features, elements = tensor
-        shape = (workload.micro_batch, features)
-        table = self._redistributions(sources, targets)
-        fixed, per_byte = table[:, :, 0].copy(), table[:, :, 1].copy()
-        undivided = (shape[0] % table[:, :, 2] != 0) | (shape[1] % table[:, :, 3] != 0)
-        # Layouts whose samples do not divide this micro-batch are not offered at all.
-        possible = [np.array([shape[0] % _samples(layout) == 0 for layout in ends]) for ends in (sources, targets)]
-        for a, b in zip(*np.nonzero(undivided & possible[0][:, None] & possible[1][None, :])):
-            fixed[a, b], per_byte[a, b], *_ = self._redistribution(sources[a], targets[b], shape)
-        return workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte
-
-    def _redistributions(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
-        """For each pair of layouts what :meth:`_redistribution` says of a tensor that always divides."""
-        if (sources, targets) not in self._redistribution_tables:
-            always = (self.cluster.num_devices**2,) * 2
-            rows = [[self._redistribution(source, target, always) for target in targets] for source in sources]
-            self._redistribution_tables[sources, targets] = np.array(rows)
-        return self._redistribution_tables[sources, targets]
-
-    def _redistribution(self, source: Layout, target: Layout, shape: tuple[int, int]) -> tuple[float, float, int, int]:
-        """(seconds, seconds per byte of the tensor) there and back, and what its two dimensions have to divide by."""
-        if source == target:
-            return 0.0, 0.0, 1, 1
-        key = (source, target, *(math.gcd(length, self.cluster.num_devices**2) for length in shape))
-        if key not in self._known_redistributions:
-            try:
-                route = redistribute(canonical(source), canonical(target), shape)
-            except UserError:
-                self._known_redistributions[key] = (math.inf, math.inf, 1, 1)
-            else:
-                fixed = _there_and_back(self.cluster, steps(route, 0.0))
-                per_byte = (_there_and_back(self.cluster, steps(route, _MANY)) - fixed) / _MANY
-                parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
-                self._known_redistributions[key] = (fixed, per_byte, parts[0], parts[1])
-        return self._known_redistributions[key]
-
-
-def _samples(layout: Layout) -> int:
-    """Into how many slices a layout cuts the samples."""
-    return math.prod(p0 for p0, _ in layout)
-
-
-def _least_common_multiple(numbers: Iterable[int]) -> int:
-    result = 1
-    for number in numbers:
-        result = result * number // math.gcd(result, number)
-    return result
 
 
 def no_strategy(layer: Layer, cluster: Cluster, why: str) -> UserError:
@@ -462,42 +424,28 @@ class _Prices:
         return np.ceil(self.buffer_fixed + micro_batch * self.buffer_slope).max(axis=0)
 
 
-#: Slopes are taken over so many samples or bytes: over one, latencies would swallow their digits.
-_MANY = 2.0**40
-
-
-def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
-    """Seconds of steps that run one after the other."""
-    return sum(cluster.time(step) for step in steps_)
-
-
-def _there_and_back(cluster: Cluster, forward: Sequence[Step]) -> float:
-    """Seconds of a redistribution and of its mirror image in the backward pass."""
-    return communication_time(cluster, (*forward, *(step.adjoint() for step in forward)))
-
-
 def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
     is_first = not book.graph.inputs(layer.name)
     rows = []
     for option in range(len(variable.options)):
         strategy = variable.strategy(layer.name, option)
         at: list[LayerWork] = [
-            layer_work(layer, strategy, book.cluster, book.workload, samples, is_first) for samples in (0.0, _MANY)
+            layer_work(layer, strategy, book.cluster, book.workload, samples, is_first) for samples in (0.0, MANY)
         ]
         communication = [communication_time(book.cluster, (*work.forward, *work.backward)) for work in at]
         compute = [work.forward_s + work.backward_s for work in at]
         rows.append(
             (
                 communication[0],
-                (communication[1] - communication[0]) / _MANY,
+                (communication[1] - communication[0]) / MANY,
                 communication_time(book.cluster, at[0].gradient),
                 compute[0],
-                (compute[1] - compute[0]) / _MANY,
+                (compute[1] - compute[0]) / MANY,
                 0.0,
                 at[0].state_bytes,
-                at[1].kept_bytes / _MANY,
+                at[1].kept_bytes / MANY,
                 at[0].buffer_bytes,
-                (at[1].buffer_bytes - at[0].buffer_bytes) / _MANY,
+                (at[1].buffer_bytes - at[0].buffer_bytes) / MANY,
             )
         )
     columns = np.array(rows).T

@@ -11,7 +11,7 @@ from typing import Any
 
 from autoddl.costmodel.table import CostTable
 
-from .branching import lower_bound
+from .branching import Bracket, bracket, lower_bound
 from .exact import exact, smallest_memory
 from .exhaustive import exhaustive
 from .heuristics import coordinate_descent, metropolis_hastings, random_search
@@ -20,10 +20,12 @@ from .result import Result, SearchError, Status
 
 __all__ = [
     "METHODS",
+    "Bracket",
     "Progress",
     "Result",
     "SearchError",
     "Status",
+    "bracket",
     "coordinate_descent",
     "exact",
     "exhaustive",

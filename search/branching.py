@@ -24,7 +24,7 @@ from .elimination import Weights
 from .forest import solve_forest
 from .lagrangian import Dual, Instance, Interval, Point, minimise, prepare, solve_dual
 
-__all__ = ["Exploration", "OutOfTimeError", "explore", "least_memory", "lower_bound"]
+__all__ = ["Bracket", "Exploration", "OutOfTimeError", "bracket", "explore", "least_memory", "lower_bound"]
 
 #: Nodes that the shared bound spends on buffers.
 _BOUND_NODES = 12
@@ -52,27 +52,50 @@ class Exploration:
     finished: bool
 
 
-def lower_bound(table: CostTable, memory_limit: float | None = None, cutoff: float = math.inf) -> float:
+@dataclass(frozen=True)
+class Bracket:
+    """What is cheaply known of a table's optimum within a memory limit, in seconds.
+
+    Attributes:
+        free: a valid lower bound without the limit; the optimum then, where the graph is narrow.
+        bound: a valid lower bound within the limit; ``inf`` shows that nothing fits.
+        cost: of the best choice within the limit that was met on the way; ``inf`` where none was.
+    """
+
+    free: float
+    bound: float
+    cost: float
+
+
+def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
     """A cheap valid lower bound [s] on the cost of every choice within the limit; ``inf`` shows that there is none.
 
     The elimination / Lagrangian bound of `lagrangian` with some branching on buffers.  It is the optimum where no memory
-    limit binds and the graph is narrow.  Once it is known to be at least ``cutoff`` no more work is put into it.
+    limit binds and the graph is narrow.
+
+    Raises: SearchError, for a table that no search can treat.
+    """
+    return bracket(table, memory_limit).bound
+
+
+def bracket(table: CostTable, memory_limit: float | None = None, cutoff: float = math.inf) -> Bracket:
+    """Bounds on the optimum; once the lower bound is known to be at least ``cutoff`` no more work is put into it.
 
     Raises: SearchError, for a table that no search can treat.
     """
     choice = solve_forest(table)
+    free = math.inf if choice is None else table.evaluate(choice)
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
-        return table.evaluate(choice)
-    if memory_limit is not None and _certainly_over(table, memory_limit):
-        return math.inf
+        return Bracket(free, free, free)
     instance = prepare(table)
-    return math.inf if instance is None else explore(instance, memory_limit, cutoff=cutoff).bound
-
-
-def _certainly_over(table: CostTable, memory_limit: float) -> bool:
-    """Whether even the least memory of each variable by itself is over the limit: for some large tables, known at once."""
-    resident = sum(float(memory.min(initial=math.inf)) for memory in table.memory)
-    return resident + max((float(buffer.min(initial=math.inf)) for buffer in table.buffer), default=0.0) > memory_limit
+    if instance is None:
+        return Bracket(math.inf, math.inf, math.inf)
+    if choice is None:
+        free, _ = minimise(instance, Weights(1.0, 0.0))
+    if free >= cutoff:
+        return Bracket(free, free, math.inf)
+    found = explore(instance, memory_limit, cutoff=cutoff)
+    return Bracket(free, found.bound, found.incumbent.cost if found.incumbent else math.inf)
 
 
 def explore(
@@ -109,7 +132,7 @@ def explore(
         if interval.lowest > interval.highest:
             return
         nodes += 1
-        dual = solve_dual(instance, interval, memory_limit)
+        dual = solve_dual(instance, interval, memory_limit, cutoff=best())
         for point in dual.points:
             consider(point)
         if dual.bound < math.inf:

@@ -116,8 +116,18 @@ def minimise(instance: Instance, weights: Weights) -> tuple[float, Point | None]
     return value, instance.point(instance.plan.decode(weights, tables))
 
 
-def solve_dual(instance: Instance, interval: Interval, memory_limit: float | None, *, max_steps: int = 60) -> Dual:
-    """Maximise the dual for choices whose largest buffer is in the interval, under the limit on peak memory."""
+def solve_dual(
+    instance: Instance,
+    interval: Interval,
+    memory_limit: float | None,
+    *,
+    cutoff: float = math.inf,
+    max_steps: int = 60,
+) -> Dual:
+    """Maximise the dual for choices whose largest buffer is in the interval, under the limit on peak memory.
+
+    Once the bound is at least ``cutoff`` it is good enough.
+    """
     highest = interval.highest
     cost, point = minimise(instance, Weights(1.0, 0.0, highest))
     if point is None:
@@ -146,6 +156,8 @@ def solve_dual(instance: Instance, interval: Interval, memory_limit: float | Non
     under_point = point
     bound, best = cost, 0.0
     for _ in range(max_steps):
+        if bound >= cutoff:
+            break
         multiplier = (under[0] - over[0]) / (over[1] - under[1])
         if not multiplier > best and not multiplier > 0:
             break

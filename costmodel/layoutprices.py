@@ -1,0 +1,101 @@
+"""What it costs to change the canonical layout of a tensor, for all pairs of layouts at once.
+
+The price of a redistribution is affine in the bytes of the tensor, and the same for all tensors that divide into its digits: so the
+routes between all pairs of layouts are planned once, and a table of (fixed, per byte) serves every edge of every model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from .cluster import Cluster
+from .collectives import Step
+from .distribution import canonical
+from .errors import UserError
+from .redistribution import redistribute, steps
+from .workload import Workload
+
+__all__ = ["MANY", "Layout", "LayoutPrices", "communication_time"]
+
+#: A canonical layout: (p0, s) for each network level.
+Layout = tuple[tuple[int, int], ...]
+
+#: Slopes are taken over so many samples or bytes: over one, latencies would swallow their digits.
+MANY = 2.0**40
+
+
+def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
+    """Seconds of steps that run one after the other."""
+    return sum(cluster.time(step) for step in steps_)
+
+
+class LayoutPrices:
+    """Prices on one cluster, worked out as they are asked for."""
+
+    def __init__(self, cluster: Cluster):
+        self.cluster = cluster
+        self._tables: dict[object, np.ndarray] = {}
+        self._known: dict[object, tuple[float, float, int, int]] = {}
+
+    def costs(
+        self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
+    ) -> np.ndarray:
+        """Seconds per step, forward and backward, between every pair of layouts; inf where there is no way.
+
+        Args:
+            tensor: (features, elements per sample).
+        """
+        features, elements = tensor
+        shape = (workload.micro_batch, features)
+        table = self._table(sources, targets)
+        fixed, per_byte = table[:, :, 0].copy(), table[:, :, 1].copy()
+        undivided = (shape[0] % table[:, :, 2] != 0) | (shape[1] % table[:, :, 3] != 0)
+        # Layouts whose samples do not divide this micro-batch are not offered at all.
+        possible = [np.array([shape[0] % _samples(layout) == 0 for layout in ends]) for ends in (sources, targets)]
+        for a, b in zip(*np.nonzero(undivided & possible[0][:, None] & possible[1][None, :])):
+            fixed[a, b], per_byte[a, b], *_ = self._price(sources[a], targets[b], shape)
+        return workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte
+
+    def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
+        """For each pair of layouts the price of a tensor that always divides."""
+        if (sources, targets) not in self._tables:
+            always = (self.cluster.num_devices**2,) * 2
+            rows = [[self._price(source, target, always) for target in targets] for source in sources]
+            self._tables[sources, targets] = np.array(rows)
+        return self._tables[sources, targets]
+
+    def _price(self, source: Layout, target: Layout, shape: tuple[int, int]) -> tuple[float, float, int, int]:
+        """(seconds, seconds per byte of the tensor) there and back, and what its two dimensions have to divide by."""
+        if source == target:
+            return 0.0, 0.0, 1, 1
+        key = (source, target, *(math.gcd(length, self.cluster.num_devices**2) for length in shape))
+        if key not in self._known:
+            try:
+                route = redistribute(canonical(source), canonical(target), shape)
+            except UserError:
+                self._known[key] = (math.inf, math.inf, 1, 1)
+            else:
+                fixed = self._there_and_back(steps(route, 0.0))
+                per_byte = (self._there_and_back(steps(route, MANY)) - fixed) / MANY
+                parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
+                self._known[key] = (fixed, per_byte, parts[0], parts[1])
+        return self._known[key]
+
+    def _there_and_back(self, forward: Sequence[Step]) -> float:
+        """Seconds of a redistribution and of its mirror image in the backward pass."""
+        return communication_time(self.cluster, (*forward, *(step.adjoint() for step in forward)))
+
+
+def _samples(layout: Layout) -> int:
+    """Into how many slices a layout cuts the samples."""
+    return math.prod(p0 for p0, _ in layout)
+
+
+def _least_common_multiple(numbers: Iterable[int]) -> int:
+    result = 1
+    for number in numbers:
+        result = result * number // math.gcd(result, number)
+    return result
