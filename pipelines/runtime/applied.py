@@ -92,7 +92,7 @@ class AppliedModule(flow.nn.Module):
     def _compare(self, batch: Sequence[Any]) -> None:
         module = self._to_be_compared.pop()  # the comparison itself runs this module
         try:
-            with self._program.stepper.not_logging():
+            with self._program.stepper.not_logging(), flow.enable_grad():
                 check_same_function(self, self._program, module, batch)
         except BaseException:
             self._to_be_compared.append(module)

@@ -58,14 +58,14 @@ def _linear(setting: LayerSetting) -> Body:
     apart = are_apart(order, strategy)
     num_weights = len(order.widths) if apart else 1
     behind = epilogue(setting)
-    rows = prod(layer.input_shape[:-1])
-    columns = weight_indices(layer, strategy).columns[stepper.rank]
-    has_own_input = setting.is_first and not strategy.summa
+    # The first layer reads what it needs; Summa gathers its operands panel by panel there too.
+    own_input = weight_indices(layer, strategy).columns[stepper.rank] if not strategy.summa else None
+    is_gathered = not setting.is_first or strategy.summa
 
     def product(x: Tensor, *weights: Tensor) -> Tensor:
         if strategy.summa:
             return _summa_product(x, _side_by_side(weights, order), setting)
-        x = x if has_own_input else stepper.gather(x, p1, 2)
+        x = stepper.gather(x, p1, 2) if is_gathered else x
         return flow.matmul(x, _side_by_side(weights, order), transpose_b=True)
 
     def rest(y: Tensor, biases: Weights, step: int | None) -> Tensor:
@@ -75,12 +75,7 @@ def _linear(setting: LayerSetting) -> Body:
         return behind(y, step)
 
     def body(inputs: Sequence[Tensor], weights: Weights, batch: Batch) -> Tensor:
-        if setting.is_first:
-            data = setting.samples(batch.inputs[layer.name], batch).reshape(-1, rows, layer.attributes["in_features"])
-            held = columns if has_own_input else setting.held(layer.attributes["in_features"])
-            x = flow.tensor(np.ascontiguousarray(data[..., held]))
-        else:
-            x = inputs[0]
+        x = inputs[0] if inputs else _data(setting, batch, layer.attributes["in_features"], own_input)
         matrices, biases = weights[:num_weights], weights[num_weights:]
         if not setting.recompute:
             y = rest(product(x, *matrices), biases, batch.step)
@@ -185,7 +180,7 @@ def _position(setting: LayerSetting) -> Body:
     rows = setting.layer.rows
 
     def body(inputs: Sequence[Tensor], weights: Weights, batch: Batch) -> Tensor:
-        table = weights[0][:rows].unsqueeze(0)
+        table = weights[0].reshape(-1, weights[0].shape[-1])[:rows].unsqueeze(0)
         return table.expand(batch.num_samples // setting.strategy.p0, rows, table.shape[2])
 
     return body
@@ -200,7 +195,7 @@ def _attention(setting: LayerSetting) -> Body:
     group_heads, head_dim = attributes["heads"] // groups, attributes["head_dim"]
     angles = _rotary(setting)
     is_grouped = len(producers) == 1 and setting.graph[producers[0]].kind == "linear"
-    if len(producers) not in (1, 3):
+    if len(producers) not in (1, 3):  # 0: it reads the data
         raise UserError(
             f"{layer.describe()}: reads {len(producers)} tensors, should read q, k and v or all of them in one"
         )
@@ -274,7 +269,8 @@ def _norm(setting: LayerSetting) -> Body:
         return x + weights[1] if len(weights) > 1 else x
 
     def body(inputs: Sequence[Tensor], weights: Weights, batch: Batch) -> Tensor:
-        y = checkpoint(core, inputs[0], *weights) if setting.recompute else core(inputs[0], *weights)
+        x = inputs[0] if inputs else _data(setting, batch, features)
+        y = checkpoint(core, x, *weights) if setting.recompute else core(x, *weights)
         return behind(y, batch.step)
 
     return body
@@ -282,6 +278,8 @@ def _norm(setting: LayerSetting) -> Body:
 
 def _add(setting: LayerSetting) -> Body:
     behind = epilogue(setting)
+    if len(setting.graph.inputs(setting.layer.name)) < 2:
+        raise UserError(f"{setting.layer.describe()}: it adds an input of the model, which cannot be run")
 
     def body(inputs: Sequence[Tensor], weights: Weights, batch: Batch) -> Tensor:
         total = inputs[0]
@@ -384,6 +382,13 @@ def _opaque(setting: LayerSetting) -> Body:
         return behind(core(*given, *weights), batch.step)
 
     return body
+
+
+def _data(setting: LayerSetting, batch: Batch, features: int, held: np.ndarray | None = None) -> Tensor:
+    """What a layer that reads the data itself is given: its samples, of the features its block or those ``held``."""
+    rows = prod(setting.layer.input_shape[:-1])
+    data = setting.samples(batch.inputs[setting.layer.name], batch).reshape(-1, rows, features)
+    return flow.tensor(np.ascontiguousarray(data[..., setting.held(features) if held is None else held]))
 
 
 def _first_input(inputs: Sequence[Tensor], setting: LayerSetting, batch: Batch) -> Tensor:

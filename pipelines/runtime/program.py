@@ -105,6 +105,8 @@ class Program:
 
     def _ready(self, module: Any, layer: Layer, recompute: bool) -> RunLayer:
         strategy = self._strategies[layer.name]
+        if not strategy.divides(layer):
+            raise UserError(f"{layer.describe()}: {strategy} does not divide its shape")
         setting = LayerSetting(self.graph, layer, strategy, self.stepper, module, recompute and layer.kind != "loss")
         _check_edges(setting)
         places = self._parameters(module, layer, parameter_layouts(self.graph, layer, strategy))

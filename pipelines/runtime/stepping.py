@@ -62,6 +62,15 @@ class Stepper:
         finally:
             self._log = outer
 
+    @contextlib.contextmanager
+    def not_logging(self) -> Iterator[None]:
+        """Steps that run meanwhile are in no log."""
+        outer, self._log = self._log, None
+        try:
+            yield
+        finally:
+            self._log = outer
+
     def gather(self, x: Tensor, axes: Sequence[Axis], dim: int) -> Tensor:
         """All-gather along ``dim`` over axes of several levels, the outermost first."""
         for step in gather_steps(axes, num_bytes(x) * prod(axis.size for axis in axes)):

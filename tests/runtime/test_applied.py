@@ -39,8 +39,8 @@ LLAMA = Transformer(
     tied=False,
 )
 WIDTHS = (64, 128, 96, 32)
-#: What one barrier more or less sends, per rank (see `wire`).
-NOISE_BYTES = 400
+#: What barriers more or less send, per rank (see `wire`).
+NOISE_BYTES = 800
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,8 @@ from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
 
 JOBS = Path(__file__).with_name("moving_jobs.py")
 MESHES = {2: [(2,)], 4: [(4,), (2, 2)], 6: [(6,), (2, 3), (3, 2)], 8: [(8,), (2, 4), (4, 2), (2, 2, 2)]}
+#: What barriers more or less send, per rank (see `wire`).
+NOISE_BYTES = 800
 VALUES, GRADIENTS = 997, 991  # small whole numbers, exact in any order of summation
 
 
@@ -78,7 +80,7 @@ def test_bytes_are_those_of_the_step_list(counted_ranks, num_ranks):
         sent = sum(result[i]["sent_bytes"] for result in results)
         overhead = MESSAGE_BYTES * sum(result[i]["messages"] for result in results)
         payload = results[0][i]["payload"]
-        assert abs(payload - overhead - sent) < 0.03 * sent + 400 * num_ranks, text
+        assert abs(payload - overhead - sent) < 0.03 * sent + NOISE_BYTES * num_ranks, text
         if sent / max(sum(result[i]["messages"] for result in results), 1) > 32 * 1024:
             assert payload == pytest.approx(sent, rel=0.03), text
 
