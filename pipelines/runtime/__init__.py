@@ -10,6 +10,6 @@
   gradients), `moving` and `stepping` (the cost model's own steps, executed), `layouts` (which elements a rank holds), `tracing`
   (a pass in sections that can be measured).
 
-`collectives` and all of the last group but `layouts` need OneFlow when they are imported; the others import without it. Nothing is imported here, so that processes
-that have no use for OneFlow never load it.
+`collectives` and all of the last group but `layouts` need OneFlow when they are imported; the others import without it.
+Nothing is imported here, so that processes that have no use for OneFlow never load it.
 """

@@ -314,6 +314,7 @@ def outputs(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], w
     with flow.no_grad():  # the comparison needs gradients all the same
         first = applied(images)
         quiet = applied(images)
+    kept = all(np.array_equal(p.grad.numpy(), gradients[name]) for name, p in module.named_parameters())
     found = applied(images)
     nn.functional.cross_entropy(found, flow.tensor(classes)).backward()
     errors = relative_errors(applied.logical_gradients(), gradients)
@@ -325,7 +326,7 @@ def outputs(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], w
     return {
         "error": float(np.abs(found.numpy() - expected.numpy()).max()),
         "checked": float(np.abs(first.numpy() - expected.numpy()).max()),
-        "kept": all(np.array_equal(p.grad.numpy(), gradients[name]) for name, p in module.named_parameters()),
+        "kept": kept and module.training and applied.training,
         "no_grad": float(np.abs(quiet.numpy() - expected.numpy()).max()),
         "errors": errors,
         "traced_errors": relative_errors(applied.logical_gradients(), summed),
