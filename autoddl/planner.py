@@ -383,7 +383,7 @@ def _baseline_figures(books: _Books, options: Options, limit: float) -> Iterator
         for member in (member for member in members if member.name == name):
             for problem in problems:
                 try:
-                    choice = problem.choice(lambda layer, member=member: member.strategies[layer.name])  # type: ignore[misc]
+                    choice = problem.choice(member.strategies)
                 except UserError as fault:
                     if least == math.inf:
                         why = str(fault)

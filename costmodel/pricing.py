@@ -18,7 +18,7 @@ ends alone, not on how s is divided into p1 and p2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -98,30 +98,32 @@ class Problem:
         return {layer.name: found[layer.name] for layer in self.graph.layers}
 
     @cached_property
-    def _option_indices(self) -> dict[int, dict[Strategy | None, int]]:
+    def _option_indices(self) -> dict[int, dict[Strategy, int]]:
         return {id(v.options): {strategy: i for i, strategy in enumerate(v.options)} for v in self.variables}
 
-    def choice(self, strategy_of: Callable[[Layer], Strategy | None]) -> tuple[int, ...]:
-        """The options that give every layer the wanted strategy.
+    def choice(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
+        """The options that give every layer, by name, its strategy.
 
         Raises:
             UserError: a layer cannot have it.
         """
         choice = []
         for variable in self.variables:
-            layer = self.graph[variable.layers[0]]
-            wanted = strategy_of(layer)
-            if wanted is not None and self.workload.micro_batch % wanted.p0:
+            first = variable.layers[0]
+            wanted = strategies[first]
+            if self.workload.micro_batch % wanted.p0:
                 raise UserError(
                     f"a micro-batch of {self.workload.micro_batch} {self.graph.sample}s does not divide over the {wanted.p0} "
                     f"slices of {wanted}"
                 )
             option = self._option_indices[id(variable.options)].get(wanted)
             if option is None:
-                raise UserError(f"{layer.describe()} does not divide by {wanted}")
+                raise UserError(f"{self.graph[first].describe()} does not divide by {wanted}")
             for name in variable.layers[1:]:
-                if strategy_of(self.graph[name]) != variable.strategy(name, option):
-                    raise UserError(f"{name} is tied to {layer.name}: {strategy_of(self.graph[name])} is not {wanted}")
+                mine = strategies[name]
+                same = mine is wanted and name not in variable.swapped
+                if not same and mine != variable.strategy(name, option):
+                    raise UserError(f"{name} is tied to {first}: {mine} is not {variable.strategy(name, option)}")
             choice.append(option)
         return tuple(choice)
 
@@ -183,7 +185,7 @@ class PriceBook:
         self._prices: dict[object, _Prices] = {}
         self._known_layouts: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
         # What does not depend on how layers are tied, or on recomputation, is worked out once for all books of a family.
-        self._moves = like._moves if like else LayoutPrices(cluster)
+        self._moves: LayoutPrices = like._moves if like else LayoutPrices(cluster)
         self._layer_prices: dict[object, _Prices] = like._layer_prices if like else {}
 
     @cached_property

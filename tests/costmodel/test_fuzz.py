@@ -52,7 +52,7 @@ def plan_something(graph: LayerGraph, cluster: Cluster) -> None:
     try:
         assessment = assess(graph, cluster, workload, {layer.name: everything for layer in graph.layers})
         problem = PriceBook(graph, cluster, workload, untied=True).problem(workload.batch, workload.batch)
-        choice = problem.choice(lambda layer: everything)
+        choice = problem.choice({layer.name: everything for layer in problem.graph.layers})
     except UserError:
         return
     assert 0 <= assessment.step_s < float("inf") and 0 <= assessment.memory_bytes < float("inf")

@@ -53,6 +53,11 @@ CALIBRATED = replace(
 )
 
 
+def all_layers(problem, strategy_of):
+    """The strategy of every layer of a problem, by name."""
+    return {layer.name: strategy_of(layer) for layer in problem.graph.layers}
+
+
 def agree(problem: Problem, choice: tuple[int, ...]) -> bool:
     """Whether the table has a finite cost for the choice; then it has to be the assessment's."""
     cost = problem.table.evaluate(choice)
@@ -186,12 +191,16 @@ def test_samples_have_to_divide():
 def test_choice():
     problem = PriceBook(MODELS["gpt"], CLUSTERS["8"], Workload(1, 1, "mixed")).problem(64, 64)
     everything = data_parallel((8,))
-    choice = problem.choice(lambda layer: everything)
+    choice = problem.choice(all_layers(problem, lambda layer: everything))
     assert set(problem.strategies(choice).values()) == {everything}
     with pytest.raises(UserError, match=r"h.0.attn .* does not divide by \(1,8,1\)"):
-        problem.choice(lambda layer: Strategy(((1, 8, 1),)) if layer.kind == "attention" else everything)
+        problem.choice(
+            all_layers(problem, lambda layer: Strategy(((1, 8, 1),)) if layer.kind == "attention" else everything)
+        )
     with pytest.raises(UserError, match=r"h\.1\.mlp\.c_fc is tied to h\.0\.mlp\.c_fc"):
-        problem.choice(lambda layer: Strategy(((4, 2, 1),)) if layer.name == "h.1.mlp.c_fc" else everything)
+        problem.choice(
+            all_layers(problem, lambda layer: Strategy(((4, 2, 1),)) if layer.name == "h.1.mlp.c_fc" else everything)
+        )
 
 
 def odd_blocks() -> LayerGraph:
@@ -226,7 +235,7 @@ def test_large_model_and_cluster():
     assert len(problem.variables) == 4 - 1 + 96 * 9 + 2
     assert len(problem.table.cost[problem.table.names.index("h.7.mlp.c_fc")]) == 360
     rng = random.Random(0)
-    assert agree(problem, problem.choice(lambda layer: data_parallel((128, 8))))
+    assert agree(problem, problem.choice(all_layers(problem, lambda layer: data_parallel((128, 8)))))
     for _ in range(2):
         agree(problem, random_choice(problem, rng))
     assert problem.table.evaluate(random_choice(problem, rng)) < inf

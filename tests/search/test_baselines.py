@@ -74,7 +74,7 @@ def test_megatron_repeats_itself_from_block_to_block():
     for role in "abc":
         assert strategies[f"h.0.{role}"] == strategies[f"h.1.{role}"]
     problem = PriceBook(graph, load_cluster("dgx-a100").resized(1, 4), Workload(1, 1, "mixed")).problem(4, 4)
-    assert problem.strategies(problem.choice(lambda layer: strategies[layer.name])) == strategies
+    assert problem.strategies(problem.choice(strategies)) == strategies
 
 
 def test_megatron_splits_a_table_of_two_rows_by_its_features():
@@ -123,7 +123,7 @@ def test_what_divides_can_be_assessed(graph, level_sizes):
     problem = PriceBook(graph, cluster, Workload(1, 1, "mixed"), summa=True).problem(16, 16)
     for one in baselines(graph, level_sizes):
         truth = assess(graph, cluster, problem.workload, one.strategies)
-        table_cost = problem.table.evaluate(problem.choice(lambda layer, one=one: one.strategies[layer.name]))
+        table_cost = problem.table.evaluate(problem.choice(one.strategies))
         assert table_cost == pytest.approx(truth.step_s, rel=1e-10)
 
 
@@ -131,4 +131,4 @@ def test_what_does_not_divide_says_so():
     problem = PriceBook(GPT, load_cluster("dgx-a100").resized(1, 16), Workload(1, 1, "mixed")).problem(16, 16)
     strategies = member(GPT, (16,), "dp 1 x mp 16")
     with pytest.raises(UserError, match=r"attn \(attention, 8 heads of 8\) does not divide by \(1,16,1\)"):
-        problem.choice(lambda layer: strategies[layer.name])
+        problem.choice(strategies)
