@@ -58,7 +58,7 @@ def spread_strategies(
             named.setdefault(tuple(choice), what)
     for baseline in baselines(graph, cluster.level_sizes):
         try:
-            choice = problem.choice(lambda layer, own=baseline: own.strategies[layer.name])  # type: ignore[misc]
+            choice = problem.choice(baseline.strategies)
         except UserError:
             continue  # it does not divide this model
         named.setdefault(choice, f"{baseline.name} {baseline.mesh}")
