@@ -1,0 +1,132 @@
+"""Executing programs without data: do they get through, and does every computation have what it needs?
+
+Every message here blocks both its ends and every reduction all its ranks, which is stricter than any real execution. A program that
+passes neither deadlocks nor works on something that has not come.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.schedule import Kind, Schedule, Task
+
+from .actions import Action, Receive, Reduce, Run, Send, Update
+from .slots import RankMap
+
+__all__ = ["ProgramError", "check_programs"]
+
+
+class ProgramError(UserError):
+    """Lists of actions that ranks cannot carry out."""
+
+
+def check_programs(schedule: Schedule, programs: Sequence[Sequence[Action]], slot_rows: int) -> None:
+    """Run all programs to their ends.
+
+    Raises:
+        ProgramError: they come to a standstill, or a rank comes to an action before its inputs; names the rank and the action.
+    """
+    checks = [_Rank(schedule, rank, program, slot_rows) for rank, program in enumerate(programs)]
+    waiting = list(range(len(checks)))
+    while waiting:
+        rank = waiting.pop()
+        checks[rank].advance()
+        head = checks[rank].head
+        if head is None:
+            continue
+        ends = _ends(head)
+        if all(_meets(checks[other].head, head) for other in ends):
+            for other in ends:
+                checks[other].complete()
+            waiting += ends
+    for check in checks:
+        if check.head is not None:
+            others = [other for other in _ends(check.head) if not _meets(checks[other].head, check.head)]
+            raise ProgramError(
+                f"schedule {schedule.name}: rank {check.rank} waits in '{check.head}' for rank {others[0]}, which is at "
+                f"'{checks[others[0]].head or 'its end'}'"
+            )
+
+
+def _ends(action: Action) -> list[int]:
+    """The ranks that a piece of communication takes place on."""
+    if isinstance(action, Reduce):
+        return list(action.ranks)
+    assert isinstance(action, (Send, Receive))
+    return [action.message.source, action.message.destination]
+
+
+def _meets(there: Action | None, action: Action) -> bool:
+    """Whether another rank has come to the same communication."""
+    if isinstance(action, Reduce):
+        return there == action
+    assert isinstance(action, (Send, Receive))
+    return isinstance(there, (Send, Receive)) and there.message == action.message
+
+
+class _Rank:
+    """How far one rank has come, and what has reached it."""
+
+    def __init__(self, schedule: Schedule, rank: int, program: Sequence[Action], slot_rows: int) -> None:
+        ranks = RankMap(schedule.widths)
+        self.rank = rank
+        self._schedule = schedule
+        self._worker = ranks.worker_of(rank)
+        self._rows = len(ranks.rows_of(rank, slot_rows))
+        self._program = program
+        self._position = 0
+        self._arrived: Counter[tuple[bool, int, int, int]] = Counter()
+        """Rows of (is forward, pipeline, consuming stage, slot)."""
+        self._sums_to_come = Counter(
+            (stage, action.update) for action in program if isinstance(action, Reduce) for stage in action.stages
+        )
+
+    @property
+    def head(self) -> Action | None:
+        """The communication that it waits in; None at the end."""
+        return self._program[self._position] if self._position < len(self._program) else None
+
+    def advance(self) -> None:
+        """Go on to the next communication."""
+        while self._position < len(self._program):
+            action = self._program[self._position]
+            if isinstance(action, (Send, Receive, Reduce)):
+                return
+            if isinstance(action, Run):
+                self._compute(action)
+            elif isinstance(action, Update) and self._sums_to_come[action.task.stage, action.task.micro_batch]:
+                self._refuse(action, "the sum of its gradients (where stages share weights, updates come last)")
+            self._position += 1
+
+    def complete(self) -> None:
+        """The communication at the head has taken place."""
+        action = self._program[self._position]
+        self._position += 1
+        if isinstance(action, Receive):
+            message = action.message
+            self._deliver(message.task, message.first_slot, message.num_slots, message.num_rows)
+        elif isinstance(action, Reduce):
+            for stage in action.stages:
+                self._sums_to_come[stage, action.update] -= 1
+
+    def _deliver(self, task: Task, first_slot: int, num_slots: int, num_rows: int) -> None:
+        """Rows of a task's output are here for its consumer."""
+        is_forward = task.kind is Kind.FORWARD
+        consumer = task.stage + (1 if is_forward else -1)
+        for slot in range(first_slot, first_slot + num_slots):
+            self._arrived[is_forward, task.pipeline, consumer, slot] += num_rows
+
+    def _compute(self, run: Run) -> None:
+        task = run.task
+        if self._schedule.source_of(task) is not None:
+            is_forward = task.kind is Kind.FORWARD
+            for slot in range(run.first_slot, run.first_slot + run.num_slots):
+                if self._arrived.pop((is_forward, task.pipeline, task.stage, slot), 0) != self._rows:
+                    self._refuse(run, "its input")
+        if self._schedule.destination_of(task) == self._worker:
+            self._deliver(task, run.first_slot, run.num_slots, self._rows)
+
+    def _refuse(self, action: Action, what: str) -> None:
+        raise ProgramError(f"schedule {self._schedule.name}: rank {self.rank} comes to '{action}' before it has {what}")

@@ -1,0 +1,143 @@
+"""Carrying out one rank's program: the one loop that executes every schedule."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from autoddl.pipelines.schedule import Kind, Schedule, Task
+
+from ..load import load_oneflow
+from .actions import Action, Drop, Message, Receive, Reduce, Run, Send, Update
+from .inbox import Inbox, rows_of_each_slot
+from .lowering import Lowered
+from .report import RankReport
+from .transport import Transport, wait_for
+from .work import Work
+
+flow: Any = load_oneflow()
+
+__all__ = ["execute"]
+
+Tensor = Any
+
+
+def execute(lowered: Lowered, rank: int, work: Work) -> RankReport:
+    """Run a schedule from its first task to its last; all ranks of the schedule call, and no others of the job may be missing.
+
+    Returns:
+        when each task began and ended, the losses, and what was counted.
+    """
+    engine = _Engine(lowered, rank, work)
+    work.begin()
+    flow.comm.barrier()
+    engine.run(lowered.programs[rank])
+    return engine.report()
+
+
+class _Engine:
+    """What a rank has in hand while a schedule runs."""
+
+    def __init__(self, lowered: Lowered, rank: int, work: Work) -> None:
+        self._schedule: Schedule = lowered.schedule
+        self._rank = rank
+        self._worker = lowered.ranks.worker_of(rank)
+        self._rows = lowered.ranks.rows_of(rank, lowered.slot_rows)
+        self._work = work
+        self._transport = Transport()
+        self._inbox = Inbox()
+        self._outputs: dict[Task, Tensor] = {}
+        program = lowered.programs[rank]
+        self._sends_left = Counter(action.message.task for action in program if isinstance(action, Send))
+        self._sums: dict[tuple[int, int], list[tuple[Reduce, Tensor, float]]] = {}
+        """Per stage and update the reductions that the update waits for, with what they give and the time of their issue."""
+        self._spans: dict[Task, tuple[float, float]] = {}
+
+    def run(self, program: Sequence[Action]) -> None:
+        for action in program:
+            if isinstance(action, Run):
+                self._compute(action)
+            elif isinstance(action, Send):
+                self._send(action.message)
+            elif isinstance(action, Receive):
+                self._receive(action.message)
+            elif isinstance(action, Reduce):
+                self._reduce(action)
+            elif isinstance(action, Update):
+                self._update(action)
+            else:
+                assert isinstance(action, Drop), action
+                self._work.drop(action)
+        flow._oneflow_internal.eager.Sync()  # the last sends
+
+    def report(self) -> RankReport:
+        return RankReport(
+            rank=self._rank,
+            spans={str(task): span for task, span in self._spans.items()},
+            losses=dict(self._work.losses),
+            peak_activations=self._work.peak_activations,
+            peak_versions=self._work.peak_versions,
+            bytes_sent=self._transport.bytes_sent,
+            bytes_reduced=self._transport.bytes_reduced,
+        )
+
+    # ---- Actions -----------------------------------------------------------------------------------------------------
+
+    def _compute(self, run: Run) -> None:
+        task = run.task
+        x = None
+        if self._schedule.source_of(task) is not None:
+            x = self._inbox.take((task.kind is Kind.FORWARD, task.pipeline, task.stage), run.first_slot, run.num_slots)
+            wait_for(x)
+        start = time.monotonic()
+        y = self._work.compute(run, x)
+        self._spans[task] = (start, time.monotonic())
+        destination = self._schedule.destination_of(task)
+        if destination is None:
+            return
+        assert y is not None
+        if destination == self._worker:
+            self._inbox.put(_consumer(task), run.first_slot, run.num_slots, self._rows.start, y)
+        else:
+            self._outputs[task] = y
+
+    def _send(self, message: Message) -> None:
+        task = message.task
+        self._sends_left[task] -= 1
+        y = self._outputs[task] if self._sends_left[task] else self._outputs.pop(task)
+        first = message.first_row - self._rows.start
+        self._transport.send(rows_of_each_slot(y, message.num_slots, first, message.num_rows), message.destination)
+
+    def _receive(self, message: Message) -> None:
+        is_forward = message.task.kind is Kind.FORWARD
+        boundary = self._work.boundaries[message.task.stage - (not is_forward)]
+        shape = (message.num_slots * message.num_rows, *boundary.row_shape)
+        x = self._transport.receive(shape, boundary.dtype, message.source)
+        self._inbox.put(_consumer(message.task), message.first_slot, message.num_slots, message.first_row, x)
+
+    def _reduce(self, action: Reduce) -> None:
+        vector = self._work.gradient(action.stages, action.update)
+        if vector is None:
+            return  # stages without weights, on all ranks alike
+        pending = (action, self._transport.all_reduce(vector, action.ranks), time.monotonic())
+        for stage in action.stages:
+            self._sums.setdefault((stage, action.update), []).append(pending)
+
+    def _update(self, action: Update) -> None:
+        task = action.task
+        for reduction, total, issued in self._sums.pop((task.stage, task.micro_batch), ()):
+            arrived = wait_for(total)
+            if len(reduction.stages) == 1:
+                self._spans[task._replace(kind=Kind.ALL_REDUCE)] = (issued, arrived)
+            self._work.set_gradient(task.stage, reduction.stages, reduction.update, total)
+        start = time.monotonic()
+        self._work.update(action)
+        self._spans[task] = (start, time.monotonic())
+
+
+def _consumer(task: Task) -> tuple[bool, int, int]:
+    """The inbox's key for a task's output."""
+    is_forward = task.kind is Kind.FORWARD
+    return is_forward, task.pipeline, task.stage + (1 if is_forward else -1)

@@ -1,0 +1,88 @@
+"""What a run of a schedule gives: each rank's part, and all of it together, in the simulator's form. Needs no OneFlow."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from autoddl.pipelines.schedule import Kind, Schedule
+from autoddl.pipelines.timeline import Timeline
+
+from .slots import RankMap
+
+__all__ = ["PipelineReport", "RankReport", "combine"]
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """One rank's part."""
+
+    rank: int
+    spans: Mapping[str, tuple[float, float]]
+    """Per task (its text) when it began and ended, in seconds of the machine's monotonic clock. An all-reduce begins with its issue
+    and ends when its update finds it done."""
+    losses: Mapping[int, float]
+    """Per micro-batch, this rank's part of its mean loss."""
+    peak_activations: float
+    peak_versions: int
+    bytes_sent: int
+    """To neighbouring stages."""
+    bytes_reduced: int
+    """Summed over ranks: the size of the vectors, not the bytes on the wire."""
+
+
+@dataclass(frozen=True)
+class PipelineReport:
+    """A run of a schedule."""
+
+    timeline: Timeline
+    """Measured: seconds from the beginning of the first task. A worker of several ranks is busy while any of them is."""
+    losses: tuple[float, ...]
+    """The mean loss of each micro-batch."""
+    peak_activations: tuple[float, ...]
+    """Per worker, in micro-batches, as :func:`autoddl.pipelines.memory.peak_activations` counts them."""
+    peak_versions: tuple[int, ...]
+    """Per worker the most versions of any one stage's weights, as :func:`autoddl.pipelines.memory.peak_weight_versions`."""
+    bytes_sent: int
+    """Between stages, by all ranks."""
+
+    def mean_losses(self) -> tuple[float, ...]:
+        """The mean loss of each update's micro-batches."""
+        schedule = self.timeline.schedule
+        updates = (schedule.micro_batches_of(update) for update in range(schedule.num_updates))
+        return tuple(sum(self.losses[number] for number in numbers) / len(numbers) for numbers in updates)
+
+
+def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport:
+    """All ranks' reports of one run, in the order of their ranks, as one."""
+    ranks = RankMap(schedule.widths)
+    by_worker = [[reports[rank] for rank in ranks.ranks_of(worker)] for worker in range(schedule.num_workers)]
+    origin = min(start for report in reports for start, _ in report.spans.values())
+    starts, ends = [], []
+    for tasks, members in zip(schedule.workers, by_worker):
+        begun: list[float] = []
+        ended: list[float] = []
+        for task in tasks:
+            text = str(task)
+            spans = [report.spans[text] for report in members if text in report.spans]
+            if not spans:  # the all-reduce of a stage without weights
+                assert task.kind is Kind.ALL_REDUCE, task
+                moment = max(ended, default=0.0)
+                spans = [(moment + origin, moment + origin)]
+            begun.append(min(start for start, _ in spans) - origin)
+            ended.append(max(end for _, end in spans) - origin)
+        starts.append(np.array(begun))
+        ends.append(np.array(ended))
+    losses = [0.0] * schedule.num_micro_batches
+    for report in reports:
+        for number, part in report.losses.items():
+            losses[number] += part
+    return PipelineReport(
+        timeline=Timeline(schedule, tuple(starts), tuple(ends)),
+        losses=tuple(losses),
+        peak_activations=tuple(max(report.peak_activations for report in members) for members in by_worker),
+        peak_versions=tuple(max(report.peak_versions for report in members) for members in by_worker),
+        bytes_sent=sum(report.bytes_sent for report in reports),
+    )

@@ -1,0 +1,107 @@
+"""The weights of one replica of a stage: their versions, the gradients of each update, and the optimizer.
+
+The optimizer owns the newest values. Computations read a version through leaves of their own that share its storage, so a version
+costs nothing while it is the newest one. Before an update of a version that still has readers, the newest values move to new
+storage (``parameter.data = copy``): the old storage stays with the version's leaves. So there are never more copies than versions.
+
+Gradients are kept per update, since micro-batches of two updates may go back in turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..load import load_oneflow
+
+flow: Any = load_oneflow()
+
+__all__ = ["OptimizerFactory", "ReplicaWeights"]
+
+Tensor = Any
+OptimizerFactory = Callable[[Sequence[Tensor]], Any]
+"""Makes an optimizer of a list of parameters, such as ``lambda weights: flow.optim.SGD(weights, lr=0.1)``."""
+
+
+class ReplicaWeights:
+    """Weights of one (pipeline, stage).
+
+    Args:
+        values: initial ones by name; copied.
+        make_optimizer: called once, with the parameters in the order of ``values`` (not at all where there are none).
+    """
+
+    def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory) -> None:
+        self.names = tuple(values)
+        self.parameters = [flow.nn.Parameter(value.detach().clone()) for value in values.values()]
+        self.optimizer = make_optimizer(self.parameters) if self.parameters else None
+        self._versions: dict[int, list[Tensor]] = {}
+        self._gradients: dict[int, list[Tensor | None]] = {}
+
+    @property
+    def num_versions(self) -> int:
+        """Versions alive, the newest included."""
+        return len(self._versions)
+
+    def begin(self) -> None:
+        """The present values are version 0 of a new run."""
+        self._versions = {0: self._leaves()}
+        self._gradients = {}
+
+    def version(self, number: int) -> list[Tensor]:
+        """The leaves through which computations read a version."""
+        return self._versions[number]
+
+    def collect(self, number: int, update: int) -> None:
+        """Add the gradients that a backward pass left at a version's leaves to those of an update."""
+        sums = self._gradients.setdefault(update, [None] * len(self.parameters))
+        for i, leaf in enumerate(self._versions[number]):
+            gradient, leaf.grad = leaf.grad, None
+            if gradient is not None:
+                sums[i] = gradient if sums[i] is None else sums[i].add_(gradient)  # type: ignore[union-attr]
+
+    def gradient(self, update: int, names: Sequence[str]) -> Tensor | None:
+        """What has been collected for an update, as one vector (zeros where nothing was); None for no names."""
+        if not names:
+            return None
+        sums = self._gradients.get(update, [None] * len(self.parameters))
+        wanted = [self.names.index(name) for name in names]
+        parts = [(sums[i], self.parameters[i]) for i in wanted]
+        vectors = [(flow.zeros_like(parameter) if part is None else part).reshape(-1) for part, parameter in parts]
+        return flow.cat(vectors, dim=0)
+
+    def set_gradient(self, update: int, names: Sequence[str], vector: Tensor) -> None:
+        """Put a sum over ranks, in the form of `gradient`, in the place of what this rank has collected."""
+        sums = self._gradients.setdefault(update, [None] * len(self.parameters))
+        position = 0
+        for name in names:
+            i = self.names.index(name)
+            parameter = self.parameters[i]
+            sums[i] = flow.narrow(vector, 0, position, parameter.numel()).reshape(*parameter.shape)
+            position += parameter.numel()
+
+    def update(self, number: int, keeps: bool) -> None:
+        """Turn version ``number`` into the next one with the gradients of update ``number``.
+
+        Args:
+            keeps: whether the version is still needed after that, until `drop`.
+        """
+        if keeps:
+            for parameter in self.parameters:
+                parameter.data = parameter.detach() + 0
+        else:
+            del self._versions[number]
+        for parameter, gradient in zip(self.parameters, self._gradients.pop(number, ())):
+            parameter.grad = gradient
+        if self.optimizer is not None:
+            self.optimizer.step()
+        for parameter in self.parameters:
+            parameter.grad = None
+        self._versions[number + 1] = self._leaves()
+
+    def drop(self, number: int) -> None:
+        """Nobody needs this version any more."""
+        del self._versions[number]
+
+    def _leaves(self) -> list[Tensor]:
+        return [parameter.detach().requires_grad_(True) for parameter in self.parameters]

@@ -1,0 +1,140 @@
+"""What the ranks do in the tests of pipelines; run by ranks, never collected."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.models import GPT, MLP, initialize
+from autoddl.pipelines.runtime.pipeline.chain import Chain, chain_of
+from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+
+flow = load_oneflow()
+nn = flow.nn
+
+GPT_SIZES = {"layers": 6, "width": 16, "heads": 2, "vocabulary": 32, "positions": 8}
+WIDTH = 12
+
+
+def chain(model: str) -> Chain:
+    """``gpt`` (8 layers, tied), ``gpt-untied``, ``mlp`` (8 layers) or ``sequential`` (8 layers, some without parameters)."""
+    if model.startswith("gpt"):
+        return chain_of(initialize(GPT(**GPT_SIZES, tied=model == "gpt"), seed=3))
+    if model == "mlp":
+        return chain_of(initialize(MLP([WIDTH] * 9), seed=3))
+    layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)]
+    layers += [nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
+    return chain_of(initialize(nn.Sequential(*layers), seed=3), loss=nn.functional.mse_loss)
+
+
+class Data:
+    """Micro-batches of random samples by their number in the run, the same everywhere."""
+
+    def __init__(self, model: str, num_rows: int, first: int = 0) -> None:
+        self.model, self.num_rows, self.first = model, num_rows, first
+
+    def __call__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        rng = np.random.default_rng([7, self.first + number])
+        if self.model.startswith("gpt"):
+            shape = (2, self.num_rows, GPT_SIZES["positions"])
+            inputs, targets = rng.integers(0, GPT_SIZES["vocabulary"], shape)
+        else:
+            inputs, targets = rng.standard_normal((2, self.num_rows, WIDTH)).astype(np.float32)
+        return inputs, targets
+
+
+def optimizer(name: str, rate: float) -> Any:
+    options = {"momentum": 0.9} if name == "SGD" and rate < 0.1 else {}
+    return lambda parameters: getattr(flow.optim, name)(parameters, lr=rate, **options)
+
+
+def trainer_of(case: dict[str, Any]) -> PipelineTrainer:
+    model = case["model"]
+    data = Data(model, case["rows"])
+    return PipelineTrainer(chain(model), case["schedule"], optimizer(*case["optimizer"]), data, sizes=case.get("sizes"))
+
+
+def refusals(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """For each case the message of the UserError."""
+    messages = []
+    for case in cases:
+        try:
+            trainer_of(case)
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
+def train(cases: Sequence[dict[str, Any]]) -> list[Any]:
+    """For each case: the reports of its runs, and this rank's parameters after them."""
+    results = []
+    for case in cases:
+        trainer, num_micro_batches = trainer_of(case), case["schedule"].num_micro_batches
+        data = [Data(case["model"], case["rows"], run * num_micro_batches) for run in range(case.get("runs", 1))]
+        reports = [trainer.run(one) for one in data]
+        results.append((reports, trainer.parameters()))
+    return results
+
+
+def train_whole(case: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The same model in one process, its layers one after the other: the mean loss of each micro-batch, and the parameters."""
+    model, num, period = case["model"], case["num_micro_batches"], case["period"]
+    whole, data = chain(model), Data(model, case["rows"])
+    parameters = dict(whole.model.named_parameters())
+    optimize = optimizer(*case["optimizer"])(list(parameters.values()))
+    losses = []
+    for begin in range(0, num, period):
+        numbers = range(begin, min(begin + period, num))
+        optimize.zero_grad()
+        for number in numbers:
+            x, targets = map(flow.tensor, data(number))
+            for layer in whole.layers:
+                x = layer.run(x)
+            loss = whole.loss(x, targets)
+            losses.append(float(loss.numpy()))
+            (loss / len(numbers)).backward()
+        optimize.step()
+    return losses, {name: np.array(value.numpy()) for name, value in parameters.items()}
+
+
+def train_delayed(case: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Gradient descent with old weights, written down as the papers' equations: the weights of all versions are kept, micro-batch m
+    goes forward and back with version ``versions[m][s]`` of stage s, and w(t+1) = w(t) - lr (mean gradient of period t).
+
+    Returns:
+        the mean loss of each micro-batch, the weights after the last update, and what they would be without any delay.
+    """
+    versions, period, (_, rate) = case["versions"], case["period"], case["optimizer"]
+    data = Data(case["model"], case["rows"])
+
+    def train(delayed: bool) -> tuple[list[float], dict[str, np.ndarray]]:
+        whole = chain(case["model"])
+        parameters = dict(whole.model.named_parameters())
+        num_stages, num_layers = len(versions[0]), len(whole.layers)
+        assert num_layers % num_stages == 0
+        stage_of = {name: int(name.split(".")[0]) // (num_layers // num_stages) for name in parameters}
+        history = {name: [np.array(value.numpy())] for name, value in parameters.items()}
+        losses = []
+        for begin in range(0, case["num_micro_batches"], period):
+            sums = {name: np.zeros_like(values[0]) for name, values in history.items()}
+            for number in range(begin, begin + period):
+                for name, parameter in parameters.items():
+                    version = versions[number][stage_of[name]] if delayed else number // period
+                    parameter.data.copy_(flow.tensor(history[name][version]))
+                    parameter.grad = None
+                x, targets = map(flow.tensor, data(number))
+                loss = whole.loss(whole.model(x), targets)
+                loss.backward()
+                losses.append(float(loss.numpy()))
+                for name, parameter in parameters.items():
+                    sums[name] += parameter.grad.numpy() / period
+            for name, values in history.items():
+                values.append(values[-1] - np.float32(rate) * sums[name])
+        return losses, {name: values[-1] for name, values in history.items()}
+
+    losses, values = train(delayed=True)
+    return losses, values, train(delayed=False)[1]

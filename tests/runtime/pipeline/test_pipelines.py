@@ -1,0 +1,273 @@
+"""Schedules on OneFlow ranks against one process: values, losses, activations, weight versions, bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines import Schedule, generate
+from autoddl.pipelines.memory import peak_activations, peak_weight_versions
+from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.pipeline.report import PipelineReport, combine
+
+JOBS = Path(__file__).with_name("pipeline_jobs.py")
+TIMEOUT_S = 240
+STEPS = 5
+
+Ranks = Callable[[int], RankPool]
+
+
+def run(
+    ranks: Ranks, cases: Sequence[dict[str, Any]]
+) -> list[tuple[list[PipelineReport], list[dict[str, np.ndarray]]]]:
+    """For each case the reports of its runs, and each rank's parameters."""
+    num_ranks = sum(cases[0]["schedule"].widths)
+    results = ranks(num_ranks).run(f"{JOBS}:train", cases, timeout_s=TIMEOUT_S)
+    return [
+        (
+            [combine(case["schedule"], reports) for reports in zip(*(result[i][0] for result in results))],
+            [result[i][1] for result in results],
+        )
+        for i, case in enumerate(cases)
+    ]
+
+
+class Reference:
+    """What one process gives for a case; each asked for once."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._known: dict[tuple[Any, ...], Any] = {}
+
+    def __call__(self, case: dict[str, Any], job: str = "train_whole", **more: Any) -> Any:
+        schedule = case["schedule"]
+        num = schedule.num_micro_batches * case.get("runs", 1)
+        plain = {"num_micro_batches": num, "period": schedule.update_period, **more}
+        plain.update({name: case[name] for name in ("model", "rows", "optimizer")})
+        key = (job, *map(str, plain.items()))
+        if key not in self._known:
+            self._known[key] = self._ranks(1).run(f"{JOBS}:{job}", plain, timeout_s=TIMEOUT_S)[0]
+        return self._known[key]
+
+
+@pytest.fixture(scope="module")
+def reference(ranks: Ranks) -> Reference:
+    return Reference(ranks)
+
+
+def relative_error(value: np.ndarray, wanted: np.ndarray) -> float:
+    return float(np.linalg.norm(value.astype(np.float64) - wanted) / np.linalg.norm(wanted.astype(np.float64)))
+
+
+def check(
+    reports: Sequence[PipelineReport],
+    parameters: Sequence[dict[str, np.ndarray]],
+    losses: Sequence[float],
+    wanted: dict[str, np.ndarray],
+) -> None:
+    """Losses and all replicas of all parameters equal the reference; activations and versions the predicted ones."""
+    assert [loss for report in reports for loss in report.losses] == pytest.approx(losses, rel=1e-5)
+    assert {name for of_rank in parameters for name in of_rank} == set(wanted)
+    for of_rank in parameters:
+        for name, value in of_rank.items():
+            if np.linalg.norm(wanted[name]) > 0:
+                assert relative_error(value, wanted[name]) < 1e-5, name
+    for report in reports:
+        assert report.peak_activations == peak_activations(report.timeline.schedule)
+        assert report.peak_versions == peak_weight_versions(report.timeline.schedule)
+
+
+# ---- Synchronous schedules ---------------------------------------------------------------------------------------------
+
+
+def case(model: str, schedule: Schedule, **more: Any) -> dict[str, Any]:
+    """Adam where every parameter's gradient is more than rounding errors (in attention that of the keys' bias is none)."""
+    optimizer = ("SGD", 0.05) if model.startswith("gpt") else ("Adam", 0.01)
+    return {"model": model, "schedule": schedule, "rows": 4, "optimizer": optimizer, **more}
+
+
+def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
+    """Every family, with fewer, as many and more micro-batches than stages."""
+    cases = {}
+
+    def add(name: str, num_micro_batches: int, model: str = "sequential", **options: Any) -> None:
+        label = "-".join([name, str(num_micro_batches), model, *map(str, options.values())])
+        iterations = options.pop("iterations", STEPS)
+        sizes = options.pop("sizes", None)
+        schedule = generate(
+            name, num_stages=num_stages, num_micro_batches=num_micro_batches, iterations=iterations, **options
+        )
+        cases[label] = case(model, schedule, sizes=sizes)
+
+    d = num_stages
+    add("gpipe", d)
+    add("gpipe", d, recompute=True)
+    add("1f1b", d + 1, "gpt")
+    add("1f1b", d + 2, policy="B")
+    add("gems", 3)
+    add("chimera", d, "gpt")
+    add("chimera", d, recompute=True, all_reduce="eager")
+    add("chimera", 1)
+    add("chimera", d - 1, all_reduce="none")
+    add("chimera", 2 * d + 1)
+    add("chimera", 2 * d, "gpt", concatenation="doubling", recompute=True, iterations=2)
+    add("chimera", 3 * d, concatenation="doubling")
+    add("chimera", 2 * d, concatenation="halving")
+    add("grouped-gpipe", d)
+    add("interleaved-1f1b", 2 * d, "gpt", iterations=2)
+    add("interleaved-1f1b", d, recompute=True)
+    add("zero-bubble", d + 1, "gpt")
+    add("zero-bubble", d, policy="H2", recompute=True)
+    if num_stages == 2:
+        add("1f1b", 2, "gpt", sizes=(6, 2))
+        add("1f1b", 2, "gpt", sizes=(2, 6), recompute=True)
+        add("chimera", 2, "mlp", sizes=(1, 7))
+    else:
+        add("chimera", 4, num_pipelines=4)
+        add("chimera", 6, num_pipelines=4)
+        add("1f1b", 4, sizes=(1, 5, 1, 1))
+        add("chimera", 4, "gpt", sizes=(1, 4, 2, 1))
+    return cases
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_synchronous_schedules_equal_one_device(ranks, reference, num_stages):
+    cases = synchronous(num_stages)
+    for (label, one), (reports, parameters) in zip(cases.items(), run(ranks, list(cases.values()))):
+        try:
+            check(reports, parameters, *reference(one))
+        except AssertionError as error:
+            raise AssertionError(f"{label}: {error}") from error
+
+
+def test_eight_stages(ranks, reference):
+    cases = [
+        case("mlp", generate(name, num_stages=8, num_micro_batches=8, iterations=STEPS, **options))
+        for name, options in (("1f1b", {}), ("chimera", {}), ("chimera", {"num_pipelines": 4}), ("zero-bubble", {}))
+    ]
+    for one, (reports, parameters) in zip(cases, run(ranks, cases)):
+        check(reports, parameters, *reference(one))
+
+
+def test_runs_go_on_from_each_other(ranks, reference):
+    """A schedule of one iteration, run again and again."""
+    one = case("sequential", generate("chimera", num_stages=2, num_micro_batches=2), runs=STEPS)
+    ((reports, parameters),) = run(ranks, [one])
+    check(reports, parameters, *reference(one))
+
+
+@pytest.mark.parametrize("widths", [(2, 2), (1, 3), (3, 1)])
+def test_replicated_stages_split_their_micro_batches(ranks, reference, widths):
+    """Two stages on four ranks, of equal and unequal widths: split, concatenation, and sums over replicas."""
+    cases = [
+        case(
+            model, generate(name, num_stages=2, num_micro_batches=n, width=widths, iterations=STEPS, **options), rows=12
+        )
+        for name, model, n, options in (
+            ("1f1b", "gpt", 3, {}),
+            ("chimera", "sequential", 2, {}),
+            ("chimera", "sequential", 4, {"concatenation": "halving"}),
+            ("gpipe", "sequential", 2, {"recompute": True}),
+        )
+    ]
+    for one, (reports, parameters) in zip(cases, run(ranks, cases)):
+        check(reports, parameters, *reference(one))
+
+
+# ---- Asynchronous schedules --------------------------------------------------------------------------------------------
+
+
+def pipedream(stage: int, num_stages: int, number: int, period: int) -> int:
+    """Stage s has seen the updates of all micro-batches but the S - 1 - s before this one, which are on their way."""
+    return max(0, number - (num_stages - 1 - stage))
+
+
+def two_buffered(stage: int, num_stages: int, number: int, period: int) -> int:
+    """w(t+1) = w(t) - lr grad f(w(t-1)), and f(w(0)) in the first period."""
+    return max(0, number // period - 1)
+
+
+def double_grouped(stage: int, num_stages: int, number: int, period: int) -> int:
+    """w_Gi(t+1) = w_Gi(t) - lr grad f(w_Gi(t-1+i)): the second half of the stages has no delay."""
+    return number // period if stage >= num_stages // 2 else max(0, number // period - 1)
+
+
+UPDATES = 10
+
+
+@pytest.mark.parametrize("num_stages", [2, 4])
+def test_asynchronous_schedules_have_their_update_semantics(ranks, reference, num_stages):
+    cases, versions = [], []
+    for name, rule, num_micro_batches, options in (
+        ("pipedream", pipedream, 1, {}),
+        ("pipedream", pipedream, 1, {"recompute": True}),
+        ("pipedream-2bw", two_buffered, num_stages, {}),
+        ("pipedream-2bw", two_buffered, num_stages + 1, {"width": 2} if num_stages == 2 else {}),
+        ("wpipe", double_grouped, num_stages, {}),
+        ("wpipe", double_grouped, num_stages + 1, {"recompute": True}),
+    ):
+        schedule = generate(
+            name, num_stages=num_stages, num_micro_batches=num_micro_batches, iterations=UPDATES, **options
+        )
+        depth = schedule.num_stages
+        cases.append(case("sequential", schedule, optimizer=("SGD", 0.25)))
+        versions.append(
+            [
+                [rule(stage, depth, number, schedule.update_period) for stage in range(depth)]
+                for number in range(schedule.num_micro_batches)
+            ]
+        )
+    for num_ranks in sorted({sum(one["schedule"].widths) for one in cases}):
+        some = [i for i, one in enumerate(cases) if sum(one["schedule"].widths) == num_ranks]
+        for i, (reports, parameters) in zip(some, run(ranks, [cases[i] for i in some])):
+            losses, wanted, synchronous = reference(cases[i], "train_delayed", versions=versions[i])
+            check(reports, parameters, losses, wanted)
+            # The delay shows: without it the weights would be others.
+            assert max(relative_error(synchronous[name], value) for name, value in wanted.items()) > 1e-3
+
+
+# ---- What is sent, and what is reported ----------------------------------------------------------------------------------
+
+
+def test_reports(ranks):
+    """Tasks in their order, none before what it needs has ended; losses by update."""
+    schedule = generate("chimera", num_stages=2, num_micro_batches=2, iterations=2)
+    (((report,), _),) = run(ranks, [case("sequential", schedule)])
+    ends = {}
+    for worker, tasks in enumerate(schedule.workers):
+        starts, stops = report.timeline.starts[worker], report.timeline.ends[worker]
+        assert (stops >= starts).all()
+        compute = [i for i, task in enumerate(tasks) if task.kind.is_compute]
+        assert (starts[compute][1:] >= stops[compute][:-1]).all()
+        ends.update({str(task): (start, stop) for task, start, stop in zip(tasks, starts, stops)})
+    for first, then in (("0F0", "1F0"), ("1F0", "1B0"), ("1B0", "0B0"), ("1:0F1", "1:1F1"), ("1:1B1", "1:0B1")):
+        assert ends[first][1] <= ends[then][0], (first, then)
+    assert ends["0B0"][1] <= ends["0U0"][0] and ends["0A0"][1] <= ends["0U0"][0] <= ends["0F2"][0]
+    assert min(starts[0] for starts in report.timeline.starts) == 0
+    first, second = report.mean_losses()
+    assert first == pytest.approx(sum(report.losses[:2]) / 2) and second == pytest.approx(sum(report.losses[2:]) / 2)
+
+
+def test_refusals(ranks):
+    synchronous = generate("1f1b", num_stages=2, num_micro_batches=2)
+    asynchronous = generate("pipedream", num_stages=2, num_micro_batches=2)
+    wide = generate("1f1b", num_stages=2, num_micro_batches=2, width=2)
+    cases = [
+        case("mlp", synchronous, sizes=(7, 2)),
+        case("mlp", synchronous, sizes=(4, 2, 2)),
+        case("gpt", asynchronous),
+        case("mlp", wide),
+    ]
+    for messages in ranks(2).run(f"{JOBS}:refusals", cases, timeout_s=TIMEOUT_S):
+        assert messages == [
+            "stages of 7, 2 layers do not make up the 8 layers of the model",
+            "3 sizes were given, schedule 1f1b has 2 stages",
+            "stages 0 and 1 share weights, which schedule pipedream updates at different times; untie them, or take a "
+            "synchronous schedule",
+            "the job has 2 ranks; schedule 1f1b takes 4",
+        ]
