@@ -4,7 +4,8 @@
    used the machine are left out where enough others are left.
 2. Each form of :mod:`forms` is fitted to the points of a network level (:mod:`robust`: non-negative, relative, blind to outliers).
 3. Cross-validation chooses: all points of one message size are held out in turn and predicted from the other sizes.  The form
-   with the fewest parameters is taken whose error is not worse than the best one's by more than its standard error, nor by a tenth.
+   with the fewest parameters is taken whose error is not worse than the best one's by more than the standard error of the
+   difference, nor by a tenth of it.
 4. Bootstrap: repetitions are drawn again within each point, and points get random weights of mean 1 (Rubin's Bayesian
    bootstrap: no draw loses all large messages); what the fits of all draws spread over is the interval.
 """
@@ -28,6 +29,8 @@ __all__ = ["Choice", "HeldOut", "LevelFit", "fit_level", "fit_parameters", "held
 
 #: How many times the parameters are fitted to resampled points.
 DRAWS = 100
+#: Errors that differ by less than this are equal: no clock and no ring is that regular.
+NEGLIGIBLE = 0.002
 #: Samples count as undisturbed up to this fraction of foreign CPU time ...
 UNDISTURBED = 0.05
 #: ... and others are left out where a measurement has so many undisturbed ones.
@@ -231,7 +234,7 @@ def _chosen(choices: Sequence[Choice]) -> Choice:
     for choice, errors in sorted(zip(choices, clipped), key=lambda pair: pair[0].num_parameters):
         worse = errors - clipped[best]
         doubt = worse.std() / math.sqrt(len(worse))
-        if worse.mean() <= min(doubt, 0.1 * clipped[best].mean()) or choice is choices[best]:
+        if worse.mean() <= max(NEGLIGIBLE, min(doubt, 0.1 * clipped[best].mean())) or choice is choices[best]:
             return choice
     return choices[best]
 

@@ -1,0 +1,238 @@
+"""The commands, on real ranks and on files."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from autoddl.__main__ import main
+from autoddl.calib.campaign import CampaignOptions, measure_locally
+from autoddl.calib.measure import Hosts, settings_of
+from autoddl.calib.measurements import Sample, SampleFile, read_samples
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.runtime.load import is_available
+
+from .synthetic import ring, samples_of
+
+needs_oneflow = pytest.mark.skipif(not is_available(), reason="OneFlow is not available")
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "autoddl", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+
+
+# ---- Which level a group communicates on -----------------------------------------------------------------------------------
+
+
+def test_groups_inside_and_between_hosts():
+    """Ranks 0 to 3 on two hosts of two, in blocks: neighbours share a host, ranks two apart do not, all four mix."""
+    hosts = Hosts((0, 0, 2, 2), "a")
+    assert (hosts.level(2, 1), hosts.level(2, 2), hosts.level(4, 1)) == ("intra-node", "inter-node", None)
+    assert hosts.ranks_per_node == 2
+    # Dealt out round robin it is the other way round; on one host everything is inside.
+    assert [Hosts((0, 1, 0, 1), "a").level(2, stride) for stride in (1, 2)] == ["inter-node", "intra-node"]
+    assert Hosts((0,) * 4, "a").level(4, 1) == "intra-node"
+    assert Hosts((0, 0, 0, 3), "a").level(2, 1) is None
+
+
+def test_settings_cover_every_axis():
+    settings = settings_of(4, [4096, 65536], ["all-gather", "point-to-point"])
+    assert {(s.collective, s.ranks, s.stride) for s in settings} == {
+        ("all-gather", 2, 1), ("all-gather", 2, 2), ("all-gather", 4, 1), ("point-to-point", 2, 1), ("point-to-point", 2, 2),
+    }  # fmt: skip
+    assert {s.num_bytes for s in settings} == {4096, 65536}
+    # Three ranks share whole rows: as many bytes as possible below the size that was asked for.
+    (odd,) = settings_of(3, [65536], ["reduce-scatter"])
+    assert odd.num_bytes % 9 == 0 and 0.9 * 65536 < odd.num_bytes <= 65536
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"ranks": (1,)}, r"ranks \[1\] should be numbers of at least 2"),
+        ({"sizes": (4096,)}, r"sizes \[4096\] should be two at least"),
+        ({"sizes": (0, 4096)}, "sizes 0 to 4096 should be from 1 byte"),
+        ({"repetitions": 0}, "repetitions 0 should be at least 1"),
+        ({"budget_s": 0.0}, "budget 0 s should be more than 0"),
+        ({"collectives": ("broadcast",)}, "collective 'broadcast' is not one of"),
+    ],
+)
+def test_options_that_make_no_sense(options, message):
+    with pytest.raises(UserError, match=message):
+        CampaignOptions(**options)
+
+
+# ---- Real ranks ------------------------------------------------------------------------------------------------------------------
+
+
+@needs_oneflow
+def test_calibrate_then_plan(tmp_path):
+    """A few sizes on 2 ranks; the cluster file that comes of it; more repetitions of the same samples; a plan with its trust."""
+    output, samples = tmp_path / "mine.json", tmp_path / "mine.csv"
+    small = ["--ranks", "2", "--sizes", "16KiB,256KiB", "--quiet", "-o", str(output)]
+    done = run("calibrate", *small, "--repetitions", "2", "--picture", str(tmp_path / "mine.svg"))
+    assert done.returncode == 0, done.stderr
+    assert "Formulas tried, intra-node" in done.stdout and "Local work" in done.stdout
+    first = read_samples(samples)
+    assert {s.collective for s in first} == {
+        "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point", "matmul", "elementwise",
+    }  # fmt: skip
+    assert {sum(t.setting == s.setting for t in first) for s in first} == {2}
+    assert all(s.seconds > 1e-6 and s.versions.startswith("oneflow 0.9") and s.cores >= 1 for s in first)
+    assert (tmp_path / "mine.svg").read_text().count("<svg") == 1
+    cluster = load_cluster(output)
+    assert cluster.calibration is not None and cluster.calibration.num_samples == len(first)
+    # What is there is kept, and only what is missing is measured.
+    done = run("calibrate", *small, "--repetitions", "3", "--json")
+    assert done.returncode == 0, done.stderr
+    second = read_samples(samples)
+    assert second[: len(first)] == first and len(second) == len(first) * 3 // 2
+    assert json.loads(done.stdout)["calibration"]["num_samples"] == len(second)
+    planned = run("plan", "mlp:256,512,256", "--cluster", str(output), "--devices-per-node", "2", "--json", "--quiet")
+    assert planned.returncode == 0, planned.stderr
+    plan = json.loads(planned.stdout)
+    assert 0 <= plan["trust"]["probability"] <= 1 and plan["trust"]["draws"] == 100
+
+
+@needs_oneflow
+def test_a_rank_that_dies_leaves_the_samples(tmp_path):
+    """A rank is killed as soon as there are samples: one line on stderr, and whole lines in the file, which can be continued."""
+    path = tmp_path / "samples.csv"
+    command = [sys.executable, "-m", "autoddl", "calibrate", "--ranks", "2", "--samples", str(path), "--quiet"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    try:
+        deadline = time.monotonic() + 120
+        while (not path.exists() or path.read_text().count("\n") < 20) and time.monotonic() < deadline:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.1)
+        children = subprocess.run(
+            ["pgrep", "-P", str(process.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        assert len(children) == 2
+        os.kill(int(children[1]), signal.SIGKILL)
+        _, errors = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 2
+    assert "Traceback" not in errors and errors.count("\n") == 1 and "was killed by SIGKILL" in errors
+    kept = len(read_samples(path))
+    assert kept >= 19
+    assert len(SampleFile(path).samples) == kept
+
+
+@needs_oneflow
+def test_samples_that_cannot_be_written_end_the_run(tmp_path):
+    class Full(SampleFile):
+        def append(self, samples):
+            raise UserError("samples.csv: cannot be written (No space left on device); the 7 samples in it are kept")
+
+    start = time.monotonic()
+    with pytest.raises(UserError, match="No space left on device"):
+        measure_locally(CampaignOptions(ranks=(2,), sizes=(1024, 4096), repetitions=3), Full(tmp_path / "samples.csv"))
+    assert time.monotonic() - start < 60
+
+
+@needs_oneflow
+def test_rank_runs_strategies():
+    done = run(
+        "rank", "mlp:64,128,32", "--ranks", "2", "--strategies", "4", "--rounds", "2", "--repetitions", "1", "--json", "--quiet"
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert set(document["scores"]) == {"communication", "step"} and not document["refused"]
+    assert len(document["strategies"]) == 4
+    for strategy in document["strategies"]:
+        assert len(strategy["communication_s"]) == len(strategy["step_s"]) == 2
+        assert min(strategy["step_s"]) > 0
+    assert -1 <= document["scores"]["step"]["spearman"] <= 1
+
+
+JOB = """
+import sys
+from autoddl.__main__ import main
+sys.exit(main(["calibrate", "--samples", sys.argv[1], "-o", sys.argv[2], "--sizes", "4KiB,64KiB", "--repetitions", "1",
+               "--communication-only", "--quiet"]))
+"""
+
+
+@needs_oneflow
+def test_inside_a_launcher_s_job(tmp_path):
+    """Ranks that somebody else started measure together; the first writes, the others say nothing."""
+    from autoddl.pipelines.runtime.processes import reserve_port
+
+    script = tmp_path / "job.py"
+    script.write_text(JOB)
+    with reserve_port() as holder:
+        port = holder.getsockname()[1]
+    processes = []
+    for rank in range(2):
+        environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank),
+                       "LOCAL_RANK": str(rank), "ONEFLOW_TIMEOUT_SECONDS": "60"}  # fmt: skip
+        arguments = [sys.executable, str(script), str(tmp_path / "samples.csv"), str(tmp_path / "mine.json")]
+        processes.append(
+            subprocess.Popen(arguments, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        time.sleep(2 if rank == 0 else 0)
+    try:
+        outputs = [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert "Held-out message sizes" in outputs[0][0] and outputs[1][0] == ""
+    samples = read_samples(tmp_path / "samples.csv")
+    assert {s.job_ranks for s in samples} == {2} and {s.bytes for s in samples} == {4096, 65536}
+    assert load_cluster(tmp_path / "mine.json").calibration is not None
+
+
+# ---- Files ---------------------------------------------------------------------------------------------------------------------
+
+
+def test_fit_and_compare_with_a_later_session(tmp_path, capsys):
+    first, later = tmp_path / "first.csv", tmp_path / "later.csv"
+    SampleFile(first).append(samples_of(ring(50e-6, 1e-9), noise=0.01, repetitions=3))
+    SampleFile(later).append(samples_of(lambda *what: 1.25 * ring(50e-6, 1e-9)(*what), 1, noise=0.01, repetitions=3))
+    output = tmp_path / "mine.json"
+    assert main(["fit", str(first), "-o", str(output)]) == 0
+    assert "taken" in capsys.readouterr().out
+    assert load_cluster(output).links[1].latency_s == pytest.approx(50e-6, rel=0.01)
+    assert main(["fit", str(later), "--against", str(output)]) == 0
+    assert "20." in capsys.readouterr().out
+    # Both sessions together are one fit.
+    assert main(["fit", str(first), str(later), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["calibration"]["num_samples"] == 2 * len(read_samples(first))
+
+
+def test_fit_of_what_is_wrong(tmp_path, capsys):
+    path = tmp_path / "bad.csv"
+    path.write_text("collective,ranks,bytes,seconds\nall-reduce,2,10,-1\n")
+    assert main(["fit", str(path)]) == 2
+    assert capsys.readouterr().err == (
+        f"autoddl: {path}: line 2: seconds is '-1', should be a time of more than 0 seconds\n"
+    )
+    SampleFile(tmp_path / "one.csv").append([Sample("all-reduce", "intra-node", 2, 4096, i, 1e-3) for i in range(5)])
+    assert main(["fit", str(tmp_path / "one.csv")]) == 2
+    assert "one message size (4096 bytes)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--sizes", "4KiB"], "sizes [4096] should be two at least"),
+        (["--sizes", "1MiB:4KiB"], "--sizes '1MiB:4KiB': 1 MiB should be at most 4 KiB"),
+        (["--sizes", "4parsec"], "--sizes: unit 'parsec' is not a unit of size"),
+        (["--ranks", "two"], "--ranks: 'two' should be a whole number"),
+        (["--base", "nowhere"], "cluster 'nowhere' is neither a file nor one of"),
+    ],
+)
+def test_calibrate_with_wrong_arguments(arguments, message, capsys):
+    assert main(["calibrate", *arguments]) == 2
+    assert message in capsys.readouterr().err
