@@ -93,6 +93,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
     Raises:
         UserError: ranks cannot be started, one fails, or a sample cannot be written; the samples up to then are in the file.
     """
+    from autoddl.pipelines.runtime.failures import RankError
     from autoddl.pipelines.runtime.launcher import RankPool
 
     from . import measure
@@ -122,7 +123,13 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
                     file.append(samples)
                     bar.update(len(samples))
 
-                pool.run(measure.measure_job, asked, on_report=keep)
+                try:
+                    pool.run(measure.measure_job, asked, on_report=keep)
+                except RankError as error:
+                    kept = (
+                        f"the {len(file.samples)} samples in {file.path} are kept, and the same command continues them"
+                    )
+                    raise UserError(f"{error}; {kept}") from error
     return file.num_written - before
 
 

@@ -61,8 +61,8 @@ class Sample:
     seconds: float
     host: str = ""
     time: str = ""
-    job_ranks: int = 0
-    ranks_per_node: int = 0
+    job_ranks: int = 1
+    ranks_per_node: int = 1
     cores: int = 0
     stride: int = 1
     shape: str = ""
