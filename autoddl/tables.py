@@ -37,13 +37,13 @@ def plan_text(planned: Planned, trusted: PlanTrust | None = None) -> str:
 
 def _heading(planned: Planned) -> list[str]:
     cluster, workload = planned.cluster, planned.workload
-    shape = " x ".join(f"{level.size} {level.name}" for level in cluster.levels)
+    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     kept = "activations recomputed" if workload.recompute else "no recomputation"
     passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
     if workload.num_micro_batches == 1:
         passes = "one micro-batch"
     return [
-        f"{planned.graph.name} on {cluster.name}: {cluster.num_devices} x {cluster.device.name} ({shape})",
+        f"{planned.graph.name} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}",
         f"  {planned.graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}, {kept}",
         f"  {workload.batch} {planned.graph.sample}s per step in {passes}",
     ]

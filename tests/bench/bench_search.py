@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
@@ -97,7 +98,7 @@ def report(devices: int, runs: int) -> list[Point]:
     return points
 
 
-def draw(path: str, results: dict[int, list[Point]]) -> None:
+def draw(path: Path, results: dict[int, list[Point]]) -> None:
     """The paper's figure: relative cost against relative time, medians with 90 % intervals."""
     import matplotlib
 
@@ -121,18 +122,23 @@ def draw(path: str, results: dict[int, list[Point]]) -> None:
         axis.grid(alpha=0.3)
     axes[0][0].legend()
     figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     print(f"picture: {path}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--picture", help="write the figure (needs matplotlib)")
+    parser.add_argument(
+        "--picture", default="build/search.svg", help="where the figure goes (%(default)s; needs matplotlib)"
+    )
     parser.add_argument("--runs", type=int, default=10)
     arguments = parser.parse_args()
     results = {devices: report(devices, arguments.runs) for devices in (128, 4096)}
-    if arguments.picture:
-        draw(arguments.picture, results)
+    try:
+        draw(Path(arguments.picture), results)
+    except ImportError:
+        print("no picture: matplotlib is not installed")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,71 @@
+"""GPT-3 175B, 96 blocks untied, on 128 nodes x 8: from start to printed table, and how the search grows with the blocks.
+
+python tests/bench/bench_plan.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import time
+
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.workload import Workload
+from autoddl.models import resolve_model
+from autoddl.search import solve
+
+COMMAND = ["plan", "gpt3-175b", "--cluster", "dgx-a100", "--nodes", "128", "--batch", "1536", "--untied"]
+
+
+def whole_command(*options: str) -> None:
+    """Wall time of the command as a user runs it, and what the search took of it."""
+    start = time.perf_counter()
+    output = subprocess.run(
+        [sys.executable, "-m", "autoddl", *COMMAND, *options, "--json"], check=True, capture_output=True
+    )
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
+    plan = json.loads(output.stdout)
+    what = " ".join([*COMMAND[1:], *options])
+    print(
+        f"autoddl plan {what}\n  {seconds:.2f} s from start to end, search {plan['search_s']:.2f} s, {peak:.0f} MiB; "
+        f"{plan['status']}, step {plan['step_s']:.2f} s, memory {plan['memory_bytes'] / 2**30:.1f} GiB per device"
+    )
+
+
+def growth() -> None:
+    """Seconds of the exact search over the number of blocks, without and with a limit that binds."""
+    cluster = load_cluster("dgx-a100").resized(128)
+    print("exact search of gpt:Bx12288, untied, micro-batch 32 of 1536 (seconds)")
+    print(f"{'blocks':>8}  {'no limit':>9}  {'per block':>10}  {'limit binds':>11}  {'per block':>10}")
+    for blocks in (12, 24, 48, 96, 192):
+        graph = resolve_model(f"gpt:{blocks}x12288", heads=96)
+        book = PriceBook(graph, cluster, Workload(1536, 32, "mixed"), untied=True)
+        table = book.problem(1536, 32).table
+        row = [f"{blocks:8}"]
+        free = None
+        for binding in (False, True):
+            # Three quarters of what the unlimited optimum needs above the least.
+            limit = None if free is None else 0.85 * free.memory_bytes
+            start = time.perf_counter()
+            result = solve(table, memory_limit=limit, time_limit=30.0)
+            seconds = time.perf_counter() - start
+            free = free or result
+            mark = "" if result.optimal else "*"
+            row += [f"{seconds:{9 if not binding else 11}.3f}{mark}", f"{seconds / blocks * 1e3:7.2f} ms"]
+        print("  ".join(row))
+
+
+def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
+    whole_command("--micro-batch", "32")
+    whole_command()
+    growth()
+
+
+if __name__ == "__main__":
+    main()
