@@ -22,7 +22,7 @@ from .planner import Planned
 __all__ = ["PlanTrust", "trust_document", "trust_lines", "trust_of"]
 
 #: Under how many draws of the parameters the best plan is searched for, to find rivals.
-SEARCHES = 12
+SEARCHES = 8
 #: How many rivals are named.
 NAMED = 4
 

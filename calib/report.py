@@ -18,7 +18,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from .clusterfile import Fit, quality_of
-from .fit import HeldOut, LevelFit, points_of, predict
+from .fit import UNDISTURBED, HeldOut, LevelFit, points_of, predict
 from .forms import FORMS, Key, Point
 from .measurements import Sample
 
@@ -44,7 +44,7 @@ def tables(fit: Fit) -> list[Table]:
             _parameters(level),
             _quality(f"Held-out message sizes, {level.level}", level.held_out),
         ]
-        result[-1] = replace(result[-1], remarks=tuple(crowding_remarks(level)))
+        result[-1] = replace(result[-1], remarks=(*crowding_remarks(level), *_disturbance(fit, level.level)))
     if fit.device is not None:
         result.append(_device(fit))
     return result
@@ -164,6 +164,13 @@ def crowding_remarks(fit: LevelFit) -> Iterable[str]:
         if all(errors):
             text += f"; held-out error {np.median(errors[1]):.1%} against {np.median(errors[0]):.1%}"
         yield text
+
+
+def _disturbance(fit: Fit, level: str) -> Iterable[str]:
+    foreign = [sample.foreign for sample in fit.samples if sample.level == level]
+    disturbed = float(np.mean([share > UNDISTURBED for share in foreign]))
+    if disturbed >= 0.005:
+        yield f"  other processes used more than {UNDISTURBED:.0%} of the cores during {disturbed:.0%} of the samples"
 
 
 def _device(fit: Fit) -> Table:
