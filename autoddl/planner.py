@@ -11,8 +11,9 @@ samples, not for 6).  So without the memory limit the optimum grows from a micro
 without the limit is not below the best plan so far is settled without a search, and all that divide it with it.  Of the others a
 bound under the limit is taken (Lagrangian), and they are searched by ascending bound.  The best baseline is the first incumbent.
 
-With a choice of its own for every repetition of a block (``untied``), the micro-batch and recomputation are those of the best tied
-plan, where they are not given; the certificate then speaks of that micro-batch.
+With a choice of its own for every repetition of a block (``untied``), the tied plans are searched first, and then, untied, only
+the settings whose tied lower bound is below the best tied plan: a deep model's blocks come close to the tied Lagrangian bound by
+mixing two strategies.  The certificate then speaks of these settings.
 """
 
 from __future__ import annotations
@@ -92,6 +93,7 @@ class Candidate:
     outcome: str
     cost: float
     lower_bound: float
+    bound_before_search: float
 
 
 @dataclass(frozen=True)
@@ -169,13 +171,12 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         ),
         default=math.inf,
     )
-    searched = options
+    settings = None
     if options.untied:
-        tied = _Sweep(books, replace(options, untied=False, method="exact"), limit, known).run()
-        workload = tied.problem.workload
-        searched = replace(options, micro_batch=workload.micro_batch, recompute=workload.recompute)
-        known = min(known, tied.result.cost)
-    sweep = _Sweep(books, searched, limit, known)
+        tied = _Sweep(books, replace(options, untied=False, method="exact"), limit, known)
+        known = min(known, tied.run().result.cost)
+        settings = {(c.micro_batch, c.recompute) for c in tied.candidates if c.bound_before_search <= known}
+    sweep = _Sweep(books, options, limit, known, settings)
     best = sweep.run()
     choice = best.result.choice
     assert choice is not None
@@ -247,8 +248,15 @@ class _Books:
 class _Sweep:
     """The search over micro-batches and recomputation (see the module's docstring)."""
 
-    def __init__(self, books: _Books, options: Options, limit: float, known: float):
-        self.books, self.options, self.limit = books, options, limit
+    def __init__(
+        self,
+        books: _Books,
+        options: Options,
+        limit: float,
+        known: float,
+        settings: set[tuple[int, bool]] | None = None,
+    ):
+        self.books, self.options, self.limit, self.settings = books, options, limit, settings
         self.graph, self.cluster = books.graph, books.cluster
         #: A plan of this cost is known to exist (a baseline): what is not below it need not be searched.
         self.known = known * (1 + 1e-9)
@@ -285,6 +293,8 @@ class _Sweep:
             book = self.books.book(workload, self.options.untied)
             settled: list[int] = []
             for micro_batch in micro_batches(workload, self.options):
+                if self.settings is not None and (micro_batch, recompute) not in self.settings:
+                    continue
                 if any(larger % micro_batch == 0 for larger in settled):
                     continue
                 try:
@@ -297,7 +307,12 @@ class _Sweep:
                 bounds = bracket(problem.table, self.limit, cutoff=self.known)
                 self.search_s += time.perf_counter() - start
                 if bounds.free > self.known:
-                    self._record(problem, "cannot be better, nor can its divisors", math.inf, bounds.free)
+                    self._record(
+                        _Candidate(problem, bounds.free),
+                        "cannot be better, nor can its divisors",
+                        math.inf,
+                        bounds.free,
+                    )
                     settled.append(micro_batch)
                     continue
                 self.known = min(self.known, bounds.cost * (1 + 1e-9))
@@ -310,19 +325,20 @@ class _Sweep:
                     # The limit does not bind: this micro-batch's divisors cost at least as much.
                     settled.append(micro_batch)
 
-    def _record(self, problem: Problem, outcome: str, cost: float, bound: float) -> None:
-        workload = problem.workload
-        self.candidates.append(Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound))
+    def _record(self, candidate: _Candidate, outcome: str, cost: float, bound: float) -> None:
+        workload = candidate.problem.workload
+        settled = Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound, candidate.bound)
+        self.candidates.append(settled)
 
     def _settle(self, candidate: _Candidate) -> None:
         """Search one candidate, unless its bound says that it cannot be better."""
         problem, bound = candidate.problem, candidate.bound
         if math.isinf(bound):
             self.too_large.append(problem)
-            self._record(problem, "does not fit", math.inf, math.inf)
+            self._record(candidate, "does not fit", math.inf, math.inf)
             return
         if bound >= self.known:
-            self._record(problem, "cannot be better", math.inf, bound)
+            self._record(candidate, "cannot be better", math.inf, bound)
             return
         result = self._solve(problem)
         self.evaluations += result.evaluations
@@ -330,11 +346,11 @@ class _Sweep:
         lower = max(bound, result.lower_bound)
         if result.status is Status.INFEASIBLE:
             self.too_large.append(problem)
-            self._record(problem, "does not fit", math.inf, math.inf)
+            self._record(candidate, "does not fit", math.inf, math.inf)
         elif result.choice is None:
-            self._record(problem, "cannot be better" if lower >= self.known else str(result.status), math.inf, lower)
+            self._record(candidate, "cannot be better" if lower >= self.known else str(result.status), math.inf, lower)
         else:
-            self._record(problem, str(result.status), result.cost, lower)
+            self._record(candidate, str(result.status), result.cost, lower)
             if self.best is None or result.cost < self.best.result.cost:
                 self.best = _Found(problem, result)
                 self.known = min(self.known, result.cost)

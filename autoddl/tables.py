@@ -159,12 +159,18 @@ def _how(figures: BaselineFigures) -> str:
     return f"{figures.mesh}, micro-batch {figures.workload.micro_batch}{again}"
 
 
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def certificate(planned: Planned) -> list[str]:
     """What is proven, and how."""
     what = "communication time" if planned.options.objective == "communication" else "step time"
     space = planned.result.space_size
     size = f"{space:,}" if space < 10**9 else f"10^{len(str(space)) - 1}"
-    found = f"{planned.options.method} search, {format_seconds(planned.search_s)}, {len(planned.candidates)} micro-batch settings"
+    found = f"{planned.options.method} search, {format_seconds(planned.search_s)}, {_count(len(planned.candidates), 'micro-batch setting')}"
+    if planned.options.untied:
+        found += " (those that the tied plans leave open)"
     if planned.optimal:
         verdict = f"proven: none of the {size} assignments of strategies that fit has a smaller {what}"
     else:
