@@ -175,7 +175,9 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
     if options.untied:
         tied = _Sweep(books, replace(options, untied=False, method="exact"), limit, known)
         known = min(known, tied.run().result.cost)
-        settings = {(c.micro_batch, c.recompute) for c in tied.candidates if c.bound_before_search <= known}
+        settings = {
+            (c.micro_batch, c.recompute) for c in tied.candidates if c.bound_before_search <= known * (1 + 1e-9)
+        }
     sweep = _Sweep(books, options, limit, known, settings)
     best = sweep.run()
     choice = best.result.choice
