@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -41,15 +41,24 @@ class _TooWideError(Exception):
 
 @dataclass(frozen=True)
 class Weights:
-    """Score of a label: ``cost * seconds + memory * bytes``, over options whose buffer is at most ``max_buffer``."""
+    """Score of a label: ``cost * seconds + memory * bytes``, over options whose buffer is at most ``max_buffer``.
+
+    ``only`` restricts domains further: a mask over the labels of each.
+    """
 
     cost: float
     memory: float
     max_buffer: float = math.inf
+    only: Mapping[Domain, np.ndarray] | None = None
+
+    def allows(self, domain: Domain) -> np.ndarray:
+        """Which labels of a domain may be used. Shape (labels,)."""
+        within = domain.buffer <= self.max_buffer
+        return within if self.only is None else within & self.only[domain]
 
     def score(self, domain: Domain) -> np.ndarray:
         """Scores of a domain's labels, ``inf`` for those left out. Shape (labels,)."""
-        return np.where(domain.buffer <= self.max_buffer, self.cost * domain.cost + self.memory * domain.memory, np.inf)
+        return np.where(self.allows(domain), self.cost * domain.cost + self.memory * domain.memory, np.inf)
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,6 +16,8 @@ from __future__ import annotations
 import math
 import time
 
+import numpy as np
+
 from autoddl.costmodel.table import CostTable
 
 from .branching import Exploration, OutOfTimeError, explore, least_memory
@@ -24,6 +26,7 @@ from .labels import LabelSearch, StoppedError
 from .lagrangian import Dual, Instance, Interval, Point, prepare
 from .milp import milp_least_memory, milp_optimum
 from .progress import Progress, silent
+from .reduction import Domain
 from .report import check_limits, impossible, infeasible
 from .result import PROOF_TOLERANCE, Result, Status
 
@@ -33,6 +36,8 @@ __all__ = ["exact", "smallest_memory"]
 _FIRST_SLACK = 1e-5
 #: How the slack grows after a round of so many rows; rows grow like a high power of the slack.
 _SLACK_GROWTH = ((2_000, 4.0), (50_000, 2.0), (math.inf, 1.5))
+#: The rows that looking for an incumbent among few options may make.
+_FEW_ROWS = 300_000
 #: What sums of the same costs in different order may differ by, relatively.
 _ROUNDING = 1e-12
 
@@ -140,7 +145,42 @@ class _Closer:
         best = min(within, key=lambda point: point.cost)
         if best.cost <= dual.bound + _ROUNDING * abs(dual.bound):  # no limit binds, or the dual has no gap
             return best.cost, best
-        search = LabelSearch(self.instance.plan, dual.multiplier, dual.bound, limit, interval.highest, self.deadline)
+        try:
+            best = self._among_few(interval, dual, limit, min(incumbent, best.cost)) or best
+            return self._prove(interval, dual, limit, incumbent, best)
+        except StoppedError:
+            raise OutOfTimeError(dual.bound, best) from None
+
+    def _search(self, interval: Interval, dual: Dual, limit: float, only: dict | None = None) -> LabelSearch:
+        plan = self.instance.plan
+        return LabelSearch(plan, dual.multiplier, dual.bound, limit, interval.highest, self.deadline, only)
+
+    def _among_few(self, interval: Interval, dual: Dual, limit: float, cost: float) -> Point | None:
+        """A good choice among the options that the dual's minimisers take anywhere: of those there are few, so this is quick."""
+        taken: dict[Domain, set[int]] = {}
+        for point in dual.points:
+            for domain, option in zip(self.instance.reduced.domains, point.choice):
+                taken.setdefault(domain, set()).add(option)
+        only = {domain: np.isin(domain.option, list(options)) for domain, options in taken.items()}
+        search = self._search(interval, dual, limit, only)
+        slack = max(_FIRST_SLACK * abs(dual.bound), 1e-6 * (cost - dual.bound))
+        best = None
+        while dual.bound + slack < cost and search.statistics.rows < _FEW_ROWS:
+            labels = search.best_within(slack, cost - dual.bound)
+            if labels is not None:
+                self.evaluations += 1
+                point = self.instance.point(labels)
+                if point.cost < cost:
+                    best, cost = point, point.cost
+            slack *= 2.0
+        self._count(search)
+        return best
+
+    def _prove(
+        self, interval: Interval, dual: Dual, limit: float, incumbent: float, best: Point
+    ) -> tuple[float, Point | None]:
+        """The optimum of a node, by growing slack."""
+        search = self._search(interval, dual, limit)
         room = min(incumbent, best.cost) - dual.bound
         slack, proven = max(_FIRST_SLACK * abs(dual.bound), self.usual_slack, 1e-6 * room), 0.0
         try:
@@ -162,10 +202,13 @@ class _Closer:
         except StoppedError:
             raise OutOfTimeError(dual.bound + proven, best) from None
         finally:
-            self.labels += search.statistics.labels
-            self.rows += search.statistics.rows
-            self.rounds += search.statistics.rounds
+            self._count(search)
         return min(best.cost, incumbent), best if best.cost < incumbent else None
+
+    def _count(self, search: LabelSearch) -> None:
+        self.labels += search.statistics.labels
+        self.rows += search.statistics.rows
+        self.rounds += search.statistics.rounds
 
 
 def _by_milp(

@@ -24,12 +24,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from .elimination import Leaf, Node, Plan, Weights
+from .reduction import Domain
 
 __all__ = ["LabelSearch", "LabelStatistics", "StoppedError"]
 
@@ -99,11 +100,19 @@ class LabelSearch:
     """Searches one dual-optimal relaxation with growing slack.
 
     Args: an exact plan, the multiplier lambda*, the dual bound ``L(lambda*)``, the limit on resident memory [bytes], the
-    largest buffer of an option that may be used [bytes], and a deadline (of ``time.perf_counter``).
+    largest buffer of an option that may be used [bytes], a deadline (of ``time.perf_counter``), and, to look for an incumbent
+    among few options, a mask over the labels of each domain.
     """
 
     def __init__(
-        self, plan: Plan, multiplier: float, bound: float, limit: float, max_buffer: float, deadline: float = math.inf
+        self,
+        plan: Plan,
+        multiplier: float,
+        bound: float,
+        limit: float,
+        max_buffer: float,
+        deadline: float = math.inf,
+        only: Mapping[Domain, np.ndarray] | None = None,
     ) -> None:
         assert plan.exact
         self.plan, self.bound, self.limit, self.deadline = plan, bound, limit, deadline
@@ -112,7 +121,7 @@ class LabelSearch:
         self.tolerance = TOTAL_TOLERANCE * abs(bound) / len(plan.occurrences)
         self._tables = []
         for cost, memory in ((1.0, multiplier), (0.0, 1.0), (1.0, 0.0)):
-            weights = Weights(cost, memory, max_buffer)
+            weights = Weights(cost, memory, max_buffer, only)
             inside = plan.upward(weights)
             self._tables.append((weights, inside, plan.downward(inside)))
 
@@ -295,7 +304,7 @@ def _domain_labels(leaf: Leaf, number: int, guide: _Guide) -> _Labels:
     domain = leaf.domain
     assert domain is not None
     label_class = np.repeat(np.arange(domain.num_classes), np.diff(domain.first))
-    keep = np.flatnonzero(domain.buffer <= guide.weights.max_buffer)
+    keep = np.flatnonzero(guide.weights.allows(domain))
     excess = guide.weights.score(domain)[keep] - guide.inside[number][label_class[keep]]
     order = np.lexsort((excess, label_class[keep]))
     order = order[
