@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import os
+import signal
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,6 +16,7 @@ from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, initialize
 from autoddl.pipelines.runtime.pipeline.chain import Chain, chain_of
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.wire import measure, measure_baseline
 
 flow = load_oneflow()
 nn = flow.nn
@@ -138,3 +143,84 @@ def train_delayed(case: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarr
 
     losses, values = train(delayed=True)
     return losses, values, train(delayed=False)[1]
+
+
+# ---- Counting ----------------------------------------------------------------------------------------------------------
+
+
+class Alive:
+    """Exists as long as autograd keeps the graph that it is in; knows how many do, and the most that ever did."""
+
+    now = most = 0
+
+    def __init__(self) -> None:
+        Alive.now += 1
+        Alive.most = max(Alive.most, Alive.now)
+
+    def __del__(self) -> None:
+        Alive.now -= 1
+
+
+class Counted(nn.Module):
+    """A linear layer whose graph, where there is one, holds an `Alive`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: Any) -> Any:
+        y = self.linear(x)
+        if not y.requires_grad:
+            return y
+        alive = Alive()
+
+        def backward(ctx: Any, dy: Any) -> Any:
+            assert alive
+            return dy.clone()
+
+        apply = flow._oneflow_internal.autograd.AutogradFunctionBase.apply
+        return apply("counted", lambda ctx, t: t.clone(), backward, y)
+
+
+def count_alive(schedules: Sequence[Any]) -> list[tuple[float, int, int]]:
+    """For each schedule: what the report says of activations, the most graphs that were really alive, and how many are left."""
+    results = []
+    for schedule in schedules:
+        model = nn.Sequential(*[Counted(WIDTH) for _ in range(schedule.num_stages)])
+        data = Data("sequential", 4)
+        trainer = PipelineTrainer(chain_of(model, nn.functional.mse_loss), schedule, optimizer("SGD", 0.1), data)
+        Alive.most = 0
+        report = trainer.run()
+        results.append((report.peak_activations, Alive.most, Alive.now))
+    return results
+
+
+def zeros(rows: int, width: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((rows, width), dtype=np.float32), np.zeros((rows, width), dtype=np.float32)
+
+
+def count_bytes(schedules: Sequence[Any], width: int, rows: int) -> list[tuple[int, int, int]]:
+    """For each schedule: bytes that all ranks together really sent, and what this rank reports of its boundaries and sums."""
+    results = []
+    baseline = measure_baseline()
+    for schedule in schedules:
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(schedule.num_stages)])
+        trainer = PipelineTrainer(
+            chain_of(model, nn.functional.mse_loss),
+            schedule,
+            optimizer("SGD", 0.1),
+            functools.partial(zeros, rows, width),
+        )
+        report, traffic = measure(trainer.run, baseline)
+        results.append((traffic.payload_bytes, report.bytes_sent, report.bytes_reduced))
+    return results
+
+
+def be_killed(case: dict[str, Any], victim: int) -> None:
+    """A rank that goes away in the middle of its second run."""
+    trainer = trainer_of(case)
+    trainer.run()
+    if flow.env.get_rank() == victim:
+        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    while True:
+        trainer.run()

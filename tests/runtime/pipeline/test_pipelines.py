@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoddl.costmodel.errors import UserError
-from autoddl.pipelines import Schedule, generate
+from autoddl.pipelines import Schedule, Times, generate, simulate
+from autoddl.pipelines.communication import communication_bytes
+from autoddl.pipelines.draw import to_text
 from autoddl.pipelines.memory import peak_activations, peak_weight_versions
+from autoddl.pipelines.runtime.failures import RankError
 from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.report import PipelineReport, combine
 
 JOBS = Path(__file__).with_name("pipeline_jobs.py")
@@ -251,6 +256,89 @@ def test_reports(ranks):
     assert min(starts[0] for starts in report.timeline.starts) == 0
     first, second = report.mean_losses()
     assert first == pytest.approx(sum(report.losses[:2]) / 2) and second == pytest.approx(sum(report.losses[2:]) / 2)
+
+
+def test_as_many_graphs_alive_as_the_simulator_says(ranks):
+    """Counted by objects that live as long as autograd holds them: nothing is freed late, and nothing is left."""
+    schedules = [
+        generate(name, num_stages=4, num_micro_batches=8, **options)
+        for name, options in (
+            ("gpipe", {}),
+            ("1f1b", {}),
+            ("1f1b", {"policy": "B"}),
+            ("gems", {}),
+            ("chimera", {}),
+            ("chimera", {"num_pipelines": 4}),
+            ("chimera", {"concatenation": "doubling"}),
+            ("interleaved-1f1b", {}),
+            ("zero-bubble", {}),
+            ("wpipe", {}),
+            ("pipedream", {}),
+        )
+    ]
+    results = ranks(4).run(f"{JOBS}:count_alive", schedules, timeout_s=TIMEOUT_S)
+    for schedule, by_rank in zip(schedules, zip(*results)):
+        predicted = peak_activations(schedule)
+        assert [reported for reported, _, _ in by_rank] == list(predicted), schedule.name
+        assert [counted for _, counted, _ in by_rank] == list(predicted), schedule.name
+        assert [left for _, _, left in by_rank] == [0] * 4, schedule.name
+
+
+def test_recomputed_stages_keep_one_graph(ranks):
+    schedules = [generate(name, num_stages=4, num_micro_batches=4, recompute=True) for name in ("gpipe", "wpipe")]
+    for by_rank in zip(*ranks(4).run(f"{JOBS}:count_alive", schedules, timeout_s=TIMEOUT_S)):
+        assert set(by_rank) == {(1, 1, 0)}
+
+
+def test_bytes_on_the_wire(counted_ranks):
+    """Boundaries and sums of gradients: what the ranks really sent, within 3 % of the prediction."""
+    width, rows = 256, 128
+    boundary_bytes, gradient_bytes = 4 * width * rows, 4 * width * width
+    schedules = [
+        generate(name, num_stages=4, num_micro_batches=4, **options)
+        for name, options in (
+            ("1f1b", {}),
+            ("chimera", {}),
+            ("interleaved-1f1b", {}),
+            ("zero-bubble", {}),
+            ("wpipe", {}),
+        )
+    ]
+    schedules.append(generate("1f1b", num_stages=2, num_micro_batches=4, width=2))
+    schedules.append(generate("gpipe", num_stages=2, num_micro_batches=4, width=(1, 3), recompute=True))
+    results = counted_ranks(4).run(f"{JOBS}:count_bytes", schedules, width, 3 * rows, timeout_s=TIMEOUT_S)
+    for schedule, by_rank in zip(schedules, zip(*results)):
+        stages = schedule.num_stages
+        between, reduced = communication_bytes(schedule, [3 * boundary_bytes] * (stages - 1), [gradient_bytes] * stages)
+        assert sum(sent for _, sent, _ in by_rank) == between, schedule.name
+        assert by_rank[0][0] == pytest.approx(between + reduced, rel=0.03), schedule.name
+
+
+def test_a_sleeping_schedule_takes_its_time(ranks):
+    """Stages that sleep, communication that is real: not faster than the simulation, nor much slower."""
+    schedule = generate("chimera", num_stages=4, num_micro_batches=4, width=1)
+    times = Times.of(4, forward=0.03, backward=0.06, update=0.01)
+    lowered = lower(schedule, 2, times=Times.of(4, forward=0.03, backward=0.06, transfer=1e-3))
+    job = "autoddl.pipelines.runtime.pipeline.sleeping:sleep_through"
+    reports = ranks(4).run(job, lowered, times, [64] * 3, [64] * 4, 1, timeout_s=TIMEOUT_S)
+    timeline = combine(schedule, [report for (report,) in reports]).timeline
+    simulated = simulate(schedule, times)
+    assert simulated.makespan * 0.999 < timeline.makespan < 5 * simulated.makespan
+    assert timeline.busy == pytest.approx(simulated.busy, rel=0.5)
+    assert "2F0" in to_text(timeline) or "F0" in to_text(timeline)
+
+
+def test_a_killed_rank_is_named(tmp_path):
+    available = is_available()
+    if not available:
+        pytest.skip(available.reason)
+    one = case("sequential", generate("chimera", num_stages=4, num_micro_batches=8))
+    with RankPool(4, log_dir=tmp_path) as pool:
+        begin = time.monotonic()
+        with pytest.raises(RankError, match="rank 2 of 4 was killed by SIGKILL"):
+            pool.run(f"{JOBS}:be_killed", one, 2, timeout_s=60)
+        assert time.monotonic() - begin < 20
+        assert not pool.is_open
 
 
 def test_refusals(ranks):

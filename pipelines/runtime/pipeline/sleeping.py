@@ -1,0 +1,98 @@
+"""Computations that sleep: schedules timed on a machine with fewer cores than ranks, their communication real."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from autoddl.pipelines.schedule import Kind
+from autoddl.pipelines.times import Times
+
+from ..load import load_oneflow
+from .actions import Drop, Run, Update
+from .chain import Boundary
+from .engine import execute
+from .lowering import Lowered
+
+flow: Any = load_oneflow()
+
+__all__ = ["SleepingWork", "sleep_through"]
+
+Tensor = Any
+
+
+class SleepingWork:
+    """Every task takes the time that ``times`` gives it, and sends tensors of the given sizes.
+
+    Args:
+        row_elements: single-precision numbers that one row has at each boundary, S - 1 of them.
+        gradient_elements: numbers of each stage's weight gradients, S of them; 0 for nothing to reduce.
+    """
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        rank: int,
+        times: Times,
+        row_elements: Sequence[int],
+        gradient_elements: Sequence[int] | None = None,
+    ) -> None:
+        self.boundaries = [Boundary((elements,), flow.float32) for elements in row_elements]
+        self.losses: dict[int, float] = {}
+        self.peak_activations = 0.0
+        self.peak_versions = 0
+        self._lowered = lowered
+        self._rows = len(lowered.ranks.rows_of(rank, lowered.slot_rows))
+        self._times = times
+        self._gradient_elements = gradient_elements or (0,) * times.num_stages
+
+    def begin(self) -> None:
+        pass
+
+    def compute(self, run: Run, x: Tensor | None) -> Tensor | None:
+        until = time.monotonic() + self._seconds(run)
+        y = self._output(run)
+        time.sleep(max(0.0, until - time.monotonic()))
+        return y
+
+    def _seconds(self, run: Run) -> float:
+        times, stage = self._times, run.task.stage
+        per_micro_batch = {
+            Kind.FORWARD: times.forward[stage],
+            Kind.BACKWARD: times.backward[stage],
+            Kind.BACKWARD_INPUT: times.backward_input[stage],
+            Kind.BACKWARD_WEIGHT: times.backward[stage] - times.backward_input[stage],
+            Kind.RECOMPUTE: times.recompute[stage],
+        }[run.task.kind]
+        return per_micro_batch * run.num_slots / self._lowered.slots_per_micro_batch
+
+    def _output(self, run: Run) -> Tensor | None:
+        if self._lowered.schedule.destination_of(run.task) is None:
+            return None
+        (size,) = self.boundaries[run.task.stage - (run.task.kind is not Kind.FORWARD)].row_shape
+        return flow.tensor(np.zeros((run.num_slots * self._rows, size), dtype=np.float32))
+
+    def gradient(self, stages: tuple[int, ...], update: int) -> Tensor | None:
+        size = sum(self._gradient_elements[stage] for stage in stages)
+        return flow.zeros(size) if size else None
+
+    def set_gradient(self, stage: int, stages: tuple[int, ...], update: int, vector: Tensor) -> None:
+        pass
+
+    def update(self, action: Update) -> None:
+        time.sleep(self._times.update[action.task.stage])
+
+    def drop(self, action: Drop) -> None:
+        pass
+
+
+def sleep_through(
+    lowered: Lowered, times: Times, row_elements: Sequence[int], gradient_elements: Sequence[int], repeats: int
+) -> list[Any]:
+    """A job for all ranks of a schedule: carry it out ``repeats`` times asleep; one report each time."""
+    rank = flow.env.get_rank()
+    work = SleepingWork(lowered, rank, times, row_elements, gradient_elements)
+    return [execute(lowered, rank, work) for _ in range(repeats)]
