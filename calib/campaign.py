@@ -111,7 +111,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
             budget = left / (len(options.ranks) - position)
             if budget <= 0:
                 break
-        total = sum(max(0, options.repetitions - count) for count in done)
+        total = round(sum(max(0, options.repetitions - count) for count in done))
         with progress(f"{num_ranks} ranks", total, options.quiet) as bar:
             begun = time.monotonic()
             with RankPool(num_ranks, stall_timeout_s=STALL_S) as pool:
@@ -147,14 +147,14 @@ def measure_in_job(options: CampaignOptions, path: str) -> int | None:
     num_ranks, rank = flow.env.get_world_size(), flow.env.get_rank()
     settings = tuple(_settings(options, num_ranks))
     file = SampleFile(path) if rank == 0 else None
-    done = _done(file.samples, settings, num_ranks) if file else (0,) * len(settings)
+    done = _done(file.samples, settings, num_ranks) if file else (0.0,) * len(settings)
     # What rank 0 has in its file counts for all.
-    done = tuple(int(count) for count in measure.exchange(np.array(done, dtype=np.int64))[0])
+    done = tuple(map(float, measure.exchange(np.array(done))[0]))
     asked = measure.MeasureOptions(settings, options.repetitions, done, options.budget_s, seed=options.seed)
     if file is None:
         measure.measure_job(asked)
         return None
-    total = sum(max(0, options.repetitions - count) for count in done)
+    total = round(sum(max(0, options.repetitions - count) for count in done))
     with progress(f"{num_ranks} ranks", total, options.quiet) as bar:
 
         def keep(samples: list[Sample]) -> None:
@@ -171,15 +171,17 @@ def _settings(options: CampaignOptions, num_ranks: int) -> list[Any]:
     return list(dict.fromkeys(found + measure.work_settings(options.shapes, options.elementwise)))
 
 
-def _done(samples: Sequence[Sample], settings: Sequence[Any], num_ranks: int) -> tuple[int, ...]:
-    """How many samples of each setting there are from jobs of so many ranks."""
-    counts: dict[object, int] = {}
+def _done(samples: Sequence[Sample], settings: Sequence[Any], num_ranks: int) -> tuple[float, ...]:
+    """How many samples of each setting there are from jobs of so many ranks, disturbed ones counting less."""
+    from .measure import DISTURBED, DISTURBED_COUNTS
+
+    counts: dict[object, float] = {}
     for sample in samples:
         if sample.job_ranks == num_ranks:
             key = (sample.collective, sample.ranks, sample.stride, sample.bytes, sample.shape)
-            counts[key] = counts.get(key, 0) + 1
+            counts[key] = counts.get(key, 0.0) + (1.0 if sample.foreign <= DISTURBED else DISTURBED_COUNTS)
     keys = [(s.collective, s.ranks, s.stride, s.num_bytes, "x".join(map(str, s.shape))) for s in settings]
-    return tuple(counts.get(key, 0) for key in keys)
+    return tuple(counts.get(key, 0.0) for key in keys)
 
 
 def progress(what: str, total: int, quiet: bool, unit: str = "sample") -> Any:

@@ -1,7 +1,7 @@
 """Fitting the cost model's parameters to samples.
 
-1. Samples of one measurement become a *point*: the robust centre of its repetitions.  Samples that were taken while other processes
-   used the machine are left out where enough others are left.
+1. Samples of one measurement become a *point*: the robust centre of its repetitions.  Samples that were taken while other
+   processes used the machine are left out where enough others are left.
 2. Each form of :mod:`forms` is fitted to the points of a network level (:mod:`robust`: non-negative, relative, blind to outliers).
 3. Cross-validation chooses: all points of one message size are held out in turn and predicted from the other sizes.  The form
    with the fewest parameters is taken whose error is not worse than the best one's by more than the standard error of the
@@ -34,7 +34,7 @@ NEGLIGIBLE = 0.002
 #: Samples count as undisturbed up to this fraction of foreign CPU time ...
 UNDISTURBED = 0.05
 #: ... and others are left out where a measurement has so many undisturbed ones.
-ENOUGH = 3
+ENOUGH = 5
 
 
 @dataclass(frozen=True)
@@ -122,9 +122,12 @@ def points_of(samples: Sequence[Sample], level: str) -> list[Point]:
 
 
 def undisturbed(samples: Sequence[tuple[float, float]]) -> np.ndarray:
-    """The seconds of (seconds, foreign) pairs that no other process disturbed; all of them where those are too few."""
+    """The seconds of (seconds, foreign) pairs that no other process disturbed; the less disturbed half where those are too few."""
     quiet = [seconds for seconds, foreign in samples if foreign <= UNDISTURBED]
-    return np.array(quiet if len(quiet) >= ENOUGH else [seconds for seconds, _ in samples])
+    if len(quiet) >= ENOUGH:
+        return np.array(quiet)
+    limit = max(UNDISTURBED, float(np.median([foreign for _, foreign in samples])))
+    return np.array([seconds for seconds, foreign in samples if foreign <= limit])
 
 
 def fit_level(points: Sequence[Point], level: str, seed: int = 0, forms: Sequence[Form] = FORMS) -> LevelFit:

@@ -6,8 +6,9 @@ Every rank of a job calls :func:`measure_job` and makes the same calls in the sa
 
 and takes as long as the slowest rank.  Settings are visited in rounds, a *block* of a few repetitions each, in an order that is
 shuffled anew in every round: what drifts (the machine's temperature, its other users) spreads over all of them, and an interrupted
-run has measured everything some times.  Blocks are gathered to *stretches* of a quarter of a second; a stretch in which
-other processes used more than a twentieth of the cores is measured again, three times at most, and the quietest is kept.
+run has measured everything some times.  Blocks are gathered to *stretches* of a quarter of a second, long enough for the system's
+clocks to tell what other processes used meanwhile.  Where that is more than a twentieth of the cores, a repetition is kept but
+counts for a third only: the setting is visited again.
 
 All groups along an axis communicate at the same time, as they do in a plan.  Tensors have the shapes that layers give them:
 features are gathered and scattered along the last dimension, gradients are reduced as vectors.
@@ -35,6 +36,8 @@ from .measurements import Sample
 __all__ = ["Clock", "Hosts", "MeasureOptions", "Setting", "hosts_of_job", "measure_job", "settings_of"]
 
 DISTURBED = 0.05
+#: For how much a disturbed repetition counts.
+DISTURBED_COUNTS = 1 / 3
 MOST_ATTEMPTS = 3
 _STRETCH_S = 0.25
 _ITEM = 4  # bytes of a float32
@@ -63,8 +66,8 @@ class MeasureOptions:
 
     Attributes:
         settings: what to time.
-        repetitions: of each setting, in all.
-        done: how many of them there are already.
+        repetitions: of each setting, in all; whole blocks are measured, so there may be a few more.
+        done: for each setting how many of them there are already, disturbed ones counting less.
         budget_s: after how long to stop; None for never.
         block: repetitions at a time.
         seed: of the order.
@@ -72,9 +75,9 @@ class MeasureOptions:
 
     settings: tuple[Setting, ...]
     repetitions: int
-    done: tuple[int, ...]
+    done: tuple[float, ...]
     budget_s: float | None
-    block: int = 5
+    block: int = 3
     seed: int = 0
 
 
@@ -162,55 +165,41 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
     hosts, num_ranks = clock.hosts, flow.env.get_world_size()
     done = list(options.done)
     levels = [hosts.level(s.ranks, s.stride) if s.ranks > 1 else "device" for s in options.settings]
+    numbers = [0] * len(levels)
     shuffler = random.Random(options.seed)
-    num_samples = 0
     while True:
         order = [i for i, level in enumerate(levels) if level is not None and done[i] < options.repetitions]
         shuffler.shuffle(order)
         if not order:
-            return num_samples, False
-        position = 0
-        while position < len(order):
-            stretch, foreign = _stretch(clock, options, order[position:], done, operation)
-            samples = []
+            return sum(numbers), False
+        while order:
+            stretch = _stretch(clock, options, order, operation)
+            del order[: len(stretch)]
+            foreign, samples = clock.foreign, []
             for i, seconds in stretch:
-                setting, level = options.settings[i], levels[i]
-                assert level is not None
                 for second in seconds:
-                    samples.append(_sample(setting, level, done[i], second, foreign, num_ranks, clock))
-                    done[i] += 1
-            num_samples += len(samples)
-            position += len(stretch)
+                    setting, level = options.settings[i], levels[i]
+                    assert level is not None
+                    samples.append(_sample(setting, level, numbers[i], second, foreign, num_ranks, clock))
+                    numbers[i] += 1
+                done[i] += len(seconds) * (1.0 if foreign <= DISTURBED else DISTURBED_COUNTS)
             if flow.env.get_rank() == 0:
                 keep(samples)
             if clock.is_over:
-                return num_samples, True
+                return sum(numbers), True
 
 
 def _stretch(
-    clock: Clock,
-    options: MeasureOptions,
-    order: Sequence[int],
-    done: Sequence[int],
-    operation: Callable[[Setting], Callable[[], Any]],
-) -> tuple[list[tuple[int, np.ndarray]], float]:
-    """The first settings of ``order``, as many as take a quarter of a second, in the quietest of a few attempts."""
-    best: tuple[list[tuple[int, np.ndarray]], float] | None = None
-    for _ in range(MOST_ATTEMPTS):
-        measured: list[tuple[int, np.ndarray]] = []
-        clock.begin()
-        for i in order if best is None else [i for i, _ in best[0]]:
-            repetitions = min(options.block, options.repetitions - done[i])
-            measured.append((i, clock.time(operation(options.settings[i]), repetitions)))
-            if best is None and (clock.elapsed > _STRETCH_S or clock.is_over):
-                break
-        foreign = clock.foreign
-        if best is None or foreign < best[1]:
-            best = (measured, foreign)
-        if foreign <= DISTURBED or clock.is_over:
+    clock: Clock, options: MeasureOptions, order: Sequence[int], operation: Callable[[Setting], Callable[[], Any]]
+) -> list[tuple[int, np.ndarray]]:
+    """The first settings of ``order``, as many as take a quarter of a second."""
+    measured: list[tuple[int, np.ndarray]] = []
+    clock.begin()
+    for i in order:
+        measured.append((i, clock.time(operation(options.settings[i]), options.block)))
+        if clock.elapsed > _STRETCH_S or clock.is_over:
             break
-    assert best is not None
-    return best
+    return measured
 
 
 def _sample(

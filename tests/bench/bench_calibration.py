@@ -23,8 +23,8 @@ from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.cluster import from_document, load_cluster
 from autoddl.costmodel.units import format_bytes
 
-FITTED = tuple(2**k for k in range(12, 25, 2))
-HELD_OUT = tuple(3 * 2**k for k in range(15, 23, 1))
+FITTED = tuple(2**k for k in range(14, 25, 2))
+HELD_OUT = tuple(3 * 2**k for k in (15, 17, 19, 21, 22))
 
 
 def session(path: str, ranks: Sequence[int], budget_s: float, quiet: bool, sizes: Sequence[int]) -> list[Sample]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -85,16 +86,19 @@ def test_calibrate_then_plan(tmp_path):
     assert {s.collective for s in first} == {
         "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point", "matmul", "elementwise",
     }  # fmt: skip
-    assert {sum(t.setting == s.setting for t in first) for s in first} == {2}
+    # Disturbed samples count for a third.
+    assert all(sum(t.setting == s.setting for t in first) >= 2 for s in first)
     assert all(s.seconds > 1e-6 and s.versions.startswith("oneflow 0.9") and s.cores >= 1 for s in first)
     assert (tmp_path / "mine.svg").read_text().count("<svg") == 1
     cluster = load_cluster(output)
     assert cluster.calibration is not None and cluster.calibration.num_samples == len(first)
     # What is there is kept, and only what is missing is measured.
-    done = run("calibrate", *small, "--repetitions", "3", "--json")
+    done = run("calibrate", *small, "--repetitions", "5", "--json")
     assert done.returncode == 0, done.stderr
     second = read_samples(samples)
-    assert second[: len(first)] == first and len(second) == len(first) * 3 // 2
+    assert [replace(s, repetition=0) for s in second[: len(first)]] == [replace(s, repetition=0) for s in first]
+    assert len(second) > len(first)
+    assert all(sum(t.setting == s.setting for t in second) >= 5 for s in second)
     assert json.loads(done.stdout)["calibration"]["num_samples"] == len(second)
     planned = run("plan", "mlp:256,512,256", "--cluster", str(output), "--devices-per-node", "2", "--json", "--quiet")
     assert planned.returncode == 0, planned.stderr

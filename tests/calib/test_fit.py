@@ -33,6 +33,24 @@ def test_location_is_blind_to_gross_outliers_on_one_side():
     assert location(np.array([[1.0, 1.0, 1.0, 50.0]])) == pytest.approx([1.0])
 
 
+def test_location_finds_the_undisturbed_minority():
+    """Two fifths take 1 +- 0.03, the others anything from there to eight times as long."""
+    rng = np.random.default_rng(0)
+    quiet = 1 + 0.03 * rng.standard_normal((50, 12))
+    values = np.concatenate((quiet, rng.uniform(1.1, 8, (50, 18))), axis=1)
+    assert np.median(values, axis=1).mean() > 1.5
+    assert np.abs(np.median(location(values)) - 1) < 0.02
+
+
+def test_location_is_efficient_where_nothing_is_disturbed():
+    """No more than 1.5 times the standard error of a mean, whose square root law it follows."""
+    rng = np.random.default_rng(0)
+    for count in (10, 40):
+        errors = location(1 + 0.1 * rng.standard_normal((1000, count))) - 1
+        assert abs(errors.mean()) < 0.003
+        assert errors.std() < 1.5 * 0.1 / np.sqrt(count)
+
+
 def test_fit_without_noise_is_exact():
     rng = np.random.default_rng(1)
     features = np.stack([np.ones(30), rng.uniform(1e3, 1e7, 30), rng.uniform(1e3, 1e7, 30)], axis=1)
@@ -158,9 +176,10 @@ def test_no_collectives_is_refused():
 
 
 def test_disturbed_samples_count_only_where_there_are_no_others():
-    quiet = [(1.0, 0.0), (1.1, 0.02), (0.9, 0.05)]
-    assert list(undisturbed([*quiet, (5.0, 0.5)])) == [1.0, 1.1, 0.9]
-    assert list(undisturbed([*quiet[:2], (5.0, 0.5)])) == [1.0, 1.1, 5.0]
+    quiet = [(1.0, 0.0), (1.1, 0.02), (0.9, 0.05), (1.2, 0.01), (1.3, 0.0)]
+    assert list(undisturbed([*quiet, (5.0, 0.5)])) == [1.0, 1.1, 0.9, 1.2, 1.3]
+    # Too few: the less disturbed half.
+    assert list(undisturbed([*quiet[:2], (3.0, 0.2), (5.0, 0.5), (6.0, 0.6)])) == [1.0, 1.1, 3.0]
 
 
 # ---- Local work -----------------------------------------------------------------------------------------------------------------
