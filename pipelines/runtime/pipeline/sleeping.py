@@ -40,7 +40,7 @@ class SleepingWork:
         row_elements: Sequence[int],
         gradient_elements: Sequence[int] | None = None,
     ) -> None:
-        self.boundaries = [Boundary((elements,), flow.float32) for elements in row_elements]
+        self.boundaries: Sequence[Boundary] = [Boundary((elements,), flow.float32) for elements in row_elements]
         self.losses: dict[int, float] = {}
         self.peak_activations = 0.0
         self.peak_versions = 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from autoddl.pipelines.schedule import Schedule
 from autoddl.pipelines.times import Times
 
 from ..load import load_oneflow
-from .chain import Chain, boundaries, cut, even_sizes, tied_stages
+from .chain import Chain, StageModule, boundaries, cut, even_sizes, tied_stages
+from .checkpoint import find_checkpoint, write_complete, write_part
 from .engine import execute
 from .lowering import Lowered, lower
 from .report import RankReport
@@ -31,11 +33,15 @@ class PipelineTrainer:
     schedule. A synchronous one can be run again and again; an asynchronous one empties the pipeline at its end, and begins the next
     run without delayed weights.
 
+    Attributes:
+        rank: this one.
+        num_updates, num_micro_batches: of all runs so far, those before a checkpoint included.
+
     Args:
         chain: the model; every rank has it with the same values, and keeps its own stages.
         schedule: of one iteration or many.
         make_optimizer: for each replica of a stage here, of its parameters.
-        batch: inputs and targets of a micro-batch by its number in the run; arrays whose rows are the samples.
+        batch: inputs and targets of a micro-batch by its number, counted over all runs; arrays whose rows are the samples.
         sizes: layers per stage; even by default.
         times: of the stages, to order the communication by (see `lower`).
 
@@ -67,17 +73,18 @@ class PipelineTrainer:
         tied = set(tied_stages(stages).values())
         self.lowered: Lowered = lower(schedule, len(inputs), times=times, tied=tied)
         self.rank: int = flow.env.get_rank()
+        self.num_updates = 0
+        self.num_micro_batches = 0
         self._work = ModelWork(self.lowered, self.rank, stages, between, make_optimizer, batch)
+        self._owners = _owners(self.lowered, stages)
 
-    def run(self, batch: BatchSource | None = None) -> RankReport:
-        """Carry out the schedule once; all ranks call.
-
-        Args:
-            batch: other data from now on.
-        """
-        if batch is not None:
-            self._work.batch = batch
-        return execute(self.lowered, self.rank, self._work)
+    def run(self) -> RankReport:
+        """Carry out the schedule once, on the micro-batches that follow; all ranks call."""
+        self._work.first_micro_batch = self.num_micro_batches
+        report = execute(self.lowered, self.rank, self._work)
+        self.num_updates += self.lowered.schedule.num_updates
+        self.num_micro_batches += self.lowered.schedule.num_micro_batches
+        return report
 
     def parameters(self) -> dict[str, np.ndarray]:
         """The newest values of the parameters here, by their names in the model."""
@@ -86,3 +93,44 @@ class PipelineTrainer:
             for replica in self._work.replicas.values()
             for name, parameter in zip(replica.names, replica.parameters)
         }
+
+    # ---- Checkpoints -------------------------------------------------------------------------------------------------
+
+    def save(self, directory: Path) -> None:
+        """Write a checkpoint, of what all runs so far have made; all ranks call."""
+        entries = {}
+        for replica in self._work.replicas.values():
+            entries.update(
+                {name: entry for name, entry in replica.entries().items() if self._owners[name] == self.rank}
+            )
+        write_part(directory, self.num_updates, self.rank, entries)
+        flow.comm.barrier()
+        if self.rank == 0:
+            schedule, writers = self.lowered.schedule, set(self._owners.values())
+            write_complete(directory, self.num_updates, self.num_micro_batches, schedule.name, writers)
+        flow.comm.barrier()
+
+    def restore(self, directory: Path) -> bool:
+        """Go on from the newest checkpoint in a directory, of whatever schedule; False where there is none. All ranks call.
+
+        Raises:
+            UserError: it is of another model.
+        """
+        found = find_checkpoint(directory)
+        if found is None:
+            return False
+        entries = found.read({name for replica in self._work.replicas.values() for name in replica.names})
+        for replica in self._work.replicas.values():
+            replica.restore(entries)
+        self.num_updates, self.num_micro_batches = found.num_updates, found.num_micro_batches
+        return True
+
+
+def _owners(lowered: Lowered, stages: Sequence[StageModule]) -> dict[str, int]:
+    """Per parameter the first of the ranks that have it: the one that saves it."""
+    schedule, owners = lowered.schedule, dict[str, int]()
+    for stage in stages:
+        ranks = [lowered.ranks.ranks_of(replica.worker).start for replica in schedule.replicas_of(stage.number)]
+        for name in stage.places:
+            owners[name] = min(ranks + ([owners[name]] if name in owners else []))
+    return owners

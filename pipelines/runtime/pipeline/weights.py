@@ -9,10 +9,13 @@ Gradients are kept per update, since micro-batches of two updates may go back in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..load import load_oneflow
+from .checkpoint import Entry
 
 flow: Any = load_oneflow()
 
@@ -102,6 +105,37 @@ class ReplicaWeights:
     def drop(self, number: int) -> None:
         """Nobody needs this version any more."""
         del self._versions[number]
+
+    # ---- Saving ------------------------------------------------------------------------------------------------------
+
+    def entries(self) -> dict[str, Entry]:
+        """The newest values and the optimizer's state, by name."""
+        if self.optimizer is None:
+            return {}
+        state = self.optimizer.state_dict()["state"]
+        common = {f"all.{key}": np.array(value) for key, value in state.items() if isinstance(key, str)}
+        return {
+            name: {
+                "value": np.array(parameter.numpy()),
+                **{key: np.array(value.numpy()) for key, value in state.get(index, {}).items()},
+                **common,
+            }
+            for index, (name, parameter) in enumerate(zip(self.names, self.parameters))
+        }
+
+    def restore(self, entries: Mapping[str, Entry]) -> None:
+        """Take what `entries` gave, of any replica of these weights."""
+        if self.optimizer is None:
+            return
+        saved = self.optimizer.state_dict()
+        saved["state"] = {}
+        for index, (name, parameter) in enumerate(zip(self.names, self.parameters)):
+            entry = dict(entries[name])
+            parameter.data.copy_(flow.tensor(entry.pop("value")))
+            for key in [key for key in entry if key.startswith("all.")]:
+                saved["state"][key[len("all.") :]] = entry.pop(key).item()
+            saved["state"][index] = {key: flow.tensor(value) for key, value in entry.items()}
+        self.optimizer.load_state_dict(saved)
 
     def _leaves(self) -> list[Tensor]:
         return [parameter.detach().requires_grad_(True) for parameter in self.parameters]

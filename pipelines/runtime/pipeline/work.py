@@ -23,7 +23,7 @@ __all__ = ["BatchSource", "ModelWork", "Work"]
 
 Tensor = Any
 BatchSource = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""Inputs and targets of a micro-batch by its number, the same on every rank; called only where they are needed."""
+"""Inputs and targets of a micro-batch by its number over all runs, the same on every rank; called where they are needed."""
 
 
 class Work(Protocol):
@@ -86,6 +86,7 @@ class ModelWork:
         schedule = lowered.schedule
         self.boundaries = boundaries
         self.batch = batch
+        self.first_micro_batch = 0
         self.losses: dict[int, float] = {}
         self.peak_activations = 0.0
         self.peak_versions = 0
@@ -216,7 +217,9 @@ class ModelWork:
         for slot in range(run.first_slot, run.first_slot + run.num_slots):
             number, half = divmod(slot, self._per_micro_batch)
             first = half * self._slot_rows
-            pieces.append(self.batch(number)[which][first + self._rows.start : first + self._rows.stop])
+            pieces.append(
+                self.batch(self.first_micro_batch + number)[which][first + self._rows.start : first + self._rows.stop]
+            )
         return flow.tensor(np.concatenate(pieces))
 
     def _count(self, num_slots: int) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -37,13 +38,13 @@ def chain(model: str) -> Chain:
 
 
 class Data:
-    """Micro-batches of random samples by their number in the run, the same everywhere."""
+    """Micro-batches of random samples by their number, the same everywhere."""
 
-    def __init__(self, model: str, num_rows: int, first: int = 0) -> None:
-        self.model, self.num_rows, self.first = model, num_rows, first
+    def __init__(self, model: str, num_rows: int) -> None:
+        self.model, self.num_rows = model, num_rows
 
     def __call__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        rng = np.random.default_rng([7, self.first + number])
+        rng = np.random.default_rng([7, number])
         if self.model.startswith("gpt"):
             shape = (2, self.num_rows, GPT_SIZES["positions"])
             inputs, targets = rng.integers(0, GPT_SIZES["vocabulary"], shape)
@@ -78,9 +79,8 @@ def train(cases: Sequence[dict[str, Any]]) -> list[Any]:
     """For each case: the reports of its runs, and this rank's parameters after them."""
     results = []
     for case in cases:
-        trainer, num_micro_batches = trainer_of(case), case["schedule"].num_micro_batches
-        data = [Data(case["model"], case["rows"], run * num_micro_batches) for run in range(case.get("runs", 1))]
-        reports = [trainer.run(one) for one in data]
+        trainer = trainer_of(case)
+        reports = [trainer.run() for _ in range(case.get("runs", 1))]
         results.append((reports, trainer.parameters()))
     return results
 
@@ -224,3 +224,16 @@ def be_killed(case: dict[str, Any], victim: int) -> None:
         threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
         trainer.run()
+
+
+def train_with_checkpoints(
+    case: dict[str, Any], directory: Path, num_runs: int, restores: bool
+) -> tuple[int, list[Any]]:
+    """Runs with a checkpoint after each: how many updates there had been before, and the runs' reports."""
+    trainer = trainer_of(case)
+    assert trainer.restore(directory) == restores
+    before, reports = trainer.num_updates, []
+    for _ in range(num_runs):
+        reports.append(trainer.run())
+        trainer.save(directory)
+    return before, reports
