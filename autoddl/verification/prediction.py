@@ -15,16 +15,32 @@ from dataclasses import replace
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Collective, Step
-from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.layerwork import all_reduce_steps
+from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.redistribution import redistribute
+from autoddl.costmodel.redistribution import steps as steps_of
+from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
-__all__ = ["PHASES", "Steps", "in_float32", "missing_steps", "predicted_steps", "sent_messages", "unpriced_steps"]
+__all__ = [
+    "ELEMENTWISE_LOSSES",
+    "PHASES",
+    "Steps",
+    "in_float32",
+    "missing_steps",
+    "output_steps",
+    "predicted_steps",
+    "sent_messages",
+    "unpriced_steps",
+]
 
 PHASES = ("forward", "backward", "gradient")
 Steps = tuple[Step, ...]
+#: Epilogues that end a model.
+ELEMENTWISE_LOSSES = frozenset({"mse_loss", "l1_loss"})
 _ITEMSIZE = 4
 
 
@@ -51,7 +67,7 @@ def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
     """What runs though nobody prices it: the sum of the loss's mean, one number; the gradients of a Summa layer's biases."""
     if phase == "forward" and layer.kind == "loss":
         return _moving([Step(Collective.ALL_REDUCE, axis, _ITEMSIZE) for axis in strategy.axes(0)])
-    if phase == "forward" and {"mse_loss", "l1_loss"} & set(layer.epilogue):
+    if phase == "forward" and ELEMENTWISE_LOSSES & set(layer.epilogue):
         return _moving([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), _ITEMSIZE)])
     if phase == "gradient" and strategy.summa:
         biases = sum(p.num_elements for p in layer.parameters if len(p.shape) == 1)
@@ -59,12 +75,27 @@ def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
     return ()
 
 
+def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload) -> Steps:
+    """What brings the output of a model without a loss to every rank, which nobody prices: what is done with it is the user's."""
+    last = graph.layers[-1]
+    if last.kind == "loss" or ELEMENTWISE_LOSSES & set(last.epilogue):
+        return ()
+    lying = strategies[last.name].activations
+    everywhere = Distribution(lying.axes, (Broadcast(),) * len(lying.axes))
+    shape = edge_shape(last, workload.micro_batch)
+    return _moving(
+        steps_of(redistribute(lying, everywhere, shape), _ITEMSIZE * workload.micro_batch * last.output_elements)
+    )
+
+
 def sent_messages(step: Step) -> float:
     """The messages that a rank sends in a step, on average.
 
     A sum of fewer elements than ranks has fewer pieces to pass around: each makes one hop less than there are ranks, twice.
     """
-    pieces = min(step.axis.size, step.nbytes / _ITEMSIZE) if step.collective is Collective.ALL_REDUCE else step.axis.size
+    pieces = (
+        min(step.axis.size, step.nbytes / _ITEMSIZE) if step.collective is Collective.ALL_REDUCE else step.axis.size
+    )
     return step.messages * pieces / step.axis.size
 
 

@@ -11,8 +11,9 @@ the rounding.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +24,11 @@ from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases, initialize
 from autoddl.pipelines.runtime.rank import report
-from autoddl.pipelines.runtime.wire import Traffic, measure, measure_baseline
+from autoddl.pipelines.runtime.wire import Meter, Traffic
 
 from ..models.builtin import BuiltIn, Perceptron, Pictures
 from ..models.transformers import Transformer
+from .prediction import ELEMENTWISE_LOSSES
 from .task import NUM_STEPS, Reference, Section, Shard, Task
 
 __all__ = ["build_module", "make_batch", "run_plan", "run_reference"]
@@ -34,8 +36,8 @@ __all__ = ["build_module", "make_batch", "run_plan", "run_reference"]
 flow: Any = load_oneflow()
 
 Arrays = dict[str, np.ndarray]
-#: Barriers' bytes are measured so often; the median counts.
-NUM_BASELINES = 5
+#: How often the bytes of a pass are counted; the median is taken.
+NUM_TRACES = 3
 
 
 # ---- Jobs --------------------------------------------------------------------------------------------------------------------
@@ -72,8 +74,8 @@ def run_plan(task: Task) -> Shard:
     module, examples = _made(task)
     module.load_state_dict({name: flow.tensor(value) for name, value in _under("initial", values).items()})
     applied = AppliedModule(module, task.graph, task.strategies, task.workload)
-    baseline = _baseline() if task.counts_bytes else None
-    sections = _sections(task, applied, _batch(task, examples, 0), baseline)
+    meter = Meter() if task.counts_bytes else None
+    sections = _sections(task, applied, _batch(task, examples, 0), meter)
     optimizer = _optimizer(task, applied.parameters(), float(values["epsilon"]))
     losses: list[float] = []
     gradient_errors: dict[str, float] = {}
@@ -84,7 +86,8 @@ def run_plan(task: Task) -> Shard:
         report(f"step {step + 1} of {NUM_STEPS}")
         if step == 0:
             with applied.stepper.logging() as log:
-                loss, traffic = _counted(lambda data=data: _train_step(applied, task, data), baseline)
+                run = functools.partial(_train_step, applied, task, data)
+                loss, traffic = (run(), None) if meter is None else meter(run)
             step_steps, step_bytes = tuple(log), traffic.payload_bytes if traffic else None
             gradient_errors = relative_errors(applied.logical_gradients(), _under("gradient", values))
         else:
@@ -119,24 +122,24 @@ def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.n
 # ---- Steps -------------------------------------------------------------------------------------------------------------------
 
 
-def _sections(task: Task, applied: Any, data: tuple[np.ndarray, ...], baseline: Traffic | None) -> tuple[Section, ...]:
-    """One micro-batch, phase by phase."""
+def _sections(task: Task, applied: Any, data: tuple[np.ndarray, ...], meter: Meter | None) -> tuple[Section, ...]:
+    """One micro-batch, phase by phase; bytes are the median of several passes, since barriers are not quite constant."""
     part = tuple(array[: task.workload.micro_batch] for array in data)
-    _, sections = applied.trace(*part, measure=None if baseline is None else lambda run: measure(run, baseline))
-    for parameter in applied.parameters():
-        parameter.grad = None
+    passes = []
+    for number in range(1 if meter is None else NUM_TRACES):
+        report("tracing steps" if meter is None else f"counting bytes, pass {number + 1} of {NUM_TRACES}")
+        passes.append(applied.trace(*part, measure=meter)[1])
+        for parameter in applied.parameters():
+            parameter.grad = None
     return tuple(
-        Section(s.layer, s.phase, s.steps, s.traffic.payload_bytes if s.traffic is not None else None) for s in sections
+        Section(repeats[0].layer, repeats[0].phase, repeats[0].steps, _median([s.traffic for s in repeats]))
+        for repeats in zip(*passes)
     )
 
 
-def _counted(action: Any, baseline: Traffic | None) -> tuple[Any, Traffic | None]:
-    return (action(), None) if baseline is None else measure(action, baseline)
-
-
-def _baseline() -> Traffic:
-    measured = [measure_baseline() for _ in range(NUM_BASELINES)]
-    return sorted(measured, key=lambda traffic: traffic.payload_bytes)[NUM_BASELINES // 2]
+def _median(counted: Sequence[Traffic | None]) -> int | None:
+    payloads = sorted(traffic.payload_bytes for traffic in counted if traffic is not None)
+    return payloads[len(payloads) // 2] if payloads else None
 
 
 def _train_step(applied: Any, task: Task, data: tuple[np.ndarray, ...]) -> float:
@@ -163,7 +166,7 @@ def _loss(output: Any) -> Any:
 
 def _ends_in_a_loss(task: Task) -> bool:
     last = task.graph.layers[-1]
-    return last.kind == "loss" or bool({"mse_loss", "l1_loss"} & set(last.epilogue))
+    return last.kind == "loss" or bool(ELEMENTWISE_LOSSES & set(last.epilogue))
 
 
 def _optimizer(task: Task, parameters: Any, epsilon: float) -> Any:

@@ -9,7 +9,7 @@ from autoddl.costmodel.units import format_bytes
 
 from ..tables import aligned
 from .prediction import PHASES
-from .result import LayerCheck, PhaseCheck, ValueCheck, Verification, worst
+from .result import LayerCheck, PhaseCheck, ValueCheck, Verification, together, worst
 from .task import NUM_STEPS
 
 __all__ = ["verification_document", "verification_text"]
@@ -46,14 +46,14 @@ def _layers(found: Verification) -> list[str]:
     what = "sent" if not found.uncounted else "predicted, not counted"
     rows: list[tuple[str, ...]] = [("layer", "(p0,p1,p2)", *PHASES, "to price", "gradients", "parameters", "")]
     for name, members in _grouped(found.layers):
-        total = _sum([member.total for member in members])
+        total = together([member.total for member in members])
         is_off = any(member.faults(found.tolerance) for member in members)
         rows.append(
             (
                 f"{name} x {len(members)}" if len(members) > 1 else name,
                 str(members[0].strategy),
-                *(_bytes(_sum([member.phases[phase] for member in members]), found) for phase in PHASES),
-                _deviation(total),
+                *(_bytes(together([member.phases[phase] for member in members]), found) for phase in PHASES),
+                _deviation(total, found),
                 _error(worst([check for member in members for check in member.gradients])),
                 _error(worst([check for member in members for check in member.parameters])),
                 "<- off" if is_off else "",
@@ -76,21 +76,18 @@ def _grouped(layers: Sequence[LayerCheck]) -> list[tuple[str, list[LayerCheck]]]
     return list(groups.values())
 
 
-def _sum(phases: Sequence[PhaseCheck]) -> PhaseCheck:
-    sent = [phase.sent_bytes for phase in phases]
-    predicted = sum(phase.predicted_bytes for phase in phases)
-    return PhaseCheck(predicted, None if None in sent else sum(value or 0.0 for value in sent))
-
-
 def _bytes(phase: PhaseCheck, found: Verification) -> str:
     value = phase.predicted_bytes if phase.sent_bytes is None else phase.sent_bytes
-    if not phase.predicted_bytes and value <= found.tolerance.noise_bytes:
+    if not phase.predicted_bytes and value <= found.tolerance.noise_bytes * phase.num_readings:
         return "-"
     return format_bytes(value)
 
 
-def _deviation(phase: PhaseCheck) -> str:
-    return "" if phase.deviation is None else f"{phase.deviation:+.2%}"
+def _deviation(phase: PhaseCheck, found: Verification) -> str:
+    """With ~ where so few bytes are sent that barriers blur them."""
+    if phase.deviation is None:
+        return ""
+    return ("" if found.tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
 
 
 def _error(check: ValueCheck | None) -> str:
@@ -111,10 +108,14 @@ def _totals(found: Verification) -> list[str]:
     step, largest = found.step, _largest_deviation(found)
     text = f"  predicted {format_bytes(step.predicted_bytes)}"
     if step.sent_bytes is not None:
-        text += f", sent {format_bytes(step.sent_bytes)}" + (f" ({_deviation(step)})" if step.predicted_bytes else "")
+        text += f", sent {format_bytes(step.sent_bytes)}" + (
+            f" ({_deviation(step, found)})" if step.predicted_bytes else ""
+        )
     lines += ["", "A training step, all ranks together" + _allowed(found), text]
     if largest is not None:
-        lines.append(f"  the layer that is farthest from its price: {largest.name} ({_deviation(largest.total)})")
+        lines.append(
+            f"  the layer that is farthest from its price: {largest.name} ({_deviation(largest.total, found)})"
+        )
     return lines
 
 
@@ -134,7 +135,8 @@ def _worst(checks: Sequence[ValueCheck]) -> tuple[str, str]:
 
 
 def _largest_deviation(found: Verification) -> LayerCheck | None:
-    counted = [layer for layer in found.layers if layer.total.deviation is not None]
+    resolves = found.tolerance.resolves
+    counted = [x for x in found.layers if x.total.sent_bytes is not None and resolves(x.total)]
     return max(counted, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
 
 

@@ -24,6 +24,7 @@ __all__ = [
     "Tolerance",
     "ValueCheck",
     "Verification",
+    "together",
     "worst",
 ]
 
@@ -41,9 +42,16 @@ class Tolerance:
     noise_bytes: float
     relative_bytes: float = BYTES_TOLERANCE
 
-    def allows(self, sent_bytes: float, predicted_bytes: float) -> bool:
-        """Whether these bytes count as those."""
-        return abs(sent_bytes - predicted_bytes) <= self.relative_bytes * predicted_bytes + self.noise_bytes
+    def allows(self, phase: PhaseCheck) -> bool:
+        """Whether the bytes that were sent count as those that are predicted."""
+        if phase.sent_bytes is None:
+            return True
+        slack = self.relative_bytes * phase.predicted_bytes + self.noise_bytes * phase.num_readings
+        return abs(phase.sent_bytes - phase.predicted_bytes) <= slack
+
+    def resolves(self, phase: PhaseCheck) -> bool:
+        """Whether so few bytes can be told from their prediction to `relative_bytes`, for all the noise."""
+        return self.relative_bytes * phase.predicted_bytes >= self.noise_bytes * phase.num_readings
 
 
 @dataclass(frozen=True)
@@ -54,12 +62,14 @@ class PhaseCheck:
         predicted_bytes: the price.
         sent_bytes: counted, less the headers; None where nothing was counted.
         missing, unexpected: steps that should have run and did not, and the other way round, on any rank.
+        num_readings: how many readings of the counters ``sent_bytes`` is the sum of; each has its noise.
     """
 
     predicted_bytes: float
     sent_bytes: float | None
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
+    num_readings: int = 1
 
     @property
     def deviation(self) -> float | None:
@@ -75,7 +85,7 @@ class PhaseCheck:
             found.append(f"{where}: {self.missing[0]} is priced but did not run" + _more(self.missing))
         if self.unexpected:
             found.append(f"{where}: {self.unexpected[0]} ran but is not priced" + _more(self.unexpected))
-        if self.sent_bytes is not None and not tolerance.allows(self.sent_bytes, self.predicted_bytes):
+        if not tolerance.allows(self):
             found.append(f"{where}: {self.sent_bytes:,.0f} bytes were sent, {self.predicted_bytes:,.0f} are predicted")
         return found
 
@@ -87,6 +97,16 @@ class PhaseCheck:
             "missing_steps": list(self.missing),
             "unexpected_steps": list(self.unexpected),
         }
+
+
+def together(phases: Sequence[PhaseCheck]) -> PhaseCheck:
+    """The bytes of several phases, as one."""
+    sent = [phase.sent_bytes for phase in phases]
+    return PhaseCheck(
+        sum(phase.predicted_bytes for phase in phases),
+        None if None in sent else sum(value or 0.0 for value in sent),
+        num_readings=sum(phase.num_readings for phase in phases),
+    )
 
 
 def _more(steps: Sequence[str]) -> str:
@@ -123,11 +143,7 @@ class LayerCheck:
     @property
     def total(self) -> PhaseCheck:
         """All phases together."""
-        sent = [phase.sent_bytes for phase in self.phases.values()]
-        return PhaseCheck(
-            sum(phase.predicted_bytes for phase in self.phases.values()),
-            None if None in sent else sum(filter(None, sent)),
-        )
+        return together(list(self.phases.values()))
 
     def faults(self, tolerance: Tolerance) -> list[str]:
         """What is off, in sentences."""

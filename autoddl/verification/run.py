@@ -19,7 +19,16 @@ from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
 from ..models import is_oneflow_model, resolve_model
 from ..models.builtin import recognise
 from ..plan import Plan
-from .prediction import PHASES, Steps, in_float32, missing_steps, predicted_steps, sent_messages, unpriced_steps
+from .prediction import (
+    PHASES,
+    Steps,
+    in_float32,
+    missing_steps,
+    output_steps,
+    predicted_steps,
+    sent_messages,
+    unpriced_steps,
+)
 from .result import NOISE_BYTES, LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
 from .scaling import Limits, Scaled, scale
 from .task import Shard, Task
@@ -95,6 +104,7 @@ def verify(
         )
     limits = options.limits or machine_limits(num_ranks)
     scaled = scale(plan.graph, plan.strategies, in_float32(plan.workload), limits, built_in)
+    priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
     private = namespace_available()
     with tempfile.TemporaryDirectory(prefix="autoddl-verify-") as folder:
         counts_bytes = bool(private) and num_ranks > 1
@@ -119,7 +129,6 @@ def verify(
                 start_timeout_s=options.timeout_s,
             ) as own:
                 losses, shards = _run(own, task, options.timeout_s - (time.monotonic() - started), say)
-    priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
     return Verification(
         model=plan.graph.name,
         levels=tuple((level.name, level.size) for level in plan.cluster.levels),
@@ -258,6 +267,7 @@ def _whole_step(scaled: Scaled, priced: Mapping[tuple[str, str], Steps], shards:
         times = 1 if phase == "gradient" else scaled.workload.num_micro_batches
         expected += steps * times
         unpriced += unpriced_steps(scaled.graph[name], scaled.strategies[name], phase) * times
+    unpriced += output_steps(scaled.graph, scaled.strategies, scaled.workload) * scaled.workload.num_micro_batches
     return _phase(expected, unpriced, [shard.step_steps for shard in shards], shards[0].step_bytes)
 
 

@@ -361,6 +361,8 @@ def _opaque(setting: LayerSetting) -> Body:
     shapes = [graph[producer].output_shape for producer in graph.inputs(layer.name)]
     if len(shapes) <= 1:
         shapes = [layer.input_shape]
+    # Outside of sequences the one row of a sample is the sample itself.
+    shapes = [shape[1:] if len(shape) == 2 and shape[0] == 1 else shape for shape in shapes]
     behind = epilogue(setting)
 
     def core(*tensors: Tensor) -> Tensor:

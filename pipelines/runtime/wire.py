@@ -33,7 +33,7 @@ from typing import Any
 from .load import load_oneflow
 from .network import read_loopback
 
-__all__ = ["HEADER_BYTES", "MESSAGE_BYTES", "Traffic", "measure", "measure_baseline", "synchronize"]
+__all__ = ["HEADER_BYTES", "MESSAGE_BYTES", "Meter", "Traffic", "measure", "measure_baseline", "synchronize"]
 
 #: IPv4 and TCP with the timestamp option, on every packet of ``lo``.
 HEADER_BYTES = 20 + 32
@@ -91,6 +91,28 @@ def measure(section: Callable[[], Any], baseline: Traffic) -> tuple[Any, Traffic
     after = _quiet_traffic()
     synchronize()
     return result, after - before - baseline
+
+
+class Meter:
+    """Counts sections that follow one another, at half the cost of `measure`: one reading ends a section and begins the next.
+
+    Every rank of the job makes one and calls it with the same sections, on a private network; what is sent between two sections
+    counts for the second one.
+    """
+
+    def __init__(self, num_baselines: int = 9):
+        self._baseline = Traffic(0, 0, 0)
+        self._last = _quiet_traffic()
+        empty = [self(lambda: None)[1] for _ in range(num_baselines)]
+        self._baseline = sorted(empty, key=lambda traffic: traffic.payload_bytes)[num_baselines // 2]
+
+    def __call__(self, section: Callable[[], Any]) -> tuple[Any, Traffic]:
+        """What ``section`` returned, and what all ranks of the job sent meanwhile; the same on every rank."""
+        synchronize()
+        result = section()
+        traffic = _quiet_traffic()
+        sent, self._last = traffic - self._last - self._baseline, traffic
+        return result, sent
 
 
 def _quiet_traffic(quiet_s: float = 0.01) -> Traffic:

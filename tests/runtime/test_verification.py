@@ -1,0 +1,330 @@
+"""``autoddl verify`` on real ranks: plans that keep their promises, plans that do not, and ranks that fail."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from autoddl.__main__ import main
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+from autoddl.models import Transformer, gpt, llama, mlp
+from autoddl.pipelines.runtime.availability import Availability
+from autoddl.pipelines.runtime.load import is_available
+from autoddl.plan import Plan, plan_document, save_plan
+from autoddl.planner import Options, make_plan
+from autoddl.search.baselines import baselines
+from autoddl.verification import Limits, VerifyOptions, run, verify
+from autoddl.verification.prediction import predicted_steps
+
+available = is_available()
+pytestmark = pytest.mark.skipif(not available, reason=available.reason)
+
+GPT = Transformer("gpt", layers=2, width=128, heads=8, sequence=32, vocabulary=512)
+FULL_SIZE = VerifyOptions(limits=Limits())
+
+
+def cluster(level_sizes):
+    sizes = (1, *level_sizes) if len(level_sizes) == 1 else level_sizes
+    return load_cluster("dgx-a100").resized(*sizes)
+
+
+def on(*splits, summa=False):
+    return Strategy(splits, summa=summa)
+
+
+def mlp_plan(strategies, batch=64, widths=(256, 512, 384, 256), **workload):
+    """Strategies of one level, or of two."""
+    graph = mlp(widths)
+    levels = [prod(split) for split in strategies[0].splits]
+    chosen = {layer.name: strategy for layer, strategy in zip(graph.layers, strategies)}
+    return Plan(
+        graph, cluster(levels), Workload(batch, workload.pop("micro_batch", batch), "float32", **workload), chosen, {}
+    )
+
+
+def gpt_plan(which, level_sizes, **workload):
+    graph, on_cluster = gpt(GPT), cluster(level_sizes)
+    options = Options(batch=8, micro_batch=8, precision="mixed", recompute=False, objective="communication")
+    planned = make_plan(graph, on_cluster, options)
+    strategies = planned.strategies
+    if which == "megatron":
+        found = (b.strategies for b in baselines(graph, on_cluster.level_sizes) if b.name == "megatron")
+        strategies = next(s for s in found if {x.p0 for x in s.values()} == {2})
+    return Plan(graph, on_cluster, Workload(8, 8, **workload), strategies, {})
+
+
+# ---- Plans that keep their promises --------------------------------------------------------------------------------------------
+
+RIGHT = {
+    "mlp on 2": mlp_plan((on((2, 1, 1)), on((1, 2, 1)), on((1, 1, 2))), optimizer="sgd"),
+    "mlp on 4": mlp_plan((on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))), batch=128, micro_batch=64),
+    "mlp on 4, summa": mlp_plan((on((2, 2, 1), summa=True), on((1, 2, 2)), on((2, 2, 1))), optimizer="momentum"),
+    "mlp on 8": mlp_plan((on((2, 2, 2)), on((1, 2, 4)), on((4, 1, 2)))),
+    "gpt on 2, optimal": gpt_plan("optimal", (2,)),
+    "gpt on 4, optimal": gpt_plan("optimal", (4,), recompute=True),
+    "gpt on 4, megatron": gpt_plan("megatron", (4,)),
+    "gpt on 2 x 2, optimal": gpt_plan("optimal", (2, 2)),
+    "gpt on 2 x 4, optimal": gpt_plan("optimal", (2, 4)),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_loss_gradients_training_and_bytes_are_as_promised(counted_ranks, name):
+    plan = RIGHT[name]
+    num_ranks = plan.cluster.num_devices
+    found = verify(plan, num_ranks, options=FULL_SIZE, pool=counted_ranks(num_ranks))
+    assert found.faults == ()
+    assert found.changes == () and found.uncounted == ""
+    assert max(found.loss_errors) < 1e-5
+    names = {p.name for layer in plan.graph.layers for p in layer.parameters if p.tied_to is None}
+    for checks in (found.gradients, found.parameters):
+        assert {check.name for check in checks} == names
+        assert max(check.error for check in checks) < 1e-5
+    expected = {(layer, phase): n for (layer, phase), n in sent(plan).items()}
+    for layer in found.layers:
+        total = sum(expected[layer.name, phase] for phase in layer.phases)
+        assert layer.total.predicted_bytes == pytest.approx(total)
+        assert layer.total.sent_bytes == pytest.approx(total, rel=0.03, abs=3 * 400 * num_ranks)
+    assert found.step.sent_bytes == pytest.approx(found.step.predicted_bytes, rel=0.03)
+    assert found.step.predicted_bytes > 1e6
+
+
+def sent(plan):
+    steps = predicted_steps(plan.graph, plan.strategies, plan.workload, plan.cluster)
+    return {key: plan.cluster.num_devices * sum(step.sent_bytes for step in found) for key, found in steps.items()}
+
+
+def test_a_model_too_large_is_scaled_down_with_its_strategies(counted_ranks, capsys, tmp_path, monkeypatch):
+    sizes = Transformer(
+        "big", 6, 2048, 32, 512, 32000, kv_heads=8, intermediate=5504, activation="silu", tied=False, qkv_bias=True
+    )
+    options = Options(batch=32, precision="mixed", objective="communication", memory_limit_bytes=1e12)
+    planned = make_plan(llama(sizes), cluster((4,)), options)
+    path = tmp_path / "plan.json"
+    save_plan(path, plan_document(planned))
+    monkeypatch.setattr(run, "machine_limits", lambda num_ranks: Limits(2e8, 2e10))
+    code, document = verified_json(capsys, monkeypatch, counted_ranks(4), path, 4)
+    assert code == 0 and document["verdict"] == "right"
+    scaled = {change["what"]: (change["before"], change["after"]) for change in document["scaled"]}
+    assert scaled["blocks"] == ("6", "2") and int(scaled["width"][1]) < 2048
+    assert document["notes"] == ["the plan is for mixed precision; CPU ranks run, and bytes are priced, in float32"]
+    for layer in document["layers"]:
+        assert layer["strategy"] == [list(split) for split in planned.strategies[layer["name"]].splits]
+
+
+# ---- Through the command ---------------------------------------------------------------------------------------------------------
+
+
+def verified(capsys, monkeypatch, pool, *arguments):
+    """Exit code, stdout and stderr of the command on ranks that are there already."""
+    if pool is not None:
+        monkeypatch.setattr(run, "RankPool", lambda *_, **__: contextlib.nullcontext(pool))
+    code = main(["verify", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def verified_json(capsys, monkeypatch, pool, path, num_ranks, *arguments):
+    code, out, err = verified(capsys, monkeypatch, pool, path, "--ranks", num_ranks, "--json", *arguments)
+    assert err == ""
+    return code, json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def plan_file(tmp_path_factory):
+    """A plan for four devices whose messages are large enough to be judged."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    options = Options(batch=64, micro_batch=64, precision="float32", recompute=False, objective="communication")
+    save_plan(path, plan_document(make_plan(mlp((256, 512, 256, 256)), cluster((4,)), options)))
+    return path
+
+
+def test_the_table_has_a_line_per_layer_and_a_verdict(counted_ranks, capsys, monkeypatch, plan_file):
+    code, out, err = verified(capsys, monkeypatch, counted_ranks(4), plan_file, "--ranks", 4)
+    assert (code, err) == (0, "")
+    lines = out.splitlines()
+    assert lines[0] == "mlp:256,512,256,256 on 4 ranks (4 intra-node), against one device"
+    for name in ("fc1", "fc2", "fc3"):
+        assert sum(line.startswith(f"  {name} ") for line in lines) == 1
+    assert lines[-1].startswith("Right: the plan computes what one device computes, and sends what it promised (")
+    assert max(map(len, lines)) < 140
+
+
+def test_a_wrong_price_is_found(counted_ranks, capsys, monkeypatch, plan_file):
+    def falsified(*arguments):
+        steps = predicted_steps(*arguments)
+        key = next(key for key, found in steps.items() if key[0] == "fc2" and found)
+        steps[key] = tuple(replace(step, nbytes=1.1 * step.nbytes) for step in steps[key])
+        return steps
+
+    monkeypatch.setattr(run, "predicted_steps", falsified)
+    code, document = verified_json(capsys, monkeypatch, counted_ranks(4), plan_file, 4)
+    assert code == 1 and document["verdict"] == "off"
+    assert any("is priced but did not run" in fault for fault in document["faults"])
+    assert any("ran but is not priced" in fault for fault in document["faults"])
+    assert any("bytes were sent" in fault for fault in document["faults"])
+    assert all(fault.startswith(("fc2", "a whole step")) for fault in document["faults"])
+    # Bytes alone, had the log of steps been as wrong as the price:
+    monkeypatch.setattr(run, "missing_steps", lambda expected, ran: ([], []))
+    code, out, _ = verified(capsys, monkeypatch, counted_ranks(4), plan_file, "--ranks", 4)
+    assert code == 1 and "<- off" in out and "Off in " in out
+
+
+def test_values_beyond_the_tolerance_are_named(counted_ranks, capsys, monkeypatch, plan_file):
+    code, document = verified_json(capsys, monkeypatch, counted_ranks(4), plan_file, 4, "--tolerance", "1e-12")
+    assert code == 1
+    assert any(fault.startswith("fc1.weight: the gradient on rank ") for fault in document["faults"])
+
+
+def test_where_bytes_cannot_be_counted_the_reason_is_given(ranks, capsys, monkeypatch, plan_file):
+    monkeypatch.setattr(run, "namespace_available", lambda: Availability("there are no namespaces here"))
+    code, out, _ = verified(capsys, monkeypatch, ranks(4), plan_file, "--ranks", 4)
+    assert code == 0
+    assert "bytes were not counted: there are no namespaces here" in out
+    assert "takes the steps that it promised" in out
+
+
+# ---- Models of users -------------------------------------------------------------------------------------------------------------
+
+USERS_MODEL = """
+import os, signal, time
+import oneflow as flow
+from oneflow import nn
+
+HERE = os.path.dirname(__file__)
+
+def misbehave():
+    pass
+
+class Swirl(nn.Module):
+    def forward(self, x):
+        if "RANK" in os.environ and flow.env.get_world_size() > 1:
+            open(os.path.join(HERE, f"pid-{os.getpid()}"), "w").close()
+            if os.environ["RANK"] == "1":
+                open(os.path.join(HERE, "since"), "a").write(f"{time.time()}\\n")
+                MISBEHAVIOUR
+        return flow.cumsum(x, dim=1)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(24, 64)
+        self.swirl = Swirl()
+        self.drop = nn.Dropout(0.5)
+        self.last = nn.Linear(64, 8)
+
+    def forward(self, x):
+        return self.last(self.swirl(flow.relu(self.drop(self.first(x)))))
+
+def make():
+    return Net(), (flow.randn(4, 24),)
+"""
+
+
+def users_plan(folder: Path, misbehaviour: str = "pass") -> tuple[Path, str]:
+    """A plan for two devices of a user's model, and what makes the model."""
+    file = folder / "net.py"
+    file.write_text(USERS_MODEL.replace("MISBEHAVIOUR", misbehaviour))
+    model, path = f"{file}:make", folder / "plan.json"
+    command = ["plan", model, "--cluster", "dgx-a100", "--nodes", "1", "--devices-per-node", "2", "--batch", "8"]
+    done = autoddl(*command, "--precision", "float32", "-o", path, "--json")
+    assert done.returncode == 0, done.stderr
+    return path, model
+
+
+def autoddl(*arguments, **options):
+    command = [sys.executable, "-m", "autoddl", *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
+
+
+def test_a_users_model_without_a_loss(tmp_path):
+    path, model = users_plan(tmp_path)
+    done = autoddl("verify", path, "--ranks", 2, "--model", model, "--json")
+    assert done.returncode == 0, (done.stdout[-2000:], done.stderr)
+    document = json.loads(done.stdout)
+    assert document["verdict"] == "right"
+    assert "dropout is off: it draws at random" in document["notes"]
+    assert {layer["name"] for layer in document["layers"]} >= {"first", "last"}
+    refused = autoddl("verify", path, "--ranks", 2)
+    assert refused.returncode == 2
+    assert "none that can be built here; say what makes it: --model FILE.py:FUNCTION" in refused.stderr
+    (tmp_path / "net.py").write_text((tmp_path / "net.py").read_text().replace("64, 8", "64, 16"))
+    refused = autoddl("verify", path, "--ranks", 2, "--model", model)
+    assert refused.returncode == 2
+    assert "the plan was made for another model than Net: it has last (linear, 64 -> 8)" in refused.stderr
+
+
+def test_a_rank_that_computes_something_else_is_found(tmp_path):
+    path, model = users_plan(tmp_path, "x = 1.001 * x")
+    done = autoddl("verify", path, "--ranks", 2, "--model", model, "--quiet")
+    assert done.returncode == 1, done.stderr
+    assert "first.weight: the gradient on rank " in done.stdout and "Off in " in done.stdout
+
+
+FAILURES = {
+    "raises": ("raise ArithmeticError('swirled too much')", "rank 1 of 2 raised ArithmeticError: swirled too much"),
+    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", "rank 1 of 2 was killed by SIGKILL"),
+    "stalls": ("time.sleep(1000)", "rank 1 stands at"),
+}
+
+
+@pytest.mark.parametrize("failure", FAILURES)
+def test_a_rank_that_fails_is_named_soon_and_nothing_is_left(tmp_path, failure):
+    misbehaviour, words = FAILURES[failure]
+    path, model = users_plan(tmp_path, misbehaviour)
+    done = autoddl("verify", path, "--ranks", 2, "--model", model, "--json")
+    ended = time.time()
+    assert done.returncode == 1, (done.stdout, done.stderr)
+    assert words in done.stderr and done.stderr.count("\n") == 1
+    if failure == "stalls":
+        assert "net.py" in done.stderr
+    since = float((tmp_path / "since").read_text().splitlines()[0])
+    assert ended - since < 20
+    document = json.loads(done.stdout)
+    assert document["verdict"] == "failed" and words in document["error"]
+    pids = [int(file.name[4:]) for file in tmp_path.glob("pid-*")]
+    assert pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+
+
+# ---- Refusals --------------------------------------------------------------------------------------------------------------------
+
+
+def refused(capsys, *arguments):
+    code = main(["verify", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    assert (code, out) == (2, "") and err.count("\n") == 1
+    return err
+
+
+def test_plans_for_something_else_are_refused(capsys, monkeypatch, plan_file, tmp_path):
+    assert (
+        "the plan is for 4 devices (1 nodes of 4), --ranks is 3; give --ranks 4, or plan for fewer devices"
+        in refused(capsys, plan_file, "--ranks", 3)
+    )
+    assert "it has fc3 (linear, 256 -> 256) where the model has fc3 (linear, 256 -> 128)" in refused(
+        capsys, plan_file, "--ranks", 4, "--model", "mlp:256,512,256,128"
+    )
+    document = json.loads(plan_file.read_text())
+    document["graph"]["layers"][0]["flops"] += 1  # as an older version counted them
+    (tmp_path / "edited.json").write_text(json.dumps(document))
+    assert "graph_hash is not the hash of its graph" in refused(capsys, tmp_path / "edited.json", "--ranks", 4)
+    assert "--tolerance is 0, should be a positive number" in refused(
+        capsys, plan_file, "--ranks", 4, "--tolerance", "0"
+    )
+    monkeypatch.setattr(run, "is_available", lambda: Availability("OneFlow is not installed"))
+    assert "cannot verify: OneFlow is not installed" in refused(capsys, plan_file, "--ranks", 4)
+
+
+def test_the_environment_of_the_ranks_is_not_left_behind():
+    assert "RANK" not in os.environ and "MASTER_PORT" not in os.environ
