@@ -9,6 +9,7 @@
   (layers in order, redistributions between them), `layers` (what each kind does), `parameters` (global tensors, sums of
   gradients), `moving` and `stepping` (the cost model's own steps, executed), `layouts` (which elements a rank holds), `tracing`
   (a pass in sections that can be measured).
+- `pipeline`: schedules executed on ranks, a package of its own.
 
 `collectives` and all of the last group but `layouts` need OneFlow when they are imported; the others import without it.
 Nothing is imported here, so that processes that have no use for OneFlow never load it.

@@ -9,10 +9,11 @@ import numpy as np
 
 from autoddl.pipelines.schedule import Kind, Schedule
 from autoddl.pipelines.timeline import Timeline
+from autoddl.pipelines.times import Times
 
 from .slots import RankMap
 
-__all__ = ["PipelineReport", "RankReport", "combine"]
+__all__ = ["PipelineReport", "RankReport", "combine", "measured_times"]
 
 
 @dataclass(frozen=True)
@@ -85,4 +86,25 @@ def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport
         peak_activations=tuple(max(report.peak_activations for report in members) for members in by_worker),
         peak_versions=tuple(max(report.peak_versions for report in members) for members in by_worker),
         bytes_sent=sum(report.bytes_sent for report in reports),
+    )
+
+
+def measured_times(timeline: Timeline) -> Times:
+    """What the tasks of a measured timeline took on average: the times with which the simulator can be asked for the same run.
+
+    A backward in two parts is their sum. Transfers count as nothing: what they take is what the simulation lacks.
+    """
+    schedule = timeline.schedule
+    sums = np.zeros((len(Kind), schedule.num_stages, 2))
+    for tasks, starts, ends in zip(schedule.workers, timeline.starts, timeline.ends):
+        for task, start, end in zip(tasks, starts.tolist(), ends.tolist()):
+            sums[task.kind, task.stage] += (end - start, task.part.size if task.kind.is_compute else 1.0)
+    mean = np.divide(sums[..., 0], sums[..., 1], out=np.zeros_like(sums[..., 0]), where=sums[..., 1] > 0)
+    return Times.of(
+        schedule.num_stages,
+        forward=mean[Kind.FORWARD].tolist(),
+        backward=(mean[Kind.BACKWARD] + mean[Kind.BACKWARD_INPUT] + mean[Kind.BACKWARD_WEIGHT]).tolist(),
+        backward_input=(mean[Kind.BACKWARD_INPUT]).tolist(),
+        recompute=mean[Kind.RECOMPUTE].tolist(),
+        update=mean[Kind.UPDATE].tolist(),
     )

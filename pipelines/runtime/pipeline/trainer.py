@@ -19,7 +19,7 @@ from .engine import execute
 from .lowering import Lowered, lower
 from .report import RankReport
 from .weights import OptimizerFactory
-from .work import BatchSource, ModelWork
+from .work import BatchSource, LossListener, ModelWork
 
 flow: Any = load_oneflow()
 
@@ -44,6 +44,7 @@ class PipelineTrainer:
         batch: inputs and targets of a micro-batch by its number, counted over all runs; arrays whose rows are the samples.
         sizes: layers per stage; even by default.
         times: of the stages, to order the communication by (see `lower`).
+        on_loss: told of losses as they come, where the last stage is.
 
     Raises:
         UserError: the job has another number of ranks than the schedule, the sizes do not fit the chain, or see `lower`.
@@ -58,6 +59,7 @@ class PipelineTrainer:
         *,
         sizes: Sequence[int] | None = None,
         times: Times | None = None,
+        on_loss: LossListener | None = None,
     ) -> None:
         if flow.env.get_world_size() != sum(schedule.widths):
             raise UserError(
@@ -75,7 +77,7 @@ class PipelineTrainer:
         self.rank: int = flow.env.get_rank()
         self.num_updates = 0
         self.num_micro_batches = 0
-        self._work = ModelWork(self.lowered, self.rank, stages, between, make_optimizer, batch)
+        self._work = ModelWork(self.lowered, self.rank, stages, between, make_optimizer, batch, on_loss)
         self._owners = _owners(self.lowered, stages)
 
     def run(self) -> RankReport:

@@ -19,11 +19,13 @@ from .weights import OptimizerFactory, ReplicaWeights
 
 flow: Any = load_oneflow()
 
-__all__ = ["BatchSource", "ModelWork", "Work"]
+__all__ = ["BatchSource", "LossListener", "ModelWork", "Work"]
 
 Tensor = Any
 BatchSource = Callable[[int], tuple[np.ndarray, np.ndarray]]
 """Inputs and targets of a micro-batch by its number over all runs, the same on every rank; called where they are needed."""
+LossListener = Callable[[int, float, float], None]
+"""Called with a micro-batch's number over all runs, a part of its mean loss, and the share of its rows that this part is of."""
 
 
 class Work(Protocol):
@@ -82,11 +84,13 @@ class ModelWork:
         boundaries: Sequence[Boundary],
         make_optimizer: OptimizerFactory,
         batch: BatchSource,
+        on_loss: LossListener | None = None,
     ) -> None:
         schedule = lowered.schedule
         self.boundaries = boundaries
         self.batch = batch
         self.first_micro_batch = 0
+        self.on_loss = on_loss
         self.losses: dict[int, float] = {}
         self.peak_activations = 0.0
         self.peak_versions = 0
@@ -184,9 +188,14 @@ class ModelWork:
             value = loss(flow.narrow(y, 0, begin, rows), flow.narrow(targets, 0, begin, rows))
             begin += rows
             if run.task.kind is Kind.FORWARD:
-                self.losses[number] = self.losses.get(number, 0.0) + float(value.detach().numpy()) * rows / whole
+                self._note_loss(number, float(value.detach().numpy()) * rows / whole, rows / whole)
             total = value * (rows / of_update) + total
         return total
+
+    def _note_loss(self, number: int, part: float, share: float) -> None:
+        self.losses[number] = self.losses.get(number, 0.0) + part
+        if self.on_loss is not None:
+            self.on_loss(self.first_micro_batch + number, part, share)
 
     def _backward(self, run: Run, gradient: Tensor | None) -> Tensor | None:
         """A whole backward, or the weight part of one."""

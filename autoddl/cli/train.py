@@ -1,0 +1,175 @@
+"""``autoddl train``: train a GPT on a text with a pipeline schedule, on local ranks."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["add_parser", "run"]
+
+_FAMILY_OPTIONS = ("num_pipelines", "concatenation", "policy", "groups")
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "train",
+        help="train a GPT on a text with a pipeline schedule, on local ranks (needs OneFlow)",
+        description="Train a GPT on the bytes of a text with any pipeline schedule: each stage on a CPU rank of its own, or on "
+        "several that split the micro-batches.",
+    )
+    parser.add_argument("model", metavar="MODEL", help="gpt:LAYERSxWIDTH, such as gpt:6x64")
+    parser.add_argument("--text", required=True, metavar="FILE", help="what to learn, byte by byte")
+    parser.add_argument("--heads", type=int, help="of attention (width / 32, at least 1)")
+    parser.add_argument("--sequence", type=int, default=64, metavar="BYTES", help="(%(default)s)")
+    parser.add_argument("--untied", action="store_true", help="a head of its own, which asynchronous schedules need")
+    shape = parser.add_argument_group("schedule, as for `autoddl schedule`")
+    shape.add_argument("--schedule", default="1f1b", metavar="NAME", help="see `autoddl schedule list` (%(default)s)")
+    shape.add_argument("--stages", type=int, default=2, metavar="D", help="workers (%(default)s)")
+    shape.add_argument("--micro-batches", type=int, metavar="N", help="per weight update (D)")
+    shape.add_argument("--pipelines", dest="num_pipelines", type=int, metavar="2f", help="of chimera")
+    shape.add_argument("--concatenation", metavar="HOW", help="of chimera: direct, doubling or halving")
+    shape.add_argument("--policy", metavar="P", help="of 1f1b: A or B; of zero-bubble: H1 or H2")
+    shape.add_argument("--groups", type=int, metavar="G", help="of grouped and interleaved schedules")
+    shape.add_argument("--width", type=_whole_numbers, default=(1,), metavar="W", help="ranks per worker: W, or W,...")
+    shape.add_argument(
+        "--sizes", type=_whole_numbers, metavar="L,...", help="layers per stage, embedding and head included"
+    )
+    shape.add_argument("--recompute", action="store_true", help="recompute activations before each backward")
+    how = parser.add_argument_group("training")
+    how.add_argument("--steps", type=int, default=50, help="weight updates (%(default)s)")
+    how.add_argument("--micro-batch", type=int, default=4, metavar="B", help="sequences in a micro-batch (%(default)s)")
+    how.add_argument("--optimizer", default="Adam", metavar="NAME", help="one of oneflow.optim (%(default)s)")
+    how.add_argument("--learning-rate", type=float, default=1e-3, metavar="LR", help="(%(default)g)")
+    how.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
+    how.add_argument("--checkpoints", metavar="DIR", help="save there, and go on from the newest one there")
+    how.add_argument("--every", type=int, default=10, metavar="STEPS", help="between checkpoints (%(default)s)")
+    parser.add_argument("--timeline", action="store_true", help="show the last run beside its simulation")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, with a line per step in the bar; print the result."""
+    from tqdm import tqdm
+
+    from autoddl.pipelines.runtime.pipeline.training import train
+
+    options = _options(arguments)
+    quiet = arguments.quiet or not sys.stderr.isatty()
+    with tqdm(total=options.num_steps, desc="training", unit="step", disable=quiet, file=sys.stderr) as bar:
+
+        def on_step(step: Any) -> None:
+            bar.update(step.number - bar.n)
+            bar.set_postfix_str(f"loss {step.loss:.4f}, {step.tokens_per_s:,.0f} tokens/s")
+
+        result = train(options, on_step)
+    print(_document(options, result) if arguments.json else _text(options, result, arguments.timeline))
+    return 0
+
+
+def _options(arguments: argparse.Namespace) -> Any:
+    from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedule_of
+
+    match = re.fullmatch(r"gpt:(\d{1,4})x(\d{1,5})", arguments.model)
+    if match is None:
+        raise UserError(f"model {arguments.model!r} should be gpt:LAYERSxWIDTH, such as gpt:6x64")
+    for option in ("steps", "every"):
+        if getattr(arguments, option) < 1:
+            raise UserError(f"--{option} is {getattr(arguments, option)}; give a whole number of at least 1")
+    if arguments.seed < 0:
+        raise UserError(f"--seed is {arguments.seed}, should be 0 or more")
+    layers, width = int(match[1]), int(match[2])
+    schedule = schedule_of(
+        arguments.schedule,
+        min(arguments.steps, arguments.every) if arguments.checkpoints else arguments.steps,
+        num_stages=arguments.stages,
+        num_micro_batches=arguments.micro_batches or arguments.stages,
+        width=arguments.width[0] if len(arguments.width) == 1 else arguments.width,
+        recompute=arguments.recompute,
+        **{name: getattr(arguments, name) for name in _FAMILY_OPTIONS},
+    )
+    return TrainingOptions(
+        text=Path(arguments.text).resolve(),
+        layers=layers,
+        width=width,
+        heads=max(1, width // 32) if arguments.heads is None else arguments.heads,
+        sequence=arguments.sequence,
+        schedule=schedule,
+        num_steps=arguments.steps,
+        micro_batch=arguments.micro_batch,
+        tied=not arguments.untied,
+        optimizer=arguments.optimizer,
+        learning_rate=arguments.learning_rate,
+        seed=arguments.seed,
+        sizes=arguments.sizes,
+        checkpoints=Path(arguments.checkpoints).resolve() if arguments.checkpoints else None,
+        steps_per_checkpoint=arguments.every,
+    )
+
+
+def _text(options: Any, result: Any, timeline: bool) -> str:
+    schedule = options.schedule
+    lines = []
+    if result.first_step:
+        lines.append(f"resumed            after step {result.first_step}")
+    if result.last_run is None:
+        return "\n".join([*lines, "nothing left to do"])
+    lines += [
+        f"schedule           {schedule.name}: {schedule.num_stages} stages on {sum(schedule.widths)} ranks",
+        f"steps              {result.first_step + 1} to {result.first_step + len(result.losses)}",
+        f"loss               {result.losses[0]:.4f} to {result.losses[-1]:.4f}",
+        f"tokens per second  {result.tokens_per_s:,.0f}",
+        f"peak activations   {' '.join(f'{peak:g}' for peak in result.last_run.peak_activations)} (micro-batches, per worker)",
+        f"weight versions    {' '.join(map(str, result.last_run.peak_versions))} (of one stage, per worker)",
+    ]
+    return "\n".join(lines + (_timelines(result.last_run.timeline) if timeline else []))
+
+
+def _timelines(measured: Any) -> list[str]:
+    """The measured run, and what the simulator makes of its mean times."""
+    from autoddl.pipelines.draw import to_text
+    from autoddl.pipelines.runtime.pipeline.report import measured_times
+    from autoddl.pipelines.simulator import simulate
+
+    simulated = simulate(measured.schedule, measured_times(measured))
+    tick = max(measured.makespan, simulated.makespan) / 60
+    return [
+        "",
+        f"measured: {measured.makespan:.4f} s, bubbles {measured.bubble_ratio:.1%}",
+        to_text(measured, tick=tick),
+        "",
+        f"simulated with the mean time of each task: {simulated.makespan:.4f} s, bubbles {simulated.bubble_ratio:.1%}",
+        to_text(simulated, tick=tick),
+    ]
+
+
+def _document(options: Any, result: Any) -> str:
+    document = {
+        "format": "autoddl-training",
+        "version": 1,
+        "schedule": options.schedule.name,
+        "num_stages": options.schedule.num_stages,
+        "num_ranks": sum(options.schedule.widths),
+        "first_step": result.first_step,
+        "losses": list(result.losses),
+        "tokens_per_s": result.tokens_per_s,
+    }
+    if result.last_run is not None:
+        document["makespan_s"] = result.last_run.timeline.makespan
+        document["peak_activations"] = list(result.last_run.peak_activations)
+        document["weight_versions"] = list(result.last_run.peak_versions)
+    return json.dumps(document, indent=1, allow_nan=False)
+
+
+def _whole_numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
