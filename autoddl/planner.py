@@ -39,6 +39,8 @@ __all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planne
 
 #: Samples per device and step where no batch is given.
 DEFAULT_BATCH_PER_DEVICE = 8
+#: Seconds that one search may take where no limit is given: an answer with a gap is better than none.
+DEFAULT_TIME_LIMIT_S = 20.0
 #: The part of a device's memory that a plan may fill where no limit is given.
 USABLE_MEMORY = 0.9
 
@@ -64,7 +66,7 @@ class Options:
         untied: a choice of its own for every repetition of a block.
         summa: offer Summa meshes to linear layers.
         seed: of the random methods.
-        evaluations, time_limit_s: budgets of one search; the method's own where they are None.
+        evaluations, time_limit_s: budgets of one search; where they are None the method's own, and 20 s.
         quiet: no progress bar.
     """
 
@@ -366,7 +368,7 @@ class _Sweep:
                 memory_limit=self.limit,
                 seed=options.seed,
                 evaluations=options.evaluations,
-                time_limit=options.time_limit_s,
+                time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
                 cutoff=self.known,
                 progress=progress,
             )
