@@ -1,0 +1,225 @@
+"""What ``autoddl verify`` does without ranks: recognising and scaling models, comparing steps, judging numbers."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+from autoddl.models import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
+from autoddl.models.builtin import BuiltIn, Perceptron, Pictures, recognise
+from autoddl.planner import Options, make_plan
+from autoddl.search.baselines import baselines
+from autoddl.verification.prediction import missing_steps, predicted_steps, sent_messages
+from autoddl.verification.report import verification_document, verification_text
+from autoddl.verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
+from autoddl.verification.scaling import Limits, needed_flops, needed_memory_bytes, scale
+
+# ---- Recognising -----------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", [*known_models(), "mlp:32,16,8", "gpt:2x64", "bert:2x128", "llama:2x128"])
+def test_built_in_models_are_recognised_by_their_graphs(name):
+    graph = resolve_model(name)
+    found = recognise(graph)
+    assert found is not None and found.graph().hash == graph.hash
+
+
+def test_unusual_sizes_are_recognised_too():
+    common = {"layers": 3, "width": 48, "heads": 4, "sequence": 10, "vocabulary": 96}
+    sizes = [
+        ("gpt", gpt(Transformer("x", **common, intermediate=100, positions=12, activation="relu", tied=False))),
+        ("bert", bert(Transformer("x", **common, types=5, activation="quick_gelu"))),
+        ("llama", llama(Transformer("x", **common, kv_heads=2, head_dim=8, activation="gelu", qkv_bias=True))),
+        ("llama", llama(Transformer("x", **common, output_bias=True, mlp_bias=True, activation="silu"))),
+    ]
+    for family, graph in sizes:
+        found = recognise(graph)
+        assert found is not None and found.family == family and found.graph().hash == graph.hash
+    assert recognise(vgg(13, image=64, classes=10, hidden=32)) == BuiltIn("vgg", Pictures(13, 64, 10, 32))
+    assert recognise(mlp([4, 4])) == BuiltIn("mlp", Perceptron((4, 4)))
+
+
+def test_what_differs_in_a_detail_is_not_recognised():
+    graph = gpt(Transformer("x", 2, 16, 2, 8, 32))
+    assert recognise(replace(graph, layers=(replace(graph.layers[0], flops=1.0), *graph.layers[1:]))) is None
+    assert recognise(replace(graph, name="another name")) is not None
+    assert recognise(replace(graph, layers=graph.layers[:-1], edges=graph.edges[:-1])) is None
+
+
+# ---- Scaling ---------------------------------------------------------------------------------------------------------------------
+
+
+def planned(name, level_sizes, batch=64):
+    sizes = (1, *level_sizes) if len(level_sizes) == 1 else level_sizes
+    options = Options(batch=batch, objective="communication", memory_limit_bytes=1e15)
+    return make_plan(resolve_model(name), load_cluster("dgx-a100").resized(*sizes), options, with_baselines=False)
+
+
+def transitions(graph, strategies):
+    """The pairs of neighbours, by role, with their strategies."""
+    place = {layer.name: layer.role or layer.name for layer in graph.layers}
+    return {(place[a], place[b], strategies[a], strategies[b]) for a, b in graph.edges}
+
+
+@pytest.mark.parametrize(
+    ("name", "level_sizes"),
+    [
+        ("gpt3-13b", (2, 4)),
+        ("bert-large", (4,)),
+        ("llama2-70b", (8,)),
+        ("llama3-8b", (2, 2)),
+        ("vgg16", (4,)),
+        ("mlp:32768,16384,4096,2048,512", (4,)),
+    ],
+)
+def test_models_are_made_small_with_their_strategies(name, level_sizes):
+    plan = planned(name, level_sizes)
+    limits = Limits(4e9, 4e11)
+    scaled = scale(plan.graph, plan.strategies, plan.workload, limits, recognise(plan.graph))
+    num_ranks = math.prod(level_sizes)
+    assert needed_memory_bytes(scaled.graph, scaled.workload, num_ranks) <= limits.memory_bytes
+    assert needed_flops(scaled.graph, scaled.workload) <= limits.flops
+    assert scaled.changes and scaled.built_in.graph().hash == scaled.graph.hash
+    for layer in scaled.graph.layers:
+        strategy = scaled.strategies[layer.name]
+        assert strategy == plan.strategies[layer.name] and strategy.divides(layer)
+        assert scaled.workload.micro_batch % strategy.p0 == 0
+    assert transitions(scaled.graph, scaled.strategies) == transitions(plan.graph, plan.strategies)
+    assert predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
+
+
+def test_what_is_small_stays_as_it_is():
+    plan = planned("gpt:2x64", (4,), batch=8)
+    for limits in (Limits(), Limits(1e12, 1e15)):
+        scaled = scale(plan.graph, plan.strategies, plan.workload, limits, recognise(plan.graph))
+        assert scaled.changes == () and scaled.graph.hash == plan.graph.hash and scaled.workload == plan.workload
+
+
+def test_of_runs_of_equal_blocks_two_are_kept():
+    graph = gpt(Transformer("x", 9, 64, 4, 32, 256))
+    column, data = Strategy(((2, 2, 1),)), Strategy(((4, 1, 1),))
+    is_split = [True, True, True, True, False, True, False, False, False]
+    strategies = {layer.name: column if layer.block and is_split[layer.block_index] else data for layer in graph.layers}
+    limits = Limits(flops=0.8 * needed_flops(graph, Workload(8, 8)))
+    scaled = scale(graph, strategies, Workload(8, 8), limits, recognise(graph))
+    norms = [layer for layer in scaled.graph.layers if layer.role == "ln_1"]
+    assert [scaled.strategies[layer.name] == column for layer in norms] == [True, True, False, True, False, False]
+    assert [str(change) for change in scaled.changes] == ["blocks 9 -> 6"]
+    assert transitions(scaled.graph, scaled.strategies) == transitions(graph, strategies)
+
+
+@settings(max_examples=60, deadline=None)
+@given(memory=st.floats(1e6, 1e12), flops=st.floats(1e6, 1e14), which=st.sampled_from(["megatron", "data parallel"]))
+def test_any_limits_are_kept_or_refused(memory, flops, which):
+    graph = llama(Transformer("x", 5, 1024, 16, 256, 4096, kv_heads=8, intermediate=2816, activation="silu"))
+    member = next(b for b in baselines(graph, (2, 2)) if b.name == which)
+    workload, limits = Workload(64, 16), Limits(memory, flops)
+    try:
+        scaled = scale(graph, member.strategies, workload, limits, recognise(graph))
+    except UserError as error:
+        assert "is too large to be verified here" in str(error)
+        return
+    assert needed_memory_bytes(scaled.graph, scaled.workload, 4) <= memory
+    assert needed_flops(scaled.graph, scaled.workload) <= flops
+    assert bool(scaled.changes) == ((scaled.graph.hash, scaled.workload) != (graph.hash, workload))
+    for layer in scaled.graph.layers:
+        assert scaled.strategies[layer.name].divides(layer)
+    assert transitions(scaled.graph, scaled.strategies) == transitions(graph, member.strategies)
+
+
+def test_a_model_that_cannot_be_resized_gets_a_smaller_batch_or_is_refused():
+    plan = planned("gpt:2x64", (4,))
+    need = needed_memory_bytes(plan.graph, plan.workload, 4)
+    scaled = scale(plan.graph, plan.strategies, plan.workload, Limits(need / 4), None)
+    assert scaled.graph is plan.graph and {change.what for change in scaled.changes} <= {"batch", "micro-batch"}
+    with pytest.raises(UserError, match="only built-in models can be scaled down: plan a smaller one"):
+        scale(plan.graph, plan.strategies, plan.workload, Limits(1e6), None)
+
+
+# ---- Comparing and judging -----------------------------------------------------------------------------------------------------
+
+
+def step(collective=Collective.ALL_GATHER, size=4, stride=1, nbytes=1024.0):
+    return Step(collective, Axis(size, stride), nbytes)
+
+
+def test_steps_are_compared_as_multisets_up_to_padding():
+    ran = [step(), step(), step(Collective.ALL_REDUCE, nbytes=1000.0), step(size=1)]
+    assert missing_steps([step(), step(), step(Collective.ALL_REDUCE, nbytes=994.0)], ran) == ([], [])
+    missing, unexpected = missing_steps([step(stride=2), step(), step(Collective.ALL_REDUCE, nbytes=900.0)], ran)
+    assert missing == [step(stride=2), step(Collective.ALL_REDUCE, nbytes=900.0)]
+    assert unexpected == [step(), step(Collective.ALL_REDUCE, nbytes=1000.0)]
+
+
+def test_messages_of_sums_of_a_few_numbers():
+    # One number around a ring of four: three hops to be summed, three to be told; 6 messages of 4 ranks together.
+    assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=4)) == 6
+    assert 4 * sent_messages(step(Collective.ALL_REDUCE, nbytes=1024)) == 24
+    assert 4 * sent_messages(step(Collective.ALL_GATHER, nbytes=4)) == 12
+
+
+def a_verification(sent=(1e6, 1e6, 1e6), gradient=1e-7, parameter=1e-7, loss=2.0, missing=(), whole=3e6):
+    names = ("forward", "backward", "gradient")
+    phases = {name: PhaseCheck(1e6, value) for name, value in zip(names, sent)}
+    phases["forward"] = replace(phases["forward"], missing=missing)
+    layers = tuple(
+        LayerCheck(
+            f"h.{i}.fc",
+            "linear",
+            "h",
+            "fc",
+            Strategy(((2, 1, 2),)),
+            phases,
+            (ValueCheck(f"h.{i}.fc.weight", gradient, 3),),
+            (ValueCheck(f"h.{i}.fc.weight", parameter, 1),),
+        )
+        for i in range(2)
+    )
+    return Verification(
+        "model", (("node", 4),), Workload(8, 8), (), Tolerance(1e-5, 1600.0), ((2.0, loss),) * 3, layers,
+        PhaseCheck(3e6, whole), "" if whole is not None else "no network", (), 1.0,
+    )  # fmt: skip
+
+
+def test_verdicts():
+    assert a_verification().is_right
+    # 3 % of a megabyte and 1600 bytes are 31,600.
+    assert a_verification(sent=(1.0315e6, 1e6, 1e6)).is_right
+    for wrong, words in (
+        (
+            a_verification(sent=(1.032e6, 1e6, 1e6)),
+            "h.0.fc, forward: 1,032,000 bytes were sent, 1,000,000 are predicted",
+        ),
+        (a_verification(sent=(0.9e6, 1e6, 1e6)), "h.0.fc, forward: 900,000 bytes were sent"),
+        (a_verification(gradient=2e-5), "h.1.fc.weight: the gradient on rank 3 is off by 2.0e-05"),
+        (a_verification(gradient=math.inf), "h.1.fc.weight: the gradient on rank 3 is off by inf"),
+        (a_verification(parameter=math.nan), "h.0.fc.weight: the value after training on rank 1 is off by nan"),
+        (a_verification(loss=2.001), "loss of step 1: 2.001, should be 2 (off by 5.0e-04)"),
+        (a_verification(loss=math.nan), "loss of step 3: nan, should be 2 (off by nan)"),
+        (a_verification(missing=("all-gather",)), "h.0.fc, forward: all-gather is priced but did not run"),
+        (a_verification(whole=3.2e6), "a whole step: 3,200,000 bytes were sent, 3,000,000 are predicted"),
+    ):
+        assert not wrong.is_right and any(fault.startswith(words) for fault in wrong.faults), wrong.faults
+        text = verification_text(wrong)
+        assert f"Off in {len(wrong.faults)} places" in text and words in text
+        json.dumps(verification_document(wrong), allow_nan=False)
+
+
+def test_repeated_blocks_are_one_line_and_uncounted_bytes_are_said_to_be():
+    text = verification_text(a_verification())
+    assert "  h.*.fc x 2  (2,1,2)     1.91 MiB  1.91 MiB  1.91 MiB     +0.0%    1.0e-07     1.0e-07" in text
+    uncounted = replace(a_verification(sent=(None,) * 3, whole=None), uncounted="no namespaces")
+    text = verification_text(uncounted)
+    assert uncounted.is_right and "bytes were not counted: no namespaces" in text
+    assert "takes the steps that it promised" in text
