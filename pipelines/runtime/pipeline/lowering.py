@@ -19,10 +19,10 @@ from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
 from autoddl.pipelines.validate import validate
 
-from .actions import Action
+from .actions import Action, Message, Reduce
 from .dryrun import check_programs
 from .local import local_actions
-from .order import Timed, communication, rank_program
+from .order import communication, members, rank_program
 from .slots import RankMap, rows_of_slots, slots_per_micro_batch
 
 __all__ = ["Lowered", "lower"]
@@ -47,7 +47,6 @@ def lower(
     *,
     times: Times | None = None,
     tied: Collection[tuple[int, ...]] = (),
-    exclusive: Collection[int] = (),
 ) -> Lowered:
     """All passes, one after the other; linear in the number of tasks (but for sorting).
 
@@ -57,7 +56,6 @@ def lower(
         times: what to order communication by. An order that is right for some times can be followed whatever the real ones are, but
             ranks wait least where they are alike. None: a unit of time for each computation.
         tied: for each group of weights that several stages share, these stages.
-        exclusive: workers whose computations communicate themselves.
 
     Raises:
         InvalidScheduleError: the schedule breaks a rule.
@@ -71,13 +69,12 @@ def lower(
             schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
         )
     timeline = simulate(schedule, times)
-    shares: list[list[Timed]] = [[] for _ in range(ranks.num_ranks)]
-    for timed in communication(schedule, timeline, slot_rows, tied):
-        for rank in timed.members:
-            shares[rank].append(timed)
+    shares: list[list[Message | Reduce]] = [[] for _ in range(ranks.num_ranks)]
+    for entry in communication(schedule, timeline, slot_rows, tied):
+        for rank in members(entry):
+            shares[rank].append(entry)
     programs: list[tuple[Action, ...]] = []
     for worker, actions in enumerate(local_actions(schedule)):
-        begins = timeline.starts[worker].tolist() if worker in exclusive else None
-        programs += [rank_program(rank, actions, shares[rank], begins) for rank in ranks.ranks_of(worker)]
+        programs += [rank_program(rank, actions, shares[rank]) for rank in ranks.ranks_of(worker)]
     check_programs(schedule, programs, slot_rows)
     return Lowered(schedule, ranks, slots_per_micro_batch(schedule), slot_rows, tuple(programs))

@@ -5,9 +5,6 @@ Of everything that has not happened yet, the first has its inputs, because whate
 have nothing else before it: so there is no deadlock, whatever the real times are. Within that order a rank issues communication
 as early as it can, a send as soon as its tensor is there and a receive at once, beside its computations.
 
-Where a worker's computations communicate themselves (tensor parallel stages), they have their place in the order, because a
-process carries out its communication one after another: such a rank issues nothing ahead of its time.
-
 Weights that several stages share are *tied*: their gradients are summed over all ranks of all these stages at the end of an
 iteration, before the first update of any of them.
 """
@@ -16,7 +13,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
-from typing import NamedTuple
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.communication import Transfer, ordered
@@ -27,26 +23,17 @@ from .actions import Action, Message, Receive, Reduce, Send
 from .local import LocalActions
 from .slots import RankMap, slots_of, slots_per_micro_batch
 
-__all__ = ["Timed", "communication", "messages", "rank_program"]
+__all__ = ["communication", "members", "messages", "rank_program"]
 
 
-class Timed(NamedTuple):
-    """A piece of communication, and when it begins in the simulation that gave the order."""
-
-    begins: float
-    entry: Message | Reduce
-
-    @property
-    def members(self) -> tuple[int, ...]:
-        """The ranks that take part."""
-        if isinstance(self.entry, Message):
-            return self.entry.source, self.entry.destination
-        return self.entry.ranks
+def members(entry: Message | Reduce) -> tuple[int, ...]:
+    """The ranks that a piece of communication takes place on."""
+    return (entry.source, entry.destination) if isinstance(entry, Message) else entry.ranks
 
 
 def communication(
     schedule: Schedule, timeline: Timeline, slot_rows: int, tied: Collection[tuple[int, ...]] = ()
-) -> tuple[Timed, ...]:
+) -> tuple[Message | Reduce, ...]:
     """All messages and reductions in one order.
 
     An iteration of a synchronous schedule comes wholly before the next one, its reductions of tied weights at its end.
@@ -83,7 +70,7 @@ def communication(
         holders = _holders(schedule, ranks, stages)
         for update in range(schedule.num_updates):
             add(update, math.inf, [Reduce(stages, update, holders)])
-    return tuple(Timed(begins, entry) for _, begins, _, entry in sorted(keyed, key=lambda key: key[:3]))
+    return tuple(entry for _, _, _, entry in sorted(keyed, key=lambda key: key[:3]))
 
 
 def _holders(schedule: Schedule, ranks: RankMap, stages: Iterable[int]) -> tuple[int, ...]:
@@ -111,31 +98,19 @@ def messages(transfer: Transfer, ranks: RankMap, per_micro_batch: int, slot_rows
     return result
 
 
-def rank_program(
-    rank: int, actions: LocalActions, share: Sequence[Timed], begins: Sequence[float] | None = None
-) -> tuple[Action, ...]:
+def rank_program(rank: int, actions: LocalActions, share: Sequence[Message | Reduce]) -> tuple[Action, ...]:
     """A rank's actions with its share of the communication woven in, each as early as its inputs and the order allow.
 
     Args:
         actions: of its worker.
         share: the communication that the rank takes part in, in the total order.
-        begins: for a worker whose computations communicate themselves, when each of its tasks begins; nothing that begins later is
-            issued before it then.
     """
     gradients: dict[tuple[int, int], set[Task]] = {}
     for task, own in actions:
         if task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
             gradients.setdefault((task.stage, own[0].update), set()).add(task)  # type: ignore[union-attr]
-    tied_updates = {
-        (stage, timed.entry.update)
-        for timed in share
-        if isinstance(timed.entry, Reduce) and len(timed.entry.stages) > 1
-        for stage in timed.entry.stages
-    }
-    program: list[Action] = []
     done: set[Task] = set()
     launched: set[tuple[int, int]] = set()
-    position = 0
 
     def is_ready(entry: Message | Reduce) -> bool:
         if isinstance(entry, Message):
@@ -144,19 +119,17 @@ def rank_program(
             return (entry.stages[0], entry.update) in launched
         return all(gradients.get((stage, entry.update), set()) <= done for stage in entry.stages)
 
-    for index, (task, own) in enumerate(actions):
-        until = math.inf if begins is None else begins[index]
-        is_tied_update = task.kind is Kind.UPDATE and (task.stage, task.micro_batch) in tied_updates
-        while position < len(share) and is_ready(share[position].entry):
-            if begins is not None and share[position].begins > until and not is_tied_update:
-                break
-            program.append(_issued(share[position].entry, rank))
+    program: list[Action] = []
+    position = 0
+    for task, own in actions:
+        while position < len(share) and is_ready(share[position]):
+            program.append(_issued(share[position], rank))
             position += 1
         program += own
         done.add(task)
         if task.kind is Kind.ALL_REDUCE:
             launched.add((task.stage, task.micro_batch))
-    return (*program, *(_issued(timed.entry, rank) for timed in share[position:]))
+    return (*program, *(_issued(entry, rank) for entry in share[position:]))
 
 
 def _issued(entry: Message | Reduce, rank: int) -> Action:

@@ -38,7 +38,8 @@ class PipelineTrainer:
         num_updates, num_micro_batches: of all runs so far, those before a checkpoint included.
 
     Args:
-        chain: the model; every rank has it with the same values, and keeps its own stages.
+        chain: the model, whole and with the same values on every rank. From now on its modules belong to the trainer, which puts
+            the weights of its own stages into them; it does not let go of the others.
         schedule: of one iteration or many.
         make_optimizer: for each replica of a stage here, of its parameters.
         batch: inputs and targets of a micro-batch by its number, counted over all runs; arrays whose rows are the samples.
