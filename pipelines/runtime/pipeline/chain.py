@@ -17,11 +17,22 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 
 from ..load import load_oneflow
-from ..models import GPT, MLP, token_loss
+from ..models import GPT, MLP, Bert, Llama, token_loss
 
 flow: Any = load_oneflow()
 
-__all__ = ["Boundary", "Chain", "Layer", "Place", "StageModule", "chain_of", "cut", "even_sizes", "tied_stages"]
+__all__ = [
+    "Boundary",
+    "Chain",
+    "Layer",
+    "Place",
+    "StageModule",
+    "boundaries",
+    "chain_of",
+    "cut",
+    "even_sizes",
+    "tied_stages",
+]
 
 Tensor = Any
 
@@ -96,7 +107,7 @@ class Boundary:
 
 
 def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Chain:
-    """The chain of a built-in GPT or MLP, or of an ``nn.Sequential``.
+    """The chain of a built-in transformer or MLP, or of an ``nn.Sequential``.
 
     Args:
         loss: mean over the rows, for an ``nn.Sequential``.
@@ -104,10 +115,9 @@ def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None)
     Raises:
         UserError: there is no rule for this model, or it has no loss.
     """
-    if isinstance(model, GPT):
-        return _gpt(model)
-    if isinstance(model, MLP):
-        return _mlp(model)
+    for family, build in ((GPT, _gpt), (Bert, _bert), (Llama, _llama), (MLP, _mlp)):
+        if isinstance(model, family):
+            return build(model)
     if not isinstance(model, flow.nn.Sequential):
         raise UserError(
             f"a {type(model).__name__} is no chain of layers; give an nn.Sequential, or a Chain of your own"
@@ -126,6 +136,23 @@ def _gpt(model: GPT) -> Chain:
     blocks = tuple(Layer(block, (f"h.{i}",)) for i, block in enumerate(model.h))
     head = Layer(lambda x: model.lm_head(model.ln_f(x)), ("ln_f", "lm_head"))
     return Chain(model, (Layer(embed, ("wte", "wpe")), *blocks, head), token_loss)
+
+
+def _bert(model: Bert) -> Chain:
+    """Embeddings, layers, the head of the masked-language model."""
+    blocks = tuple(Layer(block, (f"encoder.layer.{i}",)) for i, block in enumerate(model.encoder.layer))
+    return Chain(model, (Layer(model.embeddings, ("embeddings",)), *blocks, Layer(model.cls, ("cls",))), token_loss)
+
+
+def _llama(model: Llama) -> Chain:
+    """Embedding, blocks (each with the angles of its positions), head."""
+
+    def run(block: Any, x: Tensor) -> Tensor:
+        return block(x, *model.angles(x.shape[1]))
+
+    blocks = tuple(Layer(functools.partial(run, block), (f"layers.{i}",)) for i, block in enumerate(model.layers))
+    head = Layer(lambda x: model.lm_head(model.norm(x)), ("norm", "lm_head"))
+    return Chain(model, (Layer(model.embed_tokens, ("embed_tokens",)), *blocks, head), token_loss)
 
 
 def _mlp(model: MLP) -> Chain:

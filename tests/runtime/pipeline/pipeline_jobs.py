@@ -14,8 +14,8 @@ import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
-from autoddl.pipelines.runtime.models import GPT, MLP, initialize
-from autoddl.pipelines.runtime.pipeline.chain import Chain, chain_of
+from autoddl.pipelines.runtime.models import GPT, MLP, Bert, Llama, initialize
+from autoddl.pipelines.runtime.pipeline.chain import Chain, chain_of, cut, even_sizes, tied_stages
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.wire import measure, measure_baseline
 
@@ -237,3 +237,24 @@ def train_with_checkpoints(
         reports.append(trainer.run())
         trainer.save(directory)
     return before, reports
+
+
+def chains_and_models() -> list[tuple[float, float, bool, dict[str, tuple[int, ...]]]]:
+    """For each family: the loss of the model as it is, that of its chain in three stages, whether every parameter is in some stage,
+    and those that are in several."""
+    tokens = flow.tensor(np.random.default_rng(5).integers(0, 32, (2, 8)))
+    features = flow.ones(3, WIDTH)
+    families = [(GPT(2, 16, 2, 32, 8), tokens), (Bert(2, 16, 2, 32, 8), tokens), (MLP([WIDTH] * 4), features)]
+    families.append((Llama(2, 16, 2, 32, 24), tokens))
+    results = []
+    for model, x in families:
+        initialize(model, seed=2)
+        names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
+        stages = cut(chain_of(model), even_sizes(len(chain_of(model).layers), 3))
+        wanted = float(model(x, x).numpy())
+        y = x
+        for stage in stages:
+            y = stage.run(y, list(stage.initial_values().values()))
+        covered = {name for stage in stages for name in stage.places} == set(names.values())
+        results.append((wanted, float(stages[-1].loss(y, x).numpy()), covered, tied_stages(stages)))
+    return results

@@ -89,6 +89,18 @@ def check(
         assert report.peak_versions == peak_weight_versions(report.timeline.schedule)
 
 
+def test_chains_are_the_models(ranks):
+    (results,) = ranks(1).run(f"{JOBS}:chains_and_models", timeout_s=TIMEOUT_S)
+    for wanted, found, covered, _ in results:
+        assert found == pytest.approx(wanted, rel=1e-6) and covered
+    assert [tied for _, _, _, tied in results] == [
+        {"wte.weight": (0, 2)},
+        {"embeddings.word_embeddings.weight": (0, 2)},
+        {},
+        {},
+    ]
+
+
 # ---- Synchronous schedules ---------------------------------------------------------------------------------------------
 
 
