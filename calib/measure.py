@@ -35,10 +35,10 @@ from .measurements import Sample
 
 __all__ = ["Clock", "Hosts", "MeasureOptions", "Setting", "hosts_of_job", "measure_job", "settings_of"]
 
+#: Other processes disturb where they use more than this part of the cores.
 DISTURBED = 0.05
 #: For how much a disturbed repetition counts.
 DISTURBED_COUNTS = 1 / 3
-MOST_ATTEMPTS = 3
 _STRETCH_S = 0.25
 _ITEM = 4  # bytes of a float32
 #: Features of the tensors that are gathered and scattered.
@@ -234,7 +234,6 @@ class Clock:
         self.versions = f"oneflow {flow.__version__}; {os.uname().sysname} {os.uname().release}; {processor()}"
         self._budget_s = budget_s
         self._zero = time.monotonic()
-        self._now = np.zeros(3)
         self._start = np.zeros((len(hosts.numbers), 3))
         self._last = self._start
         self.elapsed = 0.0

@@ -18,6 +18,7 @@ from .campaign import STALL_S, progress
 from .candidates import RankedStrategy, spread_strategies
 from .ranking import Score, score
 from .report import Table, saved
+from .robust import location
 
 __all__ = ["RankSettings", "Ranking", "draw_ranking", "rank_locally", "ranking_document", "ranking_tables"]
 
@@ -171,9 +172,9 @@ def _strategies(ranking: Ranking) -> Table:
             (
                 own.name,
                 format_seconds(own.communication_s),
-                format_seconds(float(np.median(ranking.communication[i]))),
+                format_seconds(float(location(ranking.communication[i])[0])),
                 format_seconds(own.step_s),
-                "-" if ranking.step is None else format_seconds(float(np.median(ranking.step[i]))),
+                "-" if ranking.step is None else format_seconds(float(location(ranking.step[i])[0])),
             )
         )
     return Table("Strategies", tuple(rows), (1, 2, 3, 4))
@@ -222,8 +223,10 @@ def draw_ranking(rankings: Sequence[Ranking], path: str) -> None:
                     axis.set_visible(False)
                     continue
                 predicted = [getattr(own, f"{name}_s") for own in ranking.strategies]
-                low, middle, high = np.quantile(times, [0.25, 0.5, 0.75], axis=1)
-                axis.errorbar(predicted, middle, yerr=[middle - low, high - middle], fmt="o", markersize=4, linewidth=1)
+                low, high = np.quantile(times, [0.25, 0.75], axis=1)
+                middle = location(times)
+                spread = np.maximum([middle - low, high - middle], 0)
+                axis.errorbar(predicted, middle, yerr=spread, fmt="o", markersize=4, linewidth=1)
                 ends = [max(1e-6, min(*predicted, *middle)), max(*predicted, *middle)]
                 axis.plot(ends, ends, "k--", linewidth=0.8)
                 own = ranking.scores[name]

@@ -1,10 +1,12 @@
 """How well predicted times rank strategies: statistics of predicted against measured times.
 
 - *Spearman*: the rank correlation of predicted and measured times.
-- *Ceiling*: the measurements agree with themselves only so well: the rank correlation of the medians of odd and even rounds.  A
-  prediction cannot be asked for more than about that.
+- *Ceiling*: the measurements agree with themselves only so well: the rank correlation of odd and even rounds.  A prediction
+  cannot be asked for more than about that.
 - *Pairs*: of all pairs whose measured times are more than 10 % apart, how many the prediction puts in the right order.
 - *Regret*: how much longer the strategy of the smallest predicted time takes than the fastest one measured.
+
+The measured time of a strategy is the robust centre of its rounds (:func:`autoddl.calib.robust.location`), as it is in calibration.
 """
 
 from __future__ import annotations
@@ -14,6 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import rankdata
+
+from .robust import location
 
 __all__ = ["Score", "pair_accuracy", "regret", "score", "spearman"]
 
@@ -40,16 +44,16 @@ def score(predicted: Sequence[float], measured: np.ndarray) -> Score:
         predicted: seconds of each strategy.
         measured: seconds, shape (strategies, rounds).
     """
-    medians = np.median(measured, axis=1)
+    centres = location(measured)
     guess = np.asarray(predicted, dtype=float)
-    accuracy, num_pairs = pair_accuracy(guess, medians)
+    accuracy, num_pairs = pair_accuracy(guess, centres)
     return Score(
-        spearman=spearman(guess, medians),
+        spearman=spearman(guess, centres),
         ceiling=ceiling(measured),
         pairs=accuracy,
         num_pairs=num_pairs,
-        regret=regret(guess, medians),
-        error=float(np.median(np.abs(guess - medians) / np.maximum(medians, 1e-12))),
+        regret=regret(guess, centres),
+        error=float(np.median(np.abs(guess - centres) / np.maximum(centres, 1e-12))),
     )
 
 
@@ -65,7 +69,7 @@ def ceiling(measured: np.ndarray) -> float:
     """Spearman between the two halves of the rounds; nan with a single round."""
     if measured.shape[1] < 2:
         return float("nan")
-    return spearman(np.median(measured[:, 0::2], axis=1), np.median(measured[:, 1::2], axis=1))
+    return spearman(location(measured[:, 0::2]), location(measured[:, 1::2]))
 
 
 def pair_accuracy(predicted: np.ndarray, measured: np.ndarray, apart: float = APART) -> tuple[float, int]:

@@ -25,7 +25,10 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.rank import report
 
-from .measure import DISTURBED, MOST_ATTEMPTS, Clock, hosts_of_job
+from .measure import DISTURBED, Clock, hosts_of_job
+
+#: How often a visit is tried that other processes disturb.
+MOST_ATTEMPTS = 3
 
 __all__ = ["RankOptions", "Visit", "rank_job", "steps_of"]
 
