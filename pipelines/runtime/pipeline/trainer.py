@@ -131,9 +131,10 @@ class PipelineTrainer:
 
 def _owners(lowered: Lowered, stages: Sequence[StageModule]) -> dict[str, int]:
     """Per parameter the first of the ranks that have it: the one that saves it."""
-    schedule, owners = lowered.schedule, dict[str, int]()
+    owners: dict[str, int] = {}
     for stage in stages:
-        ranks = [lowered.ranks.ranks_of(replica.worker).start for replica in schedule.replicas_of(stage.number)]
+        holders = lowered.schedule.replicas_of(stage.number)
+        ranks = [lowered.ranks.ranks_of(replica.worker).start for replica in holders]
         for name in stage.places:
             owners[name] = min(ranks + ([owners[name]] if name in owners else []))
     return owners
