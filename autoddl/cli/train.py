@@ -13,6 +13,8 @@ from autoddl.costmodel.errors import UserError
 
 __all__ = ["add_parser", "run"]
 
+_STALL_TIMEOUT_S = 60.0
+"""More than a stage's computation takes while another waits for it."""
 _FAMILY_OPTIONS = ("num_pipelines", "concatenation", "policy", "groups")
 
 
@@ -69,7 +71,7 @@ def run(arguments: argparse.Namespace) -> int:
             bar.update(step.number - bar.n)
             bar.set_postfix_str(f"loss {step.loss:.4f}, {step.tokens_per_s:,.0f} tokens/s")
 
-        result = train(options, on_step)
+        result = train(options, on_step, stall_timeout_s=_STALL_TIMEOUT_S)
     print(_document(options, result) if arguments.json else _text(options, result, arguments.timeline))
     return 0
 
