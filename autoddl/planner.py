@@ -345,7 +345,8 @@ class _Sweep:
             self._record(candidate, "cannot be better", math.inf, bound)
             return
         result = self._solve(problem)
-        self.evaluations += result.evaluations
+        # Exact counts what it prices on top of the relaxations' minimisers: where one of these is the optimum, that is nothing.
+        self.evaluations += max(result.evaluations, int(result.choice is not None))
         self.search_s += result.seconds
         lower = max(bound, result.lower_bound)
         if result.status is Status.INFEASIBLE:

@@ -1,0 +1,12 @@
+"""The vocabulary of plans (SBP states, layer graph, cluster) and what everything costs on a cluster.
+
+- `sbp`, `distribution`: `Split`, `Broadcast`, `PartialSum`; how one tensor lies on a mesh of ranks, printed and parsed.
+- `graph`: `Layer`, `LayerGraph`, `load_graph`; `cluster`: `Cluster`, `load_cluster`, `preset_names` (the files of `clusters/`).
+- `collectives`, `redistribution`: `steps` between any two distributions, what they send and how long they take.
+- `strategy`: `Strategy`, `enumerate_strategies`; `layerwork`, `layoutprices`: what a layer and an edge do at their layouts.
+- `workload`: `Workload`, the batch, precision and optimizer; `assessment`: `assess`, time and memory of a whole plan.
+- `pricing`, `table`: `PriceBook`, `Problem` and the `CostTable` that the searches work on.
+- `calibration`: how well a cluster file's figures were measured; `documents`, `units`, `errors`: JSON, units, `UserError`.
+
+It imports nothing else of the project, and nothing is imported here before it is asked for.
+"""

@@ -83,7 +83,13 @@ class Strategy:
         return _axes(self.splits, embedding)[which]
 
     def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
-        """The layouts of input, weight and output, axes in the order (p0, p1, p2); no weight, no layout."""
+        """What every axis does to input, weight and output around the product, as in the table of the module's docstring.
+
+        The axes are listed as (p0, p1, p2) for every kind of layer, so that an entry stands beside the number of the strategy
+        that it belongs to; axes of size 1 are kept, and a layer without weights has None for ``weight``.  This is a table for
+        readers: where an axis's ranks lie is what :meth:`axes` says (for an embedding p2 lies outside p1), and the activations
+        between layers are :attr:`activations`.
+        """
         if layer.kind in ("linear", "embedding") and not self.summa:
             input_states: tuple[SBPState, ...] = (Split(0), Broadcast(), Split(1))
             if layer.kind == "embedding":

@@ -82,7 +82,7 @@ def resolve_model(
     if colon and family in FAMILIES:
         model = sized_transformer(family, *_layers_and_width(text, sizes), heads, sequence)
         return build_transformer(family, model, **options)
-    if text and not is_oneflow_model(text) and (text.endswith(".json") or os.sep in text or Path(text).exists()):
+    if text and not is_oneflow_model(text) and (text.endswith(".json") or os.sep in text or os.path.exists(text)):
         return _from_file(text, options)
     graph = _without_options(text, family if colon else "", sizes)
     _refuse_options(text, options)
@@ -131,9 +131,8 @@ def _mlp_widths(text: str, sizes: str) -> list[int]:
 
 def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
     """A saved graph or a HuggingFace configuration, whichever the file is."""
-    path = Path(text)
-    if path.is_dir():
-        path = path / "config.json"
+    # os.path, not Path: a text too long for a file's name does not exist, instead of raising OSError.
+    path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
     value = load_json(path)
     where = str(path)
     if isinstance(value, dict) and "model_type" in value:

@@ -90,6 +90,14 @@ def test_parameters_of_the_perceptron():
     assert all(layer.rows == 1 and len(layer.parameters) == 1 for layer in graph.layers)
 
 
+def test_a_text_too_long_for_a_file_name_is_still_a_model():
+    assert len(resolve_model("mlp:" + ",".join(["64"] * 1500)).layers) == 1499
+    with pytest.raises(UserError, match="is unknown"):
+        resolve_model("x" * 5000)
+    with pytest.raises(UserError, match="cannot be read"):
+        resolve_model("x" * 5000 + ".json")
+
+
 def test_names_pad_the_vocabulary_and_say_so():
     graph = resolve_model("gpt2")
     assert graph.num_parameters == 124_439_808 + (50304 - 50257) * 768
