@@ -464,10 +464,16 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def angles(self, sequence: int) -> tuple[Any, Any]:
-        """Cosine and sine of every position's angles, (sequence, head_dim)."""
-        frequencies = self.theta ** (-np.arange(0, self.head_dim, 2) / self.head_dim)
-        angles = np.outer(np.arange(sequence), np.concatenate([frequencies, frequencies]))
-        return flow.tensor(np.cos(angles).astype(np.float32)), flow.tensor(np.sin(angles).astype(np.float32))
+        """Cosine and sine of every position's angles, (sequence, head_dim).
+
+        Made of operators alone: a tensor made of values while a graph is traced aborts the process, now and then, when another
+        graph is traced later (OneFlow 0.9.0).
+        """
+        pairs = flow.arange(0, self.head_dim, 2, dtype=flow.float32)
+        frequencies = flow.exp(pairs * (-math.log(self.theta) / self.head_dim))
+        positions = flow.arange(sequence, dtype=flow.float32)
+        angles = positions.unsqueeze(1) * flow.cat([frequencies, frequencies], dim=0).unsqueeze(0)
+        return flow.cos(angles), flow.sin(angles)
 
     def forward(self, inputs: Any, targets: Any) -> Any:
         x = self.embed_tokens(inputs)
