@@ -168,7 +168,8 @@ def certificate(planned: Planned) -> list[str]:
     what = "communication time" if planned.options.objective == "communication" else "step time"
     space = planned.result.space_size
     size = f"{space:,}" if space < 10**9 else f"10^{len(str(space)) - 1}"
-    found = f"{planned.options.method} search, {format_seconds(planned.search_s)}, {_count(len(planned.candidates), 'micro-batch setting')}"
+    settings = _count(len(planned.candidates), "micro-batch setting")
+    found = f"{planned.options.method} search, {format_seconds(planned.search_s)}, {settings}"
     if planned.options.untied:
         found += " (those that the tied plans leave open)"
     if planned.optimal:
