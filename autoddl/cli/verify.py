@@ -15,7 +15,8 @@ from autoddl.costmodel.errors import UserError
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.failures import RankError
-    from autoddl.verification.run import Progress
+
+    from ..verification.run import Progress
 
 __all__ = ["add_parser", "run"]
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Union
 
-from autoddl.pipelines.schedule import Task
+from ...schedule import Task
 
 __all__ = ["Action", "Drop", "Message", "Receive", "Reduce", "Run", "Send", "Update"]
 

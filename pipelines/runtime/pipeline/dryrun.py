@@ -10,8 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.schedule import Kind, Schedule, Task
 
+from ...schedule import Kind, Schedule, Task
 from .actions import Action, Receive, Reduce, Run, Send, Update
 from .slots import RankMap
 

@@ -7,8 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from autoddl.pipelines.schedule import Kind, Schedule, Task
-
+from ...schedule import Kind, Schedule, Task
 from ..load import load_oneflow
 from .actions import Action, Drop, Message, Receive, Reduce, Run, Send, Update
 from .inbox import Inbox, rows_of_each_slot

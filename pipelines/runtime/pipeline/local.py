@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from autoddl.pipelines.memory import version_lifetimes
-from autoddl.pipelines.schedule import Kind, Schedule, Task
-
+from ...memory import version_lifetimes
+from ...schedule import Kind, Schedule, Task
 from .actions import Action, Drop, Run, Update
 from .slots import slots_of, slots_per_micro_batch
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from autoddl.pipelines.schedule import Schedule
-from autoddl.pipelines.simulator import simulate
-from autoddl.pipelines.times import Times
-from autoddl.pipelines.validate import validate
-
+from ...schedule import Schedule
+from ...simulator import simulate
+from ...times import Times
+from ...validate import validate
 from .actions import Action, Message, Reduce
 from .dryrun import check_programs
 from .local import local_actions

@@ -15,10 +15,10 @@ import math
 from collections.abc import Collection, Iterable, Sequence
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.communication import Transfer, ordered
-from autoddl.pipelines.schedule import Kind, Schedule, Task
-from autoddl.pipelines.timeline import Timeline
 
+from ...communication import Transfer, ordered
+from ...schedule import Kind, Schedule, Task
+from ...timeline import Timeline
 from .actions import Action, Message, Receive, Reduce, Send
 from .local import LocalActions
 from .slots import RankMap, slots_of, slots_per_micro_batch

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoddl.pipelines.schedule import Kind, Schedule
-from autoddl.pipelines.timeline import Timeline
-from autoddl.pipelines.times import Times
-
+from ...schedule import Kind, Schedule
+from ...timeline import Timeline
+from ...times import Times
 from .slots import RankMap
 
 __all__ = ["PipelineReport", "RankReport", "combine", "measured_times"]

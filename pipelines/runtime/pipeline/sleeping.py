@@ -8,9 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.pipelines.schedule import Kind
-from autoddl.pipelines.times import Times
-
+from ...schedule import Kind
+from ...times import Times
 from ..load import load_oneflow
 from .actions import Drop, Run, Update
 from .chain import Boundary

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.schedule import Part, Schedule, Task
+
+from ...schedule import Part, Schedule, Task
 
 __all__ = ["RankMap", "rows_of_slots", "slots_of", "slots_per_micro_batch"]
 

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.schedule import Schedule
-from autoddl.pipelines.times import Times
 
+from ...schedule import Schedule
+from ...times import Times
 from ..load import load_oneflow
 from .chain import Chain, StageModule, boundaries, cut, even_sizes, tied_stages
 from .checkpoint import find_checkpoint, write_complete, write_part

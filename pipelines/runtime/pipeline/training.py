@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.generators import generate
-from autoddl.pipelines.schedule import Schedule
 
+from ...generators import generate
+from ...schedule import Schedule
 from ..launcher import RankPool
 from .checkpoint import find_checkpoint
 from .report import PipelineReport, combine

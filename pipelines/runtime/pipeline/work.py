@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from autoddl.pipelines.schedule import Kind
-
+from ...schedule import Kind
 from ..load import load_oneflow
 from .actions import Drop, Run, Update
 from .chain import Boundary, StageModule, tied_stages
