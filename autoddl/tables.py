@@ -177,7 +177,7 @@ def certificate(planned: Planned) -> list[str]:
     else:
         remedy = "raise --time-limit" if planned.options.method in ("exact", "exhaustive") else "use --method exact"
         verdict = (
-            f"not proven: the best assignment may be up to {planned.gap:.2g} (relative) better "
+            f"not proven: the best assignment may be up to {planned.gap:.2%} better "
             f"(lower bound {format_seconds(planned.lower_bound)}; {size} assignments); {remedy}"
         )
     return ["Certificate", f"  {verdict}", f"  {found}; cost and memory recomputed from the layer graph"]

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.search import METHODS
 
 from ._planning import add_planning_arguments, cluster_of, model_of, options_of
+
+if TYPE_CHECKING:
+    from ..planner import BaselineFigures, Planned
 
 __all__ = ["add_parser", "run"]
 
@@ -33,7 +37,6 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Plan with every method, print one table."""
     from ..planner import make_plan
-    from ..tables import aligned
 
     methods = arguments.methods.split(",") if arguments.methods else list(METHODS)
     for method in methods:
@@ -43,58 +46,62 @@ def run(arguments: argparse.Namespace) -> int:
     exact = make_plan(graph, cluster, options_of(arguments, "exact"))
     rows: list[dict[str, Any]] = []
     for method in methods:
-        if method == "exhaustive" and not arguments.methods and exact.result.space_size > LARGEST_ENUMERATION:
-            rows.append(
-                {"name": method, "infeasible": f"{exact.result.space_size:.1e} assignments are too many to enumerate"}
-            )
-            continue
-        planned = (
-            exact
-            if method == "exact"
-            else make_plan(graph, cluster, options_of(arguments, method), with_baselines=False)
-        )
-        rows.append(
-            {
-                "name": method,
-                "step_s": planned.assessment.step_s,
-                "communication_s": planned.assessment.communication_s,
-                "memory_bytes": planned.assessment.memory_bytes,
-                "gap": planned.gap,
-                "optimal": planned.optimal,
-                "evaluations": planned.evaluations,
-                "search_s": planned.search_s,
-            }
-        )
-    for figures in exact.baselines:
-        if figures.assessment is None:
-            rows.append({"name": figures.name, "infeasible": figures.infeasible})
+        if method == "exact":
+            rows.append(_search_row(method, exact))
+        elif method == "exhaustive" and not arguments.methods and exact.result.space_size > LARGEST_ENUMERATION:
+            too_many = f"{exact.result.space_size:.1e} assignments are too many to enumerate"
+            rows.append({"name": method, "infeasible": too_many})
         else:
-            assessment = figures.assessment
-            rows.append(
-                {
-                    "name": figures.name,
-                    "step_s": assessment.step_s,
-                    "communication_s": assessment.communication_s,
-                    "memory_bytes": assessment.memory_bytes,
-                    "mesh": figures.mesh,
-                }
-            )
-    document = {
-        "format": "autoddl-comparison",
-        "version": 1,
-        "model": graph.name,
-        "objective": exact.options.objective,
-        "lower_bound_s": exact.lower_bound,
-        "rows": rows,
-    }
+            planned = make_plan(graph, cluster, options_of(arguments, method), with_baselines=False)
+            rows.append(_search_row(method, planned))
+    rows += map(_baseline_row, exact.baselines)
     if arguments.json:
+        document = {
+            "format": "autoddl-comparison",
+            "version": 1,
+            "model": graph.name,
+            "objective": exact.options.objective,
+            "lower_bound_s": exact.lower_bound,
+            "rows": rows,
+        }
         print(json.dumps(document, indent=1, allow_nan=False))
-        return 0
-    print(
-        f"{graph.name} on {cluster.name}, {cluster.num_devices} devices; lower bound {format_seconds(exact.lower_bound)}"
-    )
+    else:
+        print("\n".join(_text(exact, rows)))
+    return 0
+
+
+def _search_row(method: str, planned: Planned) -> dict[str, Any]:
+    return {
+        "name": method,
+        "step_s": planned.assessment.step_s,
+        "communication_s": planned.assessment.communication_s,
+        "memory_bytes": planned.assessment.memory_bytes,
+        "gap": planned.gap,
+        "optimal": planned.optimal,
+        "evaluations": planned.evaluations,
+        "search_s": planned.search_s,
+    }
+
+
+def _baseline_row(figures: BaselineFigures) -> dict[str, Any]:
+    if figures.assessment is None:
+        return {"name": figures.name, "infeasible": figures.infeasible}
+    return {
+        "name": figures.name,
+        "step_s": figures.assessment.step_s,
+        "communication_s": figures.assessment.communication_s,
+        "memory_bytes": figures.assessment.memory_bytes,
+        "mesh": figures.mesh,
+    }
+
+
+def _text(exact: Planned, rows: list[dict[str, Any]]) -> Iterator[str]:
+    """The lines for people: a table of what is feasible, then why the rest is not."""
+    from ..tables import aligned
+
+    cluster, bound = exact.cluster, format_seconds(exact.lower_bound)
+    yield f"{exact.graph.name} on {cluster.name}, {cluster.num_devices} devices; lower bound {bound}"
     table = [("plan", "step", "communication", "memory", "to the best", "evaluations", "search", "")]
-    best = exact.cost
     field = "communication_s" if exact.options.objective == "communication" else "step_s"
     for row in rows:
         if "infeasible" in row:
@@ -105,14 +112,13 @@ def run(arguments: argparse.Namespace) -> int:
                 format_seconds(row["step_s"]),
                 format_seconds(row["communication_s"]),
                 format_bytes(row["memory_bytes"]),
-                f"{row[field] / best:.4g}x" if best else "",
+                f"{row[field] / exact.cost:.4g}x" if exact.cost else "",
                 f"{row['evaluations']:,}" if "evaluations" in row else "",
                 format_seconds(row["search_s"]) if "search_s" in row else "",
                 "proven optimal" if row.get("optimal") else row.get("mesh", f"gap {row.get('gap', 0):.2%}"),
             )
         )
-    print("\n".join(aligned(table, right=(1, 2, 3, 4, 5, 6))))
+    yield from aligned(table, right=(1, 2, 3, 4, 5, 6))
     for row in rows:
         if "infeasible" in row:
-            print(f"  {row['name']}: {row['infeasible']}")
-    return 0
+            yield f"  {row['name']}: {row['infeasible']}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 from typing import Any
 
@@ -59,6 +60,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print or write what was asked for; an invalid schedule's grid goes to stderr."""
+    from autoddl.pipelines.generators import GeneratorError
     from autoddl.pipelines.validate import InvalidScheduleError
 
     form = "json" if arguments.json else arguments.format
@@ -70,11 +72,18 @@ def run(arguments: argparse.Namespace) -> int:
         except InvalidScheduleError as error:
             print(str(error).partition("\n")[2], file=sys.stderr)
             raise UserError(error.reason) from None
+        except GeneratorError as error:
+            raise UserError(_by_option(str(error))) from None
     if arguments.output:
         write_atomically(arguments.output, text)
     else:
         sys.stdout.write(text)
     return 0
+
+
+def _by_option(message: str) -> str:
+    """A generator's message with its arguments named as they are on the command line."""
+    return re.sub(r"\bnum_(stages|micro_batches|pipelines)\b", lambda name: f"--{name[1].replace('_', '-')}", message)
 
 
 def _render(arguments: argparse.Namespace, form: str) -> str:

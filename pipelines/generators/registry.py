@@ -35,6 +35,9 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 STEADY_ITERATIONS = 4
 """Update periods of an asynchronous schedule where none are asked for: enough for every weight version to be alive."""
 
+LARGEST = 2**22
+"""Passes of a micro-batch through a stage: minutes and gigabytes of tasks. 128 workers with 1,000 micro-batches are 1/32 of it."""
+
 
 def families() -> tuple[Family, ...]:
     """All families, each with its name, a one-line summary and its options."""
@@ -77,15 +80,21 @@ def generate(
     family = FAMILIES[name]
     at_least("num_stages", num_stages, 1)
     at_least("num_micro_batches", num_micro_batches, 1)
+    if iterations is None:
+        iterations = 1 if family.synchronous else STEADY_ITERATIONS
+    at_least("iterations", iterations, 1)
+    passes = num_stages * num_micro_batches * iterations
+    if passes > LARGEST:
+        raise GeneratorError(
+            f"num_stages x num_micro_batches x iterations is {passes:,}; give at most {LARGEST:,}: "
+            "the pattern repeats long before"
+        )
     widths = (width,) * num_stages if isinstance(width, int) else tuple(width)
     if len(widths) != num_stages:
         raise GeneratorError(f"width has {len(widths)} numbers; give one, or {num_stages}, one per worker")
     for one in widths:
         at_least("width", one, 1)
     check_all_reduce_policy(all_reduce)
-    if iterations is None:
-        iterations = 1 if family.synchronous else STEADY_ITERATIONS
-    at_least("iterations", iterations, 1)
     given = {option: value for option, value in options.items() if value is not None}
     if not family.synchronous:
         draft = family.draft(num_stages, num_micro_batches, {**given, "iterations": iterations})

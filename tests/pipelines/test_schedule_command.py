@@ -136,12 +136,16 @@ def test_output_goes_to_a_file(autoddl, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["chimera", "--stages", "3", "--micro-batches", "3"], "num_stages is 3; chimera needs an even number"),
+        (["chimera", "--stages", "3", "--micro-batches", "3"], "--stages is 3; chimera needs an even number"),
         (
             ["chimera", "--stages", "8", "--micro-batches", "8", "--pipelines", "6"],
-            "num_pipelines is 6; .* f divides 4",
+            "--pipelines is 6; .* f divides 4",
         ),
-        (["wpipe", "--stages", "4", "--micro-batches", "3"], "num_micro_batches is 3; .* wpipe needs M >= N"),
+        (
+            ["gpipe", "--stages", "9" * 9, "--micro-batches", "9" * 9],
+            "--stages x --micro-batches x iterations .* at most",
+        ),
+        (["wpipe", "--stages", "4", "--micro-batches", "3"], "--micro-batches is 3; .* wpipe needs M >= N"),
         (["gpipe", "--micro-batches", "3"], "--stages is missing"),
         (["gpipe", "--stages", "3"], "--micro-batches is missing"),
         (["nothing", "--stages", "3", "--micro-batches", "3"], "schedule 'nothing' is unknown; known are gpipe"),
