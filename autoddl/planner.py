@@ -206,7 +206,8 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         options=options,
         memory_limit_bytes=limit,
         result=best.result,
-        lower_bound=min(lower, best.result.cost),
+        # The same sum in another order may differ in its last digit: a bound is never above the figure that is printed.
+        lower_bound=min(lower, best.result.cost, assessment.cost(options.objective)),
         optimal=optimal,
         strategies=strategies,
         assessment=assessment,
