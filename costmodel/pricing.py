@@ -201,7 +201,9 @@ class PriceBook:
             key = (layer.signature(), not self.graph.inputs(name), name in variable.swapped)
             counts[key] = counts.get(key, 0) + 1
             first.setdefault(key, layer)
-        whole = (tuple(counts.items()), variable.options)
+        # Equal variables share one tuple of options, so its identity stands for it: hashing hundreds of strategies takes longer
+        # than adding up their prices.
+        whole = (tuple(counts.items()), id(variable.options))
         if whole not in self._prices:
             parts = [self._price_layer(first[key], key, variable).scaled(count) for key, count in counts.items()]
             total = parts[0]
