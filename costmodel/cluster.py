@@ -69,7 +69,9 @@ class Link:
 
     def time(self, step: Step) -> float:
         """Seconds that ``step`` takes on this link (formulas: :mod:`autoddl.costmodel.collectives`)."""
-        if not (self.groups or self.collectives or self.copies):  # the usual case, asked a hundred thousand times a plan
+        if not (
+            self.groups or self.collectives or self.copies
+        ):  # the usual case, asked a hundred thousand times a plan
             return step.messages * self.latency_s + step.sent_bytes / self.bandwidth
         own = self.groups.get((step.collective, step.axis.size))
         if own is not None:
