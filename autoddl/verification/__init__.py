@@ -3,7 +3,7 @@
 - `verify(plan, num_ranks)` -> `Verification`: loss, gradients, parameters after three optimizer steps, bytes per layer.
 - `scaling`: the plan's model made small enough for the machine, with the strategies kept.
 - `prediction`: the steps that are priced; `result`, `report`: the verdict, as text and JSON.
-- `rank_job`: what the ranks do; the only part that needs OneFlow, and only there.
+- `rank_job`: what the ranks do, the only part that needs OneFlow, and only there; `comparing`: what they found.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 `run_reference` runs on one rank, with plain local tensors: that is the one device.  Its initial values, gradients and final
 parameters go to a file.  `run_plan` runs on all ranks at the plan's layouts and compares with that file, every rank what it
-gathers itself: copies that differ are found on the rank that has them.
+gathers itself: copies that differ are found on the rank that has them.  `count_again` counts bytes once more.
 
 Dropout draws at random, so its probability is set to 0 on both sides.  Adam's epsilon is not the usual 1e-8 but a tenth of the
 gradients' root mean square: else entries that are zero but for rounding (a key's bias) make steps of full length, with the sign of
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,20 +24,18 @@ from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases, initialize
 from autoddl.pipelines.runtime.rank import report
-from autoddl.pipelines.runtime.wire import Meter, Traffic
+from autoddl.pipelines.runtime.wire import Meter
 
 from ..models.builtin import BuiltIn, Perceptron, Pictures
 from ..models.transformers import Transformer
 from .prediction import ELEMENTWISE_LOSSES
-from .task import NUM_STEPS, Reference, Section, Shard, Task
+from .task import NUM_STEPS, Counted, Reference, Section, Shard, Task
 
-__all__ = ["build_module", "make_batch", "run_plan", "run_reference"]
+__all__ = ["build_module", "count_again", "make_batch", "run_plan", "run_reference"]
 
 flow: Any = load_oneflow()
 
 Arrays = dict[str, np.ndarray]
-#: How often the bytes of a pass are counted; the median is taken.
-NUM_TRACES = 3
 
 
 # ---- Jobs --------------------------------------------------------------------------------------------------------------------
@@ -69,35 +67,53 @@ def run_reference(task: Task) -> Reference | None:
 
 def run_plan(task: Task) -> Shard:
     """The plan, on all ranks."""
-    with np.load(_file(task)) as file:
-        values = {name: file[name] for name in file.files}
-    module, examples = _made(task)
-    module.load_state_dict({name: flow.tensor(value) for name, value in _under("initial", values).items()})
-    applied = AppliedModule(module, task.graph, task.strategies, task.workload)
+    applied, examples, values = _applied(task)
     meter = Meter() if task.counts_bytes else None
-    sections = _sections(task, applied, _batch(task, examples, 0), meter)
+    report("tracing steps" if meter is None else "counting bytes, layer by layer")
+    sections = _sections(task, applied, examples, meter)
     optimizer = _optimizer(task, applied.parameters(), float(values["epsilon"]))
     losses: list[float] = []
     gradient_errors: dict[str, float] = {}
     step_steps: tuple[Step, ...] = ()
     step_bytes = None
     for step in range(NUM_STEPS):
-        data = _batch(task, examples, step)
         report(f"step {step + 1} of {NUM_STEPS}")
+        run = functools.partial(_train_step, applied, task, _batch(task, examples, step))
         if step == 0:
             with applied.stepper.logging() as log:
-                run = functools.partial(_train_step, applied, task, data)
                 loss, traffic = (run(), None) if meter is None else meter(run)
             step_steps, step_bytes = tuple(log), traffic.payload_bytes if traffic else None
             gradient_errors = relative_errors(applied.logical_gradients(), _under("gradient", values))
         else:
-            loss = _train_step(applied, task, data)
+            loss = run()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
     finals = {name: tensor.numpy() for name, tensor in applied.state_dict().items()}
     parameter_errors = relative_errors(finals, _under("final", values))
     return Shard(tuple(losses), gradient_errors, parameter_errors, sections, step_steps, step_bytes)
+
+
+def count_again(task: Task, times: int) -> list[Counted]:
+    """Bytes alone, some more times, on all ranks."""
+    applied, examples, _ = _applied(task)
+    meter = Meter()
+    counted = []
+    for _ in range(times):
+        sections = _sections(task, applied, examples, meter)
+        _, traffic = meter(functools.partial(_train_step, applied, task, _batch(task, examples, 0)))
+        _forget_gradients(applied)
+        counted.append(Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes))
+    return counted
+
+
+def _applied(task: Task) -> tuple[Any, tuple[np.ndarray, ...], Arrays]:
+    """The applied module at one device's initial values, example inputs, and what one device found."""
+    with np.load(_file(task)) as file:
+        values = {name: file[name] for name in file.files}
+    module, examples = _made(task)
+    module.load_state_dict({name: flow.tensor(value) for name, value in _under("initial", values).items()})
+    return AppliedModule(module, task.graph, task.strategies, task.workload), examples, values
 
 
 def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -122,24 +138,19 @@ def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.n
 # ---- Steps -------------------------------------------------------------------------------------------------------------------
 
 
-def _sections(task: Task, applied: Any, data: tuple[np.ndarray, ...], meter: Meter | None) -> tuple[Section, ...]:
-    """One micro-batch, phase by phase; bytes are the median of several passes, since barriers are not quite constant."""
-    part = tuple(array[: task.workload.micro_batch] for array in data)
-    passes = []
-    for number in range(1 if meter is None else NUM_TRACES):
-        report("tracing steps" if meter is None else f"counting bytes, pass {number + 1} of {NUM_TRACES}")
-        passes.append(applied.trace(*part, measure=meter)[1])
-        for parameter in applied.parameters():
-            parameter.grad = None
+def _sections(task: Task, applied: Any, examples: tuple[np.ndarray, ...], meter: Meter | None) -> tuple[Section, ...]:
+    """One micro-batch, phase by phase; without a meter nothing is counted."""
+    part = tuple(array[: task.workload.micro_batch] for array in _batch(task, examples, 0))
+    _, sections = applied.trace(*part, measure=meter)
+    _forget_gradients(applied)
     return tuple(
-        Section(repeats[0].layer, repeats[0].phase, repeats[0].steps, _median([s.traffic for s in repeats]))
-        for repeats in zip(*passes)
+        Section(s.layer, s.phase, s.steps, None if s.traffic is None else s.traffic.payload_bytes) for s in sections
     )
 
 
-def _median(counted: Sequence[Traffic | None]) -> int | None:
-    payloads = sorted(traffic.payload_bytes for traffic in counted if traffic is not None)
-    return payloads[len(payloads) // 2] if payloads else None
+def _forget_gradients(applied: Any) -> None:
+    for parameter in applied.parameters():
+        parameter.grad = None
 
 
 def _train_step(applied: Any, task: Task, data: tuple[np.ndarray, ...]) -> float:

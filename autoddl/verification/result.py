@@ -1,7 +1,8 @@
 """What a verification found: numbers beside the numbers that they should be, and the verdict.
 
-Bytes on the wire are judged to 3 % and, since barriers are not quite constant, `NOISE_BYTES` per rank.  The steps that ran are
-judged exactly: they are recorded by what executes them, the bytes are counted by the network; both have to agree with the price.
+Bytes on the wire are judged to 3 % and, since barriers are not quite constant, `NOISE_BYTES` per rank and reading.  The steps
+that ran are judged exactly: they are recorded by what executes them, the bytes are counted by the network; both have to agree
+with the price.
 """
 
 from __future__ import annotations
@@ -171,7 +172,6 @@ class Verification:
         losses: of each step: one device's, and of all ranks the one that is farthest from it.
         layers: in order.
         step: what a whole training step sends.
-        num_sections: measured phases.
         uncounted: why bytes were not counted; "" where they were.
         seconds: how long everything took.
     """
@@ -186,7 +186,7 @@ class Verification:
     step: PhaseCheck
     uncounted: str
     notes: tuple[str, ...]
-    seconds: float
+    seconds: float = 0.0
 
     @property
     def num_ranks(self) -> int:
@@ -219,6 +219,12 @@ class Verification:
             found += layer.faults(self.tolerance)
         found += self.step.faults("a whole step", self.tolerance)
         return tuple(found)
+
+    @property
+    def are_bytes_off(self) -> bool:
+        """Whether anything that was counted is not what was predicted."""
+        phases = [phase for layer in self.layers for phase in (*layer.phases.values(), layer.total)]
+        return not all(map(self.tolerance.allows, (*phases, self.step)))
 
     @property
     def is_right(self) -> bool:

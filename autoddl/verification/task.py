@@ -12,7 +12,7 @@ from autoddl.costmodel.workload import Workload
 
 from ..models.builtin import BuiltIn
 
-__all__ = ["NUM_STEPS", "Reference", "Section", "Shard", "Task"]
+__all__ = ["NUM_STEPS", "Counted", "Reference", "Section", "Shard", "Task"]
 
 #: Steps of the optimizer after which parameters are compared.
 NUM_STEPS = 3
@@ -82,3 +82,11 @@ class Shard:
     sections: tuple[Section, ...]
     step_steps: tuple[Step, ...]
     step_bytes: int | None
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What all ranks sent: in each section of a micro-batch, in the order of `Shard.sections`, and in a training step."""
+
+    section_bytes: tuple[int, ...]
+    step_bytes: int

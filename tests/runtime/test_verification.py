@@ -24,7 +24,7 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.plan import Plan, plan_document, save_plan
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
-from autoddl.verification import Limits, VerifyOptions, run, verify
+from autoddl.verification import Limits, VerifyOptions, comparing, run, verify
 from autoddl.verification.prediction import predicted_steps
 
 available = is_available()
@@ -176,7 +176,7 @@ def test_a_wrong_price_is_found(counted_ranks, capsys, monkeypatch, plan_file):
     assert any("bytes were sent" in fault for fault in document["faults"])
     assert all(fault.startswith(("fc2", "a whole step")) for fault in document["faults"])
     # Bytes alone, had the log of steps been as wrong as the price:
-    monkeypatch.setattr(run, "missing_steps", lambda expected, ran: ([], []))
+    monkeypatch.setattr(comparing, "missing_steps", lambda expected, ran: ([], []))
     code, out, _ = verified(capsys, monkeypatch, counted_ranks(4), plan_file, "--ranks", 4)
     assert code == 1 and "<- off" in out and "Off in " in out
 
