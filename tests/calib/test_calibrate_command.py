@@ -79,7 +79,7 @@ def test_calibrate_then_plan(tmp_path):
     """A few sizes on 2 ranks; the cluster file that comes of it; more repetitions of the same samples; a plan with its trust."""
     output, samples = tmp_path / "mine.json", tmp_path / "mine.csv"
     small = ["--ranks", "2", "--sizes", "16KiB,256KiB", "--quiet", "-o", str(output)]
-    done = run("calibrate", *small, "--repetitions", "2", "--picture", str(tmp_path / "mine.svg"))
+    done = run("calibrate", *small, "--repetitions", "1", "--picture", str(tmp_path / "mine.svg"))
     assert done.returncode == 0, done.stderr
     assert "Formulas tried, intra-node" in done.stdout and "Local work" in done.stdout
     first = read_samples(samples)
@@ -87,18 +87,18 @@ def test_calibrate_then_plan(tmp_path):
         "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "point-to-point", "matmul", "elementwise",
     }  # fmt: skip
     # Disturbed samples count for a third.
-    assert all(sum(t.setting == s.setting for t in first) >= 2 for s in first)
+    assert all(sum(t.setting == s.setting for t in first) >= 1 for s in first)
     assert all(s.seconds > 1e-6 and s.versions.startswith("oneflow 0.9") and s.cores >= 1 for s in first)
     assert (tmp_path / "mine.svg").read_text().count("<svg") == 1
     cluster = load_cluster(output)
     assert cluster.calibration is not None and cluster.calibration.num_samples == len(first)
     # What is there is kept, and only what is missing is measured.
-    done = run("calibrate", *small, "--repetitions", "5", "--json")
+    done = run("calibrate", *small, "--repetitions", "4", "--json")
     assert done.returncode == 0, done.stderr
     second = read_samples(samples)
     assert [replace(s, repetition=0) for s in second[: len(first)]] == [replace(s, repetition=0) for s in first]
     assert len(second) > len(first)
-    assert all(sum(t.setting == s.setting for t in second) >= 5 for s in second)
+    assert all(sum(t.setting == s.setting for t in second) >= 4 for s in second)
     assert json.loads(done.stdout)["calibration"]["num_samples"] == len(second)
     planned = run("plan", "mlp:256,512,256", "--cluster", str(output), "--devices-per-node", "2", "--json", "--quiet")
     assert planned.returncode == 0, planned.stderr
