@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import inspect
-import os
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
@@ -42,7 +41,7 @@ def load_model(text: str, *, with_values: bool = False) -> tuple[Any, tuple[Any,
         raise UserError(f"{text!r} should be FILE.py:FUNCTION")
     if not path.is_file():
         raise UserError(f"{file}: there is no such file")
-    _load_quietly()
+    load_oneflow()
     memory = contextlib.nullcontext() if with_values else untouched_parameters()
     with memory, _importable(path.resolve().parent), contextlib.redirect_stdout(sys.stderr):
         module = _import(path)
@@ -55,21 +54,6 @@ def load_model(text: str, *, with_values: bool = False) -> tuple[Any, tuple[Any,
         with _faults_of_users(text, path):
             returned = function()
         return _checked(text, returned)
-
-
-def _load_quietly() -> None:
-    """Load OneFlow so that it does not complain about missing devices with the first tensor: nothing runs on any.
-
-    It looks at this variable once, while it loads; processes started later are to have their own.
-    """
-    name = "GLOG_minloglevel"
-    before = os.environ.get(name)
-    os.environ.setdefault(name, "3")
-    try:
-        load_oneflow()
-    finally:
-        if before is None:
-            os.environ.pop(name, None)
 
 
 def _import(path: Path) -> ModuleType:

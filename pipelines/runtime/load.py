@@ -81,10 +81,10 @@ def load_oneflow() -> ModuleType:
     available = is_available()
     if not available:
         raise UserError(f"cannot run on OneFlow: {available.reason}")
-    os.environ.setdefault("GLOG_minloglevel", "2")  # read once, while the library loads
     said = ""
     try:
-        with _captured_stderr() as transcript:
+        with _environment_kept(), _captured_stderr() as transcript:
+            os.environ.setdefault("GLOG_minloglevel", "3")  # read once, while the library loads: no word on missing devices
             try:
                 preload_cuda_libraries()
                 return importlib.import_module("oneflow")
@@ -115,6 +115,21 @@ def _nvidia_directories() -> list[Path]:
 def _wheel_has(name: str) -> bool:
     wanted = [library for library in _CUDA_LIBRARIES if library.startswith(f"{name}/")]
     return any(all((directory / library).exists() for library in wanted) for directory in _nvidia_directories())
+
+
+@contextlib.contextmanager
+def _environment_kept() -> Iterator[None]:
+    """Take back what the import writes into the environment.
+
+    Outside a launcher OneFlow calls itself rank -1 of 1 there; processes started later would take that for their own rank.
+    """
+    before = dict(os.environ)
+    try:
+        yield
+    finally:
+        for name in os.environ.keys() - before.keys():
+            del os.environ[name]
+        os.environ.update(before)
 
 
 @contextlib.contextmanager

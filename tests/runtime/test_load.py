@@ -30,6 +30,16 @@ def test_oneflow_loads_without_a_word():
     assert (done.stdout, done.stderr) == ("2.0\n", "still heard\n")
 
 
+@pytest.mark.skipif(not AVAILABLE, reason=AVAILABLE.reason)
+def test_loading_leaves_the_environment_as_it_was():
+    done = run(
+        "import os; before = dict(os.environ)\n"
+        "from autoddl.pipelines.runtime.load import load_oneflow; load_oneflow().ones(2)\n"
+        "assert dict(os.environ) == before, set(os.environ.items()) ^ set(before.items())"
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_looking_for_it_does_not_import_it():
     done = run(
         "import sys; from autoddl.pipelines.runtime.load import is_available; is_available()\n"
@@ -38,6 +48,13 @@ def test_looking_for_it_does_not_import_it():
     assert done.stdout == "False True\n", done.stderr
 
 
+@pytest.fixture
+def not_loaded(monkeypatch):
+    """As in a process that has not loaded OneFlow, whatever tests ran before."""
+    monkeypatch.delitem(sys.modules, "oneflow", raising=False)
+
+
+@pytest.mark.usefixtures("not_loaded")
 @pytest.mark.parametrize(
     ("attribute", "value", "words"),
     [
@@ -53,6 +70,7 @@ def test_other_platforms(monkeypatch, attribute, value, words):
     assert words in is_available().reason
 
 
+@pytest.mark.usefixtures("not_loaded")
 @pytest.mark.parametrize("version", [(3, 11, 4), (3, 13, 0)])
 def test_other_pythons(monkeypatch, version):
     monkeypatch.setattr(platform, "system", lambda: "Linux")
