@@ -84,7 +84,8 @@ def load_oneflow() -> ModuleType:
     said = ""
     try:
         with _environment_kept(), _captured_stderr() as transcript:
-            os.environ.setdefault("GLOG_minloglevel", "3")  # read once, while the library loads: no word on missing devices
+            # Read once, while the library loads: without it, a word on missing devices with the first tensor.
+            os.environ.setdefault("GLOG_minloglevel", "3")
             try:
                 preload_cuda_libraries()
                 return importlib.import_module("oneflow")
