@@ -1,0 +1,119 @@
+"""Crossings: the messages that bring a tensor from the ranks that have it to other ranks, which want it in another distribution.
+
+Between two stages of a pipeline a tensor leaves one mesh and arrives on another, of as many ranks or not.  Every destination is
+sent exactly what it wants, by ranks that have it: the intersection of two blocks is a block, so a message is one slice of the
+tensor.  A 4 x 4 tensor from (S0:2) to (S0:2, S1:2):
+
+    ============  ===========  =================
+    from rank     to rank      rows, columns
+    ============  ===========  =================
+    0             0            0:2, 0:2
+    0             1            0:2, 2:4
+    1             2            2:4, 0:2
+    1             3            2:4, 2:4
+    ============  ===========  =================
+
+Where several ranks hold the same block they share the load: the j-th of k destinations that want the same asks the holders j,
+j + k, j + 2k, ... for equal parts of it; where there are fewer holders than destinations, holder j mod h for all.
+
+*One list, used twice*: a cost model prices these messages, the runtime sends these very messages.  The gradient of what crossed
+goes back by the crossing from the target's distribution to the source's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+
+from .distribution import Distribution
+from .errors import UserError
+from .sbp import PartialSum
+
+__all__ = ["Piece", "busiest_elements", "crossing"]
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One message: a slice of the logical tensor.
+
+    Attributes:
+        source: a rank of the mesh that the tensor leaves, counted from 0.
+        destination: a rank of the mesh that it arrives on, counted from 0.
+        block: for each dimension of the tensor the indices that are sent.
+    """
+
+    source: int
+    destination: int
+    block: tuple[range, ...]
+
+    @property
+    def num_elements(self) -> int:
+        """How many elements it carries."""
+        return prod(map(len, self.block))
+
+
+def crossing(source: Distribution, target: Distribution, shape: Sequence[int]) -> tuple[Piece, ...]:
+    """The messages by which a tensor of ``shape`` gets from ``source`` to ``target``, ordered by destination, then by place.
+
+    The ranks of the two meshes are different ones, so everything is sent: ``num_ranks`` of the target times its local size.
+
+    Raises:
+        UserError: the tensor does not divide at either end, or is a sum that has not been made yet.
+    """
+    return _crossing(source, target, tuple(shape))
+
+
+def busiest_elements(pieces: Iterable[Piece]) -> int:
+    """The most elements that any one rank sends, or receives: what a crossing takes where all links work at once."""
+    loads: dict[tuple[bool, int], int] = {}
+    for piece in pieces:
+        for end in ((False, piece.source), (True, piece.destination)):
+            loads[end] = loads.get(end, 0) + piece.num_elements
+    return max(loads.values(), default=0)
+
+
+@lru_cache(maxsize=4096)
+def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> tuple[Piece, ...]:
+    for end in (source, target):
+        if any(isinstance(state, PartialSum) for state in end.states):
+            raise UserError(f"a tensor cannot cross from {source} to {target}: {end} holds summands, reduce them first")
+    starts, lengths = _blocks(source, shape)
+    wanted_starts, wanted_lengths = _blocks(target, shape)
+    begin = np.maximum(starts[:, None], wanted_starts[None])
+    end = np.minimum((starts + lengths)[:, None], (wanted_starts + wanted_lengths)[None])
+    meets = (begin < end).all(axis=2)
+    num_twins: dict[tuple[int, ...], int] = {}
+    pieces = []
+    for destination in range(target.num_ranks):
+        twin = num_twins.setdefault(tuple(wanted_starts[destination].tolist()), 0)
+        num_twins[tuple(wanted_starts[destination].tolist())] += 1
+        num_all = int((wanted_starts == wanted_starts[destination]).all(axis=1).sum())
+        holders: dict[tuple[int, ...], list[int]] = {}
+        for rank in np.flatnonzero(meets[:, destination]).tolist():
+            holders.setdefault(tuple(begin[rank, destination].tolist()), []).append(rank)
+        for place, ranks in sorted(holders.items()):
+            block = tuple(map(range, place, end[ranks[0], destination].tolist()))
+            asked = ranks[twin::num_all] if num_all < len(ranks) else [ranks[twin % len(ranks)]]
+            parts = _parts(block, len(asked))
+            pieces += [Piece(rank, destination, part) for rank, part in zip(asked, parts)]
+    return tuple(pieces)
+
+
+def _blocks(distribution: Distribution, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+    """For every rank and dimension where its block begins, and how long blocks are."""
+    lengths = np.array(distribution.local_shape(shape))
+    blocks = [distribution.block(rank, len(shape)) for rank in range(distribution.num_ranks)]
+    return np.array(blocks).reshape(len(blocks), len(shape)) * lengths, lengths
+
+
+def _parts(block: tuple[range, ...], count: int) -> list[tuple[range, ...]]:
+    """A block in at most ``count`` parts, as even as can be, along its longest dimension."""
+    longest = max(range(len(block)), key=lambda dim: len(block[dim]))
+    whole = block[longest]
+    count = min(count, len(whole))
+    cuts = [whole.start + len(whole) * i // count for i in range(count + 1)]
+    return [(*block[:longest], range(a, b), *block[longest + 1 :]) for a, b in zip(cuts, cuts[1:])]
