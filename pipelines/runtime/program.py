@@ -1,8 +1,5 @@
-"""A layer graph that runs on the ranks: its layers at their strategies, and their parameters.
-
-    between layers    the redistribution of each edge that changes p0, at the consumer
-    inside            gather, compute, scatter, as :mod:`layers` has them
-    parameters        :mod:`parameters`: gradients are summed once all uses of a layer's weights have sent theirs back
+"""A layer graph that runs on the ranks: its layers at their strategies (:mod:`sequence`), and their parameters
+(:mod:`parameters`), whose gradients are summed once all uses of a layer's weights have sent theirs back.
 
 Every rank makes the same calls in the same order.
 """
@@ -23,12 +20,12 @@ from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 
-from .layers import Body, build_body
 from .layouts import ParameterLayout, parameter_layouts
 from .load import load_oneflow
 from .moving import move_tensor
 from .parameters import ParameterGroup, StoredParameter, common_mesh
-from .setting import Batch, LayerSetting
+from .sequence import LayerSequence, ReadyLayer
+from .setting import Batch
 from .stepping import Stepper
 from .userparameters import find_parameter, values_of
 
@@ -41,27 +38,16 @@ Tensor = Any
 
 
 @dataclass(frozen=True)
-class RunLayer:
-    """A layer ready to run.
+class RunLayer(ReadyLayer):
+    """A layer ready to run, with its weights.
 
     Attributes:
-        layer, strategy: what it is.
-        producers: the layers that it reads.
-        body: what it does.
         groups: its own parameters, by the ranks that their gradients are summed over.
         weights: for each weight of the body the group that has it, and its place there.
     """
 
-    layer: Layer
-    strategy: Strategy
-    producers: tuple[str, ...]
-    body: Body
     groups: tuple[ParameterGroup, ...]
     weights: tuple[tuple[ParameterGroup, int], ...]
-
-    @property
-    def name(self) -> str:
-        return self.layer.name
 
 
 class Program:
@@ -89,27 +75,20 @@ class Program:
         self.stepper = stepper
         self.stored: dict[str, StoredParameter] = {}
         self.aliases: dict[str, str] = {}
-        self._strategies = dict(strategies)
-        self._mesh = common_mesh(self._strategies.values(), stepper.num_ranks)
+        self._sequence = LayerSequence(module, graph, strategies, stepper, recompute)
+        self._mesh = common_mesh(strategies.values(), stepper.num_ranks)
         self._values = values_of(module, stepper)
         self._places: dict[int, tuple[ParameterGroup, int]] = {}
         self._owned: dict[str, list[StoredParameter]] = {}
         self._by_tensor: dict[tuple[int, ...], StoredParameter] = {}
-        self.layers = tuple(self._ready(module, layer, recompute) for layer in graph.layers)
+        self.layers = tuple(self._ready(module, layer) for layer in graph.layers)
         self._values.clear()  # the user's module has them
-        self._num_readers: dict[str, int] = {}
-        for source, _ in graph.edges:
-            self._num_readers[source] = self._num_readers.get(source, 0) + 1
 
     # ---- Making ------------------------------------------------------------------------------------------------------
 
-    def _ready(self, module: Any, layer: Layer, recompute: bool) -> RunLayer:
-        strategy = self._strategies[layer.name]
-        if not strategy.divides(layer):
-            raise UserError(f"{layer.describe()}: {strategy} does not divide its shape")
-        setting = LayerSetting(self.graph, layer, strategy, self.stepper, module, recompute and layer.kind != "loss")
-        _check_edges(setting)
-        places = self._parameters(module, layer, parameter_layouts(self.graph, layer, strategy))
+    def _ready(self, module: Any, layer: Layer) -> RunLayer:
+        ready = self._sequence.ready(layer)
+        places = self._parameters(module, layer, parameter_layouts(self.graph, layer, ready.strategy))
         by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
         for stored in self._owned[layer.name]:
             by_axes.setdefault(stored.layout.reduced, []).append(stored)
@@ -117,7 +96,7 @@ class Program:
         for group in groups:
             self._places.update({id(stored): (group, i) for i, stored in enumerate(group.parameters)})
         weights = tuple(self._places[id(stored)] for stored in places)
-        return RunLayer(layer, strategy, self.graph.inputs(layer.name), build_body(setting), groups, weights)
+        return RunLayer(layer, ready.strategy, ready.producers, ready.body, groups, weights)
 
     def _parameters(self, module: Any, layer: Layer, layouts: Sequence[ParameterLayout]) -> list[StoredParameter]:
         """The layer's parameters, in the order of ``layouts``; those that no layer before it has are stored now, as its own."""
@@ -146,7 +125,7 @@ class Program:
         for mine, theirs in zip(layout.indices, stored.layout.indices):
             if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
                 raise UserError(
-                    f"{layer.describe()}: {self._strategies[layer.name]} puts {layout.name} elsewhere than it is as "
+                    f"{layer.describe()}: {self._sequence.strategies[layer.name]} puts {layout.name} elsewhere than it is as "
                     f"{stored.layout.name}, whose weight it shares"
                 )
 
@@ -158,31 +137,11 @@ class Program:
         Args:
             is_summing: whether gradients are to be summed over the ranks, or collected by each of them.
         """
-        weights = LocalWeights(is_summing)
-        values: dict[str, Tensor] = {}
-        left = dict(self._num_readers)
-        for ready in self.layers:
-            inputs = self.arriving(ready, [values[name] for name in ready.producers], batch.num_samples)
-            values[ready.name] = ready.body(inputs, weights.of(ready), batch)
-            for name in ready.producers:
-                left[name] -= 1
-                if not left[name]:
-                    del values[name]
-        return values[self.layers[-1].name]
+        return self._sequence.run(self.layers, {}, LocalWeights(is_summing).of, batch)
 
     def arriving(self, ready: RunLayer, inputs: Sequence[Tensor], samples: int) -> list[Tensor]:
         """Inputs, as their producers made them, at the layouts and in the shapes that a layer wants."""
-        arrived = []
-        for name, x in zip(ready.producers, inputs):
-            source = self._strategies[name]
-            if source.rows_and_features != ready.strategy.rows_and_features:
-                shape = edge_shape(self.graph[name], samples)
-                route = redistribute(source.activations, ready.strategy.activations, shape)
-                x = move_tensor(x, route, self.stepper, (0, 2))
-            arrived.append(x)
-        if len(arrived) == 1:
-            arrived[0] = _as_rows(arrived[0], ready.layer)
-        return arrived
+        return self._sequence.arriving(ready, inputs, samples)
 
     def whole(self, value: Tensor, samples: int) -> Tensor:
         """The model's output, gathered on every rank; of its gradient, the same on every rank, each takes its part."""
@@ -222,23 +181,3 @@ class LocalWeights:
                 self._made[id(group)] = group.summed() if self._is_summing else group.unsummed()
             found.append(self._made[id(group)][index])
         return tuple(found)
-
-
-def _check_edges(setting: LayerSetting) -> None:
-    layer, graph = setting.layer, setting.graph
-    producers = graph.inputs(layer.name)
-    if len(producers) != 1 or setting.num_parts == 1:
-        return
-    given = graph[producers[0]].output_shape
-    if len(given) <= 2 and len(layer.input_shape) <= 2 and given[-1:] != layer.input_shape[-1:]:
-        raise UserError(
-            f"{layer.describe()}: it reads {producers[0]!r} in another shape, {layer.input_shape} in place of {given}; "
-            "that works where features are not split only"
-        )
-
-
-def _as_rows(x: Tensor, layer: Layer) -> Tensor:
-    """(samples, rows, features) with the rows that the layer wants."""
-    shape = layer.input_shape
-    rows = int(np.prod(shape[:-1])) if len(shape) <= 2 else 1
-    return x if x.shape[1] == rows else x.reshape(x.shape[0], rows, -1)
