@@ -16,7 +16,7 @@ import numpy as np
 
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.clusterfile import Fit, calibrated_document, fit_samples
-from autoddl.calib.fit import UNDISTURBED, HeldOut
+from autoddl.calib.fit import UNDISTURBED, HeldOut, points_of
 from autoddl.calib.measurements import Sample, SampleFile
 from autoddl.calib.report import crowding_remarks, errors_of_cluster
 from autoddl.costmodel.calibration import TRANSFER
@@ -60,6 +60,19 @@ def show(title: str, errors: Sequence[HeldOut]) -> None:
         )
 
 
+def show_ceiling(first: Sequence[Sample], second: Sequence[Sample]) -> None:
+    """How far two sessions' measurements of the same are apart: no prediction can be expected to be nearer."""
+
+    def measured(samples: Sequence[Sample]) -> dict[tuple[object, ...], float]:
+        points = [point for point in points_of(samples, "intra-node") if point.collective != TRANSFER]
+        return {(p.ranks_per_node, p.collective, p.ranks, p.stride, p.num_bytes): p.seconds for p in points}
+
+    before, after = measured(first), measured(second)
+    for ranks in sorted({key[0] for key in after}):
+        apart = [abs(before[key] - after[key]) / after[key] for key in after.keys() & before.keys() if key[0] == ranks]
+        print(f"  {ranks} ranks: the two sessions' measurements themselves are {np.median(apart):.1%} apart")
+
+
 def fitted_to(samples: Sequence[Sample], sizes: Sequence[int]) -> Fit:
     """The fit to some of the sizes."""
     return fit_samples([sample for sample in samples if sample.bytes in sizes])
@@ -90,6 +103,7 @@ def main() -> None:
         if not arguments.one_session:
             second = session(f"{folder}/second.csv", ranks, arguments.budget, arguments.quiet, HELD_OUT)
             show("The same sizes a session later", errors_of_cluster(cluster, second))
+            show_ceiling(between, second)
 
 
 if __name__ == "__main__":
