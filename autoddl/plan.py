@@ -16,18 +16,23 @@ from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.cluster import from_document as cluster_from_document
 from autoddl.costmodel.collectives import Collective
-from autoddl.costmodel.documents import Fields, canonical_hash, load_document, write_document
+from autoddl.costmodel.documents import Fields, canonical_hash, check_document, load_json, write_document
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
+from .joint.document import pipeline_fields, recompute_pipeline
+from .joint.evaluation import Evaluation
+from .joint.result import JointOptions, JointPlan
 from .planner import BaselineFigures, Planned
 from .trusting import PlanTrust, trust_document
 
-__all__ = ["Plan", "load_plan", "plan_document"]
+__all__ = ["Plan", "joint_document", "load_plan", "plan_document", "save_plan"]
 
 FORMAT = "autoddl-plan"
+#: Of the documents that hold a pipeline.
+PIPELINE_VERSION = 2
 
 
 @dataclass(frozen=True)
@@ -36,8 +41,9 @@ class Plan:
 
     Attributes:
         graph, cluster, workload: what it was made for.
-        strategies: of every layer, by name.
+        strategies: of every layer, by name; over the devices of its stage where the plan is a pipeline.
         document: the whole JSON document.
+        pipeline: the stages, their schedule and its simulation; None of a plan without its member ``pipeline``.
     """
 
     graph: LayerGraph
@@ -45,6 +51,12 @@ class Plan:
     workload: Workload
     strategies: Mapping[str, Strategy]
     document: dict[str, Any]
+    pipeline: Evaluation | None = None
+
+    @property
+    def num_stages(self) -> int:
+        """1 of a plan without a pipeline."""
+        return 1 if self.pipeline is None else len(self.pipeline.stages)
 
     def check_graph(self, graph: LayerGraph) -> None:
         """Refuse a graph other than the one that the plan was made for.
@@ -111,6 +123,69 @@ def plan_document(planned: Planned, trusted: PlanTrust | None = None) -> dict[st
         "cluster": planned.cluster.document,
         "links": [_link_fields(link) for link in planned.cluster.links],
     }
+
+
+def joint_document(planned: JointPlan) -> dict[str, Any]:
+    """The JSON document of the joint planner's answer: a plan's, with the member ``pipeline`` (:mod:`autoddl.joint.document`).
+
+    Version 2: strategies are over the devices of a stage, and the figures are those of the pipeline.
+    """
+    evaluation, options = planned.evaluation, planned.options
+    configuration = evaluation.configuration
+    status = "optimal" if planned.optimal else "limit reached"
+    layers = []
+    for number, stage in enumerate(evaluation.stages):
+        layers += [{**_layer_fields(layer), "stage": number} for layer in stage.assessment.layers]
+    search = {
+        "lower_bound_s": planned.lower_bound_s,
+        "optimal": planned.optimal,
+        "gap": planned.gap,
+        "pipeline": options.pipeline,
+        "allow_stale": options.allow_stale,
+    }
+    return {
+        "format": FORMAT,
+        "version": PIPELINE_VERSION,
+        "model": planned.graph.name,
+        "method": "joint" if options.pipeline == "auto" else options.pipeline,
+        "objective": "step",
+        "status": status,
+        "optimal": planned.optimal,
+        "communication_s": evaluation.communication_s,
+        "compute_s": evaluation.compute_s,
+        "step_s": evaluation.step_s,
+        "lower_bound_s": planned.lower_bound_s,
+        "gap": planned.gap,
+        "search_s": planned.search_s,
+        "space_size": planned.considered.configurations,
+        "evaluations": planned.considered.simulated,
+        "memory_bytes": evaluation.memory_bytes,
+        "memory_limit_bytes": planned.memory_limit_bytes,
+        "sent_bytes": evaluation.sent_bytes,
+        "workload": configuration.workload.document(),
+        "levels": [{"name": level.name, "size": level.size} for level in planned.cluster.levels],
+        "stage_levels": [
+            {"name": level.name, "size": level.size} for level in configuration.mesh.devices(planned.cluster).levels
+        ],
+        "pipeline": pipeline_fields(evaluation, planned.considered, planned.families, search),
+        "layers": layers,
+        "baselines": {},
+        "candidates": [],
+        "trust": None,
+        "notes": [*planned.graph.notes, *planned.notes],
+        "graph_hash": planned.graph.hash,
+        "cluster_hash": planned.cluster.hash,
+        "options_hash": canonical_hash(_options_fields(options)),
+        "graph": planned.graph.document(),
+        "cluster": planned.cluster.document,
+        "links": [_link_fields(link) for link in planned.cluster.links],
+    }
+
+
+def _options_fields(options: JointOptions) -> dict[str, Any]:
+    fields = asdict(options)
+    del fields["base"]["quiet"]
+    return fields
 
 
 def _link_fields(link: Link) -> dict[str, Any]:
@@ -203,7 +278,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
     Raises:
         UserError: it cannot be read, a field is malformed, or its hashes are not those of what it holds.
     """
-    return plan_from_document(load_document(path, FORMAT), os.fspath(path))
+    value = load_json(path)
+    has_pipeline = isinstance(value, dict) and "pipeline" in value
+    fields = check_document(value, FORMAT, PIPELINE_VERSION if has_pipeline else 1, os.fspath(path))
+    return plan_from_document(fields, os.fspath(path))
 
 
 def plan_from_document(fields: Fields, where: str) -> Plan:
@@ -241,15 +319,20 @@ def plan_from_document(fields: Fields, where: str) -> Plan:
         raise UserError(f"{where}: layers holds {unknown[0]!r}, which its graph does not have")
     if len(fields.sequence("layers")) != len(strategies):
         raise UserError(f"{where}: layers should hold each layer of its graph once")
-    plan = Plan(graph, cluster, workload, strategies, fields.value)
+    if "pipeline" in fields:
+        pipeline = recompute_pipeline(fields.object("pipeline"), graph, cluster, workload, strategies)
+        plan = Plan(graph, cluster, workload, strategies, fields.value, pipeline)
+    else:
+        plan = Plan(graph, cluster, workload, strategies, fields.value)
     _check_figures(plan, fields, where)
     return plan
 
 
 def _check_figures(plan: Plan, fields: Fields, where: str) -> None:
     """A plan says of its strategies what they cost: figures that are not theirs mean that it was edited."""
+    truth: Assessment | Evaluation
     try:
-        truth = assessment_of(plan)
+        truth = assessment_of(plan) if plan.pipeline is None else plan.pipeline
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     for name in ("communication_s", "compute_s", "step_s", "memory_bytes", "sent_bytes"):
@@ -259,5 +342,11 @@ def _check_figures(plan: Plan, fields: Fields, where: str) -> None:
 
 
 def assessment_of(plan: Plan) -> Assessment:
-    """The figures of a plan, computed anew."""
+    """The figures of a plan without a pipeline, computed anew.
+
+    Raises:
+        UserError: the plan is a pipeline, whose figures are ``plan.pipeline``.
+    """
+    if plan.num_stages > 1:
+        raise UserError("the plan is a pipeline; its figures are those of its schedule")
     return assess(plan.graph, plan.cluster, plan.workload, plan.strategies)

@@ -1,0 +1,29 @@
+"""Pipelines and SBP planned together: stages, schedule, micro-batch, recomputation and every layer's strategy at once.
+
+- :mod:`.cutting`: a model as a chain of units, and a stage as a layer graph; :mod:`.meshes`: the devices of a stage.
+- :mod:`.configuration`: one plan; :mod:`.evaluation`: what it costs (``evaluate``); :mod:`.document`: as JSON.
+- :mod:`.result`: what a search returns.
+"""
+
+from __future__ import annotations
+
+from .configuration import Configuration, PipelineSchedule, StageChoice
+from .cutting import ENTRY, Chain, StageGraph, chain_of
+from .evaluation import Evaluation, evaluate
+from .meshes import StageMesh
+from .result import JointOptions, JointPlan
+
+__all__ = [
+    "ENTRY",
+    "Chain",
+    "Configuration",
+    "Evaluation",
+    "JointOptions",
+    "JointPlan",
+    "PipelineSchedule",
+    "StageChoice",
+    "StageGraph",
+    "StageMesh",
+    "chain_of",
+    "evaluate",
+]

@@ -1,0 +1,242 @@
+"""The member ``pipeline`` of a plan's document: written from an evaluation, read back as a configuration, checked anew.
+
+=====================  =============================================================================================================
+field                  what it is
+=====================  =============================================================================================================
+schedule               name, options, num_workers, num_stages, num_micro_batches, num_pipelines, groups, synchronous: all that
+                       ``generate`` needs; ``width`` = devices per worker; ``recomputing``: stages with tasks ``R``
+mesh                   nodes and devices_per_node of every worker (:class:`autoddl.joint.meshes.StageMesh`)
+data_parallel          the slices of the samples that all layers of the plan have in common
+micro_batch            samples of one pass, over all devices of a stage
+workers                per worker: ranks (in the order of its mesh), stages, memory_bytes
+stages                 per stage: layers (names), num_units, recompute, workers, entry (strategy of the tensor that arrives; null
+                       for the first), in_flight per worker, forward_s, backward_s, backward_input_s, recompute_s (per
+                       micro-batch), all_reduce_s (per step), compute_s, communication_s (per micro-batch), state_bytes,
+                       kept_bytes, input_bytes, buffer_bytes
+boundaries             per boundary: forward_s, backward_s, nbytes of a micro-batch
+timeline               step_s, compute_s, inner_communication_s, exposed_transfer_s, exposed_all_reduce_s, bubble_s (of the busiest
+                       worker), busiest (its number), bubble_ratio (mean of all)
+search                 space, counts, lower_bound_s, optimal, gap (:class:`.result.Considered`)
+families               per family: name, description, infeasible or its figures
+=====================  =============================================================================================================
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import reduce
+from typing import Any
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.generators.registry import FAMILIES
+
+from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
+from .cutting import ENTRY, Chain, chain_of
+from .evaluation import Evaluation, StageFigures, evaluate
+from .meshes import StageMesh
+from .result import Considered, FamilyFigures
+
+__all__ = ["pipeline_fields", "read_configuration", "recompute_pipeline"]
+
+#: The figures of the timeline that are checked when a plan is read.
+_TIMELINE = (
+    "step_s",
+    "compute_s",
+    "inner_communication_s",
+    "exposed_transfer_s",
+    "exposed_all_reduce_s",
+    "bubble_s",
+)
+
+
+def data_parallel_width(evaluation: Evaluation) -> int:
+    """The slices of the samples that all layers have in common, times the pipelines that share the workers."""
+    common = reduce(math.gcd, (layer.strategy.p0 for layer in evaluation.layers))
+    return common
+
+
+def pipeline_fields(
+    evaluation: Evaluation, considered: Considered, families: tuple[FamilyFigures, ...], search: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The document's member (fields: module's docstring)."""
+    configuration, schedule = evaluation.configuration, evaluation.schedule
+    spec, mesh, cluster = configuration.schedule, configuration.mesh, evaluation.cluster
+    return {
+        "schedule": {
+            "name": spec.name,
+            "options": dict(spec.options),
+            "num_workers": spec.num_workers,
+            "num_stages": spec.num_stages,
+            "num_micro_batches": spec.num_micro_batches,
+            "num_pipelines": spec.num_pipelines,
+            "groups": spec.groups,
+            "synchronous": spec.synchronous,
+            "width": mesh.num_devices,
+            "recomputing": [s for s, stage in enumerate(configuration.stages) if stage.recompute == "stage"],
+        },
+        "mesh": {"nodes": mesh.nodes, "devices_per_node": mesh.devices_per_node},
+        "data_parallel": data_parallel_width(evaluation),
+        "micro_batch": configuration.workload.micro_batch,
+        "workers": [
+            {
+                "ranks": list(mesh.ranks(cluster, worker)),
+                "stages": [stage for _, stage in schedule.stages_on(worker)],
+                "memory_bytes": evaluation.memory[worker],
+            }
+            for worker in range(schedule.num_workers)
+        ],
+        "stages": [_stage_fields(evaluation, s, figures) for s, figures in enumerate(evaluation.stages)],
+        "boundaries": [asdict(boundary) for boundary in evaluation.boundaries],
+        "timeline": {
+            **{name: getattr(evaluation, name) for name in _TIMELINE},
+            "busiest": evaluation.busiest,
+            "bubble_ratio": evaluation.timeline.bubble_ratio,
+        },
+        "search": {**asdict(considered), **search},
+        "families": [_family_fields(figures) for figures in families],
+    }
+
+
+def _stage_fields(evaluation: Evaluation, number: int, figures: StageFigures) -> dict[str, Any]:
+    choice = evaluation.configuration.stages[number]
+    entry = choice.strategies.get(ENTRY) if figures.graph.has_entry else None
+    return {
+        "layers": [layer.name for layer in figures.graph.layers],
+        "num_units": choice.num_units,
+        "recompute": choice.recompute,
+        "workers": [replica.worker for replica in evaluation.schedule.replicas_of(number)],
+        "entry": None if entry is None else [list(split) for split in entry.splits],
+        "in_flight": list(evaluation.in_flight[number]),
+        "forward_s": figures.forward_s,
+        "backward_s": figures.backward_s,
+        "backward_input_s": figures.backward_input_s,
+        "recompute_s": figures.recompute_s,
+        "all_reduce_s": figures.all_reduce_s,
+        "compute_s": figures.compute_s,
+        "communication_s": figures.communication_s,
+        "state_bytes": figures.state_bytes,
+        "kept_bytes": figures.kept_bytes,
+        "input_bytes": figures.input_bytes,
+        "buffer_bytes": figures.buffer_bytes,
+    }
+
+
+def _family_fields(figures: FamilyFigures) -> dict[str, Any]:
+    if figures.infeasible is not None:
+        return {"name": figures.name, "infeasible": figures.infeasible}
+    fields = asdict(figures)
+    del fields["infeasible"]
+    return fields
+
+
+def read_configuration(
+    fields: Fields, chain: Chain, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
+) -> Configuration:
+    """The configuration that a document's member describes.
+
+    Raises:
+        UserError: a field is malformed, or does not fit the graph or the cluster.
+    """
+    where = fields.where
+    mesh_fields = fields.object("mesh")
+    mesh = StageMesh(mesh_fields.integer("nodes", 1), mesh_fields.integer("devices_per_node", 1))
+    if cluster.num_nodes % mesh.nodes or cluster.devices_per_node % mesh.devices_per_node:
+        raise UserError(
+            f"{where}: mesh is {mesh}, which does not tile {cluster.num_nodes} x {cluster.devices_per_node} devices"
+        )
+    spec = _schedule(fields.object("schedule"))
+    if spec.num_workers != mesh.num_workers(cluster):
+        raise UserError(
+            f"{where}: schedule has {spec.num_workers} workers, mesh {mesh} makes {mesh.num_workers(cluster)}"
+        )
+    stages = []
+    names = [layer.name for layer in chain.graph.layers]
+    first = 0
+    for number, entry in enumerate(fields.objects("stages")):
+        num_units, recompute = entry.integer("num_units", 1), entry.text("recompute")
+        if recompute not in RECOMPUTATIONS:
+            raise UserError(f"{entry.where}: recompute is {recompute!r}, should be one of {', '.join(RECOMPUTATIONS)}")
+        if first + num_units > chain.num_units:
+            raise UserError(f"{entry.where}: num_units is {num_units}, the model has {chain.num_units - first} left")
+        own = names[chain.starts[first] : chain.starts[first + num_units]]
+        if list(entry.texts("layers")) != own:
+            raise UserError(f"{entry.where}: layers should be the {len(own)} from {own[0]!r} to {own[-1]!r}")
+        chosen = {name: strategies[name] for name in own}
+        if number:
+            chosen[ENTRY] = Strategy(_splits(entry))
+        stages.append(StageChoice(num_units, recompute, chosen))
+        first += num_units
+    if first != chain.num_units or len(stages) != spec.num_stages:
+        raise UserError(
+            f"{where}: stages are {len(stages)} of {first} units, should be {spec.num_stages} of {chain.num_units}"
+        )
+    return Configuration(mesh, spec, workload, tuple(stages))
+
+
+def _schedule(fields: Fields) -> PipelineSchedule:
+    name = fields.text("name")
+    if name not in FAMILIES:
+        raise UserError(f"{fields.where}: name {name!r} is not one of {', '.join(FAMILIES)}")
+    options = fields.object("options").value
+    for option, value in options.items():
+        if not isinstance(value, (int, str)) or isinstance(value, bool):
+            raise UserError(f"{fields.where}: option {option} is {value!r}, should be a whole number or a word")
+    return PipelineSchedule(
+        name=name,
+        num_workers=fields.integer("num_workers", 1),
+        num_micro_batches=fields.integer("num_micro_batches", 1),
+        options=tuple(sorted(options.items())),
+        groups=fields.integer("groups", 1),
+        synchronous=FAMILIES[name].synchronous,
+        num_pipelines=fields.integer("num_pipelines", 1),
+    )
+
+
+def _splits(entry: Fields) -> tuple[tuple[int, int, int], ...]:
+    splits = []
+    for split in entry.sequence("entry"):
+        if not (isinstance(split, list) and len(split) == 3 and all(type(p) is int and p > 0 for p in split)):
+            raise UserError(f"{entry.where}: entry holds {split!r}, should hold [p0, p1, p2]")
+        splits.append((split[0], split[1], split[2]))
+    return tuple(splits)
+
+
+def recompute_pipeline(
+    fields: Fields, graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
+) -> Evaluation:
+    """Read a document's member and compute its figures anew.
+
+    Raises:
+        UserError: a field is malformed, or a figure is not what its plan makes it.
+    """
+    chain = chain_of(graph)
+    configuration = read_configuration(fields, chain, cluster, workload, strategies)
+    try:
+        evaluation = evaluate(chain, cluster, configuration)
+    except UserError as error:
+        raise UserError(f"{fields.where}: {error}") from None
+    timeline = fields.object("timeline")
+    for name in _TIMELINE:
+        _check(timeline, name, getattr(evaluation, name), evaluation.step_s)
+    for number, entry in enumerate(fields.objects("stages")):
+        for name in ("forward_s", "backward_s", "recompute_s", "all_reduce_s"):
+            _check(entry, name, getattr(evaluation.stages[number], name), evaluation.step_s)
+    for entry, memory, worker in zip(fields.objects("workers"), evaluation.memory, range(len(evaluation.memory))):
+        _check(entry, "memory_bytes", memory, memory)
+        if list(entry.integers("ranks")) != list(configuration.mesh.ranks(cluster, worker)):
+            raise UserError(f"{entry.where}: ranks are not those of worker {worker} of mesh {configuration.mesh}")
+    return evaluation
+
+
+def _check(fields: Fields, name: str, truth: float, scale: float) -> None:
+    value = fields.number(name)
+    # Differences of large sums keep their absolute precision.
+    if not math.isclose(value, truth, rel_tol=1e-9, abs_tol=1e-9 * scale):
+        raise UserError(f"{fields.where}: {name} is {value!r}, its plan makes it {truth!r}; plan again")
