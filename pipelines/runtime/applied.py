@@ -24,6 +24,7 @@ from autoddl.costmodel.workload import Workload
 from .comparing import check_same_function
 from .dropouts import check_dropouts
 from .epilogues import LOSSES
+from .feeding import feeds_of, inputs_of
 from .load import load_oneflow
 from .parameters import StoredParameter
 from .program import Program
@@ -72,7 +73,7 @@ class AppliedModule(flow.nn.Module):
         self._to_be_compared = [module] if check else []
         self._is_summing = True
         self._num_passes = 0
-        self._feeds = _feeds(graph, feeds or {})
+        self._feeds = feeds_of(graph, feeds or {})
         self._names = tuple(module.state_dict().keys())
         self._kept_buffers = _buffers(module)
         for path, stored in self._program.stored.items():
@@ -153,14 +154,7 @@ class AppliedModule(flow.nn.Module):
                 raise UserError(
                     f"{ready.layer.describe()}: {samples} samples do not divide over the {ready.strategy.p0} of {ready.strategy}"
                 )
-        inputs = {}
-        for name, which in self._feeds.items():
-            if which is None:
-                inputs[name] = np.zeros((samples, *self._graph[name].input_shape), dtype=np.int64)
-            elif which >= num_inputs:
-                raise UserError(f"{self._graph[name].describe()}: reads input {which}, but there are {num_inputs}")
-            else:
-                inputs[name] = arrays[which]
+        inputs = inputs_of(self._graph, self._feeds, arrays[:num_inputs])
         self._num_passes += 1
         targets = arrays[-1] if len(arrays) > num_inputs else None
         return Batch(inputs, targets, samples, self._num_passes if self.training else None)
@@ -239,26 +233,6 @@ class AppliedModule(flow.nn.Module):
 def _has_loss(graph: LayerGraph) -> bool:
     last = graph.layers[-1]
     return last.kind == "loss" or bool(LOSSES & set(last.epilogue))
-
-
-def _feeds(graph: LayerGraph, given: Mapping[str, int | None]) -> dict[str, int | None]:
-    """Which input each layer that reads the data itself reads: what the user says, else in order.
-
-    Tables that are looked up after the first one without an input of their own (token types) read zeros, as models do.
-    """
-    readers = [layer for layer in graph.layers if not graph.inputs(layer.name) and layer.kind != "position"]
-    for name in given:
-        if name not in {layer.name for layer in readers}:
-            names = ", ".join(layer.name for layer in readers)
-            raise UserError(f"layer {name!r} reads no input of the model; these do: {names}")
-    feeds: dict[str, int | None] = {}
-    for number, layer in enumerate(readers):
-        feeds[layer.name] = given.get(layer.name, 0 if number == 0 else None)
-        if number and layer.name not in given and layer.kind != "embedding":
-            raise UserError(
-                f"{layer.describe()}: it is not clear which input it reads; give feeds={{{layer.name!r}: NUMBER}}"
-            )
-    return feeds
 
 
 def _register(module: Any, path: str, tensor: Tensor) -> None:
