@@ -20,10 +20,7 @@ it, because each watches its pipe.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pickle
-import selectors
 import shutil
 import sys
 import tempfile
@@ -37,6 +34,7 @@ from autoddl.costmodel.errors import UserError
 
 from .failures import FailureKind, RankError, RankFailure, RankUserError
 from .load import is_available
+from .localranks import LocalRanks, RankMessage
 from .network import namespace_available
 from .processes import RankProcess, is_listening, rank_environment, reserve_port
 
@@ -47,7 +45,6 @@ Target = Union[str, Callable[..., Any]]
 _TICK_SECONDS = 0.2  # how often ranks are looked at while nothing comes from them
 _SETTLE_SECONDS = 0.4  # how long a failure waits for the one that caused it
 _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
-_ORPHANS_SECONDS = 1.0  # how long the system may take to remove what ranks had started and was killed with them
 
 
 class RankPool:
@@ -87,9 +84,8 @@ class RankPool:
         self._is_log_dir_ours = log_dir is None
         self.log_dir = Path(tempfile.mkdtemp(prefix="autoddl-ranks-") if log_dir is None else log_dir).resolve()
         self.log_dir.mkdir(parents=True, exist_ok=True)
-        self._ranks: list[RankProcess] = []
-        self._selector = selectors.DefaultSelector()
-        self._unclaimed: list[tuple[int, str, Any]] = []  # messages that came before they were asked for
+        self._ranks = LocalRanks()
+        self._unclaimed: list[RankMessage] = []  # messages that came before they were asked for
         self._num_jobs = 0
         self._is_open = True
         try:
@@ -156,7 +152,7 @@ class RankPool:
                 rank.send("job", str(path))
             deadline = None if timeout_s is None else time.monotonic() + timeout_s
             what = f"{name} did not end within {timeout_s:g} s" if timeout_s is not None else name
-            results = self._gather("done", self._ranks, deadline, what, on_report)
+            results = self._gather("done", list(self._ranks), deadline, what, on_report)
         except BaseException as error:  # KeyboardInterrupt too
             self._end(failed=isinstance(error, RankError))
             raise
@@ -169,11 +165,7 @@ class RankPool:
         """End the ranks, which should be idle; returns when no process is left."""
         if not self._is_open:
             return
-        for rank in self._ranks:
-            rank.send("exit")
-        deadline = time.monotonic() + _EXIT_SECONDS
-        while time.monotonic() < deadline and any(rank.death() is None for rank in self._ranks):
-            time.sleep(0.01)
+        self._ranks.leave(_EXIT_SECONDS)
         self._end()
 
     def __enter__(self) -> RankPool:
@@ -199,27 +191,27 @@ class RankPool:
         deadline = time.monotonic() + start_timeout_s
         what = f"the start did not end within {start_timeout_s:g} s"
 
-        def start(rank: int, network: int) -> None:
-            log = self.log_dir / f"rank{rank}.log"
-            process = RankProcess.start(
-                rank, self.num_ranks, log, environments[rank], network, with_oneflow, rank in show_ranks
+        def start(rank: int, network: int) -> RankProcess:
+            return self._ranks.start(
+                rank,
+                self.num_ranks,
+                self.log_dir / f"rank{rank}.log",
+                environments[rank],
+                private_network=network,
+                with_oneflow=with_oneflow,
+                shows_output=rank in show_ranks,
             )
-            self._ranks.append(process)
-            os.set_blocking(process.from_rank, False)
-            self._selector.register(process.from_rank, selectors.EVENT_READ, process)
 
-        start(0, -1 if private_network else 0)
-        first = self._ranks[0]
+        first = start(0, -1 if private_network else 0)
         if private_network:
             self._gather("hello", [first], deadline, what)
-        for rank in range(1, self.num_ranks):
-            start(rank, first.process.pid if private_network else 0)
-        self._gather("hello", self._ranks[1:] if private_network else self._ranks, deadline, what)
+        others = [start(rank, first.process.pid if private_network else 0) for rank in range(1, self.num_ranks)]
+        self._gather("hello", others if private_network else [first, *others], deadline, what)
         while with_oneflow and self.num_ranks > 1 and not is_listening(first.process.pid, port):
-            self._watch(deadline, what, self._ranks)
-        for process in self._ranks[1:]:
+            self._watch(deadline, what, [first, *others])
+        for process in others:
             process.send("load")
-        self._gather("ready", self._ranks, deadline, what)
+        self._gather("ready", [first, *others], deadline, what)
 
     def _write_jobs(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Path]:
         """Put what each rank has to do into files: a pipe would block on a rank that does not read."""
@@ -261,65 +253,32 @@ class RankPool:
                 elif on_report is not None:
                     on_report(rank, value)
 
-    def _watch(self, deadline: float | None, what: str, awaited: Sequence[RankProcess]) -> list[tuple[int, str, Any]]:
+    def _watch(self, deadline: float | None, what: str, awaited: Sequence[RankProcess]) -> list[RankMessage]:
         """Wait for a tick or for messages, which are returned; raises as soon as any rank has failed."""
         tick = _TICK_SECONDS if deadline is None else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
-        messages, failures = self._look(tick)
+        messages, failures = self._ranks.look(tick)
         if failures:
             settled = time.monotonic() + _SETTLE_SECONDS
             while (left := settled - time.monotonic()) > 0:
-                failures += self._look(left)[1]
+                failures += self._ranks.look(left)[1]
             raise self._error(min(failures, key=lambda failure: failure.kind))
         is_late = deadline is not None and time.monotonic() >= deadline
         if is_late and all(kind == "report" for _, kind, _ in messages):  # reports are no reason to wait on
             raise self._error(RankFailure(awaited[0].rank, FailureKind.TIMEOUT, f"is late: {what}"))
         return messages
 
-    def _look(self, patience_s: float) -> tuple[list[tuple[int, str, Any]], list[RankFailure]]:
-        """Messages and failures of all ranks, waiting for ``patience_s`` at most."""
-        messages, failures = [], []
-        dead = {rank.rank: failure for rank in self._ranks if (failure := rank.death())}  # before the pipes are read
-        for key, _ in self._selector.select(0 if dead else patience_s):
-            rank: RankProcess = key.data
-            for kind, value in self._read(rank):
-                if kind == "raised":
-                    failures.append(RankFailure.of_exception(rank.rank, *value))
-                else:
-                    messages.append((rank.rank, kind, value))
-        failures += dead.values()
-        for rank in self._ranks:
-            if rank.stopped_for_long():
-                failures.append(RankFailure(rank.rank, FailureKind.STOPPED, "is stopped, as by SIGSTOP"))
-        return messages, failures
-
-    def _read(self, rank: RankProcess) -> list[tuple[str, Any]]:
-        messages: list[tuple[str, Any]] = []
-        while True:
-            try:
-                piece = os.read(rank.from_rank, 1 << 20)
-            except BlockingIOError:
-                return messages
-            if not piece:  # the process is ending
-                self._selector.unregister(rank.from_rank)
-                return messages
-            messages += rank.inbox.feed(piece)
-
     def _error(self, failure: RankFailure) -> RankError:
         """What to raise for a failure, the ranks being still there to be asked where they stand."""
         notes: list[str] = []
         if failure.kind in (FailureKind.WAITED, FailureKind.TIMEOUT):
-            for rank in self._ranks:
-                if rank.death() is not None:
-                    continue
-                if rank.is_stopped():
-                    failure = RankFailure(rank.rank, FailureKind.STOPPED, "is stopped, as by SIGSTOP")
-                    notes = []
-                    break
-                if position := rank.position():
-                    notes.append(f"rank {rank.rank} stands at {position}")
+            suspended = self._ranks.suspended()
+            if suspended is not None:
+                failure = suspended
+            else:
+                notes = [f"rank {rank} stands at {position}" for rank, position in self._ranks.positions().items()]
         if failure.kind is FailureKind.WAITED:
             failure = RankFailure(failure.rank, failure.kind, f"{failure.text} (more than {self.stall_timeout_s:g} s)")
-        log = self._ranks[failure.rank].log
+        log = self._ranks.of(failure.rank).log
         standing = "; ".join(["", *notes])
         message = f"rank {failure.rank} of {self.num_ranks} {failure.text}{standing} (its output: {log})"
         return (RankUserError if failure.is_user_error else RankError)(message, failure.rank, log)
@@ -331,16 +290,7 @@ class RankPool:
         if not self._is_open:
             return
         self._is_open = False
-        for rank in self._ranks:
-            rank.kill()
-        for rank in self._ranks:
-            with contextlib.suppress(KeyError):
-                self._selector.unregister(rank.from_rank)
-            rank.reap()
-        deadline = time.monotonic() + _ORPHANS_SECONDS
-        while any(rank.has_group() for rank in self._ranks) and time.monotonic() < deadline:
-            time.sleep(0.01)
-        self._selector.close()
+        self._ranks.end()
         if self._is_log_dir_ours and not failed:
             shutil.rmtree(self.log_dir, ignore_errors=True)
 

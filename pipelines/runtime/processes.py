@@ -35,9 +35,18 @@ _LOG_TAIL_BYTES = 20_000
 
 
 def rank_environment(
-    rank: int, num_ranks: int, port: int, stall_timeout_s: float, overrides: Mapping[str, str]
+    rank: int,
+    num_ranks: int,
+    port: int,
+    stall_timeout_s: float,
+    overrides: Mapping[str, str],
+    *,
+    address: str = "127.0.0.1",
+    local_rank: int | None = None,
 ) -> dict[str, str]:
     """Environment variables of one rank: who it is, and what makes ranks fast, deterministic and quick to give up.
+
+    Rank 0 is at ``address`` and ``port``; ``local_rank`` counts the ranks of this host, by default the job is on one host.
 
     - One thread per rank for BLAS and OpenMP: ranks share the machine's cores, and sums keep their order.
     - Freed memory stays with the process: else every large message pays for its page faults (twice the time at 64 MB).
@@ -45,11 +54,11 @@ def rank_environment(
     """
     environment = dict(os.environ)
     environment.update(
-        MASTER_ADDR="127.0.0.1",
+        MASTER_ADDR=address,
         MASTER_PORT=str(port),
         WORLD_SIZE=str(num_ranks),
         RANK=str(rank),
-        LOCAL_RANK=str(rank),
+        LOCAL_RANK=str(rank if local_rank is None else local_rank),
         ONEFLOW_TIMEOUT_SECONDS=str(max(1, round(stall_timeout_s))),
         OMP_NUM_THREADS="1",
         OPENBLAS_NUM_THREADS="1",
@@ -64,15 +73,15 @@ def rank_environment(
     return environment
 
 
-def reserve_port() -> socket.socket:
-    """A socket that holds a free port of 127.0.0.1 without listening on it.
+def reserve_port(address: str = "127.0.0.1") -> socket.socket:
+    """A socket that holds a free port of ``address`` (of all of this host's where it is "") without listening on it.
 
     As long as it is open the kernel gives the port to nobody else; OneFlow's server can bind it all the same, since both
     allow the port to be reused.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-    holder.bind(("127.0.0.1", 0))
+    holder.bind((address, 0))
     return holder
 
 
@@ -117,8 +126,10 @@ class RankProcess:
         private_network: int,
         with_oneflow: bool,
         shows_output: bool,
+        directory: Path | None = None,
     ) -> RankProcess:
-        """Start a rank; its output goes to ``log``, its standard output to the launcher's own if ``shows_output``."""
+        """Start a rank, in ``directory`` where that is given; its output goes to ``log``, its standard output to the launcher's own
+        if ``shows_output``."""
         rank_end, to_rank = os.pipe()
         from_rank, launcher_end = os.pipe()
         options = RankOptions(rank, num_ranks, rank_end, launcher_end, private_network, with_oneflow)
@@ -130,6 +141,7 @@ class RankProcess:
                     stdout=None if shows_output else output,
                     stderr=output,
                     env=environment,
+                    cwd=directory,
                     pass_fds=(rank_end, launcher_end),
                     start_new_session=True,
                 )

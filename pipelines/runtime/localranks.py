@@ -1,0 +1,133 @@
+"""Ranks of this machine: started, looked at, and ended. What they are told to do is their holder's affair.
+
+`launcher.RankPool` holds the ranks of a job that is on this machine alone; a supervisor of ``autoddl launch`` those of one host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from .failures import FailureKind, RankFailure
+from .processes import RankProcess
+
+__all__ = ["LocalRanks", "RankMessage"]
+
+RankMessage = tuple[int, str, Any]
+"""Which rank said what kind of thing, and its value: see `rank`."""
+
+_ORPHANS_SECONDS = 1.0  # how long the system may take to remove what ranks had started and was killed with them
+
+
+class LocalRanks:
+    """The ranks of a job that are on this machine, in the order of their start."""
+
+    def __init__(self) -> None:
+        self._ranks: list[RankProcess] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __iter__(self) -> Iterator[RankProcess]:
+        return iter(self._ranks)
+
+    def __len__(self) -> int:
+        return len(self._ranks)
+
+    def of(self, rank: int) -> RankProcess:
+        """The process of a rank of the job."""
+        return next(process for process in self._ranks if process.rank == rank)
+
+    def start(
+        self,
+        rank: int,
+        num_ranks: int,
+        log: Path,
+        environment: Mapping[str, str],
+        *,
+        private_network: int = 0,
+        with_oneflow: bool = True,
+        shows_output: bool = False,
+        directory: Path | None = None,
+    ) -> RankProcess:
+        """Start a rank; see `RankProcess.start`."""
+        process = RankProcess.start(
+            rank, num_ranks, log, environment, private_network, with_oneflow, shows_output, directory
+        )
+        self._ranks.append(process)
+        os.set_blocking(process.from_rank, False)
+        self._selector.register(process.from_rank, selectors.EVENT_READ, process)
+        return process
+
+    def look(self, patience_s: float) -> tuple[list[RankMessage], list[RankFailure]]:
+        """Messages and failures of all ranks, waiting for ``patience_s`` at most; a failure that lasts comes with every look."""
+        messages: list[RankMessage] = []
+        failures: list[RankFailure] = []
+        dead = {rank.rank: failure for rank in self._ranks if (failure := rank.death())}  # before the pipes are read
+        for key, _ in self._selector.select(0 if dead else patience_s):
+            rank: RankProcess = key.data
+            for kind, value in self._read(rank):
+                if kind == "raised":
+                    failures.append(RankFailure.of_exception(rank.rank, *value))
+                else:
+                    messages.append((rank.rank, kind, value))
+        failures += dead.values()
+        for rank in self._ranks:
+            if rank.stopped_for_long():
+                failures.append(_stopped(rank))
+        return messages, failures
+
+    def _read(self, rank: RankProcess) -> list[tuple[str, Any]]:
+        messages: list[tuple[str, Any]] = []
+        while True:
+            try:
+                piece = os.read(rank.from_rank, 1 << 20)
+            except BlockingIOError:
+                return messages
+            if not piece:  # the process is ending
+                self._selector.unregister(rank.from_rank)
+                return messages
+            messages += rank.inbox.feed(piece)
+
+    def suspended(self) -> RankFailure | None:
+        """A rank that somebody has suspended, which those that wait for it do not know; None where there is none."""
+        return next((_stopped(rank) for rank in self._living() if rank.is_stopped()), None)
+
+    def positions(self) -> dict[int, str]:
+        """Where living ranks stand in the user's code, by rank, as far as they say so."""
+        return {rank.rank: position for rank in self._living() if (position := rank.position())}
+
+    def _living(self) -> Sequence[RankProcess]:
+        return [rank for rank in self._ranks if rank.death() is None]
+
+    def leave(self, patience_s: float) -> None:
+        """Let idle ranks leave by themselves; those that have not after ``patience_s`` are for `end`."""
+        for rank in self._ranks:
+            rank.send("exit")
+        deadline = time.monotonic() + patience_s
+        while time.monotonic() < deadline and any(rank.death() is None for rank in self._ranks):
+            time.sleep(0.01)
+
+    def kill(self) -> None:
+        """Kill all ranks and what they started, without waiting for their end."""
+        for rank in self._ranks:
+            rank.kill()
+
+    def end(self) -> None:
+        """Kill and reap whatever is left of the ranks; returns when no process is left."""
+        self.kill()
+        for rank in self._ranks:
+            with contextlib.suppress(KeyError):
+                self._selector.unregister(rank.from_rank)
+            rank.reap()
+        deadline = time.monotonic() + _ORPHANS_SECONDS
+        while any(rank.has_group() for rank in self._ranks) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        self._selector.close()
+
+
+def _stopped(rank: RankProcess) -> RankFailure:
+    return RankFailure(rank.rank, FailureKind.STOPPED, "is stopped, as by SIGSTOP")
