@@ -1,6 +1,6 @@
 """Schedules on ranks whose stages sleep: measured makespans beside the simulator's.
 
-    python tests/bench/bench_pipelines.py [--forward 0.2] [--repeats 2] [--small]
+    python tests/bench/bench_pipelines.py [--forward 0.2] [--repeats 2] [--ranks 4 8]
 
 A forward sleeps for --forward seconds, a backward twice as long; sends, receives, all-reduces and their order are real, 64 KB a
 boundary. So the figures tell how well the runtime keeps a schedule, whatever the number of cores. The simulation knows nothing of
@@ -39,11 +39,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--forward", type=float, default=0.2)
     parser.add_argument("--repeats", type=int, default=2)
-    parser.add_argument("--small", action="store_true", help="four ranks only")
+    parser.add_argument("--ranks", type=int, nargs="+", choices=(4, 8), default=(4, 8), help="(both)")
     parser.add_argument("--draw", action="store_true", help="both timelines of the first case of each schedule")
     arguments = parser.parse_args()
     print(f"{'ranks':>5} {'schedule':12} {'N':>3} {'simulated':>10} {'measured':>9} {'ratio':>6}   all repeats")
-    for num_ranks in (4,) if arguments.small else (4, 8):
+    for num_ranks in arguments.ranks:
         cases = [case for case in CASES if case[0] == num_ranks]
         best: dict[tuple[str, int], tuple[float, float]] = {}
         with RankPool(num_ranks) as pool:
