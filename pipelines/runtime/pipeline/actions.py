@@ -7,8 +7,10 @@ are numbered over the whole schedule: slot 2 m + 1 is the second half of micro-b
 An action prints like the task that it belongs to::
 
     run 2F5 v1           a compute task, with the version of the weights that it reads
-    send 2F5 to 3        the output of a task; the rows, where they are not all: send 2F5[2:4] to 3
+    run 2F5 v1 of (4 5)  the same by ranks that communicate with each other meanwhile
+    send 2F5 to 3        the output of a task; rows and columns, where they are not all: send 2F5[2:4] to 3, send 2F5[0:4,8:16] to 3
     receive 2F5 from 1
+    rest of 2F5, 1 to 3  what is still to be sent of a compressed message that turned out to need full precision
     reduce 0A3 of (0 4)  the sum of stage 0's gradients of update 3 over the ranks 0 and 4; 0&3A3 for weights of both
     update 2U3           turns version 3 into 4, in place; "keep" where version 3 is still needed
     drop 2v3             the last reader of version 3 of stage 2's weights is done
@@ -20,7 +22,7 @@ from typing import NamedTuple, Union
 
 from ...schedule import Task
 
-__all__ = ["Action", "Drop", "Message", "Receive", "Reduce", "Run", "Send", "Update"]
+__all__ = ["Action", "Drop", "Message", "Receive", "Reduce", "Rest", "Run", "Send", "Update"]
 
 
 class Message(NamedTuple):
@@ -39,10 +41,14 @@ class Message(NamedTuple):
     """Of each slot."""
     is_whole: bool
     """Whether it carries all rows."""
+    columns: range | None = None
+    """Of each row; None for all of them."""
 
     def __str__(self) -> str:
-        rows = "" if self.is_whole else f"[{self.first_row}:{self.first_row + self.num_rows}]"
-        return f"{self.task}{rows}"
+        rows = f"{self.first_row}:{self.first_row + self.num_rows}"
+        if self.columns is not None:
+            return f"{self.task}[{rows},{self.columns.start}:{self.columns.stop}]"
+        return f"{self.task}" if self.is_whole else f"{self.task}[{rows}]"
 
 
 class Run(NamedTuple):
@@ -56,13 +62,16 @@ class Run(NamedTuple):
     """Of the stage's weights."""
     update: int
     """That its gradients count towards."""
+    ranks: tuple[int, ...] = ()
+    """All ranks of the worker, where they communicate with each other in this computation; none where each computes alone."""
 
     @property
     def num_slots(self) -> int:
         return sum(self.pieces)
 
     def __str__(self) -> str:
-        return f"run {self.task} v{self.version}"
+        together = f" of ({' '.join(map(str, self.ranks))})" if self.ranks else ""
+        return f"run {self.task} v{self.version}{together}"
 
 
 class Send(NamedTuple):
@@ -77,6 +86,18 @@ class Receive(NamedTuple):
 
     def __str__(self) -> str:
         return f"receive {self.message} from {self.message.source}"
+
+
+class Rest(NamedTuple):
+    """The second part of a message that is compressed where its values allow it.
+
+    Both ends come to it, and know by then whether there is one.
+    """
+
+    message: Message
+
+    def __str__(self) -> str:
+        return f"rest of {self.message}, {self.message.source} to {self.message.destination}"
 
 
 class Reduce(NamedTuple):
@@ -116,4 +137,4 @@ class Drop(NamedTuple):
         return f"drop {prefix}{self.stage}v{self.version}"
 
 
-Action = Union[Run, Send, Receive, Reduce, Update, Drop]
+Action = Union[Run, Send, Receive, Rest, Reduce, Update, Drop]

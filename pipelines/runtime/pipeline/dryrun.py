@@ -1,7 +1,7 @@
 """Executing programs without data: do they get through, and does every computation have what it needs?
 
-Every message here blocks both its ends and every reduction all its ranks, which is stricter than any real execution. A program that
-passes neither deadlocks nor works on something that has not come.
+Every message here blocks both its ends, every reduction and every computation in which ranks communicate all its ranks, which is
+stricter than any real execution. A program that passes neither deadlocks nor works on something that has not come.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from autoddl.costmodel.errors import UserError
 
-from ...schedule import Kind, Schedule, Task
-from .actions import Action, Receive, Reduce, Run, Send, Update
-from .slots import RankMap
+from ...schedule import Kind, Task
+from .actions import Action, Receive, Reduce, Rest, Run, Send, Update
+from .holding import Holding
 
 __all__ = ["ProgramError", "check_programs"]
 
@@ -22,13 +22,17 @@ class ProgramError(UserError):
     """Lists of actions that ranks cannot carry out."""
 
 
-def check_programs(schedule: Schedule, programs: Sequence[Sequence[Action]], slot_rows: int) -> None:
+def check_programs(holding: Holding, programs: Sequence[Sequence[Action]], compress: bool = False) -> None:
     """Run all programs to their ends.
+
+    Args:
+        holding: the schedule, and what its ranks hold.
+        compress: messages are there only when their second parts are.
 
     Raises:
         ProgramError: they come to a standstill, or a rank comes to an action before its inputs; names the rank and the action.
     """
-    checks = [_Rank(schedule, rank, program, slot_rows) for rank, program in enumerate(programs)]
+    checks = [_Rank(holding, rank, program, compress) for rank, program in enumerate(programs)]
     waiting = list(range(len(checks)))
     while waiting:
         rank = waiting.pop()
@@ -45,22 +49,22 @@ def check_programs(schedule: Schedule, programs: Sequence[Sequence[Action]], slo
         if check.head is not None:
             others = [other for other in _ends(check.head) if not _meets(checks[other].head, check.head)]
             raise ProgramError(
-                f"schedule {schedule.name}: rank {check.rank} waits in '{check.head}' for rank {others[0]}, which is at "
+                f"schedule {holding.schedule.name}: rank {check.rank} waits in '{check.head}' for rank {others[0]}, which is at "
                 f"'{checks[others[0]].head or 'its end'}'"
             )
 
 
 def _ends(action: Action) -> list[int]:
     """The ranks that a piece of communication takes place on."""
-    if isinstance(action, Reduce):
+    if isinstance(action, (Reduce, Run)):
         return list(action.ranks)
-    assert isinstance(action, (Send, Receive))
+    assert isinstance(action, (Send, Receive, Rest))
     return [action.message.source, action.message.destination]
 
 
 def _meets(there: Action | None, action: Action) -> bool:
     """Whether another rank has come to the same communication."""
-    if isinstance(action, Reduce):
+    if isinstance(action, (Reduce, Rest, Run)):
         return there == action
     assert isinstance(action, (Send, Receive))
     return isinstance(there, (Send, Receive)) and there.message == action.message
@@ -69,16 +73,16 @@ def _meets(there: Action | None, action: Action) -> bool:
 class _Rank:
     """How far one rank has come, and what has reached it."""
 
-    def __init__(self, schedule: Schedule, rank: int, program: Sequence[Action], slot_rows: int) -> None:
-        ranks = RankMap(schedule.widths)
+    def __init__(self, holding: Holding, rank: int, program: Sequence[Action], compress: bool) -> None:
         self.rank = rank
-        self._schedule = schedule
-        self._worker = ranks.worker_of(rank)
-        self._rows = len(ranks.rows_of(rank, slot_rows))
+        self._holding = holding
+        self._schedule = holding.schedule
+        self._worker = holding.ranks.worker_of(rank)
         self._program = program
         self._position = 0
+        self._last_part: type[Rest] | type[Receive] = Rest if compress else Receive
         self._arrived: Counter[tuple[bool, int, int, int]] = Counter()
-        """Rows of (is forward, pipeline, consuming stage, slot)."""
+        """Elements of the matrix of (is forward, pipeline, consuming stage, slot)."""
         self._sums_to_come = Counter(
             (stage, action.update) for action in program if isinstance(action, Reduce) for stage in action.stages
         )
@@ -92,7 +96,7 @@ class _Rank:
         """Go on to the next communication."""
         while self._position < len(self._program):
             action = self._program[self._position]
-            if isinstance(action, (Send, Receive, Reduce)):
+            if isinstance(action, (Send, Receive, Rest, Reduce)) or (isinstance(action, Run) and action.ranks):
                 return
             if isinstance(action, Run):
                 self._compute(action)
@@ -104,29 +108,34 @@ class _Rank:
         """The communication at the head has taken place."""
         action = self._program[self._position]
         self._position += 1
-        if isinstance(action, Receive):
+        if isinstance(action, self._last_part) and action.message.destination == self.rank:
             message = action.message
-            self._deliver(message.task, message.first_slot, message.num_slots, message.num_rows)
+            task = message.task
+            columns = self._holding.columns(task.stage - (task.kind is not Kind.FORWARD))
+            size = message.num_rows * (columns if message.columns is None else len(message.columns))
+            self._deliver(task, message.first_slot, message.num_slots, size)
         elif isinstance(action, Reduce):
             for stage in action.stages:
                 self._sums_to_come[stage, action.update] -= 1
+        elif isinstance(action, Run):
+            self._compute(action)
 
-    def _deliver(self, task: Task, first_slot: int, num_slots: int, num_rows: int) -> None:
-        """Rows of a task's output are here for its consumer."""
+    def _deliver(self, task: Task, first_slot: int, num_slots: int, size: int) -> None:
+        """So many elements of every slot of a task's output are here for its consumer."""
         is_forward = task.kind is Kind.FORWARD
         consumer = task.stage + (1 if is_forward else -1)
         for slot in range(first_slot, first_slot + num_slots):
-            self._arrived[is_forward, task.pipeline, consumer, slot] += num_rows
+            self._arrived[is_forward, task.pipeline, consumer, slot] += size
 
     def _compute(self, run: Run) -> None:
         task = run.task
         if self._schedule.source_of(task) is not None:
-            is_forward = task.kind is Kind.FORWARD
+            is_forward, needed = task.kind is Kind.FORWARD, self._holding.taken(self.rank, task).size
             for slot in range(run.first_slot, run.first_slot + run.num_slots):
-                if self._arrived.pop((is_forward, task.pipeline, task.stage, slot), 0) != self._rows:
+                if self._arrived.pop((is_forward, task.pipeline, task.stage, slot), 0) != needed:
                     self._refuse(run, "its input")
         if self._schedule.destination_of(task) == self._worker:
-            self._deliver(task, run.first_slot, run.num_slots, self._rows)
+            self._deliver(task, run.first_slot, run.num_slots, self._holding.given(self.rank, task).size)
 
     def _refuse(self, action: Action, what: str) -> None:
         raise ProgramError(f"schedule {self._schedule.name}: rank {self.rank} comes to '{action}' before it has {what}")

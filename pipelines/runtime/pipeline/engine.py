@@ -9,8 +9,8 @@ from typing import Any
 
 from ...schedule import Kind, Schedule, Task
 from ..load import load_oneflow
-from .actions import Action, Drop, Message, Receive, Reduce, Run, Send, Update
-from .inbox import Inbox, rows_of_each_slot
+from .actions import Action, Drop, Message, Receive, Reduce, Rest, Run, Send, Update
+from .inbox import Inbox, part_of_each_slot
 from .lowering import Lowered
 from .report import RankReport
 from .transport import Transport, wait_for
@@ -43,9 +43,9 @@ class _Engine:
         self._schedule: Schedule = lowered.schedule
         self._rank = rank
         self._worker = lowered.ranks.worker_of(rank)
-        self._rows = lowered.ranks.rows_of(rank, lowered.slot_rows)
+        self._holding = lowered.holding
         self._work = work
-        self._transport = Transport()
+        self._transport = Transport(lowered.compresses)
         self._inbox = Inbox()
         self._outputs: dict[Task, Tensor] = {}
         program = lowered.programs[rank]
@@ -62,6 +62,8 @@ class _Engine:
                 self._send(action.message)
             elif isinstance(action, Receive):
                 self._receive(action.message)
+            elif isinstance(action, Rest):
+                self._arrived(action.message, self._transport.rest(action.message))
             elif isinstance(action, Reduce):
                 self._reduce(action)
             elif isinstance(action, Update):
@@ -79,6 +81,8 @@ class _Engine:
             peak_activations=self._work.peak_activations,
             peak_versions=self._work.peak_versions,
             bytes_sent=self._transport.bytes_sent,
+            bytes_saved=self._transport.bytes_saved,
+            num_uncompressed=self._transport.num_uncompressed,
             bytes_reduced=self._transport.bytes_reduced,
         )
 
@@ -90,15 +94,20 @@ class _Engine:
         if self._schedule.source_of(task) is not None:
             x = self._inbox.take((task.kind is Kind.FORWARD, task.pipeline, task.stage), run.first_slot, run.num_slots)
             wait_for(x)
+        if run.ranks:
+            flow._oneflow_internal.eager.Sync()  # what was issued before is over
         start = time.monotonic()
         y = self._work.compute(run, x)
+        if run.ranks:
+            flow._oneflow_internal.eager.Sync()
         self._spans[task] = (start, time.monotonic())
         destination = self._schedule.destination_of(task)
         if destination is None:
             return
         assert y is not None
         if destination == self._worker:
-            self._inbox.put(_consumer(task), run.first_slot, run.num_slots, self._rows.start, y)
+            rows, columns = self._holding.given(self._rank, task)
+            self._inbox.put(_consumer(task), run.first_slot, run.num_slots, rows.start, columns.start, y)
         else:
             self._outputs[task] = y
 
@@ -106,21 +115,33 @@ class _Engine:
         task = message.task
         self._sends_left[task] -= 1
         y = self._outputs[task] if self._sends_left[task] else self._outputs.pop(task)
-        first = message.first_row - self._rows.start
-        self._transport.send(rows_of_each_slot(y, message.num_slots, first, message.num_rows), message.destination)
+        held = self._holding.given(self._rank, task)
+        first = message.first_row - held.rows.start
+        columns = _within(message.columns, held.columns)
+        part = part_of_each_slot(y, message.num_slots, range(first, first + message.num_rows), columns)
+        self._transport.send(message, part)
 
     def _receive(self, message: Message) -> None:
         is_forward = message.task.kind is Kind.FORWARD
         boundary = self._work.boundaries[message.task.stage - (not is_forward)]
-        shape = (message.num_slots * message.num_rows, *boundary.row_shape)
-        x = self._transport.receive(shape, boundary.dtype, message.source)
-        self._inbox.put(_consumer(message.task), message.first_slot, message.num_slots, message.first_row, x)
+        row_shape = boundary.row_shape
+        if message.columns is not None:
+            row_shape = (*row_shape[:-1], len(message.columns))
+        shape = (message.num_slots * message.num_rows, *row_shape)
+        self._arrived(message, self._transport.receive(message, shape, boundary.dtype))
+
+    def _arrived(self, message: Message, x: Tensor | None) -> None:
+        if x is not None:
+            first_column = 0 if message.columns is None else message.columns.start
+            slots = (message.first_slot, message.num_slots)
+            self._inbox.put(_consumer(message.task), *slots, message.first_row, first_column, x)
 
     def _reduce(self, action: Reduce) -> None:
-        vector = self._work.gradient(action.stages, action.update)
-        if vector is None:
+        issued = time.monotonic()
+        total = self._work.total(action, self._transport)
+        if total is None:
             return  # stages without weights, on all ranks alike
-        pending = (action, self._transport.all_reduce(vector, action.ranks), time.monotonic())
+        pending = (action, total, issued)
         for stage in action.stages:
             self._sums.setdefault((stage, action.update), []).append(pending)
 
@@ -130,10 +151,15 @@ class _Engine:
             arrived = wait_for(total)
             if len(reduction.stages) == 1:
                 self._spans[task._replace(kind=Kind.ALL_REDUCE)] = (issued, arrived)
-            self._work.set_gradient(task.stage, reduction.stages, reduction.update, total)
+            self._work.set_gradient(task.stage, reduction, total)
         start = time.monotonic()
         self._work.update(action)
         self._spans[task] = (start, time.monotonic())
+
+
+def _within(columns: range | None, held: range) -> range | None:
+    """Columns, counted from the first one held."""
+    return None if columns is None else range(columns.start - held.start, columns.stop - held.start)
 
 
 def _consumer(task: Task) -> tuple[bool, int, int]:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from ...memory import version_lifetimes
 from ...schedule import Kind, Schedule, Task
 from .actions import Action, Drop, Run, Update
+from .holding import Holding
 from .slots import slots_of, slots_per_micro_batch
 
 __all__ = ["LocalActions", "local_actions"]
@@ -15,12 +16,15 @@ __all__ = ["LocalActions", "local_actions"]
 LocalActions = tuple[tuple[Task, tuple[Action, ...]], ...]
 
 
-def local_actions(schedule: Schedule) -> tuple[LocalActions, ...]:
+def local_actions(schedule: Schedule, holding: Holding | None = None) -> tuple[LocalActions, ...]:
     """Per worker, aligned with its list, each task with its computation or update, and the versions of weights to drop after it.
 
     A forward is cut in the pieces that its backwards take. An update works in place where the version it starts from has no
     later reader; else that version is kept, and dropped after its last one. The launch of an all-reduce has no action: it says
     from when on the reduction can be issued, which is a matter of communication.
+
+    Args:
+        holding: says which ranks communicate while they compute; by default none do.
     """
     per_micro_batch = slots_per_micro_batch(schedule)
     drops: dict[tuple[int, int], list[Drop]] = {}
@@ -40,7 +44,8 @@ def local_actions(schedule: Schedule) -> tuple[LocalActions, ...]:
         for index, task in enumerate(tasks):
             actions: list[Action] = []
             if task.kind.is_compute:
-                actions.append(_run(schedule, task, pieces, per_micro_batch))
+                run = _run(schedule, task, pieces, per_micro_batch)
+                actions.append(run if holding is None else run._replace(ranks=holding.joint_ranks(task)))
             elif task.kind is Kind.UPDATE:
                 actions.append(Update(task, Drop(task.pipeline, task.stage, task.micro_batch) in outlives_its_update))
             aligned.append((task, (*actions, *drops.get((worker, index), ()))))

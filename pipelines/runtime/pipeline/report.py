@@ -31,6 +31,10 @@ class RankReport:
     """To neighbouring stages."""
     bytes_reduced: int
     """Summed over ranks: the size of the vectors, not the bytes on the wire."""
+    bytes_saved: int = 0
+    """That would have been sent to neighbouring stages besides, were it not for compression."""
+    num_uncompressed: int = 0
+    """Messages that compression had to leave in full precision."""
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,10 @@ class PipelineReport:
     """Per worker the most versions of any one stage's weights, as :func:`autoddl.pipelines.memory.peak_weight_versions`."""
     bytes_sent: int
     """Between stages, by all ranks."""
+    bytes_saved: int = 0
+    """That would have been sent besides, were it not for compression."""
+    num_uncompressed: int = 0
+    """Messages that compression had to leave in full precision."""
 
     def mean_losses(self) -> tuple[float, ...]:
         """The mean loss of each update's micro-batches."""
@@ -85,6 +93,8 @@ def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport
         peak_activations=tuple(max(report.peak_activations for report in members) for members in by_worker),
         peak_versions=tuple(max(report.peak_versions for report in members) for members in by_worker),
         bytes_sent=sum(report.bytes_sent for report in reports),
+        bytes_saved=sum(report.bytes_saved for report in reports),
+        num_uncompressed=sum(report.num_uncompressed for report in reports),
     )
 
 

@@ -11,10 +11,11 @@ import numpy as np
 from ...schedule import Kind
 from ...times import Times
 from ..load import load_oneflow
-from .actions import Drop, Run, Update
+from .actions import Drop, Reduce, Run, Update
 from .chain import Boundary
 from .engine import execute
 from .lowering import Lowered
+from .transport import Transport
 
 flow: Any = load_oneflow()
 
@@ -74,11 +75,11 @@ class SleepingWork:
         (size,) = self.boundaries[run.task.stage - (run.task.kind is not Kind.FORWARD)].row_shape
         return flow.tensor(np.zeros((run.num_slots * self._rows, size), dtype=np.float32))
 
-    def gradient(self, stages: tuple[int, ...], update: int) -> Tensor | None:
-        size = sum(self._gradient_elements[stage] for stage in stages)
-        return flow.zeros(size) if size else None
+    def total(self, action: Reduce, transport: Transport) -> Tensor | None:
+        size = sum(self._gradient_elements[stage] for stage in action.stages)
+        return transport.all_reduce(flow.zeros(size), action.ranks) if size else None
 
-    def set_gradient(self, stage: int, stages: tuple[int, ...], update: int, vector: Tensor) -> None:
+    def set_gradient(self, stage: int, action: Reduce, total: Tensor) -> None:
         pass
 
     def update(self, action: Update) -> None:

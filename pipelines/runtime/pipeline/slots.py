@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import accumulate
 
-from autoddl.costmodel.errors import UserError
-
 from ...schedule import Part, Schedule, Task
 
-__all__ = ["RankMap", "rows_of_slots", "slots_of", "slots_per_micro_batch"]
+__all__ = ["RankMap", "slots_of", "slots_per_micro_batch"]
 
 _HALVES = (Part.FIRST_HALF, Part.SECOND_HALF)
 
@@ -52,20 +50,3 @@ def slots_of(task: Task, per_micro_batch: int) -> range:
     """The slots that a compute task covers."""
     first = task.micro_batch * per_micro_batch + (task.part is Part.SECOND_HALF)
     return range(first, first + round(task.part.size * per_micro_batch))
-
-
-def rows_of_slots(schedule: Schedule, micro_batch_rows: int) -> int:
-    """Rows of a slot.
-
-    Raises:
-        UserError: a slot's rows do not divide over the ranks of some worker.
-    """
-    per_micro_batch = slots_per_micro_batch(schedule)
-    for worker, width in enumerate(schedule.widths):
-        if micro_batch_rows < 1 or micro_batch_rows % (per_micro_batch * width):
-            halves = "half micro-batches over " if per_micro_batch == 2 else ""
-            raise UserError(
-                f"micro_batch_rows is {micro_batch_rows}, which does not divide into {halves}the {width} rank(s) of worker "
-                f"{worker}; give a multiple of {per_micro_batch * width}"
-            )
-    return micro_batch_rows // per_micro_batch

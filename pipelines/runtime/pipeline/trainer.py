@@ -13,13 +13,15 @@ from autoddl.costmodel.errors import UserError
 from ...schedule import Schedule
 from ...times import Times
 from ..load import load_oneflow
-from .chain import Chain, StageModule, boundaries, cut, even_sizes, tied_stages
+from .chain import Chain, boundaries, cut, even_sizes, tied_stages
+from .chain_stages import ChainStages
 from .checkpoint import find_checkpoint, write_complete, write_part
+from .data import BatchSource, LossListener
 from .engine import execute
 from .lowering import Lowered, lower
 from .report import RankReport
 from .weights import OptimizerFactory
-from .work import BatchSource, LossListener, ModelWork
+from .work import ModelWork, Stages
 
 flow: Any = load_oneflow()
 
@@ -45,6 +47,7 @@ class PipelineTrainer:
         batch: inputs and targets of a micro-batch by its number, counted over all runs; arrays whose rows are the samples.
         sizes: layers per stage; even by default.
         times: of the stages, to order the communication by (see `lower`).
+        compress: whether what goes between stages is compressed where its values allow it (see `compression`).
         on_loss: told of losses as they come, where the last stage is.
 
     Raises:
@@ -60,6 +63,7 @@ class PipelineTrainer:
         *,
         sizes: Sequence[int] | None = None,
         times: Times | None = None,
+        compress: bool = False,
         on_loss: LossListener | None = None,
     ) -> None:
         if flow.env.get_world_size() != sum(schedule.widths):
@@ -74,16 +78,17 @@ class PipelineTrainer:
             )
         between = boundaries(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
         tied = set(tied_stages(stages).values())
-        self.lowered: Lowered = lower(schedule, len(inputs), times=times, tied=tied)
+        self.lowered: Lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
         self.rank: int = flow.env.get_rank()
         self.num_updates = 0
         self.num_micro_batches = 0
-        self._work = ModelWork(self.lowered, self.rank, stages, between, make_optimizer, batch, on_loss)
-        self._owners = _owners(self.lowered, stages)
+        self._stages: Stages = ChainStages(self.lowered, self.rank, stages, between, batch)
+        self._work = ModelWork(self.lowered, self.rank, self._stages, make_optimizer, on_loss)
+        self._owners = _owners(self.lowered, self._stages)
 
     def run(self) -> RankReport:
         """Carry out the schedule once, on the micro-batches that follow; all ranks call."""
-        self._work.first_micro_batch = self.num_micro_batches
+        self._stages.first_micro_batch = self.num_micro_batches
         report = execute(self.lowered, self.rank, self._work)
         self.num_updates += self.lowered.schedule.num_updates
         self.num_micro_batches += self.lowered.schedule.num_micro_batches
@@ -102,10 +107,9 @@ class PipelineTrainer:
     def save(self, directory: Path) -> None:
         """Write a checkpoint, of what all runs so far have made; all ranks call."""
         entries = {}
-        for replica in self._work.replicas.values():
-            entries.update(
-                {name: entry for name, entry in replica.entries().items() if self._owners[name] == self.rank}
-            )
+        for (_, stage), replica in self._work.replicas.items():
+            whole = self._stages.entries(stage, replica)
+            entries.update({name: entry for name, entry in whole.items() if self._owners[name] == self.rank})
         write_part(directory, self.num_updates, self.rank, entries)
         flow.comm.barrier()
         if self.rank == 0:
@@ -122,19 +126,20 @@ class PipelineTrainer:
         found = find_checkpoint(directory)
         if found is None:
             return False
-        entries = found.read({name for replica in self._work.replicas.values() for name in replica.names})
-        for replica in self._work.replicas.values():
-            replica.restore(entries)
+        held = self._work.replicas.items()
+        entries = found.read({name for (_, stage), _ in held for name in self._stages.names(stage)})
+        for (_, stage), replica in held:
+            self._stages.restore(stage, replica, entries)
         self.num_updates, self.num_micro_batches = found.num_updates, found.num_micro_batches
         return True
 
 
-def _owners(lowered: Lowered, stages: Sequence[StageModule]) -> dict[str, int]:
+def _owners(lowered: Lowered, stages: Stages) -> dict[str, int]:
     """Per parameter the first of the ranks that have it: the one that saves it."""
     owners: dict[str, int] = {}
-    for stage in stages:
-        holders = lowered.schedule.replicas_of(stage.number)
+    for stage in range(lowered.schedule.num_stages):
+        holders = lowered.schedule.replicas_of(stage)
         ranks = [lowered.ranks.ranks_of(replica.worker).start for replica in holders]
-        for name in stage.places:
+        for name in stages.names(stage):
             owners[name] = min(ranks + ([owners[name]] if name in owners else []))
     return owners

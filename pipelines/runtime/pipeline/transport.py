@@ -2,17 +2,24 @@
 
 All of it is issued in one OneFlow thread of the process, in which it runs one after the other in the order of issue, while the
 main thread goes on. Only the ranks concerned call. A tensor that was received can be used at once: computations wait for it.
+
+Messages may be compressed (`compression`). They are so in the main thread, on the sender's side when they are sent and on the
+receiver's when it wants them; bytes are counted as they are sent.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 import time
-from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
 
 from ..collectives import receive, send
 from ..load import load_oneflow
+from .actions import Message
+from .compression import decode, encode, has_rest, num_words, num_words_of_rest
 
 flow: Any = load_oneflow()
 
@@ -34,21 +41,68 @@ def wait_for(tensor: Tensor) -> float:
 
 
 class Transport:
-    """A rank's sending and receiving; counts the bytes of what it sends to single ranks and of what it sums."""
+    """A rank's sending and receiving.
 
-    def __init__(self) -> None:
+    Attributes:
+        bytes_sent: to single ranks.
+        bytes_saved: that these would have been more without compression.
+        num_uncompressed: messages that were to be compressed but needed full precision.
+        bytes_reduced: the size of vectors that were summed.
+
+    Args:
+        compresses: whether messages in single precision are compressed where their values allow it. Both ends of a message call
+            `rest` for it some time after `send` and `receive`.
+    """
+
+    def __init__(self, compresses: bool = False) -> None:
         self.bytes_sent = 0
+        self.bytes_saved = 0
+        self.num_uncompressed = 0
         self.bytes_reduced = 0
+        self._compresses = compresses
+        self._leaving: dict[Message, np.ndarray] = {}
+        self._arriving: dict[Message, tuple[Tensor, tuple[int, ...]]] = {}
 
-    def send(self, x: Tensor, rank: int) -> None:
-        x = x.detach().contiguous()
+    def send(self, message: Message, x: Tensor) -> None:
+        """Send the tensor of a message, all of it or its first part."""
+        if not (self._compresses and x.dtype == flow.float32):
+            self._send(x.detach().contiguous(), message.destination)
+            return
+        first, rest = encode(x.detach().numpy())
+        if rest is not None:
+            self._leaving[message] = rest
+            self.num_uncompressed += 1
+        self.bytes_saved += 4 * x.numel() - first.nbytes - (0 if rest is None else rest.nbytes)
+        self._send(flow.tensor(first), message.destination)
+
+    def receive(self, message: Message, shape: tuple[int, ...], dtype: Any) -> Tensor | None:
+        """The tensor of a message; None where only a first part is on its way, and `rest` gives the tensor."""
+        if not (self._compresses and dtype == flow.float32):
+            return self._receive(shape, dtype, message.source)
+        first = self._receive((num_words(math.prod(shape)),), flow.int32, message.source)
+        self._arriving[message] = first, shape
+        return None
+
+    def rest(self, message: Message) -> Tensor | None:
+        """Send or receive the second part of a message, if there is one; what has been received, once it is there."""
+        if message in self._leaving:
+            self._send(flow.tensor(self._leaving.pop(message)), message.destination)
+        if message not in self._arriving:
+            return None
+        arriving, shape = self._arriving.pop(message)
+        first, size, rest = arriving.numpy(), math.prod(shape), None
+        if has_rest(first):
+            rest = self._receive((num_words_of_rest(size),), flow.int32, message.source).numpy()
+        return flow.tensor(decode(first, rest, size).reshape(shape))
+
+    def _send(self, x: Tensor, rank: int) -> None:
         self.bytes_sent += x.numel() * x.element_size()
         with flow.asyncs.thread(_communication_thread()):
             send(x, rank)
 
-    def receive(self, shape: Sequence[int], dtype: Any, rank: int) -> Tensor:
+    def _receive(self, shape: tuple[int, ...], dtype: Any, rank: int) -> Tensor:
         with flow.asyncs.thread(_communication_thread()):
-            return receive(tuple(shape), dtype, rank)
+            return receive(shape, dtype, rank)
 
     def all_reduce(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """The sum of a vector over ``ranks`` (ascending, this one included)."""

@@ -55,13 +55,18 @@ class ReplicaWeights:
         """The leaves through which computations read a version."""
         return self._versions[number]
 
-    def collect(self, number: int, update: int) -> None:
-        """Add the gradients that a backward pass left at a version's leaves to those of an update."""
+    def collect(self, number: int, update: int) -> Tensor | None:
+        """Add the gradients that a backward pass left at a version's leaves to those of an update.
+
+        Returns:
+            the one that is made last, of the first weight: when it is there, all are.
+        """
         sums = self._gradients.setdefault(update, [None] * len(self.parameters))
         for i, leaf in enumerate(self._versions[number]):
             gradient, leaf.grad = leaf.grad, None
             if gradient is not None:
                 sums[i] = gradient if sums[i] is None else sums[i].add_(gradient)  # type: ignore[union-attr]
+        return next((gradient for gradient in sums if gradient is not None), None)
 
     def gradient(self, update: int, names: Sequence[str]) -> Tensor | None:
         """What has been collected for an update, as one vector (zeros where nothing was); None for no names."""

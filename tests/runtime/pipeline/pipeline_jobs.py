@@ -27,14 +27,35 @@ WIDTH = 12
 
 
 def chain(model: str) -> Chain:
-    """``gpt`` (8 layers, tied), ``gpt-untied``, ``mlp`` (8 layers) or ``sequential`` (8 layers, some without parameters)."""
+    """Of 8 layers: ``gpt`` (tied), ``gpt-untied``, ``mlp``, ``sequential`` (some without parameters), ``wide-range``
+    (every second one spreads magnitudes)."""
     if model.startswith("gpt"):
         return chain_of(initialize(GPT(**GPT_SIZES, tied=model == "gpt"), seed=3))
     if model == "mlp":
         return chain_of(initialize(MLP([WIDTH] * 9), seed=3))
+    if model == "wide-range":
+        return wide_range(4, WIDTH)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)]
     layers += [nn.GELU(), nn.Linear(2 * WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH)]
     return chain_of(initialize(nn.Sequential(*layers), seed=3), loss=nn.functional.mse_loss)
+
+
+class Spread(nn.Module):
+    """Shrinks every other feature beyond what half precision can tell from 0 beside the others."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.factors = flow.tensor(np.where(np.arange(width) % 2, np.float32(1e-15), np.float32(1)))
+
+    def forward(self, x: Any) -> Any:
+        return x * self.factors
+
+
+def wide_range(num_pairs: int, width: int) -> Chain:
+    """What leaves a pair of layers has a wide range; what leaves it backwards, a product with a matrix, has not."""
+    pairs = [(nn.Linear(width, width, bias=False), Spread(width)) for _ in range(num_pairs)]
+    model = nn.Sequential(*(layer for pair in pairs for layer in pair))
+    return chain_of(initialize(model, seed=3), loss=nn.functional.mse_loss)
 
 
 class Data:
@@ -61,7 +82,8 @@ def optimizer(name: str, rate: float) -> Any:
 def trainer_of(case: dict[str, Any]) -> PipelineTrainer:
     model = case["model"]
     data = Data(model, case["rows"])
-    return PipelineTrainer(chain(model), case["schedule"], optimizer(*case["optimizer"]), data, sizes=case.get("sizes"))
+    more = {"sizes": case.get("sizes"), "compress": case.get("compress", False)}
+    return PipelineTrainer(chain(model), case["schedule"], optimizer(*case["optimizer"]), data, **more)
 
 
 def refusals(cases: Sequence[dict[str, Any]]) -> list[str]:
@@ -213,6 +235,25 @@ def count_bytes(schedules: Sequence[Any], width: int, rows: int) -> list[tuple[i
         )
         report, traffic = measure(trainer.run, baseline)
         results.append((traffic.payload_bytes, report.bytes_sent, report.bytes_reduced))
+    return results
+
+
+def count_compressed_bytes(cases: Sequence[tuple[Any, bool]], width: int, rows: int) -> list[tuple[int, int, int, int]]:
+    """For each schedule and whether its activations have a wide range: bytes that all ranks together really sent, and what this
+    rank reports: bytes sent to neighbouring stages, bytes saved, messages in full precision."""
+    results = []
+    baseline = measure_baseline()
+    generator = np.random.default_rng(1)
+    inputs, targets = generator.standard_normal((2, rows, width)).astype(np.float32)
+    for schedule, is_wide in cases:
+        model = nn.Sequential(*[nn.Linear(width, width, bias=False) for _ in range(schedule.num_stages)])
+        narrow = chain_of(initialize(model, seed=3), nn.functional.mse_loss)
+        chosen = wide_range(schedule.num_stages, width) if is_wide else narrow
+        trainer = PipelineTrainer(
+            chosen, schedule, optimizer("SGD", 0.1), lambda number: (inputs, targets), compress=True
+        )
+        report, traffic = measure(trainer.run, baseline)
+        results.append((traffic.payload_bytes, report.bytes_sent, report.bytes_saved, report.num_uncompressed))
     return results
 
 

@@ -14,8 +14,9 @@ from autoddl.costmodel.errors import UserError
 from autoddl.pipelines import Kind, Schedule, Times, generate, parse_task, simulate
 from autoddl.pipelines.communication import Transfer
 from autoddl.pipelines.memory import weight_versions
-from autoddl.pipelines.runtime.pipeline.actions import Drop, Message, Receive, Reduce, Run, Send, Update
+from autoddl.pipelines.runtime.pipeline.actions import Drop, Message, Receive, Reduce, Rest, Run, Send, Update
 from autoddl.pipelines.runtime.pipeline.dryrun import ProgramError, check_programs
+from autoddl.pipelines.runtime.pipeline.holding import hold
 from autoddl.pipelines.runtime.pipeline.local import local_actions
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.order import communication, messages
@@ -126,21 +127,23 @@ def test_as_many_copies_as_the_memory_model_says(schedule):
 
 
 def test_split_and_concatenation():
-    def of(widths, source, destination):
-        transfer = Transfer(parse_task("0F3"), source, destination, 0.0)
-        return [str(Send(m)) for m in messages(transfer, RankMap(widths), 1, 4)]
+    def of(widths, task, source, destination):
+        holding = hold(generate("1f1b", num_stages=2, num_micro_batches=4, width=widths), 4)
+        transfer = Transfer(parse_task(task), source, destination, 0.0)
+        return [str(Send(m)) for m in messages(transfer, holding)]
 
-    assert of((1, 1), 0, 1) == ["send 0F3 to 1"]
-    assert of((1, 2), 0, 1) == ["send 0F3[0:2] to 1", "send 0F3[2:4] to 2"]
-    assert of((2, 1), 0, 1) == ["send 0F3[0:2] to 2", "send 0F3[2:4] to 2"]
-    assert of((2, 2), 1, 0) == ["send 0F3[0:2] to 0", "send 0F3[2:4] to 1"]
+    assert of((1, 1), "0F3", 0, 1) == ["send 0F3 to 1"]
+    assert of((1, 2), "0F3", 0, 1) == ["send 0F3[0:2] to 1", "send 0F3[2:4] to 2"]
+    assert of((2, 1), "0F3", 0, 1) == ["send 0F3[0:2] to 2", "send 0F3[2:4] to 2"]
+    assert of((2, 2), "1B3", 1, 0) == ["send 1B3[0:2] to 0", "send 1B3[2:4] to 1"]
 
 
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 3))
 def test_every_row_goes_once_to_where_it_is_wanted(left, right, factor):
     rows = left * right * factor
     ranks = RankMap((left, right))
-    sent = messages(Transfer(parse_task("0F0"), 0, 1, 0.0), ranks, 1, rows)
+    holding = hold(generate("1f1b", num_stages=2, num_micro_batches=1, width=(left, right)), rows)
+    sent = messages(Transfer(parse_task("0F0"), 0, 1, 0.0), holding)
     arrived = Counter((m.destination, row) for m in sent for row in range(m.first_row, m.first_row + m.num_rows))
     assert arrived == Counter((rank, row) for rank in ranks.ranks_of(1) for row in ranks.rows_of(rank, rows))
     assert all(set(range(m.first_row, m.first_row + m.num_rows)) <= set(ranks.rows_of(m.source, rows)) for m in sent)
@@ -187,23 +190,26 @@ def test_programs_do_all_that_the_schedule_says(recompute, width):
             assert all(rank in action.ranks and list(action.ranks) == sorted(action.ranks) for action in reduces)
 
 
+@pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize("schedule", schedules())
-def test_all_ranks_follow_one_order(schedule):
+def test_all_ranks_follow_one_order(schedule, compress):
     """Every rank's communication is a subsequence of one list of all of it."""
-    lowered = lower(schedule, 8)
+    lowered = lower(schedule, 8, compress=compress)
     times = Times.of(schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125)
-    order = communication(schedule, simulate(schedule, times), lowered.slot_rows)
+    order = communication(lowered.holding, simulate(schedule, times), local_actions(schedule), compress=compress)
     place = {entry: index for index, entry in enumerate(order)}
     for program in lowered.programs:
         own = [
-            place[action if isinstance(action, Reduce) else action.message]
+            place[action.message if isinstance(action, (Send, Receive)) else action]
             for action in program
-            if isinstance(action, (Send, Receive, Reduce))
+            if isinstance(action, (Send, Receive, Rest, Reduce))
         ]
         assert own == sorted(own)
     both = Counter(a.message for p in lowered.programs for a in p if isinstance(a, (Send, Receive)))
     assert set(both) == {entry for entry in order if isinstance(entry, Message)}
     assert set(both.values()) <= {2}
+    rests = Counter(a.message for p in lowered.programs for a in p if isinstance(a, Rest))
+    assert rests == (both if compress else {})
 
 
 @settings(deadline=None, max_examples=60)
@@ -212,9 +218,10 @@ def test_all_ranks_follow_one_order(schedule):
     st.integers(1, 3).map(lambda half: 2 * half),
     st.integers(1, 9),
     st.integers(1, 2),
+    st.booleans(),
     st.randoms(use_true_random=False),
 )
-def test_whatever_the_times_programs_get_through(family, num_stages, num_micro_batches, width, generator):
+def test_whatever_the_times_programs_get_through(family, num_stages, num_micro_batches, width, compress, generator):
     """Any family, any times: the order that they give passes the dry run (which `lower` makes)."""
     name, options = family
     try:
@@ -229,7 +236,27 @@ def test_whatever_the_times_programs_get_through(family, num_stages, num_micro_b
     times = Times.of(
         stages, forward=some(stages), backward=some(stages), transfer=some(stages - 1), all_reduce=some(stages)
     )
-    lower(schedule, 4, times=times)
+    lower(schedule, 4, times=times, compress=compress)
+
+
+def test_second_parts_come_when_they_are_wanted():
+    """The next activation's first part is on its way while the rank computes, whether or not the one before has a second part."""
+    lowered = lower(generate("gpipe", num_stages=2, num_micro_batches=2), 4, compress=True)
+    assert texts(lowered.programs[1]) == [
+        "receive 0F0 from 0",
+        "rest of 0F0, 0 to 1",
+        "receive 0F1 from 0",
+        "run 1F0 v0",
+        "rest of 0F1, 0 to 1",
+        "run 1F1 v0",
+        "run 1B0 v0",
+        "send 1B0 to 0",
+        "rest of 1B0, 1 to 0",
+        "run 1B1 v0",
+        "send 1B1 to 0",
+        "rest of 1B1, 1 to 0",
+        "update 1U0",
+    ]
 
 
 def test_tied_weights_are_summed_before_the_first_update():
@@ -267,42 +294,51 @@ def test_rows_must_divide(width, concatenation, multiple):
 def programs_of(name: str, **options):
     schedule = generate(name, num_stages=2, num_micro_batches=2, **options)
     lowered = lower(schedule, 2)
-    return schedule, [list(program) for program in lowered.programs], lowered.slot_rows
+    return lowered.holding, [list(program) for program in lowered.programs]
 
 
 def test_the_dry_run_finds_a_deadlock():
     """Rank 1 asks for the second activation first, while rank 0 waits to be rid of the first one."""
-    schedule, programs, rows = programs_of("gpipe")
-    check_programs(schedule, programs, rows)
+    holding, programs = programs_of("gpipe")
+    check_programs(holding, programs)
     first, second = (index for index, action in enumerate(programs[1]) if str(action).startswith("receive"))
     assert second == first + 1
     programs[1][first : second + 1] = [programs[1][second], programs[1][first]]
     with pytest.raises(
         ProgramError, match="rank 0 waits in 'send 0F0 to 1' for rank 1, which is at 'receive 0F1 from 0'"
     ):
-        check_programs(schedule, programs, rows)
+        check_programs(holding, programs)
 
 
 def test_the_dry_run_finds_a_rank_that_never_comes():
-    schedule, programs, rows = programs_of("gpipe")
+    holding, programs = programs_of("gpipe")
     programs[1] = []
     with pytest.raises(ProgramError, match="rank 0 waits in 'send 0F0 to 1' for rank 1, which is at 'its end'"):
-        check_programs(schedule, programs, rows)
+        check_programs(holding, programs)
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_the_dry_run_finds_a_computation_before_its_input(seed):
-    schedule, programs, rows = programs_of("gpipe")
+    holding, programs = programs_of("gpipe")
     program = programs[1]
     receives = [index for index, action in enumerate(program) if isinstance(action, Receive)]
     index = random.Random(seed).choice(receives)
     program.insert(len(program), program.pop(index))
     with pytest.raises(ProgramError, match=r"rank 1 comes to 'run 1F|waits in"):
-        check_programs(schedule, programs, rows)
+        check_programs(holding, programs)
+
+
+def test_the_dry_run_finds_a_computation_before_a_second_part():
+    schedule = generate("gpipe", num_stages=2, num_micro_batches=2)
+    lowered = lower(schedule, 2, compress=True)
+    check_programs(lowered.holding, lowered.programs, compress=True)
+    programs = [[action for action in program if str(action) != "rest of 0F0, 0 to 1"] for program in lowered.programs]
+    with pytest.raises(ProgramError, match="rank 1 comes to 'run 1F0 v0' before it has its input"):
+        check_programs(lowered.holding, programs, compress=True)
 
 
 def test_the_dry_run_finds_an_update_before_its_sum():
-    schedule, programs, rows = programs_of("chimera")
+    holding, programs = programs_of("chimera")
     for program in programs:
         updates = [action for action in program if isinstance(action, Update)]
         program[:] = (
@@ -311,7 +347,7 @@ def test_the_dry_run_finds_an_update_before_its_sum():
             + [a for a in program if isinstance(a, Reduce)]
         )
     with pytest.raises(ProgramError, match=r"comes to 'update .*' before it has the sum of its gradients"):
-        check_programs(schedule, programs, rows)
+        check_programs(holding, programs)
 
 
 def test_an_invalid_schedule_is_not_lowered():

@@ -12,7 +12,7 @@ import pytest
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines import Schedule, Times, generate, simulate
-from autoddl.pipelines.communication import communication_bytes
+from autoddl.pipelines.communication import boundary_crossings, communication_bytes
 from autoddl.pipelines.draw import to_text
 from autoddl.pipelines.memory import peak_activations, peak_weight_versions
 from autoddl.pipelines.runtime.failures import RankError
@@ -332,6 +332,67 @@ def test_bytes_on_the_wire(counted_ranks):
         between, reduced = communication_bytes(schedule, [3 * boundary_bytes] * (stages - 1), [gradient_bytes] * stages)
         assert sum(sent for _, sent, _ in by_rank) == between, schedule.name
         assert by_rank[0][0] == pytest.approx(between + reduced, rel=0.03), schedule.name
+
+
+# ---- Compression -------------------------------------------------------------------------------------------------------
+
+
+def test_compressed_boundaries_give_nearly_the_same_parameters(ranks, reference):
+    """Other values, since they are rounded on their way, but not far from one device's."""
+    cases = [
+        case(model, generate(name, num_stages=num_stages, num_micro_batches=2, iterations=STEPS, **options), rows=12)
+        for name, model, num_stages, options in (
+            ("chimera", "gpt", 4, {"concatenation": "halving"}),
+            ("zero-bubble", "sequential", 4, {"recompute": True}),
+            ("1f1b", "sequential", 2, {"width": (1, 3)}),
+        )
+    ]
+    for one, ((report,), parameters) in zip(cases, run(ranks, [{**one, "compress": True} for one in cases])):
+        losses, wanted = reference(one)
+        name = one["schedule"].name
+        in_full = report.bytes_sent + report.bytes_saved
+        assert report.num_uncompressed == 0 and 0.5 < report.bytes_sent / in_full < 0.51, name
+        assert report.losses == pytest.approx(losses, rel=2e-3), name
+        errors = [relative_error(value, wanted[key]) for of_rank in parameters for key, value in of_rank.items()]
+        assert max(errors) < 5e-3 and 1e-6 < np.median(errors) < 1e-3, name
+
+
+def test_what_cannot_be_compressed_arrives_as_it_was(ranks):
+    """Activations in full precision, in their two parts; gradients compressed."""
+    schedule = generate("1f1b", num_stages=4, num_micro_batches=4)
+    one = case("wide-range", schedule)
+    (((full,), _),) = run(ranks, [one])
+    (((report,), _),) = run(ranks, [{**one, "compress": True}])
+    assert report.losses == full.losses
+    assert report.num_uncompressed == 3 * 4 and full.num_uncompressed == 0
+    num_messages = 2 * 3 * 4
+    assert report.bytes_sent == full.bytes_sent * 3 // 4 + 4 * num_messages
+
+
+def test_compressed_bytes_on_the_wire(counted_ranks):
+    """Half the bytes between stages, within 3 %; all of them for activations that need full precision."""
+    width, rows = 256, 384
+    boundary_bytes, gradient_bytes = 4 * width * rows, 4 * width * width
+    cases = []
+    for name, is_wide, options in (
+        ("1f1b", False, {}),
+        ("1f1b", True, {}),
+        ("chimera", False, {"concatenation": "halving"}),
+        ("wpipe", False, {}),
+        ("gpipe", True, {"width": (1, 3)}),
+    ):
+        num_stages = len(options.get("width", range(4)))
+        cases.append((generate(name, num_stages=num_stages, num_micro_batches=4, **options), is_wide))
+    results = counted_ranks(4).run(f"{JOBS}:count_compressed_bytes", cases, width, rows, timeout_s=TIMEOUT_S)
+    for (schedule, is_wide), by_rank in zip(cases, zip(*results)):
+        stages = schedule.num_stages
+        between, reduced = communication_bytes(schedule, [boundary_bytes] * (stages - 1), [gradient_bytes] * stages)
+        forward, backward = (boundary_bytes * sum(both) for both in zip(*boundary_crossings(schedule)))
+        expected = (forward if is_wide else forward / 2) + backward / 2
+        assert sum(sent for _, sent, _, _ in by_rank) == pytest.approx(expected, rel=1e-3), schedule.name
+        assert sum(sent + saved for _, sent, saved, _ in by_rank) == between
+        assert (sum(full for _, _, _, full in by_rank) > 0) == is_wide
+        assert by_rank[0][0] == pytest.approx(expected + reduced, rel=0.03), schedule.name
 
 
 def test_a_sleeping_schedule_takes_its_time(ranks):

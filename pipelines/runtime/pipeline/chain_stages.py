@@ -1,0 +1,98 @@
+"""The stages of a chain of layers, whose ranks share the rows of every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from ..load import load_oneflow
+from .actions import Reduce, Run
+from .chain import Boundary, StageModule, tied_stages
+from .checkpoint import Entry
+from .data import BatchSource, LossPart, SlotData
+from .lowering import Lowered
+from .transport import Transport
+from .weights import ReplicaWeights
+
+flow: Any = load_oneflow()
+
+__all__ = ["ChainStages"]
+
+Tensor = Any
+
+
+class ChainStages:
+    """See `work.Stages`."""
+
+    def __init__(
+        self,
+        lowered: Lowered,
+        rank: int,
+        stages: Sequence[StageModule],
+        boundaries: Sequence[Boundary],
+        batch: BatchSource,
+    ) -> None:
+        self.boundaries = boundaries
+        self._stages = stages
+        self._data = SlotData(lowered, batch)
+        self._rows = lowered.ranks.rows_of(rank, lowered.slot_rows)
+        tied = tied_stages(stages)
+        self._names = {stages: [name for name in tied if tied[name] == stages] for stages in set(tied.values())}
+        for stage in stages:
+            self._names[(stage.number,)] = [name for name in stage.places if name not in tied]
+
+    @property
+    def first_micro_batch(self) -> int:
+        return self._data.first_micro_batch
+
+    @first_micro_batch.setter
+    def first_micro_batch(self, number: int) -> None:
+        self._data.first_micro_batch = number
+
+    def initial_values(self, stage: int) -> dict[str, Tensor]:
+        return self._stages[stage].initial_values()
+
+    def run(
+        self, run: Run, x: Tensor | None, weights: Sequence[Tensor], first_slot: int, num_slots: int
+    ) -> tuple[Tensor, list[LossPart]]:
+        stage = self._stages[run.task.stage]
+        slots = range(first_slot, first_slot + num_slots)
+        y = stage.run(self._tensor(slots, 0) if x is None else x, weights)
+        if stage.loss is None:
+            return y, []
+        targets = self._tensor(slots, 1)
+        total, parts, begin = 0.0, [], 0
+        for number, of_one in groupby(slots, key=self._data.micro_batch):
+            rows = sum(1 for _ in of_one) * len(self._rows)
+            value = stage.loss(flow.narrow(y, 0, begin, rows), flow.narrow(targets, 0, begin, rows))
+            begin += rows
+            share = self._data.share_of_micro_batch(rows)
+            parts.append(LossPart(number, float(value.detach().numpy()) * share, share))
+            total = value * self._data.share_of_update(rows, run.update) + total
+        return total, parts
+
+    def _tensor(self, slots: range, which: int) -> Tensor:
+        """This rank's rows of the inputs (0) or targets (1) of some slots."""
+        return flow.tensor(np.concatenate([self._data.rows(slot, which, self._rows) for slot in slots]))
+
+    def total(self, action: Reduce, replicas: Mapping[int, ReplicaWeights], transport: Transport) -> Tensor | None:
+        names = self._names[action.stages]
+        if not names:
+            return None  # on all ranks alike
+        parts: list[Any] = [replica.gradient(action.update, names) for replica in replicas.values()]
+        return transport.all_reduce(sum(parts[1:], parts[0]), action.ranks)
+
+    def set_gradient(self, stage: int, action: Reduce, replica: ReplicaWeights, total: Tensor) -> None:
+        replica.set_gradient(action.update, self._names[action.stages], total)
+
+    def names(self, stage: int) -> tuple[str, ...]:
+        return tuple(self._stages[stage].places)
+
+    def entries(self, stage: int, replica: ReplicaWeights) -> dict[str, Entry]:
+        return replica.entries()
+
+    def restore(self, stage: int, replica: ReplicaWeights, entries: Mapping[str, Entry]) -> None:
+        replica.restore(entries)
