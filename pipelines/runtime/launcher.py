@@ -20,7 +20,6 @@ it, because each watches its pipe.
 
 from __future__ import annotations
 
-import pickle
 import shutil
 import sys
 import tempfile
@@ -36,7 +35,8 @@ from .failures import FailureKind, RankError, RankFailure, RankUserError
 from .load import is_available
 from .localranks import LocalRanks, RankMessage
 from .network import namespace_available
-from .processes import RankProcess, is_listening, rank_environment, reserve_port
+from .processes import RankProcess, is_listening, rank_environment, reserve_port, share_of_cores
+from .rank import write_job
 
 __all__ = ["RankPool", "Target", "launch", "launch_script"]
 
@@ -49,6 +49,8 @@ _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
 
 class RankPool:
     """``num_ranks`` ranks on this machine that carry out jobs one after the other, for one thread of the launcher.
+
+    The ranks have the machine's cores for themselves, in equal shares.
 
     Args:
         num_ranks: how many.
@@ -200,6 +202,7 @@ class RankPool:
                 private_network=network,
                 with_oneflow=with_oneflow,
                 shows_output=rank in show_ranks,
+                cores=share_of_cores(rank, self.num_ranks),
             )
 
         first = start(0, -1 if private_network else 0)
@@ -214,17 +217,14 @@ class RankPool:
         self._gather("ready", [first, *others], deadline, what)
 
     def _write_jobs(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Path]:
-        """Put what each rank has to do into files: a pipe would block on a rank that does not read."""
+        """Put what each rank has to do into files."""
         self._num_jobs += 1
         written: dict[int, Path] = {}  # equal argument lists share a file
         paths = []
         for rank, values in enumerate(arguments):
             if id(values) not in written:
                 path = self.log_dir / f"job{self._num_jobs}-{rank}.pickle"
-                try:
-                    path.write_bytes(pickle.dumps((name, tuple(values)), protocol=pickle.HIGHEST_PROTOCOL))
-                except (pickle.PicklingError, TypeError, AttributeError) as error:
-                    raise UserError(f"the arguments of {name} cannot be sent to ranks: {error}") from error
+                write_job(path, name, values)
                 written[id(values)] = path
             paths.append(written[id(values)])
         return paths

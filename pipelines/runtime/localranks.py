@@ -52,10 +52,11 @@ class LocalRanks:
         with_oneflow: bool = True,
         shows_output: bool = False,
         directory: Path | None = None,
+        cores: Sequence[int] = (),
     ) -> RankProcess:
         """Start a rank; see `RankProcess.start`."""
         process = RankProcess.start(
-            rank, num_ranks, log, environment, private_network, with_oneflow, shows_output, directory
+            rank, num_ranks, log, environment, private_network, with_oneflow, shows_output, directory, cores
         )
         self._ranks.append(process)
         os.set_blocking(process.from_rank, False)
@@ -114,7 +115,8 @@ class LocalRanks:
     def kill(self) -> None:
         """Kill all ranks and what they started, without waiting for their end."""
         for rank in self._ranks:
-            rank.kill()
+            if rank.process.returncode is None:  # the number of a reaped process may be another's by now
+                rank.kill()
 
     def end(self) -> None:
         """Kill and reap whatever is left of the ranks; returns when no process is left."""

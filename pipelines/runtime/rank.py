@@ -39,7 +39,7 @@ from .load import load_oneflow, preload_cuda_libraries
 from .messages import read_message, write_message
 from .network import create_namespace, join_namespace
 
-__all__ = ["RankOptions", "main", "report", "resolve_target", "run_script"]
+__all__ = ["RankOptions", "main", "report", "resolve_target", "run_script", "run_script_together", "write_job"]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,8 @@ class RankOptions:
     """How a rank starts.
 
     ``rank`` of ``num_ranks``; the file descriptors of its pipes; ``private_network``: 0 for the launcher's network, -1 to
-    create a namespace, else the process to join; ``with_oneflow``: whether to load OneFlow.
+    create a namespace, else the process to join; ``with_oneflow``: whether to load OneFlow; ``cores``: the only ones that it
+    may use, all where there are none.
     """
 
     rank: int
@@ -56,6 +57,7 @@ class RankOptions:
     write_fd: int
     private_network: int
     with_oneflow: bool
+    cores: Sequence[int] = ()
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -121,6 +123,8 @@ def main(options_json: str) -> None:
 
 def _start(options: RankOptions) -> None:
     assert _launcher is not None
+    if options.cores:
+        os.sched_setaffinity(0, options.cores)  # all threads that come later inherit it
     if options.private_network < 0:
         create_namespace()
     elif options.private_network > 0:
@@ -146,7 +150,7 @@ def _serve(launcher: _Launcher) -> None:
 
 
 def _run_job(launcher: _Launcher, path: str) -> None:
-    target, arguments = pickle.loads(Path(path).read_bytes())
+    target, arguments = pickle.loads(Path(path).read_bytes())  # of `write_job`
     launcher.send("done", resolve_target(target)(*arguments))
 
 
@@ -166,6 +170,18 @@ def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
+
+
+def write_job(path: Path, target: str, arguments: Sequence[Any]) -> None:
+    """Put what a rank has to do into a file: a pipe would block on a rank that does not read.
+
+    Raises:
+        UserError: the arguments cannot be pickled.
+    """
+    try:
+        path.write_bytes(pickle.dumps((target, tuple(arguments)), protocol=pickle.HIGHEST_PROTOCOL))
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UserError(f"the arguments of {target} cannot be sent to ranks: {error}") from error
 
 
 # ---- Targets ------------------------------------------------------------------------------------------------------------
@@ -211,3 +227,10 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
             raise RuntimeError(f"{path} exited with {leaving.code}") from leaving
+
+
+def run_script_together(path: str, arguments: Sequence[str]) -> None:
+    """As `run_script`, and wait then for the other ranks of the job: for ranks that no launcher keeps until all are done."""
+    run_script(path, arguments)
+    if sys.modules.get("oneflow") is not None:
+        load_oneflow().comm.barrier()

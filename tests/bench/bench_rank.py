@@ -21,7 +21,7 @@ from autoddl.models.feedforward import mlp
 from autoddl.models.transformers import Transformer, gpt
 
 MODELS: dict[str, tuple[LayerGraph, int]] = {
-    "mlp": (mlp([1024, 4096, 1024, 256]), 256),
+    "mlp": (mlp([1024, 4096, 1024, 256]), 64),
     "gpt": (gpt(Transformer("gpt block", layers=1, width=256, heads=8, sequence=64, vocabulary=1024)), 8),
 }
 

@@ -19,6 +19,7 @@ from autoddl.pipelines.runtime.failures import RankError, RankUserError
 from autoddl.pipelines.runtime.launcher import RankPool, launch, launch_script
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
+from autoddl.pipelines.runtime.processes import share_of_cores
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
 
@@ -412,3 +413,17 @@ def test_ranks_on_a_network_of_their_own(tmp_path):
     with plain_pool(3, tmp_path, private_network=True) as pool:
         networks = pool.run("os:readlink", "/proc/self/ns/net")
     assert len(set(networks)) == 1 and networks[0] != here
+
+
+@pytest.mark.parametrize(
+    ("available", "num_ranks", "shares"),
+    [
+        ({3, 5}, 2, [(3,), (5,)]),
+        ({0, 1}, 4, [(0,), (1,), (0,), (1,)]),
+        ({0, 1, 2, 3, 4}, 2, [(0, 1), (2, 3)]),
+        ({0, 1, 2}, 1, [(0, 1, 2)]),
+    ],
+)
+def test_ranks_share_the_cores_evenly(monkeypatch, available, num_ranks, shares):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda process: available)
+    assert [share_of_cores(rank, num_ranks) for rank in range(num_ranks)] == shares
