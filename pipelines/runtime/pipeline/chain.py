@@ -31,6 +31,7 @@ __all__ = [
     "chain_of",
     "cut",
     "even_sizes",
+    "first_names",
     "tied_stages",
 ]
 
@@ -188,11 +189,7 @@ def cut(chain: Chain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
         raise UserError(
             f"stages of {', '.join(map(str, sizes))} layers do not make up the {len(chain.layers)} layers of the model"
         )
-    names: dict[int, str] = {}
-    for path, module in chain.model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), f"{path}.{attribute}" if path else attribute)
+    names = first_names(chain.model)
     modules = dict(chain.model.named_modules())
     stages, first = [], 0
     for number, size in enumerate(sizes):
@@ -208,6 +205,16 @@ def cut(chain: Chain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
                             places[name] = (*places.get(name, ()), Place(owner, attribute))
         stages.append(StageModule(number, layers, places, chain.loss if number == len(sizes) - 1 else None))
     return tuple(stages)
+
+
+def first_names(model: Any) -> dict[int, str]:
+    """Per parameter, by its ``id``, the first name that the model has for it."""
+    names: dict[int, str] = {}
+    for path, module in model.named_modules():
+        for attribute, parameter in module._parameters.items():
+            if parameter is not None:
+                names.setdefault(id(parameter), f"{path}.{attribute}" if path else attribute)
+    return names
 
 
 def tied_stages(stages: Sequence[StageModule]) -> dict[str, tuple[int, ...]]:

@@ -1,8 +1,7 @@
 """Stages with plans of their own: consecutive layers of a graph, at strategies on the stage's own ranks.
 
 Between two stages passes one tensor: what the last layer of the one gives. It leaves at that layer's layout, and arrives at the
-layout of the first layer of the other stage that reads it; for readers with another one it is redistributed there, as it is
-between any two layers of a plan.
+other stage's *entry*; for readers with another layout it is redistributed there, as it is between any two layers of a plan.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from autoddl.costmodel.strategy import Strategy
 
 from .holding import StageLayout
 
-__all__ = ["StagePlan", "arriving_strategy", "check_stages", "stage_layouts"]
+__all__ = ["StagePlan", "check_stages", "entry_strategy", "stage_layouts"]
 
 
 @dataclass(frozen=True)
@@ -27,12 +26,15 @@ class StagePlan:
 
     Attributes:
         strategies: of its layers, by name; all on the same number of devices, the stage's.
+        entry: the layout, as a strategy, at which it takes what the stage before gives; by default that of its first layer that
+            reads it.
         recompute: whether every layer keeps no more than its evenly split input, and repeats its forward pass before its backward
             pass. (A schedule can recompute too: whole stages, of which only the input is kept.)
     """
 
     strategies: Mapping[str, Strategy]
     recompute: bool = False
+    entry: Strategy | None = None
 
     @property
     def num_ranks(self) -> int:
@@ -65,6 +67,8 @@ def check_stages(graph: LayerGraph, stages: Sequence[StagePlan]) -> None:
                 f"stage {number} is {len(stage.strategies)} layers without {wrong!r}; stages should be all layers in their order"
             )
         first += len(expected)
+        if stage.entry is not None and stage.entry.num_devices != stage.num_ranks:
+            raise UserError(f"stage {number} is for {stage.num_ranks} ranks, its entry {stage.entry} is not")
         for layer in stage.layers(graph):
             strategy = stage.strategies[layer.name]
             if strategy.num_devices != stage.num_ranks:
@@ -94,8 +98,11 @@ def _check_boundary(graph: LayerGraph, stages: Sequence[StagePlan], number: int)
         raise UserError(f"stage {number + 1} does not read {last!r}, which stage {number} gives")
 
 
-def arriving_strategy(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> Strategy:
+def entry_strategy(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> Strategy:
     """The layout, as a strategy, at which a stage takes what the one before gives."""
+    chosen = stages[number].entry
+    if chosen is not None:
+        return chosen
     given = stages[number - 1].layers(graph)[-1].name
     reader = next(layer for layer in stages[number].layers(graph) if given in graph.inputs(layer.name))
     levels = stages[number].strategies[reader.name].rows_and_features
@@ -113,17 +120,18 @@ def stage_layouts(graph: LayerGraph, stages: Sequence[StagePlan]) -> tuple[Stage
     for number, stage in enumerate(stages):
         layers = stage.layers(graph)
         leaving = stage.strategies[layers[-1].name].activations
-        arriving = arriving_strategy(graph, stages, number).activations if number else leaving
         columns = edge_shape(layers[-1], 1)[1]
-        row_parts = lcm(*(strategy.p0 for strategy in stage.strategies.values()))
-        result.append(StageLayout(arriving, leaving, columns, row_parts, _is_joint(graph, stage)))
+        entry = [entry_strategy(graph, stages, number)] if number else []
+        arriving = entry[0].activations if entry else leaving
+        row_parts = lcm(*(strategy.p0 for strategy in [*stage.strategies.values(), *entry]))
+        result.append(StageLayout(arriving, leaving, columns, row_parts, _is_joint(graph, stage, entry)))
     return tuple(result)
 
 
-def _is_joint(graph: LayerGraph, stage: StagePlan) -> bool:
+def _is_joint(graph: LayerGraph, stage: StagePlan, entry: Sequence[Strategy]) -> bool:
     """Whether something passes between its ranks before its gradients are summed: not where all is split along the samples alone,
     unless there is a loss, whose mean all ranks are told."""
     if stage.num_ranks == 1:
         return False
     ends_in_loss = graph.layers[-1].name in stage.strategies
-    return ends_in_loss or any(strategy.p0 != stage.num_ranks for strategy in stage.strategies.values())
+    return ends_in_loss or any(strategy.p0 != stage.num_ranks for strategy in [*stage.strategies.values(), *entry])

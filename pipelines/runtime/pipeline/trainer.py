@@ -13,13 +13,15 @@ from autoddl.costmodel.errors import UserError
 from ...schedule import Schedule
 from ...times import Times
 from ..load import load_oneflow
-from .chain import Chain, boundaries, cut, even_sizes, tied_stages
+from .chain import Chain, StageModule, boundaries, cut, even_sizes, tied_stages
 from .chain_stages import ChainStages
 from .checkpoint import find_checkpoint, write_complete, write_part
 from .data import BatchSource, LossListener
 from .engine import execute
 from .lowering import Lowered, lower
+from .planned import PlannedModel, PlannedStages
 from .report import RankReport
+from .stage_plans import stage_layouts
 from .weights import OptimizerFactory
 from .work import ModelWork, Stages
 
@@ -29,7 +31,7 @@ __all__ = ["PipelineTrainer"]
 
 
 class PipelineTrainer:
-    """One rank's part in training a chain with a schedule; every rank of the job makes one, with the same arguments.
+    """One rank's part in training a model with a schedule; every rank of the job makes one, with the same arguments.
 
     Worker w of the schedule is ``schedule.widths[w]`` ranks, from rank 0 on in the order of workers. A run carries out the whole
     schedule. A synchronous one can be run again and again; an asynchronous one empties the pipeline at its end, and begins the next
@@ -40,12 +42,13 @@ class PipelineTrainer:
         num_updates, num_micro_batches: of all runs so far, those before a checkpoint included.
 
     Args:
-        chain: the model, whole and with the same values on every rank. From now on its modules belong to the trainer, which puts
-            the weights of its own stages into them; it does not let go of the others.
+        model: whole and with the same values on every rank. A chain's modules belong to the trainer from now on, which puts the
+            weights of its own stages into them; it does not let go of the others. A worker's ranks share the rows of every
+            micro-batch of a chain's stages; stages of a `PlannedModel` are spread as their plans say.
         schedule: of one iteration or many.
         make_optimizer: for each replica of a stage here, of its parameters.
         batch: inputs and targets of a micro-batch by its number, counted over all runs; arrays whose rows are the samples.
-        sizes: layers per stage; even by default.
+        sizes: layers per stage of a chain; even by default.
         times: of the stages, to order the communication by (see `lower`).
         compress: whether what goes between stages is compressed where its values allow it (see `compression`).
         on_loss: told of losses as they come, where the last stage is.
@@ -56,7 +59,7 @@ class PipelineTrainer:
 
     def __init__(
         self,
-        chain: Chain,
+        model: Chain | PlannedModel,
         schedule: Schedule,
         make_optimizer: OptimizerFactory,
         batch: BatchSource,
@@ -71,18 +74,20 @@ class PipelineTrainer:
                 f"the job has {flow.env.get_world_size()} ranks; schedule {schedule.name} takes {sum(schedule.widths)}"
             )
         inputs, _ = batch(0)
-        stages = cut(chain, even_sizes(len(chain.layers), schedule.num_stages) if sizes is None else sizes)
-        if len(stages) != schedule.num_stages:
-            raise UserError(
-                f"{len(stages)} sizes were given, schedule {schedule.name} has {schedule.num_stages} stages"
-            )
-        between = boundaries(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
-        tied = set(tied_stages(stages).values())
-        self.lowered: Lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
         self.rank: int = flow.env.get_rank()
         self.num_updates = 0
         self.num_micro_batches = 0
-        self._stages: Stages = ChainStages(self.lowered, self.rank, stages, between, batch)
+        if isinstance(model, PlannedModel):
+            tied = {stages for stages in model.holders().values() if len(stages) > 1}
+            layouts = stage_layouts(model.graph, model.stages)
+            self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts)
+            self._stages: Stages = PlannedStages(self.lowered, self.rank, model, batch)
+        else:
+            stages = _cut(model, schedule, sizes)
+            between = boundaries(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
+            tied = set(tied_stages(stages).values())
+            self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
+            self._stages = ChainStages(self.lowered, self.rank, stages, between, batch)
         self._work = ModelWork(self.lowered, self.rank, self._stages, make_optimizer, on_loss)
         self._owners = _owners(self.lowered, self._stages)
 
@@ -95,11 +100,11 @@ class PipelineTrainer:
         return report
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """The newest values of the parameters here, by their names in the model."""
+        """The newest values of the parameters of the stages here, by their names in the model; all ranks call."""
         return {
-            name: np.array(parameter.numpy())
-            for replica in self._work.replicas.values()
-            for name, parameter in zip(replica.names, replica.parameters)
+            name: entry["value"]
+            for (_, stage), replica in self._work.replicas.items()
+            for name, entry in self._stages.entries(stage, replica).items()
         }
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
@@ -132,6 +137,13 @@ class PipelineTrainer:
             self._stages.restore(stage, replica, entries)
         self.num_updates, self.num_micro_batches = found.num_updates, found.num_micro_batches
         return True
+
+
+def _cut(chain: Chain, schedule: Schedule, sizes: Sequence[int] | None) -> tuple[StageModule, ...]:
+    stages = cut(chain, even_sizes(len(chain.layers), schedule.num_stages) if sizes is None else sizes)
+    if len(stages) != schedule.num_stages:
+        raise UserError(f"{len(stages)} sizes were given, schedule {schedule.name} has {schedule.num_stages} stages")
+    return stages
 
 
 def _owners(lowered: Lowered, stages: Stages) -> dict[str, int]:

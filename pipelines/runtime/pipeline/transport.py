@@ -104,6 +104,10 @@ class Transport:
         with flow.asyncs.thread(_communication_thread()):
             return receive(shape, dtype, rank)
 
+    def thread(self) -> Any:
+        """A context in which everything is issued where all communication is."""
+        return flow.asyncs.thread(_communication_thread())
+
     def all_reduce(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """The sum of a vector over ``ranks`` (ascending, this one included)."""
         if len(ranks) == 1:

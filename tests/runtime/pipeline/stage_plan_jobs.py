@@ -1,0 +1,90 @@
+"""What the ranks do in the tests of stages with plans; run by ranks, never collected."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.models import GPT, MLP, initialize
+from autoddl.pipelines.runtime.pipeline.planned import PlannedModel
+from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.wire import measure, measure_baseline
+
+flow = load_oneflow()
+
+
+def module_of(model: str, sizes: Any) -> Any:
+    if model == "mlp":
+        return initialize(MLP(sizes), seed=3)
+    shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary, sizes.num_positions)
+    return initialize(GPT(*shape, inner=sizes.mlp_width, tied=sizes.tied), seed=3)
+
+
+class Data:
+    """Micro-batches of random samples by their number, the same everywhere."""
+
+    def __init__(self, case: Mapping[str, Any]) -> None:
+        self.case = case
+
+    def __call__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        rng, sizes, rows = np.random.default_rng([7, number]), self.case["sizes"], self.case["rows"]
+        if self.case["model"] == "mlp":
+            inputs = rng.standard_normal((rows, sizes[0])).astype(np.float32)
+            return inputs, rng.standard_normal((rows, sizes[-1])).astype(np.float32)
+        inputs, targets = rng.integers(0, sizes.vocabulary, (2, rows, sizes.sequence))
+        return inputs, targets
+
+
+def optimizer(name: str, rate: float) -> Any:
+    return lambda parameters: getattr(flow.optim, name)(parameters, lr=rate)
+
+
+def trainer_of(case: Mapping[str, Any]) -> PipelineTrainer:
+    model = PlannedModel(module_of(case["model"], case["sizes"]), case["graph"], case["stages"])
+    return PipelineTrainer(model, case["schedule"], optimizer(*case["optimizer"]), Data(case))
+
+
+def train(cases: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """For each case: the reports of its runs, this rank's parameters after them, and the bytes that all ranks sent in the last run."""
+    results = []
+    for case in cases:
+        trainer = trainer_of(case)
+        reports = [trainer.run() for _ in range(case.get("runs", 1) - 1)]
+        if case.get("counts"):
+            report, traffic = measure(trainer.run, measure_baseline())
+        else:
+            report, traffic = trainer.run(), None
+        results.append(([*reports, report], trainer.parameters(), traffic and traffic.payload_bytes))
+    return results
+
+
+def train_whole(case: Mapping[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The plain module in one process: the mean loss of each micro-batch, and the parameters."""
+    module, data, period = module_of(case["model"], case["sizes"]), Data(case), case["period"]
+    parameters = dict(module.named_parameters())
+    optimize = optimizer(*case["optimizer"])(list(parameters.values()))
+    losses = []
+    for begin in range(0, case["num_micro_batches"], period):
+        numbers = range(begin, min(begin + period, case["num_micro_batches"]))
+        optimize.zero_grad()
+        for number in numbers:
+            loss = module(*map(flow.tensor, data(number)))
+            losses.append(float(loss.numpy()))
+            (loss / len(numbers)).backward()
+        optimize.step()
+    return losses, {name: np.array(value.numpy()) for name, value in parameters.items()}
+
+
+def refusals(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """For each case the message of the UserError."""
+    messages = []
+    for case in cases:
+        try:
+            trainer_of(case)
+        except UserError as error:
+            messages.append(str(error))
+    return messages
