@@ -1,6 +1,7 @@
 """AutoDDL's face: extract a model's layer graph, plan it, apply the plan, verify it; and the command line.
 
-- `apply(module, plan)`: a OneFlow model that trains at a plan's layouts; `load_plan(path)` reads the plan.
+- `apply(module, plan)`: a OneFlow model that trains at a plan's layouts; `load_plan(path)` reads the plan;
+  `launched()`: the job that a script was started in by ``autoddl launch``.
 - `planner`: `make_plan` from a layer graph and a cluster; `models`: built-in layer graphs; `extract`: those of OneFlow modules.
 
 Nothing is imported before it is asked for: OneFlow only where something runs on it.
@@ -12,11 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .applying import apply
+    from .launching.context import launched
     from .plan import load_plan
 
-__all__ = ["apply", "load_plan"]
+__all__ = ["apply", "launched", "load_plan"]
 
-_HOMES = {"apply": "applying", "load_plan": "plan"}
+_HOMES = {"apply": "applying", "launched": "launching.context", "load_plan": "plan"}
 
 
 def __getattr__(name: str) -> Any:

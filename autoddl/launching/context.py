@@ -1,0 +1,66 @@
+"""What a script can ask about the job that it was launched in."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from autoddl.costmodel.errors import UserError
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+__all__ = ["Launched", "launched"]
+
+
+@dataclass(frozen=True)
+class Launched:
+    """The job of this process.
+
+    Attributes:
+        rank, num_ranks, local_rank: who this process is; ``local_rank`` counts the ranks of its host, and is its device.
+        plan_path: the plan that the job was launched with.
+        restart: how often the job was started before.
+        checkpoints: where its checkpoints are to be, None where the user did not say.
+    """
+
+    rank: int
+    num_ranks: int
+    local_rank: int
+    plan_path: Path
+    restart: int
+    checkpoints: Path | None
+
+    def load_plan(self) -> Plan:
+        """The plan."""
+        from ..plan import load_plan
+
+        return load_plan(self.plan_path)
+
+
+def launched(environ: Mapping[str, str] | None = None) -> Launched:
+    """The job that this process is a rank of.
+
+        job = autoddl.launched()
+        trained = autoddl.apply(module, job.load_plan())
+
+    Raises:
+        UserError: it was not started by ``autoddl launch``.
+    """
+    environ = os.environ if environ is None else environ
+    if "AUTODDL_PLAN" not in environ:
+        raise UserError(
+            "this process is no rank of a job (AUTODDL_PLAN is not set); start it with: autoddl launch PLAN SCRIPT"
+        )
+    checkpoints = environ.get("AUTODDL_CHECKPOINTS")
+    return Launched(
+        rank=int(environ["RANK"]),
+        num_ranks=int(environ["WORLD_SIZE"]),
+        local_rank=int(environ["LOCAL_RANK"]),
+        plan_path=Path(environ["AUTODDL_PLAN"]),
+        restart=int(environ.get("AUTODDL_RESTART", "0")),
+        checkpoints=Path(checkpoints) if checkpoints else None,
+    )

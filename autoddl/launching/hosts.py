@@ -1,0 +1,152 @@
+"""Hosts, and which ranks go where.
+
+A plan counts its ranks node by node, and inside a node device by device (a pipeline's stages come one after the other, see
+:mod:`.demands`), so that node k of the plan holds the ranks k G, ..., k G + G - 1, G being the devices per node. Hosts are taken in
+the order in which they are given:
+
+    hosts h1, h2; 2 nodes of 2 devices       h1: ranks 0 1       h2: ranks 2 3
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["LOCALHOST", "Host", "Placement", "parse_hosts", "place", "read_hostfile"]
+
+LOCALHOST = "localhost"
+"""The host that needs no ssh."""
+
+# What ssh takes for a destination. It must not begin with "-", which ssh would take for an option.
+_NAME = re.compile(r"(?:[A-Za-z0-9_.+-]+@)?[A-Za-z0-9_\[][A-Za-z0-9_.:%\[\]-]*")
+
+
+@dataclass(frozen=True)
+class Host:
+    """A host by the name that ssh takes; ``num_slots`` is how many ranks it may get at most, if that was said."""
+
+    name: str
+    num_slots: int | None = None
+
+    @property
+    def is_local(self) -> bool:
+        return self.name == LOCALHOST
+
+    @property
+    def address(self) -> str:
+        """The name without the user."""
+        return self.name.rpartition("@")[2]
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of one host, consecutive, in the order of their ``LOCAL_RANK``."""
+
+    host: Host
+    ranks: range
+
+
+def parse_hosts(text: str) -> list[Host]:
+    """Hosts out of ``h1,user@h2,h3:4`` (the number after a colon counts slots).
+
+    Raises:
+        UserError: a name is none, or appears twice.
+    """
+    hosts = []
+    for part in text.split(","):
+        name, colon, slots = part.strip().partition(":")
+        if colon and slots.isdigit():
+            hosts.append(_host(name, slots, "--hosts"))
+        else:
+            hosts.append(_host(part.strip(), None, "--hosts"))
+    return _all_different(hosts, "--hosts")
+
+
+def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
+    """Hosts out of a file with a line ``host [slots=N]`` for each; ``#`` begins a comment.
+
+    Raises:
+        UserError: it cannot be read, or a line has another form.
+    """
+    try:
+        lines = Path(path).read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError) as error:
+        raise UserError(f"hostfile {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    hosts = []
+    for number, line in enumerate(lines, 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"hostfile {path}, line {number}"
+        name, *rest = words
+        if len(rest) > 1 or (rest and not re.fullmatch(r"slots=\d+", rest[0])):
+            raise UserError(f"{where}: {line.strip()!r} should be: host [slots=N]")
+        hosts.append(_host(name, rest[0].partition("=")[2] if rest else None, where))
+    if not hosts:
+        raise UserError(f"hostfile {path} names no host")
+    return _all_different(hosts, f"hostfile {path}")
+
+
+def _host(name: str, slots: str | None, where: str) -> Host:
+    if not _NAME.fullmatch(name):
+        raise UserError(f"{where}: {name!r} is not the name of a host")
+    num_slots = None if slots is None else int(slots)
+    if num_slots == 0:
+        raise UserError(f"{where}: host {name} has 0 slots, should have at least 1")
+    return Host(name, num_slots)
+
+
+def _all_different(hosts: list[Host], where: str) -> list[Host]:
+    names = [host.name for host in hosts]
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(f"{where}: host {name} is given twice; one entry per node of the plan")
+    return hosts
+
+
+def place(hosts: Sequence[Host], num_nodes: int, devices_per_node: int, *, anyhow: bool = False) -> list[Placement]:
+    """Which ranks each host gets: those of one node of the plan.
+
+    Args:
+        anyhow: take hosts of another number or size too, as long as there is a slot for every rank: they are filled in order, and
+            share the ranks evenly where they do not say how many slots they have.
+
+    Raises:
+        UserError: the hosts are not the nodes of the plan; it names the difference.
+    """
+    num_ranks = num_nodes * devices_per_node
+    sizes = [devices_per_node] * num_nodes
+    if len(hosts) != num_nodes and not anyhow:
+        given = "this host only" if hosts == [Host(LOCALHOST)] else ", ".join(host.name for host in hosts)
+        raise UserError(
+            f"the plan is for {_nodes(num_nodes)} of {_devices(devices_per_node)}, found {_nodes(len(hosts))}: {given}"
+        )
+    if anyhow:
+        even = -(-num_ranks // len(hosts))
+        sizes, left = [], num_ranks
+        for host in hosts:
+            sizes.append(min(left, even if host.num_slots is None else host.num_slots))
+            left -= sizes[-1]
+        if left:
+            raise UserError(f"the plan is for {num_ranks} ranks, the hosts have slots for {num_ranks - left}")
+    placements, first = [], 0
+    for host, size in zip(hosts, sizes):
+        if host.num_slots is not None and host.num_slots < size:
+            raise UserError(f"the plan is for {_devices(size)} per node, host {host.name} has {host.num_slots} slots")
+        if size:
+            placements.append(Placement(host, range(first, first + size)))
+        first += size
+    return placements
+
+
+def _nodes(num: int) -> str:
+    return f"{num} node" if num == 1 else f"{num} nodes"
+
+
+def _devices(num: int) -> str:
+    return f"{num} device" if num == 1 else f"{num} devices"

@@ -1,0 +1,46 @@
+"""Signals that ask the launcher to end: noted here, acted on where the ranks are watched."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+__all__ = ["Interrupted", "Interrupts"]
+
+_NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class Interrupted(Exception):  # noqa: N818  # not an error
+    """The launcher was asked to end by a signal; all ranks have been ended."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+class Interrupts:
+    """While entered, in the main thread, SIGINT, SIGTERM and SIGHUP only count; ``number`` is the first one's, 0 before."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.count = 0
+        self._before: dict[int, Any] = {}
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether the user asked a second time."""
+        return self.count > 1
+
+    def __enter__(self) -> Interrupts:
+        for number in _NUMBERS:
+            self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        self.number = self.number or number

@@ -1,0 +1,177 @@
+"""Joining a job that somebody else starts: Slurm's ``srun``, OpenMPI's ``mpirun``, or any launcher that sets RANK and WORLD_SIZE.
+
+Each of their processes is then one rank. Who it is stands in its environment:
+
+    launcher     rank                   ranks                  on its host                  where rank 0 is
+    OpenMPI      OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK   MASTER_ADDR; here where all are
+    others       RANK                   WORLD_SIZE             LOCAL_RANK                   MASTER_ADDR, MASTER_PORT
+    Slurm        SLURM_PROCID           SLURM_NTASKS           SLURM_LOCALID                first of SLURM_STEP_NODELIST
+
+MASTER_ADDR and MASTER_PORT, where set, always count. A port that nobody gave is made from the job's number, so that all ranks
+find the same one without talking: below those that the system gives to others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autoddl.costmodel.errors import UserError
+
+from .demands import Demands
+from .job import Rendezvous
+from .nodelist import expand_nodelist
+
+__all__ = ["Membership", "check_membership", "find_membership", "in_slurm_step"]
+
+_FIRST_PORT, _NUM_PORTS = 12_000, 16_000
+_FIRST_SPECIAL_STEP = 0xFFFF_FFF0
+"""Slurm numbers from here on the steps that are none of the user's: the batch script's, an interactive shell's."""
+
+
+@dataclass(frozen=True)
+class Membership:
+    """Who this process is in a job; ``launcher`` says by whom. ``num_local`` counts the ranks of this host, None where unknown;
+    ``node`` is the host's number, None where unknown."""
+
+    launcher: str
+    rank: int
+    num_ranks: int
+    local_rank: int
+    num_local: int | None
+    node: int | None
+    meeting: Rendezvous
+
+
+def find_membership(environ: Mapping[str, str]) -> Membership | None:
+    """Who this process is, None where nobody says so.
+
+    Raises:
+        UserError: variables contradict each other, or do not say where rank 0 is.
+    """
+    if "OMPI_COMM_WORLD_RANK" in environ:
+        return _openmpi(environ)
+    if "RANK" in environ and "WORLD_SIZE" in environ:
+        return _plain(environ)
+    if in_slurm_step(environ):
+        return _slurm(environ)
+    return None
+
+
+def in_slurm_step(environ: Mapping[str, str]) -> bool:
+    """Whether this process is a task of ``srun``, rather than a shell or a batch script in an allocation."""
+    step = environ.get("SLURM_STEP_ID", "")
+    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ
+
+
+def _openmpi(environ: Mapping[str, str]) -> Membership:
+    num_ranks = _number(environ, "OMPI_COMM_WORLD_SIZE")
+    num_local = _number(environ, "OMPI_COMM_WORLD_LOCAL_SIZE")
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if num_local == num_ranks else "")
+    if not address:
+        raise UserError(
+            "mpirun has ranks on several hosts and MASTER_ADDR is not set; give it: mpirun -x MASTER_ADDR=HOST ..."
+        )
+    seed = (
+        environ.get("PMIX_NAMESPACE")
+        or environ.get("OMPI_MCA_ess_base_jobid")
+        or environ.get("OMPI_MCA_orte_ess_jobid", "")
+    )
+    rank, local_rank = _number(environ, "OMPI_COMM_WORLD_RANK"), _number(environ, "OMPI_COMM_WORLD_LOCAL_RANK")
+    return _member("OpenMPI", rank, num_ranks, local_rank, num_local, None, Rendezvous(address, _port(environ, seed)))
+
+
+def _plain(environ: Mapping[str, str]) -> Membership:
+    rank, num_ranks = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_rank = _number(environ, "LOCAL_RANK")
+    num_local = _number(environ, "LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in environ else None
+    for name in ("MASTER_ADDR", "MASTER_PORT"):
+        if not environ.get(name):
+            raise UserError(f"RANK and WORLD_SIZE are set, {name} is not: it should say where rank 0 listens")
+    meeting = Rendezvous(environ["MASTER_ADDR"], _port(environ, ""))
+    return _member("the environment", rank, num_ranks, local_rank, num_local, None, meeting)
+
+
+def _slurm(environ: Mapping[str, str]) -> Membership:
+    nodes = expand_nodelist(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or "")
+    num_ranks = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
+    address = environ.get("MASTER_ADDR") or ("127.0.0.1" if len(nodes) == 1 else nodes[0])
+    seed = f"{environ.get('SLURM_JOB_ID', '')}.{environ['SLURM_STEP_ID']}"
+    node = _number(environ, "SLURM_NODEID")
+    sizes = _tasks_per_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""))
+    return _member(
+        "Slurm",
+        _number(environ, "SLURM_PROCID"),
+        num_ranks,
+        _number(environ, "SLURM_LOCALID"),
+        sizes[node] if node < len(sizes) else None,
+        node,
+        Rendezvous(address, _port(environ, seed)),
+    )
+
+
+def _member(
+    launcher: str,
+    rank: int,
+    num_ranks: int,
+    local_rank: int,
+    num_local: int | None,
+    node: int | None,
+    meeting: Rendezvous,
+) -> Membership:
+    if not 0 <= rank < num_ranks:
+        raise UserError(f"{launcher} says that this is rank {rank} of {num_ranks}; it should be below {num_ranks}")
+    return Membership(launcher, rank, num_ranks, local_rank, num_local, node, meeting)
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    text = environ.get(name, "")
+    if not text.isascii() or not text.isdigit():
+        raise UserError(f"environment variable {name} is {text!r}, should be a whole number")
+    return int(text)
+
+
+def _port(environ: Mapping[str, str], seed: str) -> int:
+    if environ.get("MASTER_PORT"):
+        port = _number(environ, "MASTER_PORT")
+        if not 0 < port < 65536:
+            raise UserError(f"environment variable MASTER_PORT is {port}, should be a port")
+        return port
+    return _FIRST_PORT + int(hashlib.sha256(seed.encode()).hexdigest(), 16) % _NUM_PORTS
+
+
+def _tasks_per_node(text: str) -> list[int]:
+    """``2(x3),1`` is 2 2 2 1."""
+    sizes: list[int] = []
+    for part in text.split(",") if text else ():
+        size, _, times = part.partition("(x")
+        if not size.isdigit():
+            return []
+        sizes += [int(size)] * (int(times.rstrip(")")) if times else 1)
+    return sizes
+
+
+def check_membership(member: Membership, demands: Demands, *, anyhow: bool = False) -> None:
+    """Refuse a job that is not the plan's: another number of ranks, or ranks on other nodes than the plan has them.
+
+    Args:
+        anyhow: let ranks be on whatever nodes they are.
+
+    Raises:
+        UserError: naming the difference.
+    """
+    if member.num_ranks != demands.num_ranks:
+        raise UserError(f"the plan is for {demands.num_ranks} ranks, {member.launcher} started {member.num_ranks}")
+    size = demands.devices_per_node
+    if anyhow:
+        return
+    if member.num_local is not None and member.num_local != size:
+        raise UserError(f"the plan has {size} ranks per node, {member.launcher} started {member.num_local} on this one")
+    node, local_rank = divmod(member.rank, size)
+    if member.local_rank != local_rank or member.node not in (None, node):
+        found = f"its number {member.local_rank}" + ("" if member.node is None else f" of node {member.node}")
+        raise UserError(
+            f"the plan has rank {member.rank} as number {local_rank} of node {node}, {member.launcher} made it {found}; "
+            "start ranks node by node (srun --distribution=block, mpirun --map-by slot)"
+        )
