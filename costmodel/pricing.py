@@ -32,7 +32,7 @@ from .layerwork import LayerWork, layer_work
 from .layoutprices import MANY, Layout, LayoutPrices, communication_time
 from .redistribution import redistribute, steps
 from .strategy import Strategy, enumerate_strategies, transposed
-from .table import CostTable, Edge
+from .table import ByClass, CostTable, Edge
 from .workload import Workload
 
 __all__ = ["Objective", "PriceBook", "Problem", "Variable", "edge_shape", "edge_steps"]
@@ -286,18 +286,19 @@ class PriceBook:
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 
     def _edges(self, columns: Sequence[_Column], workload: Workload) -> tuple[Edge, ...]:
-        matrices: dict[object, np.ndarray] = {}
+        known: dict[object, ByClass] = {}
         edges = []
         for (i, j), tensors in self._variable_edges.items():
             key = (tensors, id(columns[i]), id(columns[j]))
-            if key not in matrices:
+            if key not in known:
                 (sources, source_index), (targets, target_index) = (self._layouts(self.variables[k]) for k in (i, j))
                 by_layout = sum(
                     count * self._moves.costs(tensor, sources, targets, workload) for tensor, count in tensors
                 )
-                rows, targets_kept = source_index[columns[i].kept], target_index[columns[j].kept]
-                matrices[key] = np.asarray(by_layout)[rows[:, None], targets_kept[None, :]]
-            edges.append(Edge(i, j, matrices[key]))
+                known[key] = ByClass.among(
+                    np.asarray(by_layout), source_index[columns[i].kept], target_index[columns[j].kept]
+                )
+            edges.append(Edge(i, j, known[key]))
         return tuple(edges)
 
     def _layouts(self, variable: Variable) -> tuple[tuple[Layout, ...], np.ndarray]:

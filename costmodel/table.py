@@ -19,19 +19,71 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["CostTable", "Edge"]
+__all__ = ["ByClass", "CostTable", "Edge"]
+
+
+@dataclass(frozen=True, eq=False)
+class ByClass:
+    """Costs of pairs of options that depend on a class of each alone: option a of class ``rows[a]`` beside option b of class
+    ``columns[b]`` costs ``between[rows[a], columns[b]]`` [s].
+
+    A linear layer of 360 strategies has some 30 layouts around it: the searches work on the classes, and only those that ask for
+    :attr:`matrix` see one cost per pair of options.  Classes are numbered in the order in which the options meet them.
+    """
+
+    between: np.ndarray
+    rows: np.ndarray
+    columns: np.ndarray
+
+    @classmethod
+    def among(cls, between: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> ByClass:
+        """Of classes of which some may have no options: only those that have are kept."""
+        row_used, rows = np.unique(rows, return_inverse=True)
+        column_used, columns = np.unique(columns, return_inverse=True)
+        return cls(between[np.ix_(row_used, column_used)], rows, columns)
+
+    @cached_property
+    def matrix(self) -> np.ndarray:
+        """The cost of every pair of options, shape (options of source, options of target)."""
+        return self.between[self.rows[:, None], self.columns[None, :]]
+
+    def at(self, a: int, b: int) -> float:
+        """The cost of one pair of options."""
+        between, rows, columns = self._plain
+        return between[rows[a]][columns[b]]
+
+    @cached_property
+    def _plain(self) -> tuple[list[list[float]], list[int], list[int]]:
+        """Plain numbers: single ones are read several times as fast as from arrays."""
+        return self.between.tolist(), self.rows.tolist(), self.columns.tolist()
 
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """Redistribution costs between two variables: ``cost[a, b]`` [s], shape (options of source, options of target).
+    """Redistribution costs between two variables, as a matrix or by classes of options.
 
-    Edges between equal pairs of layers share one array: algorithms may recognise it by identity.
+    Edges between equal pairs of layers share one object of costs: algorithms may recognise it by identity.
     """
 
     source: int
     target: int
-    cost: np.ndarray
+    costs: np.ndarray | ByClass
+
+    @property
+    def cost(self) -> np.ndarray:
+        """``cost[a, b]`` [s], shape (options of source, options of target)."""
+        return self.costs.matrix if isinstance(self.costs, ByClass) else self.costs
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(options of source, options of target)."""
+        costs = self.costs
+        return (len(costs.rows), len(costs.columns)) if isinstance(costs, ByClass) else costs.shape
+
+    def at(self, a: int, b: int) -> float:
+        """The cost of one pair of options."""
+        costs = self.costs
+        return costs.at(a, b) if isinstance(costs, ByClass) else float(costs[a, b])
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,7 +108,7 @@ class CostTable:
             assert self.cost[i].shape == self.memory[i].shape == self.buffer[i].shape == (len(self.cost[i]),)
         for edge in self.edges:
             assert edge.source != edge.target
-            assert edge.cost.shape == (len(self.cost[edge.source]), len(self.cost[edge.target]))
+            assert edge.shape == (len(self.cost[edge.source]), len(self.cost[edge.target]))
 
     @cached_property
     def space_size(self) -> int:
@@ -66,7 +118,7 @@ class CostTable:
     def evaluate(self, choice: tuple[int, ...]) -> float:
         """The cost [s] of one assignment."""
         nodes = sum(float(costs[x]) for costs, x in zip(self.cost, choice))
-        return nodes + sum(float(edge.cost[choice[edge.source], choice[edge.target]]) for edge in self.edges)
+        return nodes + sum([edge.at(choice[edge.source], choice[edge.target]) for edge in self.edges])
 
     def peak_memory(self, choice: tuple[int, ...]) -> float:
         """The bytes that one assignment needs on each device."""

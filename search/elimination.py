@@ -27,6 +27,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -85,13 +86,16 @@ class Node:
     def shape(self) -> tuple[int, ...]:
         return self.local[self.num_eliminated :]
 
-    def expand(self, array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-        """View an input's array on the local axes, for broadcasting."""
-        order = sorted(range(len(axes)), key=axes.__getitem__)
-        shape = [1] * len(self.local)
-        for axis in axes:
-            shape[axis] = self.local[axis]
-        return array.transpose(order).reshape(shape)
+    @cached_property
+    def views(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
+        """For each input (factor number, order of its axes, its shape among the local axes, its local axes), small ones first:
+        so most of a sum is done where it is small."""
+        found = []
+        for number, axes in self.inputs:
+            shape = [self.local[axis] if axis in axes else 1 for axis in range(len(self.local))]
+            order = tuple(sorted(range(len(axes)), key=axes.__getitem__))
+            found.append((number, order, tuple(shape), axes))
+        return tuple(sorted(found, key=lambda view: math.prod(view[2])))
 
     def reduce(self, array: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
         """Minimise an array over the local axes down to an input's axes, in the input's order of axes."""
@@ -149,11 +153,31 @@ class Plan:
 
     def join(self, node: Node, tables: Sequence[np.ndarray]) -> np.ndarray:
         """The sum of a node's inputs on its local axes."""
-        views = sorted((node.expand(tables[number], axes) for number, axes in node.inputs), key=lambda view: view.size)
-        total = views[0] if views else np.zeros(())
-        for view in views[1:]:
-            total = total + view
-        return np.broadcast_to(total, node.local)
+        total = None
+        for number, order, shape, _ in node.views:
+            view = tables[number].transpose(order).reshape(shape)
+            total = view if total is None else total + view
+        if total is None:
+            total = np.zeros(())
+        return total if total.shape == node.local else np.broadcast_to(total, node.local)
+
+    def best_eliminated(self, node: Node, tables: Sequence[np.ndarray], kept: tuple[int, ...]) -> tuple[int, ...]:
+        """The values of a node's eliminated axes at which the sum of its inputs is least, the other axes being at ``kept``."""
+        num = node.num_eliminated
+        total: np.ndarray | None = None
+        for number, _, shape, axes in node.views:
+            at = tuple([slice(None) if axis < num else kept[axis - num] for axis in axes])
+            part = tables[number][at]
+            if num > 1:
+                eliminated = [axis for axis in axes if axis < num]
+                part = part.transpose(np.argsort(eliminated).astype(int)).reshape(shape[:num])
+            total = part if total is None else total + part
+        sizes = node.local[:num]
+        if total is None or total.size == 1:
+            return (0,) * num
+        if num == 1:
+            return (int(total.argmin()),)
+        return tuple(map(int, np.unravel_index(np.broadcast_to(total, sizes).argmin(), sizes)))
 
     def downward(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The outside of every node: the least that the rest costs, for each assignment of the node's scope."""
@@ -179,7 +203,7 @@ class Plan:
 
         Of an inexact plan it is a minimiser of the relaxation, and each variable shows the copy that owns its cost.
         """
-        best: dict[int, np.ndarray] = {}
+        best: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
         label_of: dict[int, list[int]] = {}
         labels = [0] * self.num_variables
         separator: list[tuple[int, ...]] = [()] * len(self.occurrences)
@@ -189,15 +213,11 @@ class Plan:
             node = self.factors[number]
             assert isinstance(node, Node)
             if node.num_eliminated:
-                if number not in best:
-                    best[number] = self.join(node, tables).reshape(-1, *node.shape).argmin(axis=0)
-                chosen = int(best[number][coordinates])
-                if node.num_eliminated > 1:
-                    coordinates = (
-                        tuple(map(int, np.unravel_index(chosen, node.local[: node.num_eliminated]))) + coordinates
-                    )
-                else:
-                    coordinates = (chosen, *coordinates)
+                # Equal blocks mostly stand at equal coordinates.
+                key = (number, coordinates)
+                if key not in best:
+                    best[key] = self.best_eliminated(node, tables, coordinates)
+                coordinates = best[key] + coordinates
             for producer, variable, (child, axes) in zip(occurrence.producers, occurrence.variables, node.inputs):
                 if producer >= 0:
                     separator[producer] = tuple([coordinates[axis] for axis in axes])

@@ -18,14 +18,18 @@ Everything is computed once per distinct input: equal blocks share their arrays,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Union
 
 import numpy as np
 
-from autoddl.costmodel.table import CostTable
+from autoddl.costmodel.table import ByClass, CostTable
 
 from .result import SearchError
 
 __all__ = ["Domain", "Reduced", "check_table", "reduce_table"]
+
+#: What an edge's costs are held as.
+_Costs = Union[np.ndarray, ByClass]
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +86,10 @@ def check_table(table: CostTable) -> None:
                     f"variable {name!r} of the cost table has a {column} that is no whole number of bytes"
                 )
     for edge in table.edges:
-        if id(edge.cost) not in seen:
-            seen.add(id(edge.cost))
-            if not (edge.cost > -np.inf).all():
+        if id(edge.costs) not in seen:
+            seen.add(id(edge.costs))
+            distinct = edge.costs.between if isinstance(edge.costs, ByClass) else edge.costs
+            if not (distinct > -np.inf).all():
                 pair = f"{table.names[edge.source]!r} -> {table.names[edge.target]!r}"
                 raise SearchError(
                     f"edge {pair} of the cost table has a cost that is nan or -inf; costs are seconds or inf"
@@ -94,10 +99,10 @@ def check_table(table: CostTable) -> None:
 def reduce_table(table: CostTable) -> Reduced:
     """Classes, labels and merged edges of ``table``. Cost: linear in the table's distinct arrays."""
     rows = _RowClasses()
-    incident: list[list[tuple[np.ndarray, int]]] = [[] for _ in table.names]
+    incident: list[list[tuple[_Costs, int]]] = [[] for _ in table.names]
     for edge in table.edges:
-        incident[edge.source].append((edge.cost, 0))
-        incident[edge.target].append((edge.cost, 1))
+        incident[edge.source].append((edge.costs, 0))
+        incident[edge.target].append((edge.costs, 1))
 
     domains: list[Domain] = []
     representatives: list[np.ndarray] = []
@@ -106,28 +111,37 @@ def reduce_table(table: CostTable) -> Reduced:
     for i in range(len(table.names)):
         vectors = (table.cost[i], table.memory[i], table.buffer[i])
         sides = sorted(incident[i], key=lambda item: (id(item[0]), item[1]))
-        key = (*map(id, vectors), *((id(array), side) for array, side in sides))
+        key = (*map(id, vectors), *((id(costs), side) for costs, side in sides))
         if key not in by_key:
-            domain, kept = _reduce_variable(*vectors, [rows.of(array, side) for array, side in sides])
+            domain, kept = _reduce_variable(*vectors, [rows.of(costs, side) for costs, side in sides])
             by_key[key] = intern.domain(domain), kept
         domain, kept = by_key[key]
         domains.append(domain)
         representatives.append(kept)
 
-    merged: dict[tuple[int, int], list[tuple[np.ndarray, bool]]] = {}
+    merged: dict[tuple[int, int], list[tuple[_Costs, bool]]] = {}
     for edge in table.edges:
         flipped = edge.source > edge.target
         pair = (edge.target, edge.source) if flipped else (edge.source, edge.target)
-        merged.setdefault(pair, []).append((edge.cost, flipped))
+        merged.setdefault(pair, []).append((edge.costs, flipped))
     arrays: dict[tuple, np.ndarray] = {}
     edges = []
     for (i, j), parts in merged.items():
-        key = (id(representatives[i]), id(representatives[j]), *((id(array), flipped) for array, flipped in parts))
+        key = (id(representatives[i]), id(representatives[j]), *((id(costs), flipped) for costs, flipped in parts))
         if key not in arrays:
-            index = np.ix_(representatives[i], representatives[j])
-            arrays[key] = intern.array(sum(array.T[index] if flipped else array[index] for array, flipped in parts))
+            ends = representatives[i], representatives[j]
+            arrays[key] = intern.array(
+                sum(_among(costs, *ends[::-1]).T if flipped else _among(costs, *ends) for costs, flipped in parts)
+            )
         edges.append((i, j, arrays[key]))
     return Reduced(tuple(domains), tuple(edges))
+
+
+def _among(costs: _Costs, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """The costs between some options of the source and some of the target."""
+    if isinstance(costs, ByClass):
+        return costs.between[costs.rows[sources][:, None], costs.columns[targets][None, :]]
+    return costs[sources[:, None], targets[None, :]]
 
 
 class _Intern:
@@ -147,19 +161,24 @@ class _Intern:
 
 
 class _RowClasses:
-    """For each array and side: which rows (columns) are equal, and the distinct ones."""
+    """For the costs of each edge and each side: which rows (columns) are equal, and the distinct ones."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
-    def of(self, array: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
+    def of(self, costs: _Costs, side: int) -> tuple[np.ndarray, np.ndarray]:
         """(class of each row, the distinct rows); the distinct rows only at distinct columns."""
-        key = (id(array), side)
+        key = (id(costs), side)
         if key not in self._known:
+            array = costs.between if isinstance(costs, ByClass) else costs
             by_row, row_class = _distinct(array)
-            by_column, column_class = _distinct(array.T)
-            self._known[id(array), 0] = row_class, array[np.ix_(by_row, by_column)]
-            self._known[id(array), 1] = column_class, array[np.ix_(by_row, by_column)].T
+            # Columns that are equal in the distinct rows are equal.
+            by_column, column_class = _distinct(array[by_row].T)
+            if isinstance(costs, ByClass):
+                row_class, column_class = row_class[costs.rows], column_class[costs.columns]
+            distinct = array[np.ix_(by_row, by_column)]
+            self._known[id(costs), 0] = row_class, distinct
+            self._known[id(costs), 1] = column_class, distinct.T
         return self._known[key]
 
 
