@@ -16,9 +16,8 @@ from autoddl.costmodel.workload import Workload
 
 from .campaign import STALL_S, progress
 from .candidates import RankedStrategy, spread_strategies
-from .ranking import Score, score
+from .ranking import Score, fastest, score
 from .report import Table, saved
-from .robust import location
 
 __all__ = ["RankSettings", "Ranking", "draw_ranking", "rank_locally", "ranking_document", "ranking_tables"]
 
@@ -155,7 +154,8 @@ def ranking_tables(ranking: Ranking) -> list[Table]:
         )
     rounds = ranking.communication.shape[1]
     remarks = [
-        f"  {len(ranking.strategies)} strategies, {rounds} rounds; pairs: those measured more than 10 % apart",
+        f"  {len(ranking.strategies)} strategies, {rounds} rounds of which the fastest counts; "
+        "pairs: those measured more than 10 % apart",
     ]
     if ranking.disturbed:
         remarks.append(f"  other processes used the cores during {ranking.disturbed:.0%} of the visits")
@@ -172,9 +172,9 @@ def _strategies(ranking: Ranking) -> Table:
             (
                 own.name,
                 format_seconds(own.communication_s),
-                format_seconds(float(location(ranking.communication[i])[0])),
+                format_seconds(float(ranking.communication[i].min())),
                 format_seconds(own.step_s),
-                "-" if ranking.step is None else format_seconds(float(location(ranking.step[i])[0])),
+                "-" if ranking.step is None else format_seconds(float(ranking.step[i].min())),
             )
         )
     return Table("Strategies", tuple(rows), (1, 2, 3, 4))
@@ -223,11 +223,10 @@ def draw_ranking(rankings: Sequence[Ranking], path: str) -> None:
                     axis.set_visible(False)
                     continue
                 predicted = [getattr(own, f"{name}_s") for own in ranking.strategies]
-                low, high = np.quantile(times, [0.25, 0.75], axis=1)
-                middle = location(times)
-                spread = np.maximum([middle - low, high - middle], 0)
-                axis.errorbar(predicted, middle, yerr=spread, fmt="o", markersize=4, linewidth=1)
-                ends = [max(1e-6, min(*predicted, *middle)), max(*predicted, *middle)]
+                best = fastest(times)
+                spread = [np.zeros_like(best), np.median(times, axis=1) - best]
+                axis.errorbar(predicted, best, yerr=spread, fmt="o", markersize=4, linewidth=1)
+                ends = [max(1e-6, min(*predicted, *best)), max(*predicted, *best)]
                 axis.plot(ends, ends, "k--", linewidth=0.8)
                 own = ranking.scores[name]
                 axis.set(xscale="log", yscale="log", xlabel="predicted [s]", ylabel="measured [s]")
