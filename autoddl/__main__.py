@@ -33,17 +33,21 @@ class _Parser(argparse.ArgumentParser):
         self.exit(2, f"autoddl: {' '.join(message.split())} (see {self.prog} --help)\n")
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command that ``argv`` begins with; of all commands where it begins with none."""
     parser = _Parser(prog="autoddl", description="Proven-optimal SBP layouts and pipeline schedules for large models.")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for module in sorted(info.name for info in pkgutil.iter_modules(cli.__path__) if not info.name.startswith("_")):
-        importlib.import_module(f"autoddl.cli.{module}").add_parser(subparsers)
+    commands = sorted(info.name for info in pkgutil.iter_modules(cli.__path__) if not info.name.startswith("_"))
+    # The other commands need not be loaded to run one.
+    for command in [argv[0]] if argv and argv[0] in commands else commands:
+        importlib.import_module(f"autoddl.cli.{command}").add_parser(subparsers)
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; the exit code."""
-    arguments = _parser().parse_args(argv)
+    argv = sys.argv[1:] if argv is None else argv
+    arguments = _parser(argv).parse_args(argv)
     try:
         code = importlib.import_module(f"autoddl.cli.{arguments.command}").run(arguments)
         sys.stdout.flush()

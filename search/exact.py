@@ -24,7 +24,6 @@ from .branching import Exploration, OutOfTimeError, explore, least_memory
 from .forest import solve_forest
 from .labels import LabelSearch, StoppedError
 from .lagrangian import Dual, Instance, Interval, Point, prepare
-from .milp import milp_least_memory, milp_optimum
 from .progress import Progress, silent
 from .reduction import Domain
 from .report import check_limits, impossible, infeasible
@@ -215,6 +214,8 @@ def _by_milp(
     instance: Instance, start: float, memory_limit: float | None, time_limit: float | None, progress: Progress
 ) -> Result:
     """Elimination gives no more than bounds (mini-buckets): HiGHS does the rest."""
+    from .milp import milp_least_memory, milp_optimum  # only here: loading SciPy's optimizers takes longer than most searches
+
     table = instance.table
     relaxed = explore(instance, memory_limit)
     best = relaxed.incumbent.choice if relaxed.incumbent else None
@@ -249,6 +250,8 @@ def smallest_memory(table: CostTable) -> tuple[float, tuple[int, ...] | None]:
     if instance is None:
         return math.inf, None
     if not instance.plan.exact:
+        from .milp import milp_least_memory
+
         return milp_least_memory(table, instance.reduced)
     point = least_memory(instance)
     return (point.peak, point.choice) if point else (math.inf, None)

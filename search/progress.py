@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-
-from tqdm import tqdm
 
 from .result import relative_gap
 
@@ -25,6 +24,11 @@ def progress_bar(description: str, *, disable: bool | None = None) -> Iterator[P
 
     ``disable=None`` keeps quiet where stderr is not a terminal, ``True`` always.
     """
+    if disable or (disable is None and not sys.stderr.isatty()):
+        yield silent
+        return
+    from tqdm import tqdm  # only here: a plan without a bar starts sooner
+
     with tqdm(desc=description, unit=" evaluations", unit_scale=True, disable=disable, leave=False) as bar:
 
         def show(cost: float, lower_bound: float, evaluations: int) -> None:
