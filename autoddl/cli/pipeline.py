@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from pathlib import Path
 
 from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
 from autoddl.costmodel.errors import UserError
@@ -87,6 +88,11 @@ def _profile(text: str, micro_batch: int | None, cluster: Cluster) -> Profile:
     from autoddl.pipelines.planners.transformer import transformer_profile
 
     if not text.startswith("transformer:"):
+        if text not in profile_names() and not Path(text).exists():
+            raise UserError(
+                f"profile {text!r} is neither a file nor one of {', '.join(profile_names())} nor "
+                "transformer:LAYERSxHIDDENxSEQUENCE, such as transformer:48x1024x128"
+            )
         return load_profile(text, micro_batch)
     sizes = re.fullmatch(r"transformer:(\d{1,9})x(\d{1,9})x(\d{1,9})", text)
     if sizes is None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import re
 import sys
 from typing import Any
 
 from autoddl.costmodel.documents import write_atomically
 from autoddl.costmodel.errors import UserError
+
+from ._options import by_option
 
 __all__ = ["add_parser", "run"]
 
@@ -60,30 +61,23 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Print or write what was asked for; an invalid schedule's grid goes to stderr."""
-    from autoddl.pipelines.generators import GeneratorError
     from autoddl.pipelines.validate import InvalidScheduleError
 
     form = "json" if arguments.json else arguments.format
     if arguments.name == "list":
         text = _listing(as_json=form == "json")
     else:
-        try:
-            text = _render(arguments, form)
-        except InvalidScheduleError as error:
-            print(str(error).partition("\n")[2], file=sys.stderr)
-            raise UserError(error.reason) from None
-        except GeneratorError as error:
-            raise UserError(_by_option(str(error))) from None
+        with by_option():
+            try:
+                text = _render(arguments, form)
+            except InvalidScheduleError as error:
+                print(str(error).partition("\n")[2], file=sys.stderr)
+                raise UserError(error.reason) from None
     if arguments.output:
         write_atomically(arguments.output, text)
     else:
         sys.stdout.write(text)
     return 0
-
-
-def _by_option(message: str) -> str:
-    """A generator's message with its arguments named as they are on the command line."""
-    return re.sub(r"\bnum_(stages|micro_batches|pipelines)\b", lambda name: f"--{name[1].replace('_', '-')}", message)
 
 
 def _render(arguments: argparse.Namespace, form: str) -> str:

@@ -1,4 +1,4 @@
-"""``autoddl train``: train a GPT on a text with a pipeline schedule, on local ranks."""
+"""``autoddl train``: train a model with a pipeline schedule, on local ranks."""
 
 from __future__ import annotations
 
@@ -11,26 +11,36 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
+from ._options import by_option
+
 __all__ = ["add_parser", "run"]
 
 _STALL_TIMEOUT_S = 60.0
 """More than a stage's computation takes while another waits for it."""
 _FAMILY_OPTIONS = ("num_pipelines", "concatenation", "policy", "groups")
+_SEQUENCE = 64
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe the command."""
     parser = subparsers.add_parser(
         "train",
-        help="train a GPT on a text with a pipeline schedule, on local ranks (needs OneFlow)",
-        description="Train a GPT on the bytes of a text with any pipeline schedule: each stage on a CPU rank of its own, or on "
-        "several that split the micro-batches.",
+        help="train a model with a pipeline schedule, on local ranks (needs OneFlow)",
+        description="Train a built-in model on the bytes of a text, or a model of your own on its data, with any pipeline "
+        "schedule: each stage on a CPU rank of its own, or on several that split the micro-batches.",
     )
-    parser.add_argument("model", metavar="MODEL", help="gpt:LAYERSxWIDTH, such as gpt:6x64")
-    parser.add_argument("--text", required=True, metavar="FILE", help="what to learn, byte by byte")
-    parser.add_argument("--heads", type=int, help="of attention (width / 32, at least 1)")
-    parser.add_argument("--sequence", type=int, default=64, metavar="BYTES", help="(%(default)s)")
-    parser.add_argument("--untied", action="store_true", help="a head of its own, which asynchronous schedules need")
+    parser.add_argument(
+        "model",
+        metavar="MODEL",
+        help="gpt:, bert: or llama:LAYERSxWIDTH, such as gpt:6x64; mlp:WIDTH,WIDTH,...; or FILE.py:FUNCTION, where FUNCTION "
+        "returns an nn.Sequential and (inputs, targets), the samples to learn from",
+    )
+    parser.add_argument("--text", metavar="FILE", help="what a built-in model learns, byte by byte (our license)")
+    parser.add_argument("--heads", type=int, help="of a transformer's attention (width / 32, at least 1)")
+    parser.add_argument("--sequence", type=int, metavar="BYTES", help=f"of a transformer ({_SEQUENCE})")
+    parser.add_argument(
+        "--untied", action="store_true", help="a head of its own for gpt and bert, which asynchronous schedules need"
+    )
     shape = parser.add_argument_group("schedule, as for `autoddl schedule`")
     shape.add_argument("--schedule", default="1f1b", metavar="NAME", help="see `autoddl schedule list` (%(default)s)")
     shape.add_argument("--stages", type=int, default=2, metavar="D", help="workers (%(default)s)")
@@ -44,9 +54,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--sizes", type=_whole_numbers, metavar="L,...", help="layers per stage, embedding and head included"
     )
     shape.add_argument("--recompute", action="store_true", help="recompute activations before each backward")
+    shape.add_argument(
+        "--compress-boundaries",
+        action="store_true",
+        help="send what goes between stages in half precision, scaled, where no value is lost by that",
+    )
     how = parser.add_argument_group("training")
     how.add_argument("--steps", type=int, default=50, help="weight updates (%(default)s)")
-    how.add_argument("--micro-batch", type=int, default=4, metavar="B", help="sequences in a micro-batch (%(default)s)")
+    how.add_argument("--micro-batch", type=int, default=4, metavar="B", help="samples in a micro-batch (%(default)s)")
     how.add_argument("--optimizer", default="Adam", metavar="NAME", help="one of oneflow.optim (%(default)s)")
     how.add_argument("--learning-rate", type=float, default=1e-3, metavar="LR", help="(%(default)g)")
     how.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
@@ -69,9 +84,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         def on_step(step: Any) -> None:
             bar.update(step.number - bar.n)
-            bar.set_postfix_str(f"loss {step.loss:.4f}, {step.tokens_per_s:,.0f} tokens/s")
+            bar.set_postfix_str(f"loss {step.loss:.4f}, {step.units_per_s:,.0f} {options.problem.unit}/s")
 
-        result = train(options, on_step, stall_timeout_s=_STALL_TIMEOUT_S)
+        with by_option():
+            result = train(options, on_step, stall_timeout_s=_STALL_TIMEOUT_S)
     print(_document(options, result) if arguments.json else _text(options, result, arguments.timeline))
     return 0
 
@@ -79,34 +95,28 @@ def run(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> Any:
     from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedule_of
 
-    match = re.fullmatch(r"gpt:(\d{1,4})x(\d{1,5})", arguments.model)
-    if match is None:
-        raise UserError(f"model {arguments.model!r} should be gpt:LAYERSxWIDTH, such as gpt:6x64")
+    problem = _problem(arguments)
     for option in ("steps", "every"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option} is {getattr(arguments, option)}; give a whole number of at least 1")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}, should be 0 or more")
-    layers, width = int(match[1]), int(match[2])
-    schedule = schedule_of(
-        arguments.schedule,
-        min(arguments.steps, arguments.every) if arguments.checkpoints else arguments.steps,
-        num_stages=arguments.stages,
-        num_micro_batches=arguments.micro_batches or arguments.stages,
-        width=arguments.width[0] if len(arguments.width) == 1 else arguments.width,
-        recompute=arguments.recompute,
-        **{name: getattr(arguments, name) for name in _FAMILY_OPTIONS},
-    )
+    with by_option():
+        schedule = schedule_of(
+            arguments.schedule,
+            min(arguments.steps, arguments.every) if arguments.checkpoints else arguments.steps,
+            num_stages=arguments.stages,
+            num_micro_batches=arguments.stages if arguments.micro_batches is None else arguments.micro_batches,
+            width=arguments.width[0] if len(arguments.width) == 1 else arguments.width,
+            recompute=arguments.recompute,
+            **{name: getattr(arguments, name) for name in _FAMILY_OPTIONS},
+        )
     return TrainingOptions(
-        text=Path(arguments.text).resolve(),
-        layers=layers,
-        width=width,
-        heads=max(1, width // 32) if arguments.heads is None else arguments.heads,
-        sequence=arguments.sequence,
+        problem=problem,
         schedule=schedule,
         num_steps=arguments.steps,
         micro_batch=arguments.micro_batch,
-        tied=not arguments.untied,
+        compress=arguments.compress_boundaries,
         optimizer=arguments.optimizer,
         learning_rate=arguments.learning_rate,
         seed=arguments.seed,
@@ -114,6 +124,41 @@ def _options(arguments: argparse.Namespace) -> Any:
         checkpoints=Path(arguments.checkpoints).resolve() if arguments.checkpoints else None,
         steps_per_checkpoint=arguments.every,
     )
+
+
+def _problem(arguments: argparse.Namespace) -> Any:
+    """What MODEL and its options say."""
+    from autoddl.pipelines.runtime.pipeline.problems import FAMILIES, TextModel, TextPerceptron, shipped_text
+
+    from ..training import FileProblem
+
+    text = Path(arguments.text).resolve() if arguments.text else shipped_text()
+    transformer = re.fullmatch(rf"({'|'.join(FAMILIES)}):(\d{{1,4}})x(\d{{1,5}})", arguments.model)
+    if transformer is not None:
+        family, layers, width = transformer[1], int(transformer[2]), int(transformer[3])
+        return TextModel(
+            text,
+            family,
+            layers,
+            width,
+            heads=max(1, width // 32) if arguments.heads is None else arguments.heads,
+            sequence=_SEQUENCE if arguments.sequence is None else arguments.sequence,
+            tied=family != "llama" and not arguments.untied,
+        )
+    for option in ("heads", "sequence", "untied"):
+        if getattr(arguments, option) not in (None, False):
+            raise UserError(f"--{option} is for transformers, not for {arguments.model}")
+    perceptron = re.fullmatch(r"mlp:(\d{1,6}(?:,\d{1,6})*)", arguments.model)
+    if perceptron is not None:
+        return TextPerceptron(text, tuple(map(int, perceptron[1].split(","))))
+    if ".py:" not in arguments.model:
+        raise UserError(
+            f"model {arguments.model!r} should be gpt:, bert: or llama:LAYERSxWIDTH, such as gpt:6x64, mlp:WIDTH,WIDTH,... or "
+            "FILE.py:FUNCTION"
+        )
+    if arguments.text:
+        raise UserError(f"--text is for built-in models; {arguments.model} brings its own data")
+    return FileProblem(arguments.model)
 
 
 def _text(options: Any, result: Any, timeline: bool) -> str:
@@ -127,11 +172,24 @@ def _text(options: Any, result: Any, timeline: bool) -> str:
         f"schedule           {schedule.name}: {schedule.num_stages} stages on {sum(schedule.widths)} ranks",
         f"steps              {result.first_step + 1} to {result.first_step + len(result.losses)}",
         f"loss               {result.losses[0]:.4f} to {result.losses[-1]:.4f}",
-        f"tokens per second  {result.tokens_per_s:,.0f}",
+        f"{f'{options.problem.unit} per second':18} {result.units_per_s:,.0f}",
         f"peak activations   {' '.join(f'{peak:g}' for peak in result.last_run.peak_activations)} (micro-batches, per worker)",
         f"weight versions    {' '.join(map(str, result.last_run.peak_versions))} (of one stage, per worker)",
+        f"between stages     {_sent(options, result.last_run)}",
     ]
     return "\n".join(lines + (_timelines(result.last_run.timeline) if timeline else []))
+
+
+def _sent(options: Any, run: Any) -> str:
+    """The bytes of a step, and what compression does to them."""
+    num_steps = options.schedule.num_updates
+    text = f"{run.bytes_sent / num_steps:,.0f} bytes a step"
+    if not options.compress:
+        return text
+    full = (
+        f"; {run.num_uncompressed / num_steps:,.3g} messages a step in full precision" if run.num_uncompressed else ""
+    )
+    return f"{text}, {run.bytes_saved / num_steps:,.0f} saved by compression{full}"
 
 
 def _timelines(measured: Any) -> list[str]:
@@ -161,12 +219,18 @@ def _document(options: Any, result: Any) -> str:
         "num_ranks": sum(options.schedule.widths),
         "first_step": result.first_step,
         "losses": list(result.losses),
-        "tokens_per_s": result.tokens_per_s,
+        f"{options.problem.unit}_per_s": result.units_per_s,
     }
     if result.last_run is not None:
         document["makespan_s"] = result.last_run.timeline.makespan
         document["peak_activations"] = list(result.last_run.peak_activations)
         document["weight_versions"] = list(result.last_run.peak_versions)
+        document["bytes_between_stages"] = {
+            "num_steps": options.schedule.num_updates,
+            "sent": result.last_run.bytes_sent,
+            "saved": result.last_run.bytes_saved,
+            "uncompressed_messages": result.last_run.num_uncompressed,
+        }
     return json.dumps(document, indent=1, allow_nan=False)
 
 

@@ -153,7 +153,16 @@ def test_output_goes_to_a_file(autoddl, tmp_path):
         (["gpipe", "--stages", "2", "--micro-batches", "3", "--forward", "1,2,3"], "forward has 3 entries; give 2"),
         (["gpipe", "--stages", "2", "--micro-batches", "3", "--backward", "-1"], "backward.0. is -1.0"),
         (["gpipe", "--stages", "2", "--micro-batches", "3", "--activation-limit", "2"], "its limit is 2"),
-        (["gpipe", "--stages", "2", "--micro-batches", "3", "--groups", "2"], "schedule gpipe has no option groups"),
+        (
+            ["gpipe", "--stages", "2", "--micro-batches", "3", "--groups", "2"],
+            "schedule gpipe has no option --groups; it",
+        ),
+        (
+            ["1f1b", "--stages", "2", "--micro-batches", "3", "--groups", "2"],
+            "no option --groups; it has --max-in-flight, --policy, --warm-up",
+        ),
+        (["1f1b", "--stages", "2", "--micro-batches", "3", "--warm-up", "1,2"], "--warm-up is 1 at stage 0"),
+        (["chimera", "--stages", "2", "--micro-batches", "3", "--concatenation", "x"], "--concatenation is 'x'"),
     ],
 )
 def test_bad_input_is_one_line(arguments, message):

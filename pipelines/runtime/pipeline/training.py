@@ -1,4 +1,4 @@
-"""Training a GPT on the bytes of a text with a schedule, on local ranks. Needs no OneFlow here: the ranks have it."""
+"""Training a model with a schedule, on local ranks. Needs no OneFlow here: the ranks have it."""
 
 from __future__ import annotations
 
@@ -8,43 +8,37 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from autoddl.costmodel.errors import UserError
 
 from ...generators import generate
 from ...schedule import Schedule
 from ..launcher import RankPool
 from .checkpoint import find_checkpoint
+from .problems import Problem
 from .report import PipelineReport, combine
 
-__all__ = ["Step", "TextBatches", "TrainingOptions", "TrainingResult", "schedule_of", "train"]
-
-VOCABULARY = 256
+__all__ = ["Step", "TrainingOptions", "TrainingResult", "schedule_of", "train"]
 
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What is trained on what."""
+    """What is trained, and how."""
 
-    text: Path
-    layers: int
-    width: int
-    heads: int
-    sequence: int
+    problem: Problem
     schedule: Schedule
     """Of one run; of one iteration, where it is synchronous."""
     num_steps: int
     """Weight updates in all, those before a checkpoint included."""
     micro_batch: int = 4
-    """Sequences."""
-    tied: bool = True
+    """Samples."""
     optimizer: str = "Adam"
     """One of ``oneflow.optim``."""
     learning_rate: float = 1e-3
     seed: int = 0
     sizes: tuple[int, ...] | None = None
     """Layers per stage, the embedding and the head counting as one each."""
+    compress: bool = False
+    """Whether what goes between stages is compressed where its values allow it (see `compression`)."""
     checkpoints: Path | None = None
     """A directory; training goes on from the newest one there."""
     steps_per_checkpoint: int = 10
@@ -56,7 +50,8 @@ class Step:
 
     number: int
     loss: float
-    tokens_per_s: float
+    units_per_s: float
+    """Of the problem's units, over all steps up to this one."""
 
 
 @dataclass(frozen=True)
@@ -67,42 +62,24 @@ class TrainingResult:
     """0, or where a checkpoint left off."""
     losses: tuple[float, ...]
     """Of each step from there on: the mean over its micro-batches."""
-    tokens_per_s: float
+    units_per_s: float
     """Over all steps, setting up not counted."""
     last_run: PipelineReport | None
     """None where nothing was left to do."""
 
 
-class TextBatches:
-    """Micro-batches of random places of a text, by their number: bytes, and the bytes that follow each.
-
-    Raises:
-        UserError: the text cannot be read, or is shorter than a sequence.
-    """
-
-    def __init__(self, path: Path, micro_batch: int, sequence: int, seed: int) -> None:
-        try:
-            self._bytes = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.int64)
-        except OSError as error:
-            raise UserError(f"text {path} cannot be read: {error.strerror}") from None
-        if len(self._bytes) <= sequence:
-            raise UserError(f"text {path} has {len(self._bytes)} bytes; it takes more than a sequence of {sequence}")
-        self._micro_batch, self._sequence, self._seed = micro_batch, sequence, seed
-
-    def __call__(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        generator = np.random.default_rng([self._seed, number])
-        begins = generator.integers(0, len(self._bytes) - self._sequence, self._micro_batch)
-        rows = np.stack([self._bytes[begin : begin + self._sequence + 1] for begin in begins])
-        return rows[:, :-1], rows[:, 1:]
-
-
 def train(
-    options: TrainingOptions, on_step: Callable[[Step], None] | None = None, **pool_options: Any
+    options: TrainingOptions,
+    on_step: Callable[[Step], None] | None = None,
+    *,
+    timeout_s: float | None = None,
+    **pool_options: Any,
 ) -> TrainingResult:
     """Train to the end on ranks of this machine, as many as the schedule has.
 
     Args:
         on_step: called with every step as soon as its last loss is known.
+        timeout_s: how long it may take, from when the ranks are there; for ever if None.
         pool_options: of the `RankPool`.
 
     Raises:
@@ -119,10 +96,10 @@ def train(
         )
     progress = _Progress(options, first, on_step)
     with RankPool(sum(schedule.widths), **pool_options) as pool:
-        job = "autoddl.pipelines.runtime.pipeline.training_job:train_text"
-        results = pool.run(job, options, on_report=progress.take)
+        job = "autoddl.pipelines.runtime.pipeline.training_job:train_on_rank"
+        results = pool.run(job, options, timeout_s=timeout_s, on_report=progress.take)
     last = combine(schedule, results) if results[0] is not None else None
-    return TrainingResult(first, tuple(progress.losses), progress.tokens_per_s, last)
+    return TrainingResult(first, tuple(progress.losses), progress.units_per_s, last)
 
 
 def schedule_of(name: str, num_steps: int, **options: Any) -> Schedule:
@@ -132,17 +109,15 @@ def schedule_of(name: str, num_steps: int, **options: Any) -> Schedule:
 
 
 def _check(options: TrainingOptions) -> None:
-    for name in ("layers", "width", "heads", "sequence", "num_steps", "micro_batch", "steps_per_checkpoint"):
+    for name in ("num_steps", "micro_batch", "steps_per_checkpoint"):
         if getattr(options, name) < 1:
             raise UserError(f"{name.replace('_', ' ')} is {getattr(options, name)}; give a whole number of at least 1")
-    if options.width % options.heads:
-        raise UserError(f"width {options.width} does not divide into {options.heads} heads")
     if not 0 < options.learning_rate < float("inf"):
         raise UserError(f"learning rate is {options.learning_rate:g}; give a positive number")
     per_run = options.schedule.num_updates
     if options.num_steps % per_run:
         raise UserError(f"{options.num_steps} steps are not made up of runs of {per_run}; give a multiple of {per_run}")
-    TextBatches(options.text, options.micro_batch, options.sequence, options.seed)
+    options.problem.check()
 
 
 class _Progress:
@@ -150,9 +125,9 @@ class _Progress:
 
     def __init__(self, options: TrainingOptions, first: int, on_step: Callable[[Step], None] | None) -> None:
         self.losses: list[float] = []
-        self.tokens_per_s = 0.0
+        self.units_per_s = 0.0
         self._period = options.schedule.update_period
-        self._tokens = self._period * options.micro_batch * options.sequence
+        self._units = self._period * options.micro_batch * options.problem.units_per_sample
         self._first = first
         self._on_step = on_step
         self._parts: dict[int, float] = {}
@@ -176,6 +151,6 @@ class _Progress:
         del self._shares[step]
         self.losses.append(self._parts.pop(step))
         seconds = time.monotonic() - self._begun
-        self.tokens_per_s = len(self.losses) * self._tokens / seconds
+        self.units_per_s = len(self.losses) * self._units / seconds
         if self._on_step is not None:
-            self._on_step(Step(step + 1, self.losses[-1], self.tokens_per_s))
+            self._on_step(Step(step + 1, self.losses[-1], self.units_per_s))

@@ -1,4 +1,4 @@
-"""What each rank does in training on a text."""
+"""What each rank does in training."""
 
 from __future__ import annotations
 
@@ -7,30 +7,29 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 
 from ..load import load_oneflow
-from ..models import GPT, initialize
 from ..rank import report
-from .chain import chain_of
 from .report import RankReport
 from .trainer import PipelineTrainer
-from .training import VOCABULARY, TextBatches, TrainingOptions
+from .training import TrainingOptions
 
 flow: Any = load_oneflow()
 
-__all__ = ["train_text"]
+__all__ = ["train_on_rank"]
 
 
-def train_text(options: TrainingOptions) -> RankReport | None:
+def train_on_rank(options: TrainingOptions) -> RankReport | None:
     """Train to the last step; the report of the last run, None where nothing was left to do."""
     make = getattr(flow.optim, options.optimizer, None)
     if not (isinstance(make, type) and issubclass(make, flow.optim.Optimizer)):
         raise UserError(f"optimizer {options.optimizer} is not in oneflow.optim; give SGD, Adam, AdamW, ...")
-    sizes = (options.layers, options.width, options.heads, VOCABULARY, options.sequence)
+    chain, batches = options.problem.load(options.micro_batch, options.seed)
     trainer = PipelineTrainer(
-        chain_of(initialize(GPT(*sizes, tied=options.tied), options.seed)),
+        chain,
         options.schedule,
         lambda parameters: make(parameters, lr=options.learning_rate),
-        TextBatches(options.text, options.micro_batch, options.sequence, options.seed),
+        batches,
         sizes=options.sizes,
+        compress=options.compress,
         on_loss=lambda *part: report(part),
     )
     if options.checkpoints is not None:

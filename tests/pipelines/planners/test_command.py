@@ -65,7 +65,7 @@ def test_a_priced_transformer_and_data_parallelism_that_does_not_fit(capsys: pyt
         (("--micro-batch", "5"), "batch 64 is not divisible by micro-batch 5; 4 would be right"),
         (("--batch", "0"), "batch 0 should be at least 1"),
         (("--cluster", "v100-z"), "v100-z"),
-        (("--profile", "bert-47"), "is neither a file nor one of bert-48, vgg-19"),
+        (("--profile", "bert-47"), "is neither a file nor one of bert-48, vgg-19 nor transformer:LAYERS"),
         (("--profile", "transformer:48"), "should read transformer:LAYERSxHIDDENxSEQUENCE"),
         (("--widths", "8-8"), "should be numbers of devices, such as 8:8"),
         (("--widths", "8:8", "--stages", "3"), "--widths 8:8 has 2 stages, --stages says 3"),

@@ -17,6 +17,7 @@ from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, Bert, Llama, initialize
 from autoddl.pipelines.runtime.pipeline.chain import Chain, chain_of, cut, even_sizes, tied_stages
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.pipeline.training_job import train_on_rank
 from autoddl.pipelines.runtime.wire import measure, measure_baseline
 
 flow = load_oneflow()
@@ -105,6 +106,11 @@ def train(cases: Sequence[dict[str, Any]]) -> list[Any]:
         reports = [trainer.run() for _ in range(case.get("runs", 1))]
         results.append((reports, trainer.parameters()))
     return results
+
+
+def learn(problems: Sequence[Any]) -> list[Any]:
+    """For each of these `TrainingOptions` the report of its last run."""
+    return [train_on_rank(options) for options in problems]
 
 
 def train_whole(case: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:

@@ -1,0 +1,71 @@
+"""A user's own model as something to train: FILE.py:FUNCTION returns it with the samples that it learns from."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["FileProblem"]
+
+
+@dataclass(frozen=True)
+class FileProblem:
+    """What FUNCTION of a file returns: an ``nn.Sequential`` and ``(inputs, targets)``, whose rows are the samples.
+
+    Where the targets are whole numbers the loss is the cross entropy of the last layer's output (its last dimension being the
+    classes), else the mean squared error. Every micro-batch is drawn from the samples at random. Initial values are the
+    model's own; all generators of random numbers are seeded before FUNCTION is called, so that they are the same on every rank.
+
+    Attributes:
+        target: ``FILE.py:FUNCTION``.
+    """
+
+    target: str
+
+    @property
+    def unit(self) -> str:
+        return "samples"
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+    def check(self) -> None:
+        """Nothing is known before the file is loaded, which ranks do."""
+
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, Any]:
+        """The chain, and micro-batches by their number.
+
+        Raises:
+            UserError: see `load_model`; or the inputs and targets do not fit each other, or the model is no chain.
+        """
+        from autoddl.pipelines.runtime.load import load_oneflow
+        from autoddl.pipelines.runtime.models import token_loss
+        from autoddl.pipelines.runtime.pipeline.chain import chain_of
+
+        from .extract.userfile import load_model
+
+        flow: Any = load_oneflow()
+        for seeded in (random.seed, np.random.seed, flow.manual_seed):
+            seeded(seed)
+        model, tensors = load_model(self.target, with_values=True)
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if len(tensors) != 2 or not all(shapes) or shapes[0][0] != shapes[1][0] or not shapes[0][0]:
+            shown = " and ".join("x".join(map(str, shape)) or "a single number" for shape in shapes)
+            raise UserError(
+                f"{self.target} returns tensors of {shown}; to train it should return the model and (inputs, targets), "
+                "with as many rows each"
+            )
+        inputs, targets = (np.array(tensor.numpy()) for tensor in tensors)
+        loss = token_loss if np.issubdtype(targets.dtype, np.integer) else flow.nn.functional.mse_loss
+
+        def batches(number: int) -> tuple[np.ndarray, np.ndarray]:
+            rows = np.random.default_rng([seed, number]).integers(0, len(inputs), micro_batch)
+            return inputs[rows], targets[rows]
+
+        return chain_of(model, loss), batches

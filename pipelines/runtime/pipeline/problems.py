@@ -1,0 +1,181 @@
+"""What is trained on what: the built-in families on the bytes of a text. Needs no OneFlow here: ranks load problems.
+
+==========================  =====================================================  =========================================
+problem                     a sample                                               loss
+==========================  =====================================================  =========================================
+`TextModel`, gpt and llama  ``sequence`` bytes at a random place of the text       cross entropy of each byte that follows
+`TextModel`, bert           the same, 15 % of the bytes masked                     cross entropy of the masked bytes
+`TextPerceptron`            as many bytes as the perceptron has inputs, scaled     squared error of the bytes that follow
+==========================  =====================================================  =========================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from autoddl.costmodel.errors import UserError
+
+__all__ = ["FAMILIES", "Problem", "TextModel", "TextPerceptron", "shipped_text"]
+
+FAMILIES = ("gpt", "bert", "llama")
+_NUM_BYTES = 256
+_MASK = _NUM_BYTES  # the token behind all bytes
+_MASKED_SHARE = 0.15
+_NOT_COUNTED = -100  # a target that OneFlow's cross entropy leaves out
+
+Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
+
+
+class Problem(Protocol):
+    """A model and its data; picklable."""
+
+    @property
+    def unit(self) -> str:
+        """What throughput is counted in."""
+
+    @property
+    def units_per_sample(self) -> int: ...
+
+    def check(self) -> None:
+        """Raises UserError where something is wrong that can be known without OneFlow."""
+
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
+        """The `Chain`, with the same initial values on every rank, and micro-batches of so many samples by their number.
+
+        Called on ranks. Raises UserError.
+        """
+
+
+def shipped_text() -> Path:
+    """A text to learn where the user has none: our license."""
+    return Path(__file__).with_name("license.txt")
+
+
+@dataclass(frozen=True)
+class TextModel:
+    """A transformer on the bytes of a text.
+
+    Attributes:
+        family: one of `FAMILIES`.
+        tied: whether the head is the embedding.
+    """
+
+    text: Path
+    family: str
+    layers: int
+    width: int
+    heads: int
+    sequence: int
+    tied: bool = True
+
+    @property
+    def unit(self) -> str:
+        return "tokens"
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.sequence
+
+    def check(self) -> None:
+        for name in ("layers", "width", "heads", "sequence"):
+            if getattr(self, name) < 1:
+                raise UserError(f"{name} is {getattr(self, name)}; give a whole number of at least 1")
+        parts = self.heads * (2 if self.family == "llama" else 1)
+        if self.width % parts:
+            even = " of even width" if self.family == "llama" else ""
+            raise UserError(f"width {self.width} does not divide into {self.heads} heads{even}")
+        _read(self.text, self.sequence + 1)
+
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
+        from ..models import GPT, Bert, Llama, initialize
+        from .chain import chain_of
+
+        sizes = (self.layers, self.width, self.heads)
+        model: Any
+        if self.family == "gpt":
+            model = GPT(*sizes, _NUM_BYTES, self.sequence, tied=self.tied)
+        elif self.family == "bert":
+            model = Bert(*sizes, _MASK + 1, self.sequence, tied=self.tied)
+        else:
+            model = Llama(*sizes, _NUM_BYTES, _gated(self.width), tied=self.tied)
+        batches = self._masked if self.family == "bert" else self._following
+        data = _read(self.text, self.sequence + 1)
+        return chain_of(initialize(model, seed)), lambda number: batches(data, micro_batch, seed, number)
+
+    def _following(self, data: np.ndarray, micro_batch: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = _places(data, np.random.default_rng([seed, number]), micro_batch, self.sequence + 1)
+        return rows[:, :-1], rows[:, 1:]
+
+    def _masked(self, data: np.ndarray, micro_batch: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """As many in every row, so that rows count alike. Of these 80 % are the mask, 10 % any byte and 10 % as they were."""
+        generator = np.random.default_rng([seed, number])
+        rows = _places(data, generator, micro_batch, self.sequence)
+        order = generator.random(rows.shape).argsort(axis=1)
+        chosen = order < max(1, round(_MASKED_SHARE * self.sequence))
+        luck = generator.random(rows.shape)
+        others = generator.integers(0, _NUM_BYTES, rows.shape)
+        inputs = np.where(chosen & (luck < 0.8), _MASK, np.where(chosen & (luck >= 0.9), others, rows))
+        return inputs, np.where(chosen, rows, _NOT_COUNTED)
+
+
+@dataclass(frozen=True)
+class TextPerceptron:
+    """A multi-layer perceptron that guesses the bytes that follow, as numbers from -1 to 1."""
+
+    text: Path
+    widths: tuple[int, ...]
+
+    @property
+    def unit(self) -> str:
+        return "samples"
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+    def check(self) -> None:
+        if len(self.widths) < 2 or min(self.widths) < 1:
+            shown = ", ".join(map(str, self.widths))
+            raise UserError(f"widths of a perceptron are {shown}; give at least two numbers of at least 1")
+        _read(self.text, self.widths[0] + self.widths[-1])
+
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
+        from ..models import MLP, initialize
+        from .chain import chain_of
+
+        num_inputs, length = self.widths[0], self.widths[0] + self.widths[-1]
+        data = _read(self.text, length)
+
+        def batches(number: int) -> tuple[np.ndarray, np.ndarray]:
+            rows = _places(data, np.random.default_rng([seed, number]), micro_batch, length)
+            scaled = (rows / 127.5 - 1).astype(np.float32)
+            return scaled[:, :num_inputs], scaled[:, num_inputs:]
+
+        return chain_of(initialize(MLP(self.widths), seed)), batches
+
+
+def _gated(width: int) -> int:
+    """LLaMA's inner width: 8/3 of the width, so that three matrices have the parameters of two; a multiple of 8."""
+    return -(-width // 3) * 8
+
+
+def _read(path: Path, num_bytes: int) -> np.ndarray:
+    """The bytes of a text, at least ``num_bytes``, as integers."""
+    try:
+        data = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.int64)
+    except OSError as error:
+        raise UserError(f"text {path} cannot be read: {error.strerror}") from None
+    if len(data) < num_bytes:
+        raise UserError(f"text {path} has {len(data)} bytes; a sample takes {num_bytes}")
+    return data
+
+
+def _places(data: np.ndarray, generator: np.random.Generator, num: int, length: int) -> np.ndarray:
+    """(num, length): bytes at random places."""
+    begins = generator.integers(0, len(data) - length + 1, num)
+    return np.stack([data[begin : begin + length] for begin in begins])
