@@ -4,15 +4,16 @@ A slot is carried through a stage as a micro-batch is through an applied plan (`
 Weights are this rank's shards, in the blocked layouts of `..layouts`: to versions and optimizers they are tensors like others, so
 an optimizer has to work element by element.
 
-**Gradients** of a stage's own weights are summed over the axes that split samples, by the priced steps, and then over the stage's
-replicas in other pipelines, shard by shard. Those of weights that several stages share, which cut them differently, are summed
-whole: every rank puts what it has where it belongs.
+**Gradients** are summed over the axes that split samples, by the priced steps; where a stage has replicas in other pipelines, those
+are scattered inside, summed between the replicas shard by shard, and gathered inside. Of weights that several stages share, the
+stages of a pipeline then tell each other their sums, every rank what it holds (`shared_weights`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import permutations
 from math import prod
 from typing import Any
 
@@ -37,6 +38,7 @@ from .chain import Boundary, first_names
 from .checkpoint import Entry
 from .data import BatchSource, LossPart, SlotData
 from .lowering import Lowered
+from .shared_weights import WeightPiece, weight_pieces
 from .stage_plans import StagePlan, entry_strategy
 from .transport import Transport
 from .weights import ReplicaWeights
@@ -113,48 +115,66 @@ class _Stored:
         return prod(self.layout.local_shape())
 
 
+@dataclass(frozen=True)
+class _Exchange:
+    """A part of a weight's gradient that a rank of one stage tells a rank of another stage of the same pipeline."""
+
+    source_stage: int
+    destination_stage: int
+    sources: tuple[tuple[str, int], ...]
+    """Of the `_Stored`."""
+    ranks: tuple[int, int]
+    piece: WeightPiece
+
+
+class _Weights:
+    """What the ranks of one stage store.
+
+    Attributes:
+        stored: by name.
+        places: per layer the places of its weights among all of them.
+    """
+
+    def __init__(self, model: PlannedModel, holders: Mapping[str, tuple[int, ...]], number: int) -> None:
+        self.stored: dict[str, _Stored] = {}
+        self.places: dict[str, tuple[int, ...]] = {}
+        plan, names = model.stages[number], first_names(model.module)
+        by_sources: dict[tuple[tuple[str, int], ...], _Stored] = {}
+        for layer in plan.layers(model.graph):
+            places = []
+            for layout in parameter_layouts(model.graph, layer, plan.strategies[layer.name]):
+                sources = tuple((names[id(find_parameter(model.module, name))], rows) for name, rows in layout.sources)
+                if sources not in by_sources:
+                    stages = {holders[name] for name, _ in sources}
+                    if len(stages) > 1:
+                        raise UserError(f"{layer.describe()}: only a part of {layout.name} is shared with other stages")
+                    by_sources[sources] = self.stored[layout.name] = _Stored(layout, sources, stages.pop())
+                known = by_sources[sources]
+                _check_alike(layer, layout, known.layout)
+                places.append(list(self.stored).index(known.name))
+            self.places[layer.name] = tuple(places)
+
+
 class _Part:
     """One stage on this rank.
 
     Attributes:
+        given: the layer that the stage before gives; None in the first one.
         layers: ready to run.
-        stored: its weights by name.
-        places: per layer the places of its weights among all of them.
+        feeds: which input layers read.
+        weights: what is stored.
     """
 
-    def __init__(
-        self, model: PlannedModel, holders: Mapping[str, tuple[int, ...]], number: int, stepper: Stepper
-    ) -> None:
+    def __init__(self, model: PlannedModel, number: int, weights: _Weights, stepper: Stepper) -> None:
         plan, graph = model.stages[number], model.graph
-        layers = plan.layers(graph)
         strategies = dict(plan.strategies)
         self.given = model.stages[number - 1].layers(graph)[-1].name if number else None
         if self.given is not None:
             strategies[self.given] = entry_strategy(graph, model.stages, number)
         self.sequence = LayerSequence(model.module, graph, strategies, stepper, plan.recompute)
-        self.layers: tuple[ReadyLayer, ...] = tuple(self.sequence.ready(layer) for layer in layers)
+        self.layers: tuple[ReadyLayer, ...] = tuple(self.sequence.ready(layer) for layer in plan.layers(graph))
         self.feeds = {name: which for name, which in feeds_of(graph, model.feeds).items() if name in plan.strategies}
-        self.stored: dict[str, _Stored] = {}
-        self.places: dict[str, tuple[int, ...]] = {}
-        names = first_names(model.module)
-        by_sources: dict[tuple[str, ...], str] = {}
-        for ready in self.layers:
-            places = []
-            for layout in parameter_layouts(graph, ready.layer, ready.strategy):
-                sources = tuple((names[id(find_parameter(model.module, name))], rows) for name, rows in layout.sources)
-                key = tuple(name for name, _ in sources)
-                if key not in by_sources:
-                    by_sources[key] = layout.name
-                    stages = {holders[name] for name in key}
-                    if len(stages) > 1:
-                        raise UserError(
-                            f"{ready.layer.describe()}: only a part of {layout.name} is shared with other stages"
-                        )
-                    self.stored[layout.name] = _Stored(layout, sources, stages.pop())
-                known = self.stored[by_sources[key]]
-                _check_alike(ready, layout, known.layout)
-                places.append(list(self.stored).index(known.name))
-            self.places[ready.name] = tuple(places)
+        self.weights = weights
 
 
 class PlannedStages:
@@ -163,18 +183,22 @@ class PlannedStages:
     def __init__(self, lowered: Lowered, rank: int, model: PlannedModel, batch: BatchSource) -> None:
         schedule, ranks = lowered.schedule, lowered.ranks
         graph, holders = model.graph, model.holders()
+        weights = [_Weights(model, holders, stage) for stage in range(schedule.num_stages)]
         worker = ranks.worker_of(rank)
         members = ranks.ranks_of(worker)
-        self._index = ranks.index_of(rank)
+        self._rank, self._index = rank, ranks.index_of(rank)
         self._stepper = Stepper(len(members), members.start)
         self._model = model
         self._data = SlotData(lowered, batch)
         self._slot_rows = lowered.slot_rows
-        self._parts = {stage: _Part(model, holders, stage, self._stepper) for _, stage in schedule.stages_on(worker)}
+        held = sorted({stage for _, stage in schedule.stages_on(worker)})
+        self._parts = {stage: _Part(model, stage, weights[stage], self._stepper) for stage in held}
         self._peers = {
             stage: tuple(sorted(ranks.ranks_of(replica.worker)[self._index] for replica in schedule.replicas_of(stage)))
             for stage in self._parts
         }
+        shared = {stages for stages in holders.values() if len(stages) > 1}
+        self._exchanges = {stages: _exchanges(lowered, weights, stages) for stages in shared}
         self._names = [[name for name in holders if stage in holders[name]] for stage in range(schedule.num_stages)]
         self.boundaries = [_boundary(stage.layers(graph)[-1]) for stage in model.stages[:-1]]
 
@@ -204,7 +228,7 @@ class PlannedStages:
             y = part.sequence.run(
                 part.layers,
                 values,
-                lambda ready: [weights[place] for place in part.places[ready.name]],
+                lambda ready: [weights[place] for place in part.weights.places[ready.name]],
                 self._batch(part, slot, is_last),
             )
             if is_last:
@@ -227,68 +251,93 @@ class PlannedStages:
 
     def initial_values(self, stage: int) -> dict[str, Tensor]:
         values = {}
-        for name, stored in self._parts[stage].stored.items():
+        for name, stored in self._parts[stage].weights.stored.items():
             sources = [find_parameter(self._model.module, source) for source, _ in stored.sources]
             whole = np.concatenate([source.detach().numpy() for source in sources])
             values[name] = flow.tensor(stored.layout.take(whole, self._index))
         return values
 
     def total(self, action: Reduce, replicas: Mapping[int, ReplicaWeights], transport: Transport) -> Tensor | None:
-        if len(action.stages) > 1:
-            return self._shared_total(action, replicas, transport)
-        (stage,) = action.stages
         sums = []
-        for axes, group in self._groups(stage).items():
-            vector = replicas[stage].gradient(action.update, [stored.name for stored in group])
-            with transport.thread():
-                sums.append(self._stepper.reduce(vector, axes) if axes else vector)
+        for stage, replica in sorted(replicas.items()):
+            for axes, group in self._groups(action, stage).items():
+                vector = replica.gradient(action.update, [stored.name for stored in group])
+                sums.append(self._summed(vector, axes, self._peers[stage], transport))
         if not sums:
             return None
         with transport.thread():
             vector = flow.cat(sums, dim=0)
-        return transport.all_reduce(vector, self._peers[stage])
-
-    def _groups(self, stage: int) -> dict[tuple[Axis, ...], list[_Stored]]:
-        """A stage's own weights by the axes that their gradients are summed over."""
-        groups: dict[tuple[Axis, ...], list[_Stored]] = {}
-        for stored in self._parts[stage].stored.values():
-            if len(stored.stages) == 1:
-                groups.setdefault(stored.layout.reduced, []).append(stored)
-        return groups
-
-    def _shared_total(
-        self, action: Reduce, replicas: Mapping[int, ReplicaWeights], transport: Transport
-    ) -> Tensor | None:
-        """Of weights that several stages share: whole, in the order of their names."""
-        sums: dict[tuple[tuple[str, int], ...], np.ndarray] = {}
-        for stage, replica in replicas.items():
-            for stored in self._shared(action, stage):
-                whole = np.zeros(stored.layout.shape, np.float32)
-                local = replica.gradient(action.update, [stored.name])
-                stored.layout.put(whole, local.numpy().reshape(stored.layout.local_shape()), self._index)
-                sums[stored.sources] = sums[stored.sources] + whole if stored.sources in sums else whole
-        if not sums:
-            return None
-        vector = np.concatenate([sums[sources].reshape(-1) for sources in sorted(sums)])
-        return transport.all_reduce(flow.tensor(vector), action.ranks)
-
-    def _shared(self, action: Reduce, stage: int) -> list[_Stored]:
-        """What is shared by exactly an action's stages, in the order of the names of what it holds."""
-        stored = self._parts[stage].stored.values()
-        return sorted((one for one in stored if one.stages == action.stages), key=lambda one: one.sources)
+        return vector if len(action.stages) == 1 else self._exchanged(action, sorted(replicas), vector, transport)
 
     def set_gradient(self, stage: int, action: Reduce, replica: ReplicaWeights, total: Tensor) -> None:
-        if len(action.stages) == 1:
-            names = [stored.name for group in self._groups(stage).values() for stored in group]
-            replica.set_gradient(action.update, names, total)
-            return
-        vector, position = total.numpy(), 0
-        for stored in self._shared(action, stage):
-            shape = stored.layout.shape
-            whole = vector[position : position + prod(shape)].reshape(shape)
-            position += prod(shape)
-            own = stored.layout.take(whole, self._index)
-            replica.set_gradient(action.update, [stored.name], flow.tensor(own.reshape(-1)))
+        start = 0
+        for held in sorted(set(action.stages) & set(self._parts)):
+            groups = self._groups(action, held).values()
+            size = sum(stored.size for group in groups for stored in group)
+            if held == stage:
+                names = [stored.name for group in groups for stored in group]
+                replica.set_gradient(action.update, names, flow.narrow(total, 0, start, size))
+            start += size
+
+    def _groups(self, action: Reduce, stage: int) -> dict[tuple[Axis, ...], list[_Stored]]:
+        """The weights that exactly an action's stages have, as one of them has them, by the axes that gradients are summed over."""
+        groups: dict[tuple[Axis, ...], list[_Stored]] = {}
+        stored = self._parts[stage].weights.stored.values()
+        for one in sorted(stored, key=lambda one: one.sources):
+            if one.stages == action.stages:
+                groups.setdefault(one.layout.reduced, []).append(one)
+        return groups
+
+    def _summed(self, vector: Tensor, axes: tuple[Axis, ...], peers: tuple[int, ...], transport: Transport) -> Tensor:
+        """Over some axes of the stage, and over its replicas: scattered inside, summed between them, gathered inside."""
+        slices, length = prod(axis.size for axis in axes), vector.numel()
+        with transport.thread():
+            if len(peers) == 1:
+                return self._stepper.reduce(vector, axes) if axes else vector
+            if length % slices:
+                vector = flow.cat([vector, flow.zeros(slices - length % slices)], dim=0)
+            vector = self._stepper.scatter(vector, axes, 0)
+        vector = transport.all_reduce(vector, peers)
+        with transport.thread():
+            return flow.narrow(self._stepper.gather(vector, axes, 0), 0, 0, length)
+
+    def _exchanged(self, action: Reduce, held: Sequence[int], vector: Tensor, transport: Transport) -> Tensor:
+        """The sum over stages, of what each has summed over its own ranks; for the stages held here, one behind the other."""
+        shards = self._shards(action, held, vector.numpy())
+        parts: dict[tuple[int, int, tuple[tuple[str, int], ...]], np.ndarray] = {}
+        for exchange in self._exchanges[action.stages]:
+            key = (exchange.source_stage, exchange.destination_stage, exchange.sources)
+            piece, (source, destination) = exchange.piece, exchange.ranks
+            if self._rank == source:
+                sent = shards[exchange.source_stage, exchange.sources][np.ix_(*piece.places_there)]
+                arrived = sent
+                if source != destination:
+                    transport.send_sum(flow.tensor(np.ascontiguousarray(sent)), destination)
+            if self._rank == destination:
+                if source != destination:
+                    arrived = transport.receive_sum(piece.shape, flow.float32, source).numpy()
+                if key not in parts:
+                    parts[key] = np.zeros_like(shards[exchange.destination_stage, exchange.sources])
+                parts[key][np.ix_(*piece.places_here)] = arrived
+        sums = []
+        for (stage, sources), shard in shards.items():
+            # In the order of stages everywhere, so that all of them come to the same sum.
+            terms = [shard if other == stage else parts[other, stage, sources] for other in action.stages]
+            sums.append(sum(terms[1:], terms[0]).reshape(-1))
+        return flow.tensor(np.concatenate(sums))
+
+    def _shards(
+        self, action: Reduce, held: Sequence[int], vector: np.ndarray
+    ) -> dict[tuple[int, tuple[tuple[str, int], ...]], np.ndarray]:
+        """What a vector of all stages held here consists of, by stage and what the weight is made of."""
+        shards, start = {}, 0
+        for stage in held:
+            for group in self._groups(action, stage).values():
+                for stored in group:
+                    part = vector[start : start + stored.size]
+                    shards[stage, stored.sources] = part.reshape(stored.layout.local_shape())
+                    start += stored.size
+        return shards
 
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
@@ -298,7 +347,7 @@ class PlannedStages:
     def entries(self, stage: int, replica: ReplicaWeights) -> dict[str, Entry]:
         kept = replica.entries()
         result: dict[str, Entry] = {}
-        for name, stored in self._parts[stage].stored.items():
+        for name, stored in self._parts[stage].weights.stored.items():
             shape = stored.layout.local_shape()
             whole = {
                 key: self._whole(stored, value) if value.shape == shape else value for key, value in kept[name].items()
@@ -321,7 +370,7 @@ class PlannedStages:
 
     def restore(self, stage: int, replica: ReplicaWeights, entries: Mapping[str, Entry]) -> None:
         own: dict[str, Entry] = {}
-        for name, stored in self._parts[stage].stored.items():
+        for name, stored in self._parts[stage].weights.stored.items():
             parts = [entries[source] for source, _ in stored.sources]
             own[name] = {}
             for key, value in parts[0].items():
@@ -331,17 +380,34 @@ class PlannedStages:
         replica.restore(own)
 
 
+def _exchanges(lowered: Lowered, weights: Sequence[_Weights], stages: tuple[int, ...]) -> list[_Exchange]:
+    """Everything that is told about the weights of exactly these stages, in the order in which it is sent."""
+    result = []
+    by_stage = [
+        {one.sources: one for one in weights[stage].stored.values() if one.stages == stages} for stage in stages
+    ]
+    for workers in lowered.schedule.placement:
+        for (source, theirs), (destination, mine) in permutations(zip(stages, by_stage), 2):
+            ranks = [lowered.ranks.ranks_of(workers[stage]) for stage in (source, destination)]
+            for sources in sorted(theirs):
+                if sources not in mine:
+                    raise UserError(f"{theirs[sources].name} is stored otherwise in the stages {stages} that share it")
+                for piece in weight_pieces(theirs[sources].layout, mine[sources].layout):
+                    ends = (ranks[0][piece.source], ranks[1][piece.destination])
+                    result.append(_Exchange(source, destination, sources, ends, piece))
+    return result
+
+
 def _boundary(layer: Layer) -> Boundary:
     """What a layer gives, of one sample: rows by features (images: all elements of one)."""
     features = edge_shape(layer, 1)[1]
     return Boundary((layer.output_elements // features, features), flow.float32)
 
 
-def _check_alike(ready: ReadyLayer, layout: ParameterLayout, known: ParameterLayout) -> None:
+def _check_alike(layer: Layer, layout: ParameterLayout, known: ParameterLayout) -> None:
     """A weight that layers of a stage share is stored once: it has to lie alike in all of them."""
     for mine, theirs in zip(layout.indices, known.indices):
         if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
             raise UserError(
-                f"{ready.layer.describe()}: {ready.strategy} puts {layout.name} elsewhere than it is as {known.name}, whose "
-                "weight it shares"
+                f"{layer.describe()}: its strategy puts {layout.name} elsewhere than it is as {known.name}, whose weight it shares"
             )

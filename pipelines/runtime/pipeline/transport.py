@@ -104,6 +104,16 @@ class Transport:
         with flow.asyncs.thread(_communication_thread()):
             return receive(shape, dtype, rank)
 
+    def send_sum(self, x: Tensor, rank: int) -> None:
+        """Send a part of a sum to a rank that holds the same weights otherwise."""
+        self.bytes_reduced += x.numel() * x.element_size()
+        with self.thread():
+            send(x, rank)
+
+    def receive_sum(self, shape: tuple[int, ...], dtype: Any, rank: int) -> Tensor:
+        """What `send_sum` sends here."""
+        return self._receive(shape, dtype, rank)
+
     def thread(self) -> Any:
         """A context in which everything is issued where all communication is."""
         return flow.asyncs.thread(_communication_thread())
