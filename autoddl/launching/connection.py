@@ -16,7 +16,9 @@ from .lines import LineReader, Message, write_line
 __all__ = ["Connection", "supervisor_command"]
 
 # Without what is first on a script's path: a folder "autoddl" in the working directory must not hide the package.
-_START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.launching.supervisor import main; main()"
+_START = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.launching.supervisor import main; main(is_remote={})"
+)
 _SSH_OPTIONS = (
     ("BatchMode", "yes"),  # nobody answers questions
     ("ConnectTimeout", "10"),
@@ -28,9 +30,9 @@ _SSH_OPTIONS = (
 def supervisor_command(host: Host, python: str, own_python: str, ssh: Sequence[str]) -> list[str]:
     """How the supervisor of a host is started; all that it is to do travels on its standard input, past every shell."""
     if host.is_local:
-        return [own_python, "-c", _START]
+        return [own_python, "-c", _START.format(False)]
     options = [word for name, value in _SSH_OPTIONS for word in ("-o", f"{name}={value}")]
-    return [*ssh, *options, "-T", "--", host.name, shlex.join([python, "-c", _START])]
+    return [*ssh, *options, "-T", "--", host.name, shlex.join([python, "-c", _START.format(True)])]
 
 
 class Connection:

@@ -170,10 +170,10 @@ class _Session:
         """Watch until the condition holds; raises when a rank fails, the user interrupts, or the time is up."""
         while not condition():
             self._pump()
-            if self._failures:
-                raise self._verdict()
             if self._interrupts.number:
                 self._interrupt()
+            if self._failures:
+                raise self._verdict()
             if deadline is not None and time.monotonic() > deadline:
                 missing = min(self._ranks - self._ready, default=0)
                 late = RankFailure(missing, FailureKind.TIMEOUT, f"is late: {what}")
@@ -229,8 +229,14 @@ class _Session:
     # ---- Failures and the end ---------------------------------------------------------------------------------------
 
     def _verdict(self) -> RankError:
-        """The error that tells most, once those that belong together have come."""
-        self._pump_for(_SETTLE_SECONDS, lambda: False)
+        """The error that tells most, once those that belong together have come.
+
+        Raises:
+            Interrupted: it was not the ranks' fault.
+        """
+        self._pump_for(_SETTLE_SECONDS, lambda: bool(self._interrupts.number))
+        if self._interrupts.number:
+            self._interrupt()
         failure = min(self._failures, key=lambda failure: failure.kind)
         notes = ""
         if failure.kind in (FailureKind.WAITED, FailureKind.TIMEOUT):

@@ -130,8 +130,10 @@ def run_steps(job: Job, say: Callable[[str], None]) -> int:
     with Interrupts() as interrupts:
         for attempt in range(job.max_restarts + 1):
             code = _run_step(step_command(job), {**os.environ, "AUTODDL_RESTART": str(attempt)}, interrupts)
-            if code == 0 or code == _REFUSED or attempt == job.max_restarts:
+            if code in (0, _REFUSED):
                 return code
+            if attempt == job.max_restarts:
+                return 1
             say(f"the step ended with code {code}; starting again ({attempt + 1} of {job.max_restarts})")
     raise AssertionError("the last attempt returns")
 

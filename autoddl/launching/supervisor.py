@@ -12,9 +12,10 @@ It is started once per host (over ssh, or directly on the launching machine) and
     alive {} (now and then); signal {number}; where {}      positions {suspended, positions}
     exit {} (ranks are idle) or kill {}             ended {}
 
-**Ending.** When the launcher goes away, or nothing has been heard of it for ``SILENCE_SECONDS`` (the network may be gone, of which
-sshd knows nothing), or the supervisor is asked to end by a signal, it kills all ranks and what they started. Should it be killed
-itself, the ranks notice (see `autoddl.pipelines.runtime.rank`).
+**Ending.** When the launcher goes away, or nothing has been heard of it for ``SILENCE_SECONDS`` (the network may be gone, of
+which sshd knows nothing), or a remote supervisor is asked to end by a signal, it kills all ranks and what they started. Should
+it be killed itself, the ranks notice (see `autoddl.pipelines.runtime.rank`). On the launching machine signals are the
+launcher's to act on: Slurm sends them to every process of a step.
 """
 
 from __future__ import annotations
@@ -29,12 +30,13 @@ import signal
 import socket
 import tempfile
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from autoddl.pipelines.runtime.failures import RankFailure
 from autoddl.pipelines.runtime.localranks import LocalRanks
-from autoddl.pipelines.runtime.processes import is_listening, rank_environment, reserve_port
+from autoddl.pipelines.runtime.processes import is_listening, rank_environment, reserve_port, share_of_cores
 from autoddl.pipelines.runtime.rank import write_job
 
 from .facts import gather_facts
@@ -48,7 +50,7 @@ _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
 _OUTPUT_BYTES = 1 << 18  # at a time
 
 
-def main() -> None:
+def main(*, is_remote: bool) -> None:
     """Be a supervisor on standard input and output; does not return."""
     commands_fd, events_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -57,7 +59,7 @@ def main() -> None:
     os.close(null)
     supervisor = _Supervisor(events_fd)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: supervisor.abandon())
+        signal.signal(number, _abandoning(supervisor) if is_remote else _passing)
     threading.Thread(target=_listen, args=(commands_fd, supervisor), daemon=True).start()
     status = 1
     try:
@@ -68,6 +70,14 @@ def main() -> None:
     finally:
         supervisor.clean()
         os._exit(status)
+
+
+def _abandoning(supervisor: _Supervisor) -> Callable[[int, Any], None]:
+    return lambda number, frame: supervisor.abandon()
+
+
+def _passing(number: int, frame: Any) -> None:
+    """Let a signal pass. (To ignore it would make the ranks ignore it too.)"""
 
 
 def _listen(fd: int, supervisor: _Supervisor) -> None:
@@ -129,7 +139,7 @@ class _Supervisor:
         with_oneflow: bool,
         local_ranks: list[int],
     ) -> None:
-        for rank, local_rank in zip(ranks, local_ranks):
+        for number, (rank, local_rank) in enumerate(zip(ranks, local_ranks)):
             log = self._directory / f"rank{rank}.log"
             self._ranks.start(
                 rank,
@@ -140,6 +150,7 @@ class _Supervisor:
                 ),
                 with_oneflow=with_oneflow,
                 directory=Path(directory),
+                cores=share_of_cores(number, len(ranks)),
             )
             self._logs[rank] = _LogTail(log)
         if 0 in ranks and with_oneflow and num_ranks > 1:
@@ -240,7 +251,3 @@ class _LogTail:
             piece = file.read(_OUTPUT_BYTES)
         self._offset += len(piece)
         return self._decoder.decode(piece, final and not piece)
-
-
-if __name__ == "__main__":
-    main()

@@ -31,6 +31,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
@@ -160,10 +161,18 @@ def _guarded(launcher: _Launcher, action: Callable[[], None]) -> bool:
         action()
         return True
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may pass in silence
-        traceback.print_exc()
+        traceback.print_exception(type(error), error, _of_the_job(error.__traceback__))
         _flush()
         launcher.send("raised", (type(error).__name__, str(error), isinstance(error, UserError)))
         return False
+
+
+def _of_the_job(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback that is in the job's code: without the frames here that led to it."""
+    part = trace
+    while part is not None and part.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
+        part = part.tb_next
+    return part or trace
 
 
 def _flush() -> None:
@@ -226,7 +235,7 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
         runpy.run_path(path, run_name="__main__")
     except SystemExit as leaving:
         if leaving.code not in (None, 0):
-            raise RuntimeError(f"{path} exited with {leaving.code}") from leaving
+            raise RuntimeError(f"{path} exited with {leaving.code}") from None
 
 
 def run_script_together(path: str, arguments: Sequence[str]) -> None:
