@@ -1,0 +1,201 @@
+"""What stages with plans send, predicted by the price list: the steps of layers and edges, the messages between stages, the sums.
+
+Everything is counted over all ranks, for a whole schedule, in single precision (CPU ranks have no half precision). Not counted is
+what nobody prices: the sum of a loss's mean over the ranks, one number. Needs no OneFlow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.crossing import crossing
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
+from autoddl.costmodel.layerwork import all_reduce_steps, layer_work
+from autoddl.costmodel.pricing import edge_steps
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+
+from ...communication import boundary_crossings
+from ...schedule import Kind, Schedule
+from .slots import slots_per_micro_batch
+from .stage_plans import StagePlan, entry_strategy, stage_layouts
+
+__all__ = ["Sent", "StageTraffic", "stage_traffic"]
+
+_ITEMSIZE = 4
+
+
+@dataclass(frozen=True)
+class Sent:
+    """Bytes, in so many messages."""
+
+    num_bytes: float = 0.0
+    num_messages: float = 0.0
+
+    def __add__(self, other: Sent) -> Sent:
+        return Sent(self.num_bytes + other.num_bytes, self.num_messages + other.num_messages)
+
+    def __mul__(self, factor: float) -> Sent:
+        return Sent(self.num_bytes * factor, self.num_messages * factor)
+
+
+@dataclass(frozen=True)
+class StageTraffic:
+    """What all ranks send in one run of a schedule.
+
+    Attributes:
+        inside: per stage, while it computes.
+        between: per boundary between two stages, in both directions.
+        gradients: per stage, in sums over its ranks, over its replicas, and with stages that share its weights.
+    """
+
+    inside: tuple[Sent, ...]
+    between: tuple[Sent, ...]
+    gradients: tuple[Sent, ...]
+
+    @property
+    def all(self) -> Sent:
+        return sum((*self.inside, *self.between, *self.gradients), Sent())
+
+
+def stage_traffic(
+    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int, cluster: Cluster
+) -> StageTraffic:
+    """The prediction.
+
+    Args:
+        micro_batch_rows: samples in a micro-batch.
+        cluster: any: only steps are asked for, which do not depend on how fast they are.
+
+    Raises:
+        UserError: stages do not fit the graph.
+    """
+    layouts = stage_layouts(graph, stages)
+    per_micro_batch = slots_per_micro_batch(schedule)
+    rows = micro_batch_rows // per_micro_batch
+    # A stage works slot by slot.
+    workload = Workload(rows, rows, "float32", "sgd")
+    cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
+    passes = [_passes(schedule, stage) for stage in range(schedule.num_stages)]
+    inside, gradients, between = [], [], []
+    for number in range(len(stages)):
+        forward, backward, own = _stage_steps(graph, stages, number, workload, cluster)
+        num_forward, num_backward = (per_micro_batch * count for count in passes[number])
+        inside.append(_sent(forward, stages[number]) * num_forward + _sent(backward, stages[number]) * num_backward)
+        summed = _gradients(graph, stages, number, own, schedule.num_pipelines)
+        gradients.append(summed * schedule.num_updates)
+    for boundary, counts in enumerate(boundary_crossings(schedule)):
+        layer = stages[boundary].layers(graph)[-1]
+        ends = layouts[boundary].leaving, layouts[boundary + 1].arriving
+        sent = Sent()
+        for (source, target), count in zip((ends, ends[::-1]), counts):
+            pieces = crossing(source, target, (rows, layouts[boundary].columns))
+            num_bytes = rows * layer.output_elements * _ITEMSIZE * per_micro_batch
+            sent += Sent(num_bytes, len(pieces)) * count
+        between.append(sent)
+    return StageTraffic(tuple(inside), tuple(between), tuple(gradients))
+
+
+def _passes(schedule: Schedule, stage: int) -> tuple[float, float]:
+    """Micro-batches that go forward and back through a stage, each time that they do: recomputations go forward again, and the two
+    parts of a backward each go back (but the first stage's input has no gradient)."""
+    forward = backward = 0.0
+    for _, _, task in schedule.tasks():
+        if task.stage == stage:
+            if task.kind in (Kind.FORWARD, Kind.RECOMPUTE):
+                forward += task.part.size
+            elif task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) or (task.kind is Kind.BACKWARD_INPUT and stage):
+                backward += task.part.size
+    return forward, backward
+
+
+def _stage_steps(
+    graph: LayerGraph, stages: Sequence[StagePlan], number: int, workload: Workload, cluster: Cluster
+) -> tuple[list[Step], list[Step], dict[str, Strategy]]:
+    """The steps of one slot forward and back, and the strategies of the stage's layers."""
+    plan = stages[number]
+    workload = replace(workload, recompute=plan.recompute)
+    strategies = dict(plan.strategies)
+    if number:
+        strategies[stages[number - 1].layers(graph)[-1].name] = entry_strategy(graph, stages, number)
+    forward: list[Step] = []
+    backward: list[Step] = []
+    for layer in plan.layers(graph):
+        strategy = strategies[layer.name]
+        is_first = not graph.inputs(layer.name)
+        work = layer_work(layer, strategy, cluster, workload, workload.micro_batch, is_first)
+        forward += work.forward
+        backward += work.backward
+        for name in graph.inputs(layer.name):
+            moves = edge_steps(graph[name], strategies[name], strategy, workload, workload.micro_batch)
+            forward += moves
+            backward += [step.adjoint() for step in moves]
+    return forward, backward, dict(plan.strategies)
+
+
+def _gradients(
+    graph: LayerGraph, stages: Sequence[StagePlan], number: int, own: dict[str, Strategy], num_replicas: int
+) -> Sent:
+    """What all replicas of a stage send for one update."""
+    plan = stages[number]
+    sent = Sent()
+    owners: set[tuple[str, int]] = set()
+    for layer in plan.layers(graph):
+        strategy = own[layer.name]
+        axes = () if strategy.summa else strategy.axes(0, layer.kind == "embedding")
+        parts = strategy.num_devices if strategy.summa else strategy.p1 * strategy.p2
+        for parameter in layer.parameters:
+            owner = (_owner(graph, layer, parameter), parameter.num_elements)
+            if owner in owners:
+                continue  # stored once
+            owners.add(owner)
+            shard = parameter.num_elements / parts * _ITEMSIZE
+            sent += _sent(_sums(axes, shard, num_replicas), plan) * num_replicas
+            others = _sharing(graph, stages, owner) - {number}
+            sent += Sent(len(others) * shard * plan.num_ranks * num_replicas, 0)
+    return sent
+
+
+def _sums(axes: Sequence[Axis], nbytes: float, num_replicas: int) -> list[Step]:
+    """Of a vector over the samples' slices, and over replicas."""
+    if num_replicas == 1:
+        return list(all_reduce_steps(axes, nbytes))
+    return list(all_reduce_steps((Axis(num_replicas, 1), *axes), nbytes))
+
+
+def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
+    """The layer whose parameter it is in the end."""
+    while parameter.tied_to is not None:
+        layer = graph[parameter.tied_to]
+        size = parameter.num_elements
+        parameter = next(other for other in layer.parameters if other.num_elements == size)
+    return f"{layer.name}/{parameter.name}"
+
+
+def _sharing(graph: LayerGraph, stages: Sequence[StagePlan], owner: tuple[str, int]) -> set[int]:
+    """The stages that have a parameter."""
+    return {
+        number
+        for number, plan in enumerate(stages)
+        for layer in plan.layers(graph)
+        for parameter in layer.parameters
+        if (_owner(graph, layer, parameter), parameter.num_elements) == owner
+    }
+
+
+def _sent(steps: Iterable[Step], plan: StagePlan) -> Sent:
+    """What the stage's ranks send in steps that each of them takes part in."""
+    moving = [step for step in steps if step.axis.size > 1]
+    return Sent(sum(s.sent_bytes for s in moving), sum(_messages(s) for s in moving)) * plan.num_ranks
+
+
+def _messages(step: Step) -> float:
+    """On average over ranks: a sum of fewer elements than ranks has fewer pieces to pass around."""
+    pieces: float = step.axis.size
+    if step.collective is Collective.ALL_REDUCE:
+        pieces = min(pieces, step.nbytes / _ITEMSIZE)
+    return step.messages * pieces / step.axis.size
