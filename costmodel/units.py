@@ -41,11 +41,10 @@ def to_si(value: float, unit: str, quantity: str, what: str) -> float:
 
 
 def _scaled(value: float, scales: list[tuple[float, str]]) -> str:
-    for factor, name in scales:
-        if abs(value) >= factor:
-            return f"{value / factor:.3g} {name}"
-    factor, name = scales[-1]
-    return f"{value / factor:.3g} {name}"
+    factor, name = next((scale for scale in scales if abs(value) >= scale[0]), scales[-1])
+    scaled = value / factor
+    # Four digits before the point (1,000 to 1,023 of a binary unit) are not written as 1e+03.
+    return f"{scaled:.3g} {name}" if abs(scaled) < 999.5 else f"{scaled:.0f} {name}"
 
 
 def format_seconds(seconds: float) -> str:

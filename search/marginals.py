@@ -190,8 +190,9 @@ def nearest(
 ) -> tuple[tuple[Forced, ...], ...]:
     """For each of the variables (all of them) the ``count`` options of least regret, but the chosen one, ascending.
 
-    There are fewer where fewer fit.  No choice is known to cost less than ``floor`` [s] (the optimum, where it is known).  After the deadline (of ``time.perf_counter``) an option counts with the best choice met so
-    far that has it, which may be the chosen one with this alone changed: an upper bound; the marginals give the lower one.
+    There are fewer where fewer fit.  No choice is known to cost less than ``floor`` [s] (the optimum, where it is known).  After
+    the deadline (of ``time.perf_counter``; each variable may use its share of what is left) an option counts with the best choice
+    met so far that has it, which may be the chosen one with this alone changed: an upper bound; the marginals give the lower one.
 
     Raises: SearchError, for a table that no search can treat.
     """

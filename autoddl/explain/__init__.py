@@ -1,7 +1,7 @@
 """Why a plan is as it is: where its time goes, what limits it, and what every other choice would cost.
 
-``load_view`` reads any plan for its readers (:class:`PlanView`); ``explain`` finds the alternatives of every layer with their regret
-(:class:`Explanation`); ``explanation_document`` and ``explanation_text`` show it.
+``load_view`` reads any plan for its readers (:class:`PlanView`); ``explain`` finds the alternatives of every layer with their
+regret (:class:`Explanation`); ``explanation_document`` and ``explanation_text`` show it.
 """
 
 from __future__ import annotations

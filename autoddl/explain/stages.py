@@ -1,10 +1,10 @@
 """The alternatives of a pipeline's layers.
 
 The regret of an alternative is the difference that it makes to the simulated step.  It is taken in its stage (in all stages that
-are equal): the layer is held there, the other layers of the stage are chosen anew within the memory that the stage has, to the least
-time of a micro-batch's passes and the gradients' all-reduce; then the whole plan is priced and its schedule simulated.  The cut, the
-schedule, the micro-batch, recomputation and the other stages stay, so another plan with this alternative may be better: the regret is
-an upper bound.  Where a stage does not hold up the pipeline, alternatives may cost nothing.
+are equal): the layer is held there, the other layers of the stage are chosen anew within the memory that the stage has, to the
+least time of a micro-batch's passes and the gradients' all-reduce; then the whole plan is priced and its schedule simulated.  The
+cut, the schedule, the micro-batch, recomputation and the other stages stay, so another plan with this alternative may be better:
+the regret is an upper bound.  Where a stage does not hold up the pipeline, alternatives may cost nothing.
 
 **Memory.**  A stage keeps the activations of K micro-batches at once (K of its fullest worker; of one and K inputs, where it is
 recomputed), so its table's memory is that of state + K kept.

@@ -1,0 +1,34 @@
+"""``autoddl diff``: what differs between two plans."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "diff",
+        help="what differs between two plans",
+        description="What differs between two plans: model, cluster, options, strategies, and what comes of it.",
+    )
+    parser.add_argument("before", metavar="A.json", help="what `autoddl plan -o` wrote")
+    parser.add_argument("after", metavar="B.json", help="the same, of another plan")
+    parser.add_argument("--exit-code", action="store_true", help="exit with 1 where they differ")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, print."""
+    from ..diffing import compare, difference_document, difference_text
+    from ..explain import load_view
+
+    found = compare(load_view(arguments.before), load_view(arguments.after))
+    if arguments.json:
+        print(json.dumps(difference_document(found), indent=1, allow_nan=False))
+    else:
+        print(difference_text(found, (arguments.before, arguments.after)))
+    return 1 if arguments.exit_code and not found.is_empty else 0

@@ -1,0 +1,41 @@
+"""``autoddl report``: a plan as one self-contained HTML page."""
+
+from __future__ import annotations
+
+import argparse
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser(
+        "report",
+        help="a plan as one self-contained HTML page",
+        description="Write a plan as one HTML page that needs no network and no script: time, layer graph, pipeline, memory, "
+        "alternatives, baselines, certificate, trust.",
+    )
+    parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
+    parser.add_argument("-o", "--output", required=True, metavar="REPORT.html", help="write the page")
+    parser.add_argument("--alternatives", type=int, default=2, metavar="K", help="per choice, 0 for none (%(default)s)")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=20.0,
+        metavar="SECONDS",
+        help="of the search for alternatives; after it regrets are bounds (%(default)g)",
+    )
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Explain, write."""
+    from autoddl.costmodel.documents import write_atomically
+
+    from ..explain import explain, load_view
+    from ..report import report_page
+
+    explained = explain(load_view(arguments.plan), count=arguments.alternatives, time_limit_s=arguments.time_limit)
+    page = report_page(explained)
+    write_atomically(arguments.output, page)
+    print(f"Written to {arguments.output} ({len(page.encode()) / 1e3:,.0f} kB); open it in a browser")
+    return 0

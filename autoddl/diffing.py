@@ -1,0 +1,388 @@
+"""What differs between two plans: the model, the cluster, what was asked for, the strategies, and what comes of it.
+
+Layers are compared by name.  Those that stand at the same place of a repeated block, and change in the same way, are one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from autoddl.costmodel.assessment import LayerAssessment
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from .explain.view import PlanView, ranges
+from .plan import Plan, assessment_of
+from .tables import aligned
+
+__all__ = ["Changed", "Figure", "LayerChange", "PlanDifference", "compare", "difference_document", "difference_text"]
+
+FORMAT = "autoddl-plan-difference"
+
+
+@dataclass(frozen=True)
+class Changed:
+    """A property that is not the same: its values as text."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A figure of both plans, in seconds (``unit`` "s") or bytes ("B")."""
+
+    what: str
+    unit: str
+    before: float
+    after: float
+
+    @property
+    def is_equal(self) -> bool:
+        """But for rounding."""
+        return abs(self.after - self.before) <= 1e-9 * max(abs(self.after), abs(self.before))
+
+
+@dataclass(frozen=True)
+class LayerChange:
+    """Layers of one place in their blocks that change alike.
+
+    Attributes:
+        name: of the block and role, or the layer's.
+        layers: by name.
+        before, after: their strategies as text, with their stages where one of the plans has some.
+        is_same: whether strategy and stages are the same.
+        compute_s, communication_s, sent_bytes, memory_bytes: after less before, on each device per step.
+    """
+
+    name: str
+    layers: tuple[str, ...]
+    before: str
+    after: str
+    is_same: bool
+    compute_s: float
+    communication_s: float
+    sent_bytes: float
+    memory_bytes: float
+
+
+@dataclass(frozen=True)
+class PlanDifference:
+    """What differs between two plans.
+
+    Attributes:
+        before, after: the plans.
+        model, cluster, options, pipeline: properties that differ.
+        removed, added: layers that only one of the models has, grouped.
+        layers: all layers that both have; most may keep their strategy.
+        figures: of the whole step, equal ones too.
+    """
+
+    before: PlanView
+    after: PlanView
+    model: tuple[Changed, ...]
+    cluster: tuple[Changed, ...]
+    options: tuple[Changed, ...]
+    pipeline: tuple[Changed, ...]
+    removed: tuple[str, ...]
+    added: tuple[str, ...]
+    layers: tuple[LayerChange, ...]
+    figures: tuple[Figure, ...]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the plans say the same, however they were found."""
+        properties = (self.model, self.cluster, self.options, self.pipeline, self.removed, self.added)
+        return not any(properties) and all(x.is_same for x in self.layers) and all(x.is_equal for x in self.figures)
+
+
+def compare(before: PlanView, after: PlanView) -> PlanDifference:
+    """Compare two plans, of the same model or of different ones."""
+    mine, theirs = _facts(before.plan), _facts(after.plan)
+    return PlanDifference(
+        before,
+        after,
+        model=_unequal(_model(before), _model(after)),
+        cluster=_unequal(_cluster(before.plan.cluster), _cluster(after.plan.cluster)),
+        options=_unequal(_options(before), _options(after)),
+        pipeline=_unequal(_pipeline(before.plan), _pipeline(after.plan)),
+        removed=_only(mine, theirs),
+        added=_only(theirs, mine),
+        layers=_layer_changes(mine, theirs),
+        figures=_figures(before, after),
+    )
+
+
+def _unequal(before: dict[str, str], after: dict[str, str]) -> tuple[Changed, ...]:
+    names = dict.fromkeys((*before, *after))
+    pairs = [(name, before.get(name, "none"), after.get(name, "none")) for name in names]
+    return tuple(Changed(*pair) for pair in pairs if pair[1] != pair[2])
+
+
+def _model(view: PlanView) -> dict[str, str]:
+    graph = view.plan.graph
+    return {
+        "name": graph.name,
+        "layers": f"{len(graph.layers):,}",
+        "parameters": f"{graph.num_parameters:,}",
+        "FLOPs of a sample": f"{graph.flops:.6g}",
+        "hash": graph.hash[:19],
+    }
+
+
+def _cluster(cluster: Cluster) -> dict[str, str]:
+    device = cluster.device
+    found = {
+        "name": cluster.name,
+        "nodes": f"{cluster.num_nodes}",
+        "devices per node": f"{cluster.devices_per_node}",
+        "device": device.name,
+        "device memory": format_bytes(device.memory_bytes),
+        "memory bandwidth": f"{format_bytes(device.memory_bandwidth)}/s",
+        "efficiency": f"{device.efficiency:.6g}",
+        "kernel launch": format_seconds(device.launch_s),
+    }
+    found |= {f"peak {precision}": f"{peak:.6g} FLOP/s" for precision, peak in device.peak_flops.items()}
+    for name, link in zip(("inter-node", "intra-node"), cluster.links):
+        found[f"{name} latency"] = format_seconds(link.latency_s)
+        found[f"{name} bandwidth"] = f"{link.bandwidth / 1e9:.6g} GB/s"
+    return {**found, "hash": cluster.hash[:19]}
+
+
+def _options(view: PlanView) -> dict[str, str]:
+    workload = view.plan.workload
+    has_pipeline = view.plan.pipeline is not None
+    return {
+        "batch": f"{workload.batch}",
+        "micro-batch": f"{workload.micro_batch}",
+        "precision": workload.precision,
+        "optimizer": workload.optimizer,
+        "recomputation": "by stage" if has_pipeline else "yes" if workload.recompute else "no",
+        "objective": view.objective,
+        "method": view.method,
+        "memory limit": format_bytes(view.memory_limit_bytes),
+        "plans to choose from": f"{view.space_size:,}"
+        if view.space_size < 10**9
+        else f"10^{len(str(view.space_size)) - 1}",
+        "certificate": "proven optimal" if view.optimal else f"gap at most {view.gap:.2%}",
+    }
+
+
+def _pipeline(plan: Plan) -> dict[str, str]:
+    if plan.pipeline is None:
+        return {}
+    configuration = plan.pipeline.configuration
+    spec, stages = configuration.schedule, configuration.stages
+    return {
+        "stages": f"{spec.num_stages}",
+        "workers": f"{spec.num_workers}",
+        "devices per worker": str(configuration.mesh),
+        "schedule": spec.label,
+        "micro-batches": f"{spec.num_micro_batches}",
+        "cut": " ".join(f"{stage.num_units}" for stage in stages),
+        "recomputation": " ".join(stage.recompute for stage in stages),
+    }
+
+
+# ------------------------------------------------------------------------------------------------------------ layers
+
+
+@dataclass(frozen=True)
+class _Fact:
+    assessed: LayerAssessment
+    stage: int | None
+
+    @property
+    def name(self) -> str:
+        return self.assessed.layer.name
+
+    @property
+    def place(self) -> object:
+        layer = self.assessed.layer
+        return (layer.block, layer.role) if layer.block else layer.name
+
+
+def _facts(plan: Plan) -> dict[str, _Fact]:
+    if plan.pipeline is None:
+        found = [_Fact(layer, None) for layer in assessment_of(plan).layers]
+    else:
+        stages = enumerate(plan.pipeline.stages)
+        found = [_Fact(layer, number) for number, stage in stages for layer in stage.assessment.layers]
+    return {fact.name: fact for fact in found}
+
+
+def _only(facts: dict[str, _Fact], others: dict[str, _Fact]) -> tuple[str, ...]:
+    groups: dict[object, list[_Fact]] = {}
+    for fact in facts.values():
+        if fact.name not in others:
+            groups.setdefault(fact.place, []).append(fact)
+    return tuple(_group_name(group) + (f" x {len(group)}" if len(group) > 1 else "") for group in groups.values())
+
+
+def _group_name(facts: Sequence[_Fact]) -> str:
+    layer = facts[0].assessed.layer
+    return f"{layer.block}.*.{layer.role}" if len(facts) > 1 else layer.name
+
+
+def _layer_changes(before: dict[str, _Fact], after: dict[str, _Fact]) -> tuple[LayerChange, ...]:
+    groups: dict[object, list[tuple[_Fact, _Fact]]] = {}
+    for name, fact in before.items():
+        if name in after:
+            pair = (fact, after[name])
+            key = (fact.place, fact.assessed.strategy, pair[1].assessed.strategy)
+            groups.setdefault(key, []).append(pair)
+    return tuple(_layer_change(group) for group in groups.values())
+
+
+def _layer_change(pairs: Sequence[tuple[_Fact, _Fact]]) -> LayerChange:
+    before, after = zip(*pairs)
+    texts = _placed(before), _placed(after)
+
+    def grown(values: Iterable[tuple[float, float]]) -> float:
+        return sum(b - a for a, b in values)
+
+    both = [(mine.assessed, theirs.assessed) for mine, theirs in pairs]
+    return LayerChange(
+        name=_group_name(before),
+        layers=tuple(fact.name for fact in before),
+        before=texts[0],
+        after=texts[1],
+        is_same=texts[0] == texts[1],
+        compute_s=grown((a.compute_s, b.compute_s) for a, b in both),
+        communication_s=grown((a.communication_s, b.communication_s) for a, b in both),
+        sent_bytes=grown((a.sent_bytes, b.sent_bytes) for a, b in both),
+        memory_bytes=grown(
+            (a.work.state_bytes + a.work.kept_bytes, b.work.state_bytes + b.work.kept_bytes) for a, b in both
+        ),
+    )
+
+
+def _placed(facts: Sequence[_Fact]) -> str:
+    strategy = str(facts[0].assessed.strategy)
+    stages = sorted({fact.stage for fact in facts if fact.stage is not None})
+    if not stages:
+        return strategy
+    return f"{strategy} in stage{'s' if len(stages) > 1 else ''} {ranges(stages)}"
+
+
+def _figures(before: PlanView, after: PlanView) -> tuple[Figure, ...]:
+    names = (
+        ("step", "s", "step_s"),
+        ("compute", "s", "compute_s"),
+        ("communication", "s", "communication_s"),
+        ("sent", "B", "sent_bytes"),
+        ("memory", "B", "memory_bytes"),
+    )
+    found = [Figure(what, unit, getattr(before, name), getattr(after, name)) for what, unit, name in names]
+    bubbles = [0.0 if v.plan.pipeline is None else v.plan.pipeline.bubble_s for v in (before, after)]
+    if any(bubbles):
+        found.insert(3, Figure("pipeline bubble", "s", *bubbles))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------------------------------------------------ as it is shown
+
+
+def difference_document(found: PlanDifference) -> dict[str, Any]:
+    """The JSON document: everything that differs, all layers and all figures."""
+
+    def rows(changed: Sequence[Changed]) -> dict[str, list[str]]:
+        return {row.what: [row.before, row.after] for row in changed}
+
+    return {
+        "format": FORMAT,
+        "version": 1,
+        "plans": [found.before.heading, found.after.heading],
+        "equal": found.is_empty,
+        "model": rows(found.model),
+        "cluster": rows(found.cluster),
+        "options": rows(found.options),
+        "pipeline": rows(found.pipeline),
+        "removed_layers": list(found.removed),
+        "added_layers": list(found.added),
+        "layers": [
+            {
+                "name": row.name,
+                "layers": list(row.layers),
+                "before": row.before,
+                "after": row.after,
+                "equal": row.is_same,
+                "compute_s": row.compute_s,
+                "communication_s": row.communication_s,
+                "sent_bytes": row.sent_bytes,
+                "memory_bytes": row.memory_bytes,
+            }
+            for row in found.layers
+        ],
+        "figures": {row.what: {"unit": row.unit, "before": row.before, "after": row.after} for row in found.figures},
+    }
+
+
+def difference_text(found: PlanDifference, names: tuple[str, str]) -> str:
+    """The difference for people; ``names`` are what the plans are called."""
+    head = [f"before  {names[0]}: {found.before.heading}", f"after   {names[1]}: {found.after.heading}"]
+    if found.is_empty:
+        return "\n".join([*head, "", "no difference"])
+    sections = [head, _figure_lines(found.figures)]
+    for title, rows in (
+        ("Model", found.model),
+        ("Cluster", found.cluster),
+        ("Options", found.options),
+        ("Pipeline", found.pipeline),
+    ):
+        if rows:
+            table = [("", "before", "after"), *((row.what, row.before, row.after) for row in rows)]
+            sections.append([title, *aligned(table)])
+    sections.append(_layer_lines(found))
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _figure_lines(figures: Sequence[Figure]) -> list[str]:
+    rows = [("", "before", "after", "", "")]
+    for row in figures:
+        ratio = f"{row.after / row.before:.3f}x" if row.before and not row.is_equal else ""
+        change = "=" if row.is_equal else _signed(row.after - row.before, row.unit)
+        rows.append((row.what, _shown(row.before, row.unit), _shown(row.after, row.unit), change, ratio))
+    return ["Per step", *aligned(rows, right=(1, 2, 3, 4))]
+
+
+def _shown(value: float, unit: str) -> str:
+    return format_seconds(value) if unit == "s" else format_bytes(value)
+
+
+def _signed(value: float, unit: str) -> str:
+    return ("+" if value >= 0 else "-") + _shown(abs(value), unit)
+
+
+def _layer_lines(found: PlanDifference) -> list[str]:
+    lines = ["Layers (time, bytes sent and memory: after less before, on each device per step)"]
+    changed = [row for row in found.layers if not row.is_same]
+    kept = [row for row in found.layers if row.is_same]
+    if changed:
+        table = [("layer", "before", "after", "compute", "communication", "sent", "memory")]
+        table += [(_label(row), row.before, row.after, *_amounts([row])) for row in changed]
+        lines += aligned(table, right=(3, 4, 5, 6))
+    if kept:
+        count = sum(len(row.layers) for row in kept)
+        amounts = dict(zip(("compute", "communication", "sent", "memory"), _amounts(kept)))
+        grown = ", ".join(f"{what} {amount}" for what, amount in amounts.items() if amount != "=")
+        lines.append(f"  {count} layers keep their strategy" + (f": {grown}" if grown else ""))
+    lines += [f"  only before: {name}" for name in found.removed] + [f"  only after: {name}" for name in found.added]
+    return lines
+
+
+def _label(row: LayerChange) -> str:
+    return f"{row.name} x {len(row.layers)}" if len(row.layers) > 1 else row.name
+
+
+def _amounts(rows: Sequence[LayerChange]) -> tuple[str, ...]:
+    sums = (
+        (sum(row.compute_s for row in rows), "s"),
+        (sum(row.communication_s for row in rows), "s"),
+        (sum(row.sent_bytes for row in rows), "B"),
+        (sum(row.memory_bytes for row in rows), "B"),
+    )
+    return tuple(_signed(value, unit) if abs(value) > 1e-12 else "=" for value, unit in sums)

@@ -1,0 +1,122 @@
+"""The page: head, title, navigation and the sections in the order in which a reader asks."""
+
+from __future__ import annotations
+
+from importlib import resources
+from importlib.metadata import PackageNotFoundError, version
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from ..explain import Explanation, PlanView
+from .markup import Markup, element
+from .pipelinesection import pipeline_section
+from .plansections import alternatives_section, graph_section, memory_section, time_section
+from .proofsections import baselines_section, certificate_section, provenance_section, trust_section
+from .sections import Section
+
+__all__ = ["report_page"]
+
+#: Nothing is fetched, nothing runs: whatever a document smuggled in would be dead.
+_POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:"
+
+
+def report_page(explained: Explanation) -> str:
+    """The whole page as text.
+
+    Raises:
+        UserError: a field of the plan's document that only the report reads is malformed.
+    """
+    view = explained.view
+    sections = [
+        time_section(explained),
+        graph_section(view),
+        *([pipeline_section(view)] if view.plan.pipeline is not None else []),
+        memory_section(explained),
+        alternatives_section(explained),
+        baselines_section(view),
+        certificate_section(view),
+        trust_section(view),
+        provenance_section(view),
+    ]
+    shown = [section for section in sections if section is not None]
+    head = element(
+        "head",
+        element("meta", charset="utf-8"),
+        element("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        element("meta", http_equiv="Content-Security-Policy", content=_POLICY),
+        element("meta", name="color-scheme", content="light dark"),
+        element("title", f"{view.model}: plan report"),
+        element("link", rel="icon", href="data:,"),
+        element("style", Markup("\n" + _style())),
+    )
+    body = element(
+        "body",
+        _header(view, shown),
+        element("main", *map(_section, shown)),
+        element(
+            "footer",
+            element("p", f"Made by autoddl {_version()} from a plan document; times and bytes are predictions."),
+        ),
+    )
+    return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
+
+
+def _style() -> str:
+    return resources.files(__package__).joinpath("style.css").read_text(encoding="utf-8")
+
+
+def _version() -> str:
+    try:
+        return version("autoddl")
+    except PackageNotFoundError:
+        return ""
+
+
+def _section(section: Section) -> Markup:
+    return element(
+        "section",
+        element("p", section.topic, class_="kicker"),
+        element("h2", section.finding, id=f"{section.anchor}-title"),
+        *section.content,
+        id=section.anchor,
+        aria_labelledby=f"{section.anchor}-title",
+    )
+
+
+def _header(view: PlanView, sections: list[Section]) -> Markup:
+    cluster = view.plan.cluster
+    devices = "1 device" if cluster.num_devices == 1 else f"{cluster.num_devices:,} devices"
+    links = [element("li", element("a", section.topic, href=f"#{section.anchor}")) for section in sections]
+    return element(
+        "header",
+        element("p", "AutoDDL plan", class_="eyebrow"),
+        element("h1", f"{view.model} trains a step in {format_seconds(view.step_s)} on {devices}"),
+        element("p", view.heading, class_="lead"),
+        element("dl", *_figures(view), class_="figures"),
+        element("nav", element("ul", *links), aria_label="Sections"),
+    )
+
+
+def _figures(view: PlanView) -> list[Markup]:
+    sample = view.plan.graph.sample
+    share = view.communication_s / view.step_s if view.step_s else 0.0
+    rival = view.fastest_rival
+    found = [
+        ("Step", format_seconds(view.step_s), f"{view.plan.workload.batch:,} {sample}s"),
+        ("Throughput", f"{view.rate:,.3g} /s" if view.rate < 100 else f"{view.rate:,.0f} /s", f"{sample}s"),
+        ("Of peak FLOP/s", f"{view.utilisation:.0%}", "used"),
+        ("Communication", f"{share:.1%}", f"{format_seconds(view.communication_s)} of the step"),
+        ("Memory", format_bytes(view.memory_bytes), f"of {format_bytes(view.memory_limit_bytes)} per device"),
+        ("Certificate", *(("optimal", "proven") if view.optimal else (f"{view.gap:.2%}", "gap at most"))),
+    ]
+    if rival is not None and view.step_s:
+        ratio = rival.step_s / view.step_s
+        found.append(("Best rival", f"{ratio:.2f}x", f"the time: {rival.name}"))
+    return [
+        element(
+            "div",
+            element("dt", name),
+            element("dd", element("div", value, class_="value"), element("div", note or None, class_="note")),
+        )
+        for name, value, note in found
+    ]

@@ -1,0 +1,100 @@
+"""The section on a plan's pipeline: stages and timeline."""
+
+from __future__ import annotations
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.pipelines.schedule import Kind
+
+from ..explain import PlanView
+from .charts import timeline_pictures
+from .markup import Content, element
+from .sections import Section, facts, paragraph, scrolling, swatch, table
+
+__all__ = ["pipeline_section"]
+
+_LEGEND = (
+    ((Kind.FORWARD,), "forward", "forward"),
+    ((Kind.BACKWARD, Kind.BACKWARD_INPUT), "backward", "backward"),
+    ((Kind.BACKWARD_WEIGHT,), "weight", "weight gradients"),
+    ((Kind.RECOMPUTE,), "again", "recomputation"),
+    ((Kind.ALL_REDUCE, Kind.UPDATE), "reduce", "gradient all-reduce, update"),
+)
+
+
+def pipeline_section(view: PlanView) -> Section:
+    """Stages, workers and what they do when."""
+    pipeline = view.plan.pipeline
+    assert pipeline is not None
+    configuration, schedule, timeline = pipeline.configuration, pipeline.schedule, pipeline.timeline
+    spec, mesh = configuration.schedule, configuration.mesh
+    waits = pipeline.bubble_s / view.step_s if view.step_s else 0.0
+    stages = "1 stage" if spec.num_stages == 1 else f"{spec.num_stages} stages"
+    finding = f"{stages} under {spec.label}: the busiest worker waits {waits:.1%} of the step"
+    synchronous = "yes" if spec.synchronous else "no: weights lag behind"
+    kinds = {task.kind for tasks in schedule.workers for task in tasks}
+    legend = [element("li", swatch(style), name) for wanted, style, name in _LEGEND if kinds.intersection(wanted)]
+    content = [
+        facts(
+            [
+                (
+                    "Workers",
+                    f"{spec.num_workers} of {mesh} devices",
+                ),
+                (
+                    "Micro-batches",
+                    f"{spec.num_micro_batches} of {configuration.workload.micro_batch} {view.plan.graph.sample}s",
+                ),
+                ("Pipelines at once", f"{spec.num_pipelines}"),
+                ("Synchronous", synchronous),
+                ("Bubbles, mean of workers", f"{timeline.bubble_ratio:.1%}"),
+                ("Exposed transfers", format_seconds(pipeline.exposed_transfer_s)),
+                ("Exposed all-reduce", format_seconds(pipeline.exposed_all_reduce_s)),
+            ]
+        ),
+        element("ul", *legend, class_="legend"),
+    ]
+    for caption, picture in timeline_pictures(timeline):
+        if caption:
+            content.append(paragraph(caption[0].upper() + caption[1:], class_="kicker"))
+        content.append(scrolling(picture, "pipeline timeline"))
+    content.append(scrolling(_stages(view), "stages"))
+    return Section("pipeline", "Pipeline", finding, tuple(content))
+
+
+def _stages(view: PlanView) -> Content:
+    pipeline = view.plan.pipeline
+    assert pipeline is not None
+    rows = []
+    for number, (figures, choice) in enumerate(zip(pipeline.stages, pipeline.configuration.stages)):
+        workers = [replica.worker for replica in pipeline.schedule.replicas_of(number)]
+        crossing = format_bytes(pipeline.boundaries[number - 1].nbytes) if number else "data"
+        rows.append(
+            (
+                f"{number}",
+                ", ".join(map(str, workers)),
+                f"{len(figures.graph.layers)}",
+                choice.recompute,
+                format_seconds(figures.forward_s),
+                format_seconds(figures.backward_s),
+                format_seconds(figures.communication_s),
+                format_seconds(figures.all_reduce_s),
+                f"{max(pipeline.in_flight[number]):g}",
+                crossing,
+                format_bytes(max(pipeline.memory[worker] for worker in workers)),
+            )
+        )
+    head = (
+        "Stage",
+        "Workers",
+        "Layers",
+        "Recompute",
+        "Forward",
+        "Backward",
+        "Communication",
+        "All-reduce",
+        "In flight",
+        "Arrives",
+        "Memory",
+    )
+    caption = "Per stage; forward, backward and communication of one micro-batch, all-reduce per step"
+    return table(head, rows, numbers=(2, 4, 5, 6, 7, 8, 9, 10), caption=caption)

@@ -1,0 +1,331 @@
+"""The sections on the plan itself: time, layers, memory, alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from ..explain import Alternative, Choice, Explanation, PlanView
+from ..explain.showing import memory_sentence, regret_text, why_text
+from ..explain.view import DeviceMemory, LayerGroup
+from ..explain.view import Section as PlanSection
+from .charts import Segment, bar, graph_gutters, gutter_width
+from .markup import Content, Markup, element, join
+from .sections import Section, paragraph, scrolling, segments_of, swatch, table
+
+__all__ = ["alternatives_section", "graph_section", "memory_section", "time_section"]
+
+#: Rows of one layer graph; what is beyond stands in the plan alone.
+MAX_ROWS = 300
+
+
+# ------------------------------------------------------------------------------------------------------------ time
+
+
+def time_section(explained: Explanation) -> Section:
+    """Where the time of a step goes."""
+    view = explained.view
+    segments = segments_of(view.parts)
+    kinds = {part.name: part.kind for part in view.parts}
+    sums = {kind: sum(p.seconds for p in view.parts if p.kind == kind) for kind in ("compute", "communication", "idle")}
+    whole = sum(sums.values())
+    words = {"compute": "computation", "communication": "communication", "idle": "waiting in the pipeline"}
+    named = [f"{sums[k] / whole:.0%} {words[k]}" for k in sums if whole and sums[k] / whole >= 0.005]
+    finding = (
+        "The step is " + (", ".join(named[:-1]) + " and " if len(named) > 1 else "") + (named[-1] if named else "empty")
+    )
+    rows: list[tuple[Content, ...]] = []
+    for segment in segments:
+        saves = "" if kinds[segment.name] == "idle" else format_seconds(segment.value / 2)
+        share = f"{segment.value / whole:.1%}" if whole else ""
+        rows.append((join(swatch(segment.style), segment.name), format_seconds(segment.value), share, saves))
+    pipeline = view.plan.pipeline
+    note = (
+        "Every price is bound by one resource, so the step divides exactly into these parts."
+        if pipeline is None
+        else f"Of worker {pipeline.busiest}, the busiest: its work inside its stages, and what it waits for."
+    )
+    return Section(
+        "time",
+        "Where the time goes",
+        finding,
+        (
+            element("div", bar(segments, whole, "parts of the step", height=28), class_="breakdown"),
+            scrolling(
+                table(("Bound by", "Time", "Share", "2x faster saves"), rows, numbers=(1, 2, 3), class_="named"),
+                "time by resource",
+            ),
+            paragraph(
+                note,
+                " What a faster resource saves holds for these strategies; a new plan may save more.",
+                class_="lead small",
+            ),
+        ),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ layers
+
+
+def graph_section(view: PlanView) -> Section:
+    """The layer graph with the strategies."""
+    seconds: dict[str, float] = {}
+    for section in view.sections:
+        for group in section.groups:
+            seconds[str(group.strategy)] = seconds.get(str(group.strategy), 0.0) + group.seconds * len(section.stages)
+    whole = sum(seconds.values())
+    commonest = max(seconds, key=seconds.__getitem__)
+    if len(seconds) == 1:
+        finding = f"Every layer is spread as {commonest}"
+    else:
+        finding = f"{seconds[commonest] / whole if whole else 0:.0%} of the layers' time is spent at {commonest}"
+    levels = view.plan.cluster.levels
+    if view.plan.pipeline is not None:
+        levels = view.plan.pipeline.configuration.mesh.devices(view.plan.cluster).levels
+    content = [
+        paragraph(
+            f"A strategy (p0,p1,p2) for {' and '.join(level.name for level in levels)} splits the samples over p0, the weight's "
+            "columns over p1 and its rows over p2 devices. Equal layers of repeated blocks share a row; times and bytes are those "
+            "of all of them, for each device and step. Lines are tensors.",
+            class_="lead",
+        ),
+        element(
+            "ul",
+            element("li", swatch("work-1"), "computation"),
+            element("li", swatch("talk-1"), "communication"),
+            class_="legend",
+        ),
+    ]
+    longest = max((group.seconds for section in view.sections for group in section.groups), default=0.0)
+    for section in view.sections:
+        if section.title:
+            content.append(element("h3", section.title[0].upper() + section.title[1:]))
+        content.append(_graph(view, section, longest))
+    return Section("layers", "Layers and strategies", finding, tuple(content))
+
+
+def _graph(view: PlanView, section: PlanSection, longest: float) -> Markup:
+    groups = section.groups[:MAX_ROWS]
+    row_of = {name: row for row, group in enumerate(groups) for name in group.layers}
+    edges = [(row_of[a], row_of[b]) for a, b in view.plan.graph.edges if a in row_of and b in row_of]
+    gutters, lanes = graph_gutters(len(groups), edges)
+    rows: list[Markup] = []
+    block = ""
+    for group, gutter in zip(groups, gutters):
+        first = view.plan.graph[group.layers[0]]
+        if first.block != block and first.block:
+            times = len(
+                {
+                    view.plan.graph[name].block_index
+                    for g in groups
+                    for name in g.layers
+                    if view.plan.graph[name].block == first.block
+                }
+            )
+            rows.append(
+                element(
+                    "tr", element("td", f"{first.block}: block repeated {times} times", colspan="6"), class_="block"
+                )
+            )
+        elif block and not first.block:
+            rows.append(element("tr", element("td", f"after {block}", colspan="6"), class_="block"))
+        block = first.block
+        rows.append(_graph_row(group, first.kind, block, gutter, longest))
+    left = len(section.groups) - len(groups)
+    head = ("", "Layer", "Strategy", "Layouts", "Time", "")
+    built = element(
+        "table",
+        element("thead", element("tr", *(element("th", name, scope="col") for name in head))),
+        element("tbody", *rows),
+        class_="graph",
+        style=f"--gutter:{gutter_width(lanes):g}px",
+    )
+    return join(scrolling(built, "layer graph"), paragraph(f"{left} more rows stand in the plan.") if left else None)
+
+
+def _graph_row(group: LayerGroup, kind: str, block: str, gutter: Markup, longest: float) -> Markup:
+    name = group.name.replace(f"{block}.*.", "", 1) if block else group.name
+    count = f" x {len(group.layers)}" if len(group.layers) > 1 else ""
+    segments = [
+        Segment("computation", group.compute_s, "work-1"),
+        Segment("communication", group.communication_s, "talk-1"),
+    ]
+    label = f"{group.name}: {format_seconds(group.compute_s)} computation, {format_seconds(group.communication_s)} communication"
+    lines = [
+        element("div", element("span", name, class_="which"), group.sbp[what], class_="nowrap")
+        for what, name in (("input", "in"), ("weight", "weight"), ("output", "out"))
+        if group.sbp[what]
+    ]
+    return element(
+        "tr",
+        element("td", gutter, element("span", class_="node"), class_="gutter"),
+        element("td", name, element("span", f"{kind}{count}", class_="kind"), class_="layer"),
+        element("td", str(group.strategy), class_="strategy code nowrap"),
+        element("td", *lines, class_="detail code quiet small"),
+        element("td", bar(segments, longest, label, height=10), class_="time"),
+        element("td", format_seconds(group.seconds), class_="num total"),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ memory
+
+_MEMORY = (
+    ("parameters", "work-1"),
+    ("gradients", "work-2"),
+    ("optimizer", "work-3"),
+    ("activations", "talk-1"),
+    ("buffer", "talk-3"),
+)
+
+
+def memory_section(explained: Explanation) -> Section:
+    """What fills the devices."""
+    view = explained.view
+    limit, fullest = view.memory_limit_bytes, max(view.memory, key=lambda memory: memory.total)
+    capacity = max(view.plan.cluster.device.memory_bytes, limit, fullest.total)
+    largest = max((name for name, _ in _MEMORY), key=lambda name: getattr(fullest, name))
+    finding = (
+        f"{format_bytes(view.memory_bytes)} of {format_bytes(limit)} are in use, "
+        f"{getattr(fullest, largest) / fullest.total if fullest.total else 0:.0%} of it {largest}"
+    )
+    bars = []
+    for memory in view.memory:
+        segments = [Segment(name, getattr(memory, name), style) for name, style in _MEMORY]
+        devices = "1 device" if memory.num_devices == 1 else f"{memory.num_devices} devices"
+        title = f"{memory.title} ({devices}): {format_bytes(memory.total)}"
+        bars.append(
+            element(
+                "div",
+                paragraph(title, class_="kicker"),
+                bar(segments, capacity, title, marks=(limit,)),
+                class_="breakdown",
+            )
+        )
+    return Section(
+        "memory",
+        "Memory per device",
+        finding,
+        (
+            *bars,
+            scrolling(_memory_table(view.memory, limit), "memory by use"),
+            paragraph(
+                f"The line marks the limit; the bar's end is the device's {format_bytes(capacity)}. ",
+                memory_sentence(explained)[0].upper() + memory_sentence(explained)[1:] + ".",
+                class_="lead small",
+            ),
+        ),
+    )
+
+
+def _memory_table(memory: Sequence[DeviceMemory], limit: float) -> Markup:
+    head = ("Devices", *(name for name, _ in _MEMORY), "total", "left of the limit")
+    rows = [
+        (
+            f"{row.title} ({row.num_devices})",
+            *(format_bytes(getattr(row, name)) for name, _ in _MEMORY),
+            element("span", format_bytes(row.total), class_="strong"),
+            format_bytes(limit - row.total),
+        )
+        for row in memory
+    ]
+    labelled = [head[0], *(join(swatch(style), name) for name, style in _MEMORY), *head[-2:]]
+    return table(labelled, rows, numbers=range(1, len(head)), class_="named")
+
+
+# ------------------------------------------------------------------------------------------------------------ alternatives
+
+
+def alternatives_section(explained: Explanation) -> Section | None:
+    """What every other choice would cost."""
+    view = explained.view
+    choices = [choice for section in explained.sections for choice in section.choices if choice.alternatives]
+    if not choices:
+        return None
+    better = [choice.name for choice in choices if choice.alternatives[0].regret_s < 0]
+    content: list[Markup] = [paragraph(explained.scope[0].upper() + explained.scope[1:] + ".", class_="lead")]
+    if better:
+        content.append(
+            paragraph(f"Better than the plan, which is not optimal in this: {', '.join(better[:6])}.", class_="why")
+        )
+    for section in explained.sections:
+        if section.title:
+            content.append(element("h3", section.title[0].upper() + section.title[1:]))
+        rows = [row for choice in section.choices for row in _choice_rows(choice, view.cost_s)]
+        head = ("Layer", "Strategy", "Regret", "", "What it spends more on")
+        built = element(
+            "table",
+            element(
+                "thead",
+                element(
+                    "tr",
+                    *(
+                        element("th", name, scope="col", class_="num" if i in (2, 3) else None)
+                        for i, name in enumerate(head)
+                    ),
+                ),
+            ),
+            element("tbody", *rows),
+            class_="choices",
+        )
+        content.append(scrolling(built, "alternatives"))
+    return Section("alternatives", "What other choices cost", _worth(choices, view.cost_s), tuple(content))
+
+
+def _worth(choices: Sequence[Choice], cost_s: float) -> str:
+    """What the nearest alternatives say of the plan."""
+
+    def said(choice: Choice) -> str:
+        regret = abs(choice.alternatives[0].regret_s)
+        return f"{format_seconds(regret)} ({regret / cost_s:.2%})"
+
+    nearest = sorted(choices, key=lambda choice: choice.alternatives[0].regret_s)
+    if nearest[0].alternatives[0].regret_s < 0:
+        return f"The plan can be improved: another strategy for {nearest[0].name} saves {said(nearest[0])}"
+    if nearest[-1].alternatives[0].regret_s > 0:
+        dearest = nearest[-1]
+        return f"The choice that matters most is {dearest.name}: the next best strategy costs {said(dearest)}"
+    return "Every choice has an alternative that is as good"
+
+
+def _choice_rows(choice: Choice, cost_s: float) -> list[Markup]:
+    count = f" x {len(choice.layers)}" if len(choice.layers) > 1 and " = " not in choice.name else ""
+    rows = [
+        element(
+            "tr",
+            element("td", choice.name + count, class_="strong nowrap"),
+            element("td", str(choice.strategy), class_="code nowrap"),
+            element("td", "chosen", class_="num quiet"),
+            element("td", ""),
+            element(
+                "td",
+                f"{format_seconds(choice.seconds)}, mostly {choice.limit}" if choice.limit else "takes no time",
+                class_="quiet",
+            ),
+            class_="chosen",
+        )
+    ]
+    rows += [_alternative_row(alternative, cost_s) for alternative in choice.alternatives]
+    if choice.num_options == 1:
+        rows.append(
+            element(
+                "tr",
+                element("td", ""),
+                element("td", "no other strategy divides it", class_="quiet", colspan="4"),
+                class_="other",
+            )
+        )
+    return rows
+
+
+def _alternative_row(alternative: Alternative, cost_s: float) -> Markup:
+    seconds, relative = regret_text(alternative, cost_s)
+    return element(
+        "tr",
+        element("td", ""),
+        element("td", str(alternative.strategy), class_="code nowrap"),
+        element("td", seconds, class_="num"),
+        element("td", relative, class_="num"),
+        element("td", why_text(alternative), class_="quiet small"),
+        class_="other",
+    )

@@ -1,0 +1,226 @@
+"""The sections on how good the plan is, how sure that is, and where it comes from."""
+
+from __future__ import annotations
+
+from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from ..explain import PlanView
+from ..explain.view import Rival
+from .charts import Segment, bar
+from .markup import Content, Markup, element, join
+from .sections import Section, facts, paragraph, scrolling, swatch, table
+
+__all__ = ["baselines_section", "certificate_section", "provenance_section", "trust_section"]
+
+#: Rows of the table of settings.
+MAX_SETTINGS = 40
+
+
+def baselines_section(view: PlanView) -> Section | None:
+    """The plan beside what people use."""
+    if not view.rivals:
+        return None
+    feasible = [rival for rival in view.rivals if not rival.infeasible]
+    best = view.fastest_rival
+    if best is None:
+        finding = "No baseline fits the memory"
+    elif best.step_s >= view.step_s * (1 + 5e-5):
+        finding = f"{best.step_s / view.step_s:.2f}x as fast as {best.name}, the best of {len(feasible)} baselines"
+    else:
+        finding = f"{best.name}, the best of {len(feasible)} baselines, takes {best.step_s / view.step_s:.2f}x the time"
+    pipeline = view.plan.pipeline
+    ours = Rival(
+        "this plan",
+        "",
+        step_s=view.step_s,
+        communication_s=view.communication_s,
+        bubble_s=0.0 if pipeline is None else pipeline.bubble_s,
+        memory_bytes=view.memory_bytes,
+    )
+    longest = max(rival.step_s for rival in (ours, *feasible))
+    rows = [_rival_row(rival, view.step_s, longest) for rival in (ours, *feasible)]
+    head = ("Plan", "Step", "", "", "Communication", "Memory", "How")
+    has_bubbles = any(rival.bubble_s for rival in (ours, *feasible))
+    legend = [
+        element("li", swatch("work-1"), "computation"),
+        element("li", swatch("talk-1"), "communication"),
+        element("li", swatch("idle"), "bubble") if has_bubbles else None,
+    ]
+    content: list[Markup] = [
+        element("ul", *legend, class_="legend"),
+        scrolling(table(head, rows, numbers=(1, 2, 4, 5)), "baselines"),
+    ]
+    excluded = [rival for rival in view.rivals if rival.infeasible]
+    if excluded:
+        items = [
+            element("li", element("span", rival.name, class_="strong"), f": {rival.infeasible}") for rival in excluded
+        ]
+        content.append(element("ul", *items, class_="plain"))
+    return Section("baselines", "Baselines", finding, tuple(content))
+
+
+def _rival_row(rival: Rival, step_s: float, longest: float) -> tuple[Content, ...]:
+    segments = [
+        Segment("computation", max(0.0, rival.step_s - rival.communication_s - rival.bubble_s), "work-1"),
+        Segment("communication", rival.communication_s, "talk-1"),
+        Segment("bubble", rival.bubble_s, "idle"),
+    ]
+    picture = bar(segments, longest, f"{rival.name}: {format_seconds(rival.step_s)}", height=12)
+    return (
+        element("span", rival.name, class_="strong nowrap"),
+        format_seconds(rival.step_s),
+        f"{rival.step_s / step_s:.2f}x" if step_s else "",
+        element("div", picture, style="min-width:8rem"),
+        format_seconds(rival.communication_s),
+        format_bytes(rival.memory_bytes),
+        element("span", rival.how, class_="quiet small"),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------------ certificate
+
+
+def certificate_section(view: PlanView) -> Section:
+    """What is proven."""
+    what = "communication time" if view.objective == "communication" else "step time"
+    size = f"{view.space_size:,}" if view.space_size < 10**9 else f"10^{len(str(view.space_size)) - 1}"
+    if view.optimal:
+        finding = f"Proven: none of the {size} plans that fit has a smaller {what}"
+    else:
+        finding = f"Not proven: the best of {size} plans may be up to {view.gap:.2%} better"
+    content = [
+        facts(
+            [
+                ("Search", f"{view.method}, {format_seconds(view.search_s)}"),
+                (what[0].upper() + what[1:], format_seconds(view.cost_s)),
+                ("Lower bound", format_seconds(view.lower_bound_s)),
+                ("Space", f"{size} plans"),
+            ]
+        )
+    ]
+    if view.plan.pipeline is None:
+        content.append(_settings(view.fields))
+    else:
+        content += _considered(view.fields.object("pipeline").object("search"))
+    return Section("certificate", "Certificate", finding, tuple(content))
+
+
+def _settings(fields: Fields) -> Markup:
+    rows = []
+    entries = fields.objects("candidates")
+    for entry in entries[:MAX_SETTINGS]:
+        cost, bound = (None if entry.get(n) is None else entry.number(n) for n in ("cost_s", "lower_bound_s"))
+        rows.append(
+            (
+                f"{entry.integer('micro_batch'):,}",
+                "yes" if entry.boolean("recompute") else "no",
+                entry.text("outcome"),
+                "" if cost is None else format_seconds(cost),
+                "none fits" if bound is None else format_seconds(bound),
+            )
+        )
+    head = ("Micro-batch", "Recomputation", "Outcome", "Cost", "No plan is below")
+    more = (
+        paragraph(f"{len(entries) - len(rows)} more settings stand in the plan.") if len(entries) > len(rows) else None
+    )
+    return join(
+        scrolling(table(head, rows, numbers=(0, 3, 4), caption="Settings, and how each was settled"), "settings"), more
+    )
+
+
+def _considered(search: Fields) -> list[Markup]:
+    counts = [
+        ("Configurations", "configurations"),
+        ("Settings of mesh, schedule, micro-batch", "settings"),
+        ("Ruled out by memory", "ruled_out_by_memory"),
+        ("Ruled out by the bound", "ruled_out_by_bound"),
+        ("Simulated", "simulated"),
+        ("Stage searches", "stage_searches"),
+    ]
+    shown = [(title, f"{search.integer(name):,}") for title, name in counts]
+    return [paragraph(f"Space: {search.text('space')}", class_="lead"), facts(shown)]
+
+
+# ------------------------------------------------------------------------------------------------------------ trust
+
+
+def trust_section(view: PlanView) -> Section:
+    """How far the prediction can be trusted."""
+    known, calibration = view.fields.get("trust"), view.plan.cluster.calibration
+    if known is None:
+        if calibration is None:
+            finding = f"{view.plan.cluster.name} is not calibrated: its figures are taken as given"
+            text = (
+                "Calibrate the cluster (autoddl calibrate) to learn how probable it is that this plan is the best one."
+            )
+        else:
+            finding = "The cluster is calibrated; how much doubt it leaves in this plan was not worked out"
+            text = f"Calibrated {calibration.date[:10]} on {calibration.machine}, {calibration.num_samples:,} samples."
+        return Section("trust", "Trust", finding, (paragraph(text, class_="lead"),))
+    trust = view.fields.object("trust")
+    probability = trust.number("probability")
+    rivals = [(rival.text("name"), rival.number("probability")) for rival in trust.objects("rivals")]
+    regret = trust.number("expected_regret")
+    finding = f"This plan is the best with probability {probability:.0%}; choosing it costs {regret:.2%} on average"
+    rows: list[tuple[Content, ...]] = []
+    for name, chance in [("this plan", probability), *(rival for rival in rivals if rival[1] > 0)]:
+        style = "talk-1" if name == "this plan" else "work-2"
+        picture = bar([Segment(name, chance, style)], 1.0, f"{name}: {chance:.0%}", height=12)
+        rows.append((name, element("div", picture, style="min-width:8rem"), f"{chance:.0%}"))
+    content = [
+        paragraph(
+            f"Over {trust.integer('draws'):,} draws of the parameters that the measurements of {trust.text('calibrated')[:10]} "
+            f"leave open, among {len(rivals) + 1} plans.",
+            class_="lead",
+        ),
+        scrolling(table(("Best plan", "", "Probability"), rows, numbers=(2,)), "rivals"),
+    ]
+    if trust.get("measurement") is not None:
+        content.append(_measurement(trust.object("measurement")))
+    return Section("trust", "Trust", finding, (*content, *_notes(trust.texts("notes"))))
+
+
+def _measurement(best: Fields) -> Markup:
+    return paragraph(
+        f"To settle it against {best.text('rival')}, measure {best.text('collective')} on {best.text('level')} with "
+        f"{best.integer('ranks')} ranks and {format_bytes(best.number('bytes'))}: {best.number('share'):.0%} of the doubt."
+    )
+
+
+def _notes(notes: tuple[str, ...]) -> list[Markup]:
+    return [element("ul", *(element("li", note) for note in notes), class_="plain")] if notes else []
+
+
+# ------------------------------------------------------------------------------------------------------------ provenance
+
+
+def provenance_section(view: PlanView) -> Section:
+    """What the plan was made for."""
+    plan = view.plan
+    workload, cluster, device = plan.workload, plan.cluster, plan.cluster.device
+    rows: list[tuple[str, Content]] = [
+        ("Parameters", f"{plan.graph.num_parameters:,}"),
+        ("Layers", f"{len(plan.graph.layers):,}"),
+        ("Batch", f"{workload.batch:,} {plan.graph.sample}s"),
+        ("Micro-batch", f"{workload.micro_batch:,}, {workload.num_micro_batches:,} per step"),
+        ("Precision, optimizer", f"{workload.precision}, {workload.optimizer}"),
+        ("Recomputation", "by stage" if plan.pipeline is not None else "yes" if workload.recompute else "no"),
+        ("Device", f"{device.name}, {format_bytes(device.memory_bytes)}"),
+        ("Peak", f"{device.peak_flops[workload.precision] / 1e12:,.4g} TFLOP/s, {device.efficiency:.0%} reached"),
+        ("Memory bandwidth", f"{device.memory_bandwidth / 1e9:,.4g} GB/s"),
+    ]
+    for level in cluster.levels:
+        link = f"{format_seconds(level.link.latency_s)}, {level.link.bandwidth / 1e9:,.4g} GB/s per device"
+        rows.append((f"{level.name[0].upper()}{level.name[1:]} x {level.size}", link))
+    hashes = [
+        (name, element("code", view.fields.text(field)))
+        for name, field in (("Graph", "graph_hash"), ("Cluster", "cluster_hash"), ("Options", "options_hash"))
+    ]
+    notes = [note for note in view.notes if note]
+    return Section(
+        "provenance",
+        "What it was made for",
+        f"{workload.batch:,} {plan.graph.sample}s per step on {view.plan.cluster.name}",
+        (facts(rows), *_notes(tuple(notes)), facts(hashes)),
+    )
