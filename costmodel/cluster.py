@@ -69,11 +69,9 @@ class Link:
 
     def time(self, step: Step) -> float:
         """Seconds that ``step`` takes on this link (formulas: :mod:`autoddl.costmodel.collectives`)."""
-        if not (
-            self.groups or self.collectives or self.copies
-        ):  # the usual case, asked a hundred thousand times a plan
+        if not (self.groups or self.collectives or self.copies):  # the usual case, asked many thousand times a plan
             return step.messages * self.latency_s + step.sent_bytes / self.bandwidth
-        own = self.groups.get((step.collective, step.axis.size))
+        own = self.groups.get((step.collective, step.axis.size)) if self.groups else None
         if own is not None:
             return step.messages * own[0] + step.sent_bytes / own[1]
         latency_s, bandwidth = self.collectives.get(step.collective, (self.latency_s, self.bandwidth))
@@ -149,6 +147,11 @@ class Cluster:
         return tuple(level.size for level in self.levels)
 
     @property
+    def sized_levels(self) -> tuple[bool, ...]:
+        """For each of :attr:`levels` whether its link has terms of its own for groups of some sizes."""
+        return tuple(bool(level.link.groups) for level in self.levels)
+
+    @property
     def default_precision(self) -> str:
         """The precision that users of this device train in."""
         return next(iter(self.device.peak_flops))
@@ -187,10 +190,13 @@ class Cluster:
     def resized(self, num_nodes: int | None = None, devices_per_node: int | None = None) -> Cluster:
         """The same kind of cluster with other numbers of nodes and devices (per-node bandwidth is shared anew)."""
         document = dict(self.document)
-        for name, value in (("num_nodes", num_nodes), ("devices_per_node", devices_per_node)):
+        for name, option, value in (
+            ("num_nodes", "--nodes", num_nodes),
+            ("devices_per_node", "--devices-per-node", devices_per_node),
+        ):
             if value is not None:
                 if value < 1:
-                    raise UserError(f"{name.replace('_', ' ')} {value} should be at least 1")
+                    raise UserError(f"{option} {value}: should be at least 1")
                 document[name] = value
         return from_document(document, self.name)
 

@@ -160,6 +160,10 @@ class Layer:
             shape = f"{self.attributes['in_features']} -> {self.attributes['out_features']}"
         elif self.kind == "attention":
             shape = f"{self.attributes['heads']} heads of {self.attributes['head_dim']}"
+        elif self.kind == "embedding":
+            shape = f"vocabulary {self.attributes['vocabulary']}, {self.attributes['features']} features"
+        elif self.kind == "position":
+            shape = f"{self.attributes['positions']} positions, {self.attributes['features']} features"
         else:
             shape = "x".join(map(str, self.output_shape)) or "scalar"
         return f"{self.name} ({self.kind}, {shape})"

@@ -45,15 +45,19 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from .cluster import Cluster
 from .collectives import Collective, Step
 from .distribution import Axis
 from .graph import Layer
-from .strategy import Strategy
+from .strategy import Alike, Strategy
 from .workload import Workload
 
 __all__ = ["LayerWork", "all_reduce_steps", "gather_steps", "layer_work", "scatter_steps"]
+
+#: A float, or an array of floats: what the formulas of this module hold for.
+Number = Any
 
 #: Bytes of a statistic (norms and losses accumulate in float32).
 _STATISTIC = 4
@@ -75,14 +79,14 @@ class LayerWork:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
     gradient: tuple[Step, ...]
-    forward_s: float
-    backward_s: float
-    state_bytes: float
-    kept_bytes: float
-    buffer_bytes: float
+    forward_s: Number
+    backward_s: Number
+    state_bytes: Number
+    kept_bytes: Number
+    buffer_bytes: Number
 
 
-def gather_steps(axes: Sequence[Axis], nbytes: float) -> tuple[Step, ...]:
+def gather_steps(axes: Sequence[Axis], nbytes: Number) -> tuple[Step, ...]:
     """All-gather to ``nbytes`` along one axis per level: the outermost first, while the tensor is small."""
     steps = []
     for position, axis in enumerate(axes):
@@ -91,12 +95,12 @@ def gather_steps(axes: Sequence[Axis], nbytes: float) -> tuple[Step, ...]:
     return tuple(steps)
 
 
-def scatter_steps(axes: Sequence[Axis], nbytes: float) -> tuple[Step, ...]:
+def scatter_steps(axes: Sequence[Axis], nbytes: Number) -> tuple[Step, ...]:
     """Reduce-scatter of ``nbytes`` along one axis per level: the innermost first."""
     return tuple(step.adjoint() for step in reversed(gather_steps(axes, nbytes)))
 
 
-def all_reduce_steps(axes: Sequence[Axis], nbytes: float) -> tuple[Step, ...]:
+def all_reduce_steps(axes: Sequence[Axis], nbytes: Number) -> tuple[Step, ...]:
     """All-reduce of ``nbytes``: reduced and gathered inside the inner levels, all-reduced at the outermost."""
     if not axes:
         return ()
@@ -106,11 +110,13 @@ def all_reduce_steps(axes: Sequence[Axis], nbytes: float) -> tuple[Step, ...]:
 
 
 def layer_work(
-    layer: Layer, strategy: Strategy, cluster: Cluster, workload: Workload, samples: float, is_first: bool
+    layer: Layer, strategy: Strategy | Alike, cluster: Cluster, workload: Workload, samples: Number, is_first: bool
 ) -> LayerWork:
     """What ``layer`` does at ``strategy`` with ``samples`` samples per micro-batch over all devices.
 
     Args:
+        strategy: one, or many that run the same steps: then the numbers of the answer are arrays, as they are where ``samples``
+            is one.  (They are broadcast: samples of shape (2, 1) give numbers of shape (2, strategies) or less.)
         samples: any number from 0 on: all costs are affine in it, and the tables make use of that.
         is_first: whether the layer reads the data itself (no gathered input, no gradient for it).
     """
@@ -123,12 +129,12 @@ def layer_work(
         forward_again = body.forward_steps_to_repeat if body.forward_steps_to_repeat is not None else forward
         backward = (*forward_again, *backward)
         backward_s += body.forward_s
-        evenly_split = frame.input_bytes if body.kept_bytes else 0.0
+        evenly_split = frame.input_bytes * (body.kept_bytes > 0)
         buffer = body.buffer_bytes + body.kept_bytes
         kept = evenly_split
-    own = sum(p.num_elements for p in layer.parameters if p.tied_to is None) / frame.parameter_parts
+    own = layer.num_parameters / frame.parameter_parts
     gradient_axes = () if strategy.summa else strategy.axes(0, layer.kind == "embedding")
-    gradient = all_reduce_steps(gradient_axes, own * workload.itemsize) if own else ()
+    gradient = all_reduce_steps(gradient_axes, own * workload.itemsize) if layer.num_parameters else ()
     return LayerWork(
         forward=forward,
         backward=backward,
@@ -144,7 +150,7 @@ def layer_work(
 class _Frame:
     """The quantities that every kind of layer starts from (per device)."""
 
-    def __init__(self, layer: Layer, strategy: Strategy, cluster: Cluster, workload: Workload, samples: float):
+    def __init__(self, layer: Layer, strategy: Strategy | Alike, cluster: Cluster, workload: Workload, samples: Number):
         self.layer = layer
         self.strategy = strategy
         self.cluster = cluster
@@ -163,13 +169,13 @@ class _Frame:
         #: Into how many parts the parameters are cut.
         self.parameter_parts = self.devices if strategy.summa else self.p1 * self.p2
 
-    def elementwise(self, nbytes: float) -> float:
+    def elementwise(self, nbytes: Number) -> Number:
         return self.cluster.elementwise_time(nbytes)
 
-    def matmul(self, m: float, k: float, n: float, count: float = 1) -> float:
+    def matmul(self, m: Number, k: Number, n: Number, count: Number = 1) -> Number:
         return self.cluster.matmul_time(m, k, n, self.precision, self.itemsize, count)
 
-    def epilogue(self) -> tuple[float, float]:
+    def epilogue(self) -> tuple[Number, Number]:
         """(forward, backward) seconds of the element-wise operations behind the layer: read and write, and read two and write."""
         count = len(self.layer.epilogue)
         return count * self.elementwise(2 * self.output_bytes), count * self.elementwise(3 * self.output_bytes)
@@ -179,10 +185,10 @@ class _Frame:
 class _Body:
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    forward_s: float
-    backward_s: float
-    kept_bytes: float
-    buffer_bytes: float = 0.0
+    forward_s: Number
+    backward_s: Number
+    kept_bytes: Number
+    buffer_bytes: Number = 0.0
     #: What recomputation has to send again, where that is not the whole forward pass.
     forward_steps_to_repeat: tuple[Step, ...] | None = None
 
@@ -205,7 +211,7 @@ def _linear(frame: _Frame, is_first: bool) -> _Body:
         forward_s=product + after,
         backward_s=(1 if is_first else 2) * product + after_backward,
         kept_bytes=input_bytes + frame.kept_bytes,
-        buffer_bytes=(input_bytes if frame.p1 > 1 else 0.0) + (output_bytes if frame.p2 > 1 else 0.0),
+        buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
         # The product's own value is needed again only where something behind it keeps it.
         forward_steps_to_repeat=None if frame.layer.kept_elements else gather,
     )
@@ -215,7 +221,7 @@ def _summa(frame: _Frame, is_first: bool) -> _Body:
     attributes, strategy = frame.layer.attributes, frame.strategy
     d_in, d_out = attributes["in_features"], attributes["out_features"]
     rows, columns = strategy.axes(0), strategy.axes(1)
-    r, c = frame.p0, frame.p1
+    c = frame.p1
     input_bytes = frame.rows * d_in * frame.itemsize
     output_bytes = frame.rows * d_out * frame.itemsize
     weight_bytes = d_in * d_out * frame.itemsize / c
@@ -230,7 +236,7 @@ def _summa(frame: _Frame, is_first: bool) -> _Body:
         backward_s=(1 if is_first else 2) * product + after_backward,
         kept_bytes=frame.input_bytes + frame.kept_bytes,
         # Panels of one step, not whole operands: 1/r of the input and 1/c of the weight at a time.
-        buffer_bytes=input_bytes / max(r, c) + weight_bytes / max(r, c) + output_bytes / c,
+        buffer_bytes=input_bytes / strategy.panels + weight_bytes / strategy.panels + output_bytes / c,
         forward_steps_to_repeat=None if frame.layer.kept_elements else (),
     )
 
@@ -244,7 +250,7 @@ def _embedding(frame: _Frame, is_first: bool) -> _Body:
         forward_s=frame.elementwise(2 * output_bytes),
         backward_s=frame.elementwise(3 * output_bytes),
         kept_bytes=0.0,
-        buffer_bytes=output_bytes if frame.p2 > 1 else 0.0,
+        buffer_bytes=output_bytes if p2 else 0.0,
     )
 
 

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -28,10 +29,10 @@ from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph
-from .layerwork import LayerWork, layer_work
+from .layerwork import layer_work
 from .layoutprices import MANY, Layout, LayoutPrices, communication_time
 from .redistribution import redistribute, steps
-from .strategy import Strategy, enumerate_strategies, transposed
+from .strategy import Strategy, alike, enumerate_strategies, transposed
 from .table import ByClass, CostTable, Edge
 from .workload import Workload
 
@@ -429,31 +430,28 @@ class _Prices:
         return np.ceil(self.buffer_fixed + micro_batch * self.buffer_slope).max(axis=0)
 
 
+#: The samples that affine prices are read off at.
+_TWO_POINTS = np.array([[0.0], [MANY]])
+
+
 def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
     is_first = not book.graph.inputs(layer.name)
-    rows = []
-    for option in range(len(variable.options)):
-        strategy = variable.strategy(layer.name, option)
-        at: list[LayerWork] = [
-            layer_work(layer, strategy, book.cluster, book.workload, samples, is_first) for samples in (0.0, MANY)
-        ]
-        communication = [communication_time(book.cluster, (*work.forward, *work.backward)) for work in at]
-        compute = [work.forward_s + work.backward_s for work in at]
-        rows.append(
-            (
-                communication[0],
-                (communication[1] - communication[0]) / MANY,
-                communication_time(book.cluster, at[0].gradient),
-                compute[0],
-                (compute[1] - compute[0]) / MANY,
-                0.0,
-                at[0].state_bytes,
-                at[1].kept_bytes / MANY,
-                at[0].buffer_bytes,
-                (at[1].buffer_bytes - at[0].buffer_bytes) / MANY,
-            )
-        )
-    columns = np.array(rows).T
+    strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
+    columns = np.zeros((10, len(strategies)))
+    for group in alike(strategies, book.cluster.sized_levels):
+        work = layer_work(layer, group, book.cluster, book.workload, _TWO_POINTS, is_first)
+        at = (2, len(group.indices))
+
+        def affine(value: Any, at: tuple[int, int] = at) -> tuple[Any, Any]:
+            fixed, many = np.broadcast_to(value, at)
+            return fixed, (many - fixed) / MANY
+
+        columns[0:2, group.indices] = affine(communication_time(book.cluster, (*work.forward, *work.backward)))
+        columns[2, group.indices] = communication_time(book.cluster, work.gradient)
+        columns[3:5, group.indices] = affine(work.forward_s + work.backward_s)
+        columns[6, group.indices] = work.state_bytes
+        columns[7, group.indices] = affine(work.kept_bytes)[1]
+        columns[8:10, group.indices] = affine(work.buffer_bytes)
     return _Prices(
         communication=(columns[0], columns[1], columns[2]),
         compute=(columns[3], columns[4], columns[5]),

@@ -28,12 +28,15 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from itertools import product
 from math import prod
+from typing import Any, cast
+
+import numpy as np
 
 from .distribution import Axis, Distribution, canonical
 from .graph import Layer
 from .sbp import Broadcast, PartialSum, SBPState, Split
 
-__all__ = ["Strategy", "data_parallel", "enumerate_strategies", "transposed"]
+__all__ = ["Alike", "Strategy", "alike", "data_parallel", "enumerate_strategies", "transposed"]
 
 Split3 = tuple[int, int, int]
 
@@ -62,6 +65,11 @@ class Strategy:
     def p2(self) -> int:
         """The product of p2 over the levels."""
         return prod(split[2] for split in self.splits)
+
+    @property
+    def panels(self) -> int:
+        """Into how many panels a Summa product cuts its operands."""
+        return max(self.p0, self.p1)
 
     @property
     def num_devices(self) -> int:
@@ -133,6 +141,70 @@ class Strategy:
 
     def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
         return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
+
+
+@dataclass(frozen=True, eq=False)
+class Alike:
+    """Strategies that run the same steps along axes of other sizes: to arithmetic they are one, whose numbers are arrays.
+
+    Attributes:
+        indices: where they stand in the sequence that they were taken from, shape (strategies,).
+        splits: shape (strategies, levels, 3).
+        summa: of all of them.
+        sized: the network levels on which all have the same splits.
+    """
+
+    indices: np.ndarray
+    splits: np.ndarray
+    summa: bool
+    sized: tuple[bool, ...]
+
+    @cached_property
+    def _products(self) -> np.ndarray:
+        return self.splits.prod(axis=1)
+
+    @property
+    def p0(self) -> np.ndarray:
+        """As of one :class:`Strategy`; shape (strategies,)."""
+        return self._products[:, 0]
+
+    @property
+    def p1(self) -> np.ndarray:
+        """As of one :class:`Strategy`; shape (strategies,)."""
+        return self._products[:, 1]
+
+    @property
+    def p2(self) -> np.ndarray:
+        """As of one :class:`Strategy`; shape (strategies,)."""
+        return self._products[:, 2]
+
+    @property
+    def panels(self) -> np.ndarray:
+        """As of one :class:`Strategy`; shape (strategies,)."""
+        return np.maximum(self.p0, self.p1)
+
+    def axes(self, which: int, embedding: bool = False) -> tuple[Axis, ...]:
+        """As of one :class:`Strategy`; sizes are arrays, or one number on a level that is ``sized``.  Strides mean nothing."""
+        axes: list[Any] = []
+        for level, is_sized in enumerate(self.sized):
+            sizes = self.splits[:, level, which]
+            if sizes[0] > 1:
+                axes.append(Axis(cast(int, int(sizes[0]) if is_sized else sizes), 0, level))
+        return tuple(axes)
+
+
+def alike(strategies: Sequence[Strategy], sized: tuple[bool, ...]) -> Iterator[Alike]:
+    """Strategies in groups that run the same steps: axes longer than 1 in the same places, of the same size on levels that are
+    ``sized`` (where the price of a step is not the same formula for all sizes)."""
+    splits = np.array([strategy.splits for strategy in strategies])
+    summa = np.array([strategy.summa for strategy in strategies])
+    pattern = np.where(np.array(sized)[None, :, None], splits, splits > 1).reshape(len(strategies), -1)
+    groups: dict[bytes, list[int]] = {}
+    for index, row in enumerate(np.column_stack((pattern, summa))):
+        groups.setdefault(row.tobytes(), []).append(index)
+    for members in groups.values():
+        indices = np.array(members)
+        yield Alike(indices, splits[indices], bool(summa[indices[0]]), sized)
 
 
 @cache

@@ -49,13 +49,7 @@ class ByClass:
 
     def at(self, a: int, b: int) -> float:
         """The cost of one pair of options."""
-        between, rows, columns = self._plain
-        return between[rows[a]][columns[b]]
-
-    @cached_property
-    def _plain(self) -> tuple[list[list[float]], list[int], list[int]]:
-        """Plain numbers: single ones are read several times as fast as from arrays."""
-        return self.between.tolist(), self.rows.tolist(), self.columns.tolist()
+        return float(self.between[self.rows[a], self.columns[b]])
 
 
 @dataclass(frozen=True, eq=False)

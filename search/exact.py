@@ -214,7 +214,8 @@ def _by_milp(
     instance: Instance, start: float, memory_limit: float | None, time_limit: float | None, progress: Progress
 ) -> Result:
     """Elimination gives no more than bounds (mini-buckets): HiGHS does the rest."""
-    from .milp import milp_least_memory, milp_optimum  # only here: loading SciPy's optimizers takes longer than most searches
+    # Only here: loading SciPy's optimizers takes longer than most searches.
+    from .milp import milp_least_memory, milp_optimum
 
     table = instance.table
     relaxed = explore(instance, memory_limit)

@@ -15,6 +15,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
 
 from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
@@ -22,7 +25,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import OBJECTIVES, edge_steps
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.strategy import Alike, Strategy, alike, enumerate_strategies, transposed
 from autoddl.costmodel.workload import Workload
 
 __all__ = ["Claim", "VerificationError", "verify"]
@@ -87,9 +90,9 @@ def _agree(what: str, claimed: float, true: float, relative: float, absolute: fl
 
 
 def _cost_of(
-    graph: LayerGraph, cluster: Cluster, workload: Workload, name: str, strategy: Strategy, objective: str
-) -> float:
-    """One layer's own cost per step, without redistributions."""
+    graph: LayerGraph, cluster: Cluster, workload: Workload, name: str, strategy: Strategy | Alike, objective: str
+) -> Any:
+    """One layer's own cost per step, without redistributions (of many strategies at once: an array)."""
     work = layer_work(graph[name], strategy, cluster, workload, workload.micro_batch, not graph.inputs(name))
     communication = sum(cluster.time(step) for step in (*work.forward, *work.backward))
     per_micro_batch = (
@@ -110,7 +113,10 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
         key = (layer.signature(), not graph.inputs(layer.name))
         if key not in known:
             offered = _offered(graph, cluster, workload, layer.name, claim.summa)
-            known[key] = min(_cost_of(graph, cluster, workload, layer.name, s, claim.objective) for s in offered)
+            known[key] = min(
+                float(np.min(_cost_of(graph, cluster, workload, layer.name, group, claim.objective)))
+                for group in alike(offered, cluster.sized_levels)
+            )
         total += known[key]
     return total
 
