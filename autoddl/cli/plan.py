@@ -1,13 +1,18 @@
-"""``autoddl plan``: the best SBP strategy for every layer, proven."""
+"""``autoddl plan``: the best SBP strategy for every layer, proven; with ``--pipeline`` the stages and their schedule too."""
 
 from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
+
+from autoddl.costmodel.errors import UserError
 
 from ._planning import add_method, add_planning_arguments, cluster_of, model_of, options_of
 
 __all__ = ["add_parser", "run"]
+
+_PIPELINES = ("auto", "dapple", "chimera", "wpipe")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -17,26 +22,59 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     add_planning_arguments(parser)
     add_method(parser)
+    group = parser.add_argument_group("pipeline")
+    group.add_argument(
+        "--pipeline",
+        choices=_PIPELINES,
+        help="auto: search stages, cut, schedule, micro-batch, recomputation and strategies together; or take the plan of a "
+        "paper's planner; both are compared with the best plan of every family (without: no pipeline)",
+    )
+    group.add_argument(
+        "--allow-stale",
+        action="store_true",
+        help="offer asynchronous schedules (pipedream, pipedream-2bw, wpipe), which compute with weights of earlier updates",
+    )
     parser.add_argument("-o", "--output", metavar="PLAN.json", help="write the plan")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan, write, print."""
-    from ..plan import plan_document, save_plan
+    if arguments.pipeline is None and arguments.allow_stale:
+        raise UserError("--allow-stale is for pipelines; add --pipeline auto, or leave it out")
+    from ..plan import save_plan
+
+    document, text = _without_pipeline(arguments) if arguments.pipeline is None else _with_pipeline(arguments)
+    if arguments.output:
+        save_plan(arguments.output, document)
+    if arguments.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+        return 0
+    print(text)
+    if arguments.output:
+        print(f"\nWritten to {arguments.output}")
+    return 0
+
+
+def _without_pipeline(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from ..plan import plan_document
     from ..planner import make_plan
     from ..tables import plan_text
     from ..trusting import trust_of
 
     planned = make_plan(model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method))
     trusted = trust_of(planned)
-    if arguments.output or arguments.json:
-        document = plan_document(planned, trusted)
-    if arguments.output:
-        save_plan(arguments.output, document)
-    if arguments.json:
-        print(json.dumps(document, indent=1, allow_nan=False))
-        return 0
-    print(plan_text(planned, trusted))
-    if arguments.output:
-        print(f"\nWritten to {arguments.output}")
-    return 0
+    return plan_document(planned, trusted), plan_text(planned, trusted)
+
+
+def _with_pipeline(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+    from autoddl.search import progress_bar
+
+    from ..joint.planner import plan_jointly
+    from ..joint.result import JointOptions
+    from ..joint.table import joint_text
+    from ..plan import joint_document
+
+    options = JointOptions(options_of(arguments, arguments.method), arguments.pipeline, arguments.allow_stale)
+    with progress_bar("pipelines", disable=True if arguments.quiet else None) as progress:
+        planned = plan_jointly(model_of(arguments), cluster_of(arguments), options, progress)
+    return joint_document(planned), joint_text(planned)

@@ -11,9 +11,11 @@ the tensor is wanted.  A weight that is shared with a layer of another stage is 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 from autoddl.costmodel.graph import Layer, LayerGraph
 
@@ -51,6 +53,33 @@ class StageGraph:
     def entry(self) -> Layer | None:
         """What stands for the tensor from the stage before."""
         return self.graph.layers[0] if self.has_entry else None
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What equal stages have in common.
+
+    Attributes:
+        is_first, is_last: whether it begins, or ends, the model.
+        runs: the kinds of its units, as runs of (kind, how many).
+        shared: positions of the layers whose weights it shares with other stages.
+    """
+
+    is_first: bool
+    is_last: bool
+    runs: tuple[tuple[int, int], ...]
+    shared: tuple[tuple[int, int], ...]
+
+    def pattern(self) -> tuple[Hashable, int] | None:
+        """What it has in common with stages that repeat one kind of unit more or less often, and how often it does.
+
+        None where there is no such unit, or several different ones.
+        """
+        inner = self.runs[int(self.is_first) : len(self.runs) - int(self.is_last)]
+        if len(inner) != 1:
+            return None
+        kind, count = inner[0]
+        return (self.is_first, self.is_last, self.runs[0][0], self.runs[-1][0], kind, self.shared), count
 
 
 @dataclass(frozen=True)
@@ -92,12 +121,23 @@ class Chain:
         numbers: dict[Hashable, int] = {}
         return tuple(numbers.setdefault(signature, len(numbers)) for signature in self.signatures)
 
-    def shape(self, first: int, stop: int) -> Hashable:
+    def shape(self, first: int, stop: int) -> Shape:
         """What two stages have in common that cost the same."""
-        ends = (first == 0, stop == self.num_units)
-        names = {layer.name for layer in self.layers(first, stop)}
-        ties = tuple(sorted(pair for pair in self._ties if (pair[0] in names) != (pair[1] in names)))
-        return (self.kinds[first:stop], ends, ties)
+        if (first, stop) not in self._shapes:
+            runs = tuple((kind, len(list(units))) for kind, units in groupby(self.kinds[first:stop]))
+            inside = range(self.starts[first], self.starts[stop])
+            ties = tuple(pair for pair in self._tied_positions if (pair[0] in inside) != (pair[1] in inside))
+            self._shapes[first, stop] = Shape(first == 0, stop == self.num_units, runs, ties)
+        return self._shapes[first, stop]
+
+    @cached_property
+    def _shapes(self) -> dict[tuple[int, int], Shape]:
+        return {}
+
+    @cached_property
+    def _tied_positions(self) -> tuple[tuple[int, int], ...]:
+        position = {layer.name: i for i, layer in enumerate(self.graph.layers)}
+        return tuple((position[owner], position[user]) for owner, user in self._ties)
 
     @cached_property
     def _ties(self) -> tuple[tuple[str, str], ...]:
@@ -146,11 +186,13 @@ def chain_of(graph: LayerGraph) -> Chain:
     last_use = list(range(len(layers)))
     for source, target in graph.edges:
         last_use[position[source]] = max(last_use[position[source]], position[target])
+    ends = Counter(last_use)
     has_blocks = any(layer.block and layer.block_index > 0 for layer in layers)
-    starts = [0]
+    starts, alive = [0], 0
     for cut in range(1, len(layers)):
-        crossing = [i for i in range(cut) if last_use[i] >= cut]
-        if len(crossing) != 1:
+        # Alive across the cut: the layer before it, if it is used, and what was alive before and is used from here on.
+        alive += 1 - ends[cut - 1]
+        if alive != 1:
             continue
         before, after = layers[cut - 1], layers[cut]
         begins = after.block != "" and (after.block, after.block_index) != (before.block, before.block_index)

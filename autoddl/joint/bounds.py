@@ -1,0 +1,253 @@
+"""Lower bounds on the step of a setting (mesh, micro-batch, schedule), for all its cuts at once, before any stage is searched.
+
+**Units.**  At a mesh and a micro-batch every layer, at its own cheapest strategy and with redistributions for nothing, takes at least
+some time per micro-batch (``busy``), and at least some time per step with its gradient's all-reduce (``whole`` = N busy + once).  Both
+add up over the layers of a stage, whatever its strategies are, with recomputation or without.
+
+**Any schedule.**  Let c(s) be the busy time of stage s for one micro-batch, F(s) + B(s) = c(s).  A worker that puts N(s) micro-batches
+through its stages s works sum N(s) c(s).  It cannot begin before some micro-batch has come through all stages before the first of its
+own, and after its last backward the gradient still has to go back through these.  So, a = its first stage,
+
+    step  >=  sum over its stages of N(s) c(s)  +  sum over s < a of c(s)                                           (1)
+
+Where the backward is split, weight parts may come after the last gradient has gone: only the forwards' share of the second sum holds,
+and none of it is counted.  Asynchronous schedules have no beginning and no end: their period is at least the work alone.  A stage's
+all-reduce begins when its last backward is done, so where a worker has one stage alone
+
+    step  >=  N c(s) + all-reduce(s)                                                                                  (2)
+
+In GEMS a micro-batch's backward follows that of the one before through all the workers:
+
+    step  >=  N sum over all s of B(s),   B >= c / 2                                                               (3)
+
+**After the search** of a cut's stages, with their real F, B, recomputations R, c = F + B + R, and all-reduces A, the same is taken
+with its parts (a recomputation need not wait for the gradient, so it is no part of the way back; the stage that a worker finishes
+last is reduced after all its work, which may take longer than the way back), and for 1F1B with K(w) warm-up forwards, since a worker can do no more than these and one recomputation before the first gradient is back,
+
+    step  >=  before(w) + F(w) + sum over s > w of F(s) + B(s)  +  N c(w) - K(w) F(w) - R(w)  +  after(w)             (4)
+    before(w) = sum over s < w of F(s),    after(w) = the same of B, or A(w) where that is longer
+
+Transfers are left out everywhere.
+
+**Memory.**  What a stage keeps is at least what its layers keep, each at the strategy that keeps the least, at the best of the ways of
+recomputation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from autoddl.pipelines.generators.chimera import placements
+
+from .configuration import PipelineSchedule
+from .cutting import ENTRY, Chain
+from .interiors import Interior, Interiors
+
+__all__ = ["UnitCosts", "UnitMemory", "bound_class", "bounds_of_cuts", "refined_bound"]
+
+#: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
+_ROUNDING = 1 - 1e-9
+
+
+@dataclass(frozen=True, eq=False)
+class _Column:
+    """Of one layer's options: seconds = fixed + samples * slope per micro-batch, and once per step."""
+
+    fixed: np.ndarray
+    slope: np.ndarray
+    once: np.ndarray
+    p0: np.ndarray
+
+
+class UnitCosts:
+    """The least that every unit takes on one mesh, for any micro-batch."""
+
+    def __init__(self, chain: Chain, interiors: Interiors):
+        self.chain, self.batch = chain, interiors.workload.batch
+        few = interiors.mesh.num_devices
+        self._columns: dict[int, list[_Column]] = {}
+        for unit, kind in enumerate(chain.kinds):
+            if kind in self._columns:
+                continue
+            book = interiors.book(unit, unit + 1, False)
+            # Affine in samples and micro-batches: three points tell all (see autoddl.costmodel.pricing).
+            one, two, larger = (
+                book.problem(batch, micro).table.cost
+                for batch, micro in ((few, few), (2 * few, few), (2 * few, 2 * few))
+            )
+            columns = []
+            for variable, a, b, c in zip(book.variables, one, two, larger):
+                if variable.layers == (ENTRY,):
+                    continue
+                each, slope = b - a, (c - a) / few
+                p0 = np.array([strategy.p0 for strategy in variable.options])
+                columns.append(_Column(each - few * slope, slope, np.maximum(a - each, 0.0), p0))
+            self._columns[kind] = columns
+
+    def at(self, micro_batch: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(busy per micro-batch, whole per step) of every unit; None where the micro-batch does not divide over some layer."""
+        count = self.batch // micro_batch
+        of_kind: dict[int, tuple[float, float]] = {}
+        for kind, columns in self._columns.items():
+            busy = whole = 0.0
+            for column in columns:
+                offered = micro_batch % column.p0 == 0
+                if not offered.any():
+                    return None
+                each = (column.fixed + micro_batch * column.slope)[offered]
+                busy += float(each.min())
+                whole += float((count * each + column.once[offered]).min())
+            of_kind[kind] = (max(busy, 0.0), max(whole, 0.0))
+        rows = np.array([of_kind[kind] for kind in self.chain.kinds])
+        return rows[:, 0], rows[:, 1]
+
+
+class UnitMemory:
+    """The least bytes per device that every unit needs on one mesh."""
+
+    def __init__(self, chain: Chain, interiors: Interiors):
+        self.chain, self.interiors = chain, interiors
+        layers = chain.graph.layers
+        itemsize, devices = interiors.workload.itemsize, interiors.mesh.num_devices
+        entries = [0.0] + [layers[start - 1].output_elements * itemsize / devices for start in chain.starts[1:-1]]
+        #: Of one sample of what enters a stage that begins with a unit.
+        self.entering = np.array(entries)
+        workload = interiors.workload
+        self._extra = workload.itemsize / workload.bytes_per_parameter
+        self._known: dict[object, np.ndarray] = {}
+
+    def _of_units(self, micro_batch: int, alive: float, versions: int, layers_again: bool) -> np.ndarray:
+        key = (micro_batch, alive, versions, layers_again)
+        if key not in self._known:
+            of_kind: dict[int, float] = {}
+            for unit, kind in enumerate(self.chain.kinds):
+                if kind not in of_kind:
+                    total = 0.0
+                    for column in self.interiors.bytes_of(unit, unit + 1, layers_again):
+                        offered = micro_batch % column.p0 == 0
+                        state = column.state * (1 + (versions - 1) * self._extra)
+                        total += float((state + alive * micro_batch * column.kept)[offered].min(initial=np.inf))
+                    of_kind[kind] = total
+            self._known[key] = np.array([of_kind[kind] for kind in self.chain.kinds])
+        return self._known[key]
+
+    def of_stage(
+        self,
+        starts: np.ndarray,
+        stops: np.ndarray,
+        micro_batch: int,
+        in_flight: float,
+        versions: int,
+        recomputations: Sequence[str],
+    ) -> np.ndarray:
+        """The least bytes of stages of units ``starts`` to ``stops``."""
+        least = np.full(len(starts), np.inf)
+        for recompute in recomputations:
+            alive = 1.0 if recompute == "stage" else in_flight
+            units = self._of_units(micro_batch, alive, versions, recompute == "layers")
+            sums = np.concatenate([[0.0], np.cumsum(units)])
+            needed = sums[stops] - sums[starts]
+            if recompute == "stage":
+                needed = needed + in_flight * micro_batch * self.entering[starts]
+            least = np.minimum(least, needed)
+        return least * _ROUNDING
+
+
+def bound_class(spec: PipelineSchedule) -> tuple[str, int, int]:
+    """Schedules of one class have the same bounds before the search."""
+    kind = "fill"
+    if spec.name in ("zero-bubble", "gems"):
+        kind = spec.name
+    elif not spec.synchronous:
+        kind = "period"
+    return (kind, spec.groups, spec.num_pipelines)
+
+
+@lru_cache(maxsize=512)
+def _homes(num_workers: int, groups: int, num_pipelines: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+    """Per worker its (pipeline, stage) pairs."""
+    if num_pipelines > 1:
+        placement = placements(num_workers, num_pipelines)
+    else:
+        placement = (tuple(range(num_workers)) * groups,)
+    return tuple(
+        tuple((p, s) for p, workers in enumerate(placement) for s, owner in enumerate(workers) if owner == worker)
+        for worker in range(num_workers)
+    )
+
+
+def bounds_of_cuts(
+    cuts: np.ndarray,
+    busy: np.ndarray,
+    whole: np.ndarray,
+    num_micro_batches: int,
+    num_workers: int,
+    of: tuple[str, int, int],
+) -> np.ndarray:
+    """(1), (2) and (3) for every cut; shape (cuts,).
+
+    Args:
+        cuts: units per stage, shape (cuts, stages).
+        busy, whole: of every unit.
+    """
+    kind, groups, num_pipelines = of
+    stops = np.cumsum(cuts, axis=1)
+    starts = stops - cuts
+    sums = np.concatenate([[0.0], np.cumsum(busy)])
+    stage = sums[stops] - sums[starts]
+    before = sums[starts]
+    bound = np.zeros(len(cuts))
+    # Pipelines share the micro-batches as evenly as can be.
+    least = num_micro_batches // num_pipelines
+    for homes in _homes(num_workers, groups, num_pipelines):
+        work = sum(stage[:, s] for _, s in homes) * least
+        if kind == "fill":
+            work = work + before[:, min(s for _, s in homes)]
+        np.maximum(bound, work, out=bound)
+    if kind == "gems":
+        np.maximum(bound, num_micro_batches * sums[-1] / 2, out=bound)
+    if kind != "period" and groups == num_pipelines == 1:
+        totals = np.concatenate([[0.0], np.cumsum(whole)])
+        np.maximum(bound, (totals[stops] - totals[starts]).max(axis=1), out=bound)
+    return bound * _ROUNDING
+
+
+def refined_bound(spec: PipelineSchedule, interiors: Sequence[Interior], flights: Sequence[float]) -> float:
+    """(1) to (4) with what the stages of a cut really take.
+
+    Args:
+        flights: per stage the most micro-batches in flight.
+    """
+    count = spec.num_micro_batches
+    forward = np.array([one.forward_s for one in interiors])
+    busy = np.array([one.busy_s for one in interiors])
+    backward = np.array([one.backward_s for one in interiors])
+    reduce = np.array([one.all_reduce_s for one in interiors])
+    before = np.concatenate([[0.0], np.cumsum(forward)])[:-1]
+    trips = np.concatenate([[0.0], np.cumsum(forward + backward)])
+    kind, groups, num_pipelines = bound_class(spec)
+    least = count // num_pipelines
+    bound = 0.0
+    for homes in _homes(spec.num_workers, groups, num_pipelines):
+        stages = [s for _, s in homes]
+        first = min(stages)
+        work = least * float(busy[stages].sum())
+        if kind != "period":
+            # Whichever of its stages a worker finishes last is reduced after all its work.
+            back = float(trips[first] - before[first]) if kind == "fill" else 0.0
+            work += float(before[first]) + max(back, float(reduce[stages].min()))
+        bound = max(bound, work)
+    if kind == "gems":
+        bound = max(bound, count * float(backward.sum()))
+    if spec.name == "1f1b":
+        after = np.maximum(trips[:-1] - before, reduce)
+        behind = trips[-1] - trips[1:]
+        warm = np.minimum(np.array(flights), count)
+        again = busy - forward - backward
+        steady = count * busy - warm * forward - again
+        bound = max(bound, float((before + forward + behind + steady + after).max()))
+    return bound * _ROUNDING

@@ -1,0 +1,215 @@
+"""The planners of the papers on the same model, cluster and batch, and their plans as configurations of the joint space.
+
+The papers plan for a profile: units priced on one device, at one sample, everything linear in the samples.  A stage is data parallel.
+Their decisions (cut, devices per stage, micro-batch, recomputation, schedule) are then priced and simulated as all other plans are,
+so that they stand in one table.  DAPPLE may give its stages different numbers of devices; only plans of equal stages are
+configurations here, so it is asked for the best of these: for each number of stages that divides the devices.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.layerwork import layer_work
+from autoddl.costmodel.strategy import data_parallel
+from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.planners import Shape, plan_chimera, plan_dapple, plan_wpipe
+from autoddl.pipelines.planners import Workload as ProfiledWorkload
+from autoddl.pipelines.profile import Layer, Profile
+
+from .configuration import Configuration, PipelineSchedule, StageChoice
+from .cutting import ENTRY, Chain
+from .meshes import StageMesh
+from .space import divisors
+
+__all__ = ["PLANNERS", "PaperPlan", "paper_plans", "profile_of"]
+
+#: The planners by name, and as the table calls them.
+PLANNERS = {"dapple": "DAPPLE", "chimera": "Chimera", "wpipe": "WPipe"}
+
+
+@dataclass(frozen=True)
+class PaperPlan:
+    """What a paper's planner decided.
+
+    Attributes:
+        planned_s: the step by its own simulation of the profile.
+    """
+
+    configuration: Configuration
+    planned_s: float
+
+
+def profile_of(chain: Chain, cluster: Cluster, workload: Workload) -> Profile:
+    """The units on one device at one sample."""
+    device = StageMesh(1, 1).devices(cluster)
+    alone = Workload(1, 1, workload.precision, workload.optimizer)
+    strategy = data_parallel(device.level_sizes)
+    rows = []
+    for unit in range(chain.num_units):
+        layers = chain.layers(unit, unit + 1)
+        works = [layer_work(one, strategy, device, alone, 1.0, not chain.graph.inputs(one.name)) for one in layers]
+        state = sum(work.state_bytes for work in works)
+        rows.append(
+            Layer(
+                name=layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name}",
+                forward_s=sum(work.forward_s for work in works),
+                backward_s=sum(work.backward_s for work in works),
+                activation_bytes=layers[-1].output_elements * alone.itemsize,
+                parameter_bytes=state * alone.itemsize / alone.bytes_per_parameter,
+                stored_bytes=sum(work.kept_bytes for work in works),
+            )
+        )
+    return Profile.chain(chain.graph.name, 1, rows)
+
+
+def paper_plans(
+    name: str,
+    chain: Chain,
+    cluster: Cluster,
+    workload: Workload,
+    limit_bytes: float,
+    recompute: bool | None,
+    micro_batch: int | None,
+) -> list[PaperPlan]:
+    """What one of :data:`PLANNERS` finds, its best first.
+
+    Args:
+        recompute: always (True), never (False), or whatever is better (None).
+        micro_batch: over all devices of a stage, where it is given.
+
+    Raises:
+        UserError: there is no such plan for these numbers, or none fits in memory.
+    """
+    profile = profile_of(chain, cluster, workload)
+    state = workload.bytes_per_parameter / workload.itemsize
+
+    def profiled(again: bool) -> ProfiledWorkload:
+        return ProfiledWorkload(profile, cluster, workload.batch, again, state, limit_bytes)
+
+    plans: list[PaperPlan] = []
+    fault: UserError | None = None
+    for again in (False, True) if recompute is None else (recompute,):
+        try:
+            plans += _PLANS[name](profiled(again), chain, cluster, workload, micro_batch)
+        except UserError as error:
+            fault = fault or error
+    if recompute is False:
+        plans = [plan for plan in plans if all(stage.recompute == "none" for stage in plan.configuration.stages)]
+    if not plans:
+        raise fault or UserError(f"no {PLANNERS[name]} plan of {chain.graph.name} goes without recomputation")
+    return sorted(plans, key=lambda plan: plan.planned_s)
+
+
+def _dapple(
+    profiled: ProfiledWorkload, chain: Chain, cluster: Cluster, workload: Workload, micro_batch: int | None
+) -> Iterator[PaperPlan]:
+    devices, fault = cluster.num_devices, None
+    for count in divisors(devices):
+        if count > chain.num_units:
+            break
+        mesh = _contiguous(cluster, devices // count)
+        if mesh is None:
+            continue
+        try:
+            plan = plan_dapple(profiled, micro_batch, Shape(widths=(devices // count,) * count)).plan
+        except UserError as error:
+            fault = fault or error
+            continue
+        options = (("policy", plan.policy),) if count > 1 else ()
+        flights = tuple(stage.in_flight for stage in plan.stages)
+        wanted = [count - i if plan.policy == "A" else 2 * (count - i) - 1 for i in range(count)]
+        if any(have < min(want, plan.num_micro_batches) for have, want in zip(flights, wanted)):
+            continue  # its warm-up is cut short by memory, which the policies alone do not say
+        spec = PipelineSchedule("1f1b", count, plan.num_micro_batches, options)
+        recompute = "stage" if profiled.recompute else "none"
+        cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
+        try:
+            yield PaperPlan(
+                _configuration(chain, cluster, workload, mesh, spec, plan.micro_batch, cut, recompute), plan.simulated_s
+            )
+        except UserError as error:
+            fault = fault or error
+    if fault is not None:
+        raise fault
+
+
+def _chimera(
+    profiled: ProfiledWorkload, chain: Chain, cluster: Cluster, workload: Workload, micro_batch: int | None
+) -> Iterator[PaperPlan]:
+    if profiled.recompute:
+        return  # the planner tries both by itself
+    for plan in plan_chimera(profiled, micro_batch).configurations:
+        mesh = _pipelines_inside(cluster, plan.depth)
+        if mesh is None:
+            continue
+        options = (("concatenation", plan.concatenation), ("num_pipelines", plan.num_pipelines))
+        spec = PipelineSchedule(
+            "chimera", plan.depth, plan.num_micro_batches, options, num_pipelines=plan.num_pipelines
+        )
+        cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
+        recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
+        yield PaperPlan(_configuration(chain, cluster, workload, mesh, spec, size, cut, recompute), plan.simulated_s)
+
+
+def _wpipe(
+    profiled: ProfiledWorkload, chain: Chain, cluster: Cluster, workload: Workload, micro_batch: int | None
+) -> Iterator[PaperPlan]:
+    if profiled.recompute:
+        return
+    for plan in plan_wpipe(profiled, micro_batch).configurations:
+        inside = plan.placement == "A"
+        mesh = _pipelines_inside(cluster, plan.depth) if inside else _contiguous(cluster, plan.width)
+        if mesh is None:
+            continue
+        spec = PipelineSchedule("wpipe", plan.depth, plan.num_micro_batches, groups=2, synchronous=False)
+        cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
+        recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
+        yield PaperPlan(_configuration(chain, cluster, workload, mesh, spec, size, cut, recompute), plan.period_s)
+
+
+_PLANS = {"dapple": _dapple, "chimera": _chimera, "wpipe": _wpipe}
+
+
+def _contiguous(cluster: Cluster, count: int) -> StageMesh | None:
+    """The mesh of ``count`` devices that lie as close together as they can."""
+    inside = cluster.devices_per_node
+    if count <= inside:
+        return StageMesh(1, count) if inside % count == 0 else None
+    nodes, rest = divmod(count, inside)
+    return StageMesh(nodes, inside) if not rest and cluster.num_nodes % nodes == 0 else None
+
+
+def _pipelines_inside(cluster: Cluster, depth: int) -> StageMesh | None:
+    """The mesh of workers whose pipelines lie inside nodes as far as they can."""
+    inside = cluster.devices_per_node
+    if depth <= inside:
+        return StageMesh(cluster.num_nodes, inside // depth) if inside % depth == 0 else None
+    groups, rest = divmod(depth, inside)
+    return StageMesh(cluster.num_nodes // groups, 1) if not rest and cluster.num_nodes % groups == 0 else None
+
+
+def _configuration(
+    chain: Chain,
+    cluster: Cluster,
+    workload: Workload,
+    mesh: StageMesh,
+    spec: PipelineSchedule,
+    micro_batch: int,
+    cut: list[int],
+    recompute: str,
+) -> Configuration:
+    """Data-parallel stages."""
+    strategy = data_parallel(mesh.devices(cluster).level_sizes)
+    stages, first = [], 0
+    for count in cut:
+        strategies = {layer.name: strategy for layer in chain.layers(first, first + count)}
+        if first:
+            strategies[ENTRY] = strategy
+        stages.append(StageChoice(count, recompute, strategies))
+        first += count
+    own = Workload(workload.batch, micro_batch, workload.precision, workload.optimizer)
+    return Configuration(mesh, spec, own, tuple(stages))

@@ -1,0 +1,414 @@
+"""The joint search: best first over settings and cuts, by the bounds of :mod:`.bounds`, until no open one can be better.
+
+1. *Settings* (mesh, schedule, micro-batch) are bounded over all their cuts, from the cheapest strategies of single layers.
+2. A setting that is taken up is split in its *cuts*.
+3. A cut that is taken up has its stages searched (:mod:`.interiors`), under the memory that its schedule leaves each, and is bounded
+   anew with what they really take.
+4. If that is still below the best plan, the schedule is simulated: its makespan is the configuration's step.
+
+Whatever is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space` with the
+stages' interiors of :mod:`.interiors`.  If the time limit comes first, the least open bound says how far it can be from that.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.generators import GeneratorError
+from autoddl.pipelines.memory import weight_versions
+from autoddl.pipelines.planners.inflight import in_flight
+from autoddl.pipelines.schedule import Schedule
+
+from .bounds import UnitCosts, UnitMemory, bound_class, bounds_of_cuts, refined_bound
+from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
+from .cutting import ENTRY, Chain
+from .evaluation import Evaluation, evaluate
+from .interiors import Interior, Interiors, Need
+from .meshes import StageMesh, stage_meshes
+from .space import cuts, divisors, num_cuts, schedules
+
+__all__ = ["Explored", "Explorer", "Setting"]
+
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A mesh, a schedule (with it the number of micro-batches) and a micro-batch."""
+
+    mesh: StageMesh
+    schedule: PipelineSchedule
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a schedule asks of every stage, whatever the cut: micro-batches in flight and weight versions, over all its replicas."""
+
+    homes: tuple[tuple[tuple[int, int], ...], ...]
+    in_flight: tuple[float, ...]
+    versions: tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class _Node:
+    """A setting that is open, or a cut of it, or that with its stages searched without (``fits``: with) regard to memory."""
+
+    bound: float
+    serial: int
+    setting: Setting = field(compare=False)
+    cut: tuple[int, ...] | None = field(default=None, compare=False)
+    stages: tuple[Interior, ...] | None = field(default=None, compare=False)
+    fits: bool = field(default=False, compare=False)
+
+
+@dataclass
+class Explored:
+    """What a search found and counted."""
+
+    best: Evaluation | None = None
+    lower_bound_s: float = math.inf
+    configurations: int = 0
+    settings: int = 0
+    out_of_memory: int = 0
+    simulated: int = 0
+    opened: set[Setting] = field(default_factory=set)
+    fitting: set[Setting] = field(default_factory=set)
+    finished: bool = True
+
+    @property
+    def optimal(self) -> bool:
+        return self.best is not None and self.lower_bound_s >= self.best.step_s * (1 - _SAME)
+
+
+class Explorer:
+    """Searches of one model on one cluster; what they find out of stages is shared.
+
+    Args:
+        workload: batch, precision and optimizer.
+        limit_bytes: memory per device.
+        recomputations: the ways that are allowed.
+        make_interiors: how stages are searched; by default exactly.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        cluster: Cluster,
+        workload: Workload,
+        limit_bytes: float,
+        recomputations: tuple[str, ...] = RECOMPUTATIONS,
+        make_interiors: Callable[[Chain, StageMesh, Cluster, Workload], Interiors] = Interiors,
+    ):
+        self.chain, self.cluster, self.workload = chain, cluster, workload
+        self.limit_bytes, self.recomputations = limit_bytes, recomputations
+        self._make = make_interiors
+        self._interiors: dict[StageMesh, Interiors] = {}
+        self._units: dict[StageMesh, UnitCosts] = {}
+        self._memory: dict[StageMesh, UnitMemory] = {}
+        self._needs: dict[tuple[PipelineSchedule, int], Needs | None] = {}
+
+    @property
+    def num_searches(self) -> int:
+        """Exact searches of a stage so far."""
+        return sum(one.num_searches for one in self._interiors.values())
+
+    def interiors(self, mesh: StageMesh) -> Interiors:
+        if mesh not in self._interiors:
+            self._interiors[mesh] = self._make(self.chain, mesh, self.cluster, self.workload)
+        return self._interiors[mesh]
+
+    def units(self, mesh: StageMesh) -> UnitCosts:
+        if mesh not in self._units:
+            self._units[mesh] = UnitCosts(self.chain, self.interiors(mesh))
+        return self._units[mesh]
+
+    def memory(self, mesh: StageMesh) -> UnitMemory:
+        if mesh not in self._memory:
+            self._memory[mesh] = UnitMemory(self.chain, self.interiors(mesh))
+        return self._memory[mesh]
+
+    # ------------------------------------------------------------------------------------------------------- settings
+
+    def settings(
+        self, micro_batch: int | None, stale: bool, allowed: Callable[[PipelineSchedule], bool]
+    ) -> Iterator[Setting]:
+        """All settings of the space."""
+        batch, num_units = self.workload.batch, self.chain.num_units
+        for mesh in stage_meshes(self.cluster):
+            depth = mesh.num_workers(self.cluster)
+            if depth > num_units:
+                continue
+            for size in divisors(batch) if micro_batch is None else [micro_batch]:
+                for spec in schedules(depth, batch // size, num_units, stale):
+                    if allowed(spec):
+                        yield Setting(mesh, spec, size)
+
+    def needs(self, setting: Setting) -> Needs | None:
+        """None where the schedule cannot be generated for these numbers."""
+        key = (setting.schedule, setting.mesh.num_devices)
+        if key not in self._needs:
+            try:
+                schedule = self._schedule(setting)
+            except GeneratorError:
+                self._needs[key] = None
+            else:
+                self._needs[key] = _needs_of(schedule)
+        return self._needs[key]
+
+    def _schedule(self, setting: Setting) -> Schedule:
+        spec = setting.schedule
+        return spec.schedule(setting.mesh.num_devices, (False,) * spec.num_stages)
+
+    # --------------------------------------------------------------------------------------------------------- search
+
+    def explore(
+        self,
+        settings: Iterable[Setting],
+        known_s: float = math.inf,
+        deadline: float = math.inf,
+        one_cut: bool = False,
+        report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
+    ) -> Explored:
+        """The best configuration of these settings, if one is better than ``known_s``.
+
+        Args:
+            deadline: of ``time.perf_counter``.
+            one_cut: look at each setting's cut of least bound alone.
+            report: told the best step, the least open bound and the number of simulations.
+        """
+        found = Explored()
+        heap = [_Node(bound, serial, setting) for serial, (bound, setting) in enumerate(self._bounded(settings, found))]
+        heapq.heapify(heap)
+        serials = itertools.count(len(heap))
+        best_s = known_s
+        while heap and heap[0].bound < best_s * (1 - _SAME):
+            if time.perf_counter() > deadline:
+                found.finished = False
+                break
+            node = heapq.heappop(heap)
+            if node.cut is None:
+                found.opened.add(node.setting)
+                for bound, cut in self._cuts(node.setting, best_s, one_cut):
+                    heapq.heappush(heap, _Node(bound, next(serials), node.setting, cut))
+                continue
+            if node.stages is None:
+                finer = self._searched(node, best_s)
+                if finer is not None and finer.bound < best_s * (1 - _SAME):
+                    found.fitting.add(node.setting)
+                    heapq.heappush(heap, replace(finer, serial=next(serials)))
+                continue
+            if not node.fits:
+                finer = self._fitted(node, best_s)
+                if finer is not None and finer.bound < best_s * (1 - _SAME):
+                    heapq.heappush(heap, replace(finer, serial=next(serials)))
+                continue
+            evaluation = self.evaluation(node.setting, node.cut, node.stages)
+            if evaluation is None:
+                continue
+            found.simulated += 1
+            if evaluation.step_s < best_s:
+                best_s, found.best = evaluation.step_s, evaluation
+            report(best_s, node.bound, found.simulated)
+        found.lower_bound_s = min(best_s, heap[0].bound if heap else math.inf)
+        found.out_of_memory = len(found.opened - found.fitting)
+        return found
+
+    def _searched(self, node: _Node, best_s: float) -> _Node | None:
+        """With the stages' best interiors without regard to memory, which bound those that fit."""
+        assert node.cut is not None
+        stages = self._best_free(node.setting, node.cut)
+        needs = self.needs(node.setting)
+        if stages is None or needs is None:
+            return None
+        bound = refined_bound(node.setting.schedule, stages, needs.in_flight)
+        return replace(node, bound=max(node.bound, bound), stages=stages)
+
+    def _fitted(self, node: _Node, best_s: float) -> _Node | None:
+        """With interiors that fit; None where there are none, or none that could be better than the best plan."""
+        assert node.cut is not None
+        stages = self.stages(node.setting, node.cut, best_s)
+        needs = self.needs(node.setting)
+        if stages is None or needs is None:
+            return None
+        bound = refined_bound(node.setting.schedule, stages, needs.in_flight)
+        return replace(node, bound=max(node.bound, bound), stages=stages, fits=True)
+
+    def _bounded(self, settings: Iterable[Setting], found: Explored) -> Iterator[tuple[float, Setting]]:
+        known: dict[tuple[StageMesh, int, tuple[str, int, int]], float] = {}
+        for setting in settings:
+            mesh, spec, size = setting.mesh, setting.schedule, setting.micro_batch
+            found.settings += 1
+            found.configurations += num_cuts(self.chain.num_units, spec.num_stages)
+            key = (mesh, size, bound_class(spec))
+            if key not in known:
+                rows = self._cut_bounds(setting)
+                known[key] = math.inf if rows is None or not len(rows) else float(rows.min())
+            if known[key] < math.inf:
+                yield known[key], setting
+
+    def _cut_bounds(self, setting: Setting) -> np.ndarray | None:
+        try:
+            costs = self.units(setting.mesh).at(setting.micro_batch)
+        except UserError:  # some layer has no strategy at all on this mesh
+            return None
+        if costs is None:
+            return None
+        spec = setting.schedule
+        rows = cuts(self.chain.num_units, spec.num_stages)
+        return bounds_of_cuts(rows, *costs, spec.num_micro_batches, spec.num_workers, bound_class(spec))
+
+    def _cuts(self, setting: Setting, best_s: float, one_cut: bool) -> Iterator[tuple[float, tuple[int, ...]]]:
+        bounds = self._cut_bounds(setting)
+        if bounds is None or self.needs(setting) is None:
+            return
+        rows = cuts(self.chain.num_units, setting.schedule.num_stages)
+        open_ones = np.flatnonzero(bounds < best_s * (1 - _SAME))
+        open_ones = open_ones[self._may_fit(setting, rows[open_ones])]
+        if one_cut:
+            open_ones = open_ones[np.argsort(bounds[open_ones], kind="stable")[:1]]
+        for index in open_ones.tolist():
+            yield float(bounds[index]), tuple(rows[index].tolist())
+
+    def _may_fit(self, setting: Setting, rows: np.ndarray) -> np.ndarray:
+        """Which of the cuts might fit in memory."""
+        needs, memory = self.needs(setting), self.memory(setting.mesh)
+        assert needs is not None
+        stops = np.cumsum(rows, axis=1)
+        starts = stops - rows
+        stages = [
+            memory.of_stage(
+                starts[:, s],
+                stops[:, s],
+                setting.micro_batch,
+                needs.in_flight[s],
+                needs.versions[s],
+                self.recomputations,
+            )
+            for s in range(rows.shape[1])
+        ]
+        fits = np.ones(len(rows), dtype=bool)
+        for homes in needs.homes:
+            fits &= sum(stages[stage] for _, stage in homes) <= self.limit_bytes
+        return fits
+
+    # ---------------------------------------------------------------------------------------------------------- stages
+
+    def stages(self, setting: Setting, cut: Sequence[int], cutoff: float = math.inf) -> tuple[Interior, ...] | None:
+        """How the stages of a cut are run; None where one does not fit, or takes ``cutoff`` seconds or more by itself."""
+        needs = self.needs(setting)
+        assert needs is not None
+        interiors = self.interiors(setting.mesh)
+        bounds = _bounds(cut)
+        shared = any(len(homes) > 1 for homes in needs.homes)
+        if shared:
+            best = self._best_free(setting, cut)
+            if best is None or self._fit_together(best, needs):
+                return best
+            # The objective of a stage that several workers share the micro-batches of is more than its part of the step.
+            cutoff *= setting.schedule.num_pipelines
+        budgets = [self.limit_bytes] * len(cut)
+        for homes in needs.homes:
+            for _, stage in homes:
+                budgets[stage] = min(budgets[stage], self.limit_bytes / len(homes))
+        of_stage = [Need(*row) for row in zip(needs.in_flight, needs.versions, budgets)]
+        most: dict[object, Need] = {}
+        shapes = [self.chain.shape(*ends) for ends in bounds]
+        for shape, need in zip(shapes, of_stage):
+            other = most.get(shape, need)
+            most[shape] = Need(
+                max(need.in_flight, other.in_flight),
+                max(need.versions, other.versions),
+                min(need.budget_bytes, other.budget_bytes),
+            )
+        size, again = setting.micro_batch, self.recomputations
+        if any(interiors.is_hopeless(*ends, size, most[shape], again, cutoff) for ends, shape in zip(bounds, shapes)):
+            return None
+        chosen = []
+        for ends, shape, need in zip(bounds, shapes, of_stage):
+            one = interiors.choose(*ends, size, need, most[shape], again, cutoff)
+            if one is None:
+                return None
+            chosen.append(one)
+        return tuple(chosen)
+
+    def _best_free(self, setting: Setting, cut: Sequence[int]) -> tuple[Interior, ...] | None:
+        """Every stage's best without regard to memory: with as little recomputation as is allowed."""
+        interiors = self.interiors(setting.mesh)
+        found = []
+        for ends in _bounds(cut):
+            free = [interiors.free(*ends, recompute, setting.micro_batch) for recompute in self._cheapest]
+            offered = [one for one in free if one is not None]
+            if not offered:
+                return None
+            found.append(min(offered, key=lambda one: one.cost))
+        return tuple(found)
+
+    @property
+    def _cheapest(self) -> tuple[str, ...]:
+        """Nothing costs less than no recomputation."""
+        return ("none",) if "none" in self.recomputations else self.recomputations
+
+    def _fit_together(self, stages: Sequence[Interior], needs: Needs) -> bool:
+        for homes in needs.homes:
+            total = buffer = 0.0
+            for _, stage in homes:
+                need = Need(needs.in_flight[stage], needs.versions[stage], 0.0)
+                total += stages[stage].memory(need) - stages[stage].buffer_bytes
+                buffer = max(buffer, stages[stage].buffer_bytes)
+            if total + buffer > self.limit_bytes:
+                return False
+        return True
+
+    def configuration(self, setting: Setting, cut: Sequence[int], stages: Sequence[Interior]) -> Configuration:
+        """A cut's stages by name."""
+        choices = []
+        recompute = all(one.recompute == "layers" for one in stages)
+        workload = Workload(
+            self.workload.batch, setting.micro_batch, self.workload.precision, self.workload.optimizer, recompute
+        )
+        for (first, stop), one in zip(_bounds(cut), stages):
+            names = [layer.name for layer in self.chain.layers(first, stop)]
+            if first:
+                names.insert(0, ENTRY)
+            choices.append(StageChoice(stop - first, one.recompute, dict(zip(names, one.strategies))))
+        return Configuration(setting.mesh, setting.schedule, workload, tuple(choices))
+
+    def evaluation(self, setting: Setting, cut: Sequence[int], stages: Sequence[Interior]) -> Evaluation | None:
+        """A cut priced and simulated; None where it does not work after all."""
+        if dict(setting.schedule.options).get("concatenation") == "halving":
+            half, odd = divmod(setting.micro_batch, 2)
+            if odd or any(half % strategy.p0 for one in stages for strategy in one.strategies):
+                return None
+        try:
+            return evaluate(self.chain, self.cluster, self.configuration(setting, cut, stages))
+        except UserError:
+            return None
+
+
+def _bounds(cut: Sequence[int]) -> list[tuple[int, int]]:
+    stops = np.cumsum(cut).tolist()
+    return list(zip([0, *stops[:-1]], stops))
+
+
+def _needs_of(schedule: Schedule) -> Needs:
+    flights = in_flight(schedule)
+    versions = {} if schedule.is_synchronous else weight_versions(schedule)
+    num_stages = schedule.num_stages
+    most, copies = [0.0] * num_stages, [1] * num_stages
+    for worker, of_worker in enumerate(flights):
+        for (pipeline, stage), count in of_worker.items():
+            most[stage] = max(most[stage], count)
+            copies[stage] = max(copies[stage], versions.get((pipeline, stage), 1))
+    homes = tuple(schedule.stages_on(worker) for worker in range(schedule.num_workers))
+    return Needs(homes, tuple(most), tuple(copies))

@@ -1,0 +1,116 @@
+"""The space of joint plans: meshes, schedules, micro-batches and cuts.
+
+======================  ==========================================================================================================
+what                    values
+======================  ==========================================================================================================
+mesh of a worker        every rectangle of nodes x devices that tiles the cluster; D = the number of workers
+schedule                every family of the generators with every policy; bidirectional ones with 2 or 4 pipelines and every way to
+                        string units together; 2 or 4 groups of stages per worker; asynchronous ones where they are asked for
+micro-batch             every divisor of the batch
+cut in S stages         every cut of a chain that has at most :data:`MOST_CUTS`; of longer ones those whose inner stages differ by
+                        at most one unit, the larger ones next to each other, with a first and a last stage of any size
+recomputation           per stage: none, layer by layer, or of the whole stage
+======================  ==========================================================================================================
+
+One worker (D = 1) is a plan without a pipeline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import combinations
+from math import comb
+
+import numpy as np
+
+from .configuration import PipelineSchedule
+
+__all__ = ["MOST_CUTS", "cuts", "divisors", "num_cuts", "schedules"]
+
+#: Up to so many cuts of a chain in a number of stages are all looked at.
+MOST_CUTS = 4096
+_PIPELINES = (2, 4)
+_GROUPS = (2, 4)
+#: Passes of a micro-batch through a stage beyond which a schedule is not worth its simulation (the generators' own limit).
+_MOST_PASSES = 2**19
+
+
+def divisors(number: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return small + [number // d for d in reversed(small) if d * d != number]
+
+
+def schedules(num_workers: int, num_micro_batches: int, num_units: int, stale: bool) -> Iterator[PipelineSchedule]:
+    """Every schedule of so many workers and micro-batches for a model of so many units."""
+    if num_workers == 1:
+        yield PipelineSchedule("1f1b", 1, num_micro_batches)
+        return
+    for spec in _schedules(num_workers, num_micro_batches, stale):
+        if spec.num_stages <= num_units and spec.num_stages * num_micro_batches <= _MOST_PASSES:
+            yield spec
+
+
+def _schedules(depth: int, count: int, stale: bool) -> Iterator[PipelineSchedule]:
+    yield PipelineSchedule("gpipe", depth, count)
+    for policy in ("A", "B"):
+        yield PipelineSchedule("1f1b", depth, count, (("policy", policy),))
+    for policy in ("H1", "H2"):
+        yield PipelineSchedule("zero-bubble", depth, count, (("policy", policy),))
+    for groups in _GROUPS:
+        yield PipelineSchedule("grouped-gpipe", depth, count, (("groups", groups),), groups)
+        if count % depth == 0:
+            yield PipelineSchedule("interleaved-1f1b", depth, count, (("groups", groups),), groups)
+    if depth % 2 == 0 and count > 1:
+        yield PipelineSchedule("gems", depth, count, num_pipelines=2)
+        yield from _chimera(depth, count)
+    if stale:
+        yield PipelineSchedule("pipedream", depth, count, synchronous=False)
+        if count >= depth:
+            yield PipelineSchedule("pipedream-2bw", depth, count, synchronous=False)
+            yield PipelineSchedule("wpipe", depth, count, groups=2, synchronous=False)
+
+
+def _chimera(depth: int, count: int) -> Iterator[PipelineSchedule]:
+    for pipelines in _PIPELINES:
+        if depth % pipelines or count < pipelines:
+            continue
+        for concatenation in ("direct", "doubling", "halving"):
+            if concatenation == "doubling" and count < 2 * depth:
+                continue
+            if concatenation == "halving" and count <= depth:
+                continue
+            options = (("concatenation", concatenation), ("num_pipelines", pipelines))
+            yield PipelineSchedule("chimera", depth, count, options, num_pipelines=pipelines)
+
+
+@lru_cache(maxsize=64)
+def cuts(num_units: int, num_stages: int) -> np.ndarray:
+    """Units per stage of every cut in the space; shape (cuts, stages)."""
+    if num_stages > num_units:
+        return np.zeros((0, num_stages), dtype=np.int64)
+    if comb(num_units - 1, num_stages - 1) <= MOST_CUTS:
+        rows = [np.diff((0, *places, num_units)) for places in combinations(range(1, num_units), num_stages - 1)]
+        return np.array(rows, dtype=np.int64)
+    return np.array(list(_even_inside(num_units, num_stages)), dtype=np.int64)
+
+
+def _even_inside(num_units: int, num_stages: int) -> Iterator[tuple[int, ...]]:
+    inner = num_stages - 2
+    for first in range(1, num_units - inner):
+        for last in range(1, num_units - inner - first + 1):
+            each, extra = divmod(num_units - first - last, inner)
+            # Stages of very different sizes never win: nothing below half, or above twice, an even share.
+            even = num_units / num_stages
+            if not (even / 2 - 1 <= min(first, last, each) and max(first, last, each + 1) <= 2 * even + 1):
+                continue
+            for offset in range(inner - extra + 1) if extra else (0,):
+                middle = [each] * inner
+                middle[offset : offset + extra] = [each + 1] * extra
+                yield (first, *middle, last)
+
+
+def num_cuts(num_units: int, num_stages: int) -> int:
+    """How many cuts the space has."""
+    return len(cuts(num_units, num_stages))
