@@ -22,7 +22,10 @@ import autoddl
 ROOT = Path(__file__).resolve().parents[1]
 FLOORS = ["costmodel", "search", "pipelines", "calib", "autoddl"]  # from the ground up
 THIRD_PARTY = {"numpy", "scipy", "networkx", "tqdm", "matplotlib", "oneflow"}
-ONEFLOW_AREAS = ("pipelines/runtime/", "calib/", "autoddl/extract", "autoddl/apply", "autoddl/verification/rank_job.py")
+ONEFLOW_AREAS = (
+    *("pipelines/runtime/", "calib/", "autoddl/extract", "autoddl/apply", "autoddl/verification/rank_job.py"),
+    "autoddl/export/parts/",
+)
 PRINTING_AREAS = ("autoddl/cli/", "autoddl/__main__.py")
 IS_ONEFLOW_PYTHON = (
     sys.implementation.name == "cpython"

@@ -1,0 +1,113 @@
+"""The annotated layer DAG as GraphML, which networkx writes, and as Graphviz dot, for which networkx needs another package."""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from .annotated import annotated_graph
+
+if TYPE_CHECKING:
+    from ..plan import Plan
+
+__all__ = ["dot_text", "graphml_text"]
+
+#: Fill colours by kind.
+_COLOURS = {
+    "linear": "#cfe3f5",
+    "embedding": "#d9ead3",
+    "position": "#d9ead3",
+    "attention": "#fce5cd",
+    "norm": "#eeeeee",
+    "add": "#ffffff",
+    "conv2d": "#cfe3f5",
+    "loss": "#f4cccc",
+    "opaque": "#ead1dc",
+}
+#: Characters that XML 1.0 cannot hold.
+_NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
+
+
+def graphml_text(plan: Plan) -> str:
+    """GraphML, for yEd, Gephi, Cytoscape and ``networkx.read_graphml``."""
+    import networkx as nx
+
+    graph = annotated_graph(plan)
+    graph = nx.relabel_nodes(graph, {name: _xml(name) for name in graph})
+    for attributes in (
+        graph.graph,
+        *(data for _, data in graph.nodes(data=True)),
+        *(d for *_, d in graph.edges(data=True)),
+    ):
+        attributes.update({name: _xml(value) for name, value in attributes.items() if isinstance(value, str)})
+    buffer = io.BytesIO()
+    nx.write_graphml_xml(graph, buffer)
+    return buffer.getvalue().decode("utf-8") + "\n"
+
+
+def dot_text(plan: Plan) -> str:
+    """Graphviz: a box for each layer with its strategy, layouts and price; stages of a pipeline are clusters."""
+    graph = annotated_graph(plan)
+    summary = f"{plan.graph.name}: {format_seconds(graph.graph['step_s'])} a step on {graph.graph['num_ranks']} devices"
+    lines = [
+        f"digraph {_quoted(plan.graph.name)} {{",
+        *_attributes_of_graph(graph.graph, summary),
+        '  node [shape=box, style="rounded,filled", fontname="sans-serif", fontsize=10];',
+        '  edge [fontname="sans-serif", fontsize=8];',
+    ]
+    for stage in range(plan.num_stages):
+        indent = "  "
+        if plan.num_stages > 1:
+            lines += [f"  subgraph cluster_{stage} {{", f'    label="stage {stage}";']
+            indent = "    "
+        for name, data in graph.nodes(data=True):
+            if data["stage"] == stage:
+                options = {"label": _label(name, data), "fillcolor": _COLOURS[data["kind"]], **data}
+                lines.append(f"{indent}{_quoted(name)} [{_options(options)}];")
+        if plan.num_stages > 1:
+            lines.append("  }")
+    for source, target, data in graph.edges(data=True):
+        options = {**({"label": _edge_label(data)} if data["communication_s"] else {}), **data}
+        lines.append(f"  {_quoted(source)} -> {_quoted(target)} [{_options(options)}];")
+    return "\n".join([*lines, "}"]) + "\n"
+
+
+def _attributes_of_graph(attributes: Mapping[str, Any], summary: str) -> list[str]:
+    options = {"label": summary, "labelloc": "t", **{name: attributes[name] for name in attributes if name != "name"}}
+    return [f"  graph [{_options(options)}];"]
+
+
+def _label(name: str, data: Mapping[str, Any]) -> str:
+    layouts = " -> ".join(filter(None, (data["sbp_input"], data["sbp_output"])))
+    weight = f"\nweight {data['sbp_weight']}" if data["sbp_weight"] else ""
+    price = f"{format_seconds(data['compute_s'])} + {format_seconds(data['communication_s'])}"
+    sent, memory = format_bytes(data["sent_bytes"]), format_bytes(data["memory_bytes"])
+    return f"{name} ({data['kind']})\n{data['strategy']}\n{layouts}{weight}\n{price}, {sent} sent, {memory}"
+
+
+def _edge_label(data: Mapping[str, Any]) -> str:
+    sent = f", {format_bytes(data['sent_bytes'])}" if "sent_bytes" in data else ""
+    return f"{format_seconds(data['communication_s'])}{sent}"
+
+
+def _options(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={_quoted(_shown(value))}" for name, value in values.items())
+
+
+def _shown(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, float) else str(value)
+
+
+def _quoted(text: str) -> str:
+    r"""A quoted identifier: the quote ends it, and a backslash begins an escape of labels (``\n``, ``\N``)."""
+    shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
+    shown = shown.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{shown}"'
+
+
+def _xml(text: str) -> str:
+    return _NOT_XML.sub("?", text)

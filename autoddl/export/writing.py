@@ -1,0 +1,86 @@
+"""Functions in the making: statements whose current tensor is followed through."""
+
+from __future__ import annotations
+
+from .source import comment
+
+__all__ = ["Chain", "folded", "indented"]
+
+#: Of a line inside a method.
+_WIDTH = 110
+
+
+class Chain:
+    """Statements of which each works on the result of the one before.
+
+    Args:
+        current: the expression that they begin with.
+        variable: what results are called on the way.
+    """
+
+    def __init__(self, current: str, variable: str = "x"):
+        self.current = current
+        self.variable = variable
+        self._lines: list[tuple[str, str]] = []
+
+    def put(self, expression: str, remark: str = "") -> Chain:
+        """``x = expression``, in which ``{x}`` is the result so far."""
+        self._lines.append((f"{self.variable} = {expression.replace('{x}', self.current)}", remark))
+        self.current = self.variable
+        return self
+
+    def say(self, statement: str, remark: str = "") -> Chain:
+        """Another statement, in which ``{x}`` is the result so far."""
+        self._lines.append((statement.replace("{x}", self.current), remark))
+        return self
+
+    def inner(self, name: str, parameters: str, body: Chain) -> Chain:
+        """A function of ``x`` and parameters, whose result is the body's; with empty lines around."""
+        self._lines += [("", ""), (f"def {name}({parameters}):", "")]
+        self._lines += [(f"    {line}" if line else "", remark) for line, remark in body._lines]
+        self._lines += [(f"    return {body.current}", ""), ("", "")]
+        return self
+
+    def ending_in(self, variable: str) -> list[str]:
+        """The lines; the result is in ``variable``."""
+        lines = list(self._lines)
+        if self.current != variable:
+            last = lines[-1] if lines else ("", "")
+            begin = f"{self.variable} = "
+            if last[0].startswith(begin):
+                lines[-1] = (f"{variable} = {last[0][len(begin) :]}", last[1])
+            else:
+                lines.append((f"{variable} = {self.current}", ""))
+        return [part for line, remark in lines for part in _laid_out(line, remark)]
+
+
+def _laid_out(line: str, remark: str) -> list[str]:
+    """A statement with its remark behind it, or above where that is too long; long calls with their arguments below."""
+    note, margin = comment(remark) if remark else "", line[: len(line) - len(line.lstrip())]
+    if len(line) + (2 + len(note) if note else 0) <= _WIDTH:
+        return [f"{line}  {note}" if note else line]
+    above = [margin + note] if note else []
+    return above + folded(line, margin)
+
+
+def folded(line: str, margin: str = "") -> list[str]:
+    """A statement whose outermost call has its arguments in lines of their own, where it is too long."""
+    opening = line.find("(", line.find(" = "))
+    if len(line) <= _WIDTH or opening < 0 or not line.endswith(")"):
+        return [line]
+    arguments, depth, start = [], 0, opening + 1
+    inside = line[:-1]
+    for i in range(opening + 1, len(inside)):
+        depth += (inside[i] in "([{") - (inside[i] in ")]}")
+        if inside[i] == "," and depth == 0:
+            arguments.append(inside[start : i + 1].strip())
+            start = i + 1
+    arguments.append(inside[start:].strip() + ",")
+    together = " ".join(arguments).rstrip(",")
+    body = [together] if len(together) + len(margin) + 4 <= _WIDTH else arguments
+    return [line[: opening + 1], *(f"{margin}    {text}" for text in body), f"{margin})"]
+
+
+def indented(lines: list[str], by: int = 8) -> list[str]:
+    """Lines further right; empty ones stay so."""
+    return [" " * by + line if line else "" for line in lines]

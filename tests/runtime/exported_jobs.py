@@ -1,0 +1,150 @@
+"""What the ranks do in the tests of exported files; run by ranks, never collected."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+from autoddl.models.builtin import BuiltIn
+from autoddl.pipelines.runtime.applied import AppliedModule
+from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.models import initialize
+from autoddl.pipelines.runtime.wire import Meter
+from autoddl.verification.rank_job import build_module, make_batch, relative_errors
+
+flow = load_oneflow()
+SEED = 3
+
+
+def module_of_file(path: str) -> Any:
+    """The exported file as a module."""
+    spec = importlib.util.spec_from_file_location("_exported", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def train_both(
+    built_in: BuiltIn,
+    graph: LayerGraph,
+    strategies: Mapping[str, Strategy],
+    workload: Workload,
+    file: str,
+    counts_bytes: bool,
+) -> dict[str, Any]:
+    """Some steps of the applied plan and of the exported file, with the same values and data."""
+    plain = initialize(build_module(built_in), SEED)
+    exported = module_of_file(file)
+    batches = [make_batch(built_in, workload.batch, np.random.default_rng([5, step])) for step in range(3)]
+    for batch in batches:
+        if batch[1].ndim == 2 and batch[1].dtype == np.int64:
+            batch[1][:, 0] = -100  # targets that do not count
+    applied = AppliedModule(plain, graph, strategies, workload)
+    return _compared(applied, exported, exported.build(seed=SEED), plain, batches, workload, counts_bytes)
+
+
+def train_users(
+    function: str,
+    graph: LayerGraph,
+    strategies: Mapping[str, Strategy],
+    workload: Workload,
+    file: str,
+    counts_bytes: bool,
+) -> dict[str, Any]:
+    """The same for a user's model."""
+    exported = module_of_file(file)
+    flow.manual_seed(SEED)
+    plain, examples = exported.plain_model(*function.rsplit(":", 1))
+    batches = [
+        tuple(exported.like(example, workload.batch, np.random.default_rng([5, step])) for example in examples)
+        for step in range(3)
+    ]
+    applied = AppliedModule(plain, graph, strategies, workload)
+    model = exported.build(plain=plain)
+    exported.check_against_plain(model, plain, [part[: workload.micro_batch] for part in batches[0]])
+    return _compared(applied, exported, model, plain, batches, workload, counts_bytes)
+
+
+def _compared(
+    applied: Any, exported: Any, model: Any, plain: Any, batches: Any, workload: Workload, counts_bytes: bool
+) -> dict[str, Any]:
+    """Losses and bytes of each step (applied, exported), initial and final values, gradients of the first step."""
+    initial = exported.plain_state(model, exported.ALIASES)
+    reference = {name: tensor.numpy() for name, tensor in plain.state_dict().items()}
+    found: dict[str, Any] = {
+        "losses": ([], []),
+        "bytes": ([], []),
+        "initial": all(np.array_equal(value, reference[name]) for name, value in initial.items()),
+        "names": sorted(initial.keys() - exported.ALIASES.keys() ^ dict(plain.named_parameters()).keys()),
+    }
+    weights = exported.all_weights(model)
+    optimizers = [_optimizer(workload, applied.parameters()), _optimizer(workload, [w.parameter for w in weights])]
+    meter = Meter() if counts_bytes else None
+    for step, (inputs, targets) in enumerate(batches):
+        for i in (0, 1):
+            found["losses"][i].append(0.0)
+        if meter is not None:
+            meter(lambda: None)  # what was sent since the last step does not count
+
+        def run_applied(inputs: Any = inputs, targets: Any = targets) -> float:
+            return applied.train_step(inputs, targets)
+
+        def run_exported(inputs: Any = inputs, targets: Any = targets) -> float:
+            return exported.train_step(model, inputs, targets, exported.MICRO_BATCH)
+
+        for i, run in enumerate((run_applied, run_exported)):
+            loss, traffic = (run(), None) if meter is None else meter(run)
+            found["losses"][i][-1] = loss
+            if traffic is not None:
+                found["bytes"][i].append(traffic.payload_bytes)
+        if step == 0:
+            missing = [name for weight in weights if weight.parameter.grad is None for name in weight.sources]
+            assert not missing, missing
+            own = dict(pair for weight in weights for pair in weight.plain(weight.parameter.grad))
+            gradients = {name: value for name, value in applied.logical_gradients().items() if name in own}
+            found["gradients"] = relative_errors(own, gradients)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)  # adding to zeros sends bytes
+    finals = {name: applied.state_dict()[name].numpy() for name in initial}
+    found["finals"] = relative_errors(exported.plain_state(model, exported.ALIASES), finals)
+    return found
+
+
+def _optimizer(workload: Workload, parameters: Any) -> Any:
+    if workload.optimizer == "adam":
+        return flow.optim.Adam(parameters, lr=1e-3, eps=1e-3)
+    return flow.optim.SGD(parameters, lr=0.05)
+
+
+def load_state(file: str, seed: int) -> dict[str, Any]:
+    """A model that takes the values of a plain one's state_dict, and gives them back; what it says of others."""
+    exported = module_of_file(file)
+    model = exported.build(seed=seed)
+    state = {name: value + 1.0 for name, value in exported.plain_state(model, exported.ALIASES).items()}
+    exported.load_plain_state(model, {name: flow.tensor(value) for name, value in state.items()})
+    back = exported.plain_state(model, exported.ALIASES)
+    first = next(iter(state))
+    return {
+        "same": all(np.array_equal(back[name], state[name]) for name in state),
+        "lacks": _message(lambda: exported.load_plain_state(model, {n: v for n, v in state.items() if n != first})),
+        "shape": _message(lambda: exported.load_plain_state(model, {**state, first: np.zeros((3, 3), np.float32)})),
+        "first": first,
+        "modules": sorted(name for name in sys.modules if name == "_exported"),
+    }
+
+
+def _message(action: Any) -> str:
+    try:
+        action()
+    except ValueError as error:
+        return str(error)
+    raise AssertionError("nothing was raised")

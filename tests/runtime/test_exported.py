@@ -1,0 +1,145 @@
+"""Exported OneFlow files on real ranks: the losses, values and bytes of the applied plan; and as scripts."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.workload import Workload
+from autoddl.export.oneflow import oneflow_text
+from autoddl.models.builtin import BuiltIn, Perceptron, Pictures
+from autoddl.models.transformers import Transformer
+from autoddl.plan import Plan
+
+JOBS = Path(__file__).with_name("exported_jobs.py")
+GPT = Transformer("gpt", layers=2, width=64, heads=8, sequence=16, vocabulary=128)
+BERT = Transformer("bert", layers=2, width=64, heads=4, sequence=16, vocabulary=128)
+LLAMA = replace(GPT, name="llama", layers=1, kv_heads=4, intermediate=128, activation="silu", tied=False)
+#: What barriers more or less send, per rank.
+NOISE_BYTES = 800
+
+
+@dataclass(frozen=True)
+class Case:
+    """A built-in model at its strategies."""
+
+    built_in: BuiltIn
+    strategies: Mapping[str, Strategy]
+    workload: Workload
+
+    @property
+    def graph(self) -> LayerGraph:
+        return self.built_in.graph()
+
+    @property
+    def level_sizes(self) -> tuple[int, ...]:
+        return tuple(p0 * p1 * p2 for p0, p1, p2 in next(iter(self.strategies.values())).splits)
+
+    @property
+    def num_ranks(self) -> int:
+        return next(iter(self.strategies.values())).num_devices
+
+    def plan(self) -> Plan:
+        sizes = self.level_sizes
+        cluster = load_cluster("dgx-a100").resized(*((1, *sizes) if len(sizes) == 1 else sizes))
+        device = replace(cluster.device, peak_flops={"float32": 1e12})
+        return Plan(self.graph, replace(cluster, device=device), self.workload, self.strategies, {})
+
+
+def random_case(
+    family: str,
+    sizes: Any,
+    level_sizes: tuple[int, ...],
+    seed: int,
+    summa: bool = False,
+    tied: bool = True,
+    **workload: Any,
+) -> Case:
+    """A random strategy for every layer that divides it: of each role of a block one, where ``tied``; shared weights transposed."""
+    built_in = BuiltIn(family, sizes)
+    graph, rng, strategies, chosen = built_in.graph(), random.Random(seed), {}, {}
+    for layer in graph.layers:
+        owner = next((p.tied_to for p in layer.parameters if p.tied_to), None)
+        if owner is not None:
+            strategies[layer.name] = transposed(strategies[owner])
+            continue
+        users = [other for other in graph.layers if any(p.tied_to == layer.name for p in other.parameters)]
+        options = [
+            strategy
+            for strategy in enumerate_strategies(layer, level_sizes, summa)
+            if 8 % strategy.p0 == 0 and all(transposed(strategy).divides(user) for user in users)
+        ]
+        summas = [strategy for strategy in options if strategy.summa]
+        choice = rng.choice(summas if summas and rng.random() < 0.7 else options)
+        role = (layer.block, layer.role) if layer.block and tied else layer.name
+        strategies[layer.name] = chosen.setdefault(role, choice)
+    return Case(built_in, strategies, Workload(16, 8, "float32", **workload))
+
+
+def on(*splits: tuple[int, int, int], summa: bool = False) -> Strategy:
+    return Strategy(splits, summa=summa)
+
+
+def perceptron(*strategies: Strategy, batch: int = 16) -> Case:
+    built_in = BuiltIn("mlp", Perceptron((64, 128, 96, 32)))
+    named = {f"fc{i + 1}": strategy for i, strategy in enumerate(strategies)}
+    return Case(built_in, named, Workload(batch, 8, "float32", optimizer="sgd"))
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    "mlp on 2": lambda: perceptron(on((2, 1, 1)), on((1, 2, 1)), on((1, 1, 2))),
+    "mlp on 4": lambda: perceptron(on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))),
+    "mlp on 4, summa": lambda: perceptron(on((2, 2, 1), summa=True), on((1, 2, 2)), on((2, 2, 1), summa=True)),
+    "mlp on 2x2": lambda: perceptron(on((2, 1, 1), (1, 2, 1)), on((1, 1, 2), (1, 2, 1)), on((1, 2, 1), (2, 1, 1))),
+    "gpt on 2": lambda: random_case("gpt", GPT, (2,), 1),
+    "gpt on 4": lambda: random_case("gpt", GPT, (4,), 2, tied=False),
+    "gpt on 2x2, recomputed": lambda: random_case("gpt", GPT, (2, 2), 3, recompute=True),
+    "gpt on 4, summa": lambda: random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True),
+    "bert on 4": lambda: random_case("bert", BERT, (4,), 7),
+    "bert on 2x2, recomputed": lambda: random_case("bert", BERT, (2, 2), 8, recompute=True),
+    "llama on 4": lambda: random_case("llama", LLAMA, (4,), 9),
+    "llama on 2x2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2, 2), 10, recompute=True),
+    "vgg on 2": lambda: random_case("vgg", Pictures(11, image=32, classes=16, hidden=64), (2,), 11, optimizer="sgd"),
+    "vgg on 4, recomputed": lambda: random_case(
+        "vgg", Pictures(11, image=32, classes=16, hidden=64), (4,), 12, optimizer="sgd", recompute=True
+    ),
+}
+
+
+def exported(case: Case, folder: Path) -> str:
+    """The file of a case."""
+    path = folder / "exported.py"
+    path.write_text(oneflow_text(case.plan()))
+    return str(path)
+
+
+def check(results: list[dict[str, Any]]) -> None:
+    """Losses of all steps, initial and final values, gradients and (where they were counted) bytes as of the applied plan."""
+    for result in results:
+        assert result["initial"] and not result["names"]
+        assert result["losses"][1] == pytest.approx(result["losses"][0], rel=1e-5)
+        for errors in (result["gradients"], result["finals"]):
+            assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
+        assert len(set(result["losses"][1])) == len(result["losses"][1])  # it learns
+    if results[0]["bytes"][0]:
+        theirs, mine = map(median, results[0]["bytes"])
+        assert abs(mine - theirs) < 0.03 * theirs + NOISE_BYTES * len(results)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_losses_values_and_bytes_are_those_of_the_applied_plan(counted_ranks, tmp_path, name):
+    case = CASES[name]()
+    results = counted_ranks(case.num_ranks).run(
+        f"{JOBS}:train_both", case.built_in, case.graph, case.strategies, case.workload, exported(case, tmp_path), True
+    )
+    assert results[0]["bytes"][0]
+    check(results)
