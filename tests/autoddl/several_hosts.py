@@ -31,7 +31,15 @@ def hosts_available(*programs: str) -> Availability:
         if shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin") is None:
             return Availability(f"several hosts on one machine need {name}")
     tried = subprocess.run(
-        ["unshare", "--net", "--uts", "--mount", "sh", "-c", "ip link add name bridge type bridge && mount -t tmpfs none /mnt"],
+        [
+            "unshare",
+            "--net",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            "ip link add name bridge type bridge && mount -t tmpfs none /mnt",
+        ],
         capture_output=True,
         text=True,
     )
@@ -90,7 +98,9 @@ class Hosts:
         assert done.returncode == 0, f"{words}: {done.stderr}"
         return done.stdout
 
-    def start(self, name: str, *words: str, log: Path, environment: Mapping[str, str] | None = None) -> subprocess.Popen:
+    def start(
+        self, name: str, *words: str, log: Path, environment: Mapping[str, str] | None = None
+    ) -> subprocess.Popen:
         """Start a daemon on a host, which is ended with the hosts."""
         with log.open("ab") as output:
             daemon = subprocess.Popen(
@@ -120,7 +130,9 @@ class Hosts:
         deadline = time.monotonic() + patience_s
         while left := {pid for name in self.names for pid in self.processes(name)} - set(besides):
             if time.monotonic() > deadline:
-                shown = subprocess.run(["ps", "-o", "pid,ppid,stat,args", "-p", ",".join(map(str, left))], capture_output=True)
+                shown = subprocess.run(
+                    ["ps", "-o", "pid,ppid,stat,args", "-p", ",".join(map(str, left))], capture_output=True
+                )
                 raise AssertionError(f"left behind: {shown.stdout.decode()}")
             time.sleep(0.05)
 

@@ -1,0 +1,111 @@
+"""What the ranks run in the tests of `autoddl launch`: the first argument says what. Only `train` and `sum` need OneFlow."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import autoddl
+
+JOB = autoddl.launched()
+
+
+def say(*words):
+    """Where this rank is and what it was given."""
+    names = ("RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "AUTODDL_PLAN", "OMP_NUM_THREADS", "COLOUR")
+    print(json.dumps({"words": words, "cwd": os.getcwd(), **{name: os.environ.get(name) for name in names}}))
+
+
+def wait(*_):
+    """For ever, with a child that waits as well."""
+    subprocess.Popen(["sleep", "600"])
+    print("waiting", os.getpid(), flush=True)
+    time.sleep(600)
+
+
+def fail(rank, how):
+    """One rank gets into trouble while the others wait."""
+    if JOB.rank == int(rank):
+        print("in trouble", flush=True)
+        if how == "raise":
+            raise ValueError("17 is not even")
+        if how == "exit":
+            sys.exit(3)
+        if how == "refuse":
+            from autoddl.costmodel.errors import UserError
+
+            raise UserError("batch 17 is odd; take an even one")
+        os.kill(os.getpid(), getattr(signal, how))
+    wait()
+
+
+def recover(num_failures):
+    """Do ten steps, a checkpoint after each; rank 1 fails after every third one, so often."""
+    path = JOB.checkpoints / f"rank{JOB.rank}"
+    path.parent.mkdir(exist_ok=True)
+    first = int(path.read_text()) if path.exists() else 0
+    print(f"attempt {JOB.restart} begins at {first}")
+    for step in range(first + 1, 11):
+        path.write_text(str(step))
+        if JOB.rank == 1 and step % 3 == 0 and JOB.restart < int(num_failures):
+            raise RuntimeError(f"lost at step {step}")
+    print("done")
+
+
+def stubborn():
+    """Does not end on SIGINT, but says that it came."""
+    signal.signal(signal.SIGINT, lambda *_: print("not yet", flush=True))
+    print("waiting", os.getpid(), flush=True)
+    deadline = time.monotonic() + 600
+    while time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def save():
+    """Ends on SIGINT, having written something down."""
+    print("waiting", os.getpid(), flush=True)
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        Path(f"saved{JOB.rank}").write_text("saved")
+        print("saved", flush=True)
+
+
+def sum_ranks():
+    """An all-reduce over all ranks."""
+    import oneflow as flow
+
+    value = flow.tensor([float(JOB.rank)])
+    flow.comm.all_reduce(value)
+    print("sum", value.numpy()[0], flow.__version__)
+
+
+def train():
+    """Steps of the plan's model, from values that the test knows; the losses."""
+    import numpy as np
+    import oneflow as flow
+
+    from autoddl.pipelines.runtime.models import MLP
+
+    generator = np.random.default_rng(2)
+    module = MLP([64, 128, 64])
+    for layer, shape in ((module.fc1, (128, 64)), (module.fc2, (64, 128))):
+        layer.weight.data.copy_(flow.tensor(0.1 * generator.standard_normal(shape).astype(np.float32)))
+    inputs, targets = (generator.standard_normal((32, 64)).astype(np.float32) for _ in range(2))
+    trained = autoddl.apply(module, JOB.load_plan())
+    optimizer = flow.optim.SGD(trained.parameters(), lr=1.0)
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        losses.append(trained.train_step(flow.tensor(inputs), flow.tensor(targets)))
+        optimizer.step()
+    print("losses", *(f"{loss:.7f}" for loss in losses))
+
+
+ACTIONS = (say, wait, fail, recover, stubborn, save, sum_ranks, train)
+{action.__name__: action for action in ACTIONS}[sys.argv[1]](*sys.argv[2:])

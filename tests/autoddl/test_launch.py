@@ -1,0 +1,300 @@
+"""`autoddl launch` on this machine: what ranks are given, and how they fail, start again, are interrupted and end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import autoddl
+from autoddl.__main__ import main
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.runtime.load import is_available
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+
+SCRIPT = Path(__file__).with_name("launched_script.py")
+START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
+ONEFLOW = is_available()
+needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
+NASTY = ["a b", "it's", '"', "$(touch x)", "`touch x`", "a\nb", "", "--hosts", "--", "*", "\\", "ü"]
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, and not inside anybody's job."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_", "AUTODDL_")):
+            monkeypatch.delenv(name)
+
+
+def launch(plan: Path, *words: str) -> int:
+    """The command, in this process."""
+    return main(["launch", str(plan), str(SCRIPT), "--without-oneflow", "--log-dir", "logs", *words])
+
+
+def shown(out: str) -> dict[int, list[str]]:
+    """The lines of each rank."""
+    lines: dict[int, list[str]] = {}
+    for line in out.splitlines():
+        match = re.fullmatch(r"\[rank (\d+)(?: @\S+)?\] ?(.*)", line)
+        assert match, line
+        lines.setdefault(int(match[1]), []).append(match[2])
+    return lines
+
+
+def processes_with(text: str) -> set[int]:
+    """Processes that have this in their environment or command line."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if text.encode() in (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes():
+                found.add(int(entry.name))
+    return found - {os.getpid()}
+
+
+def wait_until_gone(text: str, patience_s: float = 10.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while left := processes_with(text):
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def started(plan: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The command in a process of its own, all ranks of which wait; afterwards nothing may be left of it."""
+    command = [sys.executable, "-c", START, "launch", str(plan), str(SCRIPT), "--without-oneflow", "--log-dir", "logs"]
+    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            for _ in range(2):
+                assert "waiting" in process.stdout.readline()
+            yield process
+        finally:
+            process.kill()
+            wait_until_gone(str(plan))
+
+
+# ---- What ranks are given -----------------------------------------------------------------------------------------------
+
+
+def test_ranks_get_arguments_environment_and_folder(mlp_plan, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("COLOUR", "mauve")
+    assert launch(mlp_plan(1, 2), "--env", "COLOUR", "--", "say", *NASTY) == 0
+    lines = shown(capsys.readouterr().out)
+    assert sorted(lines) == [0, 1]
+    for rank in range(2):
+        (line,) = lines[rank]
+        said = json.loads(line)
+        assert said["words"] == NASTY
+        assert (said["RANK"], said["LOCAL_RANK"], said["WORLD_SIZE"]) == (str(rank), str(rank), "2")
+        assert (said["LOCAL_WORLD_SIZE"], said["OMP_NUM_THREADS"], said["COLOUR"]) == ("2", "1", "mauve")
+        assert (said["cwd"], said["AUTODDL_PLAN"]) == (str(tmp_path), str(mlp_plan(1, 2)))
+        assert (tmp_path / "logs" / f"rank{rank}.log").read_text() == line + "\n"
+    assert not Path("x").exists()
+    wait_until_gone(str(mlp_plan(1, 2)))
+
+
+def test_a_folder_called_autoddl_hides_nothing(mlp_plan, capsys):
+    Path("autoddl").mkdir()
+    Path("autoddl", "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    assert launch(mlp_plan(1, 1), "--chdir", ".", "--", "say") == 0
+
+
+def test_what_scripts_are_told(monkeypatch):
+    with pytest.raises(UserError, match="start it with: autoddl launch"):
+        autoddl.launched()
+    names = {"AUTODDL_PLAN": "/p", "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "AUTODDL_RESTART": "2"}
+    for name, value in names.items():
+        monkeypatch.setenv(name, value)
+    job = autoddl.launched()
+    assert (job.rank, job.num_ranks, job.local_rank, job.restart) == (3, 4, 1, 2)
+    assert (job.plan_path, job.checkpoints) == (Path("/p"), None)
+
+
+@needs_oneflow
+def test_a_plan_is_trained_on_its_ranks(mlp_plan, capsys):
+    """The losses are those of the same steps in numpy."""
+    assert main(["launch", str(mlp_plan(1, 2)), str(SCRIPT), "--", "train"]) == 0
+    lines = shown(capsys.readouterr().out)
+    for rank in range(2):
+        (line,) = [line for line in lines[rank] if line.startswith("losses")]
+        assert [float(word) for word in line.split()[1:]] == pytest.approx(losses_by_hand(), rel=1e-5)
+
+
+def losses_by_hand() -> list[float]:
+    """Three steps of gradient descent on mean (relu(x W1^T) W2^T - t)^2, as `launched_script.train` does them."""
+    generator = np.random.default_rng(2)
+    first = 0.1 * generator.standard_normal((128, 64)).astype(np.float32)
+    second = 0.1 * generator.standard_normal((64, 128)).astype(np.float32)
+    inputs, targets = (generator.standard_normal((32, 64)).astype(np.float32) for _ in range(2))
+    losses = []
+    for _ in range(3):
+        before = inputs @ first.T
+        hidden = np.maximum(before, 0)
+        error = hidden @ second.T - targets
+        losses.append(float(np.mean(error**2)))
+        slope = 2 * error / error.size
+        gradient = (slope @ second * (before > 0)).T @ inputs
+        second = second - slope.T @ hidden
+        first = first - gradient
+    return losses
+
+
+# ---- Failures -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [
+        ("raise", 1, "autoddl: rank 1 of 2 raised ValueError: 17 is not even (its output: "),
+        ("exit", 1, "launched_script.py exited with 3"),
+        ("SIGKILL", 1, "autoddl: rank 1 of 2 was killed by SIGKILL"),
+        ("refuse", 2, "autoddl: rank 1 of 2 refused: batch 17 is odd; take an even one"),
+    ],
+)
+def test_one_rank_fails(mlp_plan, capsys, tmp_path, how, code, words):
+    begun = time.monotonic()
+    assert launch(mlp_plan(1, 2), "--max-restarts", "3" if how == "refuse" else "0", "--", "fail", "1", how) == code
+    assert time.monotonic() - begun < 20
+    captured = capsys.readouterr()
+    assert words in captured.err and captured.err.count("\n") == 1
+    assert "in trouble" in shown(captured.out)[1]
+    assert str(tmp_path / "logs" / "rank1.log") in captured.err
+    if how == "raise":  # what the user wrote, and nothing of what led there
+        trace = (tmp_path / "logs" / "rank1.log").read_text()
+        assert re.findall(r'File "(.*)"', trace) == [str(SCRIPT)] * 2
+    wait_until_gone(str(mlp_plan(1, 2)))
+
+
+def test_a_job_goes_on_from_its_checkpoint(mlp_plan, capsys):
+    assert launch(mlp_plan(1, 2), "--max-restarts", "2", "--checkpoints", "saved", "--", "recover", "2") == 0
+    captured = capsys.readouterr()
+    lines = [line for line in shown(captured.out)[1] if line.startswith(("attempt", "done"))]
+    assert lines == ["attempt 0 begins at 0", "attempt 1 begins at 3", "attempt 2 begins at 6", "done"]
+    assert [re.sub(r" \(its output: [^)]*\)", "", line) for line in captured.err.splitlines()] == [
+        "autoddl: rank 1 of 2 raised RuntimeError: lost at step 3; starting again (1 of 2)",
+        "autoddl: rank 1 of 2 raised RuntimeError: lost at step 6; starting again (2 of 2)",
+    ]
+
+
+def test_a_job_that_fails_too_often(mlp_plan, capsys):
+    assert launch(mlp_plan(1, 2), "--max-restarts", "1", "--checkpoints", "saved", "--", "recover", "2") == 1
+    assert (
+        capsys.readouterr().err.splitlines()[-1].startswith("autoddl: rank 1 of 2 raised RuntimeError: lost at step 6")
+    )
+
+
+# ---- Interrupts -------------------------------------------------------------------------------------------------------------
+
+
+def test_ctrl_c_reaches_all_ranks(mlp_plan, tmp_path):
+    with started(mlp_plan(1, 2), "--", "save") as process:
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=20)
+    assert process.returncode == 130
+    assert out.count("saved") == 2
+    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
+    assert err == "autoddl: interrupted by SIGINT; all ranks have been ended\n"
+
+
+def test_a_second_ctrl_c_kills(mlp_plan):
+    with started(mlp_plan(1, 2), "--grace", "600", "--", "stubborn") as process:
+        process.send_signal(signal.SIGINT)
+        assert process.stdout is not None
+        for _ in range(2):
+            assert "not yet" in process.stdout.readline()
+        begun = time.monotonic()
+        process.send_signal(signal.SIGINT)
+        process.wait(timeout=20)
+        assert time.monotonic() - begun < 10
+    assert process.returncode == 130
+
+
+def test_ranks_that_ignore_ctrl_c_are_killed_after_a_while(mlp_plan):
+    with started(mlp_plan(1, 2), "--grace", "0.5", "--", "stubborn") as process:
+        process.send_signal(signal.SIGTERM)
+        process.wait(timeout=20)
+    assert process.returncode == 143
+
+
+def test_nothing_outlives_a_killed_launcher(mlp_plan):
+    with started(mlp_plan(1, 2), "--", "wait") as process:
+        assert len(processes_with(str(mlp_plan(1, 2)))) >= 5  # the launcher, the ranks and their children
+        process.kill()
+        process.wait()
+        wait_until_gone(str(mlp_plan(1, 2)))
+
+
+# ---- Refusals -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hosts", "a,b"], "the plan is for 1 node of 2 devices, found 2 nodes: a, b"),
+        (["--hosts", "a,a"], "--hosts: host a is given twice"),
+        (["--hosts=-oProxyCommand=x"], "'-oProxyCommand=x' is not the name of a host"),
+        (["--hosts", "a;b"], "'a;b' is not the name of a host"),
+        (["--hosts", "a:1"], "the plan is for 2 devices per node, host a has 1 slots"),
+        (["--hostfile", "none"], "hostfile none cannot be read"),
+        (["--max-restarts", "-1"], "--max-restarts is -1, should be 0 or more"),
+        (["--grace", "nan"], "--grace is nan, should be a positive number of seconds"),
+        (["--env", "1=2"], "--env '1=2' should be NAME=VALUE"),
+        (["--env", "NOT_SET_AT_ALL"], "--env NOT_SET_AT_ALL: it has no value here"),
+        (["--slurm-option=--partition=x"], "--slurm-option is for --slurm"),
+        (["--chdir", "/nowhere"], "host localhost has no directory /nowhere"),
+        (["--slurm", "--hosts", "a"], "not allowed with argument"),
+    ],
+)
+def test_what_cannot_be_launched(mlp_plan, capsys, words, message):
+    try:
+        code = launch(mlp_plan(1, 2), *words, "--", "say")
+    except SystemExit as leaving:  # argparse
+        code = leaving.code
+    assert code == 2
+    captured = capsys.readouterr()
+    assert message in captured.err and captured.err.count("\n") == 1
+    assert captured.out == ""
+
+
+def test_a_missing_script_or_an_edited_plan(mlp_plan, capsys, tmp_path):
+    assert main(["launch", str(mlp_plan(1, 2)), "none.py"]) == 2
+    assert "script none.py does not exist" in capsys.readouterr().err
+    document = json.loads(mlp_plan(1, 2).read_text())
+    document["graph"]["layers"][0]["name"] = "other"
+    (tmp_path / "edited.json").write_text(json.dumps(document))
+    assert main(["launch", "edited.json", str(SCRIPT)]) == 2
+    assert "edited.json" in capsys.readouterr().err
+
+
+def test_a_hosts_shape_can_be_forced(mlp_plan, capsys):
+    assert launch(mlp_plan(2, 1), "--", "say") == 2
+    assert "the plan is for 2 nodes of 1 device, found 1 node: this host only" in capsys.readouterr().err
+    assert launch(mlp_plan(2, 1), "--force", "--", "say") == 0
+    lines = shown(capsys.readouterr().out)
+    assert [json.loads(lines[rank][0])["LOCAL_RANK"] for rank in range(2)] == ["0", "1"]
+
+
+# ---- Dry runs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_dry_run_says_what_would_be_run(mlp_plan, capsys):
+    words = ["--hosts", "me@h1,h2", "--ssh", "ssh -p 2222", "--env", "A=b c", "--dry-run", "--", "say", "$(x)"]
+    assert launch(mlp_plan(2, 2), *words) == 0
+    out = capsys.readouterr().out
+    assert f"4 ranks of {SCRIPT} say '$(x)'" in out
+    assert "host me@h1: ranks 0 1\n  ssh -p 2222 -o BatchMode=yes " in out and "host h2: ranks 2 3\n" in out
+    assert "with A='b c'" in out
+    assert not Path("logs").exists()
