@@ -15,12 +15,15 @@ from .branching import Bracket, bracket, lower_bound
 from .exact import exact, smallest_memory
 from .exhaustive import exhaustive
 from .heuristics import coordinate_descent, metropolis_hastings, random_search
+from .marginals import Forced, Marginals, marginals, nearest
 from .progress import Progress, progress_bar, silent
 from .result import Result, SearchError, Status
 
 __all__ = [
     "METHODS",
     "Bracket",
+    "Forced",
+    "Marginals",
     "Progress",
     "Result",
     "SearchError",
@@ -30,7 +33,9 @@ __all__ = [
     "exact",
     "exhaustive",
     "lower_bound",
+    "marginals",
     "metropolis_hastings",
+    "nearest",
     "progress_bar",
     "random_search",
     "smallest_memory",
@@ -57,11 +62,13 @@ def solve(
     seed: int = 0,
     cutoff: float = math.inf,
     progress: Progress = silent,
+    known: Bracket | None = None,
 ) -> Result:
     """The best choice that ``method`` finds within the limit on peak memory [bytes].
 
     ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods, and
-    with a ``cutoff`` [s] exact does not look for choices that cost as much or more.
+    with a ``cutoff`` [s] exact does not look for choices that cost as much or more; from what is ``known`` of the table
+    (:func:`bracket`) it goes on without making the table ready again.
 
     Raises: SearchError, for an unknown method or a limit that is not positive.
     """
@@ -70,6 +77,7 @@ def solve(
     options: dict[str, Any] = {"memory_limit": memory_limit, "time_limit": time_limit, "progress": progress}
     if method == "exact":
         options["cutoff"] = cutoff
+        options["instance"] = known.instance if known else None
     else:
         options["evaluations"] = evaluations
     if method in _SEEDED:

@@ -14,7 +14,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -60,11 +60,13 @@ class Bracket:
         free: a valid lower bound without the limit; the optimum then, where the graph is narrow.
         bound: a valid lower bound within the limit; ``inf`` shows that nothing fits.
         cost: of the best choice within the limit that was met on the way; ``inf`` where none was.
+        instance: the table made ready, for who goes on from here; None where that was not needed.
     """
 
     free: float
     bound: float
     cost: float
+    instance: Instance | None = field(default=None, repr=False, compare=False)
 
 
 def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
@@ -93,9 +95,9 @@ def bracket(table: CostTable, memory_limit: float | None = None, cutoff: float =
     if choice is None:
         free, _ = minimise(instance, Weights(1.0, 0.0))
     if free >= cutoff:
-        return Bracket(free, free, math.inf)
+        return Bracket(free, free, math.inf, instance)
     found = explore(instance, memory_limit, cutoff=cutoff)
-    return Bracket(free, found.bound, found.incumbent.cost if found.incumbent else math.inf)
+    return Bracket(free, found.bound, found.incumbent.cost if found.incumbent else math.inf, instance)
 
 
 def explore(

@@ -48,13 +48,15 @@ def exact(
     time_limit: float | None = None,
     cutoff: float = math.inf,
     progress: Progress = silent,
+    instance: Instance | None = None,
 ) -> Result:
     """The choice of least cost within the limit on peak memory [bytes], proven.
 
     Where nothing costs less than ``cutoff`` [s] that is all it finds out (LIMIT_REACHED, with a bound of at least the cutoff).
     With a time limit [s] it may stop before, with the gap (LIMIT_REACHED).  ``evaluations`` counts the complete choices whose
     cost was computed; most of the work is on partial ones (``statistics``: ``labels``, ``rows``; ``buckets`` is the number of
-    distinct elimination tables, ``largest_bucket`` the entries of the largest).
+    distinct elimination tables, ``largest_bucket`` the entries of the largest).  ``instance`` is the table as `bracket` made it
+    ready, where it did.
 
     Raises: SearchError, for a limit that is not positive or a table that no search can treat.
     """
@@ -63,7 +65,7 @@ def exact(
     choice = solve_forest(table)
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
         return _without_limit(table, choice, start, memory_limit)
-    instance = prepare(table)
+    instance = instance or prepare(table)
     if instance is None:
         return impossible(table, "exact", start, memory_limit)
     if not instance.plan.exact:

@@ -26,6 +26,7 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -82,6 +83,13 @@ class _Labels:
     row: np.ndarray  #: of a node: the row of its last stage; of a domain: the domain's label
     stages: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()  #: (input, row of the stage before, label of the input)
 
+    @cached_property
+    def by_excess(self) -> tuple[float, np.ndarray]:
+        """A span, and for each label assignment + excess / span, ascending and in [assignment, assignment + 1)."""
+        span = 2 * max(float(self.excess.max()), 0.0) + np.finfo(float).tiny
+        owner = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
+        return span, owner + np.clip(self.excess / span, 0.0, 0.75)
+
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
@@ -93,6 +101,7 @@ class _Rows:
 
 
 _NO_INDEX, _NO_NUMBER = np.zeros(0, dtype=np.intp), np.zeros(0)
+_FIRST_NUMBER, _YES = np.zeros(1, dtype=np.intp), np.ones(1, dtype=bool)
 _NOTHING = (_NO_INDEX, _NO_NUMBER, _NO_NUMBER, _NO_INDEX, _NO_INDEX)
 
 
@@ -322,9 +331,7 @@ def _matches(labels: _Labels, code: np.ndarray, room: np.ndarray) -> tuple[np.nd
     """
     if not len(labels.cost):
         return np.zeros(len(code), dtype=np.intp), np.zeros(len(code), dtype=np.intp)
-    span = 2 * max(float(labels.excess.max()), 0.0) + np.finfo(float).tiny
-    owner = np.repeat(np.arange(len(labels.first) - 1), np.diff(labels.first))
-    keys = owner + np.clip(labels.excess / span, 0.0, 0.75)
+    span, keys = labels.by_excess
     # 1e-9 of the span more than the room, for rounding: a label too many does no harm.
     last = np.searchsorted(keys, code + np.clip(np.clip(room, 0.0, span) / span + 1e-9, 0.0, 0.9), side="right")
     start = labels.first[code]
@@ -438,12 +445,12 @@ def _undominated(group: np.ndarray, cost: np.ndarray, memory: np.ndarray, tolera
     level = np.floor((cost - cost.min()) / tolerance) if tolerance > 0 else cost
     # Within each group, keep a row where its level is below all before it. Groups come in ascending order: shifting each
     # group below the one before lets one running minimum serve all. Both factors are exact integers in float64.
-    number = np.cumsum(np.r_[0, group[1:] != group[:-1]])
+    number = np.concatenate([_FIRST_NUMBER, np.cumsum(group[1:] != group[:-1])])
     if tolerance <= 0 or (float(level.max()) + 1.0) * (float(number[-1]) + 1.0) >= 2.0**53:
         level = np.unique(level, return_inverse=True)[1].astype(float)
     shifted = level - number * (float(level.max()) + 1.0)
     smallest = np.minimum.accumulate(shifted)
-    keep = np.flatnonzero(np.r_[True, shifted[1:] < smallest[:-1]])
+    keep = np.concatenate([_FIRST_NUMBER, 1 + np.flatnonzero(shifted[1:] < smallest[:-1])])
     # Rows of equal memory came in any order: of those still there, the last is the cheapest.
-    keep = keep[np.r_[key[keep[1:]] != key[keep[:-1]], True]]
+    keep = keep[np.concatenate([key[keep[1:]] != key[keep[:-1]], _YES])]
     return order[keep]

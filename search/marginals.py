@@ -219,6 +219,8 @@ class _Searches:
 
     def nearest(self, variable: int, count: int, deadline: float) -> tuple[Forced, ...]:
         """Of one variable."""
+        if count == 0:
+            return ()
         within = self.bounds.within[variable]
         found: list[Forced] = []
         for option in map(int, np.argsort(within, kind="stable")):

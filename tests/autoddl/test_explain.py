@@ -1,0 +1,278 @@
+"""``autoddl explain``: where time goes, and regrets against brute force over the cost model itself."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import replace
+
+import pytest
+
+from autoddl.__main__ import main
+from autoddl.costmodel.assessment import assess
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.errors import UserError
+from autoddl.explain import explain, explanation_document, explanation_text, view_of
+from autoddl.explain.alternatives import problem_of
+from autoddl.explain.resources import ResourceBook
+from autoddl.explain.stages import stage_problem
+from autoddl.explain.view import ranges
+from autoddl.models import mlp
+from autoddl.plan import assessment_of, plan_from_document
+
+from .sample_plans import gpt_plan, pipeline_plan, written
+
+
+def viewed(document):
+    return view_of(plan_from_document(Fields(document, "plan"), "plan"))
+
+
+def refused(capsys, *arguments) -> str:
+    assert main([str(argument) for argument in arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == "" and err.startswith("autoddl: ") and err.count("\n") == 1 and "internal error" not in err
+    return err
+
+
+@pytest.fixture(scope="module")
+def small():
+    return gpt_plan()
+
+
+@pytest.fixture(scope="module")
+def piped():
+    return pipeline_plan()
+
+
+# ------------------------------------------------------------------------------------------------------------ time
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_parts_add_up_to_the_step(recompute):
+    view = viewed(gpt_plan(recompute=recompute))
+    assert sum(part.seconds for part in view.parts) == pytest.approx(view.step_s, rel=1e-12)
+    by_kind = {kind: sum(p.seconds for p in view.parts if p.kind == kind) for kind in ("compute", "communication")}
+    assert by_kind == pytest.approx({"compute": view.compute_s, "communication": view.communication_s}, rel=1e-12)
+
+
+def faster(cluster, resource):
+    """The cluster with one resource twice as fast."""
+    device, (inter, intra) = cluster.device, cluster.links
+    if resource == "arithmetic":
+        return replace(cluster, device=replace(device, peak_flops={k: 2 * v for k, v in device.peak_flops.items()}))
+    if resource == "memory bandwidth":
+        return replace(cluster, device=replace(device, memory_bandwidth=2 * device.memory_bandwidth))
+    if resource == "kernel launches":
+        return replace(cluster, device=replace(device, launch_s=device.launch_s / 2))
+    level, what = resource.rsplit(" ", 1)
+
+    def better(link):
+        own = replace(link, collectives={}, groups={}, copies={})
+        if what == "latency":
+            return replace(own, latency_s=link.latency_s / 2)
+        return replace(own, bandwidth=2 * link.bandwidth)
+
+    links = (better(inter), intra) if level == "inter-node" else (inter, better(intra))
+    return replace(cluster, links=links)
+
+
+def test_a_resource_twice_as_fast_saves_half_of_its_part(small):
+    view = viewed(small)
+    plan = view.plan
+    assert {part.name for part in view.parts} >= {"arithmetic", "memory bandwidth", "kernel launches"}
+    for part in view.parts:
+        step_s = assess(plan.graph, faster(plan.cluster, part.name), plan.workload, plan.strategies).step_s
+        assert view.step_s - step_s == pytest.approx(part.seconds / 2, rel=1e-9), part.name
+
+
+def test_layers_of_a_resource_book_are_those_of_the_assessment(small):
+    plan = viewed(small).plan
+    seconds = ResourceBook(plan.graph, plan.cluster, plan.workload).seconds(plan.strategies)
+    for layer in assessment_of(plan).layers:
+        assert seconds[layer.layer.name].sum() == pytest.approx(layer.compute_s + layer.communication_s, rel=1e-12)
+
+
+def test_one_device_has_no_links():
+    view = viewed(gpt_plan(nodes=1, devices=1))
+    assert {part.kind for part in view.parts} == {"compute"}
+
+
+# ------------------------------------------------------------------------------------------------------------ regrets
+
+
+@pytest.mark.parametrize("is_tight", [False, True])
+def test_regrets_are_those_of_brute_force(is_tight):
+    """All plans of a perceptron, priced one by one from the layer graph."""
+    graph, options = mlp((64, 256, 32)), dict(nodes=1, devices=4, batch=64, micro_batch=64)
+    document = gpt_plan(graph, **options)
+    if is_tight:  # the plan without a limit does not fit any more
+        document = gpt_plan(graph, **options, memory_limit_bytes=document["memory_bytes"] - 1)
+    view = viewed(document)
+    plan = view.plan
+    problem, _ = problem_of(graph, plan.cluster, plan.workload, plan.strategies, "step", document["space_size"])
+    best: dict[tuple[int, int], float] = {}
+    for choice in itertools.product(*(range(len(variable.options)) for variable in problem.variables)):
+        found = assess(graph, plan.cluster, plan.workload, problem.strategies(choice))
+        if found.memory_bytes <= view.memory_limit_bytes:
+            for key in enumerate(choice):
+                best[key] = min(best.get(key, math.inf), found.step_s)
+    explained = explain(view, count=1000)
+    choices = explained.sections[0].choices
+    assert [choice.name for choice in choices] == [variable.name for variable in problem.variables]
+    for i, (choice, variable) in enumerate(zip(choices, problem.variables)):
+        expected = {
+            variable.options[option]: best[i, option] - view.step_s
+            for option in range(len(variable.options))
+            if (i, option) in best and variable.options[option] != choice.strategy
+        }
+        mine = {alternative.strategy: alternative.regret_s for alternative in choice.alternatives}
+        assert mine == pytest.approx(expected, rel=1e-6, abs=1e-9 * view.step_s)
+        assert list(mine.values()) == sorted(mine.values())
+        for alternative in choice.alternatives:
+            assert alternative.is_exact and alternative.memory_bytes <= view.memory_limit_bytes
+            # What it spends more on is its regret.
+            assert sum(alternative.deltas_s.values()) == pytest.approx(alternative.regret_s, rel=1e-6, abs=1e-12)
+    assert explained.memory_price.unlimited_s <= view.step_s * (1 + 1e-9)
+
+
+def test_a_plan_that_is_not_optimal_is_told_so(small):
+    graph = mlp((64, 256, 32))
+    document = gpt_plan(graph, nodes=1, devices=4, batch=64, micro_batch=64, method="random", evaluations=1, seed=3)
+    optimum = gpt_plan(graph, nodes=1, devices=4, batch=64, micro_batch=64)["step_s"]
+    assert not document["optimal"] and document["step_s"] > optimum * (1 + 1e-6)
+    explained = explain(viewed(document), count=3)
+    least = min(c.alternatives[0].regret_s for c in explained.sections[0].choices if c.alternatives)
+    assert least == pytest.approx(optimum - document["step_s"])
+    assert "better than the plan" in explanation_text(explained)
+
+
+def test_what_memory_costs():
+    free = gpt_plan(micro_batch=16, recompute=False)
+    tight = gpt_plan(micro_batch=16, recompute=False, memory_limit_bytes=free["memory_bytes"] * 0.93)
+    assert tight["step_s"] > free["step_s"], "the limit should bind"
+    price = explain(viewed(tight), count=0).memory_price
+    assert price.is_exact and price.unlimited_s == pytest.approx(free["step_s"], rel=1e-9)
+    assert price.seconds_per_byte > 0
+    assert "without the limit" in explanation_text(explain(viewed(tight), count=0))
+    assert explain(viewed(free), count=0).memory_price.seconds_per_byte == 0
+
+
+@pytest.mark.parametrize("untied, summa", [(True, False), (False, True), (True, True)])
+def test_the_space_that_a_plan_was_chosen_from_is_found_again(untied, summa):
+    document = gpt_plan(untied=untied, summa=summa, micro_batch=16)
+    view = viewed(document)
+    plan = view.plan
+    problem, chosen = problem_of(
+        plan.graph, plan.cluster, plan.workload, plan.strategies, "step", document["space_size"]
+    )
+    assert problem.table.space_size == document["space_size"]
+    assert problem.strategies(chosen) == dict(plan.strategies)
+    if untied and not summa:
+        (section,) = explain(view, count=1).sections
+        norms = next(choice for choice in section.choices if choice.name.endswith("ln_1"))
+        assert norms.layers[0] == "h.0.ln_1" and len(norms.held) == 1
+
+
+def test_communication_alone():
+    view = viewed(gpt_plan(objective="communication"))
+    explained = explain(view, count=1)
+    assert explained.view.cost_s == view.communication_s
+    assert all(a.regret_s >= 0 for c in explained.sections[0].choices for a in c.alternatives)
+
+
+# ------------------------------------------------------------------------------------------------------------ pipelines
+
+
+@pytest.mark.parametrize("name, options", [("1f1b", {"policy": "A"}), ("chimera", {"concatenation": "direct"})])
+def test_a_pipeline_adds_up(name, options):
+    view = viewed(pipeline_plan(name, **options))
+    assert sum(part.seconds for part in view.parts) == pytest.approx(view.step_s, rel=1e-9)
+    pipeline = view.plan.pipeline
+    fullest = max(view.memory, key=lambda memory: memory.total)
+    assert fullest.total == pytest.approx(max(pipeline.memory), rel=1e-9)
+    assert sum(memory.num_devices for memory in view.memory) == 4
+    compute = sum(part.seconds for part in view.parts if part.kind == "compute")
+    assert compute == pytest.approx(pipeline.compute_s, rel=1e-9)
+
+
+def test_a_stage_s_table_is_the_stage(piped):
+    """Time and memory of the chosen strategies are those that the schedule was simulated with."""
+    pipeline = viewed(piped).plan.pipeline
+    for number, stage in enumerate(pipeline.stages):
+        problem, chosen = stage_problem(pipeline, number)
+        once = sum(layer.gradient_communication_s for layer in stage.assessment.layers)
+        passes = pipeline.configuration.schedule.num_micro_batches * (stage.forward_s + stage.backward_s)
+        entry = 0.0 if number == 0 else problem.table.cost[0][chosen[0]]
+        assert problem.table.evaluate(chosen) - entry == pytest.approx(passes + once, rel=1e-9)
+        kept = 1 if stage.recompute_s else pipeline.in_flight[number][0]
+        memory = stage.state_bytes + kept * stage.kept_bytes + stage.buffer_bytes
+        assert problem.table.peak_memory(chosen) == pytest.approx(memory, abs=64)
+
+
+def test_regrets_of_a_pipeline_are_differences_of_its_simulated_step(piped):
+    view = viewed(piped)
+    explained = explain(view, count=2)
+    assert [section.title for section in explained.sections] == ["stage 0", "stage 1, recomputed"]
+    assert explained.memory_price is None and "simulated" in explained.scope
+    some = 0
+    for section in explained.sections:
+        for choice in section.choices:
+            for alternative in choice.alternatives:
+                some += 1
+                assert not alternative.is_exact and alternative.least_regret_s is None
+                assert sum(alternative.deltas_s.values()) == pytest.approx(alternative.regret_s, abs=1e-9 * view.step_s)
+    assert some > 20
+
+
+def test_a_layer_of_one_stage(piped):
+    explained = explain(viewed(piped), count=1, layer="lm_head")
+    assert [section.stages for section in explained.sections] == [(1,)]
+    with pytest.raises(UserError, match="no layer 'nowhere'"):
+        explain(viewed(piped), layer="nowhere")
+
+
+# ------------------------------------------------------------------------------------------------------------ the command
+
+
+def test_command(tmp_path, capsys, small):
+    path = written(tmp_path / "plan.json", small)
+    assert main(["explain", path]) == 0
+    text = capsys.readouterr().out
+    assert "proven optimal" in text and "What limits the step" in text and "h.*.mlp.c_fc x 2" in text
+    assert main(["explain", path, "--json", "--alternatives", "2"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["format"], document["version"]) == ("autoddl-explanation", 1)
+    assert document == explanation_document(explain(viewed(small), count=2))
+    assert main(["explain", path, "--layer", "h.1.mlp.c_fc", "--json"]) == 0
+    (section,) = json.loads(capsys.readouterr().out)["sections"]
+    assert [choice["name"] for choice in section["choices"]] == ["h.*.mlp.c_fc"]
+    assert len(section["choices"][0]["alternatives"]) == 3
+
+
+def test_command_on_a_pipeline(tmp_path, capsys, piped):
+    assert main(["explain", written(tmp_path / "plan.json", piped), "--alternatives", "1"]) == 0
+    text = capsys.readouterr().out
+    assert "pipeline bubble" in text and "stage 1, recomputed" in text and "tensor that arrives" in text
+
+
+def test_what_users_get_wrong(tmp_path, capsys, small):
+    path = written(tmp_path / "plan.json", small)
+    assert "has no layer 'nowhere'; its choices are" in refused(capsys, "explain", path, "--layer", "nowhere")
+    assert "alternatives is -1" in refused(capsys, "explain", path, "--alternatives", "-1")
+    assert "time limit 0" in refused(capsys, "explain", path, "--time-limit", "0")
+    assert "time limit nan" in refused(capsys, "explain", path, "--time-limit", "nan")
+    assert "cannot be read" in refused(capsys, "explain", tmp_path / "none.json")
+    (tmp_path / "cut.json").write_text((tmp_path / "plan.json").read_text()[:500])
+    assert "not a JSON document" in refused(capsys, "explain", tmp_path / "cut.json")
+    cluster = load_cluster("gcp-a100").document
+    (tmp_path / "cluster.json").write_text(json.dumps(cluster))
+    assert "should be 'autoddl-plan'" in refused(capsys, "explain", tmp_path / "cluster.json")
+    for field in ("baselines", "notes", "gap", "space_size", "optimal"):
+        broken = {name: value for name, value in small.items() if name != field}
+        assert field in refused(capsys, "explain", written(tmp_path / "broken.json", broken))
+
+
+def test_ranges():
+    assert (ranges([0]), ranges([0, 2, 3, 4, 7]), ranges([1, 2])) == ("0", "0, 2-4, 7", "1-2")
