@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
 from .plan import Plan
@@ -48,6 +49,11 @@ def apply(
     """
     from autoddl.pipelines.runtime.applied import AppliedModule
 
+    if plan.num_stages > 1:
+        raise UserError(
+            f"the plan is a pipeline of {plan.num_stages} stages, which no single module runs; train it with a PipelineTrainer of "
+            "autoddl.staging.planned_model(module, plan)"
+        )
     if graph is not None:
         plan.check_graph(graph)
     return AppliedModule(module, plan.graph, plan.strategies, plan.workload, feeds, check)

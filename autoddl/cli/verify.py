@@ -59,6 +59,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..plan import load_plan
     from ..verification import Limits, VerifyOptions, verification_document, verification_text, verify
+    from ..verification.pipelines import verify_pipeline
 
     for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
         if not 0 < value < float("inf"):
@@ -74,16 +75,19 @@ def run(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan)
     try:
         with _progress(arguments.quiet) as say:
-            found = verify(plan, arguments.ranks, model=arguments.model, options=options, progress=say)
+            asked = {"model": arguments.model, "options": options, "progress": say}
+            if plan.pipeline is not None:
+                staged = verify_pipeline(plan, arguments.ranks, **asked)
+                text, document, is_right = staged.text(), staged.document(), staged.is_right
+            else:
+                found = verify(plan, arguments.ranks, **asked)
+                text, document, is_right = verification_text(found), verification_document(found), found.is_right
     except RankError as error:
         if isinstance(error, UserError):
             raise
         return _failed(error, plan.graph.name, arguments.json)
-    if arguments.json:
-        print(json.dumps(verification_document(found), indent=1, allow_nan=False))
-    else:
-        print(verification_text(found))
-    return 0 if found.is_right else 1
+    print(json.dumps(document, indent=1, allow_nan=False) if arguments.json else text)
+    return 0 if is_right else 1
 
 
 @contextmanager

@@ -31,7 +31,19 @@ from ..models.transformers import Transformer
 from .prediction import ELEMENTWISE_LOSSES
 from .task import NUM_STEPS, Counted, Reference, Section, Shard, Task
 
-__all__ = ["build_module", "count_again", "make_batch", "run_plan", "run_reference"]
+__all__ = [
+    "build_module",
+    "count_again",
+    "load_reference",
+    "make_batch",
+    "make_model",
+    "make_optimizer",
+    "relative_errors",
+    "run_plan",
+    "run_reference",
+    "step_data",
+    "under",
+]
 
 flow: Any = load_oneflow()
 
@@ -45,18 +57,18 @@ def run_reference(task: Task) -> Reference | None:
     """One device, on the first rank; the others return at once."""
     if flow.env.get_rank():
         return None
-    module, examples = _made(task)
+    module, examples = make_model(task)
     values: Arrays = {f"initial/{name}": _copied(tensor) for name, tensor in module.state_dict().items()}
     optimizer, losses = None, []
     for step in range(NUM_STEPS):
-        data = _batch(task, examples, step)
+        data = step_data(task, examples, step)
         loss = _loss(module(*map(flow.tensor, data)))
         loss.backward()
         if optimizer is None:
             gradients = {name: _copied(p.grad) for name, p in module.named_parameters() if p.grad is not None}
             values.update({f"gradient/{name}": value for name, value in gradients.items()})
             values["epsilon"] = np.array(_epsilon(gradients))
-            optimizer = _optimizer(task, module.parameters(), float(values["epsilon"]))
+            optimizer = make_optimizer(task, module.parameters(), float(values["epsilon"]))
         optimizer.step()
         optimizer.zero_grad()
         losses.append(float(loss.numpy()))
@@ -71,26 +83,26 @@ def run_plan(task: Task) -> Shard:
     meter = Meter() if task.counts_bytes else None
     report("tracing steps" if meter is None else "counting bytes, layer by layer")
     sections = _sections(task, applied, examples, meter)
-    optimizer = _optimizer(task, applied.parameters(), float(values["epsilon"]))
+    optimizer = make_optimizer(task, applied.parameters(), float(values["epsilon"]))
     losses: list[float] = []
     gradient_errors: dict[str, float] = {}
     step_steps: tuple[Step, ...] = ()
     step_bytes = None
     for step in range(NUM_STEPS):
         report(f"step {step + 1} of {NUM_STEPS}")
-        run = functools.partial(_train_step, applied, task, _batch(task, examples, step))
+        run = functools.partial(_train_step, applied, task, step_data(task, examples, step))
         if step == 0:
             with applied.stepper.logging() as log:
                 loss, traffic = (run(), None) if meter is None else meter(run)
             step_steps, step_bytes = tuple(log), traffic.payload_bytes if traffic else None
-            gradient_errors = relative_errors(applied.logical_gradients(), _under("gradient", values))
+            gradient_errors = relative_errors(applied.logical_gradients(), under("gradient", values))
         else:
             loss = run()
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss)
     finals = {name: tensor.numpy() for name, tensor in applied.state_dict().items()}
-    parameter_errors = relative_errors(finals, _under("final", values))
+    parameter_errors = relative_errors(finals, under("final", values))
     return Shard(tuple(losses), gradient_errors, parameter_errors, sections, step_steps, step_bytes)
 
 
@@ -101,7 +113,7 @@ def count_again(task: Task, times: int) -> list[Counted]:
     counted = []
     for _ in range(times):
         sections = _sections(task, applied, examples, meter)
-        _, traffic = meter(functools.partial(_train_step, applied, task, _batch(task, examples, 0)))
+        _, traffic = meter(functools.partial(_train_step, applied, task, step_data(task, examples, 0)))
         _forget_gradients(applied)
         counted.append(Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes))
     return counted
@@ -109,11 +121,16 @@ def count_again(task: Task, times: int) -> list[Counted]:
 
 def _applied(task: Task) -> tuple[Any, tuple[np.ndarray, ...], Arrays]:
     """The applied module at one device's initial values, example inputs, and what one device found."""
-    with np.load(_file(task)) as file:
-        values = {name: file[name] for name in file.files}
-    module, examples = _made(task)
-    module.load_state_dict({name: flow.tensor(value) for name, value in _under("initial", values).items()})
+    values = load_reference(task)
+    module, examples = make_model(task)
+    module.load_state_dict({name: flow.tensor(value) for name, value in under("initial", values).items()})
     return AppliedModule(module, task.graph, task.strategies, task.workload), examples, values
+
+
+def load_reference(task: Task) -> Arrays:
+    """What one device found, and its initial values."""
+    with np.load(_file(task)) as file:
+        return {name: file[name] for name in file.files}
 
 
 def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -140,7 +157,7 @@ def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.n
 
 def _sections(task: Task, applied: Any, examples: tuple[np.ndarray, ...], meter: Meter | None) -> tuple[Section, ...]:
     """One micro-batch, phase by phase; without a meter nothing is counted."""
-    part = tuple(array[: task.workload.micro_batch] for array in _batch(task, examples, 0))
+    part = tuple(array[: task.workload.micro_batch] for array in step_data(task, examples, 0))
     _, sections = applied.trace(*part, measure=meter)
     _forget_gradients(applied)
     return tuple(
@@ -180,7 +197,8 @@ def _ends_in_a_loss(task: Task) -> bool:
     return last.kind == "loss" or bool(ELEMENTWISE_LOSSES & set(last.epilogue))
 
 
-def _optimizer(task: Task, parameters: Any, epsilon: float) -> Any:
+def make_optimizer(task: Task, parameters: Any, epsilon: float) -> Any:
+    """The workload's."""
     trained = [p for p in parameters if p.requires_grad]
     if task.workload.optimizer == "adam":
         return flow.optim.Adam(trained, lr=1e-3, eps=epsilon)
@@ -196,7 +214,7 @@ def _epsilon(gradients: Mapping[str, np.ndarray]) -> float:
 # ---- Models and data -------------------------------------------------------------------------------------------------------
 
 
-def _made(task: Task) -> tuple[Any, tuple[np.ndarray, ...]]:
+def make_model(task: Task) -> tuple[Any, tuple[np.ndarray, ...]]:
     """The module, and the example inputs that a user's function gave."""
     if task.built_in is not None:
         return initialize(build_module(task.built_in), task.seed), ()
@@ -227,7 +245,7 @@ def build_module(built_in: BuiltIn) -> Any:
     return Llama(*shape, kv_heads=sizes.kv_heads or None, head_dim=sizes.head_dim or None, biases=biases, **common)
 
 
-def _batch(task: Task, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
+def step_data(task: Task, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
     """The data of a step, the same on every rank."""
     rng = np.random.default_rng([task.seed, step])
     if task.built_in is not None:
@@ -260,7 +278,8 @@ def _like(example: np.ndarray, num_samples: int, rng: np.random.Generator) -> np
     return rng.integers(example.min(), example.max() + 1, size=shape, dtype=example.dtype)
 
 
-def _under(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
+def under(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
+    """The values of one kind, by their own names."""
     return {name[len(prefix) + 1 :]: value for name, value in values.items() if name.startswith(f"{prefix}/")}
 
 

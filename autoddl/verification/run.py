@@ -85,11 +85,11 @@ def verify(
         RankError: a rank failed; it is named, and none is left.
     """
     options = options or VerifyOptions()
-    deadline = _Deadline(options.timeout_s)
+    deadline = Deadline(options.timeout_s)
     check_ranks(plan, num_ranks)
     if not (available := is_available()):
         raise UserError(f"cannot verify: {available.reason}")
-    function = _function(plan, model)
+    function = module_function(plan, model)
     built_in = None if function else recognise(plan.graph)
     if built_in is None and not function:
         raise UserError(
@@ -115,7 +115,7 @@ def verify(
         )
         say = progress or (lambda text: None)
         say(f"starting {num_ranks} ranks")
-        with contextlib.nullcontext(pool) if pool else _started(num_ranks, task.counts_bytes, deadline) as ranks:
+        with contextlib.nullcontext(pool) if pool else started(num_ranks, task.counts_bytes, deadline) as ranks:
             say("running on one device")
             reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.left_s)[0]
 
@@ -163,7 +163,7 @@ def machine_limits(num_ranks: int) -> Limits:
 # ---- The model -------------------------------------------------------------------------------------------------------------
 
 
-def _function(plan: Plan, model: str) -> str:
+def module_function(plan: Plan, model: str) -> str:
     """The function that makes the module, with an absolute path; "" where it is built in.  Refuses another model's graph."""
     if not model:
         return ""
@@ -189,7 +189,7 @@ def _notes(plan: Plan, scaled: Scaled) -> tuple[str, ...]:
 # ---- Ranks and time --------------------------------------------------------------------------------------------------------
 
 
-def _started(num_ranks: int, private_network: bool, deadline: _Deadline) -> RankPool:
+def started(num_ranks: int, private_network: bool, deadline: Deadline) -> RankPool:
     return RankPool(
         num_ranks,
         private_network=private_network,
@@ -198,7 +198,7 @@ def _started(num_ranks: int, private_network: bool, deadline: _Deadline) -> Rank
     )
 
 
-class _Deadline:
+class Deadline:
     """When everything has to be done."""
 
     def __init__(self, timeout_s: float):

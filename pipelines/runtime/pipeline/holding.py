@@ -131,6 +131,8 @@ def hold(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[StageLayou
         UserError: a slot's rows do not divide over the ranks of some worker, a stage's layout is for another number of ranks than
             its workers have, or a worker has two stages in a row that hold what passes between them otherwise.
     """
+    if layouts is not None:
+        _check(schedule, layouts)
     per_micro_batch = slots_per_micro_batch(schedule)
     for worker, width in enumerate(schedule.widths):
         parts = [1 if layouts is None else layouts[stage].row_parts for _, stage in schedule.stages_on(worker)]
@@ -141,8 +143,6 @@ def hold(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[StageLayou
                     f"micro_batch_rows is {micro_batch_rows}, which does not divide into {halves}the {multiple} rank(s) of "
                     f"worker {worker}; give a multiple of {per_micro_batch * multiple}"
                 )
-    if layouts is not None:
-        _check(schedule, layouts)
     return Holding(schedule, micro_batch_rows // per_micro_batch, None if layouts is None else tuple(layouts))
 
 

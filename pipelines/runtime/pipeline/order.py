@@ -73,12 +73,12 @@ def communication(
     schedule, ranks = holding.schedule, holding.ranks
     per_micro_batch = slots_per_micro_batch(schedule)
     begins_at = _beginnings(schedule, timeline, per_micro_batch) if compress else {}
-    keyed: list[tuple[int, float, bool, int, Entry]] = []
+    keyed: list[tuple[int, float, int, int, Entry]] = []
 
     def add(update: int, begins: float, entries: Iterable[Entry]) -> None:
-        for entry in entries:  # what begins together with a computation may be what it waits for
-            place = (update if schedule.is_synchronous else 0, begins, isinstance(entry, Run), len(keyed))
-            keyed.append((*place, entry))
+        for entry in entries:
+            turn = {Rest: 1, Run: 2}.get(type(entry), 0)  # at the same time: a computation waits for the others
+            keyed.append((update if schedule.is_synchronous else 0, begins, turn, len(keyed), entry))
 
     for item in ordered(schedule, timeline):
         if isinstance(item, Transfer):

@@ -144,6 +144,8 @@ def _gradients(
     plan = stages[number]
     sent = Sent()
     owners: set[tuple[str, int]] = set()
+    shards: dict[tuple[Axis, ...], float] = {}
+    """Bytes of a rank's weights by the axes that they are summed over: as one vector."""
     for layer in plan.layers(graph):
         strategy = own[layer.name]
         axes = () if strategy.summa else strategy.axes(0, layer.kind == "embedding")
@@ -154,9 +156,13 @@ def _gradients(
                 continue  # stored once
             owners.add(owner)
             shard = parameter.num_elements / parts * _ITEMSIZE
-            sent += _sent(_sums(axes, shard, num_replicas), plan) * num_replicas
+            shards[axes] = shards.get(axes, 0.0) + shard
             others = _sharing(graph, stages, owner) - {number}
-            sent += Sent(len(others) * shard * plan.num_ranks * num_replicas, 0)
+            sent += Sent(
+                len(others) * shard * plan.num_ranks * num_replicas, len(others) * plan.num_ranks * num_replicas
+            )
+    for axes, nbytes in shards.items():
+        sent += _sent(_sums(axes, nbytes, num_replicas), plan) * num_replicas
     return sent
 
 

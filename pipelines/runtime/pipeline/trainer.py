@@ -89,6 +89,8 @@ class PipelineTrainer:
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
             self._stages = ChainStages(self.lowered, self.rank, stages, between, batch)
         self._work = ModelWork(self.lowered, self.rank, self._stages, make_optimizer, on_loss)
+        if isinstance(model, PlannedModel):
+            _check_optimizers(self._work)
         self._owners = _owners(self.lowered, self._stages)
 
     def run(self) -> RankReport:
@@ -137,6 +139,14 @@ class PipelineTrainer:
             self._stages.restore(stage, replica, entries)
         self.num_updates, self.num_micro_batches = found.num_updates, found.num_micro_batches
         return True
+
+
+def _check_optimizers(work: ModelWork) -> None:
+    for replica in work.replicas.values():
+        if isinstance(replica.optimizer, flow.optim.LAMB):
+            raise UserError(
+                "LAMB takes norms of whole weights, of which a rank of a stage with a plan has a part; give SGD, Adam or AdamW"
+            )
 
 
 def _cut(chain: Chain, schedule: Schedule, sizes: Sequence[int] | None) -> tuple[StageModule, ...]:

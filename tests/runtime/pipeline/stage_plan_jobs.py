@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -49,7 +50,7 @@ def trainer_of(case: Mapping[str, Any]) -> PipelineTrainer:
 
 
 def train(cases: Sequence[Mapping[str, Any]]) -> list[Any]:
-    """For each case: the reports of its runs, this rank's parameters after them, and the bytes that all ranks sent in the last run."""
+    """For each case: the reports of its runs, this rank's parameters after them, and what all ranks sent in the last run."""
     results = []
     for case in cases:
         trainer = trainer_of(case)
@@ -62,10 +63,11 @@ def train(cases: Sequence[Mapping[str, Any]]) -> list[Any]:
     return results
 
 
-def train_whole(case: Mapping[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The plain module in one process: the mean loss of each micro-batch, and the parameters."""
+def train_whole(case: Mapping[str, Any]) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """The plain module in one process: the mean loss of each micro-batch, the parameters, and what they were before."""
     module, data, period = module_of(case["model"], case["sizes"]), Data(case), case["period"]
     parameters = dict(module.named_parameters())
+    initial = {name: np.array(value.numpy()) for name, value in parameters.items()}
     optimize = optimizer(*case["optimizer"])(list(parameters.values()))
     losses = []
     for begin in range(0, case["num_micro_batches"], period):
@@ -76,7 +78,22 @@ def train_whole(case: Mapping[str, Any]) -> tuple[list[float], dict[str, np.ndar
             losses.append(float(loss.numpy()))
             (loss / len(numbers)).backward()
         optimize.step()
-    return losses, {name: np.array(value.numpy()) for name, value in parameters.items()}
+    return losses, {name: np.array(value.numpy()) for name, value in parameters.items()}, initial
+
+
+def micro_batches(case: Mapping[str, Any], num: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The first micro-batches."""
+    return [Data(case)(number) for number in range(num)]
+
+
+def train_in_turn(cases: Sequence[Mapping[str, Any]], directory: Path) -> dict[str, np.ndarray]:
+    """A run of each case, each from the checkpoint of the one before."""
+    for number, case in enumerate(cases):
+        trainer = trainer_of(case)
+        assert trainer.restore(directory) == (number > 0) and trainer.num_updates == number
+        trainer.run()
+        trainer.save(directory)
+    return trainer.parameters()
 
 
 def refusals(cases: Sequence[Mapping[str, Any]]) -> list[str]:

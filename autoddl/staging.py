@@ -1,0 +1,60 @@
+"""A plan with a pipeline as what runs it: the plans of its stages, their schedule, and a model cut so.
+
+plan = autoddl.load_plan("joint.json")
+trainer = PipelineTrainer(planned_model(module, plan), plan.pipeline.schedule, make_optimizer, batch)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
+from autoddl.pipelines.schedule import Schedule
+
+from .joint.cutting import ENTRY
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.pipeline.planned import PlannedModel
+
+__all__ = ["planned_model", "schedule_of_plan", "stage_plans"]
+
+
+def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
+    """The plans of a plan's stages, in the order of the model.
+
+    Raises:
+        UserError: the plan has no pipeline.
+    """
+    if plan.pipeline is None:
+        raise UserError("the plan has no pipeline; plan with --pipeline auto, or apply it with autoddl.apply")
+    result = []
+    for choice in plan.pipeline.configuration.stages:
+        strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
+        result.append(StagePlan(strategies, choice.recompute == "layers", choice.strategies.get(ENTRY)))
+    return tuple(result)
+
+
+def schedule_of_plan(plan: Plan) -> Schedule:
+    """The schedule of a plan with a pipeline: of one step where it is synchronous, else of some.
+
+    Raises:
+        UserError: the plan has no pipeline.
+    """
+    if plan.pipeline is None:
+        raise UserError("the plan has no pipeline; plan with --pipeline auto")
+    return plan.pipeline.schedule
+
+
+def planned_model(module: Any, plan: Plan, feeds: Mapping[str, int | None] | None = None) -> PlannedModel:
+    """A model cut in the stages of a plan, for a `PipelineTrainer`; on every rank of the job.
+
+    Args:
+        module: the unmodified model, on the host, with the same values on every rank.
+        feeds: see :func:`autoddl.apply`.
+    """
+    from autoddl.pipelines.runtime.pipeline.planned import PlannedModel
+
+    return PlannedModel(module, plan.graph, stage_plans(plan), dict(feeds or {}))
