@@ -23,17 +23,20 @@ from autoddl.pipelines.runtime.wire import measure, measure_baseline
 flow = load_oneflow()
 nn = flow.nn
 
-GPT_SIZES = {"layers": 6, "width": 16, "heads": 2, "vocabulary": 32, "positions": 8}
+GPT_SIZES = {"layers": 2, "width": 16, "heads": 2, "vocabulary": 32, "positions": 8}
 WIDTH = 12
 
 
 def chain(model: str) -> Chain:
-    """Of 8 layers: ``gpt`` (tied), ``gpt-untied``, ``mlp``, ``sequential`` (some without parameters), ``wide-range``
-    (every second one spreads magnitudes)."""
+    """``gpt`` (4 layers, tied), ``gpt-untied``, ``mlp`` (8), ``sequential`` (8, some without parameters), ``wide-range`` (8, every
+    second one spreads magnitudes), ``deep`` (16)."""
     if model.startswith("gpt"):
         return chain_of(initialize(GPT(**GPT_SIZES, tied=model == "gpt"), seed=3))
     if model == "mlp":
         return chain_of(initialize(MLP([WIDTH] * 9), seed=3))
+    if model == "deep":
+        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(16)]
+        return chain_of(initialize(nn.Sequential(*linear), seed=3), loss=nn.functional.mse_loss)
     if model == "wide-range":
         return wide_range(4, WIDTH)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)]

@@ -111,7 +111,8 @@ def case(model: str, schedule: Schedule, **more: Any) -> dict[str, Any]:
 
 
 def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
-    """Every family, with fewer, as many and more micro-batches than stages."""
+    """Every family at every depth; its options at one of the two smaller ones, with fewer, as many and more micro-batches than
+    stages."""
     cases = {}
 
     def add(name: str, num_micro_batches: int, model: str = "sequential", **options: Any) -> None:
@@ -124,37 +125,36 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
         cases[label] = case(model, schedule, sizes=sizes)
 
     d = num_stages
-    add("gpipe", d)
-    add("gpipe", d, recompute=True)
-    add("1f1b", d + 1, "gpt")
-    add("1f1b", d + 2, policy="B")
+    few, model, twice, iterations = (3, "mlp", "deep", 2) if d == 8 else (d, "gpt", "sequential", STEPS)
+    add("gpipe", few, recompute=True)
+    add("1f1b", few + 1, model)
     add("gems", 3)
-    add("chimera", d, "gpt")
-    add("chimera", d, recompute=True, all_reduce="eager")
-    add("chimera", 1)
-    add("chimera", d - 1, all_reduce="none")
-    add("chimera", 2 * d + 1, iterations=2)
-    add("chimera", 2 * d, "gpt", concatenation="doubling", recompute=True, iterations=2)
-    add("chimera", 3 * d, concatenation="doubling", iterations=2)
-    add("chimera", 2 * d, concatenation="halving", iterations=2)
-    add("grouped-gpipe", d)
-    add("interleaved-1f1b", 2 * d, "gpt", iterations=2)
-    add("interleaved-1f1b", d, recompute=True)
-    add("zero-bubble", d + 1, "gpt")
-    add("zero-bubble", d, policy="H2", recompute=True)
-    if num_stages == 2:
-        add("1f1b", 2, "gpt", sizes=(6, 2))
-        add("1f1b", 2, "gpt", sizes=(2, 6), recompute=True)
+    add("chimera", few, model)
+    add("grouped-gpipe", few, twice, iterations=iterations)
+    add("interleaved-1f1b", d, twice, recompute=True, iterations=iterations)
+    add("zero-bubble", few + 1, model)
+    if d == 2:
+        add("gpipe", 2)
+        add("1f1b", 4, policy="B")
+        add("1f1b", 2, "gpt", sizes=(3, 1))
+        add("1f1b", 2, "gpt", sizes=(1, 3), recompute=True)
         add("chimera", 2, "mlp", sizes=(1, 7))
-    else:
+        add("chimera", 2, recompute=True, all_reduce="eager")
+        add("chimera", 1)
+        add("chimera", 4, "gpt", concatenation="doubling", recompute=True, iterations=2)
+        add("chimera", 4, concatenation="halving", iterations=2)
+        add("zero-bubble", 2, policy="H2", recompute=True)
+    if d == 4:
+        add("1f1b", 4, sizes=(1, 5, 1, 1))
+        add("chimera", 3, all_reduce="none")
+        add("chimera", 9, iterations=2)
+        add("chimera", 12, concatenation="doubling", iterations=2)
         add("chimera", 4, num_pipelines=4)
         add("chimera", 6, num_pipelines=4)
-        add("1f1b", 4, sizes=(1, 5, 1, 1))
-        add("chimera", 4, "gpt", sizes=(1, 4, 2, 1))
     return cases
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_synchronous_schedules_equal_one_device(ranks, reference, num_stages):
     cases = synchronous(num_stages)
     for (label, one), (reports, parameters) in zip(cases.items(), run(ranks, list(cases.values()))):
@@ -162,21 +162,6 @@ def test_synchronous_schedules_equal_one_device(ranks, reference, num_stages):
             check(reports, parameters, *reference(one))
         except AssertionError as error:
             raise AssertionError(f"{label}: {error}") from error
-
-
-def test_eight_stages(ranks, reference):
-    cases = [
-        case("mlp", generate(name, num_stages=8, num_micro_batches=8, iterations=STEPS, **options))
-        for name, options in (
-            ("gpipe", {"recompute": True}),
-            ("1f1b", {}),
-            ("chimera", {}),
-            ("chimera", {"num_pipelines": 4}),
-            ("zero-bubble", {}),
-        )
-    ]
-    for one, (reports, parameters) in zip(cases, run(ranks, cases)):
-        check(reports, parameters, *reference(one))
 
 
 def test_runs_go_on_from_each_other(ranks, reference):
@@ -206,6 +191,9 @@ def test_replicated_stages_split_their_micro_batches(ranks, reference, widths):
 
 # ---- Asynchronous schedules --------------------------------------------------------------------------------------------
 
+Rule = Callable[[int, int, int, int], int]
+"""The version of a stage's weights that a micro-batch sees, of (stage, number of stages, micro-batch, update period)."""
+
 
 def pipedream(stage: int, num_stages: int, number: int, period: int) -> int:
     """Stage s has seen the updates of all micro-batches but the S - 1 - s before this one, which are on their way."""
@@ -225,22 +213,35 @@ def double_grouped(stage: int, num_stages: int, number: int, period: int) -> int
 UPDATES = 10
 
 
-@pytest.mark.parametrize("num_stages", [2, 4])
+def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
+    """Every family at every depth, with the rule for its weight versions; ten updates but at the largest depth."""
+    d = num_stages
+    families = [
+        (pipedream, "pipedream", 1, {"recompute": True}),
+        (two_buffered, "pipedream-2bw", d if d == 8 else d + 1, {}),
+        (double_grouped, "wpipe", d, {}),
+    ]
+    if d == 2:
+        families += [
+            (pipedream, "pipedream", 1, {}),
+            (two_buffered, "pipedream-2bw", 2, {"width": 2}),
+            (double_grouped, "wpipe", 3, {"recompute": True}),
+        ]
+    result = []
+    for rule, name, n, options in families:
+        iterations = UPDATES if d < 8 or name == "pipedream" else 3
+        schedule = generate(name, num_stages=d, num_micro_batches=n, iterations=iterations, **options)
+        result.append((rule, schedule))
+    return result
+
+
+@pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_asynchronous_schedules_have_their_update_semantics(ranks, reference, num_stages):
     cases, versions = [], []
-    for name, rule, num_micro_batches, options in (
-        ("pipedream", pipedream, 1, {}),
-        ("pipedream", pipedream, 1, {"recompute": True}),
-        ("pipedream-2bw", two_buffered, num_stages, {}),
-        ("pipedream-2bw", two_buffered, num_stages + 1, {"width": 2} if num_stages == 2 else {}),
-        ("wpipe", double_grouped, num_stages, {}),
-        ("wpipe", double_grouped, num_stages + 1, {"recompute": True}),
-    ):
-        schedule = generate(
-            name, num_stages=num_stages, num_micro_batches=num_micro_batches, iterations=UPDATES, **options
-        )
+    for rule, schedule in asynchronous(num_stages):
         depth = schedule.num_stages
-        cases.append(case("sequential", schedule, optimizer=("SGD", 0.25)))
+        model, rate = ("deep", 0.1) if depth == 16 else ("sequential", 0.25)
+        cases.append(case(model, schedule, optimizer=("SGD", rate)))
         versions.append(
             [
                 [rule(stage, depth, number, schedule.update_period) for stage in range(depth)]
@@ -351,7 +352,7 @@ def test_compressed_boundaries_give_nearly_the_same_parameters(ranks, reference)
         losses, wanted = reference(one)
         name = one["schedule"].name
         in_full = report.bytes_sent + report.bytes_saved
-        assert report.num_uncompressed == 0 and 0.5 < report.bytes_sent / in_full < 0.51, name
+        assert report.num_uncompressed == 0 and 0.5 < report.bytes_sent / in_full < 0.52, name
         assert report.losses == pytest.approx(losses, rel=2e-3), name
         errors = [relative_error(value, wanted[key]) for of_rank in parameters for key, value in of_rank.items()]
         assert max(errors) < 5e-3 and 1e-6 < np.median(errors) < 1e-3, name
