@@ -55,6 +55,7 @@ class Hosts:
         self.addresses = {name: f"10.77.0.{number + 1}" for number, name in enumerate(names)}
         self._holders: dict[str, subprocess.Popen] = {}
         self._daemons: list[subprocess.Popen] = []
+        self._standing: set[int] = set()  # what daemons started for themselves
         hosts_file = folder / "hosts"
         lines = [f"{address} {name}" for name, address in self.addresses.items()]
         hosts_file.write_text("\n".join(["127.0.0.1 localhost", *lines, ""]))
@@ -114,9 +115,9 @@ class Hosts:
         return daemon
 
     def processes(self, name: str) -> set[int]:
-        """All processes on a host but its holder and daemons (zombies aside)."""
+        """All processes on a host but its holder, daemons and what these need."""
         theirs = os.readlink(f"/proc/{self._holders[name].pid}/ns/net")
-        known = {process.pid for process in [*self._holders.values(), *self._daemons]}
+        known = {process.pid for process in [*self._holders.values(), *self._daemons]} | self._standing
         found = set()
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit() and int(entry.name) not in known:
@@ -138,14 +139,11 @@ class Hosts:
 
     def close(self) -> None:
         """End everything on all hosts."""
+        self._standing.clear()
         for daemon in reversed(self._daemons):
-            daemon.terminate()
+            daemon.kill()
         for daemon in self._daemons:
-            try:
-                daemon.wait(10)
-            except subprocess.TimeoutExpired:
-                daemon.kill()
-                daemon.wait()
+            daemon.wait()
         for name in self.names:
             for pid in self.processes(name):
                 with contextlib.suppress(ProcessLookupError):
@@ -251,6 +249,7 @@ class SlurmHosts(Hosts):
             (folder / f"spool-{name}").mkdir()
             self.start(name, "slurmd", "-D", "-f", str(self.config), log=folder / f"{name}.out")
         self._wait_until_up(len(nodes))
+        self._standing = {pid for name in names for pid in self.processes(name)}
 
     def _start_munged(self, socket: Path, key: Path) -> None:
         files = [f"--{what}-file={self.folder}/munge.{what}" for what in ("pid", "log", "seed")]
