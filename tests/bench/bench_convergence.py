@@ -55,7 +55,7 @@ def main() -> None:
     print(f"{', '.join(synchronous)} differ by at most {apart:.1e} (relative, of a step's loss)")
     for label in [label for label in curves if label not in synchronous]:
         beside = np.abs(curves[label] / first - 1)[-20:].mean()
-        print(f"{label:20} is {beside:.2%} from {synchronous[0]} in the last 20 steps")
+        print(f"{label:20} is {100 * beside:.2g} % from {synchronous[0]} in the last 20 steps")
     try:
         draw(arguments.picture, curves)
     except ImportError:

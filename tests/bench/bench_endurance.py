@@ -1,9 +1,10 @@
 """Long runs again and again: no hang, and the same losses to the last bit every time.
 
-    python tests/bench/bench_endurance.py [--runs 10] [--steps 200] [--stages 2 4] [--schedules chimera wpipe] [--timeout 120]
+    python tests/bench/bench_endurance.py [--runs 10] [--steps 200] [--stages 2 4] [--schedules chimera wpipe]
+                                            [--model gpt] [--timeout 120]
 
-Every run starts ranks of its own, trains a tiny GPT on our license, and has so many seconds; a run that takes longer ends the
-benchmark with exit code 1 and a line that says where each rank stood.
+Every run starts ranks of its own, trains a tiny GPT or perceptron on our license, and has so many seconds; one that takes longer ends
+the benchmark with exit code 1.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 from tqdm import tqdm
 
 from autoddl.pipelines.runtime.failures import RankError
-from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
+from autoddl.pipelines.runtime.pipeline.problems import Problem, TextModel, TextPerceptron, shipped_text
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedule_of, train
 
 
@@ -25,10 +26,11 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=200, help="in each run (%(default)s)")
     parser.add_argument("--stages", type=int, nargs="+", default=(2, 4), help="workers (2 and 4)")
     parser.add_argument("--schedules", nargs="+", default=("chimera", "wpipe"), help="(chimera and wpipe)")
+    parser.add_argument("--model", choices=("gpt", "mlp"), default="gpt", help="(%(default)s)")
     parser.add_argument("--timeout", type=float, default=120, help="seconds for a run (%(default)s)")
     arguments = parser.parse_args()
     print(
-        f"{'schedule':14} {'ranks':>5} {'runs':>4} {'steps':>5} {'seconds a run':>15}  {'last loss':>10}  between runs"
+        f"{'schedule':14} {'model':5} {'ranks':>5} {'runs':>4} {'steps':>5} {'seconds a run':>15}  {'last loss':>10}  between runs"
     )
     for num_stages in arguments.stages:
         for name in arguments.schedules:
@@ -40,21 +42,25 @@ def report(name: str, num_stages: int, arguments: argparse.Namespace) -> None:
     seconds, losses = [], []
     for _ in tqdm(range(arguments.runs), desc=f"{name} on {num_stages}", disable=None):
         begin = time.monotonic()
-        losses.append(run(name, num_stages, arguments.steps, arguments.timeout))
+        losses.append(run(name, num_stages, arguments.model, arguments.steps, arguments.timeout))
         seconds.append(time.monotonic() - begin)
     apart = max(abs(one - other) for run in losses for one, other in zip(run, losses[0]))
     print(
-        f"{name:14} {num_stages:5} {len(losses):4} {len(losses[0]):5} {min(seconds):6.1f} to {max(seconds):5.1f}  "
+        f"{name:14} {arguments.model:5} {num_stages:5} {len(losses):4} {len(losses[0]):5} {min(seconds):6.1f} to {max(seconds):5.1f}  "
         f"{losses[0][-1]:10.6f}  {'identical' if apart == 0 else f'up to {apart:.1e} apart'}",
         flush=True,
     )
 
 
-def run(name: str, num_stages: int, num_steps: int, timeout_s: float) -> tuple[float, ...]:
+def run(name: str, num_stages: int, model: str, num_steps: int, timeout_s: float) -> tuple[float, ...]:
     """The losses of all steps of a run; ends the process where it hangs."""
     schedule = schedule_of(name, num_steps, num_stages=num_stages, num_micro_batches=num_stages)
-    layers = max(1, schedule.num_stages - 2)
-    problem = TextModel(shipped_text(), "gpt", layers, width=16, heads=2, sequence=8, tied=schedule.is_synchronous)
+    problem: Problem
+    if model == "gpt":
+        layers = max(1, schedule.num_stages - 2)
+        problem = TextModel(shipped_text(), "gpt", layers, width=16, heads=2, sequence=8, tied=schedule.is_synchronous)
+    else:
+        problem = TextPerceptron(shipped_text(), (16,) * (schedule.num_stages + 1))
     options = TrainingOptions(problem, schedule, num_steps, micro_batch=2, learning_rate=3e-3)
     try:
         return train(options, timeout_s=timeout_s).losses
