@@ -31,7 +31,7 @@ from autoddl.costmodel.pricing import PriceBook, Problem
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
-from autoddl.search import METHODS, Result, Status, bracket, progress_bar, smallest_memory, solve
+from autoddl.search import METHODS, Bracket, Result, Status, bracket, progress_bar, smallest_memory, solve
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.verify import Claim, verify
 
@@ -173,10 +173,11 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         ),
         default=math.inf,
     )
-    settings = None
+    settings, tied_search_s = None, 0.0
     if options.untied:
         tied = _Sweep(books, replace(options, untied=False, method="exact"), limit, known)
         known = min(known, tied.run().result.cost)
+        tied_search_s = tied.search_s
         settings = {
             (c.micro_batch, c.recompute) for c in tied.candidates if c.bound_before_search <= known * (1 + 1e-9)
         }
@@ -214,7 +215,7 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         candidates=tuple(sweep.candidates),
         baselines=figures,
         evaluations=sweep.evaluations,
-        search_s=sweep.search_s,
+        search_s=tied_search_s + sweep.search_s,
     )
 
 
@@ -233,6 +234,7 @@ class _Found:
 class _Candidate:
     problem: Problem
     bound: float
+    known: Bracket
 
 
 class _Books:
@@ -313,7 +315,7 @@ class _Sweep:
                 self.search_s += time.perf_counter() - start
                 if bounds.free > self.known:
                     self._record(
-                        _Candidate(problem, bounds.free),
+                        _Candidate(problem, bounds.free, bounds),
                         "cannot be better, nor can its divisors",
                         math.inf,
                         bounds.free,
@@ -321,7 +323,7 @@ class _Sweep:
                     settled.append(micro_batch)
                     continue
                 self.known = min(self.known, bounds.cost * (1 + 1e-9))
-                candidate = _Candidate(problem, bounds.bound)
+                candidate = _Candidate(problem, bounds.bound, bounds)
                 if bounds.bound > bounds.free * (1 + 1e-12):
                     yield candidate
                     continue
@@ -345,7 +347,7 @@ class _Sweep:
         if bound >= self.known:
             self._record(candidate, "cannot be better", math.inf, bound)
             return
-        result = self._solve(problem)
+        result = self._solve(candidate)
         # Exact counts what it prices on top of the relaxations' minimisers: where one of these is the optimum, that is nothing.
         self.evaluations += max(result.evaluations, int(result.choice is not None))
         self.search_s += result.seconds
@@ -361,11 +363,11 @@ class _Sweep:
                 self.best = _Found(problem, result)
                 self.known = min(self.known, result.cost)
 
-    def _solve(self, problem: Problem) -> Result:
+    def _solve(self, candidate: _Candidate) -> Result:
         options = self.options
         with progress_bar(options.method, disable=True if options.quiet else None) as progress:
             return solve(
-                problem.table,
+                candidate.problem.table,
                 method=options.method,
                 memory_limit=self.limit,
                 seed=options.seed,
@@ -373,6 +375,7 @@ class _Sweep:
                 time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
                 cutoff=self.known,
                 progress=progress,
+                known=candidate.known,
             )
 
 

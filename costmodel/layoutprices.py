@@ -53,10 +53,11 @@ class LayoutPrices:
         table = self._table(sources, targets)
         fixed, per_byte = table[:, :, 0].copy(), table[:, :, 1].copy()
         undivided = (shape[0] % table[:, :, 2] != 0) | (shape[1] % table[:, :, 3] != 0)
-        # Layouts whose samples do not divide this micro-batch are not offered at all.
-        possible = [np.array([shape[0] % _samples(layout) == 0 for layout in ends]) for ends in (sources, targets)]
-        for a, b in zip(*np.nonzero(undivided & possible[0][:, None] & possible[1][None, :])):
-            fixed[a, b], per_byte[a, b], *_ = self._price(sources[a], targets[b], shape)
+        if undivided.any():
+            # Layouts whose samples do not divide this micro-batch are not offered at all.
+            possible = [np.array([shape[0] % _samples(layout) == 0 for layout in ends]) for ends in (sources, targets)]
+            for a, b in zip(*np.nonzero(undivided & possible[0][:, None] & possible[1][None, :])):
+                fixed[a, b], per_byte[a, b], *_ = self._price(sources[a], targets[b], shape)
         return workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte
 
     def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
