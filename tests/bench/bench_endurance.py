@@ -3,8 +3,8 @@
     python tests/bench/bench_endurance.py [--runs 10] [--steps 200] [--stages 2 4] [--schedules chimera wpipe]
                                             [--model gpt] [--timeout 120]
 
-Every run starts ranks of its own, trains a tiny GPT or perceptron on our license, and has so many seconds; one that takes longer ends
-the benchmark with exit code 1.
+Every run starts ranks of its own, trains a tiny GPT or perceptron on our license, and has so many seconds; one that takes longer
+ends the benchmark with exit code 1.
 """
 
 from __future__ import annotations
@@ -45,11 +45,10 @@ def report(name: str, num_stages: int, arguments: argparse.Namespace) -> None:
         losses.append(run(name, num_stages, arguments.model, arguments.steps, arguments.timeout))
         seconds.append(time.monotonic() - begin)
     apart = max(abs(one - other) for run in losses for one, other in zip(run, losses[0]))
-    print(
-        f"{name:14} {arguments.model:5} {num_stages:5} {len(losses):4} {len(losses[0]):5} {min(seconds):6.1f} to {max(seconds):5.1f}  "
-        f"{losses[0][-1]:10.6f}  {'identical' if apart == 0 else f'up to {apart:.1e} apart'}",
-        flush=True,
-    )
+    what = f"{name:14} {arguments.model:5} {num_stages:5} {len(losses):4} {len(losses[0]):5}"
+    took = f"{min(seconds):6.1f} to {max(seconds):5.1f}"
+    between = "identical" if apart == 0 else f"up to {apart:.1e} apart"
+    print(f"{what} {took}  {losses[0][-1]:10.6f}  {between}", flush=True)
 
 
 def run(name: str, num_stages: int, model: str, num_steps: int, timeout_s: float) -> tuple[float, ...]:
