@@ -17,7 +17,7 @@ from .joint.cutting import ENTRY
 from .plan import Plan
 
 if TYPE_CHECKING:
-    from autoddl.pipelines.runtime.pipeline.planned import PlannedModel
+    from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 
 __all__ = ["planned_model", "schedule_of_plan", "stage_plans"]
 
@@ -55,6 +55,6 @@ def planned_model(module: Any, plan: Plan, feeds: Mapping[str, int | None] | Non
         module: the unmodified model, on the host, with the same values on every rank.
         feeds: see :func:`autoddl.apply`.
     """
-    from autoddl.pipelines.runtime.pipeline.planned import PlannedModel
+    from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 
     return PlannedModel(module, plan.graph, stage_plans(plan), dict(feeds or {}))

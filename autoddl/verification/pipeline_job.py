@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from autoddl.pipelines.runtime.load import load_oneflow
-from autoddl.pipelines.runtime.pipeline.planned import PlannedModel
+from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.wire import Meter
 

@@ -12,7 +12,7 @@ stages of a pipeline then tell each other their sums, every rank what it holds (
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import permutations
 from math import prod
 from typing import Any
@@ -21,98 +21,31 @@ import numpy as np
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import edge_shape
 
-from ..dropouts import check_dropouts
-from ..epilogues import LOSSES
 from ..feeding import feeds_of, inputs_of
-from ..layouts import ParameterLayout, parameter_layouts
 from ..load import load_oneflow
 from ..sequence import LayerSequence, ReadyLayer
 from ..setting import Batch
 from ..stepping import Stepper
-from ..userparameters import check_parameters, find_parameter
+from ..userparameters import find_parameter
 from .actions import Reduce, Run
-from .chain import Boundary, first_names
+from .chain import Boundary
 from .checkpoint import Entry
 from .data import BatchSource, LossPart, SlotData
 from .lowering import Lowered
+from .planned_model import PlannedModel, StageWeights, Stored
 from .shared_weights import WeightPiece, weight_pieces
-from .stage_plans import StagePlan, entry_strategy
+from .stage_plans import entry_strategy
 from .transport import Transport
 from .weights import ReplicaWeights
 
 flow: Any = load_oneflow()
 
-__all__ = ["PlannedModel", "PlannedStages"]
+__all__ = ["PlannedStages"]
 
 Tensor = Any
-
-
-@dataclass(frozen=True)
-class PlannedModel:
-    """A model cut in stages that have plans of their own.
-
-    Attributes:
-        module: the whole model, with the same values on every rank; it is read, not changed.
-        graph: its layers; they end in a loss.
-        stages: all layers of the graph in their order, each stage at strategies on its own ranks.
-        feeds: which input layers read, see `autoddl.apply`.
-    """
-
-    module: Any
-    graph: LayerGraph
-    stages: tuple[StagePlan, ...]
-    feeds: Mapping[str, int | None] = field(default_factory=dict)
-
-    def holders(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, by its first name in the module, the stages that use it.
-
-        Raises:
-            UserError: the module is not the graph's.
-        """
-        strategies = {name: strategy for stage in self.stages for name, strategy in stage.strategies.items()}
-        check_parameters(self.module, self.graph, strategies, self.stages[0].num_ranks)
-        check_dropouts(self.module, self.graph)
-        last = self.graph.layers[-1]
-        if last.kind != "loss" and not LOSSES & set(last.epilogue):
-            raise UserError(
-                f"{last.describe()}: the model ends in it, should end in a loss to be trained in a pipeline"
-            )
-        names = first_names(self.module)
-        holders: dict[str, list[int]] = {}
-        for number, stage in enumerate(self.stages):
-            for layer in stage.layers(self.graph):
-                for parameter in layer.parameters:
-                    stages = holders.setdefault(names[id(find_parameter(self.module, parameter.name))], [])
-                    if number not in stages:
-                        stages.append(number)
-        return {name: tuple(stages) for name, stages in holders.items()}
-
-
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor that a rank keeps: a parameter's shard, or one of several side by side.
-
-    Attributes:
-        layout: how it lies on the ranks of the stage.
-        sources: (first name in the module, rows) of the parameters that it holds.
-        stages: the stages that use it.
-    """
-
-    layout: ParameterLayout
-    sources: tuple[tuple[str, int], ...]
-    stages: tuple[int, ...]
-
-    @property
-    def name(self) -> str:
-        return self.layout.name
-
-    @property
-    def size(self) -> int:
-        """Elements of a shard."""
-        return prod(self.layout.local_shape())
 
 
 @dataclass(frozen=True)
@@ -122,37 +55,9 @@ class _Exchange:
     source_stage: int
     destination_stage: int
     sources: tuple[tuple[str, int], ...]
-    """Of the `_Stored`."""
+    """Of the `Stored`."""
     ranks: tuple[int, int]
     piece: WeightPiece
-
-
-class _Weights:
-    """What the ranks of one stage store.
-
-    Attributes:
-        stored: by name.
-        places: per layer the places of its weights among all of them.
-    """
-
-    def __init__(self, model: PlannedModel, holders: Mapping[str, tuple[int, ...]], number: int) -> None:
-        self.stored: dict[str, _Stored] = {}
-        self.places: dict[str, tuple[int, ...]] = {}
-        plan, names = model.stages[number], first_names(model.module)
-        by_sources: dict[tuple[tuple[str, int], ...], _Stored] = {}
-        for layer in plan.layers(model.graph):
-            places = []
-            for layout in parameter_layouts(model.graph, layer, plan.strategies[layer.name]):
-                sources = tuple((names[id(find_parameter(model.module, name))], rows) for name, rows in layout.sources)
-                if sources not in by_sources:
-                    stages = {holders[name] for name, _ in sources}
-                    if len(stages) > 1:
-                        raise UserError(f"{layer.describe()}: only a part of {layout.name} is shared with other stages")
-                    by_sources[sources] = self.stored[layout.name] = _Stored(layout, sources, stages.pop())
-                known = by_sources[sources]
-                _check_alike(layer, layout, known.layout)
-                places.append(list(self.stored).index(known.name))
-            self.places[layer.name] = tuple(places)
 
 
 class _Part:
@@ -165,7 +70,7 @@ class _Part:
         weights: what is stored.
     """
 
-    def __init__(self, model: PlannedModel, number: int, weights: _Weights, stepper: Stepper) -> None:
+    def __init__(self, model: PlannedModel, number: int, weights: StageWeights, stepper: Stepper) -> None:
         plan, graph = model.stages[number], model.graph
         strategies = dict(plan.strategies)
         self.given = model.stages[number - 1].layers(graph)[-1].name if number else None
@@ -183,7 +88,7 @@ class PlannedStages:
     def __init__(self, lowered: Lowered, rank: int, model: PlannedModel, batch: BatchSource) -> None:
         schedule, ranks = lowered.schedule, lowered.ranks
         graph, holders = model.graph, model.holders()
-        weights = [_Weights(model, holders, stage) for stage in range(schedule.num_stages)]
+        weights = [StageWeights(model, holders, stage) for stage in range(schedule.num_stages)]
         worker = ranks.worker_of(rank)
         members = ranks.ranks_of(worker)
         self._rank, self._index = rank, ranks.index_of(rank)
@@ -279,9 +184,9 @@ class PlannedStages:
                 replica.set_gradient(action.update, names, flow.narrow(total, 0, start, size))
             start += size
 
-    def _groups(self, action: Reduce, stage: int) -> dict[tuple[Axis, ...], list[_Stored]]:
+    def _groups(self, action: Reduce, stage: int) -> dict[tuple[Axis, ...], list[Stored]]:
         """The weights that exactly an action's stages have, as one of them has them, by the axes that gradients are summed over."""
-        groups: dict[tuple[Axis, ...], list[_Stored]] = {}
+        groups: dict[tuple[Axis, ...], list[Stored]] = {}
         stored = self._parts[stage].weights.stored.values()
         for one in sorted(stored, key=lambda one: one.sources):
             if one.stages == action.stages:
@@ -359,7 +264,7 @@ class PlannedStages:
                 result[source] = {key: v[cut] if kept[name][key].shape == shape else v for key, v in whole.items()}
         return result
 
-    def _whole(self, stored: _Stored, shard: np.ndarray) -> np.ndarray:
+    def _whole(self, stored: Stored, shard: np.ndarray) -> np.ndarray:
         """What all ranks of the stage hold together."""
         layout, local = stored.layout, flow.tensor(shard)
         for dim, axes in enumerate(layout.axes):
@@ -380,7 +285,7 @@ class PlannedStages:
         replica.restore(own)
 
 
-def _exchanges(lowered: Lowered, weights: Sequence[_Weights], stages: tuple[int, ...]) -> list[_Exchange]:
+def _exchanges(lowered: Lowered, weights: Sequence[StageWeights], stages: tuple[int, ...]) -> list[_Exchange]:
     """Everything that is told about the weights of exactly these stages, in the order in which it is sent."""
     result = []
     by_stage = [
@@ -402,12 +307,3 @@ def _boundary(layer: Layer) -> Boundary:
     """What a layer gives, of one sample: rows by features (images: all elements of one)."""
     features = edge_shape(layer, 1)[1]
     return Boundary((layer.output_elements // features, features), flow.float32)
-
-
-def _check_alike(layer: Layer, layout: ParameterLayout, known: ParameterLayout) -> None:
-    """A weight that layers of a stage share is stored once: it has to lie alike in all of them."""
-    for mine, theirs in zip(layout.indices, known.indices):
-        if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
-            raise UserError(
-                f"{layer.describe()}: its strategy puts {layout.name} elsewhere than it is as {known.name}, whose weight it shares"
-            )

@@ -19,7 +19,8 @@ from .checkpoint import find_checkpoint, write_complete, write_part
 from .data import BatchSource, LossListener
 from .engine import execute
 from .lowering import Lowered, lower
-from .planned import PlannedModel, PlannedStages
+from .planned import PlannedStages
+from .planned_model import PlannedModel
 from .report import RankReport
 from .stage_plans import stage_layouts
 from .weights import OptimizerFactory

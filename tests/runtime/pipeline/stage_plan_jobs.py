@@ -11,7 +11,7 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, initialize
-from autoddl.pipelines.runtime.pipeline.planned import PlannedModel
+from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.wire import measure, measure_baseline
 
