@@ -82,11 +82,18 @@ def _attributes_of_graph(attributes: Mapping[str, Any], summary: str) -> list[st
 
 
 def _label(name: str, data: Mapping[str, Any]) -> str:
-    layouts = " -> ".join(filter(None, (data["sbp_input"], data["sbp_output"])))
-    weight = f"\nweight {data['sbp_weight']}" if data["sbp_weight"] else ""
+    layouts = f"{_short(data['sbp_input'])} -> {_short(data['sbp_output'])}"
+    weight = f"\nweight {_short(data['sbp_weight'])}" if data["sbp_weight"] else ""
     price = f"{format_seconds(data['compute_s'])} + {format_seconds(data['communication_s'])}"
     sent, memory = format_bytes(data["sent_bytes"]), format_bytes(data["memory_bytes"])
     return f"{name} ({data['kind']})\n{data['strategy']}\n{layouts}{weight}\n{price}, {sent} sent, {memory}"
+
+
+def _short(layout: str) -> str:
+    """A printed layout without its axes of size 1."""
+    levels = layout[1:-1].split(" | ")
+    kept = [", ".join(item for item in level.split(", ") if not item.endswith(":1")) for level in levels]
+    return f"({' | '.join(filter(None, kept)) or 'whole'})"
 
 
 def _edge_label(data: Mapping[str, Any]) -> str:

@@ -159,13 +159,13 @@ class _Writer:
             path = self._path() if self.scene.built_in else f"table_of(plain, {self._path()})"
             sizes = f"{self.layer.attributes['vocabulary']}, {self.layer.attributes['features']}"
             return f"Embedding({path}, {sizes}, {layout}, {self.scene.annotation(axes)})"
-        shapes = value_text({self._own_name(p): p.shape for p in self.own})
+        shapes = ", ".join(f"{self.place.path(p.name)}: {value_text(p.shape)}" for p in self.own)
         if kind in ("conv2d", "opaque"):
-            return f"Whole({self._path()}, {shapes}, {self.scene.annotation(())})"
+            return f"Whole({{{shapes}}}, {self.scene.annotation(())})"
         if len({len(p.shape) for p in self.own}) > 1:
             raise UserError(f"{self.layer.describe()}: its parameters should have one number of dimensions")
         cut = (*(() for _ in self.own[0].shape[:-1]), self.strategy.axes(1))
-        return f"PerFeature({self._path()}, {shapes}, {layout}, {self.scene.annotation(cut)})"
+        return f"PerFeature({{{shapes}}}, {layout}, {self.scene.annotation(cut)})"
 
     def _linear_holder(self) -> str:
         layer, strategy, attributes = self.layer, self.strategy, self.layer.attributes

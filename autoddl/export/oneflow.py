@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 __all__ = ["oneflow_text"]
 
 #: What a file uses while it is loaded.
-_FIRST = ("Axis", "mesh", "S0", "S1", "B")
+_FIRST = ("Axis", "mesh", "S0", "B")
 _RESERVED = ("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "sums", "factor", "angles")
 _LOSSES = frozenset({"mse_loss", "l1_loss"})
 

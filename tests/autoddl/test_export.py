@@ -25,7 +25,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.export import FORMS, export
 from autoddl.export.annotated import annotated_graph
-from autoddl.export.drawings import dot_text, graphml_text
+from autoddl.export.drawings import _short, dot_text, graphml_text
 from autoddl.export.helpers import helper_text, known_names
 from autoddl.export.source import Names, comment, literal, value_text
 from autoddl.models import resolve_model
@@ -221,6 +221,14 @@ def test_dot_is_read_back(plan_of):
         assert as_texts(data).items() <= edges[source, target].items()
 
 
+@pytest.mark.parametrize(
+    ("layout", "short"),
+    [("(S0:2, B:1 | S0:1, S1:4)", "(S0:2 | S1:4)"), ("(B:1 | P:1)", "(whole)"), ("(S0:16, B:11)", "(S0:16, B:11)")],
+)
+def test_labels_leave_out_axes_of_one(layout, short):
+    assert _short(layout) == short
+
+
 def test_stages_are_clusters_in_dot(pipeline_plan):
     graph, nodes, _ = parsed_dot(dot_text(pipeline_plan))
     stages = nx.get_node_attributes(annotated_graph(pipeline_plan), "stage")
@@ -294,9 +302,7 @@ def test_every_step_of_the_plan_stands_in_the_file_with_its_price(plan_of):
     plan = replace(plan, strategies={x.name: split if x.kind in products else whole for x in plan.graph.layers})
     text = export(plan, "oneflow")
     tree = ast.parse(text)
-    classes = [
-        n for n in tree.body if isinstance(n, ast.ClassDef) and (n.name == "Model" or n.name.startswith("Block"))
-    ]
+    classes = [n for n in tree.body if isinstance(n, ast.ClassDef) and re.fullmatch(r"Model|Block\d?", n.name)]
     calls = [
         n.func.id for c in classes for n in ast.walk(c) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
     ]
@@ -306,9 +312,10 @@ def test_every_step_of_the_plan_stands_in_the_file_with_its_price(plan_of):
     num_blocks = sum(c.name.startswith("Block") for c in classes)  # a first one that is entered otherwise has its own
     assert num_blocks in (1, 2)
     for layer in assess(plan.graph, plan.cluster, plan.workload, plan.strategies).layers:
-        if layer.layer.kind == "loss" or layer.layer.block_index >= num_blocks:  # the loss's are in its own function
+        if layer.layer.block_index >= num_blocks:
             continue
-        for step in layer.forward_steps:
+        # The loss's own steps are in its function.
+        for step in layer.arriving if layer.layer.kind == "loss" else layer.forward_steps:
             name = step.collective.value.replace("-", "_")
             if name in expected:
                 expected[name] += 1

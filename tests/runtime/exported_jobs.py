@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -73,6 +72,22 @@ def train_users(
     return _compared(applied, exported, model, plain, batches, workload, counts_bytes)
 
 
+def check_users(function: str, other: str, file: str) -> list[str | None]:
+    """What the file says of the model that it was made for, and of another one with the same layers."""
+    exported = module_of_file(file)
+    said: list[str | None] = []
+    for which in (function, other):
+        flow.manual_seed(SEED)
+        plain, examples = exported.plain_model(*which.rsplit(":", 1))
+        model = exported.build(plain=plain)
+        samples = [exported.like(example, exported.MICRO_BATCH, np.random.default_rng(0)) for example in examples]
+        try:
+            said.append(exported.check_against_plain(model, plain, samples))
+        except ValueError as error:
+            said.append(str(error))
+    return said
+
+
 def _compared(
     applied: Any, exported: Any, model: Any, plain: Any, batches: Any, workload: Workload, counts_bytes: bool
 ) -> dict[str, Any]:
@@ -138,7 +153,6 @@ def load_state(file: str, seed: int) -> dict[str, Any]:
         "lacks": _message(lambda: exported.load_plain_state(model, {n: v for n, v in state.items() if n != first})),
         "shape": _message(lambda: exported.load_plain_state(model, {**state, first: np.zeros((3, 3), np.float32)})),
         "first": first,
-        "modules": sorted(name for name in sys.modules if name == "_exported"),
     }
 
 

@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
+import re
+import subprocess
+import sys
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+import numpy as np
 import pytest
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.graph import LayerGraph, graph_from_document
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
 from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
 from autoddl.models.builtin import BuiltIn, Perceptron, Pictures
 from autoddl.models.transformers import Transformer
+from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.processes import is_listening, reserve_port
 from autoddl.plan import Plan
 
 JOBS = Path(__file__).with_name("exported_jobs.py")
+MODELS = Path(__file__).with_name("exported_models.py")
 GPT = Transformer("gpt", layers=2, width=64, heads=8, sequence=16, vocabulary=128)
 BERT = Transformer("bert", layers=2, width=64, heads=4, sequence=16, vocabulary=128)
 LLAMA = replace(GPT, name="llama", layers=1, kv_heads=4, intermediate=128, activation="silu", tied=False)
@@ -48,11 +58,11 @@ class Case:
     def num_ranks(self) -> int:
         return next(iter(self.strategies.values())).num_devices
 
-    def plan(self) -> Plan:
+    def plan(self, graph: LayerGraph | None = None) -> Plan:
         sizes = self.level_sizes
         cluster = load_cluster("dgx-a100").resized(*((1, *sizes) if len(sizes) == 1 else sizes))
         device = replace(cluster.device, peak_flops={"float32": 1e12})
-        return Plan(self.graph, replace(cluster, device=device), self.workload, self.strategies, {})
+        return Plan(graph or self.graph, replace(cluster, device=device), self.workload, self.strategies, {})
 
 
 def random_case(
@@ -143,3 +153,103 @@ def test_losses_values_and_bytes_are_those_of_the_applied_plan(counted_ranks, tm
     )
     assert results[0]["bytes"][0]
     check(results)
+
+
+# ---- Users' models -------------------------------------------------------------------------------------------------------------
+
+
+def users_case(name: str, level_sizes: tuple[int, ...], seed: int) -> tuple[LayerGraph, dict[str, Strategy]]:
+    """The graph of one of the users' models, extracted in a process of its own, and random strategies."""
+    code = "import sys; from autoddl.__main__ import main; sys.exit(main(sys.argv[1:]))"
+    arguments = ["extract", f"{MODELS}:{name}", "--json"]
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    graph, rng, strategies = graph_from_document(json.loads(done.stdout), name), random.Random(seed), {}
+    for layer in graph.layers:
+        options = [s for s in enumerate_strategies(layer, level_sizes) if 8 % s.p0 == 0]
+        strategies[layer.name] = rng.choice(options)
+    return graph, strategies
+
+
+@pytest.mark.parametrize(("name", "level_sizes", "seed"), [("transformer", (2, 2), 2), ("pictures", (4,), 3)])
+def test_users_models_are_wrapped(counted_ranks, tmp_path, name, level_sizes, seed):
+    pool = counted_ranks(4)
+    graph, strategies = users_case(name, level_sizes, seed)
+    case = Case(
+        BuiltIn("", Perceptron(())),
+        strategies,
+        Workload(16, 8, "float32", optimizer="sgd", recompute=name == "pictures"),
+    )
+    path = tmp_path / "exported.py"
+    path.write_text(oneflow_text(case.plan(graph), f"{MODELS}:{name}"))
+    results = pool.run(f"{JOBS}:train_users", f"{MODELS}:{name}", graph, strategies, case.workload, str(path), True)
+    check(results)
+
+
+def test_a_model_that_computes_something_else_is_noticed(ranks, tmp_path):
+    """The plan is for other scores than the model's: the file says so before it trains."""
+    pool = ranks(2)
+    graph, strategies = users_case("transformer", (2,), 1)
+    case = Case(BuiltIn("", Perceptron(())), strategies, Workload(16, 8, "float32"))
+    path = tmp_path / "exported.py"
+    path.write_text(oneflow_text(case.plan(graph), f"{MODELS}:transformer"))
+    said = pool.run(f"{JOBS}:check_users", f"{MODELS}:transformer", f"{MODELS}:scaled", str(path))
+    for of_rank in said:
+        assert of_rank[0] is None
+        assert re.fullmatch(r"the annotated model's loss is [\d.]+, the plain one's [\d.]+: they differ", of_rank[1])
+
+
+# ---- Files as scripts ----------------------------------------------------------------------------------------------------------
+
+
+def run_script(path: Path, num_ranks: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
+    """The script on ranks started by hand: with the variables that any launcher sets, isolated from what is installed by users."""
+    with reserve_port() as reserved:
+        port = reserved.getsockname()[1]
+    variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
+    command = [sys.executable, "-I", str(path), *arguments]
+    processes = []
+    for rank in range(num_ranks):
+        environment = {**os.environ, **variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        processes.append(
+            subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        )
+        deadline = time.monotonic() + 60
+        while rank == 0 and not is_listening(processes[0].pid, port) and time.monotonic() < deadline:
+            time.sleep(0.05)
+    try:
+        return [
+            subprocess.CompletedProcess(command, process.wait(), *process.communicate(timeout=90))
+            for process in processes
+        ]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_file_is_a_script_that_trains_and_saves(tmp_path):
+    if not (available := is_available()):
+        pytest.skip(available.reason)
+    case = perceptron(on((2, 1, 1)), on((1, 2, 1)), on((1, 1, 2)))
+    path, state = Path(exported(case, tmp_path)), tmp_path / "state.npz"
+    first, second = run_script(path, 2, "--steps", "4", "--save", str(state))
+    assert (first.returncode, second.returncode) == (0, 0), first.stderr + second.stderr
+    losses = [float(line.split("loss ")[1]) for line in first.stdout.splitlines()]
+    assert len(losses) == 4 and len(set(losses)) == 4 and second.stdout == ""
+    with np.load(state) as file:
+        shapes = {name: file[name].shape for name in file.files}
+    assert shapes == {"fc1.weight": (128, 64), "fc2.weight": (96, 128), "fc3.weight": (32, 96)}
+    alone = subprocess.run([sys.executable, "-I", str(path)], capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 1 and alone.stderr == "this model is for 2 ranks, WORLD_SIZE is 1\n"
+    failed = run_script(path, 2, "--load", str(tmp_path / "missing.npz"))
+    assert [done.returncode for done in failed] == [1, 1]
+    assert all("missing.npz" in done.stderr for done in failed)
+
+
+def test_states_of_plain_models_are_taken_and_given(ranks, tmp_path):
+    case = CASES["bert on 4"]()
+    for found in ranks(4).run(f"{JOBS}:load_state", exported(case, tmp_path), 1):
+        assert found["same"]
+        first = found["first"]
+        assert found["lacks"] == f"the state_dict lacks {first!r}"
+        assert f"the state_dict's {first} has shape (3, 3), should have" in found["shape"]

@@ -43,7 +43,10 @@ class Layout:
 
     def samples(self, array: np.ndarray) -> np.ndarray:
         """This rank's samples."""
-        width = len(array) // prod(axis.size for axis in self.p0)
+        parts = prod(axis.size for axis in self.p0)
+        if len(array) % parts:
+            raise ValueError(f"{len(array)} samples do not divide over {parts} ranks")
+        width = len(array) // parts
         start = block(self.p0, RANK) * width
         return array[start : start + width]
 
@@ -313,25 +316,23 @@ class Embedding(Blocked):
 class PerFeature(Blocked):
     """Parameters whose last dimension is the activations' features: those of norms, tables of positions."""
 
-    def __init__(
-        self, module: str, shapes: Mapping[str, Sequence[int]], layout: Layout, placement: Any, sbp: Sequence[Any]
-    ):
+    def __init__(self, shapes: Mapping[str, Sequence[int]], layout: Layout, placement: Any, sbp: Sequence[Any]):
         super().__init__()
         for name, shape in shapes.items():
             held = (*(everything(length) for length in shape[:-1]), layout.block_of(shape[-1]))
             cut = (*([] for _ in shape[:-1]), layout.p1)
-            weight = Weight({f"{module}.{name}": shape[0]}, shape, held, cut, placement, sbp)
-            self.weights.append(self.add(name, weight))
+            weight = Weight({name: shape[0]}, shape, held, cut, placement, sbp)
+            self.weights.append(self.add(name.rpartition(".")[2], weight))
 
 
 class Whole(Blocked):
     """Parameters that every rank has whole: those of convolutions, and of modules that are run as they are."""
 
-    def __init__(self, module: str, shapes: Mapping[str, Sequence[int]], placement: Any, sbp: Sequence[Any]):
+    def __init__(self, shapes: Mapping[str, Sequence[int]], placement: Any, sbp: Sequence[Any]):
         super().__init__()
         for name, shape in shapes.items():
             held, cut = tuple(map(everything, shape)), ((),) * len(shape)
-            weight = Weight({f"{module}.{name}": shape[0]}, shape, held, cut, placement, sbp)
+            weight = Weight({name: shape[0]}, shape, held, cut, placement, sbp)
             self.weights.append(self.add(name.replace(".", "_"), weight))
 
 

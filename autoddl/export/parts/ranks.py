@@ -15,7 +15,8 @@ AutogradFunction = flow._oneflow_internal.autograd.AutogradFunctionBase
 
 RANK = flow.env.get_rank()
 NUM_RANKS = flow.env.get_world_size()
-S0, S1, B = flow.sbp.split(0), flow.sbp.split(1), flow.sbp.broadcast
+S0, S1, S2, S3 = map(flow.sbp.split, range(4))
+B = flow.sbp.broadcast
 
 
 class Axis(NamedTuple):

@@ -49,6 +49,8 @@ def train_step(model: Any, inputs: np.ndarray, targets: np.ndarray, micro_batch:
 
     Gradients are those of the mean loss; they are summed over the ranks once, with the last micro-batch.
     """
+    if len(inputs) % micro_batch:
+        raise ValueError(f"a batch of {len(inputs)} does not divide into micro-batches of {micro_batch}")
     num, total = len(inputs) // micro_batch, 0.0
     for i in range(num):
         part = slice(i * micro_batch, (i + 1) * micro_batch)

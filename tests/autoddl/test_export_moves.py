@@ -1,0 +1,150 @@
+"""Redistributions written out: the lines, run for all ranks on numpy arrays, bring every element to where it belongs."""
+
+from __future__ import annotations
+
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoddl.costmodel.distribution import canonical
+from autoddl.costmodel.redistribution import redistribute, steps
+from autoddl.export.helpers import helper_text
+from autoddl.export.moves import move_lines
+
+
+class Parts:
+    """What every rank holds, used as if it were one rank's tensor."""
+
+    def __init__(self, arrays):
+        self.arrays = list(arrays)
+
+    def reshape(self, *shape):
+        shape = shape[0] if len(shape) == 1 and isinstance(shape[0], tuple) else shape
+        return Parts(array.reshape(shape) for array in self.arrays)
+
+    def permute(self, *order):
+        return Parts(array.transpose(order) for array in self.arrays)
+
+    def numel(self):
+        return self.arrays[0].size
+
+
+class Ranks:
+    """The collectives of the helpers on `Parts`; counts what they send, in elements per rank."""
+
+    def __init__(self):
+        self.sent = 0.0
+
+    def groups(self, x, axis):
+        size, stride = axis
+        firsts = [rank for rank in range(len(x.arrays)) if rank // stride % size == 0]
+        return [[first + k * stride for k in range(size)] for first in firsts]
+
+    def all_gather(self, x, axis, dim):
+        result = list(x.arrays)
+        for group in self.groups(x, axis):
+            whole = np.concatenate([x.arrays[rank] for rank in group], axis=dim)
+            for rank in group:
+                result[rank] = whole
+        self.sent += (axis[0] - 1) * x.numel()
+        return Parts(result)
+
+    def all_to_all(self, x, axis, split_dim, concat_dim):
+        result = list(x.arrays)
+        for group in self.groups(x, axis):
+            pieces = [np.split(x.arrays[rank], axis[0], axis=split_dim) for rank in group]
+            for k, rank in enumerate(group):
+                result[rank] = np.concatenate([of_sender[k] for of_sender in pieces], axis=concat_dim)
+        self.sent += (axis[0] - 1) / axis[0] * x.numel()
+        return Parts(result)
+
+    def take_slice(self, x, axis, dim):
+        size, stride = axis
+        return Parts(np.split(a, size, axis=dim)[r // stride % size] for r, a in enumerate(x.arrays))
+
+
+def run(lines, x):
+    """The lines, with the helpers' own text but for the collectives."""
+    ranks = Ranks()
+    space = {
+        "prod": prod,
+        "all_gather": ranks.all_gather,
+        "all_to_all": ranks.all_to_all,
+        "take_slice": ranks.take_slice,
+    }
+    given = {"all_gather", "all_to_all", "take_slice", "Axis", "Tensor"}
+    text = helper_text({"exchange_digits"}, (), given)
+    # Axes are plain pairs here.
+    exec("from __future__ import annotations\n" + text.sections[0][1].replace("axis.size", "axis[0]"), space)
+    for line in lines:
+        x = eval(line.expression.replace("{x}", "x"), {**space, "x": x})
+    return x, ranks.sent
+
+
+def check(source, target, rows=3):
+    num = source.num_ranks
+    shape = (2 * num, 3 * num)
+    whole = np.arange(prod(shape) * rows).reshape(shape[0], rows, shape[1])
+
+    def part(distribution, rank):
+        samples, features = distribution.slices(rank, shape)
+        return np.ascontiguousarray(whole[samples, :, features])
+
+    x = Parts(part(source, rank) for rank in range(num))
+    route = redistribute(source, target, shape)
+    lines = move_lines(route, x.arrays[0].shape, lambda axis: f"({axis.size}, {axis.stride})")
+    found, sent = run(lines, x)
+    for rank in range(num):
+        assert np.array_equal(found.arrays[rank], part(target, rank)), (source, target, rank, lines)
+    priced = sum(step.sent_bytes for step in steps(route, whole.size))
+    assert sent == pytest.approx(priced)
+    collectives = [line.collective for line in lines if line.collective is not None]
+    assert collectives == [step.collective for step in steps(route, 1.0)]
+
+
+def splits(size):
+    """(samples, features) over ``size`` ranks."""
+    return [(p0, size // p0) for p0 in range(1, size + 1) if size % p0 == 0]
+
+
+LEVELS = [(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (6,), (12,), (2, 6), (3, 4)]
+
+
+@st.composite
+def ends(draw):
+    sizes = draw(st.sampled_from(LEVELS))
+    return tuple(canonical(tuple(draw(st.sampled_from(splits(size))) for size in sizes)) for _ in range(2))
+
+
+@settings(max_examples=150, deadline=None)
+@given(ends())
+def test_written_moves_bring_every_element_to_its_place(pair):
+    check(*pair)
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "expressions"),
+    [
+        # Neighbours exchange samples for features: the dimensions themselves.
+        (((2, 1),), ((1, 2),), ["all_to_all({x}, axis=(2, 1), split_dim=2, concat_dim=0)"]),
+        # Features are cut innermost axis first: of four ranks the slow one takes the lower digit.
+        (
+            ((4, 1),),
+            ((1, 4),),
+            [
+                "exchange_digits({x}, axis=(4, 1), view=[1, 1, -1, 3, 2, 2, 3], split=[5, 4], concat=[0, 1], sizes=[2, 2])",
+                "{x}.reshape(-1, 3, 3)",
+            ],
+        ),
+    ],
+)
+def test_the_lines_of_small_moves(source, target, expressions):
+    one, other = canonical(source), canonical(target)
+    num = one.num_ranks
+    shape = (2 * num, 3 * num)
+    local = (shape[0] // prod(p for p, _ in source), 3, shape[1] // prod(s for _, s in source))
+    lines = move_lines(redistribute(one, other, shape), local, lambda axis: f"({axis.size}, {axis.stride})")
+    assert [line.expression for line in lines] == expressions
