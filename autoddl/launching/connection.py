@@ -16,9 +16,7 @@ from .lines import LineReader, Message, write_line
 __all__ = ["Connection", "supervisor_command"]
 
 # Without what is first on a script's path: a folder "autoddl" in the working directory must not hide the package.
-_START = (
-    "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.launching.supervisor import main; main(is_remote={})"
-)
+_START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.launching.supervisor import main; main(is_remote={})"
 _SSH_OPTIONS = (
     ("BatchMode", "yes"),  # nobody answers questions
     ("ConnectTimeout", "10"),

@@ -124,9 +124,7 @@ def _oneflow(name: str, found: HostFacts) -> Iterator[Difference]:
 def _files(name: str, theirs: Mapping[str, str], ours: Mapping[str, str]) -> Iterator[Difference]:
     for path, expected in ours.items():
         if not theirs[path]:
-            yield Difference(
-                f"host {name} has no file {path}; it should be there as it is here (copy it, or share the folder)"
-            )
+            yield Difference(f"host {name} has no file {path}; it should be there as it is here (copy it, or share it)")
         elif theirs[path] != expected:
             yield Difference(
                 f"host {name} has another {path} (SHA-256 {theirs[path][:12]}) than this one ({expected[:12]}); copy it there"
@@ -146,7 +144,7 @@ def _devices(name: str, demands: Demands, placement: Placement, found: HostFacts
         return
     if len(found.gpu_memory_bytes) < len(needed):
         yield Difference(
-            f"host {name} has {len(found.gpu_memory_bytes)} GPUs; the plan is for {len(needed)} per node ({demands.device})",
+            f"host {name} has {_gpus(len(found.gpu_memory_bytes))}; the plan is for {len(needed)} per node ({demands.device})",
             can_be_forced=True,
         )
         return
@@ -158,3 +156,7 @@ def _devices(name: str, demands: Demands, placement: Placement, found: HostFacts
                 can_be_forced=True,
             )
             return
+
+
+def _gpus(num: int) -> str:
+    return "1 GPU" if num == 1 else f"{num} GPUs"

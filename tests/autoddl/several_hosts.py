@@ -224,6 +224,7 @@ class SlurmHosts(Hosts):
             "SelectTypeParameters=CR_Core",
             "SwitchType=switch/none",
             "ReturnToService=2",
+            "SlurmdParameters=config_overrides",  # whatever this machine has
             "SlurmctldTimeout=30",
             "SlurmdTimeout=30",
             "KillWait=5",
