@@ -1,0 +1,203 @@
+"""The report in a real browser: nothing is cut off on a phone, on a desk or on paper, and everything can be read.
+
+Chromium loads a copy of the page in which a script looks around and writes what it sees into the page (the original allows no
+scripts); the browser then prints the page's elements.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from autoddl.explain import explain, load_view
+from autoddl.report import report_page
+
+from .sample_plans import gpt_plan, pipeline_plan, written
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), ""
+)
+pytestmark = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the path")
+
+OPTIONS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
+    "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
+)  # fmt: skip
+#: Sections without the pipeline's.
+SECTIONS = {"time", "layers", "memory", "alternatives", "baselines", "certificate", "trust", "provenance"}
+
+PROBE = r"""
+<script>
+window.faults = [];
+addEventListener("error", event => faults.push(String(event.message)));
+addEventListener("securitypolicyviolation", event => faults.push("policy: " + event.blockedURI));
+addEventListener("load", () => {
+  const box = element => element.getBoundingClientRect();
+  const rgb = text => (text.match(/[\d.]+/g) || []).map(Number);
+  const background = element => {
+    for (let e = element; e; e = e.parentElement) {
+      const c = rgb(getComputedStyle(e).backgroundColor);
+      if (c.length && (c.length < 4 || c[3] > 0)) return c;
+    }
+    return matchMedia("(prefers-color-scheme: dark)").matches ? [0, 0, 0] : [255, 255, 255];
+  };
+  const light = c => {
+    const [r, g, b] = c.slice(0, 3).map(v => v / 255).map(v => v <= .04045 ? v / 12.92 : ((v + .055) / 1.055) ** 2.4);
+    return .2126 * r + .7152 * g + .0722 * b;
+  };
+  const contrast = (a, b) => { const [x, y] = [light(a), light(b)].sort((p, q) => q - p); return (x + .05) / (y + .05); };
+  const seen = element => { const b = box(element); return b.width > 1 && b.height > 1 && !element.closest("thead.hidden"); };
+  const texts = [...document.querySelectorAll("body *")].filter(e => seen(e) && !e.closest("script") &&
+    [...e.childNodes].some(n => n.nodeType == 3 && n.data.trim()));
+  const dim = [], small = [];
+  for (const e of texts) {
+    const style = getComputedStyle(e);
+    if (style.clipPath != "none" || e.closest("thead") && getComputedStyle(e.closest("thead")).clipPath != "none") continue;
+    const inside = e.namespaceURI.endsWith("svg");
+    if (inside && e.tagName != "text") continue;
+    const before = inside && e.previousElementSibling && (e.getAttribute("class") || "").startsWith("on-");
+    const ground = before ? rgb(getComputedStyle(e.previousElementSibling).fill) : background(e);
+    const ratio = contrast(rgb(inside ? style.fill : style.color), ground);
+    if (ratio < 4.5) dim.push([e.textContent.slice(0, 40), Math.round(ratio * 100) / 100]);
+    if (!inside && parseFloat(style.fontSize) < 12) small.push(e.textContent.slice(0, 40));
+  }
+  const scrolls = e => e.closest(".scroll");
+  const outside = [...document.querySelectorAll("body *")].filter(e => !scrolls(e) && box(e).width > 0 &&
+    (box(e).right > innerWidth + .5 || box(e).left < -.5) && getComputedStyle(e).position != "absolute");
+  const overlaps = [];
+  const headings = [...document.querySelectorAll("h1, h2, h3, p, .figures > div, .facts > div, nav, table")].filter(seen);
+  for (let i = 0; i < headings.length; i++) for (let j = i + 1; j < headings.length; j++) {
+    const [a, b] = [headings[i], headings[j]], [p, q] = [box(a), box(b)];
+    if (a.contains(b) || b.contains(a) || scrolls(a) || scrolls(b)) continue;
+    if (Math.min(p.right, q.right) - Math.max(p.left, q.left) > 1 && Math.min(p.bottom, q.bottom) - Math.max(p.top, q.top) > 1)
+      overlaps.push([a.textContent.slice(0, 40), b.textContent.slice(0, 40)]);
+  }
+  const report = {
+    width: innerWidth, scrollWidth: document.documentElement.scrollWidth, faults,
+    dark: matchMedia("(prefers-color-scheme: dark)").matches,
+    sections: Object.fromEntries([...document.querySelectorAll("section")].map(s => [s.id, [box(s).width, box(s).height]])),
+    pictures: [...document.querySelectorAll("svg")].map(s => [s.getAttribute("class"), box(s).width, box(s).height]),
+    marks: [...document.querySelectorAll("svg.timeline rect")].filter(r => box(r).width > 0 && box(r).height > 0).length,
+    boxes: [...document.querySelectorAll(".scroll")].map(b => [b.getAttribute("aria-label"), b.clientWidth, b.scrollWidth]),
+    requests: performance.getEntriesByType("resource").length,
+    outside: outside.map(e => e.tagName + "." + (e.getAttribute("class") || "") + " " + e.textContent.slice(0, 30)),
+    nodes: [...document.querySelectorAll(".graph tr:not(.block)")].filter(r => r.querySelector(".node")).map(r => {
+      const [row, node, edges] = [box(r), box(r.querySelector(".node")), box(r.querySelector(".edges"))];
+      return [row.height, edges.height, Math.abs(node.top + node.height / 2 - (edges.top + edges.height / 2))];
+    }),
+    overlaps, dim, small,
+  };
+  const out = document.createElement("pre");
+  out.id = "probe";
+  out.textContent = JSON.stringify(report);
+  document.body.append(out);
+});
+</script>
+"""
+
+#: Windows are at least 500 pixels wide, so the page is looked at in a frame; what the script saw is handed out of it.
+FRAME = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
+<iframe style="width:%dpx;height:900px;border:0" srcdoc="%s"
+  onload="document.body.append(this.contentDocument.getElementById('probe').cloneNode(true))"></iframe>
+"""
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("reports")
+    found = {}
+    for name, document in (("plain", gpt_plan()), ("piped", pipeline_plan())):
+        view = load_view(written(folder / f"{name}.json", document))
+        found[name] = folder / f"{name}.html"
+        found[name].write_text(report_page(explain(view, count=1)), encoding="utf-8")
+    return found
+
+
+def browse(folder: Path, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    profile = folder / "profile"
+    return subprocess.run(
+        [BROWSER, *OPTIONS, f"--user-data-dir={profile}", *options, page.as_uri()],
+        capture_output=True, text=True, timeout=120, check=True,
+    )  # fmt: skip
+
+
+def probed(folder: Path, page: Path, width: int, *options: str, on_paper: bool = False) -> dict:
+    """What the script saw in a window of that width; with ``on_paper`` under the rules for printing."""
+    text = page.read_text(encoding="utf-8")
+    text, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', lambda _: PROBE, text)
+    assert count == 1
+    if on_paper:
+        text = (
+            text.replace("@media print", "@media all")
+            .replace("@page", "@media none")
+            .replace("prefers-color-scheme", "x")
+        )
+    copy = folder / "copy.html"
+    copy.write_text(FRAME % (width, html.escape(text)), encoding="utf-8")
+    dom = browse(folder, copy, "--window-size=1400,900", *options, "--dump-dom").stdout
+    match = re.search(r'<pre id="probe">(.*?)</pre>\s*</body>', dom, re.DOTALL)
+    assert match, dom[-2000:]
+    return json.loads(html.unescape(match[1]))
+
+
+def assert_is_right(seen: dict, width: int, sections: set[str]) -> None:
+    assert seen["width"] == width and seen["scrollWidth"] <= width, seen["outside"]
+    assert seen["outside"] == [] and seen["faults"] == [] and seen["requests"] == 0
+    assert set(seen["sections"]) == sections
+    for name, (wide, high) in seen["sections"].items():
+        assert wide > 0.8 * min(width, 1088) - 40 and high > 80, name
+    assert seen["pictures"] and all(wide > 1 and high > 1 for _, wide, high in seen["pictures"])
+    assert seen["overlaps"] == [] and seen["dim"] == [] and seen["small"] == []
+    # The lines of the layer graph fill their rows, and its nodes lie on them.
+    assert seen["nodes"] and all(abs(row - edges) < 2.5 and off < 1 for row, edges, off in seen["nodes"])
+
+
+DARK = "--blink-settings=preferredColorScheme=0"
+
+
+@pytest.mark.parametrize(
+    "name, width, options",
+    [("plain", 390, ()), ("plain", 1280, (DARK,)), ("piped", 390, (DARK,)), ("piped", 1280, ())],
+)
+def test_on_a_screen(tmp_path, pages, name, width, options):
+    seen = probed(tmp_path, pages[name], width, *options)
+    assert seen["dark"] == bool(options)
+    assert_is_right(seen, width, SECTIONS | ({"pipeline"} if name == "piped" else set()))
+    if name == "piped":
+        assert seen["marks"] > 20
+    if width == 1280:  # nothing needs scrolling there
+        assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
+
+
+def test_on_paper(tmp_path, pages):
+    """A4 less margins of 14 mm, at 96 pixels per inch: boxes do not scroll on paper, so all of it has to fit."""
+    width = round((210 - 28) / 25.4 * 96)
+    seen = probed(tmp_path, pages["piped"], width, on_paper=True)
+    seen["small"] = []  # paper is read from nearer
+    assert_is_right(seen, width, SECTIONS | {"pipeline"})
+    assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
+
+
+def test_print(tmp_path, pages):
+    target = tmp_path / "report.pdf"
+    browse(tmp_path, pages["piped"], "--no-pdf-header-footer", f"--print-to-pdf={target}")
+    content = target.read_bytes()
+    assert content.startswith(b"%PDF-") and content.rstrip().endswith(b"%%EOF")
+    sizes = re.findall(rb"/MediaBox\s*\[\s*0 0 ([\d.]+) ([\d.]+)\s*\]", content)
+    assert 3 <= len(sizes) <= 12
+    assert {(round(float(w)), round(float(h))) for w, h in sizes} == {(595, 842)}
+
+
+def test_the_page_itself_runs_nothing(tmp_path, pages):
+    """The unchanged page, with a script put into it: its policy stops it."""
+    text = pages["plain"].read_text(encoding="utf-8")
+    copy = tmp_path / "injected.html"
+    copy.write_text(text.replace("</body>", "<script>document.title = 'alive'</script></body>"), encoding="utf-8")
+    dom = browse(tmp_path, copy, "--dump-dom").stdout
+    assert "<title>small: plan report</title>" in dom and "<title>alive</title>" not in dom
