@@ -7,6 +7,7 @@ import os
 import shlex
 import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -41,6 +42,7 @@ class Connection:
         self.is_open = True
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the connection
         self._reader = LineReader()
+        self._speaking = threading.Lock()  # signs of life come from a thread of their own
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
@@ -58,7 +60,7 @@ class Connection:
     def send(self, do: str, **values: Any) -> None:
         """Tell the supervisor; one that is gone is noticed when it is read."""
         if self.is_open:
-            with contextlib.suppress(BrokenPipeError):
+            with self._speaking, contextlib.suppress(BrokenPipeError):
                 write_line(self._input, {"do": do, **values})
 
     def read(self) -> list[Message]:

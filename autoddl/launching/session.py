@@ -11,6 +11,7 @@ import contextlib
 import select
 import socket
 import sys
+import threading
 import time
 from collections.abc import Callable
 
@@ -69,7 +70,8 @@ class _Session:
         self._positions: dict[str, Message] = {}
         self._ended: set[str] = set()
         self._lost: dict[str, str] = {}
-        self._beaten = 0.0
+        self._is_closing = threading.Event()
+        self._heart = threading.Thread(target=self._beat, daemon=True)
         self._ranks = {rank for placement in job.placements for rank in placement.ranks}
 
     # ---- Starting ---------------------------------------------------------------------------------------------------
@@ -82,6 +84,7 @@ class _Session:
             connection = Connection(host, supervisor_command(host, job.python, sys.executable, job.ssh))
             self._hosts.append((placement, connection))
             connection.send("look", directory=str(job.directory), files=[str(job.plan), str(job.script)])
+        self._heart.start()
         deadline = time.monotonic() + _CONNECT_SECONDS
         while len(self._facts) < len(self._hosts):
             self._pump()
@@ -182,10 +185,6 @@ class _Session:
 
     def _pump(self) -> None:
         """Wait a tick, or for something to come from the hosts, and note it."""
-        now = time.monotonic()
-        if now - self._beaten > _BEAT_SECONDS:
-            self._beaten = now
-            self._send_all("alive")
         ready, _, _ = select.select(
             [connection for _, connection in self._hosts if connection.is_open], [], [], _TICK_SECONDS
         )
@@ -199,6 +198,11 @@ class _Session:
                 if self._facts and not self._done >= set(placement.ranks):
                     text = f"was lost with its host: {fault}"
                     self._failures.append(RankFailure(placement.ranks.start, FailureKind.KILLED, text))
+
+    def _beat(self) -> None:
+        """Tell the supervisors that we live: in a thread of its own, since whoever reads our output may make it wait."""
+        while not self._is_closing.wait(_BEAT_SECONDS):
+            self._send_all("alive")
 
     def _note(self, host: str, message: Message) -> None:
         kind = message["kind"]
@@ -279,6 +283,9 @@ class _Session:
             self._send_all("exit" if self._done >= self._ranks else "kill")
             every = {placement.host.name for placement in self._job.placements}
             self._pump_for(_END_SECONDS, lambda: self._ended | set(self._lost) >= every)
+        self._is_closing.set()
+        if self._heart.is_alive():
+            self._heart.join(1.0)
         for _, connection in self._hosts:
             connection.close(0.2 if self._interrupts.is_urgent else 3.0)
         self._output.finish()

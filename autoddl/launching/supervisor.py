@@ -50,7 +50,7 @@ _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
 _OUTPUT_BYTES = 1 << 18  # at a time
 
 
-def main(*, is_remote: bool) -> None:
+def main(*, is_remote: bool, silence_s: float = SILENCE_SECONDS) -> None:
     """Be a supervisor on standard input and output; does not return."""
     commands_fd, events_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
@@ -60,7 +60,7 @@ def main(*, is_remote: bool) -> None:
     supervisor = _Supervisor(events_fd)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _abandoning(supervisor) if is_remote else _passing)
-    threading.Thread(target=_listen, args=(commands_fd, supervisor), daemon=True).start()
+    threading.Thread(target=_listen, args=(commands_fd, supervisor, silence_s), daemon=True).start()
     status = 1
     try:
         supervisor.serve()
@@ -80,11 +80,11 @@ def _passing(number: int, frame: Any) -> None:
     """Let a signal pass. (To ignore it would make the ranks ignore it too.)"""
 
 
-def _listen(fd: int, supervisor: _Supervisor) -> None:
+def _listen(fd: int, supervisor: _Supervisor, silence_s: float) -> None:
     """Pass on what the launcher says; when it is gone or silent, end everything at once, whatever the main thread waits for."""
     reader = LineReader()
     while True:
-        heard, _, _ = select.select([fd], [], [], SILENCE_SECONDS)
+        heard, _, _ = select.select([fd], [], [], silence_s)
         piece = os.read(fd, 1 << 16) if heard else b""
         if not piece:
             supervisor.abandon()
@@ -219,9 +219,12 @@ class _Supervisor:
         )
 
     def _tell_output(self, final: bool = False) -> None:
+        """Pass on what ranks wrote: a piece of each, for other things have to be seen to as well; at the end all of it."""
         for rank, log in self._logs.items():
             while text := log.read(final):
                 self._tell("output", rank=rank, text=text)
+                if not final:
+                    break
 
     # ---- Ending -----------------------------------------------------------------------------------------------------
 
@@ -246,8 +249,9 @@ class _LogTail:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def read(self, final: bool) -> str:
+        """The next piece; "" where there is none yet, or (``final``) none any more."""
         with self._path.open("rb") as file:
             file.seek(self._offset)
             piece = file.read(_OUTPUT_BYTES)
         self._offset += len(piece)
-        return self._decoder.decode(piece, final and not piece)
+        return self._decoder.decode(piece, final and len(piece) < _OUTPUT_BYTES)

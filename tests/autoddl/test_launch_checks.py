@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -267,6 +270,41 @@ def test_one_rank_joins(mlp_plan, capsys, monkeypatch, tmp_path):
     out = capsys.readouterr().out.splitlines()
     assert out[0] == f"[rank 1 @{socket.gethostname()}] attempt 3 begins at 0"
     assert Path("logs", "rank1.log").read_text().startswith("attempt 3 begins at 0\n")
+
+
+# ---- Supervisors --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+@pytest.mark.parametrize("end", ["silence", "signal", "hanging up"])
+def test_a_supervisor_that_is_left_alone_ends_its_ranks(mlp_plan, tmp_path, end):
+    """When it hears nothing any more, is told to by a signal, or is hung up on."""
+    script = tmp_path / "script.py"
+    script.write_text("import os, time\nprint('waiting', os.getpid(), flush=True)\ntime.sleep(600)\n")
+    silence_s = 2.0 if end == "silence" else 60.0
+    start = f"from autoddl.launching.supervisor import main; main(is_remote=True, silence_s={silence_s})"
+    begin = {"do": "start", "ranks": [1], "local_ranks": [0], "num_ranks": 2, "address": "127.0.0.1", "port": 1}
+    begin.update(directory=str(tmp_path), environment={}, stall_timeout_s=5.0, with_oneflow=False)
+    script_words = {"script": str(script), "arguments": [], "together": False}
+    with subprocess.Popen([sys.executable, "-c", start], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as supervisor:
+        assert supervisor.stdin is not None and supervisor.stdout is not None
+        for message in (begin, {"do": "load"}, {"do": "run", **script_words}):
+            write_line(supervisor.stdin.fileno(), message)
+        reader, said = LineReader(), ""
+        while not (match := re.search(r"waiting (\d+)\n", said)):
+            messages = reader.feed(os.read(supervisor.stdout.fileno(), 1 << 16))
+            said += "".join(message["text"] for message in messages if message["kind"] == "output")
+        if end == "signal":
+            supervisor.terminate()
+        elif end == "hanging up":
+            supervisor.stdin.close()
+        assert supervisor.wait(20) == 1
+        deadline = time.monotonic() + 5
+        while Path(f"/proc/{match[1]}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        if end == "silence":
+            supervisor.stdin.close()
 
 
 # ---- What is said -------------------------------------------------------------------------------------------------------

@@ -127,6 +127,20 @@ def test_a_host_that_is_lost_is_named(hosts, mlp_plan):
     assert err.startswith("autoddl: rank 2 of 4 on host2 was lost with its host: ") and err.count("\n") == 1
 
 
+def test_a_network_that_breaks_is_noticed(hosts, mlp_plan):
+    """By ssh, which asks the host from time to time; the host's own end is told by the network when that is back."""
+    ssh = f"{hosts.ssh} -o ServerAliveInterval=1 -o ServerAliveCountMax=2"
+    with waiting(hosts, mlp_plan(2, 2), "--ssh", ssh) as (process, _):
+        hosts.run("host2", "ip", "link", "set", "eth0", "down")
+        try:
+            _, err = process.communicate(timeout=30)
+        finally:
+            hosts.run("host2", "ip", "link", "set", "eth0", "up")
+    assert process.returncode == 1
+    assert err.startswith("autoddl: rank 2 of 4 on host2 was lost with its host: Timeout, server host2 not responding.")
+    hosts.wait_until_idle(60)
+
+
 def test_a_job_is_started_again_on_all_hosts(hosts, mlp_plan):
     words = ["--max-restarts", "1", "--checkpoints", "saved", "--", "recover", "1"]
     done = launch(hosts, mlp_plan(2, 1), "--hosts", "host1,host2", "--without-oneflow", *words)
