@@ -40,7 +40,7 @@ def run_pipeline(pipeline: PipelineTask) -> PipelineShard:
         batch,
     )
     meter = Meter() if task.counts_bytes else None
-    losses, report, sent = [], None, None
+    losses, boundary_bytes, sent = [], 0, None
     for _ in range(NUM_STEPS):
         if meter is None:
             report = trainer.run()
@@ -48,7 +48,8 @@ def run_pipeline(pipeline: PipelineTask) -> PipelineShard:
             report, traffic = meter(trainer.run)
             sent = traffic.payload_bytes
         losses.append(sum(report.losses.values()) / per_step)
+        boundary_bytes = report.bytes_sent
     found = trainer.parameters()
     expected = under("final", values)
     errors = relative_errors(found, expected)
-    return PipelineShard(tuple(losses), {name: errors[name] for name in found}, report.bytes_sent, sent)
+    return PipelineShard(tuple(losses), {name: errors[name] for name in found}, boundary_bytes, sent)

@@ -70,6 +70,10 @@ class Holding:
         return RankMap(self.schedule.widths)
 
     @cached_property
+    def slots_per_micro_batch(self) -> int:
+        return slots_per_micro_batch(self.schedule)
+
+    @cached_property
     def _blocks(self) -> dict[tuple[int, int, bool], Block]:
         return {}
 

@@ -24,7 +24,7 @@ from .dryrun import check_programs
 from .holding import Holding, StageLayout, hold
 from .local import local_actions
 from .order import Entry, communication, members, rank_program
-from .slots import RankMap, slots_per_micro_batch
+from .slots import RankMap
 
 __all__ = ["Lowered", "lower"]
 
@@ -50,7 +50,7 @@ class Lowered:
 
     @property
     def slots_per_micro_batch(self) -> int:
-        return slots_per_micro_batch(self.schedule)
+        return self.holding.slots_per_micro_batch
 
     @property
     def slot_rows(self) -> int:

@@ -32,7 +32,7 @@ from ...timeline import Timeline
 from .actions import Action, Message, Receive, Reduce, Rest, Run, Send
 from .holding import Holding
 from .local import LocalActions
-from .slots import RankMap, slots_of, slots_per_micro_batch
+from .slots import RankMap, slots_of
 
 __all__ = ["communication", "members", "messages", "rank_program"]
 
@@ -71,7 +71,7 @@ def communication(
         UserError: weights are tied in a schedule whose stages are not updated together.
     """
     schedule, ranks = holding.schedule, holding.ranks
-    per_micro_batch = slots_per_micro_batch(schedule)
+    per_micro_batch = holding.slots_per_micro_batch
     begins_at = _beginnings(schedule, timeline, per_micro_batch) if compress else {}
     keyed: list[tuple[int, float, int, int, Entry]] = []
 
@@ -143,15 +143,25 @@ def messages(transfer: Transfer, holding: Holding) -> list[Message]:
 
     Equal layouts: rank to rank. One to many is a split, many to one a concatenation, else both.
     """
-    slots = slots_of(transfer.task, slots_per_micro_batch(holding.schedule))
+    slots = slots_of(transfer.task, holding.slots_per_micro_batch)
     first_source, first_destination = (holding.ranks.ranks_of(w).start for w in (transfer.source, transfer.destination))
     num_columns = holding.columns(min(transfer.task.stage, transfer.task.stage + _direction(transfer.task)))
     result = []
     for piece in holding.pieces(transfer.task, transfer.source, transfer.destination):
         rows, columns = piece.block
-        ends = (first_source + piece.source, first_destination + piece.destination)
-        part = (rows.start, len(rows), len(rows) == holding.slot_rows, None if len(columns) == num_columns else columns)
-        result.append(Message(transfer.task, *ends, slots.start, len(slots), *part))
+        result.append(
+            Message(
+                task=transfer.task,
+                source=first_source + piece.source,
+                destination=first_destination + piece.destination,
+                first_slot=slots.start,
+                num_slots=len(slots),
+                first_row=rows.start,
+                num_rows=len(rows),
+                is_whole=len(rows) == holding.slot_rows,
+                columns=None if len(columns) == num_columns else columns,
+            )
+        )
     return result
 
 
@@ -208,7 +218,7 @@ def _taken(actions: Sequence[Action]) -> set[tuple[bool, int, int, int]]:
     return {(task.kind is Kind.FORWARD, task.pipeline, task.stage, slot) for slot in slots}
 
 
-def _issued(entry: Message | Rest | Reduce, rank: int) -> Action:
-    if isinstance(entry, (Reduce, Rest)):
+def _issued(entry: Entry, rank: int) -> Action:
+    if isinstance(entry, (Reduce, Rest, Run)):
         return entry
     return Send(entry) if entry.source == rank else Receive(entry)

@@ -105,7 +105,7 @@ class PlannedStages:
         shared = {stages for stages in holders.values() if len(stages) > 1}
         self._exchanges = {stages: _exchanges(lowered, weights, stages) for stages in shared}
         self._names = [[name for name in holders if stage in holders[name]] for stage in range(schedule.num_stages)]
-        self.boundaries = [_boundary(stage.layers(graph)[-1]) for stage in model.stages[:-1]]
+        self.boundaries: Sequence[Boundary] = [_boundary(stage.layers(graph)[-1]) for stage in model.stages[:-1]]
 
     @property
     def first_micro_batch(self) -> int:
