@@ -52,7 +52,8 @@ def annotated_graph(plan: Plan) -> networkx.DiGraph:
     ====================  ==========================================================================================================
 
     Times are seconds of a training step, bytes those of one device in it, where not said otherwise; a redistribution counts at
-    its edge and at the layer that consumes the tensor.
+    its edge and at the layer that consumes the tensor.  Of a tensor that goes to several layers of the next stage each edge bears
+    the price of the boundary, which it crosses once.
     """
     import networkx as nx
 

@@ -111,16 +111,13 @@ class _Writer:
                     f"{layer.describe()}: what is behind it {what}, which --to oneflow cannot write; known are "
                     f"{', '.join(_EPILOGUES)} and mul"
                 )
+        if layer.kind == "attention" and layer.kept_elements > layer.attributes["heads"] * layer.rows**2:
+            raise UserError(f"{layer.describe()}: it drops probabilities at random, which --to oneflow cannot write")
 
     # ---- Parameters --------------------------------------------------------------------------------------------------
 
     def made(self) -> list[str]:
-        if self.layer.kind == "attention" and self.layer.kept_elements > (
-            self.layer.attributes["heads"] * self.layer.rows**2
-        ):
-            raise UserError(
-                f"{self.layer.describe()}: it drops probabilities at random, which --to oneflow cannot write"
-            )
+        """Statements of ``__init__``."""
         lines = [f"{self.attribute} = {self._holder()}"] if self.own or self.layer.kind == "conv2d" else []
         plain = self.scene.built_in is None
         if plain and self.layer.kind == "norm":
@@ -178,13 +175,10 @@ class _Writer:
         if any(not p.name.endswith(".weight") for p in weights) or any(not p.name.endswith(".bias") for p in biases):
             raise UserError(f"{layer.describe()}: its parameters should be called weight and bias to be exported")
         shown = ", ".join(f"{self.place.path(name)}: {width}" for name, width in modules.items())
-        rows, columns = (0, 1) if strategy.summa else (1, 2)
-        cut = (strategy.axes(1), strategy.axes(0)) if strategy.summa else (strategy.axes(rows), strategy.axes(columns))
-        options = [self.scene.annotation(cut)]
+        options = [self.scene.annotation((strategy.axes(1), strategy.axes(0 if strategy.summa else 2)))]
         if biases:
             both = strategy.axes(1) if strategy.summa else strategy.axes(1) + strategy.axes(2)
-            mesh = self.scene.common_mesh
-            if mesh is None:
+            if self.scene.common_mesh is None:
                 raise UserError(
                     f"{layer.describe()}: the strategies of this plan have no mesh in common, which --to oneflow cannot write"
                 )
@@ -203,6 +197,7 @@ class _Writer:
     # ---- Statements ------------------------------------------------------------------------------------------------------
 
     def run(self) -> list[str]:
+        """Statements of ``forward``: the inputs brought here, then what the layer does."""
         lines: list[str] = []
         inputs = []
         for producer, variable in zip(self.scene.graph.inputs(self.layer.name), self.place.inputs):
@@ -333,41 +328,48 @@ class _Writer:
         chain.put(f"checkpoint({self.local_name}, {', '.join(['{x}', *names])})")
 
     def _linear_weights(self, chain: Chain) -> tuple[str, str]:
-        """The variables of the whole weight and bias."""
-        layer, strategy = self.layer, self.strategy
-        order = product_order(self.scene.graph, layer)
-        biases = [p for p in layer.parameters if len(p.shape) == 1]
-        tied = [p for p in layer.parameters if p.tied_to is not None]
-        weight = self.shared("weight") if self._is_shared(layer) else "weight"
-        bias = (self.shared("bias") if self._is_shared(layer) else "bias") if biases else ""
-        p0 = strategy.axes(0)
-        if tied:
-            if len(order.widths) > 1 or order.num_groups > 1 or strategy.summa:
-                raise UserError(f"{layer.describe()}: it shares its weight in a way that --to oneflow cannot write")
-            if self.own:
-                chain.say(
-                    f"({bias},) = blocks_of({self.attribute}.biases, sum_over={self.scene.axis_list(p0)}, sync=sync)",
-                    f"gradients: {self.scene.cost(self.found.work.gradient)}, once a step" if p0 else "",
-                )
-            owner = self.scene.graph[tied[0].tied_to or ""]
-            weight = self.scene.names.of(f"{owner.name} weight")
-            if bias and not self.own:
-                bias = self.scene.names.of(f"{owner.name} bias")
-            return weight, bias
+        """The variables of the whole weight and bias; the latter empty where there is none."""
+        strategy, p0 = self.strategy, self.strategy.axes(0)
+        if len(self.own) < len(self.layer.parameters):
+            return self._tied_weights(chain)
+        order = product_order(self.scene.graph, self.layer)
+        has_bias = any(len(p.shape) == 1 for p in self.layer.parameters)
+        is_shared = self._is_shared(self.layer)
+        weight = self.shared("weight") if is_shared else "weight"
+        bias = "" if not has_bias else self.shared("bias") if is_shared else "bias"
+        names = [weight, *([bias] if bias else [])]
         if are_apart(order, strategy):
-            count = len(order.widths)
-            widths = value_text([width // order.num_groups for width in order.section_widths])
+            count, widths = len(order.widths), [width // order.num_groups for width in order.section_widths]
             self._weights(chain, ["parts"], "all", p0)
-            chain.say(f"weight = side_by_side(parts[:{count}], widths={widths})")
-            if bias:
-                chain.say(f"bias = side_by_side(parts[{count}:], widths={widths})")
+            for name, part in zip(names, (f"parts[:{count}]", f"parts[{count}:]")):
+                chain.say(f"{name} = side_by_side({part}, widths={value_text(widths)})")
         elif strategy.summa:
             self._weights(chain, [weight], "weights", ())
             if bias:
                 self._weights(chain, [bias], "biases", p0)
         else:
-            self._weights(chain, [weight, *([bias] if bias else [])], "all", p0)
+            self._weights(chain, names, "all", p0)
         return weight, bias
+
+    def _tied_weights(self, chain: Chain) -> tuple[str, str]:
+        """The same for a layer whose weight (and perhaps bias) is another one's."""
+        layer = self.layer
+        order = product_order(self.scene.graph, layer)
+        owner = next(p.tied_to for p in layer.parameters if p.tied_to is not None)
+        if (
+            len(order.widths) > 1
+            or order.num_groups > 1
+            or self.strategy.summa
+            or any(len(p.shape) > 1 for p in self.own)
+        ):
+            raise UserError(
+                f"{layer.describe()}: it shares parameters of {owner} in a way that --to oneflow cannot write"
+            )
+        weight = self.scene.names.of(f"{owner} weight")
+        if self.own:
+            self._weights(chain, ["bias"], "biases", self.strategy.axes(0))
+            return weight, "bias"
+        return weight, self.scene.names.of(f"{owner} bias") if len(layer.parameters) > 1 else ""
 
     def shared(self, what: str) -> str:
         """The variable of a parameter that other layers use too."""
@@ -378,13 +380,11 @@ class _Writer:
 
     def _embedding(self, chain: Chain, inputs: Sequence[str]) -> None:
         strategy, work = self.strategy, self.found.work
-        table = self.shared("weight") if self._is_shared(self.layer) else "weight"
-        if any(p.tied_to is not None for p in self.layer.parameters):
-            owner = next(p.tied_to for p in self.layer.parameters if p.tied_to is not None)
-            table = self.scene.names.of(f"{owner} weight")
+        if not self.own:
             raise UserError(
-                f"{self.layer.describe()}: it shares the weight of {owner}, which --to oneflow cannot write"
+                f"{self.layer.describe()}: it shares another layer's weight, which --to oneflow cannot write"
             )
+        table = self.shared("weight") if self._is_shared(self.layer) else "weight"
         self._weights(chain, [table], "all", strategy.axes(0, embedding=True))
         tokens = self.place.data
         p2 = strategy.axes(2, embedding=True)

@@ -121,15 +121,14 @@ def _compared(
             if traffic is not None:
                 found["bytes"][i].append(traffic.payload_bytes)
         if step == 0:
-            missing = [name for weight in weights if weight.parameter.grad is None for name in weight.sources]
-            assert not missing, missing
-            own = dict(pair for weight in weights for pair in weight.plain(weight.parameter.grad))
-            gradients = {name: value for name, value in applied.logical_gradients().items() if name in own}
+            trained = [weight for weight in weights if weight.parameter.requires_grad]
+            own = dict(pair for weight in trained for pair in weight.plain(weight.parameter.grad))
+            gradients = {name: value for name, value in applied.logical_gradients().items() if name not in exported.ALIASES}
             found["gradients"] = relative_errors(own, gradients)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)  # adding to zeros sends bytes
-    finals = {name: applied.state_dict()[name].numpy() for name in initial}
+    finals = {name: tensor.numpy() for name, tensor in applied.state_dict().items() if name in initial}
     found["finals"] = relative_errors(exported.plain_state(model, exported.ALIASES), finals)
     return found
 
