@@ -86,9 +86,10 @@ class _Labels:
     @cached_property
     def by_excess(self) -> tuple[float, np.ndarray]:
         """A span, and for each label assignment + excess / span, ascending and in [assignment, assignment + 1)."""
-        span = 2 * max(float(self.excess.max()), 0.0) + np.finfo(float).tiny
+        span = 2 * max(float(self.excess.max()), 0.0) + float(np.finfo(float).tiny)
         owner = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
-        return span, owner + np.clip(self.excess / span, 0.0, 0.75)
+        keys: np.ndarray = owner + np.clip(self.excess / span, 0.0, 0.75)
+        return span, keys
 
 
 @dataclass(frozen=True, eq=False)

@@ -130,9 +130,8 @@ def reduce_table(table: CostTable) -> Reduced:
         key = (id(representatives[i]), id(representatives[j]), *((id(costs), flipped) for costs, flipped in parts))
         if key not in arrays:
             ends = representatives[i], representatives[j]
-            arrays[key] = intern.array(
-                sum(_among(costs, *ends[::-1]).T if flipped else _among(costs, *ends) for costs, flipped in parts)
-            )
+            whole = sum(_among(costs, *ends[::-1]).T if flipped else _among(costs, *ends) for costs, flipped in parts)
+            arrays[key] = intern.array(np.asarray(whole))
         edges.append((i, j, arrays[key]))
     return Reduced(tuple(domains), tuple(edges))
 

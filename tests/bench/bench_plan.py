@@ -18,6 +18,8 @@ from autoddl.costmodel.workload import Workload
 from autoddl.models import resolve_model
 from autoddl.search import solve
 
+#: A limit that binds, relative to what the optimum without a limit needs.
+_BINDING = 0.85
 COMMAND = ["plan", "gpt3-175b", "--cluster", "dgx-a100", "--nodes", "128", "--batch", "1536", "--untied"]
 
 
@@ -38,26 +40,25 @@ def whole_command(*options: str) -> None:
 
 
 def growth() -> None:
-    """Seconds of the exact search over the number of blocks, without and with a limit that binds."""
+    """Seconds of the exact search over the number of blocks, without and with a limit that binds; double the blocks should take
+    about double the time."""
     cluster = load_cluster("dgx-a100").resized(128)
-    print("exact search of gpt:Bx12288, untied, micro-batch 32 of 1536 (seconds)")
-    print(f"{'blocks':>8}  {'no limit':>9}  {'per block':>10}  {'limit binds':>11}  {'per block':>10}")
-    for blocks in (12, 24, 48, 96, 192):
+    print("exact search of gpt:Bx12288, untied, micro-batch 32 of 1536: seconds (ratio to half as many blocks)")
+    print(f"{'blocks':>8}  {'no limit':>16}  {'limit binds':>16}")
+    before: tuple[float, ...] = ()
+    for blocks in (12, 24, 48, 96):
         graph = resolve_model(f"gpt:{blocks}x12288", heads=96)
         book = PriceBook(graph, cluster, Workload(1536, 32, "mixed"), untied=True)
         table = book.problem(1536, 32).table
-        row = [f"{blocks:8}"]
-        free = None
-        for binding in (False, True):
-            # Three quarters of what the unlimited optimum needs above the least.
-            limit = None if free is None else 0.85 * free.memory_bytes
-            start = time.perf_counter()
-            result = solve(table, memory_limit=limit, time_limit=30.0)
-            seconds = time.perf_counter() - start
-            free = free or result
-            mark = "" if result.optimal else "*"
-            row += [f"{seconds:{9 if not binding else 11}.3f}{mark}", f"{seconds / blocks * 1e3:7.2f} ms"]
-        print("  ".join(row))
+        free = solve(table, time_limit=30.0)
+        bound = solve(table, memory_limit=_BINDING * free.memory_bytes, time_limit=30.0)
+        seconds = (free.seconds, bound.seconds)
+        ratios = [f"({now / then:4.2f})" for now, then in zip(seconds, before)] or ["", ""]
+        marks = ["" if result.optimal else "*" for result in (free, bound)]
+        cells = [f"{s:8.3f}{mark:1} {ratio:6}" for s, mark, ratio in zip(seconds, marks, ratios)]
+        print(f"{blocks:8}  {cells[0]:>16}  {cells[1]:>16}")
+        before = seconds
+    print("(* stopped at its time limit)")
 
 
 def main() -> None:
