@@ -104,6 +104,7 @@ def differences(
         name = placement.host.name
         if found.autoddl != own.autoddl:
             yield Difference(f"host {name} has AutoDDL {found.autoddl}, should have {own.autoddl} as here")
+            continue
         if with_oneflow:
             yield from _oneflow(name, found)
         if not found.has_directory:

@@ -59,7 +59,10 @@ class HostFacts:
 
     @staticmethod
     def of_document(document: dict[str, Any]) -> HostFacts:
-        return HostFacts(**{**document, "gpu_memory_bytes": tuple(document["gpu_memory_bytes"])})
+        """From JSON; members that another version of AutoDDL lacks or adds do not hide its version."""
+        empty: dict[str, Any] = asdict(HostFacts("", "", "", "", "", (), 0, {}, "", False, ""))
+        known = {name: document.get(name, value) for name, value in empty.items()}
+        return HostFacts(**{**known, "gpu_memory_bytes": tuple(known["gpu_memory_bytes"])})
 
 
 def gather_facts(directory: str, files: Sequence[str]) -> HostFacts:

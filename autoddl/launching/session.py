@@ -8,7 +8,7 @@ its cause, and the most telling one is reported.
 from __future__ import annotations
 
 import contextlib
-import select
+import selectors
 import socket
 import sys
 import threading
@@ -33,7 +33,7 @@ _TICK_SECONDS = 0.1
 _BEAT_SECONDS = 5.0  # between signs of life to the supervisors
 _SETTLE_SECONDS = 1.0  # how long a failure waits for the one that caused it
 _CONNECT_SECONDS = 45.0
-_WHERE_SECONDS = 3.0
+_WHERE_SECONDS = 5.0
 _END_SECONDS = 8.0  # how long supervisors may take to end their ranks before they are hung up on
 
 Say = Callable[[str], None]
@@ -61,6 +61,7 @@ class _Session:
     def __init__(self, job: Job, restart: int, output: RankOutput, interrupts: Interrupts, say: Say) -> None:
         self._job, self._restart, self._output, self._interrupts, self._say = job, restart, output, interrupts, say
         self._hosts: list[tuple[Placement, Connection]] = []
+        self._selector = selectors.DefaultSelector()
         self._facts: dict[str, HostFacts] = {}
         self._port: int | None = None
         self._is_listening = False
@@ -83,6 +84,7 @@ class _Session:
             host = placement.host
             connection = Connection(host, supervisor_command(host, job.python, sys.executable, job.ssh))
             self._hosts.append((placement, connection))
+            self._selector.register(connection, selectors.EVENT_READ, (placement, connection))
             connection.send("look", directory=str(job.directory), files=[str(job.plan), str(job.script)])
         self._heart.start()
         deadline = time.monotonic() + _CONNECT_SECONDS
@@ -115,6 +117,8 @@ class _Session:
         """Start all ranks and wait until they have joined."""
         job = self._job
         meeting = job.rendezvous or self._rendezvous()
+        for rank in self._ranks:
+            self._output.write(rank, "")  # errors refer to these files, whether or not a rank says anything
         for placement, connection in self._hosts:
             connection.send(
                 "start",
@@ -124,15 +128,17 @@ class _Session:
                 address=meeting.address,
                 port=meeting.port,
                 directory=str(job.directory),
-                environment={**job.rank_variables(self._restart), "LOCAL_WORLD_SIZE": str(len(placement.ranks))},
+                environment={**_host_variables(job, placement), **job.rank_variables(self._restart)},
                 stall_timeout_s=job.stall_timeout_s,
                 with_oneflow=job.with_oneflow,
             )
-        deadline = time.monotonic() + job.start_timeout_s
+        deadline, within = time.monotonic() + job.start_timeout_s, f"within {job.start_timeout_s:g} s"
         if job.with_oneflow and job.num_ranks > 1:
-            self._until(lambda: self._is_listening or self._can_reach(meeting), deadline, "rank 0 does not listen")
+            self._until(
+                lambda: self._is_listening or self._can_reach(meeting), deadline, f"rank 0 does not listen {within}"
+            )
         self._send_all("load")
-        self._until(lambda: self._ready >= self._ranks, deadline, "not all ranks have joined")
+        self._until(lambda: self._ready >= self._ranks, deadline, f"not all ranks have joined {within}")
 
     def _rendezvous(self) -> Rendezvous:
         """Where rank 0 will listen: at a port that its host has reserved, at the address at which it was reached."""
@@ -185,19 +191,20 @@ class _Session:
 
     def _pump(self) -> None:
         """Wait a tick, or for something to come from the hosts, and note it."""
-        ready, _, _ = select.select(
-            [connection for _, connection in self._hosts if connection.is_open], [], [], _TICK_SECONDS
-        )
-        for placement, connection in self._hosts:
-            if connection not in ready:
-                continue
+        for key, _ in self._selector.select(_TICK_SECONDS):
+            placement, connection = key.data
             for message in connection.read():
                 self._note(placement.host.name, message)
-            if not connection.is_open and placement.host.name not in self._ended:
-                fault = self._lost[placement.host.name] = connection.fault()
-                if self._facts and not self._done >= set(placement.ranks):
-                    text = f"was lost with its host: {fault}"
-                    self._failures.append(RankFailure(placement.ranks.start, FailureKind.KILLED, text))
+            if not connection.is_open:
+                self._selector.unregister(connection)
+                if placement.host.name not in self._ended:
+                    self._note_loss(placement, connection.fault())
+
+    def _note_loss(self, placement: Placement, fault: str) -> None:
+        self._lost[placement.host.name] = fault
+        if self._facts and not self._done >= set(placement.ranks):
+            text = f"was lost with its host: {fault}"
+            self._failures.append(RankFailure(placement.ranks.start, FailureKind.KILLED, text))
 
     def _beat(self) -> None:
         """Tell the supervisors that we live: in a thread of its own, since whoever reads our output may make it wait."""
@@ -282,13 +289,21 @@ class _Session:
         if self._facts:
             self._send_all("exit" if self._done >= self._ranks else "kill")
             every = {placement.host.name for placement in self._job.placements}
-            self._pump_for(_END_SECONDS, lambda: self._ended | set(self._lost) >= every)
+            self._pump_for(
+                2.0 if self._interrupts.is_urgent else _END_SECONDS, lambda: self._ended | set(self._lost) >= every
+            )
         self._is_closing.set()
         if self._heart.is_alive():
             self._heart.join(1.0)
         for _, connection in self._hosts:
             connection.close(0.2 if self._interrupts.is_urgent else 3.0)
+        self._selector.close()
         self._output.finish()
+
+
+def _host_variables(job: Job, placement: Placement) -> dict[str, str]:
+    """How many ranks the host has; a launcher that joins with one of them does not know."""
+    return {} if job.rendezvous is not None else {"LOCAL_WORLD_SIZE": str(len(placement.ranks))}
 
 
 def _refusal(first: Difference, found: list[Difference]) -> str:
