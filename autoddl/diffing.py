@@ -154,13 +154,12 @@ def _cluster(cluster: Cluster) -> dict[str, str]:
 
 def _options(view: PlanView) -> dict[str, str]:
     workload = view.plan.workload
-    has_pipeline = view.plan.pipeline is not None
     return {
         "batch": f"{workload.batch}",
         "micro-batch": f"{workload.micro_batch}",
         "precision": workload.precision,
         "optimizer": workload.optimizer,
-        "recomputation": "by stage" if has_pipeline else "yes" if workload.recompute else "no",
+        "recomputation": _recomputation(view.plan),
         "objective": view.objective,
         "method": view.method,
         "memory limit": format_bytes(view.memory_limit_bytes),
@@ -169,6 +168,13 @@ def _options(view: PlanView) -> dict[str, str]:
         else f"10^{len(str(view.space_size)) - 1}",
         "certificate": "proven optimal" if view.optimal else f"gap at most {view.gap:.2%}",
     }
+
+
+def _recomputation(plan: Plan) -> str:
+    if plan.pipeline is None:
+        return "layers" if plan.workload.recompute else "none"
+    kinds = {stage.recompute for stage in plan.pipeline.configuration.stages}
+    return kinds.pop() if len(kinds) == 1 else "by stage"
 
 
 def _pipeline(plan: Plan) -> dict[str, str]:
@@ -208,6 +214,8 @@ class _Fact:
 def _facts(plan: Plan) -> dict[str, _Fact]:
     if plan.pipeline is None:
         found = [_Fact(layer, None) for layer in assessment_of(plan).layers]
+    elif plan.num_stages == 1:
+        found = [_Fact(layer, None) for layer in plan.pipeline.layers]
     else:
         stages = enumerate(plan.pipeline.stages)
         found = [_Fact(layer, number) for number, stage in stages for layer in stage.assessment.layers]
@@ -362,7 +370,7 @@ def _layer_lines(found: PlanDifference) -> list[str]:
     changed = [row for row in found.layers if not row.is_same]
     kept = [row for row in found.layers if row.is_same]
     if changed:
-        table = [("layer", "before", "after", "compute", "communication", "sent", "memory")]
+        table: list[tuple[str, ...]] = [("layer", "before", "after", "compute", "communication", "sent", "memory")]
         table += [(_label(row), row.before, row.after, *_amounts([row])) for row in changed]
         lines += aligned(table, right=(3, 4, 5, 6))
     if kept:

@@ -34,6 +34,10 @@ __all__ = [
     "view_of",
 ]
 
+#: Seconds that differences of sums may be below 0; the part of a sum that they may be off.
+_ROUNDING_S = 1e-9
+_ROUNDING = 1e-12
+
 
 @dataclass(frozen=True)
 class Part:
@@ -241,13 +245,11 @@ def _parts(plan: Plan) -> tuple[Part, ...]:
 
 def pipeline_parts(pipeline: Evaluation) -> tuple[Part, ...]:
     """The step of a pipeline: what its busiest worker does in its stages, and what it waits for."""
-    return (
+    return _kept(
         *_busy_parts(pipeline, pipeline.busiest),
-        *_kept(
-            Part("transfers between stages", "communication", pipeline.exposed_transfer_s),
-            Part("gradient all-reduce", "communication", pipeline.exposed_all_reduce_s),
-            Part("pipeline bubble", "idle", pipeline.bubble_s),
-        ),
+        Part("transfers between stages", "communication", pipeline.exposed_transfer_s),
+        Part("gradient all-reduce", "communication", pipeline.exposed_all_reduce_s),
+        Part("pipeline bubble", "idle", pipeline.bubble_s),
     )
 
 
@@ -274,7 +276,9 @@ def _named(names: Sequence[str], seconds: np.ndarray) -> tuple[Part, ...]:
 
 
 def _kept(*parts: Part) -> tuple[Part, ...]:
-    return tuple(part for part in parts if part.seconds > 0)
+    """Those that are more than what rounding leaves of a difference."""
+    whole = sum(part.seconds for part in parts)
+    return tuple(part for part in parts if part.seconds > _ROUNDING * whole)
 
 
 # ------------------------------------------------------------------------------------------------------------ layers
@@ -420,7 +424,8 @@ def _family(entry: Fields) -> Rival:
         entry.text("name"),
         entry.text("description"),
         step_s=entry.number("step_s", exclusive=True),
-        communication_s=entry.number("communication_s"),
-        bubble_s=entry.number("bubble_s"),
+        # Differences of large sums: rounding may leave less than nothing.
+        communication_s=max(0.0, entry.number("communication_s", -_ROUNDING_S)),
+        bubble_s=max(0.0, entry.number("bubble_s", -_ROUNDING_S)),
         memory_bytes=entry.number("memory_bytes"),
     )

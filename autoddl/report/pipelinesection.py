@@ -7,7 +7,7 @@ from autoddl.pipelines.schedule import Kind
 
 from ..explain import PlanView
 from .charts import timeline_pictures
-from .markup import Content, element
+from .markup import Markup, element
 from .sections import Section, facts, paragraph, scrolling, swatch, table
 
 __all__ = ["pipeline_section"]
@@ -29,7 +29,11 @@ def pipeline_section(view: PlanView) -> Section:
     spec, mesh = configuration.schedule, configuration.mesh
     waits = pipeline.bubble_s / view.step_s if view.step_s else 0.0
     stages = "1 stage" if spec.num_stages == 1 else f"{spec.num_stages} stages"
-    finding = f"{stages} under {spec.label}: the busiest worker waits {waits:.1%} of the step"
+    finding = (
+        f"{stages} under {spec.label}: the busiest worker waits {waits:.1%} of the step"
+        if spec.num_workers > 1
+        else "One stage on all devices: no pipeline is needed"
+    )
     synchronous = "yes" if spec.synchronous else "no: weights lag behind"
     kinds = {task.kind for tasks in schedule.workers for task in tasks}
     legend = [element("li", swatch(style), name) for wanted, style, name in _LEGEND if kinds.intersection(wanted)]
@@ -61,7 +65,7 @@ def pipeline_section(view: PlanView) -> Section:
     return Section("pipeline", "Pipeline", finding, tuple(content))
 
 
-def _stages(view: PlanView) -> Content:
+def _stages(view: PlanView) -> Markup:
     pipeline = view.plan.pipeline
     assert pipeline is not None
     rows = []

@@ -71,10 +71,10 @@ def _rival_row(rival: Rival, step_s: float, longest: float) -> tuple[Content, ..
         element("span", rival.name, class_="strong nowrap"),
         format_seconds(rival.step_s),
         f"{rival.step_s / step_s:.2f}x" if step_s else "",
-        element("div", picture, style="min-width:8rem"),
+        element("div", picture, class_="picture"),
         format_seconds(rival.communication_s),
         format_bytes(rival.memory_bytes),
-        element("span", rival.how, class_="quiet small"),
+        element("div", rival.how, class_="how quiet small"),
     )
 
 
@@ -84,7 +84,7 @@ def _rival_row(rival: Rival, step_s: float, longest: float) -> tuple[Content, ..
 def certificate_section(view: PlanView) -> Section:
     """What is proven."""
     what = "communication time" if view.objective == "communication" else "step time"
-    size = f"{view.space_size:,}" if view.space_size < 10**9 else f"10^{len(str(view.space_size)) - 1}"
+    size = f"{view.space_size:,}" if view.space_size < 10**9 else f"10{_raised(len(str(view.space_size)) - 1)}"
     if view.optimal:
         finding = f"Proven: none of the {size} plans that fit has a smaller {what}"
     else:
@@ -106,8 +106,15 @@ def certificate_section(view: PlanView) -> Section:
     return Section("certificate", "Certificate", finding, tuple(content))
 
 
+def _raised(number: int) -> str:
+    """As an exponent."""
+    return str(number).translate(
+        str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
+    )
+
+
 def _settings(fields: Fields) -> Markup:
-    rows = []
+    rows: list[tuple[Content, ...]] = []
     entries = fields.objects("candidates")
     for entry in entries[:MAX_SETTINGS]:
         cost, bound = (None if entry.get(n) is None else entry.number(n) for n in ("cost_s", "lower_bound_s"))
@@ -115,17 +122,17 @@ def _settings(fields: Fields) -> Markup:
             (
                 f"{entry.integer('micro_batch'):,}",
                 "yes" if entry.boolean("recompute") else "no",
-                entry.text("outcome"),
+                element("div", entry.text("outcome"), class_="outcome"),
                 "" if cost is None else format_seconds(cost),
                 "none fits" if bound is None else format_seconds(bound),
             )
         )
-    head = ("Micro-batch", "Recomputation", "Outcome", "Cost", "No plan is below")
+    head = ("Micro-batch", "Recomputed", "Outcome", "Cost", "No plan is below")
     more = (
         paragraph(f"{len(entries) - len(rows)} more settings stand in the plan.") if len(entries) > len(rows) else None
     )
     return join(
-        scrolling(table(head, rows, numbers=(0, 3, 4), caption="Settings, and how each was settled"), "settings"), more
+        scrolling(table(head, rows, numbers=(3, 4), caption="Settings, and how each was settled"), "settings"), more
     )
 
 
@@ -167,7 +174,7 @@ def trust_section(view: PlanView) -> Section:
     for name, chance in [("this plan", probability), *(rival for rival in rivals if rival[1] > 0)]:
         style = "talk-1" if name == "this plan" else "work-2"
         picture = bar([Segment(name, chance, style)], 1.0, f"{name}: {chance:.0%}", height=12)
-        rows.append((name, element("div", picture, style="min-width:8rem"), f"{chance:.0%}"))
+        rows.append((name, element("div", picture, class_="picture"), f"{chance:.0%}"))
     content = [
         paragraph(
             f"Over {trust.integer('draws'):,} draws of the parameters that the measurements of {trust.text('calibrated')[:10]} "
