@@ -25,7 +25,7 @@ with its parts (a recomputation need not wait for the gradient, so it is no part
 last is reduced after all its work, which may take longer than the way back), and for 1F1B with K(w) warm-up forwards, since a worker can do no more than these and one recomputation before the first gradient is back,
 
     step  >=  before(w) + F(w) + sum over s > w of F(s) + B(s)  +  N c(w) - K(w) F(w) - R(w)  +  after(w)             (4)
-    before(w) = sum over s < w of F(s),    after(w) = the same of B, or A(w) where that is longer
+    before(w) = sum over s < w of F(s),    after(w) = max over a <= w of ( sum over a <= s < w of B(s) + A(a) )
 
 Transfers are left out everywhere.
 
@@ -47,7 +47,7 @@ from .configuration import PipelineSchedule
 from .cutting import ENTRY, Chain
 from .interiors import Interior, Interiors
 
-__all__ = ["UnitCosts", "UnitMemory", "bound_class", "bounds_of_cuts", "refined_bound"]
+__all__ = ["UnitCosts", "UnitMemory", "bound_class", "bounds_of_cuts", "homes", "refined_bound"]
 
 #: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
 _ROUNDING = 1 - 1e-9
@@ -168,16 +168,22 @@ def bound_class(spec: PipelineSchedule) -> tuple[str, int, int]:
 
 
 @lru_cache(maxsize=512)
-def _homes(num_workers: int, groups: int, num_pipelines: int) -> tuple[tuple[tuple[int, int], ...], ...]:
+def homes(num_workers: int, groups: int, num_pipelines: int) -> tuple[tuple[tuple[int, int], ...], ...]:
     """Per worker its (pipeline, stage) pairs."""
-    if num_pipelines > 1:
-        placement = placements(num_workers, num_pipelines)
-    else:
-        placement = (tuple(range(num_workers)) * groups,)
+    straight = (tuple(range(num_workers)) * groups,)
+    placement = placements(num_workers, num_pipelines) if num_pipelines > 1 else straight
     return tuple(
         tuple((p, s) for p, workers in enumerate(placement) for s, owner in enumerate(workers) if owner == worker)
         for worker in range(num_workers)
     )
+
+
+def micro_batches_of(num_workers: int, num_micro_batches: int, num_pipelines: int) -> tuple[int, ...]:
+    """How many micro-batches each pipeline gets: whole rounds evenly, and what is left over as evenly as can be."""
+    left = num_micro_batches % num_workers if num_pipelines > 1 else num_micro_batches
+    each, extra = divmod(left, num_pipelines)
+    whole = (num_micro_batches - left) // num_pipelines
+    return tuple(whole + each + (pipeline < extra) for pipeline in range(num_pipelines))
 
 
 def bounds_of_cuts(
@@ -201,12 +207,11 @@ def bounds_of_cuts(
     stage = sums[stops] - sums[starts]
     before = sums[starts]
     bound = np.zeros(len(cuts))
-    # Pipelines share the micro-batches as evenly as can be.
-    least = num_micro_batches // num_pipelines
-    for homes in _homes(num_workers, groups, num_pipelines):
-        work = sum(stage[:, s] for _, s in homes) * least
+    counts = micro_batches_of(num_workers, num_micro_batches, num_pipelines)
+    for held in homes(num_workers, groups, num_pipelines):
+        work = sum(stage[:, s] * counts[pipeline] for pipeline, s in held)
         if kind == "fill":
-            work = work + before[:, min(s for _, s in homes)]
+            work = work + before[:, min(s for _, s in held)]
         np.maximum(bound, work, out=bound)
     if kind == "gems":
         np.maximum(bound, num_micro_batches * sums[-1] / 2, out=bound)
@@ -230,12 +235,12 @@ def refined_bound(spec: PipelineSchedule, interiors: Sequence[Interior], flights
     before = np.concatenate([[0.0], np.cumsum(forward)])[:-1]
     trips = np.concatenate([[0.0], np.cumsum(forward + backward)])
     kind, groups, num_pipelines = bound_class(spec)
-    least = count // num_pipelines
+    counts = micro_batches_of(spec.num_workers, count, num_pipelines)
     bound = 0.0
-    for homes in _homes(spec.num_workers, groups, num_pipelines):
-        stages = [s for _, s in homes]
+    for held in homes(spec.num_workers, groups, num_pipelines):
+        stages = [s for _, s in held]
         first = min(stages)
-        work = least * float(busy[stages].sum())
+        work = float(sum(counts[pipeline] * busy[s] for pipeline, s in held))
         if kind != "period":
             # Whichever of its stages a worker finishes last is reduced after all its work.
             back = float(trips[first] - before[first]) if kind == "fill" else 0.0
@@ -244,7 +249,8 @@ def refined_bound(spec: PipelineSchedule, interiors: Sequence[Interior], flights
     if kind == "gems":
         bound = max(bound, count * float(backward.sum()))
     if spec.name == "1f1b":
-        after = np.maximum(trips[:-1] - before, reduce)
+        back = np.concatenate([[0.0], np.cumsum(backward)])[:-1]
+        after = back + np.maximum.accumulate(reduce - back)
         behind = trips[-1] - trips[1:]
         warm = np.minimum(np.array(flights), count)
         again = busy - forward - backward

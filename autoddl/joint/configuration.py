@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Union
 
@@ -70,10 +70,8 @@ class PipelineSchedule:
         return _schedule(self, width, recomputing)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)
 def _schedule(of: PipelineSchedule, width: int, recomputing: tuple[bool, ...]) -> Schedule:
-    from dataclasses import replace
-
     schedule = generate(
         of.name,
         num_stages=of.num_workers,

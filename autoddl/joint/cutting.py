@@ -149,6 +149,11 @@ class Chain:
             if parameter.tied_to is not None
         )
 
+    @property
+    def shares_weights(self) -> bool:
+        """Whether layers share a weight (which may then come into different stages)."""
+        return bool(self._ties)
+
     def stage(self, first: int, stop: int) -> StageGraph:
         """Units ``first`` to ``stop - 1`` as a graph of their own."""
         layers = self.layers(first, stop)

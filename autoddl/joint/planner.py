@@ -148,6 +148,9 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     alone = None if whole is None else _one_stage(job, whole)
     known = math.inf if alone is None else alone.step_s
     stale = job.options.allow_stale
+    notes: tuple[str, ...] = ()
+    if stale and job.chain.shares_weights:
+        notes = ("layers share a weight, so asynchronous schedules are left out",)
     narrow = explorer.explore(
         explorer.settings(base.micro_batch, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1),
         known,
@@ -185,6 +188,7 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
         considered=_considered(job, narrow, wide, explorer, whole),
         families=families,
         search_s=time.perf_counter() - start,
+        notes=notes,
     )
 
 
@@ -362,6 +366,8 @@ def _paper(job: _Job, name: str) -> Evaluation:
         UserError: there is none.
     """
     base = job.options.base
+    if name == "wpipe" and job.chain.shares_weights:
+        raise UserError("layers share a weight, whose copies asynchronous stages would update at different times")
     plans = paper_plans(name, job.chain, job.cluster, job.workload, job.limit_bytes, base.recompute, base.micro_batch)
     least, fault = math.inf, None
     for plan in plans[:_MOST_PAPER_PLANS]:

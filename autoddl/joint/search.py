@@ -25,9 +25,6 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
-from autoddl.pipelines.memory import weight_versions
-from autoddl.pipelines.planners.inflight import in_flight
-from autoddl.pipelines.schedule import Schedule
 
 from .bounds import UnitCosts, UnitMemory, bound_class, bounds_of_cuts, refined_bound
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
@@ -35,6 +32,7 @@ from .cutting import ENTRY, Chain
 from .evaluation import Evaluation, evaluate
 from .interiors import Interior, Interiors, Need
 from .meshes import StageMesh, stage_meshes
+from .needs import Needs, needs_of
 from .space import cuts, divisors, num_cuts, schedules
 
 __all__ = ["Explored", "Explorer", "Setting"]
@@ -49,15 +47,6 @@ class Setting:
     mesh: StageMesh
     schedule: PipelineSchedule
     micro_batch: int
-
-
-@dataclass(frozen=True)
-class Needs:
-    """What a schedule asks of every stage, whatever the cut: micro-batches in flight and weight versions, over all its replicas."""
-
-    homes: tuple[tuple[tuple[int, int], ...], ...]
-    in_flight: tuple[float, ...]
-    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True, order=True)
@@ -116,7 +105,7 @@ class Explorer:
         self._interiors: dict[StageMesh, Interiors] = {}
         self._units: dict[StageMesh, UnitCosts] = {}
         self._memory: dict[StageMesh, UnitMemory] = {}
-        self._needs: dict[tuple[PipelineSchedule, int], Needs | None] = {}
+        self._needs: dict[PipelineSchedule, Needs | None] = {}
 
     @property
     def num_searches(self) -> int:
@@ -145,6 +134,8 @@ class Explorer:
     ) -> Iterator[Setting]:
         """All settings of the space."""
         batch, num_units = self.workload.batch, self.chain.num_units
+        # The copies of a shared weight would be updated at different times.
+        stale = stale and not self.chain.shares_weights
         for mesh in stage_meshes(self.cluster):
             depth = mesh.num_workers(self.cluster)
             if depth > num_units:
@@ -156,19 +147,13 @@ class Explorer:
 
     def needs(self, setting: Setting) -> Needs | None:
         """None where the schedule cannot be generated for these numbers."""
-        key = (setting.schedule, setting.mesh.num_devices)
-        if key not in self._needs:
-            try:
-                schedule = self._schedule(setting)
-            except GeneratorError:
-                self._needs[key] = None
-            else:
-                self._needs[key] = _needs_of(schedule)
-        return self._needs[key]
-
-    def _schedule(self, setting: Setting) -> Schedule:
         spec = setting.schedule
-        return spec.schedule(setting.mesh.num_devices, (False,) * spec.num_stages)
+        if spec not in self._needs:
+            try:
+                self._needs[spec] = needs_of(spec)
+            except GeneratorError:
+                self._needs[spec] = None
+        return self._needs[spec]
 
     # --------------------------------------------------------------------------------------------------------- search
 
@@ -399,16 +384,3 @@ class Explorer:
 def _bounds(cut: Sequence[int]) -> list[tuple[int, int]]:
     stops = np.cumsum(cut).tolist()
     return list(zip([0, *stops[:-1]], stops))
-
-
-def _needs_of(schedule: Schedule) -> Needs:
-    flights = in_flight(schedule)
-    versions = {} if schedule.is_synchronous else weight_versions(schedule)
-    num_stages = schedule.num_stages
-    most, copies = [0.0] * num_stages, [1] * num_stages
-    for worker, of_worker in enumerate(flights):
-        for (pipeline, stage), count in of_worker.items():
-            most[stage] = max(most[stage], count)
-            copies[stage] = max(copies[stage], versions.get((pipeline, stage), 1))
-    homes = tuple(schedule.stages_on(worker) for worker in range(schedule.num_workers))
-    return Needs(homes, tuple(most), tuple(copies))

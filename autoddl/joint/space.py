@@ -33,7 +33,7 @@ MOST_CUTS = 4096
 _PIPELINES = (2, 4)
 _GROUPS = (2, 4)
 #: Passes of a micro-batch through a stage beyond which a schedule is not worth its simulation (the generators' own limit).
-_MOST_PASSES = 2**19
+_MOST_PASSES = 2**17
 
 
 def divisors(number: int) -> list[int]:

@@ -1,0 +1,321 @@
+"""Evaluation of joint plans against hand-worked numbers; their document; the command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from math import inf
+
+import pytest
+
+from autoddl.__main__ import main
+from autoddl.costmodel.assessment import assess
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
+from autoddl.joint import (
+    ENTRY,
+    Configuration,
+    JointOptions,
+    PipelineSchedule,
+    StageChoice,
+    StageMesh,
+    chain_of,
+    evaluate,
+)
+from autoddl.joint.interiors import Interiors, Need
+from autoddl.joint.meshes import stage_meshes
+from autoddl.joint.planner import plan_jointly
+from autoddl.models import Transformer, gpt, resolve_model
+from autoddl.plan import joint_document, load_plan, save_plan
+from autoddl.planner import Options, make_plan
+
+GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
+UNTIED = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
+LATENCY, BANDWIDTH = 2e-6, 1e8
+MACHINE = load_cluster("gcp-a100").resized(1, 4).with_links(latency_s=LATENCY, bandwidth=BANDWIDTH)
+
+
+def uniform(graph, mesh, spec, size, batch, cut, recompute, strategy):
+    """Every layer at one strategy."""
+    chain, stages, first = chain_of(graph), [], 0
+    for count in cut:
+        chosen = {layer.name: strategy for layer in chain.layers(first, first + count)}
+        if first:
+            chosen[ENTRY] = strategy
+        stages.append(StageChoice(count, recompute, chosen))
+        first += count
+    return chain, Configuration(mesh, spec, Workload(batch, size, "mixed", "adam"), tuple(stages))
+
+
+# ---- Cuts and meshes ---------------------------------------------------------------------------------------------------
+
+
+def test_units_are_the_blocks_with_embedding_and_head_at_the_ends():
+    chain = chain_of(GPT)
+    assert chain.num_units == 4
+    assert [layer.name for layer in chain.layers(0, 1)][:3] == ["wte", "wpe", "embed"]
+    assert chain.layers(3, 4)[-1].name == "loss" and chain.kinds == (0, 1, 1, 2)
+    assert chain.shape(1, 2) == chain.shape(2, 3) != chain.shape(3, 4)
+
+
+def test_a_stage_has_an_entry_and_copies_of_weights_that_it_shares():
+    stage = chain_of(GPT).stage(2, 4)
+    assert stage.graph.layers[0].name == ENTRY and stage.shared == (("lm_head", "wte"),)
+    assert stage.graph["lm_head"].num_parameters == 64 * 128 and GPT["lm_head"].num_parameters == 0
+    assert stage.graph.inputs("h.2.ln_1") == (ENTRY,)
+    assert chain_of(GPT).stage(0, 4).shared == ()
+
+
+def test_meshes_tile_the_cluster():
+    cluster = MACHINE.resized(2, 4)
+    meshes = list(stage_meshes(cluster))
+    assert len(meshes) == 6
+    for mesh in meshes:
+        ranks = [rank for worker in range(mesh.num_workers(cluster)) for rank in mesh.ranks(cluster, worker)]
+        assert sorted(ranks) == list(range(8))
+    assert StageMesh(2, 2).ranks(cluster, 1) == (2, 3, 6, 7)
+    assert not StageMesh(1, 4).share_nodes(cluster, (0, 1)) and StageMesh(1, 2).share_nodes(cluster, (0, 1))
+
+
+# ---- Evaluation --------------------------------------------------------------------------------------------------------
+
+
+def test_one_stage_is_the_plan_without_a_pipeline():
+    planned = make_plan(GPT, MACHINE, Options(batch=8, precision="mixed"))
+    recompute = "layers" if planned.workload.recompute else "none"
+    spec = PipelineSchedule("1f1b", 1, planned.workload.num_micro_batches)
+    stage = StageChoice(4, recompute, planned.strategies)
+    found = evaluate(chain_of(GPT), MACHINE, Configuration(StageMesh(1, 4), spec, planned.workload, (stage,)))
+    assert found.step_s == pytest.approx(planned.assessment.step_s, rel=1e-12)
+    assert found.memory_bytes == planned.assessment.memory_bytes
+    assert found.sent_bytes == pytest.approx(planned.assessment.sent_bytes)
+
+
+def test_a_pipeline_of_single_devices_by_hand():
+    """2 stages of a device each, 1F1B with N = 4: the busiest stage and the fill of the other, two transfers at each end."""
+    spec = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),))
+    machine = MACHINE.resized(1, 2).with_links(latency_s=LATENCY, bandwidth=BANDWIDTH)
+    chain, configuration = uniform(UNTIED, StageMesh(1, 1), spec, 1, 4, (1, 3), "none", Strategy(((1, 1, 1),)))
+    found = evaluate(chain, machine, configuration)
+    # One sample: 8 rows of 64 features of 2 bytes.
+    transfer = LATENCY + 8 * 64 * 2 / BANDWIDTH
+    assert [(b.forward_s, b.nbytes) for b in found.boundaries] == [(pytest.approx(transfer), 1024)]
+    first, last = found.stages
+    assert last.busy_s > first.busy_s + 2 * transfer
+    assert found.step_s == pytest.approx(first.forward_s + transfer + 4 * last.busy_s + transfer + first.backward_s)
+    # Stage 0 has two micro-batches in flight, stage 1 one.
+    assert found.in_flight == ((2.0,), (1.0,))
+    for stage, count, memory in ((first, 2, found.memory[0]), (last, 1, found.memory[1])):
+        assert memory == stage.state_bytes + count * stage.kept_bytes + stage.buffer_bytes
+    whole = assess(
+        UNTIED, machine.resized(1, 1), configuration.workload, {x.name: Strategy(((1, 1, 1),)) for x in UNTIED.layers}
+    )
+    assert first.state_bytes + last.state_bytes == pytest.approx(sum(x.work.state_bytes for x in whole.layers))
+    assert found.step_s == pytest.approx(
+        found.compute_s + found.inner_communication_s + found.bubble_s + found.exposed_communication_s
+    )
+
+
+def test_recomputation_of_a_stage_keeps_inputs_and_runs_again():
+    spec = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),))
+    machine = MACHINE.resized(1, 2).with_links(latency_s=LATENCY, bandwidth=BANDWIDTH)
+    plain, again = (
+        evaluate(chain, machine, configuration)
+        for chain, configuration in (
+            uniform(UNTIED, StageMesh(1, 1), spec, 1, 4, (2, 2), how, Strategy(((1, 1, 1),)))
+            for how in ("none", "stage")
+        )
+    )
+    assert again.stages[1].recompute_s == plain.stages[1].forward_s and plain.stages[1].recompute_s == 0
+    assert again.memory[1] == plain.memory[1] + 1024  # one in flight: its input more
+    assert again.memory[0] == plain.memory[0] - plain.stages[0].kept_bytes  # the first stage's input is the data
+    assert sum(task.kind.letter == "R" for task in again.schedule.workers[0]) == 4
+
+
+def test_shared_weights_and_replicas_are_reduced():
+    """wte is 128 x 64 of 2 bytes on one device: 2 messages, 2/2 of the bytes; Chimera's replicas reduce every weight."""
+    spec = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),))
+    one, machine = Strategy(((1, 1, 1),)), MACHINE.resized(1, 2).with_links(latency_s=LATENCY, bandwidth=BANDWIDTH)
+    found = evaluate(*_with(machine, uniform(GPT, StageMesh(1, 1), spec, 1, 4, (2, 2), "none", one)))
+    shared = 2 * LATENCY + 128 * 64 * 2 / BANDWIDTH
+    assert [stage.all_reduce_s for stage in found.stages] == [pytest.approx(shared)] * 2
+    both = PipelineSchedule("chimera", 2, 4, (("concatenation", "direct"), ("num_pipelines", 2)), num_pipelines=2)
+    found = evaluate(*_with(machine, uniform(UNTIED, StageMesh(1, 1), both, 1, 4, (2, 2), "none", one)))
+    for number, stage in enumerate(found.stages):
+        layers = [layer for layer in stage.assessment.layers if layer.work.state_bytes]
+        expected = sum(2 * LATENCY + layer.work.state_bytes * 2 / 16 / BANDWIDTH for layer in layers)
+        assert stage.all_reduce_s == pytest.approx(expected), number
+    assert found.memory[0] == found.memory[1] > 2 * min(stage.state_bytes for stage in found.stages)
+    assert [found.micro_batches_of(0, s, p) for p, s in found.schedule.stages_on(0)] == [2, 2]
+
+
+def _with(machine, pair):
+    chain, configuration = pair
+    return chain, machine, configuration
+
+
+def test_layouts_that_differ_cost_more_than_equal_ones():
+    """(S0:2) to (S1:2): each rank sends half of its half to each of the others: as many bytes, twice the messages."""
+    spec = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),))
+    rows, features = Strategy(((2, 1, 1),)), Strategy(((1, 2, 1),))
+    chain, configuration = uniform(UNTIED, StageMesh(1, 2), spec, 2, 8, (2, 2), "none", rows)
+    equal = evaluate(chain, MACHINE, configuration).boundaries[0]
+    last = configuration.stages[1]
+    mixed = replace(last, strategies={**last.strategies, ENTRY: features})
+    other = evaluate(chain, MACHINE, replace(configuration, stages=(configuration.stages[0], mixed))).boundaries[0]
+    assert equal.forward_s == pytest.approx(LATENCY + 1024 / BANDWIDTH)
+    assert other.forward_s == pytest.approx(2 * LATENCY + 1024 / BANDWIDTH)
+
+
+# ---- Interiors ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ends", [(0, 6), (1, 6), (4, 9), (1, 10)])
+def test_interiors_of_repeated_blocks_are_those_of_a_search(ends):
+    """What is inferred between fewer and more repetitions is what a search of its own finds."""
+    graph = gpt(Transformer("deep", 10, 64, 4, 8, 128))
+    workload = Workload(8, 8, "mixed", "adam")
+    shared, own = (Interiors(chain_of(graph), StageMesh(1, 4), MACHINE, workload) for _ in range(2))
+    first, stop = ends
+    for count in (2, stop - first + 3 if first else 9):
+        if first + count <= 9 or (first + count == 10 and stop == 10):
+            shared.free(first, first + count, "none", 4)
+    one, other = shared.free(first, stop, "none", 4), own.free(first, stop, "none", 4)
+    assert one.cost == pytest.approx(other.cost, rel=1e-12)
+    figures = evaluate_alone(graph, first, stop, other, workload)
+    assert figures == pytest.approx((other.forward_s, other.backward_s, other.state_bytes, other.kept_bytes))
+
+
+def evaluate_alone(graph, first, stop, interior, workload):
+    stage = chain_of(graph).stage(first, stop)
+    named = {layer.name: strategy for layer, strategy in zip(stage.graph.layers, interior.strategies)}
+    whole = assess(stage.graph, MACHINE, replace(workload, micro_batch=4), named)
+    layers = whole.layers[1:] if first else whole.layers
+    return (
+        sum(one.work.forward_s + one.forward_communication_s for one in layers),
+        sum(one.work.backward_s + one.backward_communication_s for one in layers),
+        sum(one.work.state_bytes for one in layers),
+        sum(one.work.kept_bytes for one in layers),
+    )
+
+
+def test_a_stage_takes_the_best_that_fits():
+    interiors = Interiors(chain_of(UNTIED), StageMesh(1, 2), MACHINE, Workload(8, 8, "mixed", "adam"))
+    ways = ("none", "layers", "stage")
+    roomy = Need(4.0, 1, inf)
+    best = interiors.choose(1, 3, 2, roomy, roomy, ways)
+    assert best.recompute == "none" and best is interiors.free(1, 3, "none", 2)
+    tight = Need(4.0, 1, best.memory(roomy) * 0.97)
+    other = interiors.choose(1, 3, 2, tight, tight, ways)
+    assert other.fits(tight) and not best.fits(tight) and other.cost > best.cost
+    least = min(interiors.smallest_memory(1, 3, 2, tight, how) for how in ways)
+    nothing = Need(4.0, 1, least - 1)
+    assert interiors.choose(1, 3, 2, nothing, nothing, ways) is None
+    just = Need(4.0, 1, least + 8)
+    assert interiors.choose(1, 3, 2, just, just, ways) is not None
+
+
+# ---- The document and the command --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def planned():
+    slow = MACHINE.with_links(bandwidth=2e7)
+    return plan_jointly(UNTIED, slow, JointOptions(Options(batch=8, memory_limit_bytes=4e6, precision="mixed")))
+
+
+def test_a_plan_reads_back_as_it_was(planned, tmp_path):
+    save_plan(tmp_path / "plan.json", joint_document(planned))
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.num_stages == len(planned.evaluation.stages) > 1
+    assert plan.pipeline.step_s == planned.evaluation.step_s
+    assert plan.pipeline.configuration == planned.configuration
+    assert plan.pipeline.configuration.stages[-1].strategies == planned.configuration.stages[-1].strategies
+    document = plan.document
+    assert document["version"] == 2 and document["pipeline"]["search"]["optimal"]
+    assert sorted(rank for worker in document["pipeline"]["workers"] for rank in worker["ranks"]) == [0, 1, 2, 3]
+    assert [layer["name"] for layer in document["layers"]] == [layer.name for layer in UNTIED.layers]
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "said"),
+    [
+        (("step_s",), 1.0, "step_s is 1.0"),
+        (("pipeline", "timeline", "bubble_s"), 9.0, "bubble_s is 9.0"),
+        (("pipeline", "stages", 0, "forward_s"), 5.0, "forward_s is 5.0"),
+        (("pipeline", "stages", 0, "num_units"), 9, "num_units is 9, the model has 4 left"),
+        (("pipeline", "stages", 1, "recompute"), "some", "should be one of none, layers, stage"),
+        (("pipeline", "workers", 1, "ranks"), [3], "are not those of worker 1"),
+        (("pipeline", "mesh", "nodes"), 3, "does not tile 1 x 4 devices"),
+        (("pipeline", "schedule", "name"), "magic", "'magic' is not one of gpipe"),
+        (("graph_hash",), "sha256:0", "graph_hash is not the hash"),
+        (("version",), 1, "version 1 is not supported, only 2 is"),
+    ],
+)
+def test_an_edited_plan_is_refused(planned, tmp_path, path, value, said):
+    document = json.loads(json.dumps(joint_document(planned)))
+    place = document
+    for step in path[:-1]:
+        place = place[step]
+    place[path[-1]] = value
+    save_plan(tmp_path / "plan.json", document)
+    with pytest.raises(UserError, match=said):
+        load_plan(tmp_path / "plan.json")
+
+
+def test_the_command_prints_one_document(capsys, tmp_path):
+    where = ["mlp:256,128,64,16", "--cluster", "gcp-a100", "--nodes", "1", "--devices-per-node", "2", "--batch", "8"]
+    assert main(["plan", *where, "--pipeline", "auto", "--json", "--quiet", "-o", str(tmp_path / "p.json")]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document == json.loads((tmp_path / "p.json").read_text())
+    families = {family["name"] for family in document["pipeline"]["families"]}
+    assert families == {"pure SBP", "data parallel", "Megatron + 1F1B", "DAPPLE", "Chimera", "WPipe"}
+    assert load_plan(tmp_path / "p.json").pipeline.step_s == document["step_s"]
+    assert main(["plan", *where, "--pipeline", "dapple", "--quiet"]) == 0
+    text = capsys.readouterr().out
+    for section in ("Stages", "Per layer", "Per step", "Compared with", "Why", "Certificate"):
+        assert f"\n{section}" in text
+    assert "this plan (DAPPLE)" in text and "not proven" in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--pipeline", "wpipe"], "add --allow-stale"),
+        (["--allow-stale"], "--allow-stale is for pipelines"),
+        (["--pipeline", "auto", "--untied"], "--untied is for plans without a pipeline"),
+        (["--pipeline", "auto", "--method", "random"], "method 'random' is for plans without a pipeline"),
+        (["--pipeline", "auto", "--micro-batch", "3"], "micro-batch 3 does not divide the batch of 8"),
+        (["--pipeline", "auto", "--memory-limit", "0.00001"], "the smallest memory that would do is"),
+        (["--pipeline", "chimera", "--nodes", "3"], "D should be even"),
+    ],
+)
+def test_faults_are_one_line(capsys, arguments, said):
+    where = ["mlp:256,128,64,16", "--cluster", "gcp-a100", "--nodes", "1", "--devices-per-node", "1", "--batch", "8"]
+    assert main(["plan", *where, "--quiet", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert said in error and error.count("\n") == 1
+
+
+def test_the_memory_that_would_do_does():
+    options = Options(batch=4, memory_limit_bytes=1e5, precision="mixed")
+    with pytest.raises(UserError, match="the smallest memory that would do is") as caught:
+        plan_jointly(UNTIED, MACHINE, JointOptions(options))
+    least = float(str(caught.value).split("(")[-1].split()[0]) * 2**30
+    found = plan_jointly(UNTIED, MACHINE, JointOptions(replace(options, memory_limit_bytes=least * 1.001)))
+    assert found.evaluation.memory_bytes <= least * 1.001
+
+
+def test_papers_plans_are_those_of_their_planners():
+    graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
+    options = JointOptions(Options(batch=32), "chimera")
+    found = plan_jointly(graph, MACHINE, options)
+    spec = found.configuration.schedule
+    assert spec.name == "chimera" and spec.num_pipelines == 2 and not found.optimal
+    assert all(layer.strategy.p0 == layer.strategy.num_devices for layer in found.evaluation.layers)
+    assert found.lower_bound_s < found.evaluation.step_s
+    rows = {family.name: family for family in found.families}
+    assert rows["Chimera"].step_s == pytest.approx(found.evaluation.step_s)
+    assert rows["WPipe"].infeasible == "asynchronous; offered with --allow-stale"
