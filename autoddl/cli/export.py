@@ -26,18 +26,24 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--model",
         default="",
         metavar="FILE.py:FUNCTION",
-        help="what makes the plain model, for --to oneflow where it is none that is built in",
+        help="what makes the plain model, for --to oneflow where it is none that is built in (compared with the plan's, where "
+        "OneFlow is installed)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, write."""
     from autoddl.costmodel.documents import write_atomically
+    from autoddl.pipelines.runtime.load import is_available
 
     from ..export import export
+    from ..models import is_oneflow_model, resolve_model
     from ..plan import load_plan
 
-    text = export(load_plan(arguments.plan), arguments.form, model=arguments.model)
+    plan = load_plan(arguments.plan)
+    if arguments.form == "oneflow" and is_oneflow_model(arguments.model) and is_available():
+        plan.check_graph(resolve_model(arguments.model))
+    text = export(plan, arguments.form, model=arguments.model)
     if arguments.output:
         write_atomically(arguments.output, text)
         print(f"Written to {arguments.output}")

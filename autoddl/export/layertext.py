@@ -121,18 +121,22 @@ class _Writer:
         lines = [f"{self.attribute} = {self._holder()}"] if self.own or self.layer.kind == "conv2d" else []
         plain = self.scene.built_in is None
         if plain and self.layer.kind == "norm":
-            lines.append(f"{self.attribute}_eps = eps_of(plain, {self._path()})")
+            lines.append(f"{self._beside('eps')} = eps_of(plain, {self._path()})")
         if plain and self.layer.kind == "attention":
-            lines.append(f"{self.attribute}_base = angles_base_of(plain, {self._path()})")
+            lines.append(f"{self._beside('base')} = angles_base_of(plain, {self._path()})")
         if plain and self.layer.kind == "conv2d":
-            lines.append(f"{self.attribute}_options = convolution_options(plain, {self._path()})")
+            lines.append(f"{self._beside('options')} = convolution_options(plain, {self._path()})")
         if plain and self.layer.kind == "opaque":
             names = value_text([self._own_name(p) for p in self.layer.parameters])
             lines.append(
-                f"{self.attribute}_module = OwnModule(plain, {self._path()}, {names}, "
+                f"{self._beside('module')} = OwnModule(plain, {self._path()}, {names}, "
                 f"samples_are_split={self.strategy.p0 > 1})"
             )
         return lines
+
+    def _beside(self, what: str) -> str:
+        """An attribute for something else that the layer keeps."""
+        return f"self.{self.scene.names.of(f'{self.place.label} {what}')}"
 
     def _path(self) -> str:
         """The expression of the module that the layer stands for."""
@@ -429,7 +433,7 @@ class _Writer:
             chain.put(f"heads_together({whole}, groups={groups // parts})")
         angles = ""
         if self.scene.built_in is None:
-            base = f"{self.attribute}_base"
+            base = self._beside("base")
             rotary = f"rotary_angles({layer.rows}, {attributes['head_dim']}, {base})"
             chain.say(f"angles = {rotary} if {base} is not None else None")
             angles = ", angles=angles"
@@ -452,7 +456,7 @@ class _Writer:
         if any(p.tied_to is not None for p in layer.parameters):
             raise UserError(f"{layer.describe()}: it shares its weight, which --to oneflow cannot write")
         self._weights(chain, names, "all", self.strategy.axes(0))
-        eps = {True: "1e-05", False: "1e-06"}[is_centred] if self.scene.built_in else f"{self.attribute}_eps"
+        eps = {True: "1e-05", False: "1e-06"}[is_centred] if self.scene.built_in else self._beside("eps")
         if not inputs:
             chain.put(f"data({self.place.data}, {self.scene.layout(layer)}, rows={stored_rows(layer.input_shape)})")
 
@@ -500,7 +504,7 @@ class _Writer:
             chain.put(f"data({self.place.data}, {self.scene.layout(layer)}, rows=1)")
         options = f"stride={layer.attributes['stride']}, padding={layer.attributes['padding']}"
         if self.scene.built_in is None:
-            options = f"**{self.attribute}_options"
+            options = f"**{self._beside('options')}"
         bias = "bias" if len(names) > 1 else "None"
 
         def write(chain: Chain) -> None:
@@ -533,12 +537,12 @@ class _Writer:
         shapes = [layer.input_shape] if len(shapes) <= 1 else shapes
         shapes = [shape[1:] if len(shape) == 2 and shape[0] == 1 else shape for shape in shapes]
         variables = list(inputs) if len(inputs) > 1 else ["{x}"]
-        chain.say(f"{self.attribute}_module.module.train(self.training)")
+        chain.say(f"{self._beside('module')}.module.train(self.training)")
 
         def write(chain: Chain) -> None:
             given = "[" + ", ".join(variables) + "]"
             call = ", ".join([given, value_text(shapes), *names])
-            chain.put(f"{self.attribute}_module({call})", self._compute())
+            chain.put(f"{self._beside('module')}({call})", self._compute())
             self._epilogue(chain)
 
         if self.recomputes and len(variables) == 1:

@@ -439,7 +439,8 @@ def _call(
     """Append the call of a repetition: of all of them with the first, where each reads the one before."""
     section, graph = sections[number], scene.graph
     own = [other for other in sections if other.block == section.block]
-    attribute = f"self.{scene.names.of(section.block)}"
+    is_taken = any(layer.name == section.block for layer in graph.layers)
+    attribute = f"self.{scene.names.of(f'{section.block} blocks' if is_taken else section.block)}"
     if section is own[0]:
         made.append(_block_list(attribute, own, classes, "" if scene.built_in else ", plain"))
     enters = variables[_entering(graph, section)]

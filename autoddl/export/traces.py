@@ -20,6 +20,7 @@ from autoddl.pipelines.draw import to_trace
 from ..plan import assessment_of
 
 if TYPE_CHECKING:
+    from ..joint.evaluation import Evaluation
     from ..plan import Plan
 
 __all__ = ["trace_text"]
@@ -35,16 +36,9 @@ def trace_text(plan: Plan) -> str:
     Raises:
         UserError: it would have more than `MOST_EVENTS` bars.
     """
-    if plan.pipeline is not None and plan.num_stages > 1:
-        return _pipeline_trace(plan)
-    layers: Iterable[LayerAssessment]
-    if plan.pipeline is None:
-        cluster, layers = plan.cluster, assessment_of(plan).layers
-    else:
-        cluster = plan.pipeline.configuration.mesh.devices(plan.cluster)
-        layers = plan.pipeline.stages[0].assessment.layers
-    writer = _Writer(cluster)
-    layers = tuple(layers)
+    if plan.pipeline is not None:
+        return _pipeline_trace(plan.pipeline)
+    writer, layers = _Writer(plan.cluster), assessment_of(plan).layers
     num = plan.workload.num_micro_batches
     count = num * sum(2 + len(found.forward_steps) + len(found.backward_steps) for found in layers)
     if count > MOST_EVENTS:
@@ -64,10 +58,9 @@ def trace_text(plan: Plan) -> str:
     return writer.text()
 
 
-def _pipeline_trace(plan: Plan) -> str:
-    assert plan.pipeline is not None
-    document = json.loads(to_trace(plan.pipeline.timeline))
-    stages = [[layer.name for layer in stage.graph.layers] for stage in plan.pipeline.stages]
+def _pipeline_trace(pipeline: Evaluation) -> str:
+    document = json.loads(to_trace(pipeline.timeline))
+    stages = [[layer.name for layer in stage.graph.layers] for stage in pipeline.stages]
     for event in document["traceEvents"]:
         stage = event.get("args", {}).get("stage")
         if isinstance(stage, int):

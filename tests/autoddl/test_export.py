@@ -22,15 +22,23 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.workload import Workload
 from autoddl.export import FORMS, export
 from autoddl.export.annotated import annotated_graph
 from autoddl.export.drawings import _short, dot_text, graphml_text
 from autoddl.export.helpers import helper_text, known_names
 from autoddl.export.source import Names, comment, literal, value_text
+from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
+from autoddl.joint.cutting import chain_of
+from autoddl.joint.evaluation import evaluate
+from autoddl.joint.meshes import StageMesh
 from autoddl.models import resolve_model
+from autoddl.pipelines.runtime.load import is_available
 from autoddl.plan import Plan, load_plan, plan_document, save_plan
 from autoddl.planner import Options, make_plan
+from autoddl.search import solve
 
 MODELS = {
     "gpt": ("gpt:2x64", {"heads": 8, "sequence": 16, "vocabulary": 256}),
@@ -58,32 +66,27 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-@pytest.fixture(scope="module")
-def pipeline_plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A plan of two stages on 1 x 4 devices."""
-    from autoddl.costmodel.pricing import PriceBook
-    from autoddl.costmodel.workload import Workload
-    from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
-    from autoddl.joint.cutting import chain_of
-    from autoddl.joint.evaluation import evaluate
-    from autoddl.joint.meshes import StageMesh
-    from autoddl.search import solve
-
+def staged_plan(cuts: list[tuple[int, int, str]], devices: int) -> Plan:
+    """A plan of stages (first unit, the one behind the last, recomputation) of so many devices on 1 x 4 devices."""
     graph, cluster = resolve_model("gpt:4x512"), load_cluster("dgx-a100").resized(1, 4)
-    chain, mesh, workload = chain_of(graph), StageMesh(1, 2), Workload(16, 4, "mixed", "adam")
+    chain, mesh, workload = chain_of(graph), StageMesh(1, devices), Workload(16, 4, "mixed", "adam")
     stages = []
-    for first, stop, recompute in ((0, 2, "none"), (2, 4, "stage")):
+    for first, stop, recompute in cuts:
         problem = PriceBook(chain.stage(first, stop).graph, mesh.devices(cluster), workload).problem(16, 4)
         choice = solve(problem.table, memory_limit=70 * 2**30).choice
         stages.append(StageChoice(stop - first, recompute, problem.strategies(choice)))
-    schedule = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),))
+    schedule = PipelineSchedule("1f1b", len(cuts), 4, (("policy", "A"),))
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(stages)))
     strategies = {layer.layer.name: layer.strategy for layer in evaluation.layers}
-    document = {
-        name: getattr(evaluation, name)
-        for name in ("step_s", "compute_s", "communication_s", "sent_bytes", "memory_bytes")
-    }
+    figures = ("step_s", "compute_s", "communication_s", "sent_bytes", "memory_bytes")
+    document = {name: getattr(evaluation, name) for name in figures}
     return Plan(graph, cluster, workload, strategies, document, evaluation)
+
+
+@pytest.fixture(scope="module")
+def pipeline_plan() -> Plan:
+    """Two stages."""
+    return staged_plan([(0, 2, "none"), (2, 4, "stage")], 2)
 
 
 def renamed(plan: Plan, name: str, notes: tuple[str, ...] = ()) -> Plan:
@@ -294,6 +297,16 @@ def test_files_are_clean_and_need_nothing_of_autoddl(plan_of, tmp_path, name):
     assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_a_pipeline_of_one_stage_is_a_plan_without_one(recompute):
+    staged = staged_plan([(0, 4, recompute)], 4)
+    workload = replace(staged.workload, recompute=recompute == "layers")
+    found, expected = (export(plan, "oneflow") for plan in (staged, replace(staged, pipeline=None, workload=workload)))
+    assert ast.dump(ast.parse(found)) == ast.dump(ast.parse(expected))
+    with pytest.raises(UserError, match="recomputes its stage as a whole"):
+        export(staged_plan([(0, 4, "stage")], 4), "oneflow")
+
+
 def test_every_step_of_the_plan_stands_in_the_file_with_its_price(plan_of):
     """Those of a block once for each class."""
     plan = load_plan(plan_of("llama"))
@@ -462,6 +475,15 @@ def test_faults_are_one_line(plan_of, capsys, arguments, message):
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err.count("\n") == 1
     assert captured.err.startswith(f"autoddl: {message}")
+
+
+def test_a_model_that_is_not_there_is_noticed_where_it_can_be(plan_of, tmp_path, capsys):
+    if not (available := is_available()):
+        pytest.skip(available.reason)
+    arguments = [str(plan_of("gpt")), "--to", "oneflow", "--model", "missing.py:f", "-o", str(tmp_path / "out.py")]
+    assert main(["export", *arguments]) == 2
+    assert capsys.readouterr().err == "autoddl: missing.py: there is no such file\n"
+    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_written_for_oneflow_is_named(plan_of, pipeline_plan):

@@ -18,8 +18,8 @@ from .ranks import NUM_RANKS, Tensor
 
 
 def plain_model(file: str, function: str) -> tuple[Any, tuple[Any, ...]]:
-    """The module and the example inputs that the function of a file returns."""
-    path = Path(file)
+    """The module and the example inputs that the function of a file (found from here or from beside this one) returns."""
+    path = Path(file) if Path(file).is_file() else Path(__file__).parent / file
     spec = importlib.util.spec_from_file_location(f"_plain_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
         raise SystemExit(f"{file}: there is no such Python file; it makes the plain model")
