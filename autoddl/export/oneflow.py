@@ -115,7 +115,7 @@ def _whole(plan: Plan) -> _Whole:
     if plan.num_stages > 1:
         raise UserError(
             f"the plan is a pipeline of {plan.num_stages} stages: --to oneflow writes plans of one stage "
-            "(made without --pipeline); this one can be written as json, graphml, dot or chrome-trace"
+            "(made without --pipeline); `autoddl train` runs this one, and json, graphml, dot and chrome-trace can be written"
         )
     (choice,) = configuration.stages
     if choice.recompute == "stage":
