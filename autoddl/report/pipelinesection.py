@@ -36,7 +36,11 @@ def pipeline_section(view: PlanView) -> Section:
     )
     synchronous = "yes" if spec.synchronous else "no: weights lag behind"
     kinds = {task.kind for tasks in schedule.workers for task in tasks}
-    legend = [element("li", swatch(style), name) for wanted, style, name in _LEGEND if kinds.intersection(wanted)]
+    shown = [(style, name) for wanted, style, name in _LEGEND if kinds.intersection(wanted)]
+    if schedule.num_pipelines > 1:
+        colours = [style for style, _ in shown if style in ("forward", "backward", "weight")]
+        shown += [(f"{style} other", f"{style}, other direction") for style in colours]
+    legend = [element("li", swatch(style), name) for style, name in shown]
     content = [
         facts(
             [
@@ -80,7 +84,8 @@ def _stages(view: PlanView) -> Markup:
                 choice.recompute,
                 format_seconds(figures.forward_s),
                 format_seconds(figures.backward_s),
-                format_seconds(figures.communication_s),
+                # A difference of sums: what rounding leaves is nothing.
+                format_seconds(figures.communication_s if figures.communication_s > 1e-12 * figures.busy_s else 0.0),
                 format_seconds(figures.all_reduce_s),
                 f"{max(pipeline.in_flight[number]):g}",
                 crossing,

@@ -153,8 +153,8 @@ def _graph_row(group: LayerGroup, kind: str, block: str, gutter: Markup, longest
     ]
     label = f"{group.name}: {format_seconds(group.compute_s)} computation, {format_seconds(group.communication_s)} communication"
     lines = [
-        element("div", element("span", name, class_="which"), group.sbp[what], class_="nowrap")
-        for what, name in (("input", "in"), ("weight", "weight"), ("output", "out"))
+        element("div", element("span", word, class_="which"), group.sbp[what], class_="nowrap")
+        for what, word in (("input", "in"), ("weight", "weight"), ("output", "out"))
         if group.sbp[what]
     ]
     return element(

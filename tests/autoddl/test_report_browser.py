@@ -112,7 +112,11 @@ FRAME = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" conten
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     found = {}
-    for name, document in (("plain", gpt_plan()), ("piped", pipeline_plan())):
+    for name, document in (
+        ("plain", gpt_plan()),
+        ("piped", pipeline_plan()),
+        ("both", pipeline_plan("chimera", concatenation="direct")),
+    ):
         view = load_view(written(folder / f"{name}.json", document))
         found[name] = folder / f"{name}.html"
         found[name].write_text(report_page(explain(view, count=1)), encoding="utf-8")
@@ -163,13 +167,19 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 @pytest.mark.parametrize(
     "name, width, options",
-    [("plain", 390, ()), ("plain", 1280, (DARK,)), ("piped", 390, (DARK,)), ("piped", 1280, ())],
+    [
+        ("plain", 390, ()),
+        ("plain", 1280, (DARK,)),
+        ("piped", 390, (DARK,)),
+        ("piped", 1280, ()),
+        ("both", 1280, (DARK,)),
+    ],
 )
 def test_on_a_screen(tmp_path, pages, name, width, options):
     seen = probed(tmp_path, pages[name], width, *options)
     assert seen["dark"] == bool(options)
-    assert_is_right(seen, width, SECTIONS | ({"pipeline"} if name == "piped" else set()))
-    if name == "piped":
+    assert_is_right(seen, width, SECTIONS | ({"pipeline"} if name != "plain" else set()))
+    if name != "plain":
         assert seen["marks"] > 20
     if width == 1280:  # nothing needs scrolling there
         assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
