@@ -1,41 +1,45 @@
-"""Lower bounds on the step of a setting (mesh, micro-batch, schedule), for all its cuts at once, before any stage is searched.
+"""Lower bounds on the step of a setting (mesh, micro-batch, schedule), for all its cuts at once, before any stage is
+searched.
 
-**Units.**  At a mesh and a micro-batch every layer, at its own cheapest strategy and with redistributions for nothing, takes at least
-some time per micro-batch (``busy``), and at least some time per step with its gradient's all-reduce (``whole`` = N busy + once).  Both
-add up over the layers of a stage, whatever its strategies are, with recomputation or without.
+**Units.** At a mesh and a micro-batch every layer, at its own cheapest strategy and with redistributions for nothing, takes
+at least some time per micro-batch (``busy``), and at least some time per step with its gradient's all-reduce (``whole`` = N
+busy + once).  Both add up over the layers of a stage, whatever its strategies are, with recomputation or without.
 
-**Any schedule.**  Let c(s) be the busy time of stage s for one micro-batch, F(s) + B(s) = c(s).  A worker that puts N(s) micro-batches
-through its stages s works sum N(s) c(s).  It cannot begin before some micro-batch has come through all stages before the first of its
-own, and after its last backward the gradient still has to go back through these.  So, a = its first stage,
+**Any schedule.** Let c(s) be the busy time of stage s for one micro-batch, F(s) + B(s) = c(s).  A worker that puts N(s)
+micro-batches through its stages s works sum N(s) c(s).  It cannot begin before some micro-batch has come through all stages
+before the first of its own, and after its last backward the gradient still has to go back through these.  So, a = its first
+stage,
 
     step  >=  sum over its stages of N(s) c(s)  +  sum over s < a of c(s)                                           (1)
 
-Where the backward is split, weight parts may come after the last gradient has gone: only the forwards' share of the second sum holds,
-and none of it is counted.  Asynchronous schedules have no beginning and no end: their period is at least the work alone.  A stage's
-all-reduce begins when its last backward is done, so where a worker has one stage alone
+Whichever stage it finishes last is reduced after all that work: with ``whole`` in place of N(s) c(s) of one of its stages, the
+one that this adds least to, and the forwards' share of the second sum alone, of which nothing is counted, the same holds.  (2)
 
-    step  >=  N c(s) + all-reduce(s)                                                                                  (2)
+Where the backward is split, weight parts may come after the last gradient has gone: only the forwards' share of the second
+sum holds, and none of it is counted.  Asynchronous schedules have no beginning and no end: their period is at least the work
+alone.
 
 In GEMS a micro-batch's backward follows that of the one before through all the workers:
 
     step  >=  N sum over all s of B(s),   B >= c / 2                                                               (3)
 
-**After the search** of a cut's stages, with their real F, B, recomputations R, c = F + B + R, and all-reduces A, the same is taken
-with its parts (a recomputation need not wait for the gradient, so it is no part of the way back; the stage that a worker finishes
-last is reduced after all its work, which may take longer than the way back), and for 1F1B with K(w) warm-up forwards, since a worker can do no more than these and one recomputation before the first gradient is back,
+**After the search** of a cut's stages, with their real F, B, recomputations R, c = F + B + R, and all-reduces A, the same is
+taken with its parts (a recomputation need not wait for the gradient, so it is no part of the way back; the stage that a
+worker finishes last is reduced after all its work, which may take longer than the way back), and for 1F1B with K(w) warm-up
+forwards, since a worker can do no more than these and one recomputation before the first gradient is back,
 
     step  >=  before(w) + F(w) + sum over s > w of F(s) + B(s)  +  N c(w) - K(w) F(w) - R(w)  +  after(w)             (4)
     before(w) = sum over s < w of F(s),    after(w) = max over a <= w of ( sum over a <= s < w of B(s) + A(a) )
 
 Transfers are left out everywhere.
 
-**Memory.**  What a stage keeps is at least what its layers keep, each at the strategy that keeps the least, at the best of the ways of
-recomputation.
+**Memory.** What a stage keeps is at least what its layers keep, each at the strategy that keeps the least, at the best of the
+ways of recomputation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -47,7 +51,7 @@ from .configuration import PipelineSchedule
 from .cutting import ENTRY, Chain
 from .interiors import Interior, Interiors
 
-__all__ = ["UnitCosts", "UnitMemory", "bound_class", "bounds_of_cuts", "homes", "refined_bound"]
+__all__ = ["UnitCosts", "UnitMemory", "bound_class", "bounds_of_cuts", "homes", "micro_batches_of", "refined_bound"]
 
 #: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
 _ROUNDING = 1 - 1e-9
@@ -88,9 +92,8 @@ class UnitCosts:
                 columns.append(_Column(each - few * slope, slope, np.maximum(a - each, 0.0), p0))
             self._columns[kind] = columns
 
-    def at(self, micro_batch: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """(busy per micro-batch, whole per step) of every unit; None where the micro-batch does not divide over some layer."""
-        count = self.batch // micro_batch
+    def at(self, micro_batch: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
+        """(busy per micro-batch, whole of ``count`` of them) of every unit; None where one does not divide over some layer."""
         of_kind: dict[int, tuple[float, float]] = {}
         for kind, columns in self._columns.items():
             busy = whole = 0.0
@@ -189,7 +192,7 @@ def micro_batches_of(num_workers: int, num_micro_batches: int, num_pipelines: in
 def bounds_of_cuts(
     cuts: np.ndarray,
     busy: np.ndarray,
-    whole: np.ndarray,
+    wholes: Mapping[int, np.ndarray],
     num_micro_batches: int,
     num_workers: int,
     of: tuple[str, int, int],
@@ -198,7 +201,8 @@ def bounds_of_cuts(
 
     Args:
         cuts: units per stage, shape (cuts, stages).
-        busy, whole: of every unit.
+        busy: of every unit.
+        wholes: of every unit, for each number of micro-batches that a pipeline gets.
     """
     kind, groups, num_pipelines = of
     stops = np.cumsum(cuts, axis=1)
@@ -208,16 +212,20 @@ def bounds_of_cuts(
     before = sums[starts]
     bound = np.zeros(len(cuts))
     counts = micro_batches_of(num_workers, num_micro_batches, num_pipelines)
+    whole_stage = {}
+    for count, whole in wholes.items():
+        totals = np.concatenate([[0.0], np.cumsum(whole)])
+        whole_stage[count] = totals[stops] - totals[starts]
     for held in homes(num_workers, groups, num_pipelines):
-        work = sum(stage[:, s] * counts[pipeline] for pipeline, s in held)
-        if kind == "fill":
-            work = work + before[:, min(s for _, s in held)]
-        np.maximum(bound, work, out=bound)
+        parts = {s: stage[:, s] * counts[pipeline] for pipeline, s in held}
+        work = sum(parts.values())
+        filled = work + before[:, min(parts)] if kind == "fill" else work
+        np.maximum(bound, filled, out=bound)
+        if kind != "period":
+            reduced = [work - parts[s] + whole_stage[counts[pipeline]][:, s] for pipeline, s in held]
+            np.maximum(bound, np.minimum.reduce(reduced), out=bound)
     if kind == "gems":
         np.maximum(bound, num_micro_batches * sums[-1] / 2, out=bound)
-    if kind != "period" and groups == num_pipelines == 1:
-        totals = np.concatenate([[0.0], np.cumsum(whole)])
-        np.maximum(bound, (totals[stops] - totals[starts]).max(axis=1), out=bound)
     return bound * _ROUNDING
 
 

@@ -5,20 +5,22 @@ The objective is the stage's own share of a step, at N micro-batches:
     N (forward + backward [+ forward again, where the stage is recomputed]) + gradient all-reduce
 
 For each way of recomputation a stage has an optimum without regard to memory, and one within its memory at the number of
-micro-batches in flight of the most demanding stage of its shape.  A stage takes the best of these that fits.  All are searched for once
-per shape of stage, mesh and micro-batch; stages of equal units share them, and repeated blocks inside a stage share one choice.
+micro-batches in flight of the most demanding stage of its shape.  A stage takes the best of these that fits.  All are
+searched for once per shape of stage, mesh and micro-batch; stages of equal units share them, and repeated blocks inside a
+stage share one choice.
 
-**More blocks.**  At fixed strategies a stage's cost is linear in how often it repeats a block, so its optimum, the least of lines, is
-concave in it: where two numbers of repetitions have the same best strategies, all between have them too, without a search.
+**More blocks.** At fixed strategies a stage's cost is linear in how often it repeats a block, so its optimum, the least of
+lines, is concave in it: where two numbers of repetitions have the same best strategies, all between have them too, without a
+search.
 
-**Memory.**  A stage with K micro-batches in flight and v versions of its weights needs state + (v - 1) weights + K kept + buffer; where the
-whole stage is recomputed state + (v - 1) weights + K input + kept + buffer.
+**Memory.** A stage with K micro-batches in flight and v versions of its weights needs state + (v - 1) weights + K kept +
+buffer; where the whole stage is recomputed state + (v - 1) weights + K input + kept + buffer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -69,8 +71,8 @@ class LayerShare:
 class Interior:
     """One way to run a stage: seconds and bytes of each device, per micro-batch.
 
-    ``cost`` is the objective, per step; ``all_reduce_s`` is over the slices of the samples inside a worker.  ``strategies`` are in the
-    order of the stage's graph (the entry first, where it has one), ``shares`` are its different layers.
+    ``cost`` is the objective, per step; ``all_reduce_s`` is over the slices of the samples inside a worker.  ``strategies`` are
+    in the order of the stage's graph (the entry first, where it has one), ``shares`` are its different layers.
     """
 
     recompute: str
@@ -234,6 +236,8 @@ class Interiors:
                 # Without a limit those with nothing recomputed: running them again does not change what is best.
                 none = self.free(first, stop, "none", micro_batch)
                 return none and self._interior(first, stop, recompute, micro_batch, none.strategies)
+            for ends in self._anchors(first, stop):
+                self.free(*ends, recompute, micro_batch)
             known = self._between(first, stop, recompute, micro_batch)
             if known is not None:
                 return known
@@ -280,6 +284,25 @@ class Interiors:
         return self.limited_table(first, stop, recompute == "layers", micro_batch, alive, need.versions), budget
 
     # ------------------------------------------------------------------------------------------------ repeated blocks
+
+    def _anchors(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """Stages that repeat the same block a power of two times: the next fewer and the next more times, where there are such.
+
+        Two searches for all numbers between, where these have the same optimum.
+        """
+        pattern = self.chain.shape(first, stop).pattern()
+        if pattern is None or pattern[1] & (pattern[1] - 1) == 0:
+            return
+        for count in (1 << (pattern[1].bit_length() - 1), 1 << pattern[1].bit_length()):
+            more = count - pattern[1]
+            ends = (first - more, stop) if stop == self.chain.num_units else (first, stop + more)
+            if first and stop < self.chain.num_units and ends[1] >= self.chain.num_units:
+                ends = (self.chain.num_units - 1 - (stop - first) - more, self.chain.num_units - 1)
+            if not (0 <= ends[0] < ends[1] <= self.chain.num_units):
+                continue
+            other = self.chain.shape(*ends).pattern()
+            if other is not None and other == (pattern[0], count):
+                yield ends
 
     def _between(self, first: int, stop: int, recompute: str, micro_batch: int) -> Interior | None:
         """The optimum where fewer and more repetitions have the same one (see the module's docstring)."""

@@ -1,9 +1,10 @@
 """The planners of the papers on the same model, cluster and batch, and their plans as configurations of the joint space.
 
-The papers plan for a profile: units priced on one device, at one sample, everything linear in the samples.  A stage is data parallel.
-Their decisions (cut, devices per stage, micro-batch, recomputation, schedule) are then priced and simulated as all other plans are,
-so that they stand in one table.  DAPPLE may give its stages different numbers of devices; only plans of equal stages are
-configurations here, so it is asked for the best of these: for each number of stages that divides the devices.
+The papers plan for a profile: units priced on one device, at one sample, everything linear in the samples.  A stage is data
+parallel.  Their decisions (cut, devices per stage, micro-batch, recomputation, schedule) are then priced and simulated as all
+other plans are, so that they stand in one table.  DAPPLE may give its stages different numbers of devices; only plans of
+equal stages are configurations here, so it is asked for the best of these: for each number of stages that divides the
+devices.
 """
 
 from __future__ import annotations

@@ -1,13 +1,14 @@
 """The joint search: best first over settings and cuts, by the bounds of :mod:`.bounds`, until no open one can be better.
 
-1. *Settings* (mesh, schedule, micro-batch) are bounded over all their cuts, from the cheapest strategies of single layers.
-2. A setting that is taken up is split in its *cuts*.
-3. A cut that is taken up has its stages searched (:mod:`.interiors`), under the memory that its schedule leaves each, and is bounded
-   anew with what they really take.
-4. If that is still below the best plan, the schedule is simulated: its makespan is the configuration's step.
+1.  *Settings* (mesh, schedule, micro-batch) are bounded over all their cuts, from the cheapest strategies of single layers.
+2.  A setting that is taken up is split in its *cuts*.
+3.  A cut that is taken up has its stages searched (:mod:`.interiors`), under the memory that its schedule leaves each, and is
+   bounded anew with what they really take.
+4.  If that is still below the best plan, the schedule is simulated: its makespan is the configuration's step.
 
-Whatever is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space` with the
-stages' interiors of :mod:`.interiors`.  If the time limit comes first, the least open bound says how far it can be from that.
+Whatever is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space`
+with the stages' interiors of :mod:`.interiors`.  If the time limit comes first, the least open bound says how far it can be
+from that.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
 
-from .bounds import UnitCosts, UnitMemory, bound_class, bounds_of_cuts, refined_bound
+from .bounds import UnitCosts, UnitMemory, bound_class, bounds_of_cuts, micro_batches_of, refined_bound
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain
 from .evaluation import Evaluation, evaluate
@@ -243,15 +244,20 @@ class Explorer:
                 yield known[key], setting
 
     def _cut_bounds(self, setting: Setting) -> np.ndarray | None:
-        try:
-            costs = self.units(setting.mesh).at(setting.micro_batch)
-        except UserError:  # some layer has no strategy at all on this mesh
-            return None
-        if costs is None:
-            return None
         spec = setting.schedule
+        depth, count = spec.num_workers, spec.num_micro_batches
+        busy, wholes = None, {}
+        for part in set(micro_batches_of(depth, count, spec.num_pipelines)):
+            try:
+                costs = self.units(setting.mesh).at(setting.micro_batch, part)
+            except UserError:  # some layer has no strategy at all on this mesh
+                return None
+            if costs is None:
+                return None
+            busy, wholes[part] = costs
+        assert busy is not None
         rows = cuts(self.chain.num_units, spec.num_stages)
-        return bounds_of_cuts(rows, *costs, spec.num_micro_batches, spec.num_workers, bound_class(spec))
+        return bounds_of_cuts(rows, busy, wholes, count, depth, bound_class(spec))
 
     def _cuts(self, setting: Setting, best_s: float, one_cut: bool) -> Iterator[tuple[float, tuple[int, ...]]]:
         bounds = self._cut_bounds(setting)

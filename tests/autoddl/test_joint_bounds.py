@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.joint.bounds import bound_class, bounds_of_cuts, refined_bound
+from autoddl.joint.bounds import bound_class, bounds_of_cuts, micro_batches_of, refined_bound
 from autoddl.joint.needs import needs_of, read_off
 from autoddl.joint.space import cuts, schedules
 from autoddl.pipelines.generators import GeneratorError
@@ -84,7 +84,8 @@ def test_bounds_of_cuts_are_below_the_simulation(depth, count, busy, share):
         rows = cuts(len(units), spec.num_stages)
         if not len(rows):
             continue
-        bounds = bounds_of_cuts(rows, units, count * units, count, depth, bound_class(spec))
+        wholes = {part: part * units for part in micro_batches_of(depth, count, spec.num_pipelines)}
+        bounds = bounds_of_cuts(rows, units, wholes, count, depth, bound_class(spec))
         for row, bound in list(zip(rows, bounds))[:4]:
             stops = np.cumsum(row)
             work = [units[stop - size : stop].sum() for size, stop in zip(row, stops)]
@@ -109,6 +110,15 @@ def test_needs_are_those_of_the_generated_schedule(depth):
             assert needs_of(spec) == read_off(schedule), spec
             compared += 1
     assert compared > 25
+
+
+def test_pipelines_get_the_micro_batches_of_the_generated_schedule():
+    for depth, count in ((2, 3), (4, 6), (4, 9), (8, 21)):
+        for spec, schedule in every_schedule(depth, count, stale=False):
+            if spec.num_pipelines > 1:
+                forwards = [task for tasks in schedule.workers for task in tasks if task.kind.letter == "F" and task.stage == 0]
+                done = [sum(t.part.size for t in forwards if t.pipeline == p) for p in range(spec.num_pipelines)]
+                assert done == list(micro_batches_of(depth, count, spec.num_pipelines)), spec
 
 
 def test_every_cut_of_a_short_chain_and_uneven_ones_of_a_long_chain():

@@ -10,7 +10,6 @@ import pytest
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
