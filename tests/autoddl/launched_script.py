@@ -1,4 +1,4 @@
-"""What the ranks run in the tests of `autoddl launch`: the first argument says what. Only `train` and `sum` need OneFlow."""
+"""What the ranks run in the tests of `autoddl launch`: the first argument says what. Only `train` and `sum_ranks` need OneFlow."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def wait(*_):
     time.sleep(600)
 
 
-def fail(rank, how):
-    """One rank gets into trouble while the others wait."""
+def fail(rank, how, others="wait"):
+    """One rank gets into trouble while the others wait, or (``sum_ranks``) communicate."""
     if JOB.rank == int(rank):
         print("in trouble", flush=True)
         if how == "raise":
@@ -41,7 +41,7 @@ def fail(rank, how):
 
             raise UserError("batch 17 is odd; take an even one")
         os.kill(os.getpid(), getattr(signal, how))
-    wait()
+    {"wait": wait, "sum_ranks": sum_ranks}[others]()
 
 
 def recover(num_failures):
