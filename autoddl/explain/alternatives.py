@@ -18,14 +18,23 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.pricing import PriceBook, Problem
+from autoddl.costmodel.pricing import PriceBook, Problem, Variable
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search.marginals import Forced, Marginals, marginals, nearest
 
 from .resources import ResourceBook
 
-__all__ = ["Alternative", "Choice", "MemoryPrice", "explain_choices", "matching", "memory_price", "problem_of"]
+__all__ = [
+    "Alternative",
+    "Choice",
+    "MemoryPrice",
+    "answers_to",
+    "explain_choices",
+    "matching",
+    "memory_price",
+    "problem_of",
+]
 
 #: Regrets below this part of the cost are differences of rounding.
 _EQUAL = 1e-9
@@ -139,17 +148,22 @@ def problem_of(
     return found[0]
 
 
-def matching(problem: Problem, pattern: str) -> list[int]:
-    """The variables that a name stands for: a choice's own name, or that of one of its layers.
+def answers_to(variable: Variable, name: str) -> bool:
+    """Whether a choice is called so: by its own name, or by that of one of its layers."""
+    return name in (variable.name, *variable.layers, *variable.name.split(" = "))
+
+
+def matching(problem: Problem, name: str) -> list[int]:
+    """The variables that answer to a name.
 
     Raises:
         UserError: there is none.
     """
-    found = [i for i, v in enumerate(problem.variables) if pattern in (v.name, *v.layers, *v.name.split(" = "))]
+    found = [i for i, variable in enumerate(problem.variables) if answers_to(variable, name)]
     if not found:
-        names = [v.name for v in problem.variables]
+        names = [variable.name for variable in problem.variables]
         known = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-        raise UserError(f"{problem.graph.name} has no layer {pattern!r}; its choices are {known}")
+        raise UserError(f"{problem.graph.name} has no layer {name!r}; its choices are {known}")
     return found
 
 

@@ -27,7 +27,7 @@ from autoddl.search.marginals import marginals, nearest
 
 from ..joint.cutting import ENTRY, chain_of
 from ..joint.evaluation import Evaluation, evaluate, stage_workload
-from .alternatives import Alternative, Choice, problem_of
+from .alternatives import Alternative, Choice, answers_to, problem_of
 from .resources import ResourceBook
 from .view import Part, pipeline_parts
 
@@ -99,7 +99,7 @@ def explain_stage(
     context = _Context(pipeline, model, stages, problem, chosen, memory_limit_bytes)
     choices = []
     for i, variable in enumerate(problem.variables):
-        if only is not None and only not in (variable.name, *variable.layers, *variable.name.split(" = ")):
+        if only is not None and not answers_to(variable, only):
             continue
         (found,) = nearest(problem.table, bounds, chosen, count, variables=(i,), deadline=deadline)
         alternatives = [

@@ -277,7 +277,7 @@ def _worth(choices: Sequence[Choice], cost_s: float) -> str:
 
     def said(choice: Choice) -> str:
         regret = abs(choice.alternatives[0].regret_s)
-        return f"{format_seconds(regret)} ({regret / cost_s:.2%})"
+        return format_seconds(regret) + (f" ({regret / cost_s:.2%})" if cost_s else "")
 
     nearest = sorted(choices, key=lambda choice: choice.alternatives[0].regret_s)
     if nearest[0].alternatives[0].regret_s < 0:

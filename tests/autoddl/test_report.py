@@ -17,7 +17,7 @@ from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import graph_from_document
 from autoddl.explain import explain, view_of
-from autoddl.models import gpt
+from autoddl.models import gpt, mlp
 from autoddl.plan import plan_from_document
 from autoddl.report import report_page
 from autoddl.report.charts import graph_gutters
@@ -134,7 +134,14 @@ def test_page_of_a_pipeline(piped):
     assert_is_dead(text)
     page = Page(text)
     assert "pipeline" in [section["id"] for section in page.all("section")]
-    for words in ("2 stages under 1f1b: the busiest", "Stage 1, recomputed", "worker 1", "DAPPLE", "asynchronous", "Not proven"):
+    for words in (
+        "2 stages under 1f1b: the busiest",
+        "Stage 1, recomputed",
+        "worker 1",
+        "DAPPLE",
+        "asynchronous",
+        "Not proven",
+    ):
         assert words in page.shown, words
     tasks = [words for words in re.findall(r"<title>([^<]*) on worker \d: ", text)]
     # Two workers, four micro-batches: forwards and backwards, recomputation at stage 1, an all-reduce and an update each.
@@ -181,6 +188,12 @@ def test_one_device_and_no_alternatives():
     text = page_of(gpt_plan(nodes=1, devices=1), count=1)
     assert_is_dead(text)
     assert "The step is 100% computation" in Page(text).shown and 'id="alternatives"' not in text
+
+
+def test_very_many_layers_are_cut_short():
+    text = page_of(gpt_plan(mlp((8,) * 321), nodes=1, devices=1, batch=8, micro_batch=8), count=0)
+    assert "20 more rows stand in the plan" in Page(text).shown
+    assert text.count('class="gutter"') == 300
 
 
 # ------------------------------------------------------------------------------------------------------------ what it must not do

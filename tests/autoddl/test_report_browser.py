@@ -20,10 +20,7 @@ from autoddl.report import report_page
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 
-BROWSER = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))), ""
-)
-pytestmark = pytest.mark.skipif(not BROWSER, reason="no chromium or google-chrome on the path")
+NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
 
 OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
@@ -109,6 +106,15 @@ FRAME = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" conten
 
 
 @pytest.fixture(scope="module")
+def browser() -> str:
+    """The first that runs: some distributions have a chromium that only says where to get one."""
+    for path in filter(None, map(shutil.which, NAMES)):
+        if subprocess.run([path, "--version"], capture_output=True, timeout=60).returncode == 0:
+            return path
+    pytest.skip(f"none of {', '.join(NAMES)} is on the path, or none runs")
+
+
+@pytest.fixture(scope="module")
 def pages(tmp_path_factory) -> dict[str, Path]:
     folder = tmp_path_factory.mktemp("reports")
     found = {}
@@ -123,15 +129,15 @@ def pages(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def browse(folder: Path, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
+def browse(browser: str, folder: Path, page: Path, *options: str) -> subprocess.CompletedProcess[str]:
     profile = folder / "profile"
     return subprocess.run(
-        [BROWSER, *OPTIONS, f"--user-data-dir={profile}", *options, page.as_uri()],
+        [browser, *OPTIONS, f"--user-data-dir={profile}", *options, page.as_uri()],
         capture_output=True, text=True, timeout=120, check=True,
     )  # fmt: skip
 
 
-def probed(folder: Path, page: Path, width: int, *options: str, on_paper: bool = False) -> dict:
+def probed(browser: str, folder: Path, page: Path, width: int, *options: str, on_paper: bool = False) -> dict:
     """What the script saw in a window of that width; with ``on_paper`` under the rules for printing."""
     text = page.read_text(encoding="utf-8")
     text, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', lambda _: PROBE, text)
@@ -144,7 +150,7 @@ def probed(folder: Path, page: Path, width: int, *options: str, on_paper: bool =
         )
     copy = folder / "copy.html"
     copy.write_text(FRAME % (width, html.escape(text)), encoding="utf-8")
-    dom = browse(folder, copy, "--window-size=1400,900", *options, "--dump-dom").stdout
+    dom = browse(browser, folder, copy, "--window-size=1400,900", *options, "--dump-dom").stdout
     match = re.search(r'<pre id="probe">(.*?)</pre>\s*</body>', dom, re.DOTALL)
     assert match, dom[-2000:]
     return json.loads(html.unescape(match[1]))
@@ -175,8 +181,8 @@ DARK = "--blink-settings=preferredColorScheme=0"
         ("both", 1280, (DARK,)),
     ],
 )
-def test_on_a_screen(tmp_path, pages, name, width, options):
-    seen = probed(tmp_path, pages[name], width, *options)
+def test_on_a_screen(browser, tmp_path, pages, name, width, options):
+    seen = probed(browser, tmp_path, pages[name], width, *options)
     assert seen["dark"] == bool(options)
     assert_is_right(seen, width, SECTIONS | ({"pipeline"} if name != "plain" else set()))
     if name != "plain":
@@ -185,18 +191,18 @@ def test_on_a_screen(tmp_path, pages, name, width, options):
         assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
 
 
-def test_on_paper(tmp_path, pages):
+def test_on_paper(browser, tmp_path, pages):
     """A4 less margins of 14 mm, at 96 pixels per inch: boxes do not scroll on paper, so all of it has to fit."""
     width = round((210 - 28) / 25.4 * 96)
-    seen = probed(tmp_path, pages["piped"], width, on_paper=True)
+    seen = probed(browser, tmp_path, pages["piped"], width, on_paper=True)
     seen["small"] = []  # paper is read from nearer
     assert_is_right(seen, width, SECTIONS | {"pipeline"})
     assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
 
 
-def test_print(tmp_path, pages):
+def test_print(browser, tmp_path, pages):
     target = tmp_path / "report.pdf"
-    browse(tmp_path, pages["piped"], "--no-pdf-header-footer", f"--print-to-pdf={target}")
+    browse(browser, tmp_path, pages["piped"], "--no-pdf-header-footer", f"--print-to-pdf={target}")
     content = target.read_bytes()
     assert content.startswith(b"%PDF-") and content.rstrip().endswith(b"%%EOF")
     sizes = re.findall(rb"/MediaBox\s*\[\s*0 0 ([\d.]+) ([\d.]+)\s*\]", content)
@@ -204,10 +210,10 @@ def test_print(tmp_path, pages):
     assert {(round(float(w)), round(float(h))) for w, h in sizes} == {(595, 842)}
 
 
-def test_the_page_itself_runs_nothing(tmp_path, pages):
+def test_the_page_itself_runs_nothing(browser, tmp_path, pages):
     """The unchanged page, with a script put into it: its policy stops it."""
     text = pages["plain"].read_text(encoding="utf-8")
     copy = tmp_path / "injected.html"
     copy.write_text(text.replace("</body>", "<script>document.title = 'alive'</script></body>"), encoding="utf-8")
-    dom = browse(tmp_path, copy, "--dump-dom").stdout
+    dom = browse(browser, tmp_path, copy, "--dump-dom").stdout
     assert "<title>small: plan report</title>" in dom and "<title>alive</title>" not in dom
