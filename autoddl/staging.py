@@ -7,11 +7,13 @@ trainer = PipelineTrainer(planned_model(module, plan), plan.pipeline.schedule, m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.generators import generate
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
-from autoddl.pipelines.schedule import Schedule
+from autoddl.pipelines.schedule import Kind, Schedule
 
 from .joint.cutting import ENTRY
 from .plan import Plan
@@ -37,15 +39,33 @@ def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
     return tuple(result)
 
 
-def schedule_of_plan(plan: Plan) -> Schedule:
-    """The schedule of a plan with a pipeline: of one step where it is synchronous, else of some.
+def schedule_of_plan(plan: Plan, num_steps: int | None = None) -> Schedule:
+    """The schedule of a plan with a pipeline: of one step where it is synchronous; else of ``num_steps``, or some.
 
     Raises:
         UserError: the plan has no pipeline.
     """
     if plan.pipeline is None:
         raise UserError("the plan has no pipeline; plan with --pipeline auto")
-    return plan.pipeline.schedule
+    planned, of = plan.pipeline.schedule, plan.pipeline.configuration.schedule
+    if planned.is_synchronous or num_steps is None:
+        return planned
+    recomputing = [choice.recompute == "stage" for choice in plan.pipeline.configuration.stages]
+    options: dict[str, Any] = dict(of.options)
+    schedule = generate(
+        of.name,
+        num_stages=of.num_workers,
+        num_micro_batches=of.num_micro_batches,
+        iterations=num_steps,
+        width=planned.widths,
+        recompute=any(recomputing),
+        **options,
+    )
+    workers = (
+        tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or recomputing[task.stage])
+        for tasks in schedule.workers
+    )
+    return replace(schedule, workers=tuple(workers))
 
 
 def planned_model(module: Any, plan: Plan, feeds: Mapping[str, int | None] | None = None) -> PlannedModel:

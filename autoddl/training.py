@@ -1,4 +1,5 @@
-"""A user's own model as something to train: FILE.py:FUNCTION returns it with the samples that it learns from."""
+"""Things to train besides the built-in families: a user's own model, which FILE.py:FUNCTION returns with the samples that it learns
+from, and the model of a plan with a pipeline."""
 
 from __future__ import annotations
 
@@ -9,8 +10,13 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.pipelines.runtime.pipeline.problems import TextModel
+from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 
-__all__ = ["FileProblem"]
+from .models.builtin import BuiltIn
+
+__all__ = ["FileProblem", "PlanProblem"]
 
 
 @dataclass(frozen=True)
@@ -69,3 +75,46 @@ class FileProblem:
             return inputs[rows], targets[rows]
 
         return chain_of(model, loss), batches
+
+
+@dataclass(frozen=True)
+class PlanProblem:
+    """The transformer of a plan with a pipeline, on the bytes of a text.
+
+    Attributes:
+        data: its sizes, and the text.
+        built_in: how it is built.
+        graph, stages: the plan's.
+    """
+
+    data: TextModel
+    built_in: BuiltIn
+    graph: LayerGraph
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def unit(self) -> str:
+        return self.data.unit
+
+    @property
+    def units_per_sample(self) -> int:
+        return self.data.units_per_sample
+
+    def check(self) -> None:
+        """Raises UserError where the text cannot be learned."""
+        self.data.check()
+        vocabulary = self.graph.layers[0].attributes["vocabulary"]
+        if vocabulary < self.data.num_tokens:
+            raise UserError(
+                f"the plan's model has a vocabulary of {vocabulary}; bytes are {self.data.num_tokens} tokens, plan with more"
+            )
+
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, Any]:
+        """The planned model, and micro-batches by their number."""
+        from autoddl.pipelines.runtime.models import initialize
+        from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
+
+        from .verification.rank_job import build_module
+
+        module = initialize(build_module(self.built_in), seed)
+        return PlannedModel(module, self.graph, self.stages), self.data.batches(micro_batch, seed)

@@ -19,6 +19,16 @@ _STALL_TIMEOUT_S = 60.0
 """More than a stage's computation takes while another waits for it."""
 _FAMILY_OPTIONS = ("num_pipelines", "concatenation", "policy", "groups")
 _SEQUENCE = 64
+#: Options that a plan leaves no choice of, with their defaults.
+_OF_A_PLAN = {
+    **dict.fromkeys(("heads", "sequence", "micro_batches", "sizes", *_FAMILY_OPTIONS)),
+    "untied": False,
+    "recompute": False,
+    "schedule": "1f1b",
+    "stages": 2,
+    "width": (1,),
+    "micro_batch": 4,
+}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -33,7 +43,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "model",
         metavar="MODEL",
         help="gpt:, bert: or llama:LAYERSxWIDTH, such as gpt:6x64; mlp:WIDTH,WIDTH,...; or FILE.py:FUNCTION, where FUNCTION "
-        "returns an nn.Sequential and (inputs, targets), the samples to learn from",
+        "returns an nn.Sequential and (inputs, targets), the samples to learn from; or PLAN.json, what `autoddl plan --pipeline "
+        "auto -o` wrote: its model, stages, strategies, schedule and micro-batch",
     )
     parser.add_argument("--text", metavar="FILE", help="what a built-in model learns, byte by byte (our license)")
     parser.add_argument("--heads", type=int, help="of a transformer's attention (width / 32, at least 1)")
@@ -95,16 +106,20 @@ def run(arguments: argparse.Namespace) -> int:
 def _options(arguments: argparse.Namespace) -> Any:
     from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedule_of
 
-    problem = _problem(arguments)
     for option in ("steps", "every"):
         if getattr(arguments, option) < 1:
             raise UserError(f"--{option} is {getattr(arguments, option)}; give a whole number of at least 1")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}, should be 0 or more")
+    steps_per_run = min(arguments.steps, arguments.every) if arguments.checkpoints else arguments.steps
+    if arguments.model.endswith(".json"):
+        problem, schedule, micro_batch = _planned(arguments, steps_per_run)
+        return TrainingOptions(problem, schedule, micro_batch=micro_batch, **_common(arguments))
+    problem = _problem(arguments)
     with by_option():
         schedule = schedule_of(
             arguments.schedule,
-            min(arguments.steps, arguments.every) if arguments.checkpoints else arguments.steps,
+            steps_per_run,
             num_stages=arguments.stages,
             num_micro_batches=arguments.stages if arguments.micro_batches is None else arguments.micro_batches,
             width=arguments.width[0] if len(arguments.width) == 1 else arguments.width,
@@ -112,18 +127,46 @@ def _options(arguments: argparse.Namespace) -> Any:
             **{name: getattr(arguments, name) for name in _FAMILY_OPTIONS},
         )
     return TrainingOptions(
-        problem=problem,
-        schedule=schedule,
-        num_steps=arguments.steps,
-        micro_batch=arguments.micro_batch,
-        compress=arguments.compress_boundaries,
-        optimizer=arguments.optimizer,
-        learning_rate=arguments.learning_rate,
-        seed=arguments.seed,
-        sizes=arguments.sizes,
-        checkpoints=Path(arguments.checkpoints).resolve() if arguments.checkpoints else None,
-        steps_per_checkpoint=arguments.every,
+        problem, schedule, micro_batch=arguments.micro_batch, sizes=arguments.sizes, **_common(arguments)
     )
+
+
+def _common(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What does not depend on the model."""
+    return {
+        "num_steps": arguments.steps,
+        "compress": arguments.compress_boundaries,
+        "optimizer": arguments.optimizer,
+        "learning_rate": arguments.learning_rate,
+        "seed": arguments.seed,
+        "checkpoints": Path(arguments.checkpoints).resolve() if arguments.checkpoints else None,
+        "steps_per_checkpoint": arguments.every,
+    }
+
+
+def _planned(arguments: argparse.Namespace, steps_per_run: int) -> tuple[Any, Any, int]:
+    """The problem, the schedule and the micro-batch of a plan."""
+    from autoddl.pipelines.runtime.pipeline.problems import FAMILIES, TextModel, shipped_text
+
+    from ..models.builtin import recognise
+    from ..models.transformers import Transformer
+    from ..plan import load_plan
+    from ..staging import schedule_of_plan, stage_plans
+    from ..training import PlanProblem
+
+    for option, default in _OF_A_PLAN.items():
+        if getattr(arguments, option) != default:
+            name = {"num_pipelines": "pipelines"}.get(option, option.replace("_", "-"))
+            raise UserError(f"--{name} is for models; a plan says it itself")
+    plan = load_plan(arguments.model)
+    stages, schedule = stage_plans(plan), schedule_of_plan(plan, steps_per_run)
+    built_in = recognise(plan.graph)
+    if built_in is None or built_in.family not in FAMILIES or not isinstance(built_in.sizes, Transformer):
+        raise UserError(f"the plan's model {plan.graph.name} is not one that learns a text: {', '.join(FAMILIES)}")
+    sizes = built_in.sizes
+    text = Path(arguments.text).resolve() if arguments.text else shipped_text()
+    data = TextModel(text, built_in.family, sizes.layers, sizes.width, sizes.heads, sizes.sequence, sizes.tied)
+    return PlanProblem(data, built_in, plan.graph, stages), schedule, plan.workload.micro_batch
 
 
 def _problem(arguments: argparse.Namespace) -> Any:

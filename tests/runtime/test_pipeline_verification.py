@@ -1,25 +1,32 @@
-"""``autoddl verify`` of plans with a pipeline: on real ranks, and what it says where something is off."""
+"""Plans with a pipeline on real ranks: verified, and what is said where something is off; trained."""
 
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
 
 import autoddl
+from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
+from autoddl.models.builtin import recognise
 from autoddl.models.transformers import Transformer, gpt
+from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
+from autoddl.pipelines.runtime.pipeline.report import combine
+from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
 from autoddl.plan import Plan
 from autoddl.search import solve
 from autoddl.staging import schedule_of_plan, stage_plans
+from autoddl.training import PlanProblem
 from autoddl.verification.pipelines import verify_pipeline
 
-MODEL = Transformer("gpt", layers=2, width=64, heads=4, sequence=16, vocabulary=128)
+MODEL = Transformer("gpt", layers=2, width=64, heads=4, sequence=16, vocabulary=256)
 
 
 def plan_of(schedule: PipelineSchedule, recomputing: tuple[str, str] = ("none", "none")) -> Plan:
@@ -80,3 +87,41 @@ def test_what_cannot_be_verified_or_applied():
         stage_plans(replace(synchronous, pipeline=None))
     with pytest.raises(UserError, match="the plan has no pipeline"):
         schedule_of_plan(replace(synchronous, pipeline=None))
+
+
+def test_a_plan_with_a_pipeline_is_trained(ranks):
+    """It learns more of a text than that all bytes are equally likely."""
+    plan = plan_of(PipelineSchedule("chimera", 2, 4))
+    data = TextModel(shipped_text(), "gpt", MODEL.layers, MODEL.width, MODEL.heads, MODEL.sequence)
+    problem = PlanProblem(data, recognise(plan.graph), plan.graph, stage_plans(plan))
+    problem.check()
+    options = TrainingOptions(problem, schedule_of_plan(plan, 8), num_steps=8, micro_batch=4, learning_rate=1e-2)
+    job = "autoddl.pipelines.runtime.pipeline.training_job:train_on_rank"
+    report = combine(options.schedule, ranks(4).run(job, options, timeout_s=240))
+    assert all(0 < loss < math.log(256) for loss in report.losses)
+
+
+def test_schedules_of_plans():
+    synchronous = plan_of(PipelineSchedule("1f1b", 2, 4), ("none", "stage"))
+    assert schedule_of_plan(synchronous, 7) == synchronous.pipeline.schedule
+    delayed = plan_of(PipelineSchedule("pipedream-2bw", 2, 4, synchronous=False), ("none", "stage"))
+    schedule = schedule_of_plan(delayed, 7)
+    assert schedule.num_updates == 7 and schedule.widths == (2, 2)
+    assert {task.stage for _, _, task in schedule.tasks() if task.kind.letter == "R"} == {1}
+
+
+def test_what_train_says_of_plans(capsys, tmp_path):
+    where = ["--cluster", "gcp-a100", "--nodes", "1", "--devices-per-node", "2", "--batch", "8", "--quiet"]
+    path = str(tmp_path / "plan.json")
+    assert main(["plan", "mlp:64,64,64", *where, "--pipeline", "auto", "-o", path]) == 0
+    assert main(["plan", "mlp:64,64,64", *where, "-o", str(tmp_path / "plain.json")]) == 0
+    capsys.readouterr()
+    for arguments, said in (
+        ([path], "the plan's model mlp is not one that learns a text: gpt, bert, llama"),
+        ([path, "--stages", "3"], "--stages is for models; a plan says it itself"),
+        ([str(tmp_path / "plain.json")], "the plan has no pipeline; plan with --pipeline auto"),
+        ([str(tmp_path / "none.json")], "none.json"),
+    ):
+        assert main(["train", *arguments]) == 2
+        error = capsys.readouterr().err
+        assert said in error and error.count("\n") == 1

@@ -45,7 +45,8 @@ class Problem(Protocol):
         """Raises UserError where something is wrong that can be known without OneFlow."""
 
     def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
-        """The `Chain`, with the same initial values on every rank, and micro-batches of so many samples by their number.
+        """The `Chain` or `PlannedModel`, with the same initial values on every rank, and micro-batches of so many samples by their
+        number.
 
         Called on ranks. Raises UserError.
         """
@@ -103,9 +104,18 @@ class TextModel:
             model = Bert(*sizes, _MASK + 1, self.sequence, tied=self.tied)
         else:
             model = Llama(*sizes, _NUM_BYTES, _gated(self.width), tied=self.tied)
-        batches = self._masked if self.family == "bert" else self._following
+        return chain_of(initialize(model, seed)), self.batches(micro_batch, seed)
+
+    @property
+    def num_tokens(self) -> int:
+        """Of the vocabulary, at least."""
+        return _MASK + 1 if self.family == "bert" else _NUM_BYTES
+
+    def batches(self, micro_batch: int, seed: int) -> Batches:
+        """Micro-batches by their number."""
+        draw = self._masked if self.family == "bert" else self._following
         data = _read(self.text, self.sequence + 1)
-        return chain_of(initialize(model, seed)), lambda number: batches(data, micro_batch, seed, number)
+        return lambda number: draw(data, micro_batch, seed, number)
 
     def _following(self, data: np.ndarray, micro_batch: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
         rows = _places(data, np.random.default_rng([seed, number]), micro_batch, self.sequence + 1)
