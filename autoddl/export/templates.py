@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from ..models.builtin import Perceptron, Pictures
 from .scene import Scene
 from .source import literal
@@ -117,10 +119,7 @@ def main(scene: Scene, model: str) -> str:
         "options": "",
         **(_users(model) if scene.built_in is None else _built_in(scene)),
     }
-    text = _MAIN
-    for name, value in values.items():
-        text = text.replace(f"@{name}@", value)
-    return text
+    return re.sub(r"@(\w+)@", lambda match: values[match[1]], _MAIN)
 
 
 def _users(model: str) -> dict[str, str]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from .source import comment
 
 __all__ = ["Chain", "folded", "indented"]
@@ -64,21 +66,43 @@ def _laid_out(line: str, remark: str) -> list[str]:
 
 
 def folded(line: str, margin: str = "") -> list[str]:
-    """A statement whose outermost call has its arguments in lines of their own, where it is too long."""
+    """A statement that is one call, with its arguments in lines of their own where it is too long."""
     opening = line.find("(", line.find(" = "))
-    if len(line) <= _WIDTH or opening < 0 or not line.endswith(")"):
+    if len(line) <= _WIDTH or opening < 0:
         return [line]
-    arguments, depth, start = [], 0, opening + 1
-    inside = line[:-1]
-    for i in range(opening + 1, len(inside)):
-        depth += (inside[i] in "([{") - (inside[i] in ")]}")
-        if inside[i] == "," and depth == 0:
-            arguments.append(inside[start : i + 1].strip())
-            start = i + 1
-    arguments.append(inside[start:].strip() + ",")
-    together = " ".join(arguments).rstrip(",")
-    body = [together] if len(together) + len(margin) + 4 <= _WIDTH else arguments
+    places = list(_outside_of_strings(line, opening))
+    depth, commas, closing = 0, [], 0
+    for place in places:
+        depth += (line[place] in "([{") - (line[place] in ")]}")
+        if line[place] == "," and depth == 1:
+            commas.append(place)
+        if depth == 0:
+            closing = place
+            break
+    if closing != len(line) - 1:
+        return [line]  # something follows the call
+    starts, ends = [opening, *commas], [*commas, closing]
+    arguments = [line[start + 1 : end].strip() for start, end in zip(starts, ends)]
+    together = ", ".join(arguments)
+    is_short = len(together) + len(margin) + 4 <= _WIDTH
+    body = [together] if is_short else [f"{argument}," for argument in arguments]
     return [line[: opening + 1], *(f"{margin}    {text}" for text in body), f"{margin})"]
+
+
+def _outside_of_strings(line: str, start: int) -> Iterator[int]:
+    """The places from ``start`` on that are in no string literal."""
+    quote, i = "", start
+    while i < len(line):
+        if quote:
+            if line[i] == "\\":
+                i += 1  # whatever comes next does not end the string
+            elif line[i] == quote:
+                quote = ""
+        elif line[i] in "\"'":
+            quote = line[i]
+        else:
+            yield i
+        i += 1
 
 
 def indented(lines: list[str], by: int = 8) -> list[str]:

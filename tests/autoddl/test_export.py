@@ -30,6 +30,7 @@ from autoddl.export.annotated import annotated_graph
 from autoddl.export.drawings import _short, dot_text, graphml_text
 from autoddl.export.helpers import helper_text, known_names
 from autoddl.export.source import Names, comment, literal, value_text
+from autoddl.export.writing import folded
 from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
 from autoddl.joint.cutting import chain_of
 from autoddl.joint.evaluation import evaluate
@@ -431,6 +432,17 @@ def test_comments_are_of_one_line_and_literals_read_back(text):
     assert len(comment(text).splitlines()) == 1 and comment(text).startswith("#")
     assert ast.literal_eval(literal(text)) == text and literal(text).isascii()
     assert ast.literal_eval(value_text({text: [1, (2.5, None), (True,)]})) == {text: [1, (2.5, None), (True,)]}
+
+
+@given(
+    st.lists(st.one_of(st.text(), st.text("""()[]{},"'\\ =""")), max_size=12),
+    st.sampled_from(["", ".reshape(-1)", " * f(x)"]),
+)
+def test_folding_changes_nothing(texts, rest):
+    line = f"x = call({', '.join(map(value_text, [*texts, {'a (': texts}]))}){rest}"
+    lines = folded(line)
+    assert ast.dump(ast.parse("\n".join(lines))) == ast.dump(ast.parse(line))
+    assert len(line) <= 110 or rest or len(lines) > 1
 
 
 @given(st.lists(st.text(), max_size=20))
