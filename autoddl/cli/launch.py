@@ -117,13 +117,17 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    from ..launching.demands import demands_of
+    from ..launching.demands import check_script, demands_of
     from ..launching.joining import find_membership
     from ..launching.running import describe, run_job
     from ..launching.slurm import batch_script, in_allocation, run_steps, step_command, submit
     from ..plan import load_plan
 
-    demands = demands_of(load_plan(arguments.plan))
+    plan = load_plan(arguments.plan)
+    demands = demands_of(plan)
+    if not Path(arguments.script).is_file():
+        raise UserError(f"script {arguments.script} does not exist")
+    check_script(Path(arguments.script), plan)
     is_elsewhere = arguments.local or arguments.hosts or arguments.hostfile or arguments.slurm
     member = None if is_elsewhere else find_membership(os.environ)
     if member is not None:
@@ -189,8 +193,6 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
     from ..launching.job import Job
 
     script, plan = Path(arguments.script).absolute(), Path(arguments.plan).absolute()
-    if not script.is_file():
-        raise UserError(f"script {arguments.script} does not exist")
     directory = Path(arguments.chdir or ".").absolute()
     fields: dict[str, Any] = {
         "plan": plan,

@@ -6,8 +6,10 @@ these ranks it has, stage after stage; the launcher places ranks by number, and 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoddl.costmodel.errors import UserError
@@ -21,10 +23,13 @@ if TYPE_CHECKING:
 
     from ..plan import Plan
 
-__all__ = ["ONEFLOW_VERSION", "Demands", "Difference", "demands_of", "differences"]
+__all__ = ["ONEFLOW_VERSION", "Demands", "Difference", "check_script", "demands_of", "differences"]
 
 ONEFLOW_VERSION = "0.9.0"
 """The one that the runtime is written for and measured with."""
+
+
+_HEAD_CHARACTERS = 5_000  # of a script, where its origin stands
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,26 @@ def demands_of(plan: Plan) -> Demands:
     return Demands(
         cluster.num_nodes, cluster.devices_per_node, cluster.device.name, not _is_cpu(cluster), tuple(memory)
     )
+
+
+def check_script(script: Path, plan: Plan) -> None:
+    """Refuse a script that ``autoddl export`` wrote of another plan: it names the graph and the cluster of its own in its head.
+
+    Raises:
+        UserError: it cannot be read, or names another graph or cluster.
+    """
+    try:
+        head = script.read_text(encoding="utf-8", errors="replace")[:_HEAD_CHARACTERS]
+    except OSError as error:
+        raise UserError(f"script {script} cannot be read ({error.strerror})") from None
+    for what in ("graph", "cluster"):
+        expected = plan.document[f"{what}_hash"]
+        found = re.search(rf"^#(?: Plan)? +{what} (sha256:[0-9a-f]{{64}})$", head, re.MULTILINE)
+        if found is not None and found[1] != expected:
+            raise UserError(
+                f"{script.name} was exported from a plan of another {what} ({found[1][:19]}...) than this one "
+                f"({expected[:19]}...); export this plan"
+            )
 
 
 def _is_cpu(cluster: Cluster) -> bool:

@@ -279,6 +279,19 @@ def test_a_missing_script_or_an_edited_plan(mlp_plan, capsys, tmp_path):
     assert "edited.json" in capsys.readouterr().err
 
 
+def test_a_script_that_was_exported_from_another_plan(mlp_plan, capsys, tmp_path):
+    """What `autoddl export` wrote says of which plan; that plan's devices do, too."""
+    assert main(["export", str(mlp_plan(1, 2)), "--to", "oneflow", "-o", "model.py"]) == 0
+    assert main(["launch", str(mlp_plan(1, 2)), "model.py", "--dry-run"]) == 0
+    capsys.readouterr()
+    assert main(["launch", str(mlp_plan(2, 2)), "model.py", "--dry-run", "--hosts", "a,b"]) == 2
+    err = capsys.readouterr().err
+    assert (
+        err.startswith("autoddl: model.py was exported from a plan of another cluster (sha256:")
+        and err.count("\n") == 1
+    )
+
+
 def test_a_hosts_shape_can_be_forced(mlp_plan, capsys):
     assert launch(mlp_plan(2, 1), "--", "say") == 2
     assert "the plan is for 2 nodes of 1 device, found 1 node: this host only" in capsys.readouterr().err
