@@ -291,10 +291,8 @@ def _sections(plan: Plan) -> tuple[Section, ...]:
     if len(pipeline.stages) == 1:
         return (Section("", (0,), _groups(pipeline.stages[0].assessment.layers)),)
     alike: dict[object, list[int]] = {}
-    for number, stage in enumerate(pipeline.stages):
-        rows = tuple((layer.layer.signature(), layer.layer.role, layer.strategy) for layer in stage.assessment.layers)
-        key = (rows, pipeline.configuration.stages[number].recompute)
-        alike.setdefault(key, []).append(number)
+    for number in range(len(pipeline.stages)):
+        alike.setdefault(_likeness(pipeline, number), []).append(number)
     sections = []
     for numbers in alike.values():
         recompute = pipeline.configuration.stages[numbers[0]].recompute
@@ -302,6 +300,22 @@ def _sections(plan: Plan) -> tuple[Section, ...]:
         title = f"{'stage' if len(numbers) == 1 else 'stages'} {ranges(numbers)}{kept}"
         sections.append(Section(title, tuple(numbers), _groups(pipeline.stages[numbers[0]].assessment.layers)))
     return tuple(sections)
+
+
+def _likeness(pipeline: Evaluation, stage: int) -> object:
+    """What equal stages have in common: layers and their inputs, by place, and what was chosen for them."""
+    graph, choice = pipeline.stages[stage].graph.graph, pipeline.configuration.stages[stage]
+    place = {layer.name: i for i, layer in enumerate(graph.layers)}
+    rows = tuple(
+        (
+            layer.signature(),
+            layer.role,
+            tuple(place[name] for name in graph.inputs(layer.name)),
+            choice.strategies[layer.name],
+        )
+        for layer in graph.layers
+    )
+    return rows, choice.recompute
 
 
 def ranges(numbers: Sequence[int]) -> str:

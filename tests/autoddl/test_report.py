@@ -277,21 +277,32 @@ READ_BY_REPORTS = (
 )  # fmt: skip
 
 
+def page_or_one_line(document, mutations):
+    try:
+        text = report_page(explain(viewed(document), count=0))
+    except UserError as error:
+        assert "\n" not in str(error) or "\n" in repr(mutations)
+        return
+    assert_is_dead(text)
+
+
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutated_documents_end_in_a_page_or_in_one_line(small, data):
     """The fields that no other reader checks."""
     part = data.draw(mutated({name: small[name] for name in READ_BY_REPORTS}))
-    if not isinstance(part, dict):
-        return
-    document = {name: value for name, value in small.items() if name not in READ_BY_REPORTS}
-    document.update({name: value for name, value in part.items() if name in READ_BY_REPORTS})
-    try:
-        text = report_page(explain(viewed(document), count=0))
-    except UserError as error:
-        assert "\n" not in str(error) or "\n" in repr(part)
-        return
-    assert_is_dead(text)
+    if isinstance(part, dict):
+        document = {name: value for name, value in small.items() if name not in READ_BY_REPORTS}
+        document.update({name: value for name, value in part.items() if name in READ_BY_REPORTS})
+        page_or_one_line(document, part)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_mutated_pipelines_end_in_a_page_or_in_one_line(piped, data):
+    part = data.draw(mutated({name: piped["pipeline"][name] for name in ("families", "search")}))
+    if isinstance(part, dict):
+        page_or_one_line({**piped, "pipeline": {**piped["pipeline"], **part}}, part)
 
 
 def test_style_is_packaged():
