@@ -266,4 +266,5 @@ def test_units():
     assert [format_seconds(s) for s in (0, 1.5e-9, 2e-5, 0.12, 75)] == ["0 s", "1.5 ns", "20 us", "120 ms", "75 s"]
     assert [format_bytes(b) for b in (0, 512, 1536, 3 * 2**30)] == ["0 B", "512 B", "1.5 KiB", "3 GiB"]
     # No exponents where a unit has four digits.
-    assert [format_bytes(b) for b in (999.4, 1010 * 2**20)] == ["999 B", "1010 MiB"] and format_seconds(12345) == "12345 s"
+    assert [format_bytes(b) for b in (999.4, 1010 * 2**20)] == ["999 B", "1010 MiB"]
+    assert format_seconds(12345) == "12345 s"
