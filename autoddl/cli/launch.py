@@ -205,7 +205,7 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
         "checkpoints": Path(arguments.checkpoints).absolute() if arguments.checkpoints else None,
         "master_address": arguments.master_address,
         "python": arguments.python,
-        "ssh": tuple(shlex.split(arguments.ssh)),
+        "ssh": _words(arguments.ssh, "--ssh"),
         "stall_timeout_s": arguments.stall_timeout,
         "start_timeout_s": arguments.start_timeout,
         "grace_s": arguments.grace,
@@ -232,6 +232,16 @@ def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Any, .
     else:
         hosts = [Host(LOCALHOST)]
     return tuple(place(hosts, demands.num_nodes, demands.devices_per_node, anyhow=arguments.force))
+
+
+def _words(text: str, option: str) -> tuple[str, ...]:
+    try:
+        words = tuple(shlex.split(text))
+    except ValueError as error:
+        raise UserError(f"{option} {text!r} cannot be read: {error}") from None
+    if not words:
+        raise UserError(f"{option} is empty, should be a command")
+    return words
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:

@@ -11,6 +11,8 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
+from autoddl.costmodel.errors import UserError
+
 from .hosts import Host
 from .lines import LineReader, Message, write_line
 
@@ -35,7 +37,11 @@ def supervisor_command(host: Host, python: str, own_python: str, ssh: Sequence[s
 
 
 class Connection:
-    """One host: what is said to its supervisor, and what comes from there."""
+    """One host: what is said to its supervisor, and what comes from there.
+
+    Raises:
+        UserError: ``command`` cannot be run here.
+    """
 
     def __init__(self, host: Host, command: Sequence[str]) -> None:
         self.host = host
@@ -43,13 +49,17 @@ class Connection:
         self._errors = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the connection
         self._reader = LineReader()
         self._speaking = threading.Lock()  # signs of life come from a thread of their own
-        self._process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self._errors,
-            start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
-        )
+        try:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self._errors,
+                start_new_session=True,  # Ctrl-C reaches the launcher alone, which passes it on
+            )
+        except OSError as error:
+            self._errors.close()
+            raise UserError(f"{command[0]}, which is to reach {host.name}, cannot be run: {error.strerror}") from None
         assert self._process.stdin is not None and self._process.stdout is not None
         self._input, self._output = self._process.stdin.fileno(), self._process.stdout.fileno()
         os.set_blocking(self._output, False)
