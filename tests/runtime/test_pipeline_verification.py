@@ -117,7 +117,7 @@ def test_what_train_says_of_plans(capsys, tmp_path):
     assert main(["plan", "mlp:64,64,64", *where, "-o", str(tmp_path / "plain.json")]) == 0
     capsys.readouterr()
     for arguments, said in (
-        ([path], "the plan's model mlp is not one that learns a text: gpt, bert, llama"),
+        ([path], "the plan's model mlp:64,64,64 is not one that learns a text: gpt, bert, llama"),
         ([path, "--stages", "3"], "--stages is for models; a plan says it itself"),
         ([str(tmp_path / "plain.json")], "the plan has no pipeline; plan with --pipeline auto"),
         ([str(tmp_path / "none.json")], "none.json"),
