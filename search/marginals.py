@@ -138,7 +138,7 @@ def _classes(table: CostTable) -> Reduced:
     edges = []
     for (i, j), parts in merged.items():
         index = np.ix_(representatives[i], representatives[j])
-        edges.append((i, j, sum(np.ascontiguousarray(a.T[index] if flipped else a[index]) for a, flipped in parts)))
+        edges.append((i, j, np.sum([a.T[index] if flipped else a[index] for a, flipped in parts], axis=0)))
     return Reduced(tuple(domains), tuple(edges))
 
 
