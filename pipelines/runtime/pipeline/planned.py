@@ -28,7 +28,7 @@ from ..feeding import feeds_of, inputs_of
 from ..load import load_oneflow
 from ..sequence import LayerSequence, ReadyLayer
 from ..setting import Batch
-from ..stepping import Stepper
+from ..stepping import Stepper, num_bytes
 from ..userparameters import find_parameter
 from .actions import Reduce, Run
 from .chain import Boundary
@@ -196,6 +196,8 @@ class PlannedStages:
     def _summed(self, vector: Tensor, axes: tuple[Axis, ...], peers: tuple[int, ...], transport: Transport) -> Tensor:
         """Over some axes of the stage, and over its replicas: scattered inside, summed between them, gathered inside."""
         slices, length = prod(axis.size for axis in axes), vector.numel()
+        if axes:
+            transport.bytes_reduced += num_bytes(vector)
         with transport.thread():
             if len(peers) == 1:
                 return self._stepper.reduce(vector, axes) if axes else vector

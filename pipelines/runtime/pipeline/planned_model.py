@@ -42,7 +42,7 @@ class PlannedModel:
         """Per parameter, by its first name in the module, the stages that use it.
 
         Raises:
-            UserError: the module is not the graph's.
+            UserError: the module is not the graph's, has no loss, or is not trained as a whole.
         """
         strategies = {name: strategy for stage in self.stages for name, strategy in stage.strategies.items()}
         check_parameters(self.module, self.graph, strategies, self.stages[0].num_ranks)
@@ -52,6 +52,11 @@ class PlannedModel:
             raise UserError(
                 f"{last.describe()}: the model ends in it, should end in a loss to be trained in a pipeline"
             )
+        for name, parameter in self.module.named_parameters():
+            if not parameter.requires_grad:
+                raise UserError(
+                    f"{name} is frozen (requires_grad is False), which pipelines cannot keep; they train everything"
+                )
         names = first_names(self.module)
         holders: dict[str, list[int]] = {}
         for number, stage in enumerate(self.stages):
