@@ -308,12 +308,15 @@ class _Writer:
                 chain.put(f"{{x}} + {bias}")
             self._epilogue(chain)
 
-        names = [weight, *([bias] if bias else [])]
-        if not self.recomputes or (strategy.summa and not layer.kept_elements):
+        def whole(chain: Chain) -> None:
             product(chain)
             rest(chain)
+
+        names = [weight, *([bias] if bias else [])]
+        if not self.recomputes or (strategy.summa and not layer.kept_elements):
+            whole(chain)
         elif layer.kept_elements:
-            self._checkpointed(chain, names, lambda inner: (product(inner), rest(inner)))
+            self._checkpointed(chain, names, whole)
         else:
             self._checkpointed(chain, [weight], product)
             rest(chain)

@@ -147,7 +147,8 @@ def _names_in(text: str) -> set[str]:
 
 def _merged(*groups: Iterable[str]) -> list[str]:
     """Import lines, plain ones first, each module once."""
-    plain, modules = set(), {}
+    plain: set[str] = set()
+    modules: dict[str, set[str]] = {}
     for line in (line for group in groups for line in group):
         if line.startswith("import"):
             plain.add(line)

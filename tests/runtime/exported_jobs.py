@@ -91,7 +91,7 @@ def check_users(function: str, other: str, file: str) -> list[str | None]:
 def _compared(
     applied: Any, exported: Any, model: Any, plain: Any, batches: Any, workload: Workload, counts_bytes: bool
 ) -> dict[str, Any]:
-    """Losses and bytes of each step (applied, exported), initial and final values, gradients of the first step."""
+    """Losses and bytes of each step (applied, exported), initial and final values."""
     initial = exported.plain_state(model, exported.ALIASES)
     reference = {name: tensor.numpy() for name, tensor in plain.state_dict().items()}
     found: dict[str, Any] = {
@@ -120,11 +120,6 @@ def _compared(
             found["losses"][i][-1] = loss
             if traffic is not None:
                 found["bytes"][i].append(traffic.payload_bytes)
-        if step == 0:
-            trained = [weight for weight in weights if weight.parameter.requires_grad]
-            own = dict(pair for weight in trained for pair in weight.plain(weight.parameter.grad))
-            gradients = {name: value for name, value in applied.logical_gradients().items() if name not in exported.ALIASES}
-            found["gradients"] = relative_errors(own, gradients)
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)  # adding to zeros sends bytes
