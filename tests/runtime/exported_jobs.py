@@ -98,14 +98,12 @@ def _compared(
         "losses": ([], []),
         "bytes": ([], []),
         "initial": all(np.array_equal(value, reference[name]) for name, value in initial.items()),
-        "names": sorted(initial.keys() - exported.ALIASES.keys() ^ dict(plain.named_parameters()).keys()),
+        "names": sorted((initial.keys() - exported.ALIASES.keys()) ^ dict(plain.named_parameters()).keys()),
     }
     weights = exported.all_weights(model)
     optimizers = [_optimizer(workload, applied.parameters()), _optimizer(workload, [w.parameter for w in weights])]
     meter = Meter() if counts_bytes else None
-    for step, (inputs, targets) in enumerate(batches):
-        for i in (0, 1):
-            found["losses"][i].append(0.0)
+    for inputs, targets in batches:
         if meter is not None:
             meter(lambda: None)  # what was sent since the last step does not count
 
@@ -117,7 +115,7 @@ def _compared(
 
         for i, run in enumerate((run_applied, run_exported)):
             loss, traffic = (run(), None) if meter is None else meter(run)
-            found["losses"][i][-1] = loss
+            found["losses"][i].append(loss)
             if traffic is not None:
                 found["bytes"][i].append(traffic.payload_bytes)
         for optimizer in optimizers:
