@@ -179,14 +179,13 @@ def test_one_rank_fails(mlp_plan, capsys, tmp_path, how, code, words):
 
 
 def test_a_job_goes_on_from_its_checkpoint(mlp_plan, capsys):
-    assert launch(mlp_plan(1, 2), "--max-restarts", "2", "--checkpoints", "saved", "--", "recover", "2") == 0
+    assert launch(mlp_plan(1, 2), "--max-restarts", "2", "--checkpoints", "saved", "--", "recover", "1") == 0
     captured = capsys.readouterr()
     lines = [line for line in shown(captured.out)[1] if line.startswith(("attempt", "done"))]
-    assert lines == ["attempt 0 begins at 0", "attempt 1 begins at 3", "attempt 2 begins at 6", "done"]
-    assert [re.sub(r" \(its output: [^)]*\)", "", line) for line in captured.err.splitlines()] == [
-        "autoddl: rank 1 of 2 raised RuntimeError: lost at step 3; starting again (1 of 2)",
-        "autoddl: rank 1 of 2 raised RuntimeError: lost at step 6; starting again (2 of 2)",
-    ]
+    assert lines == ["attempt 0 begins at 0", "attempt 1 begins at 3", "done"]
+    assert re.sub(r" \(its output: [^)]*\)", "", captured.err) == (
+        "autoddl: rank 1 of 2 raised RuntimeError: lost at step 3; starting again (1 of 2)\n"
+    )
 
 
 def test_a_job_that_fails_too_often(mlp_plan, capsys):
