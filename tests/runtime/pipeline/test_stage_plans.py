@@ -236,6 +236,17 @@ def test_the_dry_run_finds_receives_that_hold_up_a_computation():
         check_programs(lowered.holding, programs)
 
 
+def test_stages_in_a_row_on_one_worker_meet_in_one_layout():
+    schedule = generate("interleaved-1f1b", num_stages=1, num_micro_batches=2, width=2, groups=2)
+    assert schedule.placement == ((0, 0),)
+    lowered = lower(schedule, 4, layouts=[joint(2, 2), joint(2, 2)])
+    assert not any(isinstance(action, (Send, Receive)) for program in lowered.programs for action in program)
+    with pytest.raises(
+        UserError, match=r"worker 0 has stages 0 and 1, .* changes from \(S0:2\) to \(S1:2\); give both"
+    ):
+        lower(schedule, 4, layouts=[joint(2, 2), joint(2, 1)])
+
+
 # ---- Stages of a graph -------------------------------------------------------------------------------------------------
 
 
