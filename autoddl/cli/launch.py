@@ -91,6 +91,8 @@ def _take_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
         words: list[str] = list(args)
         at = words.index("--") if "--" in words else len(words)
         parsed, unknown = parse(words[:at], namespace)
+        if unknown:
+            parser.error(f"{unknown[0]!r} is no option of launch; the script's own arguments come after --")
         parsed.arguments = words[at + 1 :]
         return parsed, unknown
 

@@ -256,6 +256,7 @@ def test_nothing_outlives_a_killed_launcher(mlp_plan):
         (["--ssh", ""], "--ssh is empty, should be a command"),
         (["--ssh", "ssh '"], "cannot be read: No closing quotation"),
         (["--force", "--hosts", "a", "--ssh", "/no/ssh"], "/no/ssh, which is to reach a, cannot be run: No such file"),
+        (["--lr", "1"], "'--lr' is no option of launch; the script's own arguments come after --"),
         (["--chdir", "/nowhere"], "host localhost has no directory /nowhere"),
         (["--slurm", "--hosts", "a"], "not allowed with argument"),
     ],
