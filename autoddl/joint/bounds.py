@@ -33,6 +33,13 @@ forwards, since a worker can do no more than these and one recomputation before 
 
 Transfers are left out everywhere.
 
+**Under the memory limit.** For any price mu >= 0 of a byte, a worker's work (and what is reduced last) is at least
+
+    sum over its layers of min over strategies, and ways of recomputation, of ( seconds + mu bytes )  -  mu limit     (5)
+
+the Lagrangian dual of the least work that fits, layer by layer; it takes the place of the work in (1) and (2).  Recomputing a whole
+stage takes at least what recomputing it layer by layer does, where redistributions are not repeated.
+
 **Memory.** What a stage keeps is at least what its layers keep, each at the strategy that keeps the least, at the best of the
 ways of recomputation.
 """
@@ -51,7 +58,7 @@ from .configuration import PipelineSchedule
 from .cutting import ENTRY, Chain
 from .interiors import Interior, Interiors
 
-__all__ = ["UnitCosts", "UnitMemory", "bound_class", "bounds_of_cuts", "homes", "micro_batches_of", "refined_bound"]
+__all__ = ["UnitCosts", "UnitDuals", "UnitMemory", "bound_class", "bounds_of_cuts", "homes", "micro_batches_of", "refined_bound"]
 
 #: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
 _ROUNDING = 1 - 1e-9
@@ -67,30 +74,32 @@ class _Column:
     p0: np.ndarray
 
 
+def unit_columns(interiors: Interiors, unit: int, layers_again: bool) -> list[_Column]:
+    """Of the layers of a unit, the entry left out."""
+    few = interiors.mesh.num_devices
+    book = interiors.book(unit, unit + 1, layers_again)
+    # Affine in samples and micro-batches: three points tell all (see autoddl.costmodel.pricing).
+    one, two, larger = (
+        book.problem(batch, micro).table.cost for batch, micro in ((few, few), (2 * few, few), (2 * few, 2 * few))
+    )
+    columns = []
+    for variable, a, b, c in zip(book.variables, one, two, larger):
+        if variable.layers == (ENTRY,):
+            continue
+        each, slope = b - a, (c - a) / few
+        p0 = np.array([strategy.p0 for strategy in variable.options])
+        columns.append(_Column(each - few * slope, slope, np.maximum(a - each, 0.0), p0))
+    return columns
+
+
 class UnitCosts:
     """The least that every unit takes on one mesh, for any micro-batch."""
 
     def __init__(self, chain: Chain, interiors: Interiors):
         self.chain, self.batch = chain, interiors.workload.batch
-        few = interiors.mesh.num_devices
-        self._columns: dict[int, list[_Column]] = {}
-        for unit, kind in enumerate(chain.kinds):
-            if kind in self._columns:
-                continue
-            book = interiors.book(unit, unit + 1, False)
-            # Affine in samples and micro-batches: three points tell all (see autoddl.costmodel.pricing).
-            one, two, larger = (
-                book.problem(batch, micro).table.cost
-                for batch, micro in ((few, few), (2 * few, few), (2 * few, 2 * few))
-            )
-            columns = []
-            for variable, a, b, c in zip(book.variables, one, two, larger):
-                if variable.layers == (ENTRY,):
-                    continue
-                each, slope = b - a, (c - a) / few
-                p0 = np.array([strategy.p0 for strategy in variable.options])
-                columns.append(_Column(each - few * slope, slope, np.maximum(a - each, 0.0), p0))
-            self._columns[kind] = columns
+        self._columns = {
+            kind: unit_columns(interiors, unit, False) for unit, kind in reversed(list(enumerate(chain.kinds)))
+        }
 
     def at(self, micro_batch: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
         """(busy per micro-batch, whole of ``count`` of them) of every unit; None where one does not divide over some layer."""
@@ -158,6 +167,98 @@ class UnitMemory:
                 needed = needed + in_flight * micro_batch * self.entering[starts]
             least = np.minimum(least, needed)
         return least * _ROUNDING
+
+
+class UnitDuals:
+    """The terms of (5) for every unit of one mesh."""
+
+    def __init__(self, chain: Chain, interiors: Interiors, memory: UnitMemory):
+        self.chain, self.interiors, self.memory = chain, interiors, memory
+        self._extra = interiors.workload.itemsize / interiors.workload.bytes_per_parameter
+        self._first = {kind: unit for unit, kind in reversed(list(enumerate(chain.kinds)))}
+        self._known: dict[tuple[int, bool], list[tuple[_Column, np.ndarray, np.ndarray]]] = {}
+
+    def _columns(self, kind: int, layers_again: bool) -> list[tuple[_Column, np.ndarray, np.ndarray]]:
+        """Per layer its times, its state and what it keeps of a sample."""
+        if (kind, layers_again) not in self._known:
+            unit = self._first[kind]
+            book = self.interiors.book(unit, unit + 1, layers_again)
+            every = zip(book.variables, self.interiors.bytes_of(unit, unit + 1, layers_again))
+            kept = [column for variable, column in every if variable.layers != (ENTRY,)]
+            times = unit_columns(self.interiors, unit, layers_again)
+            self._known[kind, layers_again] = [(a, b.state, b.kept) for a, b in zip(times, kept)]
+        return self._known[kind, layers_again]
+
+    def of_units(
+        self, micro_batch: int, count: int, in_flight: float, versions: int, price: float, recompute: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """(without, with the all-reduce) of every unit, for ``count`` micro-batches."""
+        found: dict[int, tuple[float, float]] = {}
+        alive = 1.0 if recompute == "stage" else in_flight
+        for kind in self._first:
+            plain = whole = 0.0
+            times = self._columns(kind, recompute != "none")
+            kept = self._columns(kind, recompute == "layers")
+            for (column, _, _), (_, state, each_kept) in zip(times, kept):
+                offered = micro_batch % column.p0 == 0
+                nbytes = state * (1 + (versions - 1) * self._extra) + alive * micro_batch * each_kept
+                seconds = count * (column.fixed + micro_batch * column.slope) + price * nbytes
+                plain += float(seconds[offered].min(initial=np.inf))
+                whole += float((seconds + column.once)[offered].min(initial=np.inf))
+            found[kind] = (plain, whole)
+        rows = np.array([found[kind] for kind in self.chain.kinds])
+        return rows[:, 0], rows[:, 1]
+
+    def bounds_of_cuts(
+        self,
+        cuts: np.ndarray,
+        micro_batch: int,
+        counts: Sequence[int],
+        held: Sequence[Sequence[tuple[int, int]]],
+        needs: Sequence[tuple[float, int]],
+        recomputations: Sequence[str],
+        limit_bytes: float,
+        price: float,
+        before: np.ndarray | None,
+    ) -> np.ndarray:
+        """(5) in place of the work of (1) and (2), for every cut.
+
+        Args:
+            counts: micro-batches of every pipeline.
+            held: per worker its (pipeline, stage) pairs.
+            needs: per stage (micro-batches in flight, weight versions).
+            before: per cut and stage the least time before it, where that counts; None where not.
+        """
+        stops = np.cumsum(cuts, axis=1)
+        starts = stops - cuts
+        known: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+
+        def stage(s: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+            plain = whole = np.full(len(cuts), np.inf)
+            for recompute in recomputations:
+                key = (count, needs[s], recompute)
+                if key not in known:
+                    units = self.of_units(micro_batch, count, *needs[s], price, recompute)
+                    known[key] = tuple(np.concatenate([[0.0], np.cumsum(one)]) for one in units)  # type: ignore[assignment]
+                extra = 0.0
+                if recompute == "stage":
+                    extra = price * needs[s][0] * micro_batch * self.memory.entering[starts[:, s]]
+                plain = np.minimum(plain, known[key][0][stops[:, s]] - known[key][0][starts[:, s]] + extra)
+                whole = np.minimum(whole, known[key][1][stops[:, s]] - known[key][1][starts[:, s]] + extra)
+            return plain, whole
+
+        bound = np.zeros(len(cuts))
+        done: dict[object, tuple[np.ndarray, np.ndarray]] = {}
+        for pairs in held:
+            for pipeline, s in pairs:
+                if (s, counts[pipeline]) not in done:
+                    done[s, counts[pipeline]] = stage(s, counts[pipeline])
+            parts = [done[s, counts[pipeline]] for pipeline, s in pairs]
+            work = sum(plain for plain, _ in parts) - price * limit_bytes
+            filled = work if before is None else work + before[:, min(s for _, s in pairs)]
+            reduced = np.minimum.reduce([work - plain + whole for plain, whole in parts])
+            bound = np.maximum(bound, np.maximum(filled, reduced))
+        return bound * _ROUNDING
 
 
 def bound_class(spec: PipelineSchedule) -> tuple[str, int, int]:

@@ -23,17 +23,19 @@ where exposed are the differences that transfers, and all-reduces, make to the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
+from typing import Protocol
 
 from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
-from autoddl.costmodel.layerwork import all_reduce_steps
+from autoddl.costmodel.graph import Layer
+from autoddl.costmodel.layerwork import LayerWork, all_reduce_steps
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -44,11 +46,23 @@ from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.timeline import Timeline, steady_state
 from autoddl.pipelines.times import Times
 
-from .configuration import Configuration, StageChoice
+from .configuration import Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain, StageGraph
 from .meshes import StageMesh
 
-__all__ = ["Boundary", "Evaluation", "StageFigures", "evaluate", "stage_workload"]
+__all__ = [
+    "Boundary",
+    "Evaluation",
+    "PricedLayer",
+    "StageFigures",
+    "boundary_of",
+    "evaluate",
+    "own_gradient_bytes",
+    "replicated_all_reduce_s",
+    "shared_seconds",
+    "stage_workload",
+    "step_of",
+]
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ class Evaluation:
     @cached_property
     def step_s(self) -> float:
         """Seconds per batch."""
-        return step_of(self.configuration, self.timeline)
+        return step_of(self.configuration.schedule, self.timeline)
 
     @property
     def memory_bytes(self) -> float:
@@ -180,7 +194,7 @@ class Evaluation:
     def exposed_all_reduce_s(self) -> float:
         """By how much gradient all-reduces lengthen it."""
         silent = replace(self._silent, all_reduce=(0.0,) * self.times.num_stages)
-        return max(0.0, self._without_transfers - step_of(self.configuration, simulate(self.schedule, silent)))
+        return max(0.0, self._without_transfers - step_of(self.configuration.schedule, simulate(self.schedule, silent)))
 
     @property
     def _silent(self) -> Times:
@@ -191,7 +205,7 @@ class Evaluation:
     def _without_transfers(self) -> float:
         if not self.boundaries:
             return self.step_s
-        return step_of(self.configuration, simulate(self.schedule, self._silent))
+        return step_of(self.configuration.schedule, simulate(self.schedule, self._silent))
 
     @property
     def exposed_communication_s(self) -> float:
@@ -239,9 +253,8 @@ class Evaluation:
         return tuple(layer for stage in self.stages for layer in stage.assessment.layers)
 
 
-def step_of(configuration: Configuration, timeline: Timeline) -> float:
+def step_of(spec: PipelineSchedule, timeline: Timeline) -> float:
     """Seconds per batch of a simulated schedule."""
-    spec = configuration.schedule
     if spec.synchronous:
         return timeline.makespan
     return steady_state(timeline).period * spec.num_micro_batches / timeline.schedule.update_period
@@ -265,8 +278,15 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     assessed = [_assess(graph, devices, workload, choice) for graph, choice in zip(graphs, choices)]
     recomputing = tuple(choice.recompute == "stage" for choice in choices)
     schedule = configuration.schedule.schedule(mesh.num_devices, recomputing)
-    boundaries = tuple(_boundary(mesh, cluster, schedule, b, graphs, choices, workload) for b in range(len(graphs) - 1))
-    shared = _shared_seconds(mesh, cluster, schedule, graphs, assessed, workload)
+    boundaries = tuple(
+        boundary_of(
+            mesh, cluster, schedule, b, graph.exit, here.strategies[graph.exit.name], there.strategies[ENTRY], workload
+        )
+        for b, (graph, here, there) in enumerate(zip(graphs, choices, choices[1:]))
+    )
+    names = {layer.layer.name: layer for one in assessed for layer in one.layers}
+    stage_of = {layer.name: s for s, graph in enumerate(graphs) for layer in graph.layers}
+    shared = shared_seconds(mesh, cluster, schedule, graphs, stage_of, names, workload)
     stages = tuple(
         _figures(mesh, cluster, schedule, s, graph, assessment, choices[s], workload, shared.get(s, 0.0))
         for s, (graph, assessment) in enumerate(zip(graphs, assessed))
@@ -338,7 +358,20 @@ def _figures(
     )
 
 
-def own_gradient_bytes(layer: LayerAssessment, workload: Workload) -> float:
+class PricedLayer(Protocol):
+    """A layer at its strategy, and what it does for a micro-batch."""
+
+    @property
+    def layer(self) -> Layer: ...
+
+    @property
+    def strategy(self) -> Strategy: ...
+
+    @property
+    def work(self) -> LayerWork: ...
+
+
+def own_gradient_bytes(layer: PricedLayer, workload: Workload) -> float:
     """Of a layer's gradients on one device."""
     return layer.work.state_bytes * workload.itemsize / workload.bytes_per_parameter
 
@@ -364,7 +397,7 @@ def _all_reduce_seconds(
 
 
 def replicated_all_reduce_s(
-    layer: LayerAssessment, num_workers: int, link: Link, devices: Cluster, nbytes: float
+    layer: PricedLayer, num_workers: int, link: Link, devices: Cluster, nbytes: float
 ) -> float:
     """All-reduce of ``nbytes`` of gradients per device over a layer's slices of the samples and over workers joined by ``link``."""
     if not nbytes:
@@ -379,17 +412,16 @@ def replicated_all_reduce_s(
     return between + sum(devices.time(step) for step in steps if step.collective is not Collective.ALL_REDUCE)
 
 
-def _shared_seconds(
+def shared_seconds(
     mesh: StageMesh,
     cluster: Cluster,
     schedule: Schedule,
     graphs: Sequence[StageGraph],
-    assessed: Sequence[Assessment],
+    stage_of: Mapping[str, int],
+    figures: Mapping[str, PricedLayer],
     workload: Workload,
 ) -> dict[int, float]:
     """Per stage the seconds of exchanging gradients of weights that it shares with other stages, per step."""
-    stage_of = {layer.name: s for s, graph in enumerate(graphs) for layer in graph.layers}
-    figures = {layer.layer.name: layer for one in assessed for layer in one.layers}
     seconds: dict[int, float] = {}
     for s, graph in enumerate(graphs):
         for here, there in graph.shared:
@@ -404,18 +436,17 @@ def _shared_seconds(
     return seconds
 
 
-def _boundary(
+def boundary_of(
     mesh: StageMesh,
     cluster: Cluster,
     schedule: Schedule,
     number: int,
-    graphs: Sequence[StageGraph],
-    choices: Sequence[StageChoice],
+    exit_layer: Layer,
+    source: Strategy,
+    target: Strategy,
     workload: Workload,
 ) -> Boundary:
-    exit_layer = graphs[number].exit
-    source = choices[number].strategies[exit_layer.name]
-    target = choices[number + 1].strategies[ENTRY]
+    """What crosses from stage ``number`` to the next one: its last layer's output, from its layout to the wanted one."""
     together = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in schedule.placement)
     samples, features = edge_shape(exit_layer, workload.micro_batch)
     nbytes = workload.micro_batch * exit_layer.output_elements * workload.itemsize

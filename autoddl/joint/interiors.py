@@ -90,6 +90,20 @@ class Interior:
     shares: tuple[LayerShare, ...]
 
     @property
+    def backward_input_s(self) -> float:
+        """Without the weight part: one of the two products, half of what is computed for the first time."""
+        again = self._forward_compute_s if self.recompute == "layers" else 0.0
+        return self.backward_s - max(0.0, self._backward_compute_s - again) / 2
+
+    @property
+    def _forward_compute_s(self) -> float:
+        return sum(one.count * one.work.forward_s for one in self.shares)
+
+    @property
+    def _backward_compute_s(self) -> float:
+        return sum(one.count * one.work.backward_s for one in self.shares)
+
+    @property
     def busy_s(self) -> float:
         return self.forward_s + self.backward_s + self.recompute_s
 

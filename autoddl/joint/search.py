@@ -26,11 +26,22 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
+from autoddl.pipelines.schedule import Schedule
+from autoddl.pipelines.simulator import simulate
+from autoddl.pipelines.times import Times
 
-from .bounds import UnitCosts, UnitMemory, bound_class, bounds_of_cuts, micro_batches_of, refined_bound
+from .bounds import UnitCosts, UnitDuals, UnitMemory, bound_class, bounds_of_cuts, micro_batches_of, refined_bound
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain
-from .evaluation import Evaluation, evaluate
+from .evaluation import (
+    Evaluation,
+    boundary_of,
+    evaluate,
+    own_gradient_bytes,
+    replicated_all_reduce_s,
+    shared_seconds,
+    step_of,
+)
 from .interiors import Interior, Interiors, Need
 from .meshes import StageMesh, stage_meshes
 from .needs import Needs, needs_of
@@ -39,6 +50,8 @@ from .space import cuts, divisors, num_cuts, schedules
 __all__ = ["Explored", "Explorer", "Setting"]
 
 _SAME = 1e-9
+#: Prices of a byte that bounds are taken at, in best steps per limit.
+_PRICES = (0.2, 0.5, 0.05, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
@@ -106,6 +119,7 @@ class Explorer:
         self._interiors: dict[StageMesh, Interiors] = {}
         self._units: dict[StageMesh, UnitCosts] = {}
         self._memory: dict[StageMesh, UnitMemory] = {}
+        self._duals: dict[StageMesh, UnitDuals] = {}
         self._needs: dict[PipelineSchedule, Needs | None] = {}
 
     @property
@@ -199,11 +213,12 @@ class Explorer:
                 if finer is not None and finer.bound < best_s * (1 - _SAME):
                     heapq.heappush(heap, replace(finer, serial=next(serials)))
                 continue
-            evaluation = self.evaluation(node.setting, node.cut, node.stages)
-            if evaluation is None:
+            step = self.simulated(node.setting, node.cut, node.stages)
+            if step is None:
                 continue
             found.simulated += 1
-            if evaluation.step_s < best_s:
+            if step < best_s:
+                evaluation = self.evaluation(node.setting, node.cut, node.stages)
                 best_s, found.best = evaluation.step_s, evaluation
             report(best_s, node.bound, found.simulated)
         found.lower_bound_s = min(best_s, heap[0].bound if heap else math.inf)
@@ -266,10 +281,49 @@ class Explorer:
         rows = cuts(self.chain.num_units, setting.schedule.num_stages)
         open_ones = np.flatnonzero(bounds < best_s * (1 - _SAME))
         open_ones = open_ones[self._may_fit(setting, rows[open_ones])]
-        if one_cut:
+        if not one_cut:
+            open_ones = self._open_under_the_limit(setting, rows, open_ones, bounds, best_s)
+        else:
             open_ones = open_ones[np.argsort(bounds[open_ones], kind="stable")[:1]]
         for index in open_ones.tolist():
             yield float(bounds[index]), tuple(rows[index].tolist())
+
+    def _open_under_the_limit(
+        self, setting: Setting, rows: np.ndarray, open_ones: np.ndarray, bounds: np.ndarray, best_s: float
+    ) -> np.ndarray:
+        """Which of the open cuts might still be better when memory has its price; raises their bounds."""
+        spec, needs = setting.schedule, self.needs(setting)
+        if not math.isfinite(best_s) or not spec.synchronous or not len(open_ones):
+            return open_ones
+        assert needs is not None
+        counts = micro_batches_of(spec.num_workers, spec.num_micro_batches, spec.num_pipelines)
+        costs = self.units(setting.mesh).at(setting.micro_batch, 1)
+        assert costs is not None
+        sums = np.concatenate([[0.0], np.cumsum(costs[0])])
+        fills = bound_class(spec)[0] == "fill"
+        for share in _PRICES:
+            mine = rows[open_ones]
+            found = self.duals(setting.mesh).bounds_of_cuts(
+                mine,
+                setting.micro_batch,
+                counts,
+                needs.homes,
+                list(zip(needs.in_flight, needs.versions)),
+                self.recomputations,
+                self.limit_bytes,
+                share * best_s / self.limit_bytes,
+                sums[np.cumsum(mine, axis=1) - mine] if fills else None,
+            )
+            bounds[open_ones] = np.maximum(bounds[open_ones], found)
+            open_ones = open_ones[bounds[open_ones] < best_s * (1 - _SAME)]
+            if not len(open_ones):
+                break
+        return open_ones
+
+    def duals(self, mesh: StageMesh) -> UnitDuals:
+        if mesh not in self._duals:
+            self._duals[mesh] = UnitDuals(self.chain, self.interiors(mesh), self.memory(mesh))
+        return self._duals[mesh]
 
     def _may_fit(self, setting: Setting, rows: np.ndarray) -> np.ndarray:
         """Which of the cuts might fit in memory."""
@@ -375,16 +429,58 @@ class Explorer:
             choices.append(StageChoice(stop - first, one.recompute, dict(zip(names, one.strategies))))
         return Configuration(setting.mesh, setting.schedule, workload, tuple(choices))
 
-    def evaluation(self, setting: Setting, cut: Sequence[int], stages: Sequence[Interior]) -> Evaluation | None:
-        """A cut priced and simulated; None where it does not work after all."""
-        if dict(setting.schedule.options).get("concatenation") == "halving":
+    def simulated(self, setting: Setting, cut: Sequence[int], stages: Sequence[Interior]) -> float | None:
+        """The step of a cut, by simulation of its schedule; None where the schedule's halves do not divide.
+
+        The same as ``evaluation(...).step_s``, from what is known of the stages already.
+        """
+        spec, mesh, cluster = setting.schedule, setting.mesh, self.cluster
+        if dict(spec.options).get("concatenation") == "halving":
             half, odd = divmod(setting.micro_batch, 2)
             if odd or any(half % strategy.p0 for one in stages for strategy in one.strategies):
                 return None
-        try:
-            return evaluate(self.chain, self.cluster, self.configuration(setting, cut, stages))
-        except UserError:
-            return None
+        workload = replace(self.workload, micro_batch=setting.micro_batch)
+        schedule = spec.schedule(mesh.num_devices, tuple(one.recompute == "stage" for one in stages))
+        interiors = self.interiors(mesh)
+        graphs = [interiors.graph(*ends) for ends in _bounds(cut)]
+        boundaries = [
+            boundary_of(mesh, cluster, schedule, b, graph.exit, here.strategies[-1], there.strategies[0], workload)
+            for b, (graph, here, there) in enumerate(zip(graphs, stages, stages[1:]))
+        ]
+        shares = {share.layer.name: share for one in stages for share in one.shares}
+        stage_of = {
+            name: s for s, graph in enumerate(graphs) for pair in graph.shared for name in pair[:1]
+        }
+        shared = shared_seconds(mesh, cluster, schedule, graphs, stage_of, shares, workload)
+        times = Times.of(
+            len(stages),
+            forward=[one.forward_s for one in stages],
+            backward=[one.backward_s for one in stages],
+            backward_input=[one.backward_input_s for one in stages],
+            recompute=[one.recompute_s for one in stages],
+            all_reduce=[
+                self._all_reduce_s(setting, schedule, s, one) + shared.get(s, 0.0) for s, one in enumerate(stages)
+            ],
+            transfer=[boundary.forward_s for boundary in boundaries],
+            transfer_backward=[boundary.backward_s for boundary in boundaries],
+        )
+        return step_of(spec, simulate(schedule, times))
+
+    def _all_reduce_s(self, setting: Setting, schedule: Schedule, stage: int, one: Interior) -> float:
+        workers = tuple(replica.worker for replica in schedule.replicas_of(stage))
+        if len(workers) == 1:
+            return one.all_reduce_s
+        mesh = setting.mesh
+        link, devices = mesh.link_between(self.cluster, workers), mesh.devices(self.cluster)
+        return sum(
+            share.count
+            * replicated_all_reduce_s(share, len(workers), link, devices, own_gradient_bytes(share, self.workload))
+            for share in one.shares
+        )
+
+    def evaluation(self, setting: Setting, cut: Sequence[int], stages: Sequence[Interior]) -> Evaluation:
+        """A cut with all its figures, straight from the layer graph."""
+        return evaluate(self.chain, self.cluster, self.configuration(setting, cut, stages))
 
 
 def _bounds(cut: Sequence[int]) -> list[tuple[int, int]]:

@@ -15,6 +15,8 @@ from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.joint import Configuration, JointOptions, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
 from autoddl.joint.planner import plan_jointly
+from autoddl.joint.search import Explorer
+from autoddl.joint.space import cuts
 from autoddl.models import Transformer, gpt, mlp
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.memory import weight_versions
@@ -255,3 +257,23 @@ def test_joint_plan_is_brute_forces(case):
     assert planned.optimal and planned.lower_bound_s == pytest.approx(best, rel=1e-9)
     assert planned.evaluation.memory_bytes <= limit
     assert planned.considered.simulated <= fitting
+
+
+@pytest.mark.parametrize("case", ["two nodes", "stale weights"])
+def test_steps_from_what_is_known_are_those_of_the_layer_graph(case):
+    graph, machine, batch, limit, stale = CASES[case]
+    explorer = Explorer(chain_of(graph), machine, Workload(batch, batch, "mixed", "adam"), limit)
+    compared = 0
+    for setting in explorer.settings(None, stale, lambda spec: True):
+        if explorer.needs(setting) is None:
+            continue
+        for cut in cuts(4, setting.schedule.num_stages).tolist()[:2]:
+            stages = explorer.stages(setting, cut)
+            if stages is None:
+                continue
+            step = explorer.simulated(setting, cut, stages)
+            if step is not None:
+                found = explorer.evaluation(setting, cut, stages)
+                assert step == pytest.approx(found.step_s, rel=1e-12), setting
+                compared += 1
+    assert compared > 20
