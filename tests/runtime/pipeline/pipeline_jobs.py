@@ -116,6 +116,17 @@ def learn(problems: Sequence[Any]) -> list[Any]:
     return [train_on_rank(options) for options in problems]
 
 
+def what_is_wrong_with(problems: Sequence[Any]) -> list[str]:
+    """The messages of those that cannot be loaded."""
+    messages = []
+    for problem in problems:
+        try:
+            problem.load(2, 0)
+        except UserError as error:
+            messages.append(str(error))
+    return messages
+
+
 def train_whole(case: dict[str, Any]) -> tuple[list[float], dict[str, np.ndarray]]:
     """The same model in one process, its layers one after the other: the mean loss of each micro-batch, and the parameters."""
     model, num, period = case["model"], case["num_micro_batches"], case["period"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -189,7 +188,7 @@ def test_other_families_and_models_of_ones_own(ranks, tmp_path):
     own = FileProblem(f"{tmp_path}/own.py:classes")
     sizes = {"layers": 1, "width": 16, "heads": 2, "sequence": 8}
     cases = [
-        (problem, generate(name, num_stages=2, num_micro_batches=2, iterations=30))
+        (problem, generate(name, num_stages=2, num_micro_batches=2, iterations=20))
         for problem, name in (
             (TextModel(shipped_text(), "bert", **sizes), "gpipe"),
             (TextModel(shipped_text(), "llama", **sizes, tied=False), "1f1b"),
@@ -207,11 +206,16 @@ def test_other_families_and_models_of_ones_own(ranks, tmp_path):
         for (_, schedule), reports in zip(cases, zip(*(reports for reports in results)))
     ]
     for (problem, _), of_one in zip(cases, losses):
-        assert sum(of_one[-8:]) < 0.9 * sum(of_one[:8]), problem
+        assert sum(of_one[-6:]) < 0.9 * sum(of_one[:6]), problem
     assert losses[-1] == pytest.approx(losses[-2], rel=1e-4)
-    for function, words in (("no_chain", "a Linear is no chain of layers"), ("no_targets", "returns tensors of 4x2;")):
-        with pytest.raises(UserError, match=words):
-            train(replace(options[-1], problem=FileProblem(f"{tmp_path}/own.py:{function}")))
+    faulty = [FileProblem(f"{tmp_path}/own.py:{function}") for function in ("no_chain", "no_targets", "nothing")]
+    (messages,) = ranks(1).run(f"{JOBS}:what_is_wrong_with", faulty, timeout_s=60)
+    words = (
+        "a Linear is no chain of layers",
+        "no_targets returns tensors of 4x2; to train",
+        "there is no function 'nothing'",
+    )
+    assert all(word in message for word, message in zip(words, messages)) and len(messages) == 3
 
 
 def test_asynchronous_schedules_want_untied_weights(oneflow, text, capsys):
