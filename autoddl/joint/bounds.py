@@ -58,7 +58,16 @@ from .configuration import PipelineSchedule
 from .cutting import ENTRY, Chain
 from .interiors import Interior, Interiors
 
-__all__ = ["UnitCosts", "UnitDuals", "UnitMemory", "bound_class", "bounds_of_cuts", "homes", "micro_batches_of", "refined_bound"]
+__all__ = [
+    "UnitCosts",
+    "UnitDuals",
+    "UnitMemory",
+    "bound_class",
+    "bounds_of_cuts",
+    "homes",
+    "micro_batches_of",
+    "refined_bound",
+]
 
 #: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
 _ROUNDING = 1 - 1e-9

@@ -396,9 +396,7 @@ def _all_reduce_seconds(
     )
 
 
-def replicated_all_reduce_s(
-    layer: PricedLayer, num_workers: int, link: Link, devices: Cluster, nbytes: float
-) -> float:
+def replicated_all_reduce_s(layer: PricedLayer, num_workers: int, link: Link, devices: Cluster, nbytes: float) -> float:
     """All-reduce of ``nbytes`` of gradients per device over a layer's slices of the samples and over workers joined by ``link``."""
     if not nbytes:
         return 0.0

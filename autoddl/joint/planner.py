@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
@@ -209,7 +211,7 @@ def _considered(job: _Job, narrow: Explored, wide: Explored, explorer: Explorer,
     )
 
 
-def _cut_tables(job: _Job) -> Iterator[object]:
+def _cut_tables(job: _Job) -> Iterator[np.ndarray]:
     for mesh in stage_meshes(job.cluster):
         depth = mesh.num_workers(job.cluster)
         if depth <= job.chain.num_units:

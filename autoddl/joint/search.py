@@ -448,9 +448,7 @@ class Explorer:
             for b, (graph, here, there) in enumerate(zip(graphs, stages, stages[1:]))
         ]
         shares = {share.layer.name: share for one in stages for share in one.shares}
-        stage_of = {
-            name: s for s, graph in enumerate(graphs) for pair in graph.shared for name in pair[:1]
-        }
+        stage_of = {name: s for s, graph in enumerate(graphs) for pair in graph.shared for name in pair[:1]}
         shared = shared_seconds(mesh, cluster, schedule, graphs, stage_of, shares, workload)
         times = Times.of(
             len(stages),

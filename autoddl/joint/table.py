@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from autoddl.costmodel.assessment import LayerAssessment
+from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..tables import aligned
@@ -40,6 +42,9 @@ def _heading(planned: JointPlan) -> list[str]:
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     mesh = configuration.mesh
     shape = f"{mesh.num_devices} devices ({mesh})"
+    passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
+    if workload.num_micro_batches == 1:
+        passes = "one micro-batch"
     stages = (
         f"one stage on all {cluster.num_devices} devices: no pipeline"
         if spec.num_workers == 1
@@ -48,8 +53,7 @@ def _heading(planned: JointPlan) -> list[str]:
     return [
         f"{planned.graph.name} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}",
         f"  {planned.graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}",
-        f"  {workload.batch} {planned.graph.sample}s per step in {workload.num_micro_batches} micro-batches of "
-        f"{workload.micro_batch}",
+        f"  {workload.batch} {planned.graph.sample}s per step in {passes}",
         f"  {stages}",
     ]
 
@@ -102,8 +106,8 @@ def _stages(evaluation: Evaluation) -> list[str]:
 
 def _layers(evaluation: Evaluation) -> list[str]:
     """Equal layers with equal strategies share a row."""
-    groups: dict[object, list[tuple[int, str]]] = {}
-    first = {}
+    groups: dict[tuple[str, Strategy], list[tuple[int, str]]] = {}
+    first: dict[tuple[str, Strategy], LayerAssessment] = {}
     for number, stage in enumerate(evaluation.stages):
         for assessed in stage.assessment.layers:
             layer = assessed.layer
@@ -113,19 +117,14 @@ def _layers(evaluation: Evaluation) -> list[str]:
             first.setdefault(key, assessed)
     levels = " | ".join(level.name for level in evaluation.configuration.mesh.devices(evaluation.cluster).levels)
     rows = [("layer", "stages", f"(p0,p1,p2) {levels}", "input", "weight", "output")]
-    for key, members in groups.items():
-        assessed = first[key]
+    for group, members in groups.items():
+        assessed = first[group]
         layouts = assessed.strategy.sbp(assessed.layer)
         sbp = {name: str(layout.without_unit_axes()) if layout else "-" for name, layout in layouts.items()}
         stages = sorted({number for number, _ in members})
-        name = members[0][1] if len(members) == 1 else f"{_name(assessed.layer)} x {len(members)}"
+        name = members[0][1] if len(members) == 1 else f"{group[0]} x {len(members)}"
         rows.append((name, _ranges(stages), str(assessed.strategy), sbp["input"], sbp["weight"], sbp["output"]))
     return ["Per layer, over the devices of its stage", *aligned(rows)]
-
-
-def _name(layer: object) -> str:
-    block, role, name = (getattr(layer, field) for field in ("block", "role", "name"))
-    return f"{block}.*.{role}" if block else name
 
 
 def _ranges(numbers: Sequence[int]) -> str:
@@ -212,7 +211,7 @@ def _title(planned: JointPlan) -> str:
 
 def _compared(planned: JointPlan) -> list[str]:
     ours = planned.evaluation.step_s
-    rows = [("plan", "step", "", "compute", "communication", "exposed", "bubble", "memory", "")]
+    rows: list[tuple[str, ...]] = [("plan", "step", "", "compute", "communication", "exposed", "bubble", "memory", "")]
     rows.append(_row(_title(planned), _own(planned), ours))
     why = []
     for figures in planned.families:

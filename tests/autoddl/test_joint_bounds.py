@@ -116,7 +116,9 @@ def test_pipelines_get_the_micro_batches_of_the_generated_schedule():
     for depth, count in ((2, 3), (4, 6), (4, 9), (8, 21)):
         for spec, schedule in every_schedule(depth, count, stale=False):
             if spec.num_pipelines > 1:
-                forwards = [task for tasks in schedule.workers for task in tasks if task.kind.letter == "F" and task.stage == 0]
+                forwards = [
+                    task for tasks in schedule.workers for task in tasks if task.kind.letter == "F" and task.stage == 0
+                ]
                 done = [sum(t.part.size for t in forwards if t.pipeline == p) for p in range(spec.num_pipelines)]
                 assert done == list(micro_batches_of(depth, count, spec.num_pipelines)), spec
 
