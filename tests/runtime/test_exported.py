@@ -119,9 +119,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "llama on 4": lambda: random_case("llama", LLAMA, (4,), 9),
     "llama on 2x2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2, 2), 10, recompute=True),
     "vgg on 2": lambda: random_case("vgg", Pictures(11, image=32, classes=16, hidden=64), (2,), 11, optimizer="sgd"),
-    "vgg on 4, recomputed": lambda: random_case(
-        "vgg", Pictures(11, image=32, classes=16, hidden=64), (4,), 12, optimizer="sgd", recompute=True
-    ),
 }
 
 
