@@ -24,6 +24,7 @@ FLOORS = ["costmodel", "search", "pipelines", "calib", "autoddl"]  # from the gr
 THIRD_PARTY = {"numpy", "scipy", "networkx", "tqdm", "matplotlib", "oneflow"}
 ONEFLOW_AREAS = (
     *("pipelines/runtime/", "calib/", "autoddl/extract", "autoddl/apply", "autoddl/verification/rank_job.py"),
+    "autoddl/verification/pipeline_job.py",
     "autoddl/export/parts/",
 )
 PRINTING_AREAS = ("autoddl/cli/", "autoddl/__main__.py")
