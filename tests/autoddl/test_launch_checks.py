@@ -307,6 +307,36 @@ def test_a_supervisor_that_is_left_alone_ends_its_ranks(mlp_plan, tmp_path, end)
             supervisor.stdin.close()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+def test_folders_of_killed_supervisors_are_removed_by_the_next_one(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    start = "from autoddl.launching.supervisor import main; main(is_remote=True)"
+    command = [sys.executable, "-c", start]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+
+    def folders() -> set[str]:
+        return {path.name for path in tmp_path.iterdir()}
+
+    def answers(supervisor: subprocess.Popen[bytes]) -> None:
+        write_line(supervisor.stdin.fileno(), {"do": "look", "directory": "/", "files": []})
+        assert os.read(supervisor.stdout.fileno(), 1 << 16)
+
+    with subprocess.Popen(command, **pipes) as living, subprocess.Popen(command, **pipes) as killed:
+        answers(living)
+        answers(killed)
+        killed.kill()
+        killed.wait()
+        assert len(folders()) == 2
+        with subprocess.Popen(command, **pipes) as third:
+            answers(third)
+            assert len(folders()) == 2  # the living one's is still there
+            third.stdin.close()
+        assert len(folders()) == 1
+        living.stdin.close()
+        living.wait()
+    assert folders() == set()
+
+
 # ---- What is said -------------------------------------------------------------------------------------------------------
 
 
