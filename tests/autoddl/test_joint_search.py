@@ -26,6 +26,7 @@ from autoddl.search import solve
 
 RECOMPUTATIONS = ("none", "layers", "stage")
 WIDE = gpt(Transformer("wide", 4, 64, 4, 8, 128))
+THREE = gpt(Transformer("three", 3, 64, 4, 8, 128))
 LONG = gpt(Transformer("long", 3, 32, 4, 64, 64))
 UNTIED = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
 
@@ -232,10 +233,9 @@ def brute_force(graph, machine, batch, limit, stale=False):
 
 
 CASES = {
-    "slow links, roomy": (WIDE, cluster(1, 4), 4, 1e9, False),
-    "slow links, tight": (WIDE, cluster(1, 4), 4, 1.9e6, False),
-    "two nodes": (WIDE, cluster(2, 2, 5e7), 4, 2.2e6, False),
-    "activations weigh": (LONG, cluster(1, 2), 8, 1.6e6, False),
+    "two devices per stage": (WIDE, cluster(1, 4), 4, 9.7e5, False),
+    "two nodes": (THREE, cluster(2, 2, 5e7), 4, 1.1e6, False),
+    "one stage recomputed": (LONG, cluster(1, 2), 8, 8.5e5, False),
     "stale weights": (UNTIED, cluster(1, 2, 5e7), 4, 5e6, True),
     "units all different": (mlp((256, 128, 128, 64, 16)), cluster(1, 4, 1e8), 8, 1e9, False),
 }
@@ -267,7 +267,7 @@ def test_steps_from_what_is_known_are_those_of_the_layer_graph(case):
     for setting in explorer.settings(None, stale, lambda spec: True):
         if explorer.needs(setting) is None:
             continue
-        for cut in cuts(4, setting.schedule.num_stages).tolist()[:2]:
+        for cut in cuts(explorer.chain.num_units, setting.schedule.num_stages).tolist()[:2]:
             stages = explorer.stages(setting, cut)
             if stages is None:
                 continue
