@@ -272,8 +272,8 @@ class Linear(Blocked):
                 self.weights.append(self.add(f"weight{suffix}", weight))
             if bias_sbp:
                 sources = {f"{module}.bias": width for module, width in part.items()}
-                held = (part_of(order, output, start, count),)
-                bias = Weight(sources, (count,), held, (bias_axes,), placement, bias_sbp)
+                own = part_of(order, output, start, count)
+                bias = Weight(sources, (count,), (own,), (bias_axes,), placement, bias_sbp)
                 self.biases.append(self.add(f"bias{suffix}", bias))
             start += count
 
