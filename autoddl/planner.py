@@ -179,7 +179,7 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         known = min(known, tied.run().result.cost)
         tied_search_s = tied.search_s
         settings = {
-            (c.micro_batch, c.recompute) for c in tied.candidates if c.bound_before_search <= known * (1 + 1e-9)
+            (c.micro_batch, c.recompute) for c in tied.candidates if c.bound_before_search <= _just_above(known)
         }
     sweep = _Sweep(books, options, limit, known, settings)
     best = sweep.run()
@@ -252,6 +252,11 @@ class _Books:
         return self._books[workload, untied]
 
 
+def _just_above(cost: float) -> float:
+    """A cost that a plan as good as one of this cost is below, also where that is 0."""
+    return cost * (1 + 1e-9) + 1e-15
+
+
 class _Sweep:
     """The search over micro-batches and recomputation (see the module's docstring)."""
 
@@ -266,7 +271,7 @@ class _Sweep:
         self.books, self.options, self.limit, self.settings = books, options, limit, settings
         self.graph, self.cluster = books.graph, books.cluster
         #: A plan of this cost is known to exist (a baseline): what is not below it need not be searched.
-        self.known = known * (1 + 1e-9)
+        self.known = _just_above(known)
         self.candidates: list[Candidate] = []
         self.best: _Found | None = None
         self.too_large: list[Problem] = []
@@ -322,7 +327,7 @@ class _Sweep:
                     )
                     settled.append(micro_batch)
                     continue
-                self.known = min(self.known, bounds.cost * (1 + 1e-9))
+                self.known = min(self.known, _just_above(bounds.cost))
                 candidate = _Candidate(problem, bounds.bound, bounds)
                 if bounds.bound > bounds.free * (1 + 1e-12):
                     yield candidate

@@ -14,7 +14,8 @@ tensor.  A 4 x 4 tensor from (S0:2) to (S0:2, S1:2):
     ============  ===========  =================
 
 Where several ranks hold the same block they share the load: the j-th of k destinations that want the same asks the holders j,
-j + k, j + 2k, ... for equal parts of it; where there are fewer holders than destinations, holder j mod h for all.
+j + k, j + 2k, ... for equal parts of it; where there are fewer holders than destinations, they ask one holder each, in turn.
+The count goes on from one wanted block to the next, so that no holder serves first every time.
 
 *One list, used twice*: a cost model prices these messages, the runtime sends these very messages.  The gradient of what crossed
 goes back by the crossing from the target's distribution to the source's.
@@ -87,17 +88,24 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
     end = np.minimum((starts + lengths)[:, None], (wanted_starts + wanted_lengths)[None])
     meets = (begin < end).all(axis=2)
     num_twins: dict[tuple[int, ...], int] = {}
+    turns: dict[int, dict[tuple[int, ...], int]] = {}  # of each group of holders, by its first: which wanted block came when
     pieces = []
     for destination in range(target.num_ranks):
-        twin = num_twins.setdefault(tuple(wanted_starts[destination].tolist()), 0)
-        num_twins[tuple(wanted_starts[destination].tolist())] += 1
+        wanted = tuple(wanted_starts[destination].tolist())
+        twin = num_twins.get(wanted, 0)
+        num_twins[wanted] = twin + 1
         num_all = int((wanted_starts == wanted_starts[destination]).all(axis=1).sum())
         holders: dict[tuple[int, ...], list[int]] = {}
         for rank in np.flatnonzero(meets[:, destination]).tolist():
             holders.setdefault(tuple(begin[rank, destination].tolist()), []).append(rank)
         for place, ranks in sorted(holders.items()):
             block = tuple(map(range, place, end[ranks[0], destination].tolist()))
-            asked = ranks[twin::num_all] if num_all < len(ranks) else [ranks[twin % len(ranks)]]
+            turn = turns.setdefault(ranks[0], {}).setdefault(wanted, len(turns[ranks[0]]))
+            if num_all < len(ranks):
+                first = turn % len(ranks)
+                asked = (ranks[first:] + ranks[:first])[twin::num_all]
+            else:
+                asked = [ranks[(turn * num_all + twin) % len(ranks)]]
             parts = _parts(block, len(asked))
             pieces += [Piece(rank, destination, part) for rank, part in zip(asked, parts)]
     return tuple(pieces)

@@ -107,12 +107,7 @@ class Distribution:
             expected *= axis.size
 
     def __str__(self) -> str:
-        in_rank_order = self == self._in_rank_order()
-        levels: dict[int, list[str]] = {level: [] for level in range(max((a.level for a in self.axes), default=0) + 1)}
-        for axis, state in zip(self.axes, self.states):
-            name = f"S{state.dim}" if isinstance(state, Split) else str(state)
-            levels[axis.level].append(f"{name}:{axis.size}" + ("" if in_rank_order else f"@{axis.stride}"))
-        return "(" + " | ".join(", ".join(items) for items in levels.values()) + ")"
+        return _text(self)
 
     def _in_rank_order(self) -> Distribution:
         by_level: list[list[tuple[int, SBPState]]] = [
@@ -180,6 +175,19 @@ class Distribution:
         """The same distribution without its axes of size 1."""
         kept = [(axis, state) for axis, state in zip(self.axes, self.states) if axis.size > 1]
         return Distribution(tuple(axis for axis, _ in kept), tuple(state for _, state in kept))
+
+
+@lru_cache(maxsize=4096)
+def _text(distribution: Distribution) -> str:
+    """The printed form; a plan prints the same few distributions for every repetition of a block."""
+    in_rank_order = distribution == distribution._in_rank_order()
+    levels: dict[int, list[str]] = {
+        level: [] for level in range(max((axis.level for axis in distribution.axes), default=0) + 1)
+    }
+    for axis, state in zip(distribution.axes, distribution.states):
+        name = f"S{state.dim}" if isinstance(state, Split) else str(state)
+        levels[axis.level].append(f"{name}:{axis.size}" + ("" if in_rank_order else f"@{axis.stride}"))
+    return "(" + " | ".join(", ".join(items) for items in levels.values()) + ")"
 
 
 @cache

@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .cluster import Cluster
-from .collectives import Step
-from .distribution import canonical
+from .collectives import Collective, Step
+from .distribution import Axis, canonical
 from .errors import UserError
-from .redistribution import redistribute, steps
+from .redistribution import redistribute
 from .workload import Workload
 
 __all__ = ["MANY", "Layout", "LayoutPrices", "communication_time"]
@@ -39,6 +39,7 @@ class LayoutPrices:
         self.cluster = cluster
         self._tables: dict[object, np.ndarray] = {}
         self._known: dict[object, tuple[float, float, int, int]] = {}
+        self._collectives: dict[tuple[Collective, Axis], tuple[float, float]] = {}
 
     def costs(
         self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
@@ -79,15 +80,28 @@ class LayoutPrices:
             except UserError:
                 self._known[key] = (math.inf, math.inf, 1, 1)
             else:
-                fixed = self._there_and_back(steps(route, 0.0))
-                per_byte = (self._there_and_back(steps(route, MANY)) - fixed) / MANY
+                sending = [
+                    (fraction, self._there_and_back(move.collective, move.axis))
+                    for part in route
+                    for move, fraction in zip(part.moves, part.fractions)
+                    if move.collective is not None
+                ]
+                fixed = sum(latency for _, (latency, _) in sending)
+                per_byte = sum(fraction * slowness for fraction, (_, slowness) in sending)
                 parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
                 self._known[key] = (fixed, per_byte, parts[0], parts[1])
         return self._known[key]
 
-    def _there_and_back(self, forward: Sequence[Step]) -> float:
-        """Seconds of a redistribution and of its mirror image in the backward pass."""
-        return communication_time(self.cluster, (*forward, *(step.adjoint() for step in forward)))
+    def _there_and_back(self, collective: Collective, axis: Axis) -> tuple[float, float]:
+        """(seconds, seconds per byte) of a collective along an axis and of its adjoint in the backward pass."""
+        key = (collective, axis)
+        if key not in self._collectives:
+            fixed, many = (
+                communication_time(self.cluster, (step, step.adjoint()))
+                for step in (Step(collective, axis, 0.0), Step(collective, axis, MANY))
+            )
+            self._collectives[key] = (fixed, (many - fixed) / MANY)
+        return self._collectives[key]
 
 
 def _samples(layout: Layout) -> int:

@@ -270,6 +270,7 @@ class _Planner:
         self.digits = digits
         self.held = dict(start)
         self.goal = goal
+        self.pending = [atom for atom in self.held if self.held[atom] != goal[atom]]
         self.shape = shape
         self.moves: list[Move] = []
         self.fractions: list[float] = []
@@ -279,7 +280,7 @@ class _Planner:
         while True:
             while self._take_free_digits():
                 pass
-            waiting = [atom for atom in self._pending() if isinstance(self.goal[atom], Digit)]
+            waiting = [atom for atom in self.pending if isinstance(self.goal[atom], Digit)]
             if not waiting:
                 break
             if not (self._release_a_blocker(waiting) or self._break_a_cycle(waiting)):
@@ -287,13 +288,13 @@ class _Planner:
         self._finish()
         return True
 
-    def _pending(self) -> list[Axis]:
-        return [atom for atom in self.held if self.held[atom] != self.goal[atom]]
-
     def _take_free_digits(self) -> bool:
         """All axes whose digit is free take it; whether there were any.  Slices first, then reduce-scatters: they shrink."""
+        wanted = [atom for atom in self.pending if isinstance(self.goal[atom], Digit)]
+        if not wanted:
+            return False
         taken = set(self.held.values())
-        ready = [a for a in self._pending() if isinstance(self.goal[a], Digit) and self.goal[a] not in taken]
+        ready = [atom for atom in wanted if self.goal[atom] not in taken]
         for kind, collective in (
             (Broadcast, None),
             (PartialSum, Collective.REDUCE_SCATTER),
@@ -309,7 +310,7 @@ class _Planner:
     def _release_a_blocker(self, waiting: list[Axis]) -> bool:
         """Gather an axis that gives up its digit in the end anyway and keeps another one waiting."""
         wanted = {self.goal[atom] for atom in waiting}
-        blockers = [a for a in self._pending() if self.held[a] in wanted and not isinstance(self.goal[a], Digit)]
+        blockers = [a for a in self.pending if self.held[a] in wanted and not isinstance(self.goal[a], Digit)]
         if blockers:
             to_sum = [atom for atom in blockers if isinstance(self.goal[atom], PartialSum)]
             if to_sum:
@@ -335,14 +336,14 @@ class _Planner:
 
     def _finish(self) -> None:
         """What is left: summands to be added up, then copies to be gathered, then copies and slices to be made summands."""
-        pending = self._pending()
+        pending = tuple(self.pending)
         reduced = {a: self.goal[a] for a in pending if isinstance(self.held[a], PartialSum)}
         self._change(Collective.ALL_REDUCE, reduced, outer_first=False)
         gathered = {
             a: self.goal[a] for a in pending if isinstance(self.held[a], Digit) and isinstance(self.goal[a], Broadcast)
         }
         self._change(Collective.ALL_GATHER, gathered, outer_first=True)
-        self._change(None, {a: self.goal[a] for a in self._pending()})
+        self._change(None, {a: self.goal[a] for a in self.pending})
 
     def _change(self, collective: Collective | None, goal: dict[Axis, Holding], outer_first: bool = True) -> None:
         """Let the axes of ``goal`` change at the same time, neighbours of one level in one move."""
@@ -361,6 +362,8 @@ class _Planner:
             axis = Axis(prod(atom.size for atom in run), run[-1].stride, run[-1].level)
             self.moves.append(Move(collective, axis, parts))
             self.fractions.append(max(before, after) if collective else 0.0)
+        if goal:
+            self.pending = [atom for atom in self.pending if self.held[atom] != self.goal[atom]]
 
     def _local_fraction(self) -> float:
         """How much of the tensor a rank holds."""

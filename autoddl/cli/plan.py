@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from autoddl.costmodel.errors import UserError
 
@@ -13,6 +14,13 @@ from ._planning import add_method, add_planning_arguments, cluster_of, model_of,
 __all__ = ["add_parser", "run"]
 
 _PIPELINES = ("auto", "dapple", "chimera", "wpipe")
+
+
+class _Answer(NamedTuple):
+    """A plan's document for programs and its text for people, each made only where somebody asks for it."""
+
+    document: Callable[[], dict[str, Any]]
+    text: Callable[[], str]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -43,19 +51,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--allow-stale is for pipelines; add --pipeline auto, or leave it out")
     from ..plan import save_plan
 
-    document, text = _without_pipeline(arguments) if arguments.pipeline is None else _with_pipeline(arguments)
+    answer = _without_pipeline(arguments) if arguments.pipeline is None else _with_pipeline(arguments)
+    document = answer.document() if arguments.output or arguments.json else {}
     if arguments.output:
         save_plan(arguments.output, document)
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
         return 0
-    print(text)
+    print(answer.text())
     if arguments.output:
         print(f"\nWritten to {arguments.output}")
     return 0
 
 
-def _without_pipeline(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
     from ..plan import plan_document
     from ..planner import make_plan
     from ..tables import plan_text
@@ -63,10 +72,10 @@ def _without_pipeline(arguments: argparse.Namespace) -> tuple[dict[str, Any], st
 
     planned = make_plan(model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method))
     trusted = trust_of(planned)
-    return plan_document(planned, trusted), plan_text(planned, trusted)
+    return _Answer(lambda: plan_document(planned, trusted), lambda: plan_text(planned, trusted))
 
 
-def _with_pipeline(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
+def _with_pipeline(arguments: argparse.Namespace) -> _Answer:
     from autoddl.search import progress_bar
 
     from ..joint.planner import plan_jointly
@@ -77,4 +86,4 @@ def _with_pipeline(arguments: argparse.Namespace) -> tuple[dict[str, Any], str]:
     options = JointOptions(options_of(arguments, arguments.method), arguments.pipeline, arguments.allow_stale)
     with progress_bar("pipelines", disable=True if arguments.quiet else None) as progress:
         planned = plan_jointly(model_of(arguments), cluster_of(arguments), options, progress)
-    return joint_document(planned), joint_text(planned)
+    return _Answer(lambda: joint_document(planned), lambda: joint_text(planned))

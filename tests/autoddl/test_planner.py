@@ -150,6 +150,11 @@ def test_micro_batches_are_all_divisors_largest_first(batch):
     assert found == sorted(divisors(batch), reverse=True)
 
 
+def test_one_device_has_a_plan_that_communicates_nothing():
+    planned = make_plan(mlp([64, 32, 16]), load_cluster("dgx-a100").resized(1, 1), Options(batch=8, objective="communication"))
+    assert planned.optimal and planned.result.cost == 0.0
+
+
 def test_perceptron_of_the_paper_on_128_devices():
     """32768-16384-4096-2048-512: the exact method's cost is the exhaustive search's, 36^4 assignments."""
     cluster = load_cluster("piz-daint").resized(128)
