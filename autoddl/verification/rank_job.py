@@ -70,7 +70,7 @@ def run_reference(task: Task) -> Reference | None:
             values["epsilon"] = np.array(_epsilon(gradients))
             optimizer = make_optimizer(task, module.parameters(), float(values["epsilon"]))
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=True)
         losses.append(float(loss.numpy()))
     values.update({f"final/{name}": _copied(tensor) for name, tensor in module.named_parameters()})
     np.savez(_file(task), **values)
@@ -99,7 +99,7 @@ def run_plan(task: Task) -> Shard:
         else:
             loss = run()
         optimizer.step()
-        optimizer.zero_grad()
+        optimizer.zero_grad(set_to_none=True)
         losses.append(loss)
     finals = {name: tensor.numpy() for name, tensor in applied.state_dict().items()}
     parameter_errors = relative_errors(finals, under("final", values))

@@ -111,7 +111,11 @@ class AppliedModule(flow.nn.Module):
 
     def train_step(self, *batch: Any) -> float:
         """Forward and backward passes of a whole batch in the plan's micro-batches; gradients are those of the batch's mean
-        loss, which is returned."""
+        loss, which is returned.
+
+        They are added to what ``grad`` holds. Between steps call ``optimizer.zero_grad(set_to_none=True)``: OneFlow adds to
+        gradients of zero by sending bytes that no plan has promised.
+        """
         samples = len(batch[0])
         num = self._workload.num_micro_batches
         if samples % num:
