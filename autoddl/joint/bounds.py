@@ -106,9 +106,8 @@ class UnitCosts:
 
     def __init__(self, chain: Chain, interiors: Interiors):
         self.chain, self.batch = chain, interiors.workload.batch
-        self._columns = {
-            kind: unit_columns(interiors, unit, False) for unit, kind in reversed(list(enumerate(chain.kinds)))
-        }
+        first = {kind: unit for unit, kind in reversed(list(enumerate(chain.kinds)))}
+        self._columns = {kind: unit_columns(interiors, unit, False) for kind, unit in first.items()}
 
     def at(self, micro_batch: int, count: int) -> tuple[np.ndarray, np.ndarray] | None:
         """(busy per micro-batch, whole of ``count`` of them) of every unit; None where one does not divide over some layer."""

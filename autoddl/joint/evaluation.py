@@ -188,13 +188,19 @@ class Evaluation:
     @cached_property
     def exposed_transfer_s(self) -> float:
         """By how much transfers between stages lengthen the step."""
-        return max(0.0, self.step_s - self._without_transfers)
+        return self._beyond_rounding(self.step_s - self._without_transfers)
 
     @cached_property
     def exposed_all_reduce_s(self) -> float:
         """By how much gradient all-reduces lengthen it."""
         silent = replace(self._silent, all_reduce=(0.0,) * self.times.num_stages)
-        return max(0.0, self._without_transfers - step_of(self.configuration.schedule, simulate(self.schedule, silent)))
+        return self._beyond_rounding(
+            self._without_transfers - step_of(self.configuration.schedule, simulate(self.schedule, silent))
+        )
+
+    def _beyond_rounding(self, seconds: float) -> float:
+        """A difference of steps; 0 where it is no more than sums of floats differ by."""
+        return seconds if seconds > 1e-12 * self.step_s else 0.0
 
     @property
     def _silent(self) -> Times:
@@ -220,7 +226,7 @@ class Evaluation:
     @property
     def bubble_s(self) -> float:
         """What is left: the busiest worker idles."""
-        return max(0.0, self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s)
+        return self._beyond_rounding(self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s)
 
     @cached_property
     def sent_bytes(self) -> float:

@@ -109,33 +109,30 @@ def _dapple(
     profiled: ProfiledWorkload, chain: Chain, cluster: Cluster, workload: Workload, micro_batch: int | None
 ) -> Iterator[PaperPlan]:
     devices, fault = cluster.num_devices, None
+    found = False
     for count in divisors(devices):
-        if count > chain.num_units:
-            break
         mesh = _contiguous(cluster, devices // count)
-        if mesh is None:
+        # Of several stages one has at least an even share of the parameters.
+        state = profiled.state * profiled.profile.parameter_bytes / count
+        if count > chain.num_units or mesh is None or state > profiled.limit_bytes:
             continue
         try:
             plan = plan_dapple(profiled, micro_batch, Shape(widths=(devices // count,) * count)).plan
+            wanted = [count - i if plan.policy == "A" else 2 * (count - i) - 1 for i in range(count)]
+            if any(one.in_flight < min(want, plan.num_micro_batches) for one, want in zip(plan.stages, wanted)):
+                continue  # its warm-up is cut short by memory, which the policies alone do not say
+            options = (("policy", plan.policy),) if count > 1 else ()
+            spec = PipelineSchedule("1f1b", count, plan.num_micro_batches, options)
+            recompute = "stage" if profiled.recompute else "none"
+            cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
+            configuration = _configuration(chain, cluster, workload, mesh, spec, plan.micro_batch, cut, recompute)
         except UserError as error:
             fault = fault or error
             continue
-        options = (("policy", plan.policy),) if count > 1 else ()
-        flights = tuple(stage.in_flight for stage in plan.stages)
-        wanted = [count - i if plan.policy == "A" else 2 * (count - i) - 1 for i in range(count)]
-        if any(have < min(want, plan.num_micro_batches) for have, want in zip(flights, wanted)):
-            continue  # its warm-up is cut short by memory, which the policies alone do not say
-        spec = PipelineSchedule("1f1b", count, plan.num_micro_batches, options)
-        recompute = "stage" if profiled.recompute else "none"
-        cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
-        try:
-            yield PaperPlan(
-                _configuration(chain, cluster, workload, mesh, spec, plan.micro_batch, cut, recompute), plan.simulated_s
-            )
-        except UserError as error:
-            fault = fault or error
-    if fault is not None:
-        raise fault
+        found = True
+        yield PaperPlan(configuration, plan.simulated_s)
+    if not found:
+        raise fault or profiled.does_not_fit("DAPPLE plan of equal stages")
 
 
 def _chimera(

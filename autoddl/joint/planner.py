@@ -13,8 +13,6 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-import numpy as np
-
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
@@ -32,7 +30,7 @@ from .meshes import StageMesh, stage_meshes
 from .papers import PLANNERS, paper_plans
 from .result import Considered, FamilyFigures, JointOptions, JointPlan
 from .search import Explored, Explorer
-from .space import MOST_CUTS, cuts, divisors
+from .space import MOST_CUTS, divisors
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
@@ -161,6 +159,8 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
         report=job.report,
     )
     best = narrow.best or alone
+    near = _near(job, explorer, narrow.best, stale)
+    best = near or best
     wide = explorer.explore(
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
         math.inf if best is None else best.step_s,
@@ -194,10 +194,21 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     )
 
 
+def _near(job: _Job, explorer: Explorer, best: Evaluation | None, stale: bool) -> Evaluation | None:
+    """The best of all schedules on the mesh of a good plan, at its micro-batch, half and twice that, if one is better."""
+    if best is None:
+        return None
+    mesh, size = best.configuration.mesh, best.configuration.workload.micro_batch
+    everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
+    settings = [one for one in everything if one.mesh == mesh and one.micro_batch in (size / 2, size, 2 * size)]
+    deadline = time.perf_counter() + _NARROW * job.time_limit_s
+    return explorer.explore(settings, best.step_s, deadline, one_cut=True, report=job.report).best
+
+
 def _considered(job: _Job, narrow: Explored, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
     sizes = "every micro-batch" if job.options.base.micro_batch is None else "the given micro-batch"
     stale = "every schedule, asynchronous ones too" if job.options.allow_stale else "every synchronous schedule"
-    every = "all cuts" if all(len(rows) < MOST_CUTS for rows in _cut_tables(job)) else "even and uneven cuts"
+    every = "all cuts" if _has_all_cuts(job) else "even and uneven cuts"
     again = " / ".join(job.recomputations)
     alone = 0 if whole is None else len(whole.candidates)
     return Considered(
@@ -211,11 +222,10 @@ def _considered(job: _Job, narrow: Explored, wide: Explored, explorer: Explorer,
     )
 
 
-def _cut_tables(job: _Job) -> Iterator[np.ndarray]:
-    for mesh in stage_meshes(job.cluster):
-        depth = mesh.num_workers(job.cluster)
-        if depth <= job.chain.num_units:
-            yield cuts(job.chain.num_units, depth)
+def _has_all_cuts(job: _Job) -> bool:
+    """Whether the space has every cut of the chain, for every number of workers."""
+    depths = {mesh.num_workers(job.cluster) for mesh in stage_meshes(job.cluster)}
+    return all(math.comb(job.chain.num_units - 1, depth - 1) <= MOST_CUTS for depth in depths)
 
 
 def _infeasible(job: _Job, explorer: Explorer, whole: Planned | None, fault: UserError | None) -> UserError:
@@ -291,9 +301,11 @@ def _families(
     else:
         yield _figures("pure SBP", alone, describe(alone))
     yield _data_parallel(job, whole)
-    found = _megatron(job, best.step_s)
+    explored = _megatron(job)
+    found = explored.best
     if found is None:
-        yield FamilyFigures("Megatron + 1F1B", infeasible="no such plan fits the memory limit")
+        why = "no such plan fits the memory limit" if explored.finished else "none was found within the time limit"
+        yield FamilyFigures("Megatron + 1F1B", infeasible=why)
     else:
         inner = _common_strategy(found)
         yield _figures("Megatron + 1F1B", found, f"{describe(found)}{inner}")
@@ -339,14 +351,14 @@ def _data_parallel(job: _Job, whole: Planned | None) -> FamilyFigures:
     return FamilyFigures(name, infeasible=why or slices)
 
 
-def _megatron(job: _Job, best_s: float) -> Evaluation | None:
+def _megatron(job: _Job) -> Explored:
     """The best plan of equal Megatron stages under 1F1B, each setting at its best cut."""
     explorer = Explorer(job.chain, job.cluster, job.workload, job.limit_bytes, job.recomputations, megatron)
     settings = explorer.settings(
         job.options.base.micro_batch, False, lambda spec: spec.name == "1f1b" and dict(spec.options) != {"policy": "B"}
     )
     deadline = time.perf_counter() + _FAMILY * job.time_limit_s
-    return explorer.explore(settings, deadline=deadline, one_cut=True).best
+    return explorer.explore(settings, deadline=deadline, one_cut=True)
 
 
 def _common_strategy(evaluation: Evaluation) -> str:
