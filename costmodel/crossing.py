@@ -88,7 +88,9 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
     end = np.minimum((starts + lengths)[:, None], (wanted_starts + wanted_lengths)[None])
     meets = (begin < end).all(axis=2)
     num_twins: dict[tuple[int, ...], int] = {}
-    turns: dict[int, dict[tuple[int, ...], int]] = {}  # of each group of holders, by its first: which wanted block came when
+    turns: dict[
+        int, dict[tuple[int, ...], int]
+    ] = {}  # of each group of holders, by its first: which wanted block came when
     pieces = []
     for destination in range(target.num_ranks):
         wanted = tuple(wanted_starts[destination].tolist())

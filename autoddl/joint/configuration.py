@@ -72,6 +72,7 @@ class PipelineSchedule:
 
 @lru_cache(maxsize=8)
 def _schedule(of: PipelineSchedule, width: int, recomputing: tuple[bool, ...]) -> Schedule:
+    options: dict[str, Any] = dict(of.options)
     schedule = generate(
         of.name,
         num_stages=of.num_workers,
@@ -79,7 +80,7 @@ def _schedule(of: PipelineSchedule, width: int, recomputing: tuple[bool, ...]) -
         iterations=1 if of.synchronous else PERIODS,
         width=width,
         recompute=any(recomputing),
-        **dict(of.options),
+        **options,
     )
     if all(recomputing) or not any(recomputing):
         return schedule

@@ -151,7 +151,9 @@ def test_micro_batches_are_all_divisors_largest_first(batch):
 
 
 def test_one_device_has_a_plan_that_communicates_nothing():
-    planned = make_plan(mlp([64, 32, 16]), load_cluster("dgx-a100").resized(1, 1), Options(batch=8, objective="communication"))
+    planned = make_plan(
+        mlp([64, 32, 16]), load_cluster("dgx-a100").resized(1, 1), Options(batch=8, objective="communication")
+    )
     assert planned.optimal and planned.result.cost == 0.0
 
 
