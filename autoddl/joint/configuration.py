@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Union
+from typing import Any, Union
 
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
