@@ -183,7 +183,7 @@ class Evaluation:
     @cached_property
     def inner_communication_s(self) -> float:
         """Of the busiest worker inside its stages, per step."""
-        return max(0.0, self._busy_s(self.busiest) - self.compute_s)
+        return self._beyond_rounding(self._busy_s(self.busiest) - self.compute_s)
 
     @cached_property
     def exposed_transfer_s(self) -> float:

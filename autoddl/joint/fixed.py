@@ -25,8 +25,17 @@ class FixedInteriors(Interiors):
     The least of finitely many lines is concave too, so what equal stages share holds here as well.
     """
 
-    def __init__(self, chain: Chain, mesh: StageMesh, cluster: Cluster, workload: Workload, names: tuple[str, ...]):
-        super().__init__(chain, mesh, cluster, workload)
+    def __init__(
+        self,
+        chain: Chain,
+        mesh: StageMesh,
+        cluster: Cluster,
+        workload: Workload,
+        like: Interiors | None = None,
+        *,
+        names: tuple[str, ...],
+    ):
+        super().__init__(chain, mesh, cluster, workload, like)
         self._names = names
 
     def _solve(

@@ -132,16 +132,19 @@ class Interiors:
 
     Args:
         workload: batch, precision and optimizer.
+        like: others of the same model, mesh and workload, whose tables these may share.
     """
 
-    def __init__(self, chain: Chain, mesh: StageMesh, cluster: Cluster, workload: Workload):
+    def __init__(
+        self, chain: Chain, mesh: StageMesh, cluster: Cluster, workload: Workload, like: Interiors | None = None
+    ):
         self.chain, self.mesh, self.workload = chain, mesh, workload
         self.devices = mesh.devices(cluster)
         self.num_searches = 0
-        self._graphs: dict[Shape, StageGraph] = {}
-        self._books: dict[tuple[Shape, bool], PriceBook] = {}
-        self._bytes: dict[tuple[Shape, bool], tuple[_Bytes, ...]] = {}
-        self._problems: dict[tuple[Shape, bool, int], Problem] = {}
+        self._graphs: dict[Shape, StageGraph] = like._graphs if like else {}
+        self._books: dict[tuple[Shape, bool], PriceBook] = like._books if like else {}
+        self._bytes: dict[tuple[Shape, bool], tuple[_Bytes, ...]] = like._bytes if like else {}
+        self._problems: dict[tuple[Shape, bool, int], Problem] = like._problems if like else {}
         self._found: dict[object, Interior | None] = {}
         self._repeated: dict[object, dict[int, _Roles]] = {}
         self._plain: dict[Shape, tuple[_Plain, ...]] = {}

@@ -37,7 +37,7 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 #: Seconds for the search of the whole space where no limit is given.
 DEFAULT_TIME_LIMIT_S = 20.0
 #: The part of it that the first, narrow search, and that Megatron's family may take.
-_NARROW, _FAMILY = 0.5, 0.25
+_NARROW, _FAMILY = 1.0, 0.25
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 
@@ -178,7 +178,7 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     if whole is not None:
         lower = min(lower, whole.lower_bound)
     optimal = lower >= best.step_s * (1 - 1e-9)
-    families = tuple(_families(job, whole, alone, fault, best))
+    families = tuple(_families(job, whole, alone, fault, explorer))
     return JointPlan(
         graph=job.graph,
         cluster=job.cluster,
@@ -294,14 +294,14 @@ def _figures(name: str, evaluation: Evaluation, description: str) -> FamilyFigur
 
 
 def _families(
-    job: _Job, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, best: Evaluation
+    job: _Job, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer | None
 ) -> Iterator[FamilyFigures]:
     if alone is None:
         yield FamilyFigures("pure SBP", infeasible=str(fault))
     else:
         yield _figures("pure SBP", alone, describe(alone))
     yield _data_parallel(job, whole)
-    explored = _megatron(job)
+    explored = _megatron(job, explorer)
     found = explored.best
     if found is None:
         why = "no such plan fits the memory limit" if explored.finished else "none was found within the time limit"
@@ -351,9 +351,9 @@ def _data_parallel(job: _Job, whole: Planned | None) -> FamilyFigures:
     return FamilyFigures(name, infeasible=why or slices)
 
 
-def _megatron(job: _Job) -> Explored:
+def _megatron(job: _Job, like: Explorer | None) -> Explored:
     """The best plan of equal Megatron stages under 1F1B, each setting at its best cut."""
-    explorer = Explorer(job.chain, job.cluster, job.workload, job.limit_bytes, job.recomputations, megatron)
+    explorer = Explorer(job.chain, job.cluster, job.workload, job.limit_bytes, job.recomputations, megatron, like)
     settings = explorer.settings(
         job.options.base.micro_batch, False, lambda spec: spec.name == "1f1b" and dict(spec.options) != {"policy": "B"}
     )
@@ -426,7 +426,7 @@ def _by_paper(job: _Job, whole: Planned | None, fault: UserError | None, start: 
         lower_bound_s=min(ideal, best.step_s),
         optimal=False,
         considered=considered,
-        families=tuple(_families(job, whole, alone, fault, best)),
+        families=tuple(_families(job, whole, alone, fault, None)),
         search_s=time.perf_counter() - start,
     )
 

@@ -102,6 +102,7 @@ class Explorer:
         limit_bytes: memory per device.
         recomputations: the ways that are allowed.
         make_interiors: how stages are searched; by default exactly.
+        like: another explorer of the same model, cluster and workload, whose tables this one may share.
     """
 
     def __init__(
@@ -111,13 +112,14 @@ class Explorer:
         workload: Workload,
         limit_bytes: float,
         recomputations: tuple[str, ...] = RECOMPUTATIONS,
-        make_interiors: Callable[[Chain, StageMesh, Cluster, Workload], Interiors] = Interiors,
+        make_interiors: Callable[..., Interiors] = Interiors,
+        like: Explorer | None = None,
     ):
         self.chain, self.cluster, self.workload = chain, cluster, workload
         self.limit_bytes, self.recomputations = limit_bytes, recomputations
-        self._make = make_interiors
+        self._make, self._like = make_interiors, like
         self._interiors: dict[StageMesh, Interiors] = {}
-        self._units: dict[StageMesh, UnitCosts] = {}
+        self._units: dict[StageMesh, UnitCosts] = like._units if like else {}
         self._memory: dict[StageMesh, UnitMemory] = {}
         self._duals: dict[StageMesh, UnitDuals] = {}
         self._needs: dict[PipelineSchedule, Needs | None] = {}
@@ -129,7 +131,8 @@ class Explorer:
 
     def interiors(self, mesh: StageMesh) -> Interiors:
         if mesh not in self._interiors:
-            self._interiors[mesh] = self._make(self.chain, mesh, self.cluster, self.workload)
+            like = None if self._like is None else self._like.interiors(mesh)
+            self._interiors[mesh] = self._make(self.chain, mesh, self.cluster, self.workload, like)
         return self._interiors[mesh]
 
     def units(self, mesh: StageMesh) -> UnitCosts:
