@@ -34,10 +34,10 @@ from .space import MOST_CUTS, divisors
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
-#: Seconds for the search of the whole space where no limit is given.
-DEFAULT_TIME_LIMIT_S = 20.0
-#: The part of it that the first, narrow search, and that Megatron's family may take.
-_NARROW, _FAMILY = 1.0, 0.25
+#: Seconds for the search of pipelines where no limit is given.
+DEFAULT_TIME_LIMIT_S = 40.0
+#: The parts of it after which the first, narrow search and that near its plan end, and what Megatron's family may take.
+_NARROW, _NEAR, _FAMILY = 0.6, 0.8, 0.15
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 
@@ -144,7 +144,7 @@ def _one_stage(job: _Job, planned: Planned) -> Evaluation:
 
 
 def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
-    base, explorer = job.options.base, job.explorer()
+    base, explorer, begin = job.options.base, job.explorer(), time.perf_counter()
     alone = None if whole is None else _one_stage(job, whole)
     known = math.inf if alone is None else alone.step_s
     stale = job.options.allow_stale
@@ -154,17 +154,17 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     narrow = explorer.explore(
         explorer.settings(base.micro_batch, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1),
         known,
-        time.perf_counter() + _NARROW * job.time_limit_s,
+        begin + _NARROW * job.time_limit_s,
         one_cut=True,
         report=job.report,
     )
     best = narrow.best or alone
-    near = _near(job, explorer, narrow.best, stale)
+    near = _near(job, explorer, narrow.best, stale, begin + _NEAR * job.time_limit_s)
     best = near or best
     wide = explorer.explore(
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
         math.inf if best is None else best.step_s,
-        time.perf_counter() + job.time_limit_s,
+        begin + job.time_limit_s,
         report=job.report,
     )
     best = wide.best or best
@@ -194,14 +194,13 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     )
 
 
-def _near(job: _Job, explorer: Explorer, best: Evaluation | None, stale: bool) -> Evaluation | None:
+def _near(job: _Job, explorer: Explorer, best: Evaluation | None, stale: bool, deadline: float) -> Evaluation | None:
     """The best of all schedules on the mesh of a good plan, at its micro-batch, half and twice that, if one is better."""
     if best is None:
         return None
     mesh, size = best.configuration.mesh, best.configuration.workload.micro_batch
     everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
     settings = [one for one in everything if one.mesh == mesh and one.micro_batch in (size / 2, size, 2 * size)]
-    deadline = time.perf_counter() + _NARROW * job.time_limit_s
     return explorer.explore(settings, best.step_s, deadline, one_cut=True, report=job.report).best
 
 
