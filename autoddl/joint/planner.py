@@ -35,9 +35,9 @@ from .space import MOST_CUTS, divisors
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: Seconds for the search of pipelines where no limit is given.
-DEFAULT_TIME_LIMIT_S = 40.0
+DEFAULT_TIME_LIMIT_S = 30.0
 #: The parts of it after which the first, narrow search and that near its plan end, and what Megatron's family may take.
-_NARROW, _NEAR, _FAMILY = 0.6, 0.8, 0.15
+_NARROW, _NEAR, _FAMILY = 0.6, 0.9, 0.2
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 
