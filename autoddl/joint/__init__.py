@@ -2,7 +2,10 @@
 
 - :mod:`.cutting`: a model as a chain of units, and a stage as a layer graph; :mod:`.meshes`: the devices of a stage.
 - :mod:`.configuration`: one plan; :mod:`.evaluation`: what it costs (``evaluate``); :mod:`.document`: as JSON.
-- :mod:`.result`: what a search returns.
+- :mod:`.space`: all plans; :mod:`.interiors`: the exact search inside a stage; :mod:`.needs`: what schedules ask of its memory;
+  :mod:`.bounds`: what no plan is faster than; :mod:`.search`: best first over the space.
+- :mod:`.planner`: ``plan_jointly``, with the runner-ups of every family (:mod:`.fixed`, :mod:`.papers`); :mod:`.result`: what it
+  returns; :mod:`.table`: as text.
 """
 
 from __future__ import annotations
