@@ -190,13 +190,13 @@ class Cluster:
     def resized(self, num_nodes: int | None = None, devices_per_node: int | None = None) -> Cluster:
         """The same kind of cluster with other numbers of nodes and devices (per-node bandwidth is shared anew)."""
         document = dict(self.document)
-        for name, option, value in (
-            ("num_nodes", "--nodes", num_nodes),
-            ("devices_per_node", "--devices-per-node", devices_per_node),
+        for name, what, value in (
+            ("num_nodes", "nodes", num_nodes),
+            ("devices_per_node", "devices per node", devices_per_node),
         ):
             if value is not None:
                 if value < 1:
-                    raise UserError(f"{option} {value}: should be at least 1")
+                    raise UserError(f"{what} {value} should be at least 1")
                 document[name] = value
         return from_document(document, self.name)
 
