@@ -34,7 +34,7 @@ from .space import MOST_CUTS, divisors
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
-#: Seconds for the search of pipelines where no limit is given.
+#: Seconds of processor time for the search of pipelines where no limit is given.
 DEFAULT_TIME_LIMIT_S = 30.0
 #: The parts of it after which the first, narrow search and that near its plan end, and what Megatron's family may take.
 _NARROW, _NEAR, _FAMILY = 0.6, 0.9, 0.2
@@ -144,7 +144,7 @@ def _one_stage(job: _Job, planned: Planned) -> Evaluation:
 
 
 def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
-    base, explorer, begin = job.options.base, job.explorer(), time.perf_counter()
+    base, explorer, begin = job.options.base, job.explorer(), time.process_time()
     alone = None if whole is None else _one_stage(job, whole)
     known = math.inf if alone is None else alone.step_s
     stale = job.options.allow_stale
@@ -356,7 +356,7 @@ def _megatron(job: _Job, like: Explorer | None) -> Explored:
     settings = explorer.settings(
         job.options.base.micro_batch, False, lambda spec: spec.name == "1f1b" and dict(spec.options) != {"policy": "B"}
     )
-    deadline = time.perf_counter() + _FAMILY * job.time_limit_s
+    deadline = time.process_time() + _FAMILY * job.time_limit_s
     return explorer.explore(settings, deadline=deadline, one_cut=True)
 
 
