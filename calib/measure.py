@@ -43,6 +43,8 @@ _STRETCH_S = 0.25
 _ITEM = 4  # bytes of a float32
 #: Features of the tensors that are gathered and scattered.
 _FEATURES = 512
+#: Cores beyond this one of a host are not told apart.
+_MOST_CORES = 1024
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,15 @@ def hosts_of_job() -> Hosts:
     return Hosts(tuple(rows.index(row) for row in rows), name)
 
 
+def cores_of_ranks(hosts: Hosts) -> int:
+    """How many cores the ranks of this host share, some of them bound to a part; every rank calls."""
+    mask = np.zeros(_MOST_CORES, dtype=np.int64)
+    mask[[core for core in os.sched_getaffinity(0) if core < _MOST_CORES]] = 1
+    own = hosts.numbers[load_oneflow().env.get_rank()]
+    here = [number == own for number in hosts.numbers]
+    return max(1, int(exchange(mask)[here].any(axis=0).sum()))
+
+
 def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = report) -> tuple[int, bool]:
     """Time everything.  Rank 0 gives lists of samples to ``keep`` as they are taken (by default to the launcher).
 
@@ -230,7 +241,7 @@ class Clock:
     def __init__(self, hosts: Hosts, budget_s: float | None):
         flow = load_oneflow()
         self.hosts = hosts
-        self.num_cores = len(os.sched_getaffinity(0))
+        self.num_cores = cores_of_ranks(hosts)
         self.versions = f"oneflow {flow.__version__}; {os.uname().sysname} {os.uname().release}; {processor()}"
         self._budget_s = budget_s
         self._zero = time.monotonic()
