@@ -10,7 +10,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from .planner import BaselineFigures, Planned
 from .trusting import PlanTrust, trust_lines
 
-__all__ = ["aligned", "plan_text"]
+__all__ = ["aligned", "counted", "plan_text"]
 
 
 def aligned(rows: Sequence[Sequence[str]], right: Sequence[int] = (), indent: str = "  ") -> list[str]:
@@ -159,8 +159,9 @@ def _how(figures: BaselineFigures) -> str:
     return f"{figures.mesh}, micro-batch {figures.workload.micro_batch}{again}"
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+def counted(number: int, what: str) -> str:
+    """``1 simulation``, ``1,234 simulations``: a number and what is counted, in the plural where it is not one."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def certificate(planned: Planned) -> list[str]:
@@ -168,7 +169,7 @@ def certificate(planned: Planned) -> list[str]:
     what = "communication time" if planned.options.objective == "communication" else "step time"
     space = planned.result.space_size
     size = f"{space:,}" if space < 10**9 else f"10^{len(str(space)) - 1}"
-    settings = _count(len(planned.candidates), "micro-batch setting")
+    settings = counted(len(planned.candidates), "micro-batch setting")
     found = f"{planned.options.method} search, {format_seconds(planned.search_s)}, {settings}"
     if planned.options.untied:
         found += " (those that the tied plans leave open)"

@@ -109,10 +109,26 @@ class CostTable:
         """How many assignments there are (a Python int: it exceeds 64 bits soon)."""
         return math.prod(len(costs) for costs in self.cost)
 
+    @cached_property
+    def _alike(self) -> list[tuple[ByClass | np.ndarray, list[int], list[int]]]:
+        """Edges that share their costs, as (costs, sources, targets): repeated blocks have few that do not."""
+        groups: dict[int, tuple[ByClass | np.ndarray, list[int], list[int]]] = {}
+        for edge in self.edges:
+            _, sources, targets = groups.setdefault(id(edge.costs), (edge.costs, [], []))
+            sources.append(edge.source)
+            targets.append(edge.target)
+        return list(groups.values())
+
     def evaluate(self, choice: tuple[int, ...]) -> float:
         """The cost [s] of one assignment."""
-        nodes = sum(float(costs[x]) for costs, x in zip(self.cost, choice))
-        return nodes + sum([edge.at(choice[edge.source], choice[edge.target]) for edge in self.edges])
+        total = sum(float(costs[x]) for costs, x in zip(self.cost, choice))
+        for costs, sources, targets in self._alike:
+            rows, columns = [choice[i] for i in sources], [choice[i] for i in targets]
+            if isinstance(costs, ByClass):
+                total += float(costs.between[costs.rows[rows], costs.columns[columns]].sum())
+            else:
+                total += float(costs[rows, columns].sum())
+        return total
 
     def peak_memory(self, choice: tuple[int, ...]) -> float:
         """The bytes that one assignment needs on each device."""

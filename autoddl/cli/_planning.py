@@ -61,7 +61,12 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--summa", action="store_true", help="offer Summa meshes to linear layers too")
     group.add_argument("--seed", type=int, default=0, help="of the random methods (%(default)s)")
     group.add_argument("--evaluations", type=int, metavar="K", help="budget of one search")
-    group.add_argument("--time-limit", type=float, metavar="SECONDS", help="of one search (20)")
+    group.add_argument(
+        "--time-limit",
+        type=float,
+        metavar="SECONDS",
+        help="of one search (20); with --pipeline, processor time of all of them (30)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

@@ -8,7 +8,7 @@ from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..tables import aligned
+from ..tables import aligned, counted
 from .evaluation import Evaluation
 from .papers import PLANNERS
 from .planner import describe
@@ -272,6 +272,6 @@ def _certificate(planned: JointPlan) -> list[str]:
         f"  space: {considered.space}",
         f"  {considered.settings:,} settings of mesh, schedule and micro-batch: {considered.ruled_out_by_bound:,} ruled out by "
         f"bounds, {considered.ruled_out_by_memory:,} by memory or bounds of their stages",
-        f"  {considered.stage_searches:,} exact searches of stages, {considered.simulated:,} simulations, "
+        f"  {considered.stage_searches:,} exact searches of stages, {counted(considered.simulated, 'simulation')}, "
         f"{format_seconds(planned.search_s)}",
     ]
