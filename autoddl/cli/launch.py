@@ -270,8 +270,11 @@ def _check(arguments: argparse.Namespace) -> None:
 
 
 def _show(line: str) -> None:
-    print(line, flush=True)
+    # In one piece: ranks that joined share a terminal, and `print` may write the end of the line by itself.
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
 
 
 def _say(text: str) -> None:
-    print(f"autoddl: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"autoddl: {' '.join(text.split())}\n")
+    sys.stderr.flush()
