@@ -94,7 +94,7 @@ def test_notes_outside_of_what_was_measured():
     )
     assert outside_notes(usage, cluster) == [
         "all-gather over 2 intra-node ranks lies outside of the calibrated group sizes (4)",
-        "all-gather of 500 B to 1 MiB (intra-node) lies outside of the calibrated sizes (1e+03 B to 97.7 KiB)",
+        "all-gather of 500 B to 1 MiB (intra-node) lies outside of the calibrated sizes (1000 B to 97.7 KiB)",
         "all-reduce on the intra-node level was not calibrated",
     ]
     assert outside_notes(candidate("a", gather=5000.0).usage, cluster) == []
