@@ -120,15 +120,15 @@ class CostTable:
         return list(groups.values())
 
     def evaluate(self, choice: tuple[int, ...]) -> float:
-        """The cost [s] of one assignment."""
-        total = sum(float(costs[x]) for costs, x in zip(self.cost, choice))
+        """The cost [s] of one assignment: the sum rounded once, so that the order of edges does not matter."""
+        parts = [float(costs[x]) for costs, x in zip(self.cost, choice)]
         for costs, sources, targets in self._alike:
             rows, columns = [choice[i] for i in sources], [choice[i] for i in targets]
             if isinstance(costs, ByClass):
-                total += float(costs.between[costs.rows[rows], costs.columns[columns]].sum())
+                parts += costs.between[costs.rows[rows], costs.columns[columns]].tolist()
             else:
-                total += float(costs[rows, columns].sum())
-        return total
+                parts += costs[rows, columns].tolist()
+        return math.fsum(parts)
 
     def peak_memory(self, choice: tuple[int, ...]) -> float:
         """The bytes that one assignment needs on each device."""
