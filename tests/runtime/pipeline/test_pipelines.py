@@ -125,13 +125,13 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
         cases[label] = case(model, schedule, sizes=sizes)
 
     d = num_stages
-    few, model, twice, iterations = (3, "mlp", "deep", 2) if d == 8 else (d, "gpt", "sequential", STEPS)
+    few, model, twice = (3, "mlp", "deep") if d == 8 else (d, "gpt", "sequential")
     add("gpipe", few, recompute=True)
     add("1f1b", few + 1, model)
     add("gems", 3)
     add("chimera", few, model)
-    add("grouped-gpipe", few, twice, iterations=iterations)
-    add("interleaved-1f1b", d, twice, recompute=True, iterations=iterations)
+    add("grouped-gpipe", few, twice)
+    add("interleaved-1f1b", d, twice, recompute=True)
     add("zero-bubble", few + 1, model)
     if d == 2:
         add("gpipe", 2)
@@ -214,7 +214,7 @@ UPDATES = 10
 
 
 def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
-    """Every family at every depth, with the rule for its weight versions; ten updates but at the largest depth."""
+    """Every family at every depth, with the rule for its weight versions."""
     d = num_stages
     families = [
         (pipedream, "pipedream", 1, {"recompute": True}),
@@ -229,8 +229,7 @@ def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
         ]
     result = []
     for rule, name, n, options in families:
-        iterations = UPDATES if d < 8 or name == "pipedream" else 3
-        schedule = generate(name, num_stages=d, num_micro_batches=n, iterations=iterations, **options)
+        schedule = generate(name, num_stages=d, num_micro_batches=n, iterations=UPDATES, **options)
         result.append((rule, schedule))
     return result
 
