@@ -8,12 +8,12 @@ from functools import partial
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import Problem
-from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.table import CostTable
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import baselines
 
 from .cutting import Chain
-from .interiors import Interiors, Need
+from .interiors import Interiors
 from .meshes import StageMesh
 
 __all__ = ["FixedInteriors", "megatron"]
@@ -38,22 +38,11 @@ class FixedInteriors(Interiors):
         super().__init__(chain, mesh, cluster, workload, like)
         self._names = names
 
-    def _solve(
-        self,
-        problem: Problem,
-        first: int,
-        stop: int,
-        recompute: str,
-        micro_batch: int,
-        need: Need | None,
-        cutoff: float,
-    ) -> tuple[Strategy, ...] | None:
-        graph = self.graph(first, stop).graph
-        table, budget = problem.table, math.inf
-        if need is not None:
-            table, budget = self._limited(problem, first, stop, recompute, micro_batch, need)
+    def _choice(
+        self, problem: Problem, table: CostTable, budget: float | None, cutoff: float
+    ) -> tuple[int, ...] | None:
         best: tuple[float, tuple[int, ...]] | None = None
-        for member in baselines(graph, self.devices.level_sizes):
+        for member in baselines(problem.graph, self.devices.level_sizes):
             if member.name not in self._names:
                 continue
             try:
@@ -61,9 +50,10 @@ class FixedInteriors(Interiors):
             except UserError:
                 continue
             cost = table.evaluate(choice)
-            if math.isfinite(cost) and table.peak_memory(choice) <= budget and (best is None or cost < best[0]):
+            fits = budget is None or table.peak_memory(choice) <= budget
+            if math.isfinite(cost) and fits and (best is None or cost < best[0]):
                 best = (cost, choice)
-        return None if best is None else tuple(problem.strategies(best[1]).values())
+        return None if best is None else best[1]
 
 
 #: Megatron's tensor parallelism, down to pure data parallelism.

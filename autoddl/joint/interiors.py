@@ -280,16 +280,21 @@ class Interiors:
         cutoff: float,
     ) -> tuple[Strategy, ...] | None:
         """The strategies of least cost that fit, in the order of the stage's graph."""
-        self.num_searches += 1
         table, budget = problem.table, None
         if need is not None:
             table, budget = self._limited(problem, first, stop, recompute, micro_batch, need)
-            if budget <= 0:
-                return None
-        result = solve(table, memory_limit=budget, cutoff=cutoff + _entry_cost(problem))
-        if result.choice is None or not math.isfinite(result.cost):
+        choice = self._choice(problem, table, budget, cutoff)
+        return None if choice is None else tuple(problem.strategies(choice).values())
+
+    def _choice(
+        self, problem: Problem, table: CostTable, budget: float | None, cutoff: float
+    ) -> tuple[int, ...] | None:
+        """The option of each variable, for the least cost within the budget of bytes; None where nothing fits."""
+        self.num_searches += 1
+        if budget is not None and budget <= 0:
             return None
-        return tuple(problem.strategies(result.choice).values())
+        result = solve(table, memory_limit=budget, cutoff=cutoff + _entry_cost(problem))
+        return result.choice if math.isfinite(result.cost) else None
 
     def _limited(
         self, problem: Problem, first: int, stop: int, recompute: str, micro_batch: int, need: Need
