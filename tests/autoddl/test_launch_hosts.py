@@ -120,7 +120,8 @@ def test_a_rank_fails_while_the_others_communicate(hosts, mlp_plan, how, words):
     ) as process:
         try:
             assert process.stdout is not None
-            assert process.stdout.readline() == "[rank 2 @host2] in trouble\n"
+            # A rank that crashes for it may have its last words on the screen first.
+            assert "[rank 2 @host2] in trouble\n" in iter(process.stdout.readline, "")
             begun = time.monotonic()
             _, err = process.communicate(timeout=60)
             assert time.monotonic() - begun < 20
