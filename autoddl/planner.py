@@ -1,23 +1,28 @@
 """The planner: from a layer graph and a cluster to the best plan, its certificate and its baselines.
 
-Besides the strategies it chooses the micro-batch (any divisor of the batch) and whether to recompute, where these are not given.
-The sweep over them is exact: for every candidate a lower bound on its cost is known before it is searched, because more
-micro-batches, and recomputation, never make anything cheaper but memory.
+Besides the strategies it chooses a *setting*: the micro-batch (any divisor of the batch) and whether to recompute, where these are
+not given.  The sweep over them is a best-first search, exact because every setting is settled by a valid lower bound on its cost.
+There are three, each sharper and a hundred times dearer than the one before:
+
+1. separable: redistributions for nothing, every layer on its own under a common memory limit (:mod:`autoddl.search.separable`);
+2. bracket: the Lagrangian dual on the eliminated table, and the best plan met on the way (:func:`autoddl.search.bracket`);
+3. the search itself.
+
+All settings wait in a queue by the best bound that is known of them.  The least is taken out, its next bound worked out, and it is
+put back, until the least bound in the queue is not below the best plan: then none is.  The best baseline is the first plan.
+
+A bound of one setting may serve another one, because more micro-batches, and recomputation, never make anything cheaper but memory:
 
     cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
 
 and a micro-batch that divides another one offers a subset of its strategies (but 4 does not divide 6: p0 = 4 is possible for 4
-samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors.  A candidate whose optimum
-without the limit is not below the best plan so far is settled without a search, and all that divide it with it.  Of the others a
-bound under the limit is taken (Lagrangian), and they are searched by ascending bound.  The best baseline is the first incumbent.
-
-With a choice of its own for every repetition of a block (``untied``), the tied plans are searched first, and then, untied, only
-the settings whose tied lower bound is below the best tied plan: a deep model's blocks come close to the tied Lagrangian bound by
-mixing two strategies.  The certificate then speaks of these settings.
+samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors, and with recomputation.
 """
 
 from __future__ import annotations
 
+import contextlib
+import heapq
 import math
 import time
 from collections.abc import Iterator
@@ -33,6 +38,7 @@ from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 from autoddl.search import METHODS, Bracket, Result, Status, bracket, progress_bar, smallest_memory, solve
 from autoddl.search.baselines import BASELINES, Baseline, baselines
+from autoddl.search.separable import separable_bound, separable_memory
 from autoddl.search.verify import Claim, verify
 
 __all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "make_plan"]
@@ -95,7 +101,6 @@ class Candidate:
     outcome: str
     cost: float
     lower_bound: float
-    bound_before_search: float
 
 
 @dataclass(frozen=True)
@@ -173,15 +178,7 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         ),
         default=math.inf,
     )
-    settings, tied_search_s = None, 0.0
-    if options.untied:
-        tied = _Sweep(books, replace(options, untied=False, method="exact"), limit, known)
-        known = min(known, tied.run().result.cost)
-        tied_search_s = tied.search_s
-        settings = {
-            (c.micro_batch, c.recompute) for c in tied.candidates if c.bound_before_search <= _just_above(known)
-        }
-    sweep = _Sweep(books, options, limit, known, settings)
+    sweep = _Sweep(books, options, limit, known)
     best = sweep.run()
     choice = best.result.choice
     assert choice is not None
@@ -215,7 +212,7 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         candidates=tuple(sweep.candidates),
         baselines=figures,
         evaluations=sweep.evaluations,
-        search_s=tied_search_s + sweep.search_s,
+        search_s=sweep.search_s,
     )
 
 
@@ -230,11 +227,13 @@ class _Found:
     result: Result
 
 
-@dataclass(frozen=True)
-class _Candidate:
+@dataclass(frozen=True, eq=False)
+class _Setting:
+    """A setting that waits: the best lower bound that is known of it, and its bracket, where that has been worked out."""
+
     problem: Problem
     bound: float
-    known: Bracket
+    known: Bracket | None = None
 
 
 class _Books:
@@ -247,9 +246,27 @@ class _Books:
     def book(self, workload: Workload, untied: bool) -> PriceBook:
         """Of a workload, tied or untied, with the Summa meshes that a problem may leave out."""
         if (workload, untied) not in self._books:
-            like = next(iter(self._books.values()), None)
+            related = [
+                other for (_, tied_too), other in self._books.items() if tied_too == untied
+            ] or self._books.values()
+            like = next(iter(related), None)
             self._books[workload, untied] = PriceBook(self.graph, self.cluster, workload, untied, summa=True, like=like)
         return self._books[workload, untied]
+
+    def problems(self, options: Options, untied: bool, summa: bool = True) -> Iterator[Problem | UserError]:
+        """Of every setting that the options leave open; or why it has none.
+
+        Raises:
+            UserError: an option is out of range.
+        """
+        for recompute in (False, True) if options.recompute is None else (options.recompute,):
+            workload = base_workload(self.cluster, options, recompute)
+            book = self.book(workload, untied)
+            for micro_batch in micro_batches(workload, options):
+                try:
+                    yield book.problem(workload.batch, micro_batch, options.objective, summa)
+                except UserError as fault:
+                    yield fault
 
 
 def _just_above(cost: float) -> float:
@@ -260,119 +277,85 @@ def _just_above(cost: float) -> float:
 class _Sweep:
     """The search over micro-batches and recomputation (see the module's docstring)."""
 
-    def __init__(
-        self,
-        books: _Books,
-        options: Options,
-        limit: float,
-        known: float,
-        settings: set[tuple[int, bool]] | None = None,
-    ):
-        self.books, self.options, self.limit, self.settings = books, options, limit, settings
+    def __init__(self, books: _Books, options: Options, limit: float, known: float):
+        self.books, self.options, self.limit = books, options, limit
         self.graph, self.cluster = books.graph, books.cluster
         #: A plan of this cost is known to exist (a baseline): what is not below it need not be searched.
         self.known = _just_above(known)
+        #: Optima, or bounds, without the limit.
+        self.free: dict[tuple[int, bool], float] = {}
         self.candidates: list[Candidate] = []
         self.best: _Found | None = None
-        self.too_large: list[Problem] = []
         self.evaluations = 0
         self.search_s = 0.0
-        self.fault: UserError | None = None
 
     def run(self) -> _Found:
-        """Settle every candidate, the one of the least bound first; the best plan."""
-        for candidate in sorted(self._bounded(), key=lambda candidate: candidate.bound):
-            self._settle(candidate)
-        if self.best is not None:
-            return self.best
-        if not self.candidates and self.fault is not None:
-            raise self.fault
-        if any(candidate.lower_bound < math.inf for candidate in self.candidates):
-            raise UserError(
-                f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
-                "device before it reached its limit; use --method exact, or raise the limit"
-            )
-        least = min(smallest_memory(problem.table)[0] for problem in self.too_large)
-        raise InfeasibleError(
-            f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
-            f"the smallest memory that would do is {format_bytes(least)} ({least / 2**30:.4g} GiB)"
+        """Settle every setting, the one of the least bound first; the best plan."""
+        settings = list(self._settings())
+        queue = [(setting.bound, number) for number, setting in enumerate(settings)]
+        heapq.heapify(queue)
+        while queue and queue[0][0] < self.known:
+            number = heapq.heappop(queue)[1]
+            sharper = self._sharpened(settings[number])
+            if sharper is not None:
+                settings[number] = sharper
+                heapq.heappush(queue, (sharper.bound, number))
+        for bound, number in sorted(queue):
+            self._record(settings[number].problem, "cannot be better" if bound < math.inf else "does not fit", bound)
+        if self.best is None:
+            raise self._failure([setting.problem for setting in settings])
+        return self.best
+
+    def _settings(self) -> Iterator[_Setting]:
+        """Every setting with its separable bound.
+
+        Raises:
+            UserError: no micro-batch divides.
+        """
+        fault, found = None, 0
+        for problem in self.books.problems(self.options, self.options.untied, self.options.summa):
+            if isinstance(problem, UserError):
+                # Of the first micro-batch, which divides the most, in case that none does.
+                fault = fault or problem
+                continue
+            with self._timed():
+                bound = separable_bound(problem.alone, self.limit)
+            found += 1
+            yield _Setting(problem, bound)
+        if not found and fault is not None:
+            raise fault
+
+    def _sharpened(self, setting: _Setting) -> _Setting | None:
+        """The setting with its next bound; None where it is settled."""
+        if setting.known is not None:
+            self._search(setting, setting.known)
+            return None
+        inherited = self._free_bound(setting.problem.workload)
+        if inherited > setting.bound:
+            return replace(setting, bound=inherited)
+        workload, table = setting.problem.workload, setting.problem.table
+        with self._timed():
+            known = bracket(table, self.limit, cutoff=self.known)
+        self.free[workload.micro_batch, workload.recompute] = known.free
+        self.known = min(self.known, _just_above(known.cost))
+        return replace(setting, bound=max(setting.bound, known.bound), known=known)
+
+    def _free_bound(self, workload: Workload) -> float:
+        """What other settings say of this one's optimum without the limit."""
+        return max(
+            (
+                free
+                for (micro_batch, recompute), free in self.free.items()
+                if micro_batch % workload.micro_batch == 0 and recompute <= workload.recompute
+            ),
+            default=-math.inf,
         )
 
-    def _bounded(self) -> Iterator[_Candidate]:
-        """The candidates with a bound under the memory limit; those that cannot be better are settled by the free bound."""
-        for recompute in (False, True) if self.options.recompute is None else (self.options.recompute,):
-            workload = base_workload(self.cluster, self.options, recompute)
-            book = self.books.book(workload, self.options.untied)
-            settled: list[int] = []
-            for micro_batch in micro_batches(workload, self.options):
-                if self.settings is not None and (micro_batch, recompute) not in self.settings:
-                    continue
-                if any(larger % micro_batch == 0 for larger in settled):
-                    continue
-                try:
-                    problem = book.problem(workload.batch, micro_batch, self.options.objective, self.options.summa)
-                except UserError as fault:
-                    # Kept for the case that no micro-batch divides: the first one, which divides the most.
-                    self.fault = self.fault or fault
-                    continue
-                start = time.perf_counter()
-                bounds = bracket(problem.table, self.limit, cutoff=self.known)
-                self.search_s += time.perf_counter() - start
-                if bounds.free > self.known:
-                    self._record(
-                        _Candidate(problem, bounds.free, bounds),
-                        "cannot be better, nor can its divisors",
-                        math.inf,
-                        bounds.free,
-                    )
-                    settled.append(micro_batch)
-                    continue
-                self.known = min(self.known, _just_above(bounds.cost))
-                candidate = _Candidate(problem, bounds.bound, bounds)
-                if bounds.bound > bounds.free * (1 + 1e-12):
-                    yield candidate
-                    continue
-                self._settle(candidate)
-                if self.best is not None and self.best.result.cost <= bounds.free * (1 + 1e-9):
-                    # The limit does not bind: this micro-batch's divisors cost at least as much.
-                    settled.append(micro_batch)
-
-    def _record(self, candidate: _Candidate, outcome: str, cost: float, bound: float) -> None:
-        workload = candidate.problem.workload
-        settled = Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound, candidate.bound)
-        self.candidates.append(settled)
-
-    def _settle(self, candidate: _Candidate) -> None:
-        """Search one candidate, unless its bound says that it cannot be better."""
-        problem, bound = candidate.problem, candidate.bound
-        if math.isinf(bound):
-            self.too_large.append(problem)
-            self._record(candidate, "does not fit", math.inf, math.inf)
-            return
-        if bound >= self.known:
-            self._record(candidate, "cannot be better", math.inf, bound)
-            return
-        result = self._solve(candidate)
-        # Exact counts what it prices on top of the relaxations' minimisers: where one of these is the optimum, that is nothing.
-        self.evaluations += max(result.evaluations, int(result.choice is not None))
-        self.search_s += result.seconds
-        lower = max(bound, result.lower_bound)
-        if result.status is Status.INFEASIBLE:
-            self.too_large.append(problem)
-            self._record(candidate, "does not fit", math.inf, math.inf)
-        elif result.choice is None:
-            self._record(candidate, "cannot be better" if lower >= self.known else str(result.status), math.inf, lower)
-        else:
-            self._record(candidate, str(result.status), result.cost, lower)
-            if self.best is None or result.cost < self.best.result.cost:
-                self.best = _Found(problem, result)
-                self.known = min(self.known, result.cost)
-
-    def _solve(self, candidate: _Candidate) -> Result:
-        options = self.options
-        with progress_bar(options.method, disable=True if options.quiet else None) as progress:
-            return solve(
-                candidate.problem.table,
+    def _search(self, setting: _Setting, known: Bracket) -> None:
+        options, problem = self.options, setting.problem
+        with self._timed(), progress_bar(options.method, disable=True if options.quiet else None) as progress:
+            result = solve(
+                problem.table,
                 method=options.method,
                 memory_limit=self.limit,
                 seed=options.seed,
@@ -380,8 +363,49 @@ class _Sweep:
                 time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
                 cutoff=self.known,
                 progress=progress,
-                known=candidate.known,
+                known=known,
             )
+        # Exact counts what it prices on top of the relaxations' minimisers: where one of these is the optimum, that is nothing.
+        self.evaluations += max(result.evaluations, int(result.choice is not None))
+        lower = max(setting.bound, result.lower_bound)
+        if result.status is Status.INFEASIBLE:
+            self._record(problem, "does not fit", math.inf)
+        elif result.choice is None:
+            self._record(problem, "cannot be better" if lower >= self.known else str(result.status), lower)
+        else:
+            self._record(problem, str(result.status), lower, result.cost)
+            if self.best is None or result.cost < self.best.result.cost:
+                self.best = _Found(problem, result)
+                self.known = min(self.known, result.cost)
+
+    def _record(self, problem: Problem, outcome: str, bound: float, cost: float = math.inf) -> None:
+        workload = problem.workload
+        self.candidates.append(Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound))
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the seconds as search."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.search_s += time.perf_counter() - start
+
+    def _failure(self, problems: list[Problem]) -> UserError:
+        """Why there is no plan."""
+        if any(candidate.lower_bound < math.inf for candidate in self.candidates):
+            return UserError(
+                f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
+                "device before it reached its limit; use --method exact, or raise the limit"
+            )
+        least = math.inf
+        for problem in sorted(problems, key=lambda problem: separable_memory(problem.alone)):
+            if separable_memory(problem.alone) < least:
+                least = min(least, smallest_memory(problem.table)[0])
+        return InfeasibleError(
+            f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
+            f"the smallest memory that would do is {format_bytes(least)} ({least / 2**30:.4g} GiB)"
+        )
 
 
 def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Workload:
@@ -403,44 +427,45 @@ def micro_batches(workload: Workload, options: Options) -> Iterator[int]:
 
 def _baseline_figures(books: _Books, options: Options, limit: float) -> Iterator[BaselineFigures]:
     """The best feasible member of every family over micro-batches and recomputation."""
-    graph, cluster = books.graph, books.cluster
-    problems = list(_tied_problems(books, options))
-    members = list(baselines(graph, cluster.level_sizes))
+    problems = [problem for problem in books.problems(options, untied=False) if isinstance(problem, Problem)]
+    members = list(baselines(books.graph, books.cluster.level_sizes))
     for name in BASELINES:
-        best: tuple[float, Baseline, Problem] | None = None
-        why = "no mesh of this shape on these devices"
-        least = math.inf
-        for member in (member for member in members if member.name == name):
-            for problem in problems:
-                try:
-                    choice = problem.choice(member.strategies)
-                except UserError as fault:
-                    if least == math.inf:
-                        why = str(fault)
-                    continue
-                memory = problem.table.peak_memory(choice)
-                cost = problem.table.evaluate(choice)
-                if memory > limit:
-                    if memory < least:
-                        least = memory
-                        why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
-                elif math.isfinite(cost) and (best is None or cost < best[0]):
-                    best = (cost, member, problem)
+        best, why = _best_member([member for member in members if member.name == name], problems, limit)
         if best is None:
             yield BaselineFigures(name, infeasible=why)
             continue
-        _, member, problem = best
-
-        assessment = assess(graph, cluster, problem.workload, member.strategies)
+        member, problem = best
+        assessment = assess(books.graph, books.cluster, problem.workload, member.strategies)
         yield BaselineFigures(name, None, member.mesh, problem.workload, member.strategies, assessment)
 
 
-def _tied_problems(books: _Books, options: Options) -> Iterator[Problem]:
-    for recompute in (False, True) if options.recompute is None else (options.recompute,):
-        workload = base_workload(books.cluster, options, recompute)
-        book = books.book(workload, untied=False)
-        for micro_batch in micro_batches(workload, options):
+def _best_member(
+    members: list[Baseline], problems: list[Problem], limit: float
+) -> tuple[tuple[Baseline, Problem] | None, str]:
+    """The cheapest that fits, and the setting at which it does; or None, and why there is none."""
+    why = "no mesh of this shape on these devices"
+    least = math.inf
+    fitting: list[tuple[float, int, Baseline, Problem, tuple[int, ...]]] = []
+    for member in members:
+        for problem in problems:
             try:
-                yield book.problem(workload.batch, micro_batch, options.objective)
-            except UserError:
+                choice = problem.choice(member.strategies)
+            except UserError as fault:
+                if least == math.inf:
+                    why = str(fault)
                 continue
+            memory = problem.alone.peak_memory(choice)
+            if memory <= limit:
+                fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem, choice))
+            elif memory < least:
+                least = memory
+                why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
+    best, cost = None, math.inf
+    # Redistributions only add to what the layers cost alone, and most members need none.
+    for alone, _, member, problem, choice in sorted(fitting, key=lambda one: one[:2]):
+        if alone >= cost:
+            break
+        whole = problem.table.evaluate(choice)
+        if whole < cost:
+            best, cost = (member, problem), whole
+    return best, why

@@ -171,8 +171,6 @@ def certificate(planned: Planned) -> list[str]:
     size = f"{space:,}" if space < 10**9 else f"10^{len(str(space)) - 1}"
     settings = counted(len(planned.candidates), "micro-batch setting")
     found = f"{planned.options.method} search, {format_seconds(planned.search_s)}, {settings}"
-    if planned.options.untied:
-        found += " (those that the tied plans leave open)"
     if planned.optimal:
         verdict = f"proven: none of the {size} assignments of strategies that fit has a smaller {what}"
     else:

@@ -48,17 +48,15 @@ class LayoutPrices:
 
         Args:
             tensor: (features, elements per sample).
+            sources, targets: layouts into whose slices the samples of the micro-batch divide.
         """
         features, elements = tensor
         shape = (workload.micro_batch, features)
         table = self._table(sources, targets)
         fixed, per_byte = table[:, :, 0].copy(), table[:, :, 1].copy()
         undivided = (shape[0] % table[:, :, 2] != 0) | (shape[1] % table[:, :, 3] != 0)
-        if undivided.any():
-            # Layouts whose samples do not divide this micro-batch are not offered at all.
-            possible = [np.array([shape[0] % _samples(layout) == 0 for layout in ends]) for ends in (sources, targets)]
-            for a, b in zip(*np.nonzero(undivided & possible[0][:, None] & possible[1][None, :])):
-                fixed[a, b], per_byte[a, b], *_ = self._price(sources[a], targets[b], shape)
+        for a, b in zip(*np.nonzero(undivided)):
+            fixed[a, b], per_byte[a, b], *_ = self._price(sources[a], targets[b], shape)
         return workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte
 
     def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
@@ -102,11 +100,6 @@ class LayoutPrices:
             )
             self._collectives[key] = (fixed, (many - fixed) / MANY)
         return self._collectives[key]
-
-
-def _samples(layout: Layout) -> int:
-    """Into how many slices a layout cuts the samples."""
-    return math.prod(p0 for p0, _ in layout)
 
 
 def _least_common_multiple(numbers: Iterable[int]) -> int:

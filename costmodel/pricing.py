@@ -18,9 +18,9 @@ ends alone, not on how s is divided into p1 and p2.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -36,13 +36,42 @@ from .strategy import Strategy, alike, enumerate_strategies, transposed
 from .table import ByClass, CostTable, Edge
 from .workload import Workload
 
-__all__ = ["Objective", "PriceBook", "Problem", "Variable", "edge_shape", "edge_steps"]
+__all__ = ["Objective", "Offer", "PriceBook", "Problem", "Variable", "edge_shape", "edge_steps"]
 
 #: (fixed, slope, once) of communication or of compute, one entry per option.
 Affine = tuple[np.ndarray, np.ndarray, np.ndarray]
 Objective = str
 #: What a search minimises: the time of a step, or (as the paper does) of its communication alone.
 OBJECTIVES = ("step", "communication")
+
+
+@dataclass(frozen=True, eq=False)
+class Offer:
+    """The strategies that a variable's layers choose from; equal variables share one object."""
+
+    options: tuple[Strategy, ...]
+
+    @cached_property
+    def index(self) -> dict[Strategy, int]:
+        """Where each option stands."""
+        return {strategy: i for i, strategy in enumerate(self.options)}
+
+    @cached_property
+    def p0(self) -> np.ndarray:
+        """Into how many slices each option cuts the samples."""
+        return np.array([strategy.p0 for strategy in self.options])
+
+    @cached_property
+    def summa(self) -> np.ndarray:
+        """Which options are Summa meshes."""
+        return np.array([strategy.summa for strategy in self.options])
+
+    @cached_property
+    def layouts(self) -> tuple[tuple[Layout, ...], np.ndarray]:
+        """The distinct canonical layouts of the options, and which of them each option has."""
+        number: dict[Layout, int] = {}
+        of_option = [number.setdefault(strategy.rows_and_features, len(number)) for strategy in self.options]
+        return tuple(number), np.array(of_option)
 
 
 @dataclass(frozen=True)
@@ -52,14 +81,19 @@ class Variable:
     Attributes:
         name: of the block and role, or of the first layer.
         layers: names, in the order of the graph.
-        options: the strategies of the first layer.
+        offer: the strategies of the first layer.
         swapped: which of the layers take the transposed strategy.
     """
 
     name: str
     layers: tuple[str, ...]
-    options: tuple[Strategy, ...]
+    offer: Offer
     swapped: frozenset[str] = frozenset()
+
+    @property
+    def options(self) -> tuple[Strategy, ...]:
+        """The strategies of the first layer."""
+        return self.offer.options
 
     def strategy(self, layer: str, option: int) -> Strategy:
         """The strategy of one of the layers."""
@@ -69,25 +103,38 @@ class Variable:
 
 @dataclass(frozen=True, eq=False)
 class _Column:
-    """A variable's options that divide the micro-batch (``kept``: their indices), with costs, memory and buffers."""
+    """What is on offer for a variable at one micro-batch, with costs, memory and buffers."""
 
-    kept: np.ndarray
-    options: tuple[Strategy, ...]
+    offer: Offer
     cost: np.ndarray
     memory: np.ndarray
     buffer: np.ndarray
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """A cost table together with what its numbers stand for."""
+    """A cost table together with what its numbers stand for.
+
+    Attributes:
+        graph, cluster, workload, objective: what it is the table of.
+        variables: of the table, with the options on offer.
+        alone: the table with redistributions for nothing: what the layers cost by themselves.
+        edges: works out the redistributions.
+    """
 
     graph: LayerGraph
     cluster: Cluster
     workload: Workload
     objective: Objective
     variables: tuple[Variable, ...]
-    table: CostTable
+    alone: CostTable
+    edges: Callable[[], tuple[Edge, ...]] = field(repr=False)
+
+    @cached_property
+    def table(self) -> CostTable:
+        """The layers and the redistributions between them.  These are worked out when they are first asked for: of most numbers of
+        micro-batches nobody does, because what the layers cost by themselves is too much already."""
+        return replace(self.alone, edges=self.edges())
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategy of every layer, in the order of the graph."""
@@ -97,10 +144,6 @@ class Problem:
             for layer in variable.layers
         }
         return {layer.name: found[layer.name] for layer in self.graph.layers}
-
-    @cached_property
-    def _option_indices(self) -> dict[int, dict[Strategy, int]]:
-        return {id(v.options): {strategy: i for i, strategy in enumerate(v.options)} for v in self.variables}
 
     def choice(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
         """The options that give every layer, by name, its strategy.
@@ -117,7 +160,7 @@ class Problem:
                     f"a micro-batch of {self.workload.micro_batch} {self.graph.sample}s does not divide over the {wanted.p0} "
                     f"slices of {wanted}"
                 )
-            option = self._option_indices[id(variable.options)].get(wanted)
+            option = variable.offer.index.get(wanted)
             if option is None:
                 raise UserError(f"{self.graph[first].describe()} does not divide by {wanted}")
             for name in variable.layers[1:]:
@@ -182,9 +225,10 @@ class PriceBook:
         self.workload = workload
         self.untied = untied
         self.summa = summa
-        self.variables = _variables(graph, cluster, untied, summa)
+        twin = like if like and like.graph is graph and (like.untied, like.summa) == (untied, summa) else None
+        self.variables = twin.variables if twin else _variables(graph, cluster, untied, summa)
         self._prices: dict[object, _Prices] = {}
-        self._known_layouts: dict[int, tuple[tuple[Layout, ...], np.ndarray]] = {}
+        self._narrowed: dict[tuple[Offer, bytes], Offer] = twin._narrowed if twin else {}
         # What does not depend on how layers are tied, or on recomputation, is worked out once for all books of a family.
         self._moves: LayoutPrices = like._moves if like else LayoutPrices(cluster)
         self._layer_prices: dict[object, _Prices] = like._layer_prices if like else {}
@@ -202,9 +246,7 @@ class PriceBook:
             key = (layer.signature(), not self.graph.inputs(name), name in variable.swapped)
             counts[key] = counts.get(key, 0) + 1
             first.setdefault(key, layer)
-        # Equal variables share one tuple of options, so its identity stands for it: hashing hundreds of strategies takes longer
-        # than adding up their prices.
-        whole = (tuple(counts.items()), id(variable.options))
+        whole = (tuple(counts.items()), variable.offer)
         if whole not in self._prices:
             parts = [self._price_layer(first[key], key, variable).scaled(count) for key, count in counts.items()]
             total = parts[0]
@@ -234,40 +276,46 @@ class PriceBook:
         shared: dict[object, _Column] = {}
         columns = []
         for variable, prices in zip(self.variables, self._variable_prices):
-            key = (id(prices), id(variable.options))
+            key = (prices, variable.offer)
             if key not in shared:
-                kept = self._offered(variable, micro_batch, self.summa if summa is None else summa)
+                kept = self._kept(variable, micro_batch, self.summa if summa is None else summa)
                 shared[key] = _Column(
-                    kept,
-                    tuple(variable.options[i] for i in kept),
+                    self._narrow(variable.offer, kept),
                     prices.cost(num, batch, objective)[kept],
                     prices.memory(micro_batch)[kept],
                     prices.buffer(micro_batch)[kept],
                 )
             columns.append(shared[key])
         variables = tuple(
-            Variable(variable.name, variable.layers, column.options, variable.swapped)
+            Variable(variable.name, variable.layers, column.offer, variable.swapped)
             for variable, column in zip(self.variables, columns)
         )
-        table = CostTable(
+        alone = CostTable(
             names=tuple(variable.name for variable in variables),
             cost=tuple(column.cost for column in columns),
             memory=tuple(column.memory for column in columns),
             buffer=tuple(column.buffer for column in columns),
-            edges=self._edges(columns, workload),
+            edges=(),
         )
-        return Problem(self.graph, self.cluster, workload, objective, variables, table)
+        edges = partial(self._edges, columns, workload)
+        return Problem(self.graph, self.cluster, workload, objective, variables, alone, edges)
 
-    def _offered(self, variable: Variable, micro_batch: int, summa: bool) -> np.ndarray:
-        p0 = np.array([strategy.p0 for strategy in variable.options])
-        on_summa = np.array([strategy.summa for strategy in variable.options])
-        options = np.flatnonzero((micro_batch % p0 == 0) & (~on_summa | summa))
-        if len(options) == 0:
+    def _kept(self, variable: Variable, micro_batch: int, summa: bool) -> np.ndarray:
+        """Which options divide the samples of a micro-batch."""
+        kept = np.flatnonzero((micro_batch % variable.offer.p0 == 0) & (~variable.offer.summa | summa))
+        if len(kept) == 0:
             layer = self.graph[variable.layers[0]]
             raise no_strategy(
                 layer, self.cluster, f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s"
             )
-        return options
+        return kept
+
+    def _narrow(self, offer: Offer, kept: np.ndarray) -> Offer:
+        """Some of the options; micro-batches that keep the same ones share one object."""
+        key = (offer, kept.tobytes())
+        if key not in self._narrowed:
+            self._narrowed[key] = Offer(tuple(offer.options[i] for i in kept))
+        return self._narrowed[key]
 
     # ------------------------------------------------------------------------------------------------------------- edges
 
@@ -290,28 +338,15 @@ class PriceBook:
         known: dict[object, ByClass] = {}
         edges = []
         for (i, j), tensors in self._variable_edges.items():
-            key = (tensors, id(columns[i]), id(columns[j]))
+            key = (tensors, columns[i], columns[j])
             if key not in known:
-                (sources, source_index), (targets, target_index) = (self._layouts(self.variables[k]) for k in (i, j))
-                by_layout = sum(
+                (sources, rows), (targets, cols) = columns[i].offer.layouts, columns[j].offer.layouts
+                between = sum(
                     count * self._moves.costs(tensor, sources, targets, workload) for tensor, count in tensors
                 )
-                known[key] = ByClass.among(
-                    np.asarray(by_layout), source_index[columns[i].kept], target_index[columns[j].kept]
-                )
+                known[key] = ByClass(np.asarray(between), rows, cols)
             edges.append(Edge(i, j, known[key]))
         return tuple(edges)
-
-    def _layouts(self, variable: Variable) -> tuple[tuple[Layout, ...], np.ndarray]:
-        """The distinct canonical layouts of a variable's options, and which of them each option has."""
-        key = id(variable.options)
-        if key not in self._known_layouts:
-            index: dict[Layout, int] = {}
-            for strategy in variable.options:
-                index.setdefault(strategy.rows_and_features, len(index))
-            of_option = np.array([index[strategy.rows_and_features] for strategy in variable.options])
-            self._known_layouts[key] = (tuple(index), of_option)
-        return self._known_layouts[key]
 
 
 def no_strategy(layer: Layer, cluster: Cluster, why: str) -> UserError:
@@ -340,20 +375,20 @@ def _variables(graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool) -
             key = layer.name
         key_of[layer.name] = key
         groups.setdefault(key, []).append(layer.name)
-    options: dict[object, tuple[Strategy, ...]] = {}
-    return tuple(_variable(graph, tuple(names), cluster, summa, options) for names in groups.values())
+    known: dict[object, Offer] = {}
+    return tuple(_variable(graph, tuple(names), cluster, summa, known) for names in groups.values())
 
 
 def _variable(
-    graph: LayerGraph, names: tuple[str, ...], cluster: Cluster, summa: bool, known: dict[object, tuple[Strategy, ...]]
+    graph: LayerGraph, names: tuple[str, ...], cluster: Cluster, summa: bool, known: dict[object, Offer]
 ) -> Variable:
     first = graph[names[0]]
     swapped = frozenset(n for n in names if (graph[n].kind == "embedding") != (first.kind == "embedding"))
     key = tuple({(graph[name].signature(), name in swapped): None for name in names})
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
-        known[key] = _common_options(list(members.values()), swapped, cluster, summa)
-    if not known[key]:
+        known[key] = Offer(_common_options(list(members.values()), swapped, cluster, summa))
+    if not known[key].options:
         raise no_strategy(first, cluster, "that divides its shape")
     if len(names) == 1:
         name = names[0]

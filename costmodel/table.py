@@ -28,19 +28,12 @@ class ByClass:
     ``columns[b]`` costs ``between[rows[a], columns[b]]`` [s].
 
     A linear layer of 360 strategies has some 30 layouts around it: the searches work on the classes, and only those that ask for
-    :attr:`matrix` see one cost per pair of options.  Classes are numbered in the order in which the options meet them.
+    :attr:`matrix` see one cost per pair of options.
     """
 
     between: np.ndarray
     rows: np.ndarray
     columns: np.ndarray
-
-    @classmethod
-    def among(cls, between: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> ByClass:
-        """Of classes of which some may have no options: only those that have are kept."""
-        row_used, rows = np.unique(rows, return_inverse=True)
-        column_used, columns = np.unique(columns, return_inverse=True)
-        return cls(between[np.ix_(row_used, column_used)], rows, columns)
 
     @cached_property
     def matrix(self) -> np.ndarray:
