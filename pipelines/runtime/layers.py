@@ -26,6 +26,7 @@ from .epilogues import LOSSES, epilogue
 from .layouts import ProductOrder, are_apart, attention_sections, product_order, weight_indices
 from .load import load_oneflow
 from .losses import IGNORED, cross_entropy, mean_of_differences
+from .rows import along_rows, row_sums
 from .setting import Batch, LayerSetting, checkpoint, find_module
 from .stepping import num_bytes
 
@@ -246,25 +247,29 @@ def _norm(setting: LayerSetting) -> Body:
     if not isinstance(epsilon, (int, float)):
         raise UserError(f"{layer.describe()}: {type(module).__name__} has no eps, which its norm should have")
 
-    def statistics(x: Tensor) -> Tensor:
-        """Sums over all features: of x (layer norm) and of its square."""
-        sums = [x.sum(dim=-1, keepdim=True)] if is_centred else []
-        sums.append((x * x).sum(dim=-1, keepdim=True))
-        total = flow.cat(sums, dim=-1) if is_centred else sums[0]
+    def everywhere(sums: Tensor) -> Tensor:
         for axis in reversed(axes):
-            total = stepper.run(total, Step(Collective.ALL_REDUCE, axis, num_bytes(total)))
-        return total
+            sums = stepper.run(sums, Step(Collective.ALL_REDUCE, axis, num_bytes(sums)))
+        return sums
+
+    def normalised(x: Tensor) -> Tensor:
+        width = x.shape[-1]
+        if is_centred and not axes:
+            if x.is_cuda:
+                return flow.nn.functional.layer_norm(x, (features,), None, None, epsilon)
+            x = x - along_rows(row_sums(x) / features, width)
+            variance = row_sums(x * x) / features
+        elif is_centred:
+            # Both sums in one message.
+            means = everywhere(flow.cat([row_sums(x), row_sums(x * x)], dim=-1)) / features
+            mean, square = means[..., :1], means[..., 1:]
+            x, variance = x - along_rows(mean, width), square - mean * mean
+        else:
+            variance = everywhere(row_sums(x * x)) / features
+        return x * along_rows(flow.rsqrt(variance + epsilon), width)
 
     def core(x: Tensor, *weights: Tensor) -> Tensor:
-        if is_centred and not axes:
-            x = flow.nn.functional.layer_norm(x, (features,), None, None, epsilon)
-        else:
-            mean_square = statistics(x) / features
-            if is_centred:
-                mean, square = mean_square[..., :1], mean_square[..., 1:]
-                x = (x - mean) * flow.rsqrt(square - mean * mean + epsilon)
-            else:
-                x = x * flow.rsqrt(mean_square + epsilon)
+        x = normalised(x)
         x = x * weights[0] if weights else x
         return x + weights[1] if len(weights) > 1 else x
 

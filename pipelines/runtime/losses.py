@@ -22,6 +22,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
 from .load import load_oneflow
+from .rows import along_rows, row_sums
 from .stepping import Stepper, num_bytes
 
 flow = load_oneflow()
@@ -66,20 +67,20 @@ def cross_entropy(
     def forward(ctx: Any, x: Tensor) -> Tensor:
         maxima = flow.amax(x, dim=1, keepdim=True)
         maxima = flow.amax(stepper.gather(maxima, axes, 1), dim=1, keepdim=True)
-        exponentials = flow.exp(x - maxima)
+        exponentials = flow.exp(x - along_rows(maxima, width))
         target_logits = (flow.gather(x, 1, place) - maxima) * here
-        sums = flow.cat([exponentials.sum(dim=1, keepdim=True), target_logits], dim=1)
+        sums = flow.cat([row_sums(exponentials), target_logits], dim=1)
         for axis in reversed(axes):
             sums = stepper.run(sums, Step(Collective.ALL_REDUCE, axis, num_bytes(sums)))
         totals = sums[:, :1].contiguous()
-        saved.append(exponentials / totals)
+        saved.append(exponentials * along_rows(1.0 / totals, width))
         rows = flow.log(totals) - sums[:, 1:]
         return _everywhere((rows.reshape(-1) * counts).sum() / count, sample_axes, stepper)
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         scale = (counts * (dy / count)).reshape(-1, 1)
         # One more is left of the logit's own probability.
-        return flow.scatter_add(saved[0] * scale, 1, place, -here * scale)
+        return flow.scatter_add(saved[0] * along_rows(scale, width), 1, place, -here * scale)
 
     return _Function.apply("cross_entropy", forward, backward, logits)
 
