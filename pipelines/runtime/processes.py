@@ -77,7 +77,8 @@ def share_of_cores(rank: int, num_ranks: int) -> tuple[int, ...]:
     """The cores of a rank on a machine that ranks have for themselves: equal shares, or as few ranks to a core as can be.
 
     Threads of OneFlow that wait for others spin. Where they roam they take time from the other ranks' work, now here and now
-    there: on 2 cores steps of 2 ranks took 0.16 to 0.57 s, and 0.17 to 0.33 s with a core for each.
+    there: on 2 cores steps of 2 ranks took 0.16 to 0.57 s, and 0.17 to 0.33 s with a core for each. (How those on one core share
+    it, see `turns`.)
     """
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // num_ranks)

@@ -39,6 +39,7 @@ from autoddl.costmodel.errors import UserError
 from .load import load_oneflow, preload_cuda_libraries
 from .messages import read_message, write_message
 from .network import create_namespace, join_namespace
+from .turns import take_short_turns
 
 __all__ = ["RankOptions", "main", "report", "resolve_target", "run_script", "run_script_together", "write_job"]
 
@@ -126,6 +127,7 @@ def _start(options: RankOptions) -> None:
     assert _launcher is not None
     if options.cores:
         os.sched_setaffinity(0, options.cores)  # all threads that come later inherit it
+    take_short_turns()  # so they do this
     if options.private_network < 0:
         create_namespace()
     elif options.private_network > 0:

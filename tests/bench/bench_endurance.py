@@ -1,7 +1,9 @@
 """Long runs again and again: no hang, and the same losses to the last bit every time.
 
-    python tests/bench/bench_endurance.py [--runs 10] [--steps 200] [--stages 2 4] [--schedules chimera wpipe]
-                                              [--model gpt] [--timeout 600]
+    python tests/bench/bench_endurance.py              a short one: 2 runs of each schedule and number of ranks
+    python tests/bench/bench_endurance.py --full       10 of each
+    python tests/bench/bench_endurance.py [--runs 2 | --full] [--steps 200] [--stages 2 4] [--schedules chimera wpipe]
+                                          [--model gpt] [--timeout 600]
 
 Every run starts ranks of its own and trains a tiny GPT or perceptron on our license. A rank that waits for another for more than
 15 s, or a run that takes more than so many seconds, ends the benchmark with exit code 1.
@@ -22,7 +24,9 @@ from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedul
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=10, help="of each schedule (%(default)s)")
+    how_often = parser.add_mutually_exclusive_group()
+    how_often.add_argument("--runs", type=int, default=2, help="of each schedule (%(default)s)")
+    how_often.add_argument("--full", dest="runs", action="store_const", const=10, help="10 runs of each schedule")
     parser.add_argument("--steps", type=int, default=200, help="in each run (%(default)s)")
     parser.add_argument("--stages", type=int, nargs="+", default=(2, 4), help="workers (2 and 4)")
     parser.add_argument("--schedules", nargs="+", default=("chimera", "wpipe"), help="(chimera and wpipe)")
