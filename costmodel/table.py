@@ -103,24 +103,32 @@ class CostTable:
         return math.prod(len(costs) for costs in self.cost)
 
     @cached_property
-    def _alike(self) -> list[tuple[ByClass | np.ndarray, list[int], list[int]]]:
-        """Edges that share their costs, as (costs, sources, targets): repeated blocks have few that do not."""
-        groups: dict[int, tuple[ByClass | np.ndarray, list[int], list[int]]] = {}
+    def _alike(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[ByClass | np.ndarray, np.ndarray]]]:
+        """(costs, variables) and (costs, ends) of variables and edges that share theirs: repeated blocks have few that do not."""
+        variables: dict[int, tuple[np.ndarray, list[int]]] = {}
+        for i, costs in enumerate(self.cost):
+            variables.setdefault(id(costs), (costs, []))[1].append(i)
+        edges: dict[int, tuple[ByClass | np.ndarray, list[tuple[int, int]]]] = {}
         for edge in self.edges:
-            _, sources, targets = groups.setdefault(id(edge.costs), (edge.costs, [], []))
-            sources.append(edge.source)
-            targets.append(edge.target)
-        return list(groups.values())
+            edges.setdefault(id(edge.costs), (edge.costs, []))[1].append((edge.source, edge.target))
+        return (
+            [(costs, np.array(members)) for costs, members in variables.values()],
+            [(between, np.array(ends).T) for between, ends in edges.values()],
+        )
 
     def evaluate(self, choice: tuple[int, ...]) -> float:
         """The cost [s] of one assignment: the sum rounded once, so that the order of edges does not matter."""
-        parts = [float(costs[x]) for costs, x in zip(self.cost, choice)]
-        for costs, sources, targets in self._alike:
-            rows, columns = [choice[i] for i in sources], [choice[i] for i in targets]
-            if isinstance(costs, ByClass):
-                parts += costs.between[costs.rows[rows], costs.columns[columns]].tolist()
+        chosen = np.array(choice, dtype=np.intp)
+        parts: list[float] = []
+        variables, edges = self._alike
+        for costs, members in variables:
+            parts += costs[chosen[members]].tolist()
+        for between, ends in edges:
+            rows, columns = chosen[ends]
+            if isinstance(between, ByClass):
+                parts += between.between[between.rows[rows], between.columns[columns]].tolist()
             else:
-                parts += costs[rows, columns].tolist()
+                parts += between[rows, columns].tolist()
         return math.fsum(parts)
 
     def peak_memory(self, choice: tuple[int, ...]) -> float:

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -33,7 +33,7 @@ import numpy as np
 
 from .reduction import Domain, Reduced
 
-__all__ = ["Leaf", "Node", "Occurrence", "Plan", "Weights", "compile_plan"]
+__all__ = ["Input", "Leaf", "Node", "Places", "Plan", "Weights", "compile_plan"]
 
 
 class _TooWideError(Exception):
@@ -104,25 +104,39 @@ class Node:
         return np.min(array, axis=others).transpose(np.argsort(order)) if axes else np.min(array)
 
 
-@dataclass(frozen=True)
-class Occurrence:
-    """One place of the elimination tree: the factor there, and for each of its inputs who stands behind it.
+@dataclass(frozen=True, eq=False)
+class Input:
+    """What stands behind one input of a node, at all its places in the elimination tree.
 
-    ``producers``: the occurrence that made the input, negative for a leaf; ``variables``: the variable whose own costs the
-    input is, -1 for anything else.
+    Attributes:
+        factor, axes: as in `Node.inputs`.
+        places: where each of the node's places has its input among those of the factor; None for a leaf.
+        variables: the variable whose own costs each place reads; None for anything else.
     """
 
     factor: int
-    producers: tuple[int, ...]
-    variables: tuple[int, ...]
+    axes: tuple[int, ...]
+    places: np.ndarray | None
+    variables: np.ndarray | None
+
+
+@dataclass(frozen=True, eq=False)
+class Places:
+    """Where a node stands in the elimination tree: how often, and what is behind its inputs."""
+
+    count: int
+    inputs: tuple[Input, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """A compiled elimination: ``factors`` in topological order (the last is the root), ``occurrences`` likewise."""
+    """A compiled elimination: ``factors`` in topological order (the last is the root), and the ``places`` of those that are nodes.
+
+    The tree is never walked node by node: what equal nodes do is done at all their places at once.
+    """
 
     factors: tuple[Leaf | Node, ...]
-    occurrences: tuple[Occurrence, ...]
+    places: Mapping[int, Places]
     num_variables: int
     exact: bool
 
@@ -134,7 +148,19 @@ class Plan:
     @property
     def num_nodes(self) -> int:
         """Distinct buckets: the work of one evaluation."""
-        return sum(isinstance(factor, Node) for factor in self.factors)
+        return len(self.places)
+
+    @property
+    def num_places(self) -> int:
+        """Buckets, equal ones counted each: the size of the elimination tree."""
+        return sum(places.count for places in self.places.values())
+
+    def walk(self) -> Iterator[tuple[int, Node, Places]]:
+        """The nodes from the root to the leaves: number, node, places."""
+        for number in sorted(self.places, reverse=True):
+            node = self.factors[number]
+            assert isinstance(node, Node)
+            yield number, node, self.places[number]
 
     def upward(self, weights: Weights) -> list[np.ndarray]:
         """The table of every factor: its minimum inside, for each assignment of its scope. The last is the minimum of all."""
@@ -161,23 +187,22 @@ class Plan:
             total = np.zeros(())
         return total if total.shape == node.local else np.broadcast_to(total, node.local)
 
-    def best_eliminated(self, node: Node, tables: Sequence[np.ndarray], kept: tuple[int, ...]) -> tuple[int, ...]:
-        """The values of a node's eliminated axes at which the sum of its inputs is least, the other axes being at ``kept``."""
+    def best_eliminated(self, node: Node, tables: Sequence[np.ndarray], kept: np.ndarray) -> np.ndarray:
+        """The values of a node's eliminated axes at which the sum of its inputs is least, for each row of values of its scope.
+
+        Shapes (rows, axes of the scope) -> (rows, eliminated axes).
+        """
         num = node.num_eliminated
-        total: np.ndarray | None = None
-        for number, _, shape, axes in node.views:
-            at = tuple([slice(None) if axis < num else kept[axis - num] for axis in axes])
-            part = tables[number][at]
-            if num > 1:
-                eliminated = [axis for axis in axes if axis < num]
-                part = part.transpose(np.argsort(eliminated).astype(int)).reshape(shape[:num])
-            total = part if total is None else total + part
         sizes = node.local[:num]
-        if total is None or total.size == 1:
-            return (0,) * num
-        if num == 1:
-            return (int(total.argmin()),)
-        return tuple(map(int, np.unravel_index(np.broadcast_to(total, sizes).argmin(), sizes)))
+        total = np.zeros((len(kept),) + (1,) * num)
+        for number, _, shape, axes in node.views:
+            fixed = [position for position, axis in enumerate(axes) if axis >= num]
+            free = sorted((position for position, axis in enumerate(axes) if axis < num), key=axes.__getitem__)
+            table = tables[number].transpose(fixed + free)
+            part = table[tuple(kept[:, axes[position] - num] for position in fixed)]
+            total = total + part.reshape((-1 if fixed else 1, *shape[:num]))
+        best = np.broadcast_to(total, (len(kept), *sizes)).reshape(len(kept), -1).argmin(axis=1)
+        return np.stack(np.unravel_index(best, sizes), axis=1)
 
     def downward(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The outside of every node: the least that the rest costs, for each assignment of the node's scope."""
@@ -198,33 +223,27 @@ class Plan:
                 outside[child] = np.minimum(outside[child], rest)
         return outside
 
-    def decode(self, weights: Weights, tables: Sequence[np.ndarray]) -> list[int]:
+    def decode(self, weights: Weights, tables: Sequence[np.ndarray]) -> np.ndarray:
         """A minimiser of ``weights`` from its upward tables: the label of each variable.
 
         Of an inexact plan it is a minimiser of the relaxation, and each variable shows the copy that owns its cost.
         """
-        best: dict[tuple[int, tuple[int, ...]], tuple[int, ...]] = {}
-        label_of: dict[int, list[int]] = {}
-        labels = [0] * self.num_variables
-        separator: list[tuple[int, ...]] = [()] * len(self.occurrences)
-        for place in range(len(self.occurrences) - 1, -1, -1):
-            occurrence, coordinates = self.occurrences[place], separator[place]
-            number = occurrence.factor
-            node = self.factors[number]
-            assert isinstance(node, Node)
+        labels = np.zeros(self.num_variables, dtype=np.intp)
+        # At each place of each node, the values of its scope.
+        scope = {
+            number: np.zeros((places.count, len(self.factors[number].shape)), dtype=np.intp)
+            for number, places in self.places.items()
+        }
+        for number, node, places in self.walk():
+            values = scope[number]
             if node.num_eliminated:
-                # Equal blocks mostly stand at equal coordinates.
-                key = (number, coordinates)
-                if key not in best:
-                    best[key] = self.best_eliminated(node, tables, coordinates)
-                coordinates = best[key] + coordinates
-            for producer, variable, (child, axes) in zip(occurrence.producers, occurrence.variables, node.inputs):
-                if producer >= 0:
-                    separator[producer] = tuple([coordinates[axis] for axis in axes])
-                elif variable >= 0:
-                    if child not in label_of:
-                        label_of[child] = _best_labels(self.factors[child], weights)
-                    labels[variable] = label_of[child][coordinates[axes[0]]]
+                values = np.concatenate((self.best_eliminated(node, tables, values), values), axis=1)
+            for behind in places.inputs:
+                if behind.places is not None:
+                    scope[behind.factor][behind.places] = values[:, behind.axes]
+                elif behind.variables is not None:
+                    best = _best_labels(self.factors[behind.factor], weights)
+                    labels[behind.variables] = best[values[:, behind.axes[0]]]
         return labels
 
 
@@ -233,11 +252,11 @@ def _scaled(array: np.ndarray, weight: float) -> np.ndarray:
     return np.where(np.isinf(array), np.inf, weight * np.where(np.isinf(array), 0.0, array))
 
 
-def _best_labels(leaf: Leaf | Node, weights: Weights) -> list[int]:
+def _best_labels(leaf: Leaf | Node, weights: Weights) -> np.ndarray:
     """The label of least score in each class."""
     assert isinstance(leaf, Leaf) and leaf.domain is not None
     score, first = weights.score(leaf.domain), leaf.domain.first
-    return [int(a + score[a:b].argmin()) for a, b in zip(first[:-1], first[1:])]
+    return np.array([a + score[a:b].argmin() for a, b in zip(first[:-1], first[1:])])
 
 
 #: A live factor while compiling: (factor number, its variables, the occurrence that made it; leaves have numbers below 0).
@@ -267,7 +286,8 @@ class _Compiler:
     def __init__(self, reduced: Reduced, max_entries: int, *, split: bool, by_fill: bool) -> None:
         self.max_entries, self.split, self.by_fill = max_entries, split, by_fill
         self.factors: list[Leaf | Node] = []
-        self.occurrences: list[Occurrence] = []
+        #: Every place of the tree: its factor, and its live inputs.
+        self.tree: list[tuple[int, list[_Live]]] = []
         self.num_variables = len(reduced.domains)
         self.sizes = [domain.num_classes for domain in reduced.domains]
         self.touching: list[dict[_Live, None]] = [{} for _ in reduced.domains]
@@ -327,7 +347,7 @@ class _Compiler:
             for variable in sorted(changed):
                 self._rescore(variable)
         self._add_root(sorted(left))
-        return Plan(tuple(self.factors), tuple(self.occurrences), self.num_variables, self.exact)
+        return Plan(tuple(self.factors), self._places(), self.num_variables, self.exact)
 
     def _rescore(self, variable: int) -> None:
         """Put a variable into its group: those that would make the same node."""
@@ -398,13 +418,33 @@ class _Compiler:
         return [members for _, members in parts]
 
     def _occur(self, number: int, inputs: list[_Live]) -> int:
-        """Record a place where a factor is made, and return its number."""
-        producers = tuple(live[2] for live in inputs)
-        leaves = [self.factors[live[0]] for live in inputs]
-        own = [isinstance(leaf, Leaf) and leaf.domain is not None for leaf in leaves]
-        variables = tuple(live[1][0] if owned else -1 for live, owned in zip(inputs, own))
-        self.occurrences.append(Occurrence(number, producers, variables))
-        return len(self.occurrences) - 1
+        """Record a place where a factor is made, and return its number in the tree."""
+        self.tree.append((number, inputs))
+        return len(self.tree) - 1
+
+    def _places(self) -> dict[int, Places]:
+        """The tree, the places of equal nodes side by side."""
+        inputs_of: dict[int, list[list[_Live]]] = {}
+        row: list[int] = []
+        for number, inputs in self.tree:
+            of_one = inputs_of.setdefault(number, [])
+            row.append(len(of_one))
+            of_one.append(inputs)
+        found = {}
+        for number, of_one in inputs_of.items():
+            node = self.factors[number]
+            assert isinstance(node, Node)
+            behind = []
+            for (child, axes), lives in zip(node.inputs, zip(*of_one)):
+                leaf = self.factors[child]
+                places = variables = None
+                if isinstance(leaf, Node):
+                    places = np.array([row[place] for _, _, place in lives])
+                elif leaf.domain is not None:
+                    variables = np.array([scope[0] for _, scope, _ in lives])
+                behind.append(Input(child, axes, places, variables))
+            found[number] = Places(len(of_one), tuple(behind))
+        return found
 
     def _node(self, inputs: tuple, local: tuple[int, ...], num_eliminated: int) -> int:
         if (inputs, local) not in self.node_number:

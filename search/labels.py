@@ -128,14 +128,14 @@ class LabelSearch:
         self.plan, self.bound, self.limit, self.deadline = plan, bound, limit, deadline
         self.statistics = LabelStatistics()
         self.rounding = 1e-12 * (abs(bound) + abs(multiplier) * abs(limit))
-        self.tolerance = TOTAL_TOLERANCE * abs(bound) / len(plan.occurrences)
+        self.tolerance = TOTAL_TOLERANCE * abs(bound) / plan.num_places
         self._tables = []
         for cost, memory in ((1.0, multiplier), (0.0, 1.0), (1.0, 0.0)):
             weights = Weights(cost, memory, max_buffer, only)
             inside = plan.upward(weights)
             self._tables.append((weights, inside, plan.downward(inside)))
 
-    def best_within(self, slack: float, wanted: float) -> list[int] | None:
+    def best_within(self, slack: float, wanted: float) -> np.ndarray | None:
         """The labels (one per variable) of the cheapest choice met within the limit, or None.
 
         If its cost is at most ``bound + slack`` it is the optimum; if it costs more, or there is none, every choice within the
@@ -287,26 +287,23 @@ class LabelSearch:
         self.statistics.labels += len(order)
         return _Labels(first, rows.cost[order], rows.memory[order], excess[order], order, stages)
 
-    def _trace(self, labels: Sequence[_Labels | None], best: int) -> list[int]:
-        """Follow the stages of every place of the elimination tree down from the root's label."""
-        plan = self.plan
-        chosen = [0] * plan.num_variables
-        at = [0] * len(plan.occurrences)
-        at[-1] = best
-        for place in range(len(plan.occurrences) - 1, -1, -1):
-            occurrence = plan.occurrences[place]
-            node, held = plan.factors[occurrence.factor], labels[occurrence.factor]
-            assert isinstance(node, Node) and held is not None
-            row = held.row[at[place]]
+    def _trace(self, labels: Sequence[_Labels | None], best: int) -> np.ndarray:
+        """The label of each variable: follow the stages of every node, at all its places, down from the root's label."""
+        chosen = np.zeros(self.plan.num_variables, dtype=np.intp)
+        at = {number: np.full(places.count, best) for number, places in self.plan.places.items()}
+        for number, _, places in self.plan.walk():
+            held = labels[number]
+            assert held is not None
+            row = held.row[at[number]]
             for position, before, taken in reversed(held.stages):
-                child, label = node.inputs[position][0], int(taken[row])
+                behind, label = places.inputs[position], taken[row]
                 row = before[row]
-                if occurrence.producers[position] >= 0:
-                    at[occurrence.producers[position]] = label
+                if behind.places is not None:
+                    at[behind.factor][behind.places] = label
                 else:
-                    child_labels = labels[child]
-                    assert child_labels is not None
-                    chosen[occurrence.variables[position]] = int(child_labels.row[label])
+                    leaf = labels[behind.factor]
+                    assert leaf is not None and behind.variables is not None
+                    chosen[behind.variables] = leaf.row[label]
         return chosen
 
 

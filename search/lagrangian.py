@@ -46,12 +46,17 @@ class Instance:
     buffers: np.ndarray  #: distinct buffers of the labels, ascending [bytes]
     lowest_buffer: float  #: the largest of the variables' smallest buffers [bytes]: every choice has one as large
 
-    def point(self, labels: list[int], scale: float = 1.0) -> Point:
-        """The assignment with these labels."""
-        choice = tuple([int(domain.option[label]) for domain, label in zip(self.reduced.domains, labels)])
-        memory = sum([float(domain.memory[label]) for domain, label in zip(self.reduced.domains, labels)])
-        largest = max((float(domain.buffer[label]) for domain, label in zip(self.reduced.domains, labels)), default=0.0)
-        return Point(choice, self.table.evaluate(choice), memory, largest)
+    def point(self, labels: np.ndarray) -> Point:
+        """The assignment with these labels, one per variable."""
+        choice = np.zeros(len(labels), dtype=np.intp)
+        memory = buffer = 0.0
+        for domain, variables in self.reduced.members:
+            label = labels[variables]
+            choice[variables] = domain.option[label]
+            memory += float(domain.memory[label].sum())
+            buffer = max(buffer, float(domain.buffer[label].max()))
+        chosen = tuple(choice.tolist())
+        return Point(chosen, self.table.evaluate(chosen), memory, buffer)
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def prepare(table: CostTable) -> Instance | None:
     if reduced.empty:
         return None
     plan = compile_plan(reduced, max_entries=MAX_ENTRIES, relaxed_entries=MAX_RELAXED_ENTRIES)
-    domains = {id(domain): domain for domain in reduced.domains}.values()
+    domains = [domain for domain, _ in reduced.members]
     buffers = np.unique(np.concatenate([np.zeros(0), *(domain.buffer for domain in domains)]))
     lowest = max((float(domain.buffer.min()) for domain in domains), default=0.0)
     return Instance(table, reduced, plan, buffers, lowest)

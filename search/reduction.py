@@ -18,6 +18,7 @@ Everything is computed once per distinct input: equal blocks share their arrays,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Union
 
 import numpy as np
@@ -56,6 +57,14 @@ class Reduced:
 
     domains: tuple[Domain, ...]
     edges: tuple[tuple[int, int, np.ndarray], ...]
+
+    @cached_property
+    def members(self) -> tuple[tuple[Domain, np.ndarray], ...]:
+        """The distinct domains, and the variables that have each."""
+        found: dict[Domain, list[int]] = {}
+        for variable, domain in enumerate(self.domains):
+            found.setdefault(domain, []).append(variable)
+        return tuple((domain, np.array(variables)) for domain, variables in found.items())
 
     @property
     def empty(self) -> bool:
