@@ -36,9 +36,19 @@ from autoddl.costmodel.pricing import PriceBook, Problem
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
-from autoddl.search import METHODS, Bracket, Result, Status, bracket, progress_bar, smallest_memory, solve
+from autoddl.search import (
+    METHODS,
+    Bracket,
+    Result,
+    Status,
+    bracket,
+    progress_bar,
+    separable_bound,
+    separable_memory,
+    smallest_memory,
+    solve,
+)
 from autoddl.search.baselines import BASELINES, Baseline, baselines
-from autoddl.search.separable import separable_bound, separable_memory
 from autoddl.search.verify import Claim, verify
 
 __all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "make_plan"]
@@ -430,22 +440,14 @@ def _baseline_figures(books: _Books, options: Options, limit: float) -> Iterator
     problems = [problem for problem in books.problems(options, untied=False) if isinstance(problem, Problem)]
     members = list(baselines(books.graph, books.cluster.level_sizes))
     for name in BASELINES:
-        best, why = _best_member([member for member in members if member.name == name], problems, limit)
-        if best is None:
-            yield BaselineFigures(name, infeasible=why)
-            continue
-        member, problem = best
-        assessment = assess(books.graph, books.cluster, problem.workload, member.strategies)
-        yield BaselineFigures(name, None, member.mesh, problem.workload, member.strategies, assessment)
+        yield _best_member(name, [member for member in members if member.name == name], problems, limit)
 
 
-def _best_member(
-    members: list[Baseline], problems: list[Problem], limit: float
-) -> tuple[tuple[Baseline, Problem] | None, str]:
-    """The cheapest that fits, and the setting at which it does; or None, and why there is none."""
+def _best_member(name: str, members: list[Baseline], problems: list[Problem], limit: float) -> BaselineFigures:
+    """The cheapest member of a family that fits, or why none does."""
     why = "no mesh of this shape on these devices"
     least = math.inf
-    fitting: list[tuple[float, int, Baseline, Problem, tuple[int, ...]]] = []
+    fitting: list[tuple[float, int, Baseline, Problem]] = []
     for member in members:
         for problem in problems:
             try:
@@ -456,16 +458,23 @@ def _best_member(
                 continue
             memory = problem.alone.peak_memory(choice)
             if memory <= limit:
-                fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem, choice))
+                fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem))
             elif memory < least:
                 least = memory
                 why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
-    best, cost = None, math.inf
+    best, cost = BaselineFigures(name, infeasible=why), math.inf
     # Redistributions only add to what the layers cost alone, and most members need none.
-    for alone, _, member, problem, choice in sorted(fitting, key=lambda one: one[:2]):
+    for alone, _, member, problem in sorted(fitting, key=lambda one: one[:2]):
         if alone >= cost:
             break
-        whole = problem.table.evaluate(choice)
-        if whole < cost:
-            best, cost = (member, problem), whole
-    return best, why
+        try:
+            assessment = assess(problem.graph, problem.cluster, problem.workload, member.strategies)
+        except UserError as fault:
+            # There is no way between the layouts of some layers.
+            if best.assessment is None:
+                best = BaselineFigures(name, infeasible=str(fault))
+            continue
+        if assessment.cost(problem.objective) < cost:
+            cost = assessment.cost(problem.objective)
+            best = BaselineFigures(name, None, member.mesh, problem.workload, member.strategies, assessment)
+    return best

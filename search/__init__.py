@@ -18,6 +18,7 @@ from .heuristics import coordinate_descent, metropolis_hastings, random_search
 from .marginals import Forced, Marginals, marginals, nearest
 from .progress import Progress, progress_bar, silent
 from .result import Result, SearchError, Status
+from .separable import separable_bound, separable_memory
 
 __all__ = [
     "METHODS",
@@ -38,6 +39,8 @@ __all__ = [
     "nearest",
     "progress_bar",
     "random_search",
+    "separable_bound",
+    "separable_memory",
     "smallest_memory",
     "solve",
 ]
@@ -68,7 +71,7 @@ def solve(
 
     ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods, and
     with a ``cutoff`` [s] exact does not look for choices that cost as much or more; from what is ``known`` of the table
-    (:func:`bracket`) it goes on without making the table ready again.
+    within the limit (:func:`bracket`) it goes on.
 
     Raises: SearchError, for an unknown method or a limit that is not positive.
     """
@@ -77,7 +80,7 @@ def solve(
     options: dict[str, Any] = {"memory_limit": memory_limit, "time_limit": time_limit, "progress": progress}
     if method == "exact":
         options["cutoff"] = cutoff
-        options["instance"] = known.instance if known else None
+        options["known"] = known
     else:
         options["evaluations"] = evaluations
     if method in _SEEDED:

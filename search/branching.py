@@ -24,14 +24,14 @@ from .elimination import Weights
 from .forest import solve_forest
 from .lagrangian import Dual, Instance, Interval, Point, minimise, prepare, solve_dual
 
-__all__ = ["Bracket", "Exploration", "OutOfTimeError", "bracket", "explore", "least_memory", "lower_bound"]
+__all__ = ["Bracket", "Exploration", "OpenNode", "OutOfTimeError", "bracket", "explore", "least_memory", "lower_bound"]
 
 #: Nodes that the shared bound spends on buffers.
 _BOUND_NODES = 12
 
-#: Solves a node's relaxation exactly: (interval, its dual, the incumbent's cost) -> (a valid bound, the optimum or None where
-#: nothing costs less than the incumbent).
-CloseNode = Callable[[Interval, Dual, float], "tuple[float, Point | None]"]
+#: Works on a node's relaxation: (node, the incumbent's cost) -> (a valid bound, and the optimum, or a choice that the relaxation
+#: allows and the limit does not, or None where nothing costs less than the incumbent).
+CloseNode = Callable[["OpenNode", float], "tuple[float, Point | None]"]
 
 
 class OutOfTimeError(Exception):
@@ -42,14 +42,25 @@ class OutOfTimeError(Exception):
         self.bound, self.point = bound, point
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
+class OpenNode:
+    """The choices whose largest buffer lies in the interval: a valid bound on their relaxation, and its dual."""
+
+    bound: float
+    interval: Interval
+    dual: Dual
+
+
+@dataclass(frozen=True, eq=False)
 class Exploration:
-    """``bound`` is valid for all choices within the limit; ``incumbent`` the best of them that was met; ``nodes`` opened."""
+    """``bound`` is valid for all choices within the limit; ``incumbent`` the best of them that was met; ``nodes`` opened; and those
+    that are left ``open``, whence it can go on."""
 
     bound: float
     incumbent: Point | None
     nodes: int
     finished: bool
+    open: tuple[OpenNode, ...]
 
 
 @dataclass(frozen=True)
@@ -60,13 +71,15 @@ class Bracket:
         free: a valid lower bound without the limit; the optimum then, where the graph is narrow.
         bound: a valid lower bound within the limit; ``inf`` shows that nothing fits.
         cost: of the best choice within the limit that was met on the way; ``inf`` where none was.
-        instance: the table made ready, for who goes on from here; None where that was not needed.
+        instance, exploration: the table made ready, and what was found on it within the limit, for who goes on from here; None
+            where that was not needed.
     """
 
     free: float
     bound: float
     cost: float
     instance: Instance | None = field(default=None, repr=False, compare=False)
+    exploration: Exploration | None = field(default=None, repr=False, compare=False)
 
 
 def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
@@ -97,7 +110,7 @@ def bracket(table: CostTable, memory_limit: float | None = None, cutoff: float =
     if free >= cutoff:
         return Bracket(free, free, math.inf, instance)
     found = explore(instance, memory_limit, cutoff=cutoff)
-    return Bracket(free, found.bound, found.incumbent.cost if found.incumbent else math.inf, instance)
+    return Bracket(free, found.bound, found.incumbent.cost if found.incumbent else math.inf, instance, found)
 
 
 def explore(
@@ -105,6 +118,7 @@ def explore(
     memory_limit: float | None,
     close: CloseNode | None = None,
     *,
+    start: Exploration | None = None,
     deadline: float = math.inf,
     cutoff: float = math.inf,
     report: Callable[[float, float], None] = lambda cost, bound: None,
@@ -112,14 +126,14 @@ def explore(
     """Branch on buffers until the best node cannot be improved; with ``close`` that is when the optimum is proven.
 
     Choices that cost ``cutoff`` or more are of no interest: where it finishes with such an incumbent, or with none and a finite
-    bound, the bound says that all are.
+    bound, the bound says that all are.  It goes on from where ``start``, of the same instance and limit, ended.
     """
     limit = math.inf if memory_limit is None else memory_limit
     order = itertools.count()
-    incumbent: Point | None = None
-    heap: list[tuple[float, int, Interval, Dual]] = []
-    nodes = 0
-    dropped = math.inf  # the least bound of what was given up for the cutoff's sake
+    incumbent = start.incumbent if start else None
+    heap = [(node.bound, next(order), node) for node in (start.open if start else ())]
+    heapq.heapify(heap)
+    nodes = start.nodes if start else 0
 
     def best() -> float:
         return min(incumbent.cost if incumbent else math.inf, cutoff)
@@ -128,6 +142,9 @@ def explore(
         nonlocal incumbent
         if point.peak <= limit and point.cost < (incumbent.cost if incumbent else math.inf):
             incumbent = point
+
+    def push(bound: float, interval: Interval, dual: Dual) -> None:
+        heapq.heappush(heap, (bound, next(order), OpenNode(bound, interval, dual)))
 
     def open_node(interval: Interval, inherited: float) -> None:
         nonlocal nodes
@@ -138,44 +155,47 @@ def explore(
         for point in dual.points:
             consider(point)
         if dual.bound < math.inf:
-            heapq.heappush(heap, (max(dual.bound, inherited), next(order), interval, dual))
+            push(max(dual.bound, inherited), interval, dual)
 
     def split(interval: Interval, buffer: float, bound: float) -> None:
         below = int(np.searchsorted(instance.buffers, buffer)) - 1
         open_node(Interval(interval.lowest, float(instance.buffers[below])), bound)
         open_node(Interval(buffer, interval.highest), bound)
 
-    open_node(
-        Interval(instance.lowest_buffer, float(instance.buffers[-1]) if len(instance.buffers) else 0.0), -math.inf
-    )
-    while heap:
-        cost = best()
-        bound, _, interval, dual = heapq.heappop(heap)
-        report(incumbent.cost if incumbent else math.inf, min(bound, cost))
-        if bound >= cost:
-            dropped = bound
-            break
+    def ended(bound: float, finished: bool) -> Exploration:
+        cost = incumbent.cost if incumbent else math.inf
+        return Exploration(min(bound, cost), incumbent, nodes, finished, tuple(node for *_, node in sorted(heap)))
+
+    if start is None:
+        highest = float(instance.buffers[-1]) if len(instance.buffers) else 0.0
+        open_node(Interval(instance.lowest_buffer, highest), -math.inf)
+    while heap and heap[0][0] < best():
+        bound, _, node = heap[0]
+        report(incumbent.cost if incumbent else math.inf, bound)
+        interval, dual = node.interval, node.dual
         out_of_time = time.perf_counter() >= deadline
         above = [point.buffer for point in dual.ends if point.buffer > interval.lowest]
         if above and instance.plan.exact and (close is not None or nodes < _BOUND_NODES) and not out_of_time:
+            heapq.heappop(heap)
             split(interval, min(above), bound)
             continue
         if close is None or out_of_time:
-            return Exploration(bound, incumbent, nodes, finished=False)
+            return ended(bound, finished=False)
         try:
-            bound, optimum = close(interval, dual, cost)
+            proven, point = close(node, best())
         except OutOfTimeError as stop:
             consider(stop.point)
-            cost = best()
-            others = heap[0][0] if heap else math.inf
-            return Exploration(min(max(bound, stop.bound), others, cost), incumbent, nodes, finished=False)
-        if optimum is None:
-            dropped = min(dropped, bound)
+            others = heap[1:] and min(heap[1:])[0]
+            return ended(min(max(bound, stop.bound), others or math.inf), finished=False)
+        heapq.heappop(heap)
+        proven = max(bound, proven)
+        if point is None:
+            push(proven, interval, dual)
         else:
-            consider(optimum)
-            if optimum.peak > limit:
-                split(interval, optimum.buffer, bound)
-    return Exploration(min(incumbent.cost if incumbent else math.inf, dropped), incumbent, nodes, finished=True)
+            consider(point)
+            if point.peak > limit:
+                split(interval, point.buffer, proven)
+    return ended(heap[0][0] if heap else math.inf, finished=True)
 
 
 def least_memory(instance: Instance) -> Point | None:

@@ -15,15 +15,16 @@ from __future__ import annotations
 
 import math
 import time
+from typing import NamedTuple
 
 import numpy as np
 
 from autoddl.costmodel.table import CostTable
 
-from .branching import Exploration, OutOfTimeError, explore, least_memory
+from .branching import Bracket, Exploration, OpenNode, OutOfTimeError, explore, least_memory
 from .forest import solve_forest
 from .labels import LabelSearch, StoppedError
-from .lagrangian import Dual, Instance, Interval, Point, prepare
+from .lagrangian import Dual, Instance, Point, prepare
 from .progress import Progress, silent
 from .reduction import Domain
 from .report import check_limits, impossible, infeasible
@@ -37,6 +38,8 @@ _FIRST_SLACK = 1e-5
 _SLACK_GROWTH = ((2_000, 4.0), (50_000, 2.0), (math.inf, 1.5))
 #: The rows that looking for an incumbent among few options may make.
 _FEW_ROWS = 300_000
+#: The whole is first searched up to this part of the slack that the few were.
+_WHOLE_SLACK = 0.25
 #: What sums of the same costs in different order may differ by, relatively.
 _ROUNDING = 1e-12
 
@@ -48,15 +51,15 @@ def exact(
     time_limit: float | None = None,
     cutoff: float = math.inf,
     progress: Progress = silent,
-    instance: Instance | None = None,
+    known: Bracket | None = None,
 ) -> Result:
     """The choice of least cost within the limit on peak memory [bytes], proven.
 
     Where nothing costs less than ``cutoff`` [s] that is all it finds out (LIMIT_REACHED, with a bound of at least the cutoff).
     With a time limit [s] it may stop before, with the gap (LIMIT_REACHED).  ``evaluations`` counts the complete choices whose
     cost was computed; most of the work is on partial ones (``statistics``: ``labels``, ``rows``; ``buckets`` is the number of
-    distinct elimination tables, ``largest_bucket`` the entries of the largest).  ``instance`` is the table as `bracket` made it
-    ready, where it did.
+    distinct elimination tables, ``largest_bucket`` the entries of the largest).  It goes on from what `bracket` of the same table
+    and limit has ``known``.
 
     Raises: SearchError, for a limit that is not positive or a table that no search can treat.
     """
@@ -65,7 +68,7 @@ def exact(
     choice = solve_forest(table)
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
         return _without_limit(table, choice, start, memory_limit)
-    instance = instance or prepare(table)
+    instance = (known and known.instance) or prepare(table)
     if instance is None:
         return impossible(table, "exact", start, memory_limit)
     if not instance.plan.exact:
@@ -76,6 +79,7 @@ def exact(
         instance,
         memory_limit,
         closer,
+        start=known and known.exploration,
         deadline=deadline,
         cutoff=cutoff,
         report=lambda cost, bound: progress(cost, bound, closer.evaluations),
@@ -132,84 +136,90 @@ def _finish(
     )
 
 
+class _Grown(NamedTuple):
+    """The best choice of a label search, None where there is none below the cost; the slack within which nothing is cheaper; and
+    whether it was stopped."""
+
+    best: Point | None
+    slack: float
+    stopped: bool
+
+
 class _Closer:
-    """Solves a node of the branching by labels, and counts."""
+    """Works on a node of the branching by labels, and counts.
+
+    First among the options that the dual's minimisers take anywhere: of those there are few, so a good choice is found quickly.
+    Then among all.  A choice that the relaxation allows and the limit does not is handed back as soon as it is met: the node is
+    better split there than proven.
+    """
 
     def __init__(self, instance: Instance, memory_limit: float | None, deadline: float) -> None:
-        self.instance, self.memory_limit, self.deadline = instance, memory_limit, deadline
+        self.instance, self.deadline = instance, deadline
+        self.limit = math.inf if memory_limit is None else memory_limit
         self.labels = self.rows = self.rounds = self.evaluations = 0
-        self.usual_slack = 0.0  # a part of what the nodes before needed
 
-    def __call__(self, interval: Interval, dual: Dual, incumbent: float) -> tuple[float, Point | None]:
-        limit = math.inf if self.memory_limit is None else self.memory_limit - interval.lowest
-        within = [point for point in dual.points if point.memory <= limit]
-        best = min(within, key=lambda point: point.cost)
+    def __call__(self, node: OpenNode, incumbent: float) -> tuple[float, Point | None]:
+        dual = node.dual
+        limit = self.limit - node.interval.lowest
+        best = min((point for point in dual.points if point.memory <= limit), key=lambda point: point.cost)
         if best.cost <= dual.bound + _ROUNDING * abs(dual.bound):  # no limit binds, or the dual has no gap
             return best.cost, best
-        try:
-            best = self._among_few(interval, dual, limit, min(incumbent, best.cost)) or best
-            return self._prove(interval, dual, limit, incumbent, best)
-        except StoppedError:
-            raise OutOfTimeError(dual.bound, best) from None
+        # Nothing here costs less than the node's bound, so smaller slacks find nothing.
+        slack = max(_FIRST_SLACK * abs(dual.bound), node.bound - dual.bound)
+        cost = min(incumbent, best.cost)
+        few = self._grow(self._search(node, self._taken(dual)), slack, cost, most_rows=_FEW_ROWS)
+        best = few.best or best
+        if few.stopped:
+            raise OutOfTimeError(node.bound, best)
+        if few.best and few.best.peak > self.limit:
+            return node.bound, few.best
+        # The whole has many times the rows of the few at the same slack, and about as many at a part of it.
+        whole = self._grow(self._search(node), max(slack, _WHOLE_SLACK * few.slack), min(cost, best.cost))
+        best = whole.best or best
+        if whole.stopped:
+            raise OutOfTimeError(dual.bound + whole.slack, best)
+        return dual.bound + whole.slack, best if best.cost < incumbent else None
 
-    def _search(self, interval: Interval, dual: Dual, limit: float, only: dict | None = None) -> LabelSearch:
+    def _taken(self, dual: Dual) -> dict[Domain, np.ndarray]:
+        """Which labels of each domain the dual's minimisers take."""
+        choices = np.array([point.choice for point in dual.points])
+        return {
+            domain: np.isin(domain.option, choices[:, variables]) for domain, variables in self.instance.reduced.members
+        }
+
+    def _search(self, node: OpenNode, only: dict[Domain, np.ndarray] | None = None) -> LabelSearch:
+        limit, dual = self.limit - node.interval.lowest, node.dual
         plan = self.instance.plan
-        return LabelSearch(plan, dual.multiplier, dual.bound, limit, interval.highest, self.deadline, only)
+        return LabelSearch(plan, dual.multiplier, dual.bound, limit, node.interval.highest, self.deadline, only)
 
-    def _among_few(self, interval: Interval, dual: Dual, limit: float, cost: float) -> Point | None:
-        """A good choice among the options that the dual's minimisers take anywhere: of those there are few, so this is quick."""
-        taken: dict[Domain, set[int]] = {}
-        for point in dual.points:
-            for domain, option in zip(self.instance.reduced.domains, point.choice):
-                taken.setdefault(domain, set()).add(option)
-        only = {domain: np.isin(domain.option, list(options)) for domain, options in taken.items()}
-        search = self._search(interval, dual, limit, only)
-        slack = max(_FIRST_SLACK * abs(dual.bound), 1e-6 * (cost - dual.bound))
-        best = None
-        while dual.bound + slack < cost and search.statistics.rows < _FEW_ROWS:
-            labels = search.best_within(slack, cost - dual.bound)
+    def _grow(self, search: LabelSearch, slack: float, cost: float, most_rows: float = math.inf) -> _Grown:
+        """The cheapest choice below ``cost``, by growing slack, as far as it gets."""
+        best: Point | None = None
+        statistics, proven, stopped = search.statistics, 0.0, False
+        while True:
+            room = cost - search.bound
+            if slack * 1.5 >= room:
+                slack = room
+            rows = statistics.rows
+            try:
+                labels = search.best_within(slack, room)
+            except StoppedError:
+                stopped = True
+                break
+            proven = slack
             if labels is not None:
                 self.evaluations += 1
                 point = self.instance.point(labels)
                 if point.cost < cost:
                     best, cost = point, point.cost
-            slack *= 2.0
-        self._count(search)
-        return best
-
-    def _prove(
-        self, interval: Interval, dual: Dual, limit: float, incumbent: float, best: Point
-    ) -> tuple[float, Point | None]:
-        """The optimum of a node, by growing slack."""
-        search = self._search(interval, dual, limit)
-        room = min(incumbent, best.cost) - dual.bound
-        slack, proven = max(_FIRST_SLACK * abs(dual.bound), self.usual_slack, 1e-6 * room), 0.0
-        try:
-            while True:
-                room = min(incumbent, best.cost) - dual.bound
-                if slack * 1.5 >= room:
-                    slack = room
-                rows = search.statistics.rows
-                labels = search.best_within(slack, room)
-                proven = slack
-                if labels is not None:
-                    self.evaluations += 1
-                    best = min(best, self.instance.point(labels), key=lambda point: point.cost)
-                if min(best.cost, incumbent) <= dual.bound + slack:
-                    break
-                rows = search.statistics.rows - rows
-                slack *= next(growth for most, growth in _SLACK_GROWTH if rows <= most)
-            self.usual_slack = slack / 4
-        except StoppedError:
-            raise OutOfTimeError(dual.bound + proven, best) from None
-        finally:
-            self._count(search)
-        return min(best.cost, incumbent), best if best.cost < incumbent else None
-
-    def _count(self, search: LabelSearch) -> None:
-        self.labels += search.statistics.labels
-        self.rows += search.statistics.rows
-        self.rounds += search.statistics.rounds
+            unfit = best is not None and best.peak > self.limit
+            if proven >= cost - search.bound or unfit or statistics.rows > most_rows:
+                break
+            slack *= next(growth for most, growth in _SLACK_GROWTH if statistics.rows - rows <= most)
+        self.labels += statistics.labels
+        self.rows += statistics.rows
+        self.rounds += statistics.rounds
+        return _Grown(best, min(proven, cost - search.bound), stopped)
 
 
 def _by_milp(
