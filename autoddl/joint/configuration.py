@@ -7,14 +7,15 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Union
 
+from autoddl.costmodel.cluster import Cluster, Level
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import generate
 from autoddl.pipelines.schedule import Kind, Schedule
 
-from .meshes import StageMesh
+from .meshes import Meshes, StageMesh
 
-__all__ = ["RECOMPUTATIONS", "Configuration", "PipelineSchedule", "StageChoice"]
+__all__ = ["RECOMPUTATIONS", "Configuration", "PipelineSchedule", "StageChoice", "widths_of"]
 
 #: What a stage keeps from the forward to the backward pass of a micro-batch: ``none``: everything; ``layers``: every layer's evenly
 #: split input, the rest is made again layer by layer (as in plans without a pipeline); ``stage``: the stage's input alone, and the
@@ -60,18 +61,40 @@ class PipelineSchedule:
         shown = ", ".join(f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in self.options)
         return f"{self.name} ({shown})" if shown else self.name
 
-    def schedule(self, width: int, recomputing: tuple[bool, ...]) -> Schedule:
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a backward pass comes in two parts, that of the input and that of the weights."""
+        return self.name == "zero-bubble"
+
+    def backward_passes(self, stage: int) -> int:
+        """How often a stage is gone back through for each micro-batch.
+
+        Ranks have one way to do it, which is autograd's: each part of a split backward pass carries the gradient through the whole
+        stage, with all communication inside it, and comes upon both products of each layer.  Only the first stage, whose input
+        wants no gradient, has nothing to do in the input part.
+        """
+        return 2 if self.splits_backward and stage else 1
+
+    def input_passes(self, stage: int) -> int:
+        """How often before the gradient of its input is there."""
+        return self.backward_passes(stage) - 1 if self.splits_backward else 1
+
+    def worker_of(self, stage: int) -> int:
+        """The worker of a stage in the first pipeline."""
+        return stage % self.num_workers
+
+    def schedule(self, width: int | tuple[int, ...], recomputing: tuple[bool, ...]) -> Schedule:
         """The schedule itself, validated.
 
         Args:
-            width: devices per worker.
+            width: devices per worker; one number for all, or one for each.
             recomputing: per stage whether its forward pass is run again as a task of its own.
         """
         return _schedule(self, width, recomputing)
 
 
 @lru_cache(maxsize=8)
-def _schedule(of: PipelineSchedule, width: int, recomputing: tuple[bool, ...]) -> Schedule:
+def _schedule(of: PipelineSchedule, width: int | tuple[int, ...], recomputing: tuple[bool, ...]) -> Schedule:
     options: dict[str, Any] = dict(of.options)
     schedule = generate(
         of.name,
@@ -89,6 +112,11 @@ def _schedule(of: PipelineSchedule, width: int, recomputing: tuple[bool, ...]) -
         for tasks in schedule.workers
     )
     return replace(schedule, workers=workers)
+
+
+def widths_of(mesh: Meshes) -> int | tuple[int, ...]:
+    """Devices per worker: one number where all have as many."""
+    return mesh.num_devices if isinstance(mesh, StageMesh) else tuple(one.num_devices for one in mesh.meshes)
 
 
 @dataclass(frozen=True)
@@ -111,16 +139,29 @@ class Configuration:
     """A whole plan.
 
     Attributes:
-        mesh: the devices of every worker.
+        mesh: the devices of every worker: equal rectangles, or a division in unequal ones.
         schedule: what they do in which order.
         workload: batch, micro-batch (samples over all devices of a stage), precision and optimizer; its ``recompute`` is unused.
         stages: in the order of the model.
     """
 
-    mesh: StageMesh
+    mesh: Meshes
     schedule: PipelineSchedule
     workload: Workload
     stages: tuple[StageChoice, ...]
+
+    def mesh_of(self, stage: int) -> StageMesh:
+        """The rectangle of the workers of a stage."""
+        return self.mesh.mesh_of(self.schedule.worker_of(stage))
+
+    def levels(self, cluster: Cluster) -> tuple[Level, ...]:
+        """The network levels that strategies are written for; of the stages with the most of them."""
+        return max((self.mesh_of(stage).devices(cluster).levels for stage in range(len(self.stages))), key=len)
+
+    @property
+    def widths(self) -> int | tuple[int, ...]:
+        """Devices per worker: one number where all have as many."""
+        return widths_of(self.mesh)
 
     @property
     def cut(self) -> tuple[int, ...]:

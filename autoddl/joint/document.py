@@ -4,15 +4,17 @@
 field                  what it is
 =====================  =============================================================================================================
 schedule               name, options, num_workers, num_stages, num_micro_batches, num_pipelines, groups, synchronous: all that
-                       ``generate`` needs; ``width`` = devices per worker; ``recomputing``: stages with tasks ``R``
-mesh                   nodes and devices_per_node of every worker (:class:`autoddl.joint.meshes.StageMesh`)
+                       ``generate`` needs; ``width`` = devices per worker, one number or one for each; ``recomputing``: stages with
+                       tasks ``R``
+mesh                   nodes and devices_per_node of every worker (:class:`autoddl.joint.meshes.StageMesh`); left out where workers
+                       are unequal (:class:`autoddl.joint.meshes.Division`)
 data_parallel          the slices of the samples that all layers of the plan have in common
 micro_batch            samples of one pass, over all devices of a stage
-workers                per worker: ranks (in the order of its mesh), stages, memory_bytes
+workers                per worker: mesh (nodes, devices_per_node), ranks (in the order of its mesh), stages, memory_bytes
 stages                 per stage: layers (names), num_units, recompute, workers, entry (strategy of the tensor that arrives; null
-                       for the first), in_flight per worker, forward_s, backward_s, backward_input_s, recompute_s (per
+                       for the first), in_flight per worker; forward_s, backward_s, backward_input_s, recompute_s (per
                        micro-batch), all_reduce_s (per step), compute_s, communication_s (per micro-batch), state_bytes,
-                       kept_bytes, input_bytes, buffer_bytes
+                       kept_bytes, input_bytes, buffer_bytes (:class:`.evaluation.StageFigures`)
 boundaries             per boundary: forward_s, backward_s, nbytes of a micro-batch
 timeline               step_s, compute_s, inner_communication_s, exposed_transfer_s, exposed_all_reduce_s, bubble_s (of the busiest
                        worker), busiest (its number), bubble_ratio (mean of all)
@@ -40,7 +42,7 @@ from autoddl.pipelines.generators.registry import FAMILIES
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain, chain_of
 from .evaluation import Evaluation, StageFigures, evaluate
-from .meshes import StageMesh
+from .meshes import Division, Meshes, StageMesh
 from .result import Considered, FamilyFigures
 
 __all__ = ["pipeline_fields", "read_configuration", "recompute_pipeline"]
@@ -67,7 +69,7 @@ def pipeline_fields(
 ) -> dict[str, Any]:
     """The document's member (fields: module's docstring)."""
     configuration, schedule = evaluation.configuration, evaluation.schedule
-    spec, mesh, cluster = configuration.schedule, configuration.mesh, evaluation.cluster
+    spec, mesh, cluster, widths = configuration.schedule, configuration.mesh, evaluation.cluster, configuration.widths
     return {
         "schedule": {
             "name": spec.name,
@@ -78,14 +80,15 @@ def pipeline_fields(
             "num_pipelines": spec.num_pipelines,
             "groups": spec.groups,
             "synchronous": spec.synchronous,
-            "width": mesh.num_devices,
+            "width": widths if isinstance(widths, int) else list(widths),
             "recomputing": [s for s, stage in enumerate(configuration.stages) if stage.recompute == "stage"],
         },
-        "mesh": {"nodes": mesh.nodes, "devices_per_node": mesh.devices_per_node},
+        **({"mesh": asdict(mesh)} if isinstance(mesh, StageMesh) else {}),
         "data_parallel": data_parallel_width(evaluation),
         "micro_batch": configuration.workload.micro_batch,
         "workers": [
             {
+                "mesh": asdict(mesh.mesh_of(worker)),
                 "ranks": list(mesh.ranks(cluster, worker)),
                 "stages": [stage for _, stage in schedule.stages_on(worker)],
                 "memory_bytes": evaluation.memory[worker],
@@ -145,9 +148,8 @@ def read_configuration(
         UserError: a field is malformed, or does not fit the graph or the cluster.
     """
     where = fields.where
-    mesh_fields = fields.object("mesh")
-    mesh = StageMesh(mesh_fields.integer("nodes", 1), mesh_fields.integer("devices_per_node", 1))
-    if cluster.num_nodes % mesh.nodes or cluster.devices_per_node % mesh.devices_per_node:
+    mesh = _meshes(fields)
+    if not mesh.tiles(cluster):
         raise UserError(
             f"{where}: mesh is {mesh}, which does not tile {cluster.num_nodes} x {cluster.devices_per_node} devices"
         )
@@ -178,6 +180,17 @@ def read_configuration(
             f"{where}: stages are {len(stages)} of {first} units, should be {spec.num_stages} of {chain.num_units}"
         )
     return Configuration(mesh, spec, workload, tuple(stages))
+
+
+def _meshes(fields: Fields) -> Meshes:
+    """The rectangles of the workers: one for all, or one of each."""
+    if "mesh" in fields:
+        return _mesh(fields.object("mesh"))
+    return Division(tuple(_mesh(worker.object("mesh")) for worker in fields.objects("workers")))
+
+
+def _mesh(fields: Fields) -> StageMesh:
+    return StageMesh(fields.integer("nodes", 1), fields.integer("devices_per_node", 1))
 
 
 def _schedule(fields: Fields) -> PipelineSchedule:

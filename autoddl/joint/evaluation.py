@@ -23,21 +23,13 @@ where exposed are the differences that transfers, and all-reduces, make to the s
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from typing import Protocol
 
 from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
-from autoddl.costmodel.cluster import Cluster, Link
-from autoddl.costmodel.collectives import Collective, Step
-from autoddl.costmodel.crossing import crossing
-from autoddl.costmodel.distribution import Axis
-from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.layerwork import LayerWork, all_reduce_steps
-from autoddl.costmodel.pricing import edge_shape
-from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.memory import weight_versions
 from autoddl.pipelines.planners.inflight import in_flight
@@ -46,23 +38,12 @@ from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.timeline import Timeline, steady_state
 from autoddl.pipelines.times import Times
 
+from .between import Boundary, boundary_of, own_gradient_bytes, replicated_all_reduce_s, shared_seconds
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain, StageGraph
-from .meshes import StageMesh
+from .meshes import Meshes
 
-__all__ = [
-    "Boundary",
-    "Evaluation",
-    "PricedLayer",
-    "StageFigures",
-    "boundary_of",
-    "evaluate",
-    "own_gradient_bytes",
-    "replicated_all_reduce_s",
-    "shared_seconds",
-    "stage_workload",
-    "step_of",
-]
+__all__ = ["Evaluation", "StageFigures", "evaluate", "stage_workload", "step_of"]
 
 
 @dataclass(frozen=True)
@@ -72,7 +53,9 @@ class StageFigures:
     Attributes:
         graph: its layers.
         assessment: of its layers, the entry left out.
-        forward_s, backward_s: compute and communication inside the stage.
+        forward_s, backward_s: compute and communication inside the stage; back all ``backward_passes`` together.
+        backward_input_s: until the gradient of the input is there: the input part of a split backward pass, or all of it.
+        backward_passes: how often it is gone back through (see :class:`.configuration.PipelineSchedule`).
         recompute_s: of the forward pass that is run again (recomputation of the stage).
         all_reduce_s: of its gradients over all its replicas, per step.
         state_bytes, weight_bytes: of parameters, gradients and optimizer; of the parameters alone.
@@ -85,6 +68,7 @@ class StageFigures:
     forward_s: float
     backward_s: float
     backward_input_s: float
+    backward_passes: int
     recompute_s: float
     all_reduce_s: float
     state_bytes: float
@@ -98,7 +82,7 @@ class StageFigures:
         """Of one micro-batch, its recomputation included."""
         work = [layer.work for layer in self.assessment.layers]
         again = sum(one.forward_s for one in work) if self.recompute_s else 0.0
-        return sum(one.forward_s + one.backward_s for one in work) + again
+        return sum(one.forward_s + self.backward_passes * one.backward_s for one in work) + again
 
     @property
     def busy_s(self) -> float:
@@ -109,15 +93,6 @@ class StageFigures:
     def communication_s(self) -> float:
         """Inside the stage, of one micro-batch."""
         return max(0.0, self.busy_s - self.compute_s)
-
-
-@dataclass(frozen=True)
-class Boundary:
-    """What one micro-batch takes from a stage to the next one, and its gradient back; and its bytes."""
-
-    forward_s: float
-    backward_s: float
-    nbytes: float
 
 
 @dataclass(frozen=True)
@@ -234,23 +209,25 @@ class Evaluation:
         return max(self._sent_bytes(worker) for worker in range(self.schedule.num_workers))
 
     def _sent_bytes(self, worker: int) -> float:
-        spec, mesh = self.configuration.schedule, self.configuration.mesh
-        workload, total = self.configuration.workload, 0.0
+        configuration, workload = self.configuration, self.configuration.workload
+        total, devices = 0.0, configuration.mesh.mesh_of(worker).num_devices
         for pipeline, stage in self.schedule.stages_on(worker):
-            share = self.micro_batches_of(worker, stage, pipeline) / spec.num_micro_batches
-            again = 1.0 if self.stages[stage].recompute_s else 0.0
-            for layer in self.stages[stage].assessment.layers:
+            figures, count = self.stages[stage], self.micro_batches_of(worker, stage, pipeline)
+            share, replicas = count / configuration.schedule.num_micro_batches, len(self.schedule.replicas_of(stage))
+            more = count * (figures.backward_passes - 1)
+            for layer in figures.assessment.layers:
                 gradient = sum(step.sent_bytes for step in layer.work.gradient)
-                forward = sum(step.sent_bytes for step in layer.forward_steps)
-                total += share * (layer.sent_bytes - gradient + again * spec.num_micro_batches * forward) + gradient
-                replicas = len(self.schedule.replicas_of(stage))
+                total += share * (layer.sent_bytes - gradient) + gradient
+                if figures.recompute_s:
+                    total += count * sum(step.sent_bytes for step in layer.forward_steps)
+                if more:
+                    total += more * sum(step.sent_bytes for step in layer.backward_steps)
                 if replicas > 1:
                     shard = own_gradient_bytes(layer, workload) / layer.strategy.p0
                     total += 2 * (replicas - 1) / replicas * shard
             for boundary in (stage - 1, stage):
                 if 0 <= boundary < len(self.boundaries):
-                    nbytes = self.boundaries[boundary].nbytes / mesh.num_devices
-                    total += share * spec.num_micro_batches * nbytes
+                    total += count * self.boundaries[boundary].nbytes / devices
         return total
 
     @cached_property
@@ -277,13 +254,14 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     Raises:
         UserError: a strategy does not fit its layer, mesh or micro-batch, or the schedule cannot be generated.
     """
-    mesh, workload = configuration.mesh, configuration.workload
-    devices = mesh.devices(cluster)
-    choices = configuration.stages
+    mesh, workload, choices = configuration.mesh, configuration.workload, configuration.stages
     graphs = [chain.stage(*bounds) for bounds in configuration.bounds]
-    assessed = [_assess(graph, devices, workload, choice) for graph, choice in zip(graphs, choices)]
+    assessed = [
+        _assess(graph, configuration.mesh_of(s).devices(cluster), workload, choice)
+        for s, (graph, choice) in enumerate(zip(graphs, choices))
+    ]
     recomputing = tuple(choice.recompute == "stage" for choice in choices)
-    schedule = configuration.schedule.schedule(mesh.num_devices, recomputing)
+    schedule = configuration.schedule.schedule(configuration.widths, recomputing)
     boundaries = tuple(
         boundary_of(
             mesh, cluster, schedule, b, graph.exit, here.strategies[graph.exit.name], there.strategies[ENTRY], workload
@@ -294,17 +272,24 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     stage_of = {layer.name: s for s, graph in enumerate(graphs) for layer in graph.layers}
     shared = shared_seconds(mesh, cluster, schedule, graphs, stage_of, names, workload)
     stages = tuple(
-        _figures(mesh, cluster, schedule, s, graph, assessment, choices[s], workload, shared.get(s, 0.0))
+        _figures(
+            configuration,
+            s,
+            graph,
+            assessment,
+            _all_reduce_seconds(mesh, cluster, schedule, s, assessment.layers, workload) + shared.get(s, 0.0),
+        )
         for s, (graph, assessment) in enumerate(zip(graphs, assessed))
     )
-    times = times_of(stages, boundaries)
     flights = in_flight(schedule)
-    memory = memory_of(schedule, stages, recomputing, flights)
     by_stage = tuple(
         tuple(flights[replica.worker][replica.pipeline, s] for replica in schedule.replicas_of(s))
         for s in range(schedule.num_stages)
     )
-    return Evaluation(configuration, cluster, stages, boundaries, schedule, times, memory, by_stage)
+    memory = memory_of(schedule, stages, recomputing, flights)
+    return Evaluation(
+        configuration, cluster, stages, boundaries, schedule, times_of(stages, boundaries), memory, by_stage
+    )
 
 
 def _assess(graph: StageGraph, devices: Cluster, workload: Workload, choice: StageChoice) -> Assessment:
@@ -312,7 +297,26 @@ def _assess(graph: StageGraph, devices: Cluster, workload: Workload, choice: Sta
     return Assessment(whole.layers[1:]) if graph.has_entry else whole
 
 
-def times_of(stages: Sequence[StageFigures], boundaries: Sequence[Boundary]) -> Times:
+class StageTimes(Protocol):
+    """Seconds of a stage that the simulator needs to know."""
+
+    @property
+    def forward_s(self) -> float: ...
+
+    @property
+    def backward_s(self) -> float: ...
+
+    @property
+    def backward_input_s(self) -> float: ...
+
+    @property
+    def recompute_s(self) -> float: ...
+
+    @property
+    def all_reduce_s(self) -> float: ...
+
+
+def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary]) -> Times:
     """What the simulator needs to know."""
     return Times.of(
         len(stages),
@@ -327,24 +331,12 @@ def times_of(stages: Sequence[StageFigures], boundaries: Sequence[Boundary]) -> 
 
 
 def _figures(
-    mesh: StageMesh,
-    cluster: Cluster,
-    schedule: Schedule,
-    number: int,
-    graph: StageGraph,
-    assessment: Assessment,
-    choice: StageChoice,
-    workload: Workload,
-    shared_s: float,
+    configuration: Configuration, number: int, graph: StageGraph, assessment: Assessment, all_reduce_s: float
 ) -> StageFigures:
-    layers = assessment.layers
-    forward_compute = sum(layer.work.forward_s for layer in layers)
-    backward_compute = sum(layer.work.backward_s for layer in layers)
-    forward = forward_compute + sum(layer.forward_communication_s for layer in layers)
-    backward = backward_compute + sum(layer.backward_communication_s for layer in layers)
-    # The weight part of a backward pass is one of its two products: half of what it computes for the first time.
-    again = forward_compute if choice.recompute == "layers" else 0.0
-    weight_part = max(0.0, backward_compute - again) / 2
+    layers, workload, choice = assessment.layers, configuration.workload, configuration.stages[number]
+    passes = configuration.schedule.backward_passes(number)
+    forward = sum(layer.work.forward_s + layer.forward_communication_s for layer in layers)
+    backward = sum(layer.work.backward_s + layer.backward_communication_s for layer in layers)
     state = sum(layer.work.state_bytes for layer in layers)
     entry = graph.entry
     arriving = 0.0 if entry is None else workload.micro_batch * entry.output_elements * workload.itemsize
@@ -352,38 +344,21 @@ def _figures(
         graph=graph,
         assessment=assessment,
         forward_s=forward,
-        backward_s=backward,
-        backward_input_s=backward - weight_part,
+        backward_s=passes * backward,
+        backward_input_s=configuration.schedule.input_passes(number) * backward,
+        backward_passes=passes,
         recompute_s=forward if choice.recompute == "stage" else 0.0,
-        all_reduce_s=_all_reduce_seconds(mesh, cluster, schedule, number, layers, workload) + shared_s,
+        all_reduce_s=all_reduce_s,
         state_bytes=state,
         weight_bytes=state * workload.itemsize / workload.bytes_per_parameter,
         kept_bytes=sum(layer.work.kept_bytes for layer in layers),
-        input_bytes=arriving / mesh.num_devices,
+        input_bytes=arriving / configuration.mesh_of(number).num_devices,
         buffer_bytes=max(layer.work.buffer_bytes for layer in layers),
     )
 
 
-class PricedLayer(Protocol):
-    """A layer at its strategy, and what it does for a micro-batch."""
-
-    @property
-    def layer(self) -> Layer: ...
-
-    @property
-    def strategy(self) -> Strategy: ...
-
-    @property
-    def work(self) -> LayerWork: ...
-
-
-def own_gradient_bytes(layer: PricedLayer, workload: Workload) -> float:
-    """Of a layer's gradients on one device."""
-    return layer.work.state_bytes * workload.itemsize / workload.bytes_per_parameter
-
-
 def _all_reduce_seconds(
-    mesh: StageMesh,
+    mesh: Meshes,
     cluster: Cluster,
     schedule: Schedule,
     stage: int,
@@ -394,100 +369,10 @@ def _all_reduce_seconds(
     workers = tuple(replica.worker for replica in schedule.replicas_of(stage))
     if len(workers) == 1:
         return sum(layer.gradient_communication_s for layer in layers)
-    link = mesh.link_between(cluster, workers)
-    devices = mesh.devices(cluster)
+    link, devices = mesh.link_between(cluster, workers), mesh.mesh_of(workers[0]).devices(cluster)
     return sum(
         replicated_all_reduce_s(layer, len(workers), link, devices, own_gradient_bytes(layer, workload))
         for layer in layers
-    )
-
-
-def replicated_all_reduce_s(layer: PricedLayer, num_workers: int, link: Link, devices: Cluster, nbytes: float) -> float:
-    """All-reduce of ``nbytes`` of gradients per device over a layer's slices of the samples and over workers joined by ``link``."""
-    if not nbytes:
-        return 0.0
-    axes = () if layer.strategy.summa else layer.strategy.axes(0, layer.layer.kind == "embedding")
-    slices = prod(axis.size for axis in axes)
-    between = link.time(Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices))
-    if slices == 1:
-        return between
-    # Scattered inside, gathered inside: what an all-reduce over one more, outermost, axis does but for its middle.
-    steps = all_reduce_steps((Axis(num_workers, 1), *axes), nbytes)
-    return between + sum(devices.time(step) for step in steps if step.collective is not Collective.ALL_REDUCE)
-
-
-def shared_seconds(
-    mesh: StageMesh,
-    cluster: Cluster,
-    schedule: Schedule,
-    graphs: Sequence[StageGraph],
-    stage_of: Mapping[str, int],
-    figures: Mapping[str, PricedLayer],
-    workload: Workload,
-) -> dict[int, float]:
-    """Per stage the seconds of exchanging gradients of weights that it shares with other stages, per step."""
-    seconds: dict[int, float] = {}
-    for s, graph in enumerate(graphs):
-        for here, there in graph.shared:
-            other = stage_of[there]
-            workers = (schedule.placement[0][s], schedule.placement[0][other])
-            if workers[0] == workers[1]:
-                continue
-            nbytes = max(own_gradient_bytes(figures[name], workload) for name in (here, there))
-            link = mesh.link_between(cluster, workers)
-            step = Step(Collective.ALL_REDUCE, Axis(2, 1), nbytes)
-            seconds[s] = seconds.get(s, 0.0) + link.time(step)
-    return seconds
-
-
-def boundary_of(
-    mesh: StageMesh,
-    cluster: Cluster,
-    schedule: Schedule,
-    number: int,
-    exit_layer: Layer,
-    source: Strategy,
-    target: Strategy,
-    workload: Workload,
-) -> Boundary:
-    """What crosses from stage ``number`` to the next one: its last layer's output, from its layout to the wanted one."""
-    together = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in schedule.placement)
-    samples, features = edge_shape(exit_layer, workload.micro_batch)
-    nbytes = workload.micro_batch * exit_layer.output_elements * workload.itemsize
-    per_element = nbytes / (samples * features)
-    shape = (samples, features)
-    return Boundary(
-        _crossing_seconds(mesh, cluster, together, source, target, shape, per_element),
-        _crossing_seconds(mesh, cluster, together, target, source, shape, per_element),
-        nbytes,
-    )
-
-
-def _crossing_seconds(
-    mesh: StageMesh,
-    cluster: Cluster,
-    share_nodes: bool,
-    source: Strategy,
-    target: Strategy,
-    shape: tuple[int, int],
-    per_element: float,
-) -> float:
-    """Of one micro-batch between two workers (formula: module's docstring)."""
-    inter, intra = cluster.links
-    if source.rows_and_features == target.rows_and_features:
-        link = intra if share_nodes else inter
-        return link.latency_s + shape[0] * shape[1] * per_element / mesh.num_devices / link.bandwidth
-    loads: dict[tuple[bool, bool, int], list[float]] = {}
-    for piece in crossing(source.activations, target.activations, shape):
-        node, other = piece.source // mesh.devices_per_node, piece.destination // mesh.devices_per_node
-        inside = share_nodes and node == other
-        for end in ((inside, False, piece.source), (inside, True, piece.destination)):
-            load = loads.setdefault(end, [0.0, 0.0])
-            load[0] += 1
-            load[1] += piece.num_elements * per_element
-    return max(
-        (intra if inside else inter).latency_s * messages + sent / (intra if inside else inter).bandwidth
-        for (inside, _, _), (messages, sent) in loads.items()
     )
 
 

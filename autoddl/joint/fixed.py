@@ -42,7 +42,7 @@ class FixedInteriors(Interiors):
         self, problem: Problem, table: CostTable, budget: float | None, cutoff: float
     ) -> tuple[int, ...] | None:
         best: tuple[float, tuple[int, ...]] | None = None
-        for member in baselines(problem.graph, self.devices.level_sizes):
+        for member in baselines(problem.graph, self.tables.devices.level_sizes):
             if member.name not in self._names:
                 continue
             try:

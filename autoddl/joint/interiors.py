@@ -12,119 +12,28 @@ stage share one choice.
 **More blocks.** At fixed strategies a stage's cost is linear in how often it repeats a block, so its optimum, the least of
 lines, is concave in it: where two numbers of repetitions have the same best strategies, all between have them too, without a
 search.
-
-**Memory.** A stage with K micro-batches in flight and v versions of its weights needs state + (v - 1) weights + K kept +
-buffer; where the whole stage is recomputed state + (v - 1) weights + K input + kept + buffer.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-
-import numpy as np
+from collections.abc import Iterator
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.layerwork import LayerWork, layer_work
-from autoddl.costmodel.pricing import PriceBook, Problem, edge_steps
+from autoddl.costmodel.pricing import Problem
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.table import CostTable
 from autoddl.costmodel.workload import Workload
 from autoddl.search import smallest_memory, solve
 
-from .cutting import ENTRY, Chain, Shape, StageGraph
+from .cutting import ENTRY, Chain
+from .interior import Interior, Need, Pricer
 from .meshes import StageMesh
+from .stagetables import StageTables
 
-__all__ = ["Interior", "Interiors", "LayerShare", "Need"]
-
-#: By so much the samples are multiplied to tell bytes per sample from bytes that do not depend on samples.
-_MANY = 2.0**20
-
-
-@dataclass(frozen=True)
-class Need:
-    """What a schedule asks of a stage's memory: micro-batches in flight, weight versions, and the bytes that there are."""
-
-    in_flight: float
-    versions: int
-    budget_bytes: float
-
-
-@dataclass(frozen=True, eq=False)
-class LayerShare:
-    """What one layer takes of a micro-batch at its strategy, and of how many equal ones."""
-
-    layer: Layer
-    strategy: Strategy
-    work: LayerWork
-    forward_s: float
-    backward_s: float
-    gradient_s: float
-    count: int
-
-
-@dataclass(frozen=True, eq=False)
-class Interior:
-    """One way to run a stage: seconds and bytes of each device, per micro-batch.
-
-    ``cost`` is the objective, per step; ``all_reduce_s`` is over the slices of the samples inside a worker.  ``strategies`` are
-    in the order of the stage's graph (the entry first, where it has one), ``shares`` are its different layers.
-    """
-
-    recompute: str
-    strategies: tuple[Strategy, ...]
-    cost: float
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    all_reduce_s: float
-    state_bytes: float
-    weight_bytes: float
-    kept_bytes: float
-    input_bytes: float
-    buffer_bytes: float
-    shares: tuple[LayerShare, ...]
-
-    @property
-    def backward_input_s(self) -> float:
-        """Without the weight part: one of the two products, half of what is computed for the first time."""
-        again = self._forward_compute_s if self.recompute == "layers" else 0.0
-        return self.backward_s - max(0.0, self._backward_compute_s - again) / 2
-
-    @property
-    def _forward_compute_s(self) -> float:
-        return sum(one.count * one.work.forward_s for one in self.shares)
-
-    @property
-    def _backward_compute_s(self) -> float:
-        return sum(one.count * one.work.backward_s for one in self.shares)
-
-    @property
-    def busy_s(self) -> float:
-        return self.forward_s + self.backward_s + self.recompute_s
-
-    def memory(self, need: Need) -> float:
-        """Bytes of each device (formula: module's docstring)."""
-        fixed = self.state_bytes + (need.versions - 1) * self.weight_bytes + self.buffer_bytes
-        if self.recompute == "stage":
-            return fixed + need.in_flight * self.input_bytes + self.kept_bytes
-        return fixed + need.in_flight * self.kept_bytes
-
-    def fits(self, need: Need) -> bool:
-        return self.memory(need) <= need.budget_bytes
-
-
-@dataclass(frozen=True, eq=False)
-class _Bytes:
-    """Of a variable's options, all of them: state, and kept bytes per sample."""
-
-    state: np.ndarray
-    kept: np.ndarray
-    p0: np.ndarray
+__all__ = ["Interior", "Interiors", "Need"]
 
 
 class Interiors:
@@ -139,86 +48,13 @@ class Interiors:
         self, chain: Chain, mesh: StageMesh, cluster: Cluster, workload: Workload, like: Interiors | None = None
     ):
         self.chain, self.mesh, self.workload = chain, mesh, workload
-        self.devices = mesh.devices(cluster)
+        self.tables: StageTables = like.tables if like else StageTables(chain, mesh, cluster, workload)
+        self._pricer: Pricer = like._pricer if like else Pricer(self.tables)
         self.num_searches = 0
-        self._graphs: dict[Shape, StageGraph] = like._graphs if like else {}
-        self._books: dict[tuple[Shape, bool], PriceBook] = like._books if like else {}
-        self._bytes: dict[tuple[Shape, bool], tuple[_Bytes, ...]] = like._bytes if like else {}
-        self._problems: dict[tuple[Shape, bool, int], Problem] = like._problems if like else {}
         self._found: dict[object, Interior | None] = {}
         self._repeated: dict[object, dict[int, _Roles]] = {}
-        self._plain: dict[Shape, tuple[_Plain, ...]] = {}
-        self._shares: dict[object, LayerShare] = {}
         self._refused: dict[object, float] = {}
         self._hopeless: dict[object, list[tuple[int, float]]] = {}
-        self._kinds: dict[Hashable, int] = {}
-
-    @cached_property
-    def _seed(self) -> PriceBook:
-        """A book that all others share their prices with."""
-        graph = self.chain.stage(0, 1).graph
-        return PriceBook(graph, self.devices, replace(self.workload, recompute=False))
-
-    def graph(self, first: int, stop: int) -> StageGraph:
-        """Of the first stage of this shape that was asked for."""
-        shape = self.chain.shape(first, stop)
-        if shape not in self._graphs:
-            self._graphs[shape] = self.chain.stage(first, stop)
-        return self._graphs[shape]
-
-    def book(self, first: int, stop: int, layers_again: bool) -> PriceBook:
-        key = (self.chain.shape(first, stop), layers_again)
-        if key not in self._books:
-            workload = replace(self.workload, recompute=layers_again)
-            graph = self.graph(first, stop).graph
-            self._books[key] = PriceBook(graph, self.devices, workload, like=self._seed)
-        return self._books[key]
-
-    def problem(self, first: int, stop: int, layers_again: bool, micro_batch: int) -> Problem:
-        """The cost table of the whole batch in micro-batches.
-
-        Raises:
-            UserError: the micro-batch does not divide over any strategy of some layer.
-        """
-        key = (self.chain.shape(first, stop), layers_again, micro_batch)
-        if key not in self._problems:
-            book = self.book(first, stop, layers_again)
-            self._problems[key] = book.problem(self.workload.batch, micro_batch)
-        return self._problems[key]
-
-    def bytes_of(self, first: int, stop: int, layers_again: bool) -> tuple[_Bytes, ...]:
-        """Per variable and option the state and what a sample keeps."""
-        key = (self.chain.shape(first, stop), layers_again)
-        if key not in self._bytes:
-            book, few = self.book(first, stop, layers_again), self.mesh.num_devices
-            many = int(few * _MANY)
-            # Memory is affine in the samples; every strategy divides a sample for each device.
-            low, high = (book.problem(number, number).table.memory for number in (few, many))
-            found = []
-            for variable, small, large in zip(book.variables, low, high):
-                kept = (large - small) / (many - few)
-                p0 = np.array([strategy.p0 for strategy in variable.options])
-                found.append(_Bytes(small - few * kept, kept, p0))
-            self._bytes[key] = tuple(found)
-        return self._bytes[key]
-
-    def limited_table(
-        self, first: int, stop: int, layers_again: bool, micro_batch: int, alive: float, versions: int
-    ) -> CostTable:
-        """The cost table with the memory of ``alive`` micro-batches in flight and ``versions`` of the weights."""
-        table = self.problem(first, stop, layers_again, micro_batch).table
-        extra = (versions - 1) * self.workload.itemsize / self.workload.bytes_per_parameter
-        memory: dict[tuple[int, int], np.ndarray] = {}
-        columns = []
-        for of_one, costs in zip(self.bytes_of(first, stop, layers_again), table.cost):
-            kept = micro_batch % of_one.p0 == 0
-            key = (id(costs), id(of_one.state))
-            if key not in memory:
-                state = of_one.state[kept] * (1 + extra)
-                memory[key] = np.ceil(state + alive * micro_batch * of_one.kept[kept] - 1e-6)
-            assert len(memory[key]) == len(costs)
-            columns.append(memory[key])
-        return replace(table, memory=tuple(columns))
 
     def free(self, first: int, stop: int, recompute: str, micro_batch: int) -> Interior | None:
         """The optimum without regard to memory; None where the micro-batch does not divide."""
@@ -252,14 +88,14 @@ class Interiors:
             if recompute == "stage":
                 # Without a limit those with nothing recomputed: running them again does not change what is best.
                 none = self.free(first, stop, "none", micro_batch)
-                return none and self._interior(first, stop, recompute, micro_batch, none.strategies)
+                return none and self._pricer.interior(first, stop, recompute, micro_batch, none.strategies)
             for ends in self._anchors(first, stop):
                 self.free(*ends, recompute, micro_batch)
             known = self._between(first, stop, recompute, micro_batch)
             if known is not None:
                 return known
         try:
-            problem = self.problem(first, stop, layers_again, micro_batch)
+            problem = self.tables.problem(first, stop, layers_again, micro_batch)
         except UserError:
             return None
         strategies = self._solve(problem, first, stop, recompute, micro_batch, need, cutoff)
@@ -267,7 +103,7 @@ class Interiors:
             return None
         if need is None:
             self._remember(first, stop, recompute, micro_batch, strategies)
-        return self._interior(first, stop, recompute, micro_batch, strategies)
+        return self._pricer.interior(first, stop, recompute, micro_batch, strategies)
 
     def _solve(
         self,
@@ -302,8 +138,8 @@ class Interiors:
         """The table with the memory of what is in flight, and the bytes that there are for it."""
         alive, budget = need.in_flight, need.budget_bytes
         if recompute == "stage":
-            alive, budget = 1.0, budget - need.in_flight * self._input_bytes(first, stop, micro_batch)
-        return self.limited_table(first, stop, recompute == "layers", micro_batch, alive, need.versions), budget
+            alive, budget = 1.0, budget - need.in_flight * self.tables.input_bytes(first, stop, micro_batch)
+        return self.tables.limited_table(first, stop, recompute == "layers", micro_batch, alive, need.versions), budget
 
     # ------------------------------------------------------------------------------------------------ repeated blocks
 
@@ -337,79 +173,19 @@ class Interiors:
         if not fewer or not more or known[max(fewer)] != known[min(more)]:
             return None
         roles = known[min(more)]
-        strategies = tuple(roles[_role(layer)] for layer in self.graph(first, stop).graph.layers)
-        return self._interior(first, stop, recompute, micro_batch, strategies)
+        strategies = tuple(roles[_role(layer)] for layer in self.tables.graph(first, stop).graph.layers)
+        return self._pricer.interior(first, stop, recompute, micro_batch, strategies)
 
     def _remember(
         self, first: int, stop: int, recompute: str, micro_batch: int, strategies: tuple[Strategy, ...]
     ) -> None:
         pattern = self.chain.shape(first, stop).pattern()
         if pattern is not None:
-            layers = self.graph(first, stop).graph.layers
+            layers = self.tables.graph(first, stop).graph.layers
             roles = {_role(layer): strategy for layer, strategy in zip(layers, strategies)}
             self._repeated.setdefault((pattern[0], recompute, micro_batch), {})[pattern[1]] = roles
 
-    # --------------------------------------------------------------------------------------------------------- figures
-
-    def _input_bytes(self, first: int, stop: int, micro_batch: int) -> float:
-        entry = self.graph(first, stop).entry
-        elements = 0 if entry is None else entry.output_elements
-        return micro_batch * elements * self.workload.itemsize / self.mesh.num_devices
-
-    def _interior(
-        self, first: int, stop: int, recompute: str, micro_batch: int, strategies: tuple[Strategy, ...]
-    ) -> Interior:
-        workload = replace(self.workload, micro_batch=micro_batch, recompute=recompute == "layers")
-        counts: dict[object, int] = {}
-        shares: dict[object, LayerShare] = {}
-        for plain in self._plain_layers(first, stop):
-            if plain.layer.name == ENTRY:
-                continue
-            strategy = strategies[plain.position]
-            senders = tuple((kind, strategies[position]) for kind, position in plain.inputs)
-            key = (plain.kind, strategy, senders, micro_batch, workload.recompute)
-            counts[key] = counts.get(key, 0) + 1
-            if key not in self._shares:
-                graph = self.graph(first, stop).graph
-                sources = [(graph.layers[position], strategies[position]) for _, position in plain.inputs]
-                self._shares[key] = _share(plain.layer, strategy, sources, self.devices, workload)
-            shares[key] = self._shares[key]
-        own = tuple(replace(share, count=counts[key]) for key, share in shares.items())
-        forward = sum(one.count * (one.work.forward_s + one.forward_s) for one in own)
-        backward = sum(one.count * (one.work.backward_s + one.backward_s) for one in own)
-        again = forward if recompute == "stage" else 0.0
-        reduce = sum(one.count * one.gradient_s for one in own)
-        state = sum(one.count * one.work.state_bytes for one in own)
-        return Interior(
-            recompute=recompute,
-            strategies=strategies,
-            cost=workload.num_micro_batches * (forward + backward + again) + reduce,
-            forward_s=forward,
-            backward_s=backward,
-            recompute_s=again,
-            all_reduce_s=reduce,
-            state_bytes=state,
-            weight_bytes=state * workload.itemsize / workload.bytes_per_parameter,
-            kept_bytes=sum(one.count * one.work.kept_bytes for one in own),
-            input_bytes=self._input_bytes(first, stop, micro_batch),
-            buffer_bytes=max(one.work.buffer_bytes for one in own),
-            shares=own,
-        )
-
-    def _plain_layers(self, first: int, stop: int) -> tuple[_Plain, ...]:
-        """The layers of a stage's graph with numbers that equal ones share."""
-        shape = self.chain.shape(first, stop)
-        if shape not in self._plain:
-            graph = self.graph(first, stop).graph
-            position = {layer.name: i for i, layer in enumerate(graph.layers)}
-            kinds, found = [], []
-            for i, layer in enumerate(graph.layers):
-                names = graph.inputs(layer.name)
-                kinds.append(self._kinds.setdefault((layer.signature(), not names), len(self._kinds)))
-                inputs = tuple((kinds[position[name]], position[name]) for name in names)
-                found.append(_Plain(layer, i, kinds[i], inputs))
-            self._plain[shape] = tuple(found)
-        return self._plain[shape]
+    # -------------------------------------------------------------------------------------------------------- choosing
 
     def choose(
         self,
@@ -480,22 +256,12 @@ class Interiors:
         """The least bytes per device that a stage can be run with."""
         layers_again, alive, extra = recompute == "layers", need.in_flight, 0.0
         if recompute == "stage":
-            alive, extra = 1.0, need.in_flight * self._input_bytes(first, stop, micro_batch)
+            alive, extra = 1.0, need.in_flight * self.tables.input_bytes(first, stop, micro_batch)
         try:
-            table = self.limited_table(first, stop, layers_again, micro_batch, alive, need.versions)
+            table = self.tables.limited_table(first, stop, layers_again, micro_batch, alive, need.versions)
         except UserError:
             return math.inf
         return smallest_memory(table)[0] + extra
-
-
-@dataclass(frozen=True, eq=False)
-class _Plain:
-    """A layer of a stage's graph: its place, a number that equal layers share, and (number, place) of what it reads."""
-
-    layer: Layer
-    position: int
-    kind: int
-    inputs: tuple[tuple[int, int], ...]
 
 
 _Roles = dict
@@ -511,25 +277,3 @@ def _entry_cost(problem: Problem) -> float:
 
 def _role(layer: Layer) -> tuple[str, str]:
     return (layer.block, layer.role) if layer.block else ("", layer.name)
-
-
-def _share(
-    layer: Layer,
-    strategy: Strategy,
-    sources: list[tuple[Layer, Strategy]],
-    devices: Cluster,
-    workload: Workload,
-) -> LayerShare:
-    """As :func:`autoddl.costmodel.assessment.assess` prices a layer; equal layers are priced once."""
-    samples = workload.micro_batch
-    work = layer_work(layer, strategy, devices, workload, samples, not sources)
-    arriving = [step for sender, layout in sources for step in edge_steps(sender, layout, strategy, workload, samples)]
-    return LayerShare(
-        layer=layer,
-        strategy=strategy,
-        work=work,
-        forward_s=sum(devices.time(step) for step in (*arriving, *work.forward)),
-        backward_s=sum(devices.time(step) for step in (*work.backward, *(step.adjoint() for step in arriving))),
-        gradient_s=sum(devices.time(step) for step in work.gradient),
-        count=1,
-    )

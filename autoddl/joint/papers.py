@@ -2,14 +2,16 @@
 
 The papers plan for a profile: units priced on one device, at one sample, everything linear in the samples.  A stage is data
 parallel.  Their decisions (cut, devices per stage, micro-batch, recomputation, schedule) are then priced and simulated as all
-other plans are, so that they stand in one table.  DAPPLE may give its stages different numbers of devices; only plans of
-equal stages are configurations here, so it is asked for the best of these: for each number of stages that divides the
-devices.
+other plans are, so that they stand in one table.  DAPPLE may place a stage's devices anywhere; configurations have rectangles
+(:mod:`.meshes`), so it is asked for stages that take the devices in order: of any widths, whose best plans are taken where they
+are rectangles, and for each number of stages that divides the devices, of equal ones.
+
+Where a planner's time is over, its plans are the best until then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autoddl.costmodel.cluster import Cluster
@@ -17,13 +19,13 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.planners import Shape, plan_chimera, plan_dapple, plan_wpipe
+from autoddl.pipelines.planners import Clock, Shape, plan_chimera, plan_dapple, plan_wpipe
 from autoddl.pipelines.planners import Workload as ProfiledWorkload
 from autoddl.pipelines.profile import Layer, Profile
 
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain
-from .meshes import StageMesh
+from .meshes import Division, Meshes, StageMesh
 from .space import divisors
 
 __all__ = ["PLANNERS", "PaperPlan", "paper_plans", "profile_of"]
@@ -75,15 +77,17 @@ def paper_plans(
     limit_bytes: float,
     recompute: bool | None,
     micro_batch: int | None,
+    clock: Clock,
 ) -> list[PaperPlan]:
     """What one of :data:`PLANNERS` finds, its best first.
 
     Args:
         recompute: always (True), never (False), or whatever is better (None).
         micro_batch: over all devices of a stage, where it is given.
+        clock: when to stop, with the plans until then.
 
     Raises:
-        UserError: there is no such plan for these numbers, or none fits in memory.
+        UserError: there is no such plan for these numbers, or none fits in memory, or none was found in time.
     """
     profile = profile_of(chain, cluster, workload)
     state = workload.bytes_per_parameter / workload.itemsize
@@ -95,7 +99,7 @@ def paper_plans(
     fault: UserError | None = None
     for again in (False, True) if recompute is None else (recompute,):
         try:
-            plans += _PLANS[name](profiled(again), chain, cluster, workload, micro_batch)
+            plans += _PLANS[name](profiled(again), chain, cluster, workload, micro_batch, clock)
         except UserError as error:
             fault = fault or error
     if recompute is False:
@@ -106,41 +110,58 @@ def paper_plans(
 
 
 def _dapple(
-    profiled: ProfiledWorkload, chain: Chain, cluster: Cluster, workload: Workload, micro_batch: int | None
+    profiled: ProfiledWorkload,
+    chain: Chain,
+    cluster: Cluster,
+    workload: Workload,
+    micro_batch: int | None,
+    clock: Clock,
 ) -> Iterator[PaperPlan]:
-    devices, fault = cluster.num_devices, None
-    found = False
+    devices, fault, found = cluster.num_devices, None, False
+    shapes = [Shape(in_order=True)]
     for count in divisors(devices):
-        mesh = _contiguous(cluster, devices // count)
         # Of several stages one has at least an even share of the parameters.
         state = profiled.state * profiled.profile.parameter_bytes / count
-        if count > chain.num_units or mesh is None or state > profiled.limit_bytes:
-            continue
+        if count <= chain.num_units and state <= profiled.limit_bytes:
+            shapes.append(Shape(widths=(devices // count,) * count, in_order=True))
+    for shape in shapes:
         try:
-            plan = plan_dapple(profiled, micro_batch, Shape(widths=(devices // count,) * count)).plan
-            wanted = [count - i if plan.policy == "A" else 2 * (count - i) - 1 for i in range(count)]
-            if any(one.in_flight < min(want, plan.num_micro_batches) for one, want in zip(plan.stages, wanted)):
-                continue  # its warm-up is cut short by memory, which the policies alone do not say
-            options = (("policy", plan.policy),) if count > 1 else ()
-            spec = PipelineSchedule("1f1b", count, plan.num_micro_batches, options)
-            recompute = "stage" if profiled.recompute else "none"
-            cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
-            configuration = _configuration(chain, cluster, workload, mesh, spec, plan.micro_batch, cut, recompute)
+            plans = plan_dapple(profiled, micro_batch, shape, clock).simulated
         except UserError as error:
             fault = fault or error
             continue
-        found = True
-        yield PaperPlan(configuration, plan.simulated_s)
+        for plan in plans:
+            mesh = _in_order(cluster, plan.widths)
+            count = len(plan.stages)
+            wanted = [count - i if plan.policy == "A" else 2 * (count - i) - 1 for i in range(count)]
+            short = any(one.in_flight < min(want, plan.num_micro_batches) for one, want in zip(plan.stages, wanted))
+            # A warm-up that memory cuts short is none of the policies'; slices of unequal sizes are no split.
+            if mesh is None or short or any(plan.micro_batch % width for width in plan.widths):
+                continue
+            spec = PipelineSchedule("1f1b", count, plan.num_micro_batches, (("policy", plan.policy),) * (count > 1))
+            cut, again = _sizes(plan.cuts), "stage" if profiled.recompute else "none"
+            configuration = _configuration(chain, cluster, workload, mesh, spec, plan.micro_batch, cut, again)
+            found = True
+            yield PaperPlan(configuration, plan.simulated_s)
     if not found:
-        raise fault or profiled.does_not_fit("DAPPLE plan of equal stages")
+        raise fault or profiled.does_not_fit("DAPPLE plan of rectangles of devices")
+
+
+def _sizes(cuts: Sequence[int]) -> list[int]:
+    return [stop - first for first, stop in zip(cuts, cuts[1:])]
 
 
 def _chimera(
-    profiled: ProfiledWorkload, chain: Chain, cluster: Cluster, workload: Workload, micro_batch: int | None
+    profiled: ProfiledWorkload,
+    chain: Chain,
+    cluster: Cluster,
+    workload: Workload,
+    micro_batch: int | None,
+    clock: Clock,
 ) -> Iterator[PaperPlan]:
     if profiled.recompute:
         return  # the planner tries both by itself
-    for plan in plan_chimera(profiled, micro_batch).configurations:
+    for plan in plan_chimera(profiled, micro_batch, clock=clock).configurations:
         mesh = _pipelines_inside(cluster, plan.depth)
         if mesh is None:
             continue
@@ -148,23 +169,28 @@ def _chimera(
         spec = PipelineSchedule(
             "chimera", plan.depth, plan.num_micro_batches, options, num_pipelines=plan.num_pipelines
         )
-        cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
+        cut = _sizes(plan.cuts)
         recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
         yield PaperPlan(_configuration(chain, cluster, workload, mesh, spec, size, cut, recompute), plan.simulated_s)
 
 
 def _wpipe(
-    profiled: ProfiledWorkload, chain: Chain, cluster: Cluster, workload: Workload, micro_batch: int | None
+    profiled: ProfiledWorkload,
+    chain: Chain,
+    cluster: Cluster,
+    workload: Workload,
+    micro_batch: int | None,
+    clock: Clock,
 ) -> Iterator[PaperPlan]:
     if profiled.recompute:
         return
-    for plan in plan_wpipe(profiled, micro_batch).configurations:
+    for plan in plan_wpipe(profiled, micro_batch, clock=clock).configurations:
         inside = plan.placement == "A"
         mesh = _pipelines_inside(cluster, plan.depth) if inside else _contiguous(cluster, plan.width)
         if mesh is None:
             continue
         spec = PipelineSchedule("wpipe", plan.depth, plan.num_micro_batches, groups=2, synchronous=False)
-        cut = [stop - first for first, stop in zip(plan.cuts, plan.cuts[1:])]
+        cut = _sizes(plan.cuts)
         recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
         yield PaperPlan(_configuration(chain, cluster, workload, mesh, spec, size, cut, recompute), plan.period_s)
 
@@ -181,6 +207,18 @@ def _contiguous(cluster: Cluster, count: int) -> StageMesh | None:
     return StageMesh(nodes, inside) if not rest and cluster.num_nodes % nodes == 0 else None
 
 
+def _in_order(cluster: Cluster, widths: Sequence[int]) -> Meshes | None:
+    """The rectangles of workers that take the devices one after another; None where some are none."""
+    if len(set(widths)) == 1:
+        return _contiguous(cluster, widths[0])
+    inside = cluster.devices_per_node
+    if any(width > inside and width % inside for width in widths):
+        return None
+    meshes = (StageMesh(1, width) if width < inside else StageMesh(width // inside, inside) for width in widths)
+    division = Division(tuple(meshes))
+    return division if division.tiles(cluster) else None
+
+
 def _pipelines_inside(cluster: Cluster, depth: int) -> StageMesh | None:
     """The mesh of workers whose pipelines lie inside nodes as far as they can."""
     inside = cluster.devices_per_node
@@ -194,16 +232,16 @@ def _configuration(
     chain: Chain,
     cluster: Cluster,
     workload: Workload,
-    mesh: StageMesh,
+    mesh: Meshes,
     spec: PipelineSchedule,
     micro_batch: int,
     cut: list[int],
     recompute: str,
 ) -> Configuration:
     """Data-parallel stages."""
-    strategy = data_parallel(mesh.devices(cluster).level_sizes)
     stages, first = [], 0
-    for count in cut:
+    for number, count in enumerate(cut):
+        strategy = data_parallel(mesh.mesh_of(spec.worker_of(number)).devices(cluster).level_sizes)
         strategies = {layer.name: strategy for layer in chain.layers(first, first + count)}
         if first:
             strategies[ENTRY] = strategy

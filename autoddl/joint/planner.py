@@ -1,80 +1,44 @@
 """The joint planner: pipeline and SBP together, or the plan of a paper's planner; with the runner-ups of every family.
 
 1. Without a pipeline (D = 1) the existing planner is exact: its plan is a member of the space, and the first incumbent.
-2. A first, narrow search (1F1B, each setting's best cut) finds a good incumbent; then the whole space is searched (:mod:`.search`).
-3. The families that people use are planned for comparison: pure SBP, data parallelism, Megatron's stages under 1F1B, and what the
-   planners of DAPPLE, Chimera and WPipe decide (:mod:`.papers`).
+2. A first, narrow search (1F1B, each setting's best cut) finds a good incumbent, and another one looks at all schedules near it;
+   then the whole space is searched (:mod:`.search`).
+3. The families that people use are planned for comparison (:mod:`.families`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
-from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.planners import Clock
 
 from ..planner import USABLE_MEMORY, InfeasibleError, Planned, base_workload, make_plan
-from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice
-from .cutting import Chain, chain_of
+from .configuration import Configuration, PipelineSchedule, StageChoice
+from .cutting import chain_of
 from .evaluation import Evaluation, evaluate
-from .fixed import megatron
+from .explorer import Explorer
+from .families import families_of, paper_plan, stopped, whole_mesh
 from .interiors import Need
-from .meshes import StageMesh, stage_meshes
-from .papers import PLANNERS, paper_plans
-from .result import Considered, FamilyFigures, JointOptions, JointPlan
-from .search import Explored, Explorer
+from .job import DEFAULT_TIME_LIMIT_S, Job, Report, no_report
+from .meshes import all_meshes, has_all_divisions, stage_meshes
+from .papers import PLANNERS
+from .result import Considered, JointOptions, JointPlan
+from .search import Explored, explore
 from .space import MOST_CUTS, divisors
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
-#: Seconds of processor time for the search of pipelines where no limit is given.
-DEFAULT_TIME_LIMIT_S = 30.0
-#: The parts of it after which the first, narrow search and that near its plan end, and what Megatron's family may take.
-_NARROW, _NEAR, _FAMILY = 0.6, 0.9, 0.2
-#: How many of a paper's plans are looked at for one that fits.
-_MOST_PAPER_PLANS = 16
-
-Report = Callable[[float, float, int], None]
+#: The parts of the time limit after which the first, narrow search and that near its plan end.
+_NARROW, _NEAR = 0.6, 0.9
 
 
-def _silent(best_s: float, bound_s: float, simulated: int) -> None:
-    """No progress."""
-
-
-@dataclass
-class _Job:
-    """What all steps share."""
-
-    graph: LayerGraph
-    cluster: Cluster
-    options: JointOptions
-    chain: Chain
-    workload: Workload
-    limit_bytes: float
-    report: Report
-
-    @property
-    def recomputations(self) -> tuple[str, ...]:
-        wish = self.options.base.recompute
-        return RECOMPUTATIONS if wish is None else RECOMPUTATIONS[1:] if wish else RECOMPUTATIONS[:1]
-
-    @property
-    def time_limit_s(self) -> float:
-        limit = self.options.base.time_limit_s
-        return DEFAULT_TIME_LIMIT_S if limit is None else limit
-
-    def explorer(self) -> Explorer:
-        return Explorer(self.chain, self.cluster, self.workload, self.limit_bytes, self.recomputations)
-
-
-def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, report: Report = _silent) -> JointPlan:
+def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, report: Report = no_report) -> JointPlan:
     """The best pipeline with the best strategies inside its stages, and why.
 
     Args:
@@ -91,7 +55,7 @@ def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, rep
     workload = base_workload(cluster, base, recompute=False)
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
-    job = _Job(graph, cluster, options, chain_of(graph), workload, limit, report)
+    job = Job(graph, cluster, options, chain_of(graph), workload, limit, report)
     whole, fault = _without_pipeline(job)
     if options.pipeline != "auto":
         return _by_paper(job, whole, fault, start)
@@ -118,7 +82,7 @@ def _check(options: JointOptions) -> None:
 # ---- Without a pipeline ------------------------------------------------------------------------------------------------
 
 
-def _without_pipeline(job: _Job) -> tuple[Planned | None, UserError | None]:
+def _without_pipeline(job: Job) -> tuple[Planned | None, UserError | None]:
     try:
         return make_plan(job.graph, job.cluster, job.options.base), None
     except InfeasibleError as fault:
@@ -127,23 +91,19 @@ def _without_pipeline(job: _Job) -> tuple[Planned | None, UserError | None]:
         return None, fault
 
 
-def _whole_mesh(cluster: Cluster) -> StageMesh:
-    return StageMesh(cluster.num_nodes, cluster.devices_per_node)
-
-
-def _one_stage(job: _Job, planned: Planned) -> Evaluation:
+def _one_stage(job: Job, planned: Planned) -> Evaluation:
     """The existing planner's plan as a pipeline of one stage."""
     workload = planned.workload
     recompute = "layers" if workload.recompute else "none"
     spec = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
     stage = StageChoice(job.chain.num_units, recompute, planned.strategies)
-    return evaluate(job.chain, job.cluster, Configuration(_whole_mesh(job.cluster), spec, workload, (stage,)))
+    return evaluate(job.chain, job.cluster, Configuration(whole_mesh(job.cluster), spec, workload, (stage,)))
 
 
 # ---- The whole space ---------------------------------------------------------------------------------------------------
 
 
-def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
+def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
     base, explorer, begin = job.options.base, job.explorer(), time.process_time()
     alone = None if whole is None else _one_stage(job, whole)
     known = math.inf if alone is None else alone.step_s
@@ -151,7 +111,8 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     notes: tuple[str, ...] = ()
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
-    narrow = explorer.explore(
+    narrow = explore(
+        explorer,
         explorer.settings(base.micro_batch, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1),
         known,
         begin + _NARROW * job.time_limit_s,
@@ -161,7 +122,8 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     best = narrow.best or alone
     near = _near(job, explorer, narrow.best, stale, begin + _NEAR * job.time_limit_s)
     best = near or best
-    wide = explorer.explore(
+    wide = explore(
+        explorer,
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
         math.inf if best is None else best.step_s,
         begin + job.time_limit_s,
@@ -178,7 +140,7 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     if whole is not None:
         lower = min(lower, whole.lower_bound)
     optimal = lower >= best.step_s * (1 - 1e-9)
-    families = tuple(_families(job, whole, alone, fault, explorer))
+    families = tuple(families_of(job, whole, alone, fault, explorer))
     return JointPlan(
         graph=job.graph,
         cluster=job.cluster,
@@ -194,24 +156,28 @@ def _searched(job: _Job, whole: Planned | None, fault: UserError | None, start: 
     )
 
 
-def _near(job: _Job, explorer: Explorer, best: Evaluation | None, stale: bool, deadline: float) -> Evaluation | None:
+def _near(job: Job, explorer: Explorer, best: Evaluation | None, stale: bool, deadline: float) -> Evaluation | None:
     """The best of all schedules on the mesh of a good plan, at its micro-batch, half and twice that, if one is better."""
     if best is None:
         return None
     mesh, size = best.configuration.mesh, best.configuration.workload.micro_batch
     everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
     settings = [one for one in everything if one.mesh == mesh and one.micro_batch in (size / 2, size, 2 * size)]
-    return explorer.explore(settings, best.step_s, deadline, one_cut=True, report=job.report).best
+    return explore(explorer, settings, best.step_s, deadline, one_cut=True, report=job.report).best
 
 
-def _considered(job: _Job, narrow: Explored, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
+def _considered(job: Job, narrow: Explored, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
     sizes = "every micro-batch" if job.options.base.micro_batch is None else "the given micro-batch"
     stale = "every schedule, asynchronous ones too" if job.options.allow_stale else "every synchronous schedule"
     every = "all cuts" if _has_all_cuts(job) else "even and uneven cuts"
+    devices = "workers of equal rectangles of devices, or of any that tile the cluster"
+    if not has_all_divisions(job.cluster):
+        devices = "workers of equal rectangles of devices, or equal but for the first and the last"
     again = " / ".join(job.recomputations)
     alone = 0 if whole is None else len(whole.candidates)
     return Considered(
-        space=f"{stale}, every mesh of a stage, {sizes}, {every}, recomputation {again}, exact SBP inside each stage",
+        space=f"{devices} (bidirectional schedules: equal); {stale}, {sizes}, {every}, recomputation {again}, exact SBP "
+        "inside each stage",
         configurations=wide.configurations + alone,
         settings=wide.settings + alone,
         ruled_out_by_memory=wide.out_of_memory,
@@ -221,13 +187,13 @@ def _considered(job: _Job, narrow: Explored, wide: Explored, explorer: Explorer,
     )
 
 
-def _has_all_cuts(job: _Job) -> bool:
+def _has_all_cuts(job: Job) -> bool:
     """Whether the space has every cut of the chain, for every number of workers."""
-    depths = {mesh.num_workers(job.cluster) for mesh in stage_meshes(job.cluster)}
+    depths = {mesh.num_workers(job.cluster) for mesh in all_meshes(job.cluster)}
     return all(math.comb(job.chain.num_units - 1, depth - 1) <= MOST_CUTS for depth in depths)
 
 
-def _infeasible(job: _Job, explorer: Explorer, whole: Planned | None, fault: UserError | None) -> UserError:
+def _infeasible(job: Job, explorer: Explorer, whole: Planned | None, fault: UserError | None) -> UserError:
     """The error that nothing fits, with the least memory that an even pipeline, or none, would do with."""
     least = math.inf
     for mesh in stage_meshes(job.cluster):
@@ -264,145 +230,13 @@ def _infeasible(job: _Job, explorer: Explorer, whole: Planned | None, fault: Use
     )
 
 
-# ---- Families ----------------------------------------------------------------------------------------------------------
-
-
-def describe(evaluation: Evaluation) -> str:
-    """Stages, schedule, micro-batch and recomputation in a few words."""
-    configuration = evaluation.configuration
-    spec, size = configuration.schedule, configuration.workload.micro_batch
-    again = {stage.recompute for stage in configuration.stages} - {"none"}
-    recomputed = f", recomputed ({' and '.join(sorted(again))})" if again else ""
-    passes = f"micro-batch {size}{recomputed}"
-    if spec.num_workers == 1:
-        return passes
-    return f"{spec.label}, {spec.num_stages} stages of {configuration.mesh}, {passes}"
-
-
-def _figures(name: str, evaluation: Evaluation, description: str) -> FamilyFigures:
-    return FamilyFigures(
-        name=name,
-        description=description,
-        step_s=evaluation.step_s,
-        compute_s=evaluation.compute_s,
-        communication_s=evaluation.inner_communication_s,
-        exposed_communication_s=evaluation.exposed_communication_s,
-        bubble_s=evaluation.bubble_s,
-        memory_bytes=evaluation.memory_bytes,
-    )
-
-
-def _families(
-    job: _Job, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer | None
-) -> Iterator[FamilyFigures]:
-    if alone is None:
-        yield FamilyFigures("pure SBP", infeasible=str(fault))
-    else:
-        yield _figures("pure SBP", alone, describe(alone))
-    yield _data_parallel(job, whole)
-    explored = _megatron(job, explorer)
-    found = explored.best
-    if found is None:
-        why = "no such plan fits the memory limit" if explored.finished else "none was found within the time limit"
-        yield FamilyFigures("Megatron + 1F1B", infeasible=why)
-    else:
-        inner = _common_strategy(found)
-        yield _figures("Megatron + 1F1B", found, f"{describe(found)}{inner}")
-    for name, title in PLANNERS.items():
-        if name == "wpipe" and not job.options.allow_stale:
-            yield FamilyFigures(title, infeasible="asynchronous; offered with --allow-stale")
-            continue
-        try:
-            plan = _paper(job, name)
-        except UserError as error:
-            yield FamilyFigures(title, infeasible=str(error))
-        else:
-            yield _figures(title, plan, describe(plan))
-
-
-def _data_parallel(job: _Job, whole: Planned | None) -> FamilyFigures:
-    name = "data parallel"
-    mesh = _whole_mesh(job.cluster)
-    strategy = Strategy(tuple((size, 1, 1) for size in mesh.devices(job.cluster).level_sizes))
-    wish, best, why = job.options.base.micro_batch, None, ""
-    least = math.inf
-    for size in divisors(job.workload.batch) if wish is None else [wish]:
-        if size % strategy.p0:
-            continue
-        for recompute in job.recomputations:
-            workload = replace(job.workload, micro_batch=size, recompute=recompute == "layers")
-            spec = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
-            stage = StageChoice(job.chain.num_units, recompute, {layer.name: strategy for layer in job.graph.layers})
-            try:
-                evaluation = evaluate(job.chain, job.cluster, Configuration(mesh, spec, workload, (stage,)))
-            except UserError as error:
-                why = why or str(error)
-                continue
-            if evaluation.memory_bytes > job.limit_bytes:
-                least = min(least, evaluation.memory_bytes)
-            elif best is None or evaluation.step_s < best.step_s:
-                best = evaluation
-    if best is not None:
-        return _figures(name, best, f"dp {strategy.p0}, {describe(best)}")
-    if math.isfinite(least):
-        why = f"needs {format_bytes(least)} per device, over the limit of {format_bytes(job.limit_bytes)}"
-    slices = f"the batch does not divide over {strategy.p0} devices"
-    return FamilyFigures(name, infeasible=why or slices)
-
-
-def _megatron(job: _Job, like: Explorer | None) -> Explored:
-    """The best plan of equal Megatron stages under 1F1B, each setting at its best cut."""
-    explorer = Explorer(job.chain, job.cluster, job.workload, job.limit_bytes, job.recomputations, megatron, like)
-    settings = explorer.settings(
-        job.options.base.micro_batch, False, lambda spec: spec.name == "1f1b" and dict(spec.options) != {"policy": "B"}
-    )
-    deadline = time.process_time() + _FAMILY * job.time_limit_s
-    return explorer.explore(settings, deadline=deadline, one_cut=True)
-
-
-def _common_strategy(evaluation: Evaluation) -> str:
-    """The mesh of Megatron's stages: data and model parallel ways of the linear layers."""
-    linear = next((one for one in evaluation.layers if one.layer.kind == "linear"), None)
-    if linear is None:
-        return ""
-    strategy = linear.strategy
-    return f", dp {strategy.p0} x mp {strategy.p1 * strategy.p2}"
-
-
 # ---- The papers' planners ----------------------------------------------------------------------------------------------
 
 
-def _paper(job: _Job, name: str) -> Evaluation:
-    """The best of a paper's plans that fits.
-
-    Raises:
-        UserError: there is none.
-    """
-    base = job.options.base
-    if name == "wpipe" and job.chain.shares_weights:
-        raise UserError("layers share a weight, whose copies asynchronous stages would update at different times")
-    plans = paper_plans(name, job.chain, job.cluster, job.workload, job.limit_bytes, base.recompute, base.micro_batch)
-    least, fault = math.inf, None
-    for plan in plans[:_MOST_PAPER_PLANS]:
-        try:
-            evaluation = evaluate(job.chain, job.cluster, plan.configuration)
-        except UserError as error:
-            fault = fault or error
-            continue
-        if evaluation.memory_bytes <= job.limit_bytes:
-            return evaluation
-        least = min(least, evaluation.memory_bytes)
-    if math.isfinite(least):
-        raise InfeasibleError(
-            f"its plans need {format_bytes(least)} per device, over the limit of {format_bytes(job.limit_bytes)}"
-        )
-    raise fault or UserError(f"no {PLANNERS[name]} plan for {job.cluster.num_devices} devices")
-
-
-def _by_paper(job: _Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
-    name = job.options.pipeline
+def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
+    name, clock = job.options.pipeline, Clock(job.time_limit_s)
     try:
-        best = _paper(job, name)
+        best = paper_plan(job, name, clock)
     except UserError as error:
         raise type(error)(f"{PLANNERS[name]}'s planner: {error}") from None
     alone = None if whole is None else _one_stage(job, whole)
@@ -425,12 +259,13 @@ def _by_paper(job: _Job, whole: Planned | None, fault: UserError | None, start: 
         lower_bound_s=min(ideal, best.step_s),
         optimal=False,
         considered=considered,
-        families=tuple(_families(job, whole, alone, fault, None)),
+        families=tuple(families_of(job, whole, alone, fault, None)),
         search_s=time.perf_counter() - start,
+        notes=(f"{PLANNERS[name]}'s plan is the best until then{stopped(clock)}",) if clock.stopped else (),
     )
 
 
-def _ideal_s(job: _Job) -> float:
+def _ideal_s(job: Job) -> float:
     """All products of a step at the speed of all devices together: no plan is faster."""
     device = job.cluster.device
     speed = job.cluster.num_devices * device.peak_flops[job.workload.precision] * device.efficiency

@@ -1,14 +1,17 @@
-"""The space of joint plans: meshes, schedules, micro-batches and cuts.
+"""The space of joint plans: divisions of the devices, schedules, micro-batches and cuts.
 
 ======================  ==========================================================================================================
 what                    values
 ======================  ==========================================================================================================
-mesh of a worker        every rectangle of nodes x devices that tiles the cluster; D = the number of workers
+devices of the workers  every rectangle of nodes x devices that tiles the cluster, all workers equal; and the divisions in unequal
+                        rectangles of :mod:`.meshes`; D = the number of workers
 schedule                every family of the generators with every policy; bidirectional ones with 2 or 4 pipelines and every way to
-                        string units together; 2 or 4 groups of stages per worker; asynchronous ones where they are asked for
+                        string units together; 2 or 4 groups of stages per worker; asynchronous ones where they are asked for.
+                        Bidirectional ones for equal workers alone: each holds the stages of another one too
 micro-batch             every divisor of the batch
-cut in S stages         every cut of a chain that has at most :data:`MOST_CUTS`; of longer ones those whose inner stages differ by
-                        at most one unit, the larger ones next to each other, with a first and a last stage of any size
+cut in S stages         every cut of a chain that has at most :data:`MOST_CUTS`; of longer ones those whose inner stages have units
+                        in proportion to their devices, rounded down or, next to each other, up; with a first and a last stage of
+                        any size; all between half and twice their proportional share
 recomputation           per stage: none, layer by layer, or of the whole stage
 ======================  ==========================================================================================================
 
@@ -42,12 +45,21 @@ def divisors(number: int) -> list[int]:
     return small + [number // d for d in reversed(small) if d * d != number]
 
 
-def schedules(num_workers: int, num_micro_batches: int, num_units: int, stale: bool) -> Iterator[PipelineSchedule]:
-    """Every schedule of so many workers and micro-batches for a model of so many units."""
+def schedules(
+    num_workers: int, num_micro_batches: int, num_units: int, stale: bool, equal: bool = True
+) -> Iterator[PipelineSchedule]:
+    """Every schedule of so many workers and micro-batches for a model of so many units.
+
+    Args:
+        stale: asynchronous ones too.
+        equal: whether all workers have as many devices.
+    """
     if num_workers == 1:
         yield PipelineSchedule("1f1b", 1, num_micro_batches)
         return
     for spec in _schedules(num_workers, num_micro_batches, stale):
+        if spec.num_pipelines > 1 and not equal:
+            continue
         if spec.num_stages <= num_units and spec.num_stages * num_micro_batches <= _MOST_PASSES:
             yield spec
 
@@ -85,32 +97,52 @@ def _chimera(depth: int, count: int) -> Iterator[PipelineSchedule]:
             yield PipelineSchedule("chimera", depth, count, options, num_pipelines=pipelines)
 
 
-@lru_cache(maxsize=64)
-def cuts(num_units: int, num_stages: int) -> np.ndarray:
-    """Units per stage of every cut in the space; shape (cuts, stages)."""
+def cuts(num_units: int, num_stages: int, widths: tuple[int, ...] | None = None) -> np.ndarray:
+    """Units per stage of every cut in the space; shape (cuts, stages).
+
+    Args:
+        widths: devices of every stage; None where all have as many.
+    """
     if num_stages > num_units:
         return np.zeros((0, num_stages), dtype=np.int64)
     if comb(num_units - 1, num_stages - 1) <= MOST_CUTS:
-        rows = [np.diff((0, *places, num_units)) for places in combinations(range(1, num_units), num_stages - 1)]
-        return np.array(rows, dtype=np.int64)
-    return np.array(list(_even_inside(num_units, num_stages)), dtype=np.int64)
+        return _every_cut(num_units, num_stages)
+    return _proportional_cuts(num_units, widths or (1,) * num_stages)
 
 
-def _even_inside(num_units: int, num_stages: int) -> Iterator[tuple[int, ...]]:
-    inner = num_stages - 2
-    for first in range(1, num_units - inner):
-        for last in range(1, num_units - inner - first + 1):
-            each, extra = divmod(num_units - first - last, inner)
-            # Stages of very different sizes never win: nothing below half, or above twice, an even share.
-            even = num_units / num_stages
-            if not (even / 2 - 1 <= min(first, last, each) and max(first, last, each + 1) <= 2 * even + 1):
+@lru_cache(maxsize=64)
+def _every_cut(num_units: int, num_stages: int) -> np.ndarray:
+    rows = [np.diff((0, *places, num_units)) for places in combinations(range(1, num_units), num_stages - 1)]
+    return np.array(rows, dtype=np.int64)
+
+
+@lru_cache(maxsize=256)
+def _proportional_cuts(num_units: int, widths: tuple[int, ...]) -> np.ndarray:
+    return np.array(list(_proportional(num_units, widths)), dtype=np.int64).reshape(-1, len(widths))
+
+
+def _proportional(num_units: int, widths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+    inner = np.array(widths[1:-1])
+    count = len(inner)
+    # Stages of very different sizes never win: nothing below half, or above twice, a proportional share.
+    shares = num_units * np.array(widths) / sum(widths)
+    least, most = shares / 2 - 1, 2 * shares + 1
+    for first in range(1, num_units - count):
+        if not least[0] <= first <= most[0]:
+            continue
+        for last in range(1, num_units - count - first + 1):
+            left = num_units - first - last
+            each = np.maximum(left * inner // inner.sum(), 1)
+            extra = left - int(each.sum())
+            fits = least[-1] <= last <= most[-1] and (least[1:-1] <= each).all() and (each + 1 <= most[1:-1]).all()
+            if not fits or not 0 <= extra < max(count, 1):
                 continue
-            for offset in range(inner - extra + 1) if extra else (0,):
-                middle = [each] * inner
-                middle[offset : offset + extra] = [each + 1] * extra
-                yield (first, *middle, last)
+            for offset in range(count - extra + 1) if extra else (0,):
+                middle = each.copy()
+                middle[offset : offset + extra] += 1
+                yield (first, *middle.tolist(), last)
 
 
-def num_cuts(num_units: int, num_stages: int) -> int:
+def num_cuts(num_units: int, num_stages: int, widths: tuple[int, ...] | None = None) -> int:
     """How many cuts the space has."""
-    return len(cuts(num_units, num_stages))
+    return len(cuts(num_units, num_stages, widths))

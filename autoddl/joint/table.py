@@ -10,8 +10,9 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..tables import aligned, counted
 from .evaluation import Evaluation
+from .families import describe, figures_of
+from .meshes import StageMesh
 from .papers import PLANNERS
-from .planner import describe
 from .result import FamilyFigures, JointPlan
 
 __all__ = ["joint_text"]
@@ -41,7 +42,7 @@ def _heading(planned: JointPlan) -> list[str]:
     workload, spec = configuration.workload, configuration.schedule
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
     mesh = configuration.mesh
-    shape = f"{mesh.num_devices} devices ({mesh})"
+    shape = f"{mesh.num_devices} devices ({mesh})" if isinstance(mesh, StageMesh) else f"{mesh} devices"
     passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
     if workload.num_micro_batches == 1:
         passes = "one micro-batch"
@@ -115,7 +116,7 @@ def _layers(evaluation: Evaluation) -> list[str]:
             key = (name, assessed.strategy)
             groups.setdefault(key, []).append((number, layer.name))
             first.setdefault(key, assessed)
-    levels = " | ".join(level.name for level in evaluation.configuration.mesh.devices(evaluation.cluster).levels)
+    levels = " | ".join(level.name for level in evaluation.configuration.levels(evaluation.cluster))
     rows = [("layer", "stages", f"(p0,p1,p2) {levels}", "input", "weight", "output")]
     for group, members in groups.items():
         assessed = first[group]
@@ -191,17 +192,7 @@ def _row(name: str, figures: FamilyFigures, ours: float) -> tuple[str, ...]:
 
 
 def _own(planned: JointPlan) -> FamilyFigures:
-    evaluation = planned.evaluation
-    return FamilyFigures(
-        name=_title(planned),
-        description=describe(evaluation),
-        step_s=evaluation.step_s,
-        compute_s=evaluation.compute_s,
-        communication_s=evaluation.inner_communication_s,
-        exposed_communication_s=evaluation.exposed_communication_s,
-        bubble_s=evaluation.bubble_s,
-        memory_bytes=evaluation.memory_bytes,
-    )
+    return figures_of(_title(planned), planned.evaluation, describe(planned.evaluation))
 
 
 def _title(planned: JointPlan) -> str:

@@ -37,6 +37,7 @@ from ..schedule import Kind, Schedule
 from ..simulator import simulate
 from ..timeline import Timeline, free_regions
 from ..times import Times
+from .clock import Clock
 from .network import Grid, Network
 from .workload import PlannerError, Workload, divisors
 
@@ -113,7 +114,11 @@ def _exposed_all_reduce(timeline: Timeline, times: Times) -> float:
 
 
 def plan_chimera(
-    workload: Workload, micro_batch: int | None = None, num_stages: int | None = None, num_pipelines: int = 2
+    workload: Workload,
+    micro_batch: int | None = None,
+    num_stages: int | None = None,
+    num_pipelines: int = 2,
+    clock: Clock | None = None,
 ) -> ChimeraResult:
     """The best depth, width and micro-batch on all devices of the cluster.
 
@@ -122,9 +127,10 @@ def plan_chimera(
         micro_batch: B; by default greedily the largest that fits.
         num_stages: D; by default every even divisor of the number of devices.
         num_pipelines: 2f; depths that f does not allow are left out.
+        clock: when to stop, with the best so far; by default when everything has been looked at.
 
     Raises:
-        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory.
+        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory, or nothing was found in time.
     """
     devices, layers = workload.cluster.num_devices, workload.num_layers
     if num_stages is not None and num_stages > layers:
@@ -140,27 +146,33 @@ def plan_chimera(
         )
     if micro_batch is not None:
         workload.micro_batches(micro_batch)
-    network = Network(workload.cluster)
+    network, clock = Network(workload.cluster), clock or Clock()
     recomputations = (True,) if workload.recompute else (False, True)
     plain = replace(workload, recompute=False)
     found = [
         configuration
         for depth in depths
         for recompute in recomputations
-        for configuration in _configurations(plain, network, depth, num_pipelines, recompute, micro_batch)
+        for configuration in _configurations(plain, network, depth, num_pipelines, recompute, micro_batch, clock)
     ]
     if not found:
         if all(workload.batch % (devices // depth) for depth in depths):
             raise PlannerError(
                 f"batch {workload.batch} is not divisible by any width of {[devices // d for d in depths]}"
             )
-        raise workload.does_not_fit("Chimera configuration")
+        raise workload.nothing_found("Chimera configuration", clock)
     ranked = sorted(found, key=lambda c: (c.simulated_s, c.model_s, c.depth))
     return ChimeraResult(ranked[0], min(found, key=lambda c: (c.model_s, c.depth)), tuple(ranked))
 
 
 def _configurations(
-    workload: Workload, network: Network, depth: int, num_pipelines: int, recompute: bool, wanted: int | None
+    workload: Workload,
+    network: Network,
+    depth: int,
+    num_pipelines: int,
+    recompute: bool,
+    wanted: int | None,
+    clock: Clock,
 ) -> Iterator[ChimeraConfiguration]:
     """One depth's configurations: at most two micro-batch sizes, every way to string them together."""
     width = workload.cluster.num_devices // depth
@@ -181,6 +193,8 @@ def _configurations(
         for concatenation in ("direct", "doubling", "halving") if count > depth else ("direct",):
             if concatenation == "doubling" and not recompute:
                 continue
+            if clock.is_over:
+                return
             schedule = generate(
                 "chimera",
                 num_stages=depth,

@@ -26,6 +26,7 @@ from ..generators import generate
 from ..schedule import Schedule
 from ..simulator import simulate
 from ..times import Times
+from .clock import Clock
 from .dapple_search import Candidate, DeviceStates, Shape, search
 from .latency import StageCost, corrected_latency, latency, printed_latency
 from .network import Network, Placement, place_fresh_first
@@ -238,39 +239,42 @@ def _device_numbers(network: Network, candidate: Candidate) -> list[tuple[int, .
     return numbers[::-1]
 
 
-def plan_dapple(workload: Workload, micro_batch: int | None = None, shape: Shape | None = None) -> DappleResult:
+def plan_dapple(
+    workload: Workload, micro_batch: int | None = None, shape: Shape | None = None, clock: Clock | None = None
+) -> DappleResult:
     """The best plan for a workload.
 
     Args:
         micro_batch: samples per micro-batch; by default all sizes of :meth:`.Workload.micro_batches` are tried.
         shape: how many stages there should be, or how wide each; by default anything.
+        clock: when to stop, with the best so far; by default when everything has been looked at.
 
     Raises:
-        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory.
+        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory, or nothing was found in time.
     """
     shape = shape or Shape()
     sizes = workload.micro_batches(micro_batch)
     _check_shape(workload, shape)
-    network = Network(workload.cluster)
+    network, clock = Network(workload.cluster), clock or Clock()
     simulations = _Simulations(workload, network)
 
-    single = _candidates(workload, network, sizes, Shape(num_stages=1))
+    single = _candidates(workload, network, sizes, Shape(num_stages=1), clock)
     data_parallel = min((simulations.plan(c) for c in single), key=_by_simulation, default=None)
-    seeds = _seeds(workload, network, sizes, shape, single)
+    seeds = _seeds(workload, network, sizes, shape, single, clock)
     bound = min((c.latency_s for c in seeds), default=float("inf"))
-    found = _best_of_each_kind([*seeds, *_candidates(workload, network, sizes, shape, bound * (1 + SLACK))])
+    found = _best_of_each_kind([*seeds, *_candidates(workload, network, sizes, shape, clock, bound * (1 + SLACK))])
     plans = _ranked(simulations, found)
     if plans and plans[0].simulated_s > (1 + GAP) * found[0].latency_s:
         # What the estimate leaves out weighs: look at those plans that memory does not keep from filling the pipeline.
-        full = _candidates(workload, network, sizes, shape, plans[0].simulated_s, full_warm_up=True)
+        full = _candidates(workload, network, sizes, shape, clock, plans[0].simulated_s, full_warm_up=True)
         plans = sorted([*plans, *_ranked(simulations, full, plans[0].simulated_s)], key=_by_simulation)
     if not plans:
-        raise workload.does_not_fit("plan" if shape == Shape() else "plan of that shape")
+        raise workload.nothing_found("plan" if shape == Shape() else "plan of that shape", clock)
     return DappleResult(plans[0], tuple(plans), data_parallel)
 
 
 def _seeds(
-    workload: Workload, network: Network, sizes: list[int], shape: Shape, single: list[Candidate]
+    workload: Workload, network: Network, sizes: list[int], shape: Shape, single: list[Candidate], clock: Clock
 ) -> list[Candidate]:
     """Data parallelism and even pipelines: found in no time, and their best one spares the search most of its work."""
     if shape.widths is not None:
@@ -284,7 +288,7 @@ def _seeds(
             each, extra = divmod(workload.cluster.num_devices, number)
             even = tuple(each + (stage < extra) for stage in range(number))
             bound = min((c.latency_s for c in found), default=float("inf"))
-            found += _candidates(workload, network, sizes, Shape(widths=even), bound)
+            found += _candidates(workload, network, sizes, Shape(widths=even, in_order=shape.in_order), clock, bound)
     return found
 
 
@@ -293,6 +297,7 @@ def _candidates(
     network: Network,
     sizes: Iterable[int],
     shape: Shape,
+    clock: Clock,
     bound: float = float("inf"),
     full_warm_up: bool = False,
 ) -> list[Candidate]:
@@ -305,7 +310,7 @@ def _candidates(
     devices = DeviceStates(network, shape, count_stages=full_warm_up)
     found: list[Candidate] = []
     for size in sorted(sizes, reverse=True):
-        these = search(workload, devices, workload.batch // size, bound)
+        these = search(workload, devices, workload.batch // size, bound, clock)
         if these:
             bound = min(bound, these[0].latency_s * (1 + SLACK))
         found += these

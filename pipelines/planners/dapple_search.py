@@ -27,6 +27,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from .clock import Clock
 from .network import Line, Network, Placement, place_append_first, place_fresh_first, place_scatter_first
 from .workload import Workload
 
@@ -44,10 +45,17 @@ BEAM = 100
 
 @dataclass(frozen=True)
 class Shape:
-    """What is asked of the stages: how many, or how wide each is (first stage first); None: anything."""
+    """What is asked of the stages.
+
+    Attributes:
+        num_stages: how many; None: any number.
+        widths: devices of each, the first stage first; None: any.
+        in_order: whether stages take the devices one after another, machine by machine, rather than as any policy places them.
+    """
 
     num_stages: int | None = None
     widths: tuple[int, ...] | None = None
+    in_order: bool = False
 
     @property
     def length(self) -> int | None:
@@ -133,7 +141,7 @@ class DeviceStates:
         left = self.num_devices - sum(state.used)
         found: dict[Placement, int] = {}
         for width in self._widths(left, state.num_stages):
-            for policy in POLICIES:
+            for policy in (place_append_first,) if self.shape.in_order else POLICIES:
                 placement = policy(state.used, width, capacity)
                 if placement not in found:
                     used = tuple(a + b for a, b in zip(state.used, placement))
@@ -207,6 +215,7 @@ def search(
     devices: DeviceStates,
     num_micro_batches: int,
     bound: float = float("inf"),
+    clock: Clock | None = None,
 ) -> list[Candidate]:
     """Plans by estimated latency, best first: per final state of the devices all that are not worse in V and W.
 
@@ -214,6 +223,7 @@ def search(
 
     Args:
         bound: plans of a larger latency need not be found [s].
+        clock: when to give up; then there are none.
     """
     num_layers = workload.num_layers
     waiting = [_Labels() for _ in range(num_layers + 1)]
@@ -227,6 +237,8 @@ def search(
     for layer in range(num_layers, -1, -1):
         if not waiting[layer].state:
             continue
+        if clock is not None and clock.is_over:
+            return []
         state, chain, longest, parent = waiting[layer].gather(most_labels)
         starts[layer] = len(trail)
         trail.append((state, parent, total))

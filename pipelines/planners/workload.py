@@ -24,6 +24,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes
 
 from ..profile import Profile
+from .clock import Clock
 
 __all__ = ["PlannerError", "Workload"]
 
@@ -169,6 +170,14 @@ class Workload:
         for choice in reversed(choices):
             cuts.append(int(choice[cuts[-1]]))
         return (0, *reversed(cuts)) if num_stages > 1 else (0, count)
+
+    def nothing_found(self, what: str, clock: Clock) -> PlannerError:
+        """The error that nothing fits, or that nothing was found in time."""
+        if clock.stopped:
+            return PlannerError(
+                f"no {what} of {self.profile.name} was found within {clock.limit_s:g} s; give it more time"
+            )
+        return self.does_not_fit(what)
 
     def does_not_fit(self, what: str) -> PlannerError:
         """The error that nothing fits."""

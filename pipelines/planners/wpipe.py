@@ -28,6 +28,7 @@ from ..schedule import Schedule
 from ..simulator import simulate
 from ..timeline import steady_state
 from ..times import Times
+from .clock import Clock
 from .network import Grid, Network
 from .workload import PlannerError, Workload, divisors
 
@@ -85,16 +86,19 @@ class _Choice:
     bound_s: float
 
 
-def plan_wpipe(workload: Workload, micro_batch: int | None = None, depth: int | None = None) -> WPipeResult:
+def plan_wpipe(
+    workload: Workload, micro_batch: int | None = None, depth: int | None = None, clock: Clock | None = None
+) -> WPipeResult:
     """The configuration of best throughput on all devices of the cluster.
 
     Args:
         workload: whose ``recompute`` asks for recomputation; otherwise both are tried.
         micro_batch: B; by default every one for which M >= d.
         depth: d, workers per pipeline, each with two stages; by default every divisor of the devices.
+        clock: when to stop, with the best so far; by default when everything has been looked at.
 
     Raises:
-        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory.
+        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory, or nothing was found in time.
     """
     devices, layers = workload.cluster.num_devices, workload.num_layers
     if depth is not None and 2 * depth > layers:
@@ -106,7 +110,7 @@ def plan_wpipe(workload: Workload, micro_batch: int | None = None, depth: int | 
         raise PlannerError(f"depth {depth} for WPipe should divide the {devices} devices of {workload.cluster.name}")
     if micro_batch is not None:
         workload.micro_batches(micro_batch)
-    network = Network(workload.cluster)
+    network, clock = Network(workload.cluster), clock or Clock()
     plain = replace(workload, recompute=False)
     recomputations = (True,) if workload.recompute else (False, True)
     choices = [
@@ -120,9 +124,9 @@ def plan_wpipe(workload: Workload, micro_batch: int | None = None, depth: int | 
             f"batch {workload.batch} cannot be split for WPipe: it should be micro-batch * M * w with M >= d, for some "
             f"d w = {devices} with d one of {depths}" + (f" and micro-batch {micro_batch}" if micro_batch else "")
         )
-    found = _simulated(plain, choices)
+    found = _simulated(plain, choices, clock)
     if not found:
-        raise workload.does_not_fit("WPipe configuration")
+        raise workload.nothing_found("WPipe configuration", clock)
     ranked = sorted(found, key=lambda c: (c.period_s, c.recompute, c.depth, c.placement))
     return WPipeResult(ranked[0], tuple(ranked))
 
@@ -178,13 +182,13 @@ def _times(workload: Workload, network: Network, grid: Grid, cuts: tuple[int, ..
     )
 
 
-def _simulated(workload: Workload, choices: list[_Choice]) -> list[WPipeConfiguration]:
+def _simulated(workload: Workload, choices: list[_Choice], clock: Clock) -> list[WPipeConfiguration]:
     """Simulate by ascending bound until no later choice can win."""
     schedules: dict[tuple[int, int, int, bool], Schedule] = {}
     found: list[WPipeConfiguration] = []
     best = float("inf")
     for choice in sorted(choices, key=lambda c: (c.bound_s, c.num_micro_batches)):
-        if choice.bound_s >= best:
+        if choice.bound_s >= best or clock.is_over:
             break
         key = (choice.depth, choice.width, choice.num_micro_batches, choice.recompute)
         if key not in schedules:

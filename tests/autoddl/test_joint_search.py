@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import math
-from itertools import combinations
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.joint import Configuration, JointOptions, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
+from autoddl.joint.explorer import Explorer
+from autoddl.joint.meshes import Division
 from autoddl.joint.planner import plan_jointly
-from autoddl.joint.search import Explorer
-from autoddl.joint.space import cuts
 from autoddl.models import Transformer, gpt, mlp
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.memory import weight_versions
@@ -64,6 +65,21 @@ def all_schedules(depth, count, stale):
         yield PipelineSchedule("pipedream", depth, count, synchronous=False)
         yield PipelineSchedule("pipedream-2bw", depth, count, synchronous=False)
         yield PipelineSchedule("wpipe", depth, count, groups=2, synchronous=False)
+
+
+def compositions(whole):
+    return [
+        tuple(b - a for a, b in zip((0, *places), (*places, whole)))
+        for count in range(whole)
+        for places in combinations(range(1, whole), count)
+    ]
+
+
+def all_divisions(machine):
+    """Every tiling by strips of bands of nodes: the rectangles of its workers."""
+    for bands in compositions(machine.num_nodes):
+        for strips in product(compositions(machine.devices_per_node), repeat=len(bands)):
+            yield tuple(StageMesh(nodes, g) for nodes, devices in zip(bands, strips) for g in devices)
 
 
 def most_in_flight(schedule, pipeline, stage):
@@ -150,16 +166,21 @@ class Stage:
         return None if found.choice is None or math.isinf(found.cost) else problem.strategies(found.choice)
 
 
-def run_stages(chain, bounds, devices, workload, schedule, limit, stages_known):
+def run_stages(chain, bounds, meshes, machine, workload, schedule, limit, stages_known):
     """(recompute, strategies) of every stage by the rule that the space is defined with; None where one does not fit."""
     versions = {} if schedule.is_synchronous else weight_versions(schedule)
     alive = [max(most_in_flight(schedule, p, s) for p in range(schedule.num_pipelines)) for s in range(len(bounds))]
     copies = [max(versions.get((p, s), 1) for p in range(schedule.num_pipelines)) for s in range(len(bounds))]
     stages = []
-    for first, stop in bounds:
-        key = (first, stop, devices.level_sizes, workload.micro_batch)
+    for (first, stop), mesh in zip(bounds, meshes):
+        key = (first, stop, mesh, workload.micro_batch)
         if key not in stages_known:
-            stages_known[key] = Stage(chain, first, stop, devices, workload)
+            try:
+                stages_known[key] = Stage(chain, first, stop, mesh.devices(machine), workload)
+            except UserError:  # no strategy on so many devices
+                stages_known[key] = None
+        if stages_known[key] is None:
+            return None
         stages.append(stages_known[key])
     homes = [[s for _, s in schedule.stages_on(worker)] for worker in range(schedule.num_workers)]
     if any(len(held) > 1 for held in homes):
@@ -177,7 +198,8 @@ def run_stages(chain, bounds, devices, workload, schedule, limit, stages_known):
     share = [limit / max(len(held) for held in homes if s in held) for s in range(len(stages))]
     chosen = []
     for s, stage in enumerate(stages):
-        alike = [t for t in range(len(stages)) if chain.shape(*bounds[t]) == chain.shape(*bounds[s])]
+        shapes = [(mesh, chain.shape(*ends)) for mesh, ends in zip(meshes, bounds)]
+        alike = [t for t in range(len(stages)) if shapes[t] == shapes[s]]
         most = (max(alive[t] for t in alike), max(copies[t] for t in alike), min(share[t] for t in alike))
         ways = []
         for recompute in RECOMPUTATIONS:
@@ -194,57 +216,60 @@ def run_stages(chain, bounds, devices, workload, schedule, limit, stages_known):
 
 
 def brute_force(graph, machine, batch, limit, stale=False):
-    """The least step of all configurations, and how many fit."""
-    chain, best, fitting, stages_known = chain_of(graph), math.inf, 0, {}
+    """The least step of all configurations of equal workers, that of all others, and how many fit."""
+    chain, best, fitting, stages_known = chain_of(graph), {True: math.inf, False: math.inf}, 0, {}
     units = chain.num_units
-    for nodes in divisors(machine.num_nodes):
-        for inside in divisors(machine.devices_per_node):
-            mesh = StageMesh(nodes, inside)
-            depth = mesh.num_workers(machine)
-            for size in divisors(batch):
-                workload = Workload(batch, size, "mixed", "adam")
-                for spec in all_schedules(depth, batch // size, stale):
-                    if spec.num_stages > units:
+    for rectangles in all_divisions(machine):
+        equal, depth = len(set(rectangles)) == 1, len(rectangles)
+        mesh = rectangles[0] if equal else Division(rectangles)
+        for size in divisors(batch):
+            workload = Workload(batch, size, "mixed", "adam")
+            for spec in all_schedules(depth, batch // size, stale):
+                if spec.num_stages > units or (spec.num_pipelines > 1 and not equal):
+                    continue
+                meshes = [rectangles[s % depth] for s in range(spec.num_stages)]
+                try:
+                    widths = tuple(one.num_devices for one in rectangles)
+                    schedule = spec.schedule(widths, (False,) * spec.num_stages)
+                except GeneratorError:
+                    continue
+                for places in combinations(range(1, units), spec.num_stages - 1):
+                    bounds = list(zip((0, *places), (*places, units)))
+                    chosen = run_stages(chain, bounds, meshes, machine, workload, schedule, limit, stages_known)
+                    if chosen is None:
                         continue
-                    try:
-                        schedule = spec.schedule(mesh.num_devices, (False,) * spec.num_stages)
-                    except GeneratorError:
+                    choices = tuple(
+                        StageChoice(stop - first, recompute, strategies)
+                        for (first, stop), (recompute, strategies) in zip(bounds, chosen)
+                    )
+                    if dict(spec.options).get("concatenation") == "halving" and any(
+                        size % (2 * strategy.p0) for choice in choices for strategy in choice.strategies.values()
+                    ):
                         continue
-                    for places in combinations(range(1, units), spec.num_stages - 1):
-                        bounds = list(zip((0, *places), (*places, units)))
-                        chosen = run_stages(
-                            chain, bounds, mesh.devices(machine), workload, schedule, limit, stages_known
-                        )
-                        if chosen is None:
-                            continue
-                        choices = tuple(
-                            StageChoice(stop - first, recompute, strategies)
-                            for (first, stop), (recompute, strategies) in zip(bounds, chosen)
-                        )
-                        if dict(spec.options).get("concatenation") == "halving" and any(
-                            size % (2 * strategy.p0) for choice in choices for strategy in choice.strategies.values()
-                        ):
-                            continue
-                        evaluation = evaluate(chain, machine, Configuration(mesh, spec, workload, choices))
-                        assert evaluation.memory_bytes <= limit * (1 + 1e-9)
-                        fitting += 1
-                        best = min(best, evaluation.step_s)
-    return best, fitting
+                    evaluation = evaluate(chain, machine, Configuration(mesh, spec, workload, choices))
+                    assert evaluation.memory_bytes <= limit * (1 + 1e-9)
+                    fitting += 1
+                    best[equal] = min(best[equal], evaluation.step_s)
+    return best[True], best[False], fitting
 
 
 CASES = {
     "two devices per stage": (WIDE, cluster(1, 4), 4, 9.7e5, False),
-    "two nodes": (THREE, cluster(2, 2, 5e7), 4, 1.1e6, False),
+    "two nodes": (THREE, cluster(2, 2, 5e7), 2, 1.1e6, False),
     "one stage recomputed": (LONG, cluster(1, 2), 8, 8.5e5, False),
     "stale weights": (UNTIED, cluster(1, 2, 5e7), 4, 5e6, True),
     "units all different": (mlp((256, 128, 128, 64, 16)), cluster(1, 4, 1e8), 8, 1e9, False),
+    "a heavy layer": (mlp((64, 768, 768, 32)), cluster(1, 3, 1e8), 12, 1e9, False),
 }
+#: Those in which workers of unequal numbers of devices are better than all equal ones.
+UNEQUAL = {"a heavy layer"}
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_joint_plan_is_brute_forces(case):
     graph, machine, batch, limit, stale = CASES[case]
-    best, fitting = brute_force(graph, machine, batch, limit, stale)
+    equal, unequal, fitting = brute_force(graph, machine, batch, limit, stale)
+    best = min(equal, unequal)
     options = JointOptions(
         Options(batch=batch, memory_limit_bytes=limit, precision="mixed", time_limit_s=300.0), "auto", stale
     )
@@ -257,9 +282,10 @@ def test_joint_plan_is_brute_forces(case):
     assert planned.optimal and planned.lower_bound_s == pytest.approx(best, rel=1e-9)
     assert planned.evaluation.memory_bytes <= limit
     assert planned.considered.simulated <= fitting
+    assert (unequal < equal * (1 - 1e-6)) == (case in UNEQUAL) == isinstance(planned.configuration.mesh, Division)
 
 
-@pytest.mark.parametrize("case", ["two nodes", "stale weights"])
+@pytest.mark.parametrize("case", ["two nodes", "stale weights", "a heavy layer"])
 def test_steps_from_what_is_known_are_those_of_the_layer_graph(case):
     graph, machine, batch, limit, stale = CASES[case]
     explorer = Explorer(chain_of(graph), machine, Workload(batch, batch, "mixed", "adam"), limit)
@@ -267,7 +293,7 @@ def test_steps_from_what_is_known_are_those_of_the_layer_graph(case):
     for setting in explorer.settings(None, stale, lambda spec: True):
         if explorer.needs(setting) is None:
             continue
-        for cut in cuts(explorer.chain.num_units, setting.schedule.num_stages).tolist()[:2]:
+        for cut in setting.cuts(explorer.chain.num_units).tolist()[:2]:
             stages = explorer.stages(setting, cut)
             if stages is None:
                 continue
