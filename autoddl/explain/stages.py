@@ -41,7 +41,7 @@ def stage_problem(pipeline: Evaluation, stage: int) -> tuple[Problem, tuple[int,
     """The table of a stage's strategies, with the memory that its schedule keeps, and the plan in it."""
     configuration, figures = pipeline.configuration, pipeline.stages[stage]
     choice = configuration.stages[stage]
-    devices = configuration.mesh.devices(pipeline.cluster)
+    devices = configuration.mesh_of(stage).devices(pipeline.cluster)
     workload = stage_workload(configuration.workload, choice.recompute)
     problem, chosen = problem_of(figures.graph.graph, devices, workload, choice.strategies, "step")
     kept = 1.0 if figures.recompute_s else max(pipeline.in_flight[stage])

@@ -256,7 +256,7 @@ def pipeline_parts(pipeline: Evaluation) -> tuple[Part, ...]:
 def _busy_parts(pipeline: Evaluation, worker: int) -> tuple[Part, ...]:
     """The time that a worker of a pipeline is busy in its stages, by resource."""
     configuration = pipeline.configuration
-    devices = configuration.mesh.devices(pipeline.cluster)
+    devices = configuration.mesh.mesh_of(worker).devices(pipeline.cluster)
     names: tuple[str, ...] = ()
     total: np.ndarray | float = 0.0
     for direction, stage in pipeline.schedule.stages_on(worker):
@@ -266,7 +266,7 @@ def _busy_parts(pipeline: Evaluation, worker: int) -> tuple[Part, ...]:
         num = pipeline.micro_batches_of(worker, stage, direction)
         again = num if figures.recompute_s else 0.0
         names = book.names
-        weights = np.array([num + again, num, 0.0])
+        weights = np.array([num + again, num * figures.backward_passes, 0.0])
         total = total + weights @ np.sum([passes[layer.name] for layer in figures.graph.layers], axis=0)
     return _named(names, np.asarray(total))
 
@@ -371,12 +371,12 @@ def _memory(plan: Plan) -> tuple[DeviceMemory, ...]:
     for worker, figures in enumerate(filled):
         stages = tuple(sorted({stage for _, stage in plan.pipeline.schedule.stages_on(worker)}))
         found.setdefault((stages, figures), []).append(worker)
-    width = plan.pipeline.configuration.mesh.num_devices
+    widths = plan.pipeline.schedule.widths
     rows = []
     for (stages, figures), workers in found.items():  # type: ignore[misc]
         what = "stage" if len(stages) == 1 else "stages"
         title = f"{what} {ranges(stages)}"
-        rows.append(_divided(plan, title, width * len(workers), *figures))
+        rows.append(_divided(plan, title, sum(widths[worker] for worker in workers), *figures))
     return tuple(rows)
 
 

@@ -82,9 +82,9 @@ def annotated_graph(plan: Plan) -> networkx.DiGraph:
 def _placed(plan: Plan) -> dict[str, _Placed]:
     if plan.pipeline is None:
         return {found.layer.name: _Placed(found, 0, plan.cluster) for found in assessment_of(plan).layers}
-    cluster = plan.pipeline.configuration.mesh.devices(plan.cluster)
+    mesh_of = plan.pipeline.configuration.mesh_of
     return {
-        found.layer.name: _Placed(found, number, cluster)
+        found.layer.name: _Placed(found, number, mesh_of(number).devices(plan.cluster))
         for number, stage in enumerate(plan.pipeline.stages)
         for found in stage.assessment.layers
     }

@@ -82,7 +82,7 @@ def graph_section(view: PlanView) -> Section:
         finding = f"{seconds[commonest] / whole if whole else 0:.0%} of the layers' time is spent at {commonest}"
     levels = view.plan.cluster.levels
     if view.plan.pipeline is not None:
-        levels = view.plan.pipeline.configuration.mesh.devices(view.plan.cluster).levels
+        levels = view.plan.pipeline.configuration.levels(view.plan.cluster)
     content = [
         paragraph(
             f"A strategy (p0,p1,p2) for {' and '.join(level.name for level in levels)} splits the samples over p0, the weight's "
