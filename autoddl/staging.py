@@ -6,7 +6,7 @@ trainer = PipelineTrainer(planned_model(module, plan), plan.pipeline.schedule, m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -15,13 +15,14 @@ from autoddl.pipelines.generators import generate
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Kind, Schedule
 
+from .joint.configuration import PipelineSchedule
 from .joint.cutting import ENTRY
 from .plan import Plan
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 
-__all__ = ["planned_model", "schedule_of_plan", "stage_plans"]
+__all__ = ["make_schedule", "planned_model", "schedule_of_plan", "stage_plans"]
 
 
 def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
@@ -51,13 +52,28 @@ def schedule_of_plan(plan: Plan, num_steps: int | None = None) -> Schedule:
     if planned.is_synchronous or num_steps is None:
         return planned
     recomputing = [choice.recompute == "stage" for choice in plan.pipeline.configuration.stages]
+    return make_schedule(of, planned.widths, recomputing, num_steps)
+
+
+def make_schedule(
+    of: PipelineSchedule, widths: tuple[int, ...], recomputing: Sequence[bool], num_steps: int
+) -> Schedule:
+    """A schedule of one step where it is synchronous, else of ``num_steps``.
+
+    Args:
+        widths: devices per worker.
+        recomputing: per stage whether its forward pass is run again as a task of its own.
+
+    Raises:
+        UserError: there is no such schedule.
+    """
     options: dict[str, Any] = dict(of.options)
     schedule = generate(
         of.name,
         num_stages=of.num_workers,
         num_micro_batches=of.num_micro_batches,
-        iterations=num_steps,
-        width=planned.widths,
+        iterations=1 if of.synchronous else num_steps,
+        width=widths,
         recompute=any(recomputing),
         **options,
     )

@@ -30,7 +30,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "with one device and with the plan's price. The exit code is 1 when anything is off or a rank fails.",
     )
     parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
-    parser.add_argument("--ranks", type=int, required=True, metavar="N", help="as many as the plan has devices")
+    parser.add_argument(
+        "--ranks",
+        type=int,
+        required=True,
+        metavar="N",
+        help="as many as the plan has devices; of a plan with a pipeline fewer will do, without some of its inner stages",
+    )
     parser.add_argument(
         "--model",
         default="",
@@ -59,6 +65,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..plan import load_plan
     from ..verification import Limits, VerifyOptions, verification_document, verification_text, verify
+    from ..verification.pipeline_report import pipeline_document, pipeline_text
     from ..verification.pipelines import verify_pipeline
 
     for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
@@ -78,7 +85,7 @@ def run(arguments: argparse.Namespace) -> int:
             asked = {"model": arguments.model, "options": options, "progress": say}
             if plan.pipeline is not None:
                 staged = verify_pipeline(plan, arguments.ranks, **asked)
-                text, document, is_right = staged.text(), staged.document(), staged.is_right
+                text, document, is_right = pipeline_text(staged), pipeline_document(staged), staged.is_right
             else:
                 found = verify(plan, arguments.ranks, **asked)
                 text, document, is_right = verification_text(found), verification_document(found), found.is_right

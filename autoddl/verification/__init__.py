@@ -1,7 +1,8 @@
 """Running a plan on local ranks against one device and against its price.
 
 - `verify(plan, num_ranks)` -> `Verification`: loss, gradients, parameters after three optimizer steps, bytes per layer.
-- `verify_pipeline` (in `pipelines`): the same for a plan with a pipeline, whose job is `pipeline_job`.
+- `pipelines.verify_pipeline` -> `PipelineVerification`: the same for a plan with a pipeline; `pipeline_result`, `pipeline_report`,
+  `pipeline_job`; `fitting`: it on fewer ranks, and smaller.
 - `scaling`: the plan's model made small enough for the machine, with the strategies kept.
 - `prediction`: the steps that are priced; `result`, `report`: the verdict, as text and JSON.
 - `rank_job`: what the ranks do, the only part that needs OneFlow, and only there; `comparing`: what they found.

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
 
 from ..plan import Plan
+from .pipeline_result import PipelineShard
 from .prediction import PHASES, Steps, missing_steps, output_steps, sent_messages, unpriced_steps
 from .result import NOISE_BYTES, LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
 from .scaling import Scaled
 from .task import Counted, Reference, Shard
 
-__all__ = ["compare", "with_medians"]
+__all__ = ["compare", "phase_check", "value_checks", "with_medians"]
 
 
 def compare(
@@ -52,7 +54,10 @@ def compare(
     )
 
 
-def with_medians(shards: Sequence[Shard], again: Sequence[Counted]) -> list[Shard]:
+AnyShard = TypeVar("AnyShard", Shard, PipelineShard)
+
+
+def with_medians(shards: Sequence[AnyShard], again: Sequence[Counted]) -> list[AnyShard]:
     """The shards with the medians of what was counted at first and again, as the first rank read it."""
 
     def median(*counts: int | None) -> int | None:
@@ -87,7 +92,7 @@ def _layers(scaled: Scaled, priced: Mapping[tuple[str, str], Steps], shards: Seq
         phases = {}
         for phase in PHASES:
             sections = [[s for s in shard.sections if (s.layer, s.phase) == (layer.name, phase)] for shard in shards]
-            phases[phase] = _phase(
+            phases[phase] = phase_check(
                 priced[layer.name, phase],
                 unpriced_steps(layer, strategy, phase),
                 [[step for section in own for step in section.steps] for own in sections],
@@ -102,8 +107,8 @@ def _layers(scaled: Scaled, priced: Mapping[tuple[str, str], Steps], shards: Seq
                 layer.role,
                 strategy,
                 phases,
-                _values(own, [shard.gradient_errors for shard in shards]),
-                _values(own, [shard.parameter_errors for shard in shards]),
+                value_checks(own, [shard.gradient_errors for shard in shards]),
+                value_checks(own, [shard.parameter_errors for shard in shards]),
             )
         )
     return tuple(found)
@@ -118,13 +123,19 @@ def _whole_step(scaled: Scaled, priced: Mapping[tuple[str, str], Steps], shards:
         expected += steps * times
         unpriced += unpriced_steps(scaled.graph[name], scaled.strategies[name], phase) * times
     unpriced += output_steps(scaled.graph, scaled.strategies, scaled.workload) * scaled.workload.num_micro_batches
-    return _phase(expected, unpriced, [shard.step_steps for shard in shards], shards[0].step_bytes)
+    return phase_check(expected, unpriced, [shard.step_steps for shard in shards], shards[0].step_bytes)
 
 
-def _phase(
+def phase_check(
     expected: Sequence[Step], unpriced: Sequence[Step], ran: Sequence[Sequence[Step]], payload_bytes: float | None
 ) -> PhaseCheck:
-    """``ran``: the steps of every rank; ``payload_bytes``: what all of them sent, None where it was not counted."""
+    """Steps and bytes of one phase.
+
+    Args:
+        expected, unpriced: that each rank should run, with and without a price.
+        ran: the steps of every rank.
+        payload_bytes: what all of them sent; None where it was not counted.
+    """
     missing: list[str] = []
     unexpected: list[str] = []
     for steps in ran:
@@ -139,7 +150,7 @@ def _phase(
     return PhaseCheck(predicted, sent, tuple(missing), tuple(unexpected))
 
 
-def _values(names: Sequence[str], errors: Sequence[Mapping[str, float]]) -> tuple[ValueCheck, ...]:
+def value_checks(names: Sequence[str], errors: Sequence[Mapping[str, float]]) -> tuple[ValueCheck, ...]:
     """The worst rank for each parameter."""
     checks = []
     for name in names:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -48,33 +48,69 @@ __all__ = [
 flow: Any = load_oneflow()
 
 Arrays = dict[str, np.ndarray]
+Delays = Callable[[Any], Mapping[str, int]]
 
 
 # ---- Jobs --------------------------------------------------------------------------------------------------------------------
 
 
-def run_reference(task: Task) -> Reference | None:
-    """One device, on the first rank; the others return at once."""
+def run_reference(task: Task, delays_of: Delays | None = None, gradient_step: int = 0) -> Reference | None:
+    """One device, on the first rank; the others return at once.
+
+    Args:
+        delays_of: by how many updates the values that a step computes with lag behind, by the parameter's name: step t takes those
+            that t less the delay updates have made (the initial ones at first), its gradients update the newest ones.
+        gradient_step: the step whose gradients are kept.
+    """
     if flow.env.get_rank():
         return None
     module, examples = make_model(task)
+    history = _History(module, delays_of(module) if delays_of else {})
     values: Arrays = {f"initial/{name}": _copied(tensor) for name, tensor in module.state_dict().items()}
     optimizer, losses = None, []
     for step in range(NUM_STEPS):
         data = step_data(task, examples, step)
+        history.go_back(step)
         loss = _loss(module(*map(flow.tensor, data)))
         loss.backward()
-        if optimizer is None:
-            gradients = {name: _copied(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+        history.go_on()
+        gradients = {name: _copied(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+        if step == gradient_step:
             values.update({f"gradient/{name}": value for name, value in gradients.items()})
+        if optimizer is None:
             values["epsilon"] = np.array(_epsilon(gradients))
             optimizer = make_optimizer(task, module.parameters(), float(values["epsilon"]))
         optimizer.step()
+        history.add()
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(loss.numpy()))
     values.update({f"final/{name}": _copied(tensor) for name, tensor in module.named_parameters()})
     np.savez(_file(task), **values)
     return Reference(tuple(losses))
+
+
+class _History:
+    """The values that each update has made of the parameters that are read with a delay."""
+
+    def __init__(self, module: Any, delays: Mapping[str, int]) -> None:
+        self._delays = {name: delay for name, delay in delays.items() if delay}
+        self._parameters = {name: p for name, p in module.named_parameters() if name in self._delays}
+        self._versions = {name: [p.detach().clone()] for name, p in self._parameters.items()}
+
+    def go_back(self, step: int) -> None:
+        """To what a step computes with."""
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self._versions[name][max(0, step - self._delays[name])])
+
+    def go_on(self) -> None:
+        """To the newest values."""
+        for name, parameter in self._parameters.items():
+            parameter.data.copy_(self._versions[name][-1])
+
+    def add(self) -> None:
+        """An update has been made."""
+        for name, parameter in self._parameters.items():
+            self._versions[name].append(parameter.detach().clone())
 
 
 def run_plan(task: Task) -> Shard:

@@ -12,7 +12,7 @@ from .prediction import PHASES
 from .result import LayerCheck, PhaseCheck, ValueCheck, Verification, together, worst
 from .task import NUM_STEPS
 
-__all__ = ["verification_document", "verification_text"]
+__all__ = ["error_text", "finite", "grouped", "value_document", "verification_document", "verification_text"]
 
 FORMAT = "autoddl-verification"
 
@@ -45,7 +45,7 @@ def _heading(found: Verification) -> list[str]:
 def _layers(found: Verification) -> list[str]:
     what = "sent" if not found.uncounted else "predicted, not counted"
     rows: list[tuple[str, ...]] = [("layer", "(p0,p1,p2)", *PHASES, "to price", "gradients", "parameters", "")]
-    for name, members in _grouped(found.layers):
+    for name, members in grouped(found.layers):
         total = together([member.total for member in members])
         is_off = any(member.faults(found.tolerance) for member in members)
         rows.append(
@@ -54,8 +54,8 @@ def _layers(found: Verification) -> list[str]:
                 str(members[0].strategy),
                 *(_bytes(together([member.phases[phase] for member in members]), found) for phase in PHASES),
                 _deviation(total, found),
-                _error(worst([check for member in members for check in member.gradients])),
-                _error(worst([check for member in members for check in member.parameters])),
+                error_text(worst([check for member in members for check in member.gradients])),
+                error_text(worst([check for member in members for check in member.parameters])),
                 "<- off" if is_off else "",
             )
         )
@@ -66,7 +66,7 @@ def _layers(found: Verification) -> list[str]:
     return [heading, *aligned(rows, right=(2, 3, 4, 5, 6, 7))]
 
 
-def _grouped(layers: Sequence[LayerCheck]) -> list[tuple[str, list[LayerCheck]]]:
+def grouped(layers: Sequence[LayerCheck]) -> list[tuple[str, list[LayerCheck]]]:
     """Repetitions with equal strategies as one, in the order of their first."""
     groups: dict[object, tuple[str, list[LayerCheck]]] = {}
     for layer in layers:
@@ -90,7 +90,8 @@ def _deviation(phase: PhaseCheck, found: Verification) -> str:
     return ("" if found.tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
 
 
-def _error(check: ValueCheck | None) -> str:
+def error_text(check: ValueCheck | None) -> str:
+    """As it stands in tables."""
     return "" if check is None else f"{check.error:.1e}"
 
 
@@ -171,11 +172,11 @@ def verification_document(found: Verification) -> dict[str, Any]:
             "noise_bytes": found.tolerance.noise_bytes,
         },
         "losses": [
-            {"one_device": expected, "ranks": _finite(value), "error": _finite(error)}
+            {"one_device": expected, "ranks": finite(value), "error": finite(error)}
             for (expected, value), error in zip(found.losses, found.loss_errors)
         ],
-        "largest_gradient_error": _finite(max((check.error for check in found.gradients), default=0.0)),
-        "largest_parameter_error": _finite(max((check.error for check in found.parameters), default=0.0)),
+        "largest_gradient_error": finite(max((check.error for check in found.gradients), default=0.0)),
+        "largest_parameter_error": finite(max((check.error for check in found.parameters), default=0.0)),
         "step": found.step.document(),
         "layers": [_layer_document(layer) for layer in found.layers],
         "seconds": found.seconds,
@@ -189,14 +190,16 @@ def _layer_document(layer: LayerCheck) -> dict[str, Any]:
         "strategy": [list(split) for split in layer.strategy.splits],
         **({"summa": True} if layer.strategy.summa else {}),
         **{phase: layer.phases[phase].document() for phase in PHASES},
-        "gradients": [_value_document(check) for check in layer.gradients],
-        "parameters": [_value_document(check) for check in layer.parameters],
+        "gradients": [value_document(check) for check in layer.gradients],
+        "parameters": [value_document(check) for check in layer.parameters],
     }
 
 
-def _value_document(check: ValueCheck) -> dict[str, Any]:
-    return {"name": check.name, "error": _finite(check.error), "rank": check.rank}
+def value_document(check: ValueCheck) -> dict[str, Any]:
+    """As JSON."""
+    return {"name": check.name, "error": finite(check.error), "rank": check.rank}
 
 
-def _finite(value: float) -> float | None:
+def finite(value: float) -> float | None:
+    """As JSON, which has no infinity."""
     return value if abs(value) < float("inf") else None

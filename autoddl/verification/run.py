@@ -12,20 +12,31 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
 
 from ..models import is_oneflow_model, resolve_model
-from ..models.builtin import recognise
+from ..models.builtin import BuiltIn, recognise
 from ..plan import Plan
 from .comparing import compare, with_medians
 from .prediction import in_float32, predicted_steps
 from .result import Verification
-from .scaling import Limits, Scaled, scale
+from .scaling import Limits, scale
 from .task import Task
 
-__all__ = ["VerifyOptions", "check_ranks", "machine_limits", "verify"]
+__all__ = [
+    "NUM_RECOUNTS",
+    "Deadline",
+    "VerifyOptions",
+    "built_in_or_function",
+    "check_ranks",
+    "machine_limits",
+    "notes_of",
+    "started",
+    "verify",
+]
 
 #: How often bytes are counted again where they are off.
 NUM_RECOUNTS = 2
@@ -89,12 +100,7 @@ def verify(
     check_ranks(plan, num_ranks)
     if not (available := is_available()):
         raise UserError(f"cannot verify: {available.reason}")
-    function = module_function(plan, model)
-    built_in = None if function else recognise(plan.graph)
-    if built_in is None and not function:
-        raise UserError(
-            f"the plan's model {plan.graph.name} is none that can be built here; say what makes it: --model FILE.py:FUNCTION"
-        )
+    built_in, function = built_in_or_function(plan, model)
     limits = options.limits or machine_limits(num_ranks)
     scaled = scale(plan.graph, plan.strategies, in_float32(plan.workload), limits, built_in)
     uncounted = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
@@ -111,7 +117,13 @@ def verify(
         )
         priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
         finish = functools.partial(
-            compare, plan, scaled, priced, tolerance=options.tolerance, uncounted=uncounted, notes=_notes(plan, scaled)
+            compare,
+            plan,
+            scaled,
+            priced,
+            tolerance=options.tolerance,
+            uncounted=uncounted,
+            notes=notes_of(plan, scaled.graph),
         )
         say = progress or (lambda text: None)
         say(f"starting {num_ranks} ranks")
@@ -175,13 +187,29 @@ def module_function(plan: Plan, model: str) -> str:
     return f"{Path(file).resolve()}:{name}"
 
 
-def _notes(plan: Plan, scaled: Scaled) -> tuple[str, ...]:
+def built_in_or_function(plan: Plan, model: str) -> tuple[BuiltIn | None, str]:
+    """How the plan's model is made: one that is built in, or a function (see `module_function`).
+
+    Raises:
+        UserError: it is another model, or there is no way to make it.
+    """
+    function = module_function(plan, model)
+    built_in = None if function else recognise(plan.graph)
+    if built_in is None and not function:
+        raise UserError(
+            f"the plan's model {plan.graph.name} is none that can be built here; say what makes it: --model FILE.py:FUNCTION"
+        )
+    return built_in, function
+
+
+def notes_of(plan: Plan, graph: LayerGraph) -> tuple[str, ...]:
+    """What the reader should know of how a plan is run, at its model's size here."""
     notes = []
     if plan.workload.precision != "float32":
         notes.append(
             f"the plan is for {plan.workload.precision} precision; CPU ranks run, and bytes are priced, in float32"
         )
-    if any("dropout" in layer.epilogue for layer in scaled.graph.layers):
+    if any("dropout" in layer.epilogue for layer in graph.layers):
         notes.append("dropout is off: it draws at random")
     return tuple(notes)
 
@@ -190,6 +218,7 @@ def _notes(plan: Plan, scaled: Scaled) -> tuple[str, ...]:
 
 
 def started(num_ranks: int, private_network: bool, deadline: Deadline) -> RankPool:
+    """Ranks that notice soon when one of them stalls."""
     return RankPool(
         num_ranks,
         private_network=private_network,

@@ -17,16 +17,20 @@ sequence            half as long                                       time     
 
 (Where that does not save time enough, the first three are shortened once more.)  Of a perceptron the widest layers are halved, of
 VGG the images and the dense layers.  Models that are not built in keep their sizes: only the batch shrinks.
+
+In a pipeline (`Staging`) a run of equal blocks ends where its stage does, so that every stage keeps some, and what stages take in
+has to divide like everything else.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
@@ -34,7 +38,7 @@ from autoddl.costmodel.workload import Workload
 from ..models.builtin import BuiltIn, Perceptron, Pictures
 from ..models.transformers import Transformer
 
-__all__ = ["Change", "Limits", "Scaled", "needed_flops", "needed_memory_bytes", "scale"]
+__all__ = ["Change", "Limits", "Scaled", "Staging", "needed_flops", "needed_memory_bytes", "scale", "without_stages"]
 
 MOST_MICRO_BATCHES = 2
 LONGEST_RUN = 2
@@ -70,12 +74,32 @@ class Change:
 
 
 @dataclass(frozen=True)
+class Staging:
+    """What a pipeline says of how a model may be made smaller.
+
+    Attributes:
+        stage_of: the stage of each layer, by name; ascending in the order of layers.
+        entries: the layout, as a strategy, of what a stage takes in, by stage; those without follow their layers.
+        num_ranks: of all stages and replicas.
+        row_parts: every micro-batch is divided in a multiple of so many parts, besides what strategies say.
+        num_micro_batches: that a step has at least.
+    """
+
+    stage_of: Mapping[str, int]
+    entries: Mapping[int, Strategy]
+    num_ranks: int
+    row_parts: int = 1
+    num_micro_batches: int = MOST_MICRO_BATCHES
+
+
+@dataclass(frozen=True)
 class Scaled:
     """A model, its strategies and its workload, perhaps made smaller.
 
     Attributes:
         built_in: how the model is built; None where a user's function makes it.
         changes: what was changed; empty where nothing was.
+        stage_of: the stage of each layer; all in the first one without a pipeline.
     """
 
     graph: LayerGraph
@@ -83,6 +107,7 @@ class Scaled:
     workload: Workload
     built_in: BuiltIn | None
     changes: tuple[Change, ...] = ()
+    stage_of: Mapping[str, int] = field(default_factory=dict)
 
 
 def needed_memory_bytes(graph: LayerGraph, workload: Workload, num_ranks: int) -> float:
@@ -102,16 +127,18 @@ def scale(
     workload: Workload,
     limits: Limits,
     built_in: BuiltIn | None,
+    staging: Staging | None = None,
 ) -> Scaled:
     """The model within the limits, as large as halving allows.
 
     Args:
         built_in: the model that the graph is of (see :func:`autoddl.models.builtin.recognise`); None where it cannot be resized.
+        staging: of a pipeline.
 
     Raises:
         UserError: the smallest that can be made of it is still too large.
     """
-    shape = _Shape(graph, dict(strategies), workload, built_in)
+    given = shape = _shape(graph, strategies, workload, built_in, staging)
     for candidate in _smaller_ones(shape, limits):
         shape = candidate
     if not shape.fits(limits):
@@ -122,8 +149,54 @@ def scale(
             f"(allowed are {limits.flops:.2g}); "
             + ("plan for fewer devices" if built_in else "only built-in models can be scaled down: plan a smaller one")
         )
-    changes = _changes(_Shape(graph, dict(strategies), workload, built_in), shape)
-    return Scaled(shape.graph, shape.strategies, shape.workload, shape.built_in, changes)
+    return Scaled(
+        shape.graph, shape.strategies, shape.workload, shape.built_in, _changes(given, shape), shape.staging.stage_of
+    )
+
+
+def without_stages(
+    graph: LayerGraph,
+    strategies: Mapping[str, Strategy],
+    workload: Workload,
+    built_in: BuiltIn,
+    staging: Staging,
+    kept: Sequence[int],
+) -> Scaled | None:
+    """The model with the blocks of some stages alone, the first and the last one among them; they are numbered anew, from 0 on.
+
+    None where the other stages have something else than whole blocks of a transformer.
+    """
+    shape = _shape(graph, strategies, workload, built_in, staging)
+    sizes = _transformer(shape)
+    is_lost = {layer.name: staging.stage_of[layer.name] not in kept for layer in graph.layers}
+    blocks = {layer.block_index for layer in graph.layers if is_lost[layer.name]}
+    if sizes is None or any(
+        is_lost[layer.name] != (layer.block_index in blocks) for layer in graph.layers if layer.block
+    ):
+        return None
+    if any(is_lost[layer.name] for layer in graph.layers if not layer.block):
+        return None
+    kept_blocks = tuple(index for index in range(sizes.layers) if index not in blocks)
+    entries = {kept.index(stage): entry for stage, entry in staging.entries.items() if stage in kept}
+    stage_of = {name: (kept.index(stage) if stage in kept else -1) for name, stage in staging.stage_of.items()}
+    shape = replace(shape, staging=replace(staging, stage_of=stage_of, entries=entries))
+    found = shape.rebuilt(_with(shape, replace(sizes, layers=len(kept_blocks))), kept_blocks)
+    if found is None:
+        return None
+    return Scaled(found.graph, found.strategies, found.workload, found.built_in, (), found.staging.stage_of)
+
+
+def _shape(
+    graph: LayerGraph,
+    strategies: Mapping[str, Strategy],
+    workload: Workload,
+    built_in: BuiltIn | None,
+    staging: Staging | None,
+) -> _Shape:
+    if staging is None:
+        num_ranks = next(iter(strategies.values())).num_devices
+        staging = Staging({layer.name: 0 for layer in graph.layers}, {}, num_ranks)
+    return _Shape(graph, dict(strategies), workload, built_in, staging)
 
 
 @dataclass(frozen=True)
@@ -134,10 +207,16 @@ class _Shape:
     strategies: dict[str, Strategy]
     workload: Workload
     built_in: BuiltIn | None
+    staging: Staging
 
     @property
     def num_ranks(self) -> int:
-        return next(iter(self.strategies.values())).num_devices
+        return self.staging.num_ranks
+
+    @property
+    def num_parts(self) -> int:
+        """What lengths are multiples of: as many parts as any layer may be cut in."""
+        return math.lcm(*{strategy.num_devices for strategy in self.strategies.values()})
 
     def parameters_fit(self, limits: Limits) -> bool:
         """Whether they take half of the memory at most: the rest is for activations."""
@@ -157,14 +236,28 @@ class _Shape:
         sources = {
             (layer.block, layer.block_index, layer.role): layer.name for layer in self.graph.layers if layer.block
         }
-        strategies = {}
+        strategies, stage_of = {}, {}
         for layer in graph.layers:
             index = layer.block_index if kept_blocks is None else kept_blocks[layer.block_index]
             name = sources[layer.block, index, layer.role] if layer.block else layer.name
-            strategies[layer.name] = self.strategies[name]
+            strategies[layer.name], stage_of[layer.name] = self.strategies[name], self.staging.stage_of[name]
             if not self.strategies[name].divides(layer):
                 return None
-        return _Shape(graph, strategies, self.workload, built_in)
+        staging = replace(self.staging, stage_of=stage_of)
+        if not _entries_divide(graph, staging):
+            return None
+        return _Shape(graph, strategies, self.workload, built_in, staging)
+
+
+def _entries_divide(graph: LayerGraph, staging: Staging) -> bool:
+    """Whether what passes between stages can lie as they want it."""
+    for before, layer in zip(graph.layers, graph.layers[1:]):
+        entry = staging.entries.get(staging.stage_of[layer.name])
+        if entry is not None and staging.stage_of[before.name] != staging.stage_of[layer.name]:
+            parts = math.prod(features for _, features in entry.rows_and_features)
+            if edge_shape(before, 1)[1] % parts:
+                return False
+    return True
 
 
 def _smaller_ones(shape: _Shape, limits: Limits) -> Iterator[_Shape]:
@@ -186,14 +279,16 @@ def _smaller_ones(shape: _Shape, limits: Limits) -> Iterator[_Shape]:
 
 def _fewer_micro_batches(shape: _Shape) -> _Shape | None:
     workload = shape.workload
-    if workload.num_micro_batches <= MOST_MICRO_BATCHES:
+    if workload.num_micro_batches <= shape.staging.num_micro_batches:
         return None
-    return replace(shape, workload=replace(workload, batch=MOST_MICRO_BATCHES * workload.micro_batch))
+    fewer = replace(workload, batch=shape.staging.num_micro_batches * workload.micro_batch)
+    return replace(shape, workload=fewer)
 
 
 def _fewer_samples(shape: _Shape) -> _Shape | None:
     workload = shape.workload
-    slices = math.lcm(*(strategy.p0 for strategy in shape.strategies.values()))
+    entries = shape.staging.entries.values()
+    slices = math.lcm(*(strategy.p0 for strategy in (*shape.strategies.values(), *entries))) * shape.staging.row_parts
     per_slice = workload.micro_batch // slices // 2
     if not per_slice:
         return None
@@ -206,10 +301,10 @@ def _fewer_blocks(shape: _Shape) -> _Shape | None:
     sizes = _transformer(shape)
     if sizes is None:
         return None
-    chosen: list[dict[str, Strategy]] = [{} for _ in range(sizes.layers)]
+    chosen: list[dict[str, tuple[int, Strategy]]] = [{} for _ in range(sizes.layers)]
     for layer in shape.graph.layers:
         if layer.block:
-            chosen[layer.block_index][layer.role] = shape.strategies[layer.name]
+            chosen[layer.block_index][layer.role] = shape.staging.stage_of[layer.name], shape.strategies[layer.name]
     kept: list[int] = []
     for index, strategies in enumerate(chosen):
         if [chosen[before] for before in kept[-LONGEST_RUN:]] != [strategies] * LONGEST_RUN:
@@ -231,7 +326,7 @@ def _smaller_vocabulary(shape: _Shape) -> _Shape | None:
     sizes = _transformer(shape)
     if sizes is None:
         return None
-    vocabulary = _half(sizes.vocabulary, shape.num_ranks)
+    vocabulary = _half(sizes.vocabulary, shape.num_parts)
     if vocabulary < min(SMALLEST_VOCABULARY, sizes.vocabulary):
         return None
     return shape.rebuilt(_with(shape, replace(sizes, vocabulary=vocabulary)))
@@ -242,15 +337,15 @@ def _narrower(shape: _Shape) -> _Shape | None:
     if shape.built_in is not None:
         sizes = shape.built_in.sizes
         if isinstance(sizes, Transformer):
-            candidates = _narrower_transformers(sizes, shape.num_ranks)
+            candidates = _narrower_transformers(sizes, shape.num_parts)
         elif isinstance(sizes, Perceptron):
-            candidates = _narrower_perceptrons(sizes, shape.num_ranks)
+            candidates = _narrower_perceptrons(sizes, shape.num_parts)
         else:
-            candidates = _smaller_pictures(sizes, shape.num_ranks)
+            candidates = _smaller_pictures(sizes, shape.num_parts)
     return next((found for sizes in candidates if (found := shape.rebuilt(_with(shape, sizes)))), None)
 
 
-def _narrower_transformers(sizes: Transformer, num_ranks: int) -> Iterator[Transformer]:
+def _narrower_transformers(sizes: Transformer, num_parts: int) -> Iterator[Transformer]:
     """At most half as wide, by fewer heads first."""
     kv_heads, head_dim = sizes.kv_heads or sizes.heads, sizes.head_dim or sizes.width // sizes.heads
     group = sizes.heads // kv_heads
@@ -260,14 +355,14 @@ def _narrower_transformers(sizes: Transformer, num_ranks: int) -> Iterator[Trans
         factor = heads * head_dim / (sizes.heads * (sizes.head_dim or sizes.width // sizes.heads))
         width = heads * head_dim
         if sizes.width != sizes.heads * (sizes.head_dim or sizes.width // sizes.heads):
-            width = _multiple(sizes.width * factor, num_ranks)  # heads that do not make up the width
+            width = _multiple(sizes.width * factor, num_parts)  # heads that do not make up the width
         return replace(
             sizes,
             width=width,
             heads=heads,
             kv_heads=kv_heads if sizes.kv_heads else 0,
             head_dim=head_dim if sizes.head_dim else 0,
-            intermediate=_multiple(sizes.mlp_width * factor, num_ranks),
+            intermediate=_multiple(sizes.mlp_width * factor, num_parts),
         )
 
     for fewer in range(kv_heads // 2, 0, -1):
@@ -277,20 +372,20 @@ def _narrower_transformers(sizes: Transformer, num_ranks: int) -> Iterator[Trans
         yield resized(kv_heads, head_dim)
 
 
-def _narrower_perceptrons(sizes: Perceptron, num_ranks: int) -> Iterator[Perceptron]:
+def _narrower_perceptrons(sizes: Perceptron, num_parts: int) -> Iterator[Perceptron]:
     """With every layer of the largest width halved."""
     for width in sorted(set(sizes.widths), reverse=True):
-        half = _half(width, num_ranks)
-        if half >= num_ranks:
+        half = _half(width, num_parts)
+        if half >= num_parts:
             yield Perceptron(tuple(half if other == width else other for other in sizes.widths))
 
 
-def _smaller_pictures(sizes: Pictures, num_ranks: int) -> Iterator[Pictures]:
+def _smaller_pictures(sizes: Pictures, num_parts: int) -> Iterator[Pictures]:
     image = sizes.image // 2 // SMALLEST_IMAGE * SMALLEST_IMAGE
     if image:
         yield replace(sizes, image=image)
-    if _half(sizes.hidden, num_ranks):
-        yield replace(sizes, hidden=_half(sizes.hidden, num_ranks))
+    if _half(sizes.hidden, num_parts):
+        yield replace(sizes, hidden=_half(sizes.hidden, num_parts))
 
 
 def _half(length: int, multiple: int) -> int:

@@ -9,10 +9,12 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
+from autoddl.pipelines.schedule import Schedule
 
 from ..models.builtin import BuiltIn
 
-__all__ = ["NUM_STEPS", "Counted", "Reference", "Section", "Shard", "Task"]
+__all__ = ["NUM_STEPS", "Counted", "PipelineTask", "Reference", "Section", "Shard", "Task"]
 
 #: Steps of the optimizer after which parameters are compared.
 NUM_STEPS = 3
@@ -39,6 +41,22 @@ class Task:
     seed: int
     folder: str
     counts_bytes: bool
+
+
+@dataclass(frozen=True)
+class PipelineTask:
+    """What ranks are given to run a plan with a pipeline.
+
+    Attributes:
+        task: how model and data are made; its batch is that of one update.
+        schedule, stages: the pipeline.
+        gradient_step: the step, counted from 0, whose gradients are compared.
+    """
+
+    task: Task
+    schedule: Schedule
+    stages: tuple[StagePlan, ...]
+    gradient_step: int
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,7 @@ class Program:
 
     Attributes:
         layers: in order.
+        sequence: what runs them.
         stored: the parameters, by the name under which they are stored.
         aliases: names of parameters that are another one.
 
@@ -75,7 +76,7 @@ class Program:
         self.stepper = stepper
         self.stored: dict[str, StoredParameter] = {}
         self.aliases: dict[str, str] = {}
-        self._sequence = LayerSequence(module, graph, strategies, stepper, recompute)
+        self.sequence = LayerSequence(module, graph, strategies, stepper, recompute)
         self._mesh = common_mesh(strategies.values(), stepper.num_ranks)
         self._values = values_of(module, stepper)
         self._places: dict[int, tuple[ParameterGroup, int]] = {}
@@ -87,7 +88,7 @@ class Program:
     # ---- Making ------------------------------------------------------------------------------------------------------
 
     def _ready(self, module: Any, layer: Layer) -> RunLayer:
-        ready = self._sequence.ready(layer)
+        ready = self.sequence.ready(layer)
         places = self._parameters(module, layer, parameter_layouts(self.graph, layer, ready.strategy))
         by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
         for stored in self._owned[layer.name]:
@@ -125,7 +126,7 @@ class Program:
         for mine, theirs in zip(layout.indices, stored.layout.indices):
             if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
                 raise UserError(
-                    f"{layer.describe()}: {self._sequence.strategies[layer.name]} puts {layout.name} elsewhere than it is as "
+                    f"{layer.describe()}: {self.sequence.strategies[layer.name]} puts {layout.name} elsewhere than it is as "
                     f"{stored.layout.name}, whose weight it shares"
                 )
 
@@ -137,11 +138,7 @@ class Program:
         Args:
             is_summing: whether gradients are to be summed over the ranks, or collected by each of them.
         """
-        return self._sequence.run(self.layers, {}, LocalWeights(is_summing).of, batch)
-
-    def arriving(self, ready: RunLayer, inputs: Sequence[Tensor], samples: int) -> list[Tensor]:
-        """Inputs, as their producers made them, at the layouts and in the shapes that a layer wants."""
-        return self._sequence.arriving(ready, inputs, samples)
+        return self.sequence.run(self.layers, {}, LocalWeights(is_summing).of, batch)
 
     def whole(self, value: Tensor, samples: int) -> Tensor:
         """The model's output, gathered on every rank; of its gradient, the same on every rank, each takes its part."""

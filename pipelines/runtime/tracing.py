@@ -2,24 +2,27 @@
 
 Between layers the graph of autograd is cut: every layer reads leaves, its backward pass is started with the gradient that its
 readers' leaves have collected, and gradients of parameters are summed at the end, layer by layer.
+
+`LayerTracer` does that for any consecutive layers, such as a stage of a pipeline; `trace` for a whole model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic
 
 from autoddl.costmodel.collectives import Step
 
 from .load import load_oneflow
-from .program import LocalWeights, Program, RunLayer
+from .program import LocalWeights, Program
+from .sequence import LayerSequence, Ready
 from .setting import Batch
 from .wire import Traffic
 
 flow = load_oneflow()
 
-__all__ = ["Measure", "TracedSection", "trace"]
+__all__ = ["LayerTracer", "Measure", "TracedSection", "trace"]
 
 Tensor = Any
 #: Runs a function and counts what all ranks send meanwhile, such as ``wire.measure`` with its baseline.
@@ -49,59 +52,80 @@ def trace(program: Program, batch: Batch, measure: Measure | None) -> tuple[Tens
     Args:
         measure: called with every section, on all ranks in the same order.
     """
-    tracer = _Tracer(program, measure)
-    tracer.forward(batch)
+    weights = LocalWeights(is_summing=False)
+    tracer = LayerTracer(program.sequence, program.layers, weights.of, measure)
+    tracer.forward({}, batch)
     tracer.backward()
-    tracer.sum_gradients()
+    for ready in program.layers:
+        for group in ready.groups:
+            if group.reduced:
+                tracer.section(ready.name, "gradient", group.sum_leaves)
+            else:
+                group.sum_leaves()
     return tracer.values[program.layers[-1].name].detach(), tracer.sections
 
 
-class _Tracer:
-    def __init__(self, program: Program, measure: Measure | None):
-        self.program = program
-        self.measure = measure
+class LayerTracer(Generic[Ready]):
+    """One pass through some layers of a sequence, phase by phase.
+
+    Args:
+        sequence: what runs them.
+        layers: in order.
+        weights_of: the local weights of a layer.
+        measure: called with every section, on all ranks in the same order.
+
+    Attributes:
+        sections: so far; two for each layer, in the order of the layers forward and then against it backward.
+        values: what the layers gave.
+    """
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        layers: Sequence[Ready],
+        weights_of: Callable[[Ready], Sequence[Tensor]],
+        measure: Measure | None,
+    ) -> None:
         self.sections: list[TracedSection] = []
         self.values: dict[str, Tensor] = {}
-        self.leaves: dict[str, list[Tensor]] = {}
+        self._sequence = sequence
+        self._layers = layers
+        self._weights_of = weights_of
+        self._measure = measure
+        self._leaves: dict[str, list[Tensor]] = {}
 
-    def forward(self, batch: Batch) -> None:
-        weights = LocalWeights(is_summing=False)
-        for ready in self.program.layers:
+    def forward(self, given: Mapping[str, Tensor], batch: Batch) -> None:
+        """``given``: this rank's parts of what the layers read from others than themselves."""
+        self.values.update(given)
+        for ready in self._layers:
             leaves = [self.values[name].detach().requires_grad_(True) for name in ready.producers]
 
-            def run(ready: RunLayer = ready, leaves: list[Tensor] = leaves) -> Tensor:
-                inputs = self.program.arriving(ready, leaves, batch.num_samples)
-                return ready.body(inputs, weights.of(ready), batch)
+            def run(ready: Ready = ready, leaves: list[Tensor] = leaves) -> Tensor:
+                inputs = self._sequence.arriving(ready, leaves, batch.num_samples)
+                return ready.body(inputs, self._weights_of(ready), batch)
 
-            self.leaves[ready.name] = leaves
+            self._leaves[ready.name] = leaves
             self.values[ready.name] = self.section(ready.name, "forward", run)
 
     def backward(self) -> None:
-        last = self.program.layers[-1].name
+        """From the gradient one of the last layer's value; a layer that no gradient reaches has an empty section."""
+        last = self._layers[-1].name
         gradients = {last: flow.ones_like(self.values[last])}
-        for ready in reversed(self.program.layers):
+        for ready in reversed(self._layers):
             value, gradient = self.values[ready.name], gradients.pop(ready.name, None)
-            if gradient is None or not value.requires_grad:
-                continue
 
-            def run(value: Tensor = value, gradient: Tensor = gradient) -> None:
-                flow.autograd.backward([value], [gradient])
+            def run(value: Tensor = value, gradient: Tensor | None = gradient) -> None:
+                if gradient is not None and value.requires_grad:
+                    flow.autograd.backward([value], [gradient])
 
             self.section(ready.name, "backward", run)
-            for name, leaf in zip(ready.producers, self.leaves[ready.name]):
+            for name, leaf in zip(ready.producers, self._leaves[ready.name]):
                 if leaf.grad is not None:
                     gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
 
-    def sum_gradients(self) -> None:
-        for ready in self.program.layers:
-            for group in ready.groups:
-                if group.reduced:
-                    self.section(ready.name, "gradient", group.sum_leaves)
-                else:
-                    group.sum_leaves()
-
     def section(self, layer: str, phase: str, run: Callable[[], Any]) -> Any:
-        with self.program.stepper.logging() as steps:
-            result, traffic = (run(), None) if self.measure is None else self.measure(run)
+        """Run a section; what it returns."""
+        with self._sequence.stepper.logging() as steps:
+            result, traffic = (run(), None) if self._measure is None else self._measure(run)
         self.sections.append(TracedSection(layer, phase, tuple(steps), traffic))
         return result

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import replace
+from itertools import combinations
+from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import autoddl
 from autoddl.__main__ import main
@@ -19,70 +24,210 @@ from autoddl.models.builtin import recognise
 from autoddl.models.transformers import Transformer, gpt
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
+from autoddl.pipelines.runtime.pipeline.stage_plans import check_stages
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
 from autoddl.plan import Plan
 from autoddl.search import solve
 from autoddl.staging import schedule_of_plan, stage_plans
 from autoddl.training import PlanProblem
+from autoddl.verification import Limits
+from autoddl.verification.fitting import chosen_workers, fit_pipeline
+from autoddl.verification.pipeline_report import pipeline_document, pipeline_text
 from autoddl.verification.pipelines import verify_pipeline
+from autoddl.verification.result import ValueCheck
+from autoddl.verification.scaling import needed_flops, needed_memory_bytes
 
 MODEL = Transformer("gpt", layers=2, width=64, heads=4, sequence=16, vocabulary=256)
 
 
-def plan_of(schedule: PipelineSchedule, recomputing: tuple[str, str] = ("none", "none")) -> Plan:
-    """Two stages of two devices each, each at its cheapest strategies but for one layer, so that something is sent inside too."""
-    graph = gpt(MODEL)
-    cluster, mesh, workload = load_cluster("dgx-a100").resized(1, 4), StageMesh(1, 2), Workload(16, 4, "mixed", "adam")
-    chain = chain_of(graph)
-    choices = []
-    for first, recompute in enumerate(recomputing):
-        prices = PriceBook(chain.stage(first, first + 1).graph, mesh.devices(cluster), workload).problem(16, 4)
-        result = solve(prices.table)
-        strategies = dict(prices.strategies(result.choice))
+def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), model: Transformer = MODEL) -> Plan:
+    """Stages of two devices each, at their cheapest strategies but for one layer, so that something is sent inside too."""
+    graph = gpt(model)
+    cluster, mesh = load_cluster("dgx-a100").resized(1, 2 * schedule.num_workers), StageMesh(1, 2)
+    workload = Workload(4 * schedule.num_micro_batches, 4, "mixed", "adam")
+    chain, choices = chain_of(graph), []
+    first = 0
+    for stage in range(schedule.num_stages):
+        num_units = (stage + 1) * chain.num_units // schedule.num_stages - first
+        prices = PriceBook(chain.stage(first, first + num_units).graph, mesh.devices(cluster), workload)
+        problem = prices.problem(workload.batch, 4)
+        strategies = dict(problem.strategies(solve(problem.table).choice))
         for name in strategies:
             if name.endswith("mlp.c_fc"):
                 strategies[name] = replace(strategies[name], splits=((1, 2, 1),))
-        choices.append(StageChoice(1, recompute, strategies))
+        choices.append(StageChoice(num_units, recomputing[stage] if recomputing else "none", strategies))
+        first += num_units
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(choices)))
     strategies = {name: s for choice in choices for name, s in choice.strategies.items() if name != ENTRY}
     return Plan(graph, cluster, workload, strategies, {}, evaluation)
+
+
+def untied_plan(schedule: PipelineSchedule) -> Plan:
+    return plan_of(schedule, model=replace(MODEL, layers=schedule.num_stages, tied=False))
 
 
 def test_a_plan_with_a_pipeline_is_verified(counted_ranks):
     plan = plan_of(PipelineSchedule("1f1b", 2, 4), ("layers", "stage"))
     assert [stage.recompute for stage in stage_plans(plan)] == [True, False]
     found = verify_pipeline(plan, 4, pool=counted_ranks(4))
-    assert found.faults == () and found.is_right
-    assert found.boundary_bytes == found.predicted_boundary_bytes == 2 * 4 * 4 * 16 * 64 * 4
-    assert found.step_bytes == pytest.approx(found.traffic.all.num_bytes, rel=0.02)
-    assert sum(sent.num_bytes for sent in found.traffic.inside) > 0
-    json.dumps(found.document(), allow_nan=False)
-    text = found.text()
-    assert (
-        "gpt in 2 stages of 2, 2 ranks, 1f1b with 4 micro-batches, against one device" in text and "right, in" in text
-    )
+    assert found.faults == () and found.is_right and found.changes == ()
+    assert found.between.sent_bytes == found.between.predicted_bytes == 2 * 4 * 4 * 16 * 64 * 4
+    assert found.run.sent_bytes == pytest.approx(found.traffic.all.num_bytes, rel=0.02)
+    assert [[layer.name for layer in layers] for layers in found.layers] == [
+        list(stage.strategies) for stage in found.stages
+    ]
+    # Of a layer that is split over p1, forward and backward gather or scatter what it reads and gives, on the wire too.
+    split = next(layer for layer in found.layers[0] if layer.name.endswith("mlp.c_fc"))
+    for phase in split.phases.values():
+        assert phase.predicted_bytes > 0 and phase.sent_bytes == pytest.approx(phase.predicted_bytes, rel=0.03)
+        assert (phase.missing, phase.unexpected) == ((), ())
+    names = {check.name for check in found.gradients}
+    assert names == {check.name for check in found.parameters} >= {"wte.weight", "ln_f.weight", "h.1.mlp.c_fc.bias"}
+    assert all(0 < check.error < 1e-5 for check in found.gradients if check.name.endswith("c_fc.weight"))
+    document = pipeline_document(found)
+    json.dumps(document, allow_nan=False)
+    assert document["verdict"] == "right" and len(document["stages"]) == 2
+    text = pipeline_text(found)
+    assert "gpt in 2 stages of 2, 2 ranks, 1f1b, against one device" in text and "Right: the plan computes what" in text
 
+
+def test_what_is_off_is_said(counted_ranks):
+    plan = plan_of(PipelineSchedule("1f1b", 2, 4))
+    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
+    split = next(layer for layer in found.layers[1] if layer.name.endswith("mlp.c_fc"))
+    phases = {**split.phases, "forward": replace(split.phases["forward"], missing=("a step",), sent_bytes=1e6)}
+    layers = tuple(
+        tuple(replace(layer, phases=phases) if layer is split else layer for layer in stage) for stage in found.layers
+    )
     off = replace(
         found,
-        losses=(found.losses[0] * 1.1, *found.losses[1:]),
-        errors={**found.errors, "ln_f.weight": 0.5},
-        step_bytes=2 * found.traffic.all.num_bytes,
-        boundary_bytes=found.boundary_bytes // 2,
+        losses=((1.0, 1.1), *found.losses[1:]),
+        gradients=(ValueCheck("ln_f.weight", 0.25, 3), *found.gradients),
+        parameters=(ValueCheck("ln_f.weight", 0.5, 2), *found.parameters),
+        layers=layers,
+        between=replace(found.between, sent_bytes=0.5 * found.between.predicted_bytes),
+        run=replace(found.run, sent_bytes=2 * found.run.predicted_bytes),
     )
-    assert len(off.faults) == 4 and "NOT right" in off.text()
-    assert "a loss differs from one device's by 1.0e-01" in off.faults
-    assert "ln_f.weight differs from one device's by 5.0e-01 after 3 steps" in off.faults
+    assert len(off.faults) == 7 and off.are_bytes_off and pipeline_document(off)["verdict"] == "off"
+    for said in (
+        "loss of step 1: 1.1, should be 1 (off by 1.0e-01)",
+        "ln_f.weight: the gradient of step 1 on rank 3 is off by 2.5e-01",
+        "ln_f.weight: the value after 3 steps on rank 2 is off by 5.0e-01",
+        f"stage 1, {split.name}, forward: a step is priced but did not run",
+    ):
+        assert said in off.faults
+    assert pipeline_text(off).count("<- off") >= 2 and "Off in 7 places" in pipeline_text(off)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "delays"),
+    [
+        (PipelineSchedule("pipedream-2bw", 2, 4, synchronous=False), (1, 1)),
+        (PipelineSchedule("wpipe", 2, 4, groups=2, synchronous=False), (1, 1, 0, 0)),
+    ],
+)
+def test_asynchronous_schedules_equal_one_device_with_their_delays(counted_ranks, schedule, delays):
+    plan = untied_plan(schedule)
+    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
+    assert found.schedule.delays == delays and found.schedule.num_updates == 3
+    assert found.faults == () and found.gradient_step == 3
+    assert found.run.sent_bytes == pytest.approx(found.run.predicted_bytes, rel=0.03)
+    assert "those of stale weights" in pipeline_text(found)
+
+
+def test_weights_that_are_not_as_old_as_they_should_be_are_found(ranks, monkeypatch):
+    """One device that has no delays does something else from the second step on."""
+    monkeypatch.setattr("autoddl.verification.pipelines._JOB", f"{Path(__file__).with_name('undelayed_job.py')}")
+    plan = untied_plan(PipelineSchedule("pipedream-2bw", 2, 4, synchronous=False))
+    found = verify_pipeline(plan, 4, pool=ranks(4))
+    assert found.loss_errors[0] < 1e-5 < min(found.loss_errors[1:])
+    assert max(check.error for check in found.gradients) > 1e-4
+
+
+# ---- Fewer ranks, a smaller model -----------------------------------------------------------------------------------------
+
+
+def deep_plan(num_blocks: int = 8, num_stages: int = 4, **sizes) -> Plan:
+    """Stages of two ranks and two blocks each."""
+    model = Transformer(
+        "gpt", **{"layers": num_blocks, "width": 64, "heads": 4, "sequence": 16, "vocabulary": 256, **sizes}
+    )
+    return plan_of(PipelineSchedule("1f1b", num_stages, 16), ("none", "layers", "none", "none")[:num_stages], model)
+
+
+def test_a_plan_of_a_large_model_is_scaled_down_with_its_stages_and_strategies():
+    plan = deep_plan(width=2048, heads=16, sequence=1024, vocabulary=50304, num_blocks=16)
+    limits = Limits(2e9, 4e11)
+    fitted = fit_pipeline(plan, 8, limits, recognise(plan.graph))
+    scaled, planned = fitted.scaled, stage_plans(plan)
+    assert needed_memory_bytes(scaled.graph, scaled.workload, 8) <= limits.memory_bytes
+    assert needed_flops(scaled.graph, scaled.workload) <= limits.flops
+    check_stages(scaled.graph, fitted.stages)
+    assert fitted.schedule.widths == plan.pipeline.schedule.widths and fitted.schedule.num_micro_batches == 8
+    assert scaled.workload.num_micro_batches == 8
+    for stage, before in zip(fitted.stages, planned):
+        assert (stage.recompute, stage.entry) == (before.recompute, before.entry)
+        chosen = {(role(plan.graph[name]), strategy) for name, strategy in before.strategies.items()}
+        assert {(role(scaled.graph[name]), strategy) for name, strategy in stage.strategies.items()} == chosen
+    assert {change.what for change in scaled.changes} >= {"blocks", "width", "vocabulary", "micro-batches"}
+
+
+def role(layer):
+    return layer.role or layer.name
+
+
+def test_inner_stages_are_left_out_where_there_are_fewer_ranks(counted_ranks):
+    plan = deep_plan()
+    assert sum(plan.pipeline.schedule.widths) == 8
+    fitted = fit_pipeline(plan, 6, Limits(), recognise(plan.graph))
+    assert fitted.schedule.widths == (2, 2, 2) and [change.what for change in fitted.scaled.changes][:2] == [
+        "stages",
+        "blocks",
+    ]
+    planned = stage_plans(plan)
+    assert [stage.recompute for stage in fitted.stages] == [planned[i].recompute for i in (0, 1, 3)]
+    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
+    assert found.faults == () and found.schedule.num_stages == 2
+    assert [str(change) for change in found.changes][:2] == ["stages 4 -> 2", "blocks 8 -> 4"]
+
+
+def test_plans_that_cannot_be_brought_to_so_many_ranks_say_so():
+    plan = deep_plan()
+    for num_ranks, said in (
+        (16, "the plan's pipeline has 8 devices, --ranks is 16; give --ranks 8"),
+        (7, "8 devices in 4 workers of 2, which cannot be brought to 7 ranks with the strategies kept; give --ranks 8"),
+        (2, "cannot be brought to 2 ranks with the strategies kept (two of its 4 workers take 4); give --ranks 8"),
+    ):
+        with pytest.raises(UserError) as refused:
+            fit_pipeline(plan, num_ranks, Limits(), recognise(plan.graph))
+        assert said in str(refused.value) and "\n" not in str(refused.value)
+    with pytest.raises(UserError, match="whole blocks of a built-in transformer"):
+        fit_pipeline(plan, 4, Limits(), None)
+    with pytest.raises(UserError, match="is too large to be verified here"):
+        fit_pipeline(plan, 8, Limits(1e6, 1e6), recognise(plan.graph))
+
+
+@given(widths=st.lists(st.integers(1, 4), min_size=2, max_size=7), num_ranks=st.integers(2, 28))
+def test_workers_are_chosen_wherever_some_make_up_the_ranks(widths, num_ranks):
+    possible = [
+        (0, *inner, len(widths) - 1)
+        for count in range(len(widths) - 1)
+        for inner in combinations(range(1, len(widths) - 1), count)
+        if widths[0] + widths[-1] + sum(widths[i] for i in inner) == num_ranks
+    ]
+    chosen = chosen_workers(tuple(widths), num_ranks)
+    if not possible:
+        assert chosen is None
+    else:
+        assert chosen in possible and len(chosen) == max(map(len, possible))
 
 
 def test_what_cannot_be_verified_or_applied():
-    plan = plan_of(PipelineSchedule("pipedream-2bw", 2, 4, synchronous=False))
-    with pytest.raises(UserError, match="schedule pipedream-2bw trains with weights of earlier steps"):
-        verify_pipeline(plan, 4)
     synchronous = plan_of(PipelineSchedule("1f1b", 2, 4))
-    with pytest.raises(UserError, match=r"the plan is for 4 devices .*, --ranks is 2"):
-        verify_pipeline(synchronous, 2)
     with pytest.raises(UserError, match="the plan is a pipeline of 2 stages, which no single module runs"):
         autoddl.apply(None, synchronous)
+    with pytest.raises(UserError, match="the plan has no pipeline"):
+        verify_pipeline(replace(synchronous, pipeline=None), 4)
     with pytest.raises(UserError, match="the plan has no pipeline"):
         stage_plans(replace(synchronous, pipeline=None))
     with pytest.raises(UserError, match="the plan has no pipeline"):

@@ -91,8 +91,8 @@ class ChainStages:
     def names(self, stage: int) -> tuple[str, ...]:
         return tuple(self._stages[stage].places)
 
-    def entries(self, stage: int, replica: ReplicaWeights) -> dict[str, Entry]:
-        return replica.entries()
+    def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
+        return dict(kept)
 
     def restore(self, stage: int, replica: ReplicaWeights, entries: Mapping[str, Entry]) -> None:
         replica.restore(entries)

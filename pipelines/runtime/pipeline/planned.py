@@ -29,6 +29,7 @@ from ..load import load_oneflow
 from ..sequence import LayerSequence, ReadyLayer
 from ..setting import Batch
 from ..stepping import Stepper, num_bytes
+from ..tracing import LayerTracer, Measure, TracedSection
 from ..userparameters import find_parameter
 from .actions import Reduce, Run
 from .chain import Boundary
@@ -96,6 +97,7 @@ class PlannedStages:
         self._model = model
         self._data = SlotData(lowered, batch)
         self._slot_rows = lowered.slot_rows
+        self._holding, self._worker = lowered.holding, worker
         held = sorted({stage for _, stage in schedule.stages_on(worker)})
         self._parts = {stage: _Part(model, stage, weights[stage], self._stepper) for stage in held}
         self._peers = {
@@ -151,6 +153,41 @@ class PlannedStages:
             inputs = inputs_of(self._model.graph, part.feeds, [self._data.rows(slot, 0)])
         step = self._data.number(slot) + 1 if self._model.module.training else None
         return Batch(inputs, self._data.rows(slot, 1) if is_last else None, self._slot_rows, step)
+
+    def trace(self, measure: Measure | None) -> list[TracedSection]:
+        """One slot forward and backward through one stage after the other, on the ranks of the first pipeline, layer by layer.
+
+        What stages take in are numbers of no matter, so that each is measured by itself; gradients are dropped.
+
+        Args:
+            measure: called with every section, on all ranks of the job in the same order; where others compute with an empty one.
+        """
+        sections: list[TracedSection] = []
+        for number, (stage, worker) in enumerate(zip(self._model.stages, self._holding.schedule.placement[0])):
+            names = [layer.name for layer in stage.layers(self._model.graph)]
+            if worker == self._worker:
+                sections += self._traced(number, measure)
+                continue
+            for phase, order in (("forward", names), ("backward", names[::-1])):
+                for name in order:
+                    traffic = None if measure is None else measure(lambda: None)[1]
+                    sections.append(TracedSection(name, phase, (), traffic))
+        return sections
+
+    def _traced(self, number: int, measure: Measure | None) -> list[TracedSection]:
+        part, given = self._parts[number], {}
+        weights = [value.detach().requires_grad_(True) for value in self.initial_values(number).values()]
+        if part.given is not None:
+            block = self._holding.block(self._rank, number, is_leaving=False)
+            shape = (len(block.rows), *self.boundaries[number - 1].row_shape[:-1], len(block.columns))
+            values = np.random.default_rng(self._rank).standard_normal(shape, dtype=np.float32)
+            given[part.given] = flow.tensor(values)
+        tracer = LayerTracer(
+            part.sequence, part.layers, lambda ready: [weights[i] for i in part.weights.places[ready.name]], measure
+        )
+        tracer.forward(given, self._batch(part, 0, number == len(self._model.stages) - 1))
+        tracer.backward()
+        return tracer.sections
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
 
@@ -251,8 +288,7 @@ class PlannedStages:
     def names(self, stage: int) -> tuple[str, ...]:
         return tuple(self._names[stage])
 
-    def entries(self, stage: int, replica: ReplicaWeights) -> dict[str, Entry]:
-        kept = replica.entries()
+    def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
         result: dict[str, Entry] = {}
         for name, stored in self._parts[stage].weights.stored.items():
             shape = stored.layout.local_shape()

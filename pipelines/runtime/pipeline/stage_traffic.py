@@ -6,7 +6,7 @@ what nobody prices: the sum of a loss's mean over the ranks, one number. Needs n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.cluster import Cluster
@@ -24,7 +24,7 @@ from ...schedule import Kind, Schedule
 from .slots import slots_per_micro_batch
 from .stage_plans import StagePlan, entry_strategy, stage_layouts
 
-__all__ = ["Sent", "StageTraffic", "stage_traffic"]
+__all__ = ["Sent", "StageTraffic", "layer_steps", "passes", "stage_traffic"]
 
 _ITEMSIZE = 4
 
@@ -77,16 +77,15 @@ def stage_traffic(
     layouts = stage_layouts(graph, stages)
     per_micro_batch = slots_per_micro_batch(schedule)
     rows = micro_batch_rows // per_micro_batch
-    # A stage works slot by slot.
-    workload = Workload(rows, rows, "float32", "sgd")
-    cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
-    passes = [_passes(schedule, stage) for stage in range(schedule.num_stages)]
+    steps = layer_steps(schedule, graph, stages, micro_batch_rows, cluster)
+    num_passes = [passes(schedule, stage) for stage in range(schedule.num_stages)]
     inside, gradients, between = [], [], []
     for number in range(len(stages)):
-        forward, backward, own = _stage_steps(graph, stages, number, workload, cluster)
-        num_forward, num_backward = (per_micro_batch * count for count in passes[number])
+        names = [layer.name for layer in stages[number].layers(graph)]
+        forward, backward = ([s for name in names for s in steps[name, phase]] for phase in ("forward", "backward"))
+        num_forward, num_backward = (per_micro_batch * count for count in num_passes[number])
         inside.append(_sent(forward, stages[number]) * num_forward + _sent(backward, stages[number]) * num_backward)
-        summed = _gradients(graph, stages, number, own, schedule.num_pipelines)
+        summed = _gradients(graph, stages, number, stages[number].strategies, schedule.num_pipelines)
         gradients.append(summed * schedule.num_updates)
     for boundary, counts in enumerate(boundary_crossings(schedule)):
         layer = stages[boundary].layers(graph)[-1]
@@ -100,7 +99,7 @@ def stage_traffic(
     return StageTraffic(tuple(inside), tuple(between), tuple(gradients))
 
 
-def _passes(schedule: Schedule, stage: int) -> tuple[float, float]:
+def passes(schedule: Schedule, stage: int) -> tuple[float, float]:
     """Micro-batches that go forward and back through a stage, each time that they do: recomputations go forward again, and the two
     parts of a backward each go back (but the first stage's input has no gradient)."""
     forward = backward = 0.0
@@ -113,32 +112,34 @@ def _passes(schedule: Schedule, stage: int) -> tuple[float, float]:
     return forward, backward
 
 
-def _stage_steps(
-    graph: LayerGraph, stages: Sequence[StagePlan], number: int, workload: Workload, cluster: Cluster
-) -> tuple[list[Step], list[Step], dict[str, Strategy]]:
-    """The steps of one slot forward and back, and the strategies of the stage's layers."""
-    plan = stages[number]
-    workload = replace(workload, recompute=plan.recompute)
-    strategies = dict(plan.strategies)
-    if number:
-        strategies[stages[number - 1].layers(graph)[-1].name] = entry_strategy(graph, stages, number)
-    forward: list[Step] = []
-    backward: list[Step] = []
-    for layer in plan.layers(graph):
-        strategy = strategies[layer.name]
-        is_first = not graph.inputs(layer.name)
-        work = layer_work(layer, strategy, cluster, workload, workload.micro_batch, is_first)
-        forward += work.forward
-        backward += work.backward
-        for name in graph.inputs(layer.name):
-            moves = edge_steps(graph[name], strategies[name], strategy, workload, workload.micro_batch)
-            forward += moves
-            backward += [step.adjoint() for step in moves]
-    return forward, backward, dict(plan.strategies)
+def layer_steps(
+    schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int, cluster: Cluster
+) -> dict[tuple[str, str], tuple[Step, ...]]:
+    """Per layer and phase (``forward``, ``backward``; with the redistributions of its inputs) what each rank of its stage takes
+    part in for one slot: a micro-batch, or half of one where the schedule works on halves. Arguments as of `stage_traffic`."""
+    rows = micro_batch_rows // slots_per_micro_batch(schedule)
+    cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
+    found: dict[tuple[str, str], tuple[Step, ...]] = {}
+    for number, plan in enumerate(stages):
+        workload = Workload(rows, rows, "float32", "sgd", recompute=plan.recompute)
+        strategies = dict(plan.strategies)
+        if number:
+            strategies[stages[number - 1].layers(graph)[-1].name] = entry_strategy(graph, stages, number)
+        for layer in plan.layers(graph):
+            strategy, producers = strategies[layer.name], graph.inputs(layer.name)
+            work = layer_work(layer, strategy, cluster, workload, rows, not producers)
+            moves = [
+                step
+                for name in producers
+                for step in edge_steps(graph[name], strategies[name], strategy, workload, rows)
+            ]
+            found[layer.name, "forward"] = (*moves, *work.forward)
+            found[layer.name, "backward"] = (*work.backward, *(step.adjoint() for step in moves))
+    return found
 
 
 def _gradients(
-    graph: LayerGraph, stages: Sequence[StagePlan], number: int, own: dict[str, Strategy], num_replicas: int
+    graph: LayerGraph, stages: Sequence[StagePlan], number: int, own: Mapping[str, Strategy], num_replicas: int
 ) -> Sent:
     """What all replicas of a stage send for one update."""
     plan = stages[number]

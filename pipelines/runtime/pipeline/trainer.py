@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +13,10 @@ from autoddl.costmodel.errors import UserError
 from ...schedule import Schedule
 from ...times import Times
 from ..load import load_oneflow
+from ..tracing import Measure, TracedSection
 from .chain import Chain, StageModule, boundaries, cut, even_sizes, tied_stages
 from .chain_stages import ChainStages
-from .checkpoint import find_checkpoint, write_complete, write_part
+from .checkpoint import Entry, find_checkpoint, write_complete, write_part
 from .data import BatchSource, LossListener
 from .engine import execute
 from .lowering import Lowered, lower
@@ -23,7 +24,7 @@ from .planned import PlannedStages
 from .planned_model import PlannedModel
 from .report import RankReport
 from .stage_plans import stage_layouts
-from .weights import OptimizerFactory
+from .weights import OptimizerFactory, ReplicaWeights
 from .work import ModelWork, Stages
 
 flow: Any = load_oneflow()
@@ -53,6 +54,7 @@ class PipelineTrainer:
         times: of the stages, to order the communication by (see `lower`).
         compress: whether what goes between stages is compressed where its values allow it (see `compression`).
         on_loss: told of losses as they come, where the last stage is.
+        keep_gradients: whether `gradients` can be asked for.
 
     Raises:
         UserError: the job has another number of ranks than the schedule, the sizes do not fit the chain, or see `lower`.
@@ -69,6 +71,7 @@ class PipelineTrainer:
         times: Times | None = None,
         compress: bool = False,
         on_loss: LossListener | None = None,
+        keep_gradients: bool = False,
     ) -> None:
         if flow.env.get_world_size() != sum(schedule.widths):
             raise UserError(
@@ -92,6 +95,8 @@ class PipelineTrainer:
         self._work = ModelWork(self.lowered, self.rank, self._stages, make_optimizer, on_loss)
         if isinstance(model, PlannedModel):
             _check_optimizers(self._work)
+        for replica in self._work.replicas.values():
+            replica.keeps_gradients = keep_gradients
         self._owners = _owners(self.lowered, self._stages)
 
     def run(self) -> RankReport:
@@ -104,11 +109,23 @@ class PipelineTrainer:
 
     def parameters(self) -> dict[str, np.ndarray]:
         """The newest values of the parameters of the stages here, by their names in the model; all ranks call."""
+        return self._whole(ReplicaWeights.entries)
+
+    def gradients(self, update: int) -> dict[str, np.ndarray]:
+        """What an update of the last run was made with, as `parameters`, where ``keep_gradients`` was asked for; all ranks call."""
+        return self._whole(lambda replica: replica.kept_gradients(update))
+
+    def _whole(self, kept: Callable[[ReplicaWeights], dict[str, Entry]]) -> dict[str, np.ndarray]:
         return {
             name: entry["value"]
             for (_, stage), replica in self._work.replicas.items()
-            for name, entry in self._stages.entries(stage, replica).items()
+            for name, entry in self._stages.whole(stage, kept(replica)).items()
         }
+
+    def trace(self, measure: Measure | None = None) -> list[TracedSection]:
+        """What each layer of stages with plans sends, phase by phase: see `PlannedStages.trace`; all ranks call."""
+        assert isinstance(self._stages, PlannedStages), "stages of a chain send nothing inside"
+        return self._stages.trace(measure)
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
@@ -116,7 +133,7 @@ class PipelineTrainer:
         """Write a checkpoint, of what all runs so far have made; all ranks call."""
         entries = {}
         for (_, stage), replica in self._work.replicas.items():
-            whole = self._stages.entries(stage, replica)
+            whole = self._stages.whole(stage, replica.entries())
             entries.update({name: entry for name, entry in whole.items() if self._owners[name] == self.rank})
         write_part(directory, self.num_updates, self.rank, entries)
         flow.comm.barrier()

@@ -32,6 +32,9 @@ class ReplicaWeights:
     Args:
         values: initial ones by name; copied.
         make_optimizer: called once, with the parameters in the order of ``values`` (not at all where there are none).
+
+    Attributes:
+        keeps_gradients: whether the gradients of every update of a run can be asked for afterwards.
     """
 
     def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory) -> None:
@@ -40,6 +43,8 @@ class ReplicaWeights:
         self.optimizer = make_optimizer(self.parameters) if self.parameters else None
         self._versions: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
+        self.keeps_gradients = False
+        self._kept: dict[int, list[Tensor | None]] = {}
 
     @property
     def num_versions(self) -> int:
@@ -50,6 +55,7 @@ class ReplicaWeights:
         """The present values are version 0 of a new run."""
         self._versions = {0: self._leaves()}
         self._gradients = {}
+        self._kept = {}
 
     def version(self, number: int) -> list[Tensor]:
         """The leaves through which computations read a version."""
@@ -99,7 +105,10 @@ class ReplicaWeights:
                 parameter.data = parameter.detach() + 0
         else:
             del self._versions[number]
-        for parameter, gradient in zip(self.parameters, self._gradients.pop(number, ())):
+        gradients = self._gradients.pop(number, [None] * len(self.parameters))
+        if self.keeps_gradients:  # as copies: optimizers may work on the tensors themselves
+            self._kept[number] = [None if gradient is None else gradient.clone() for gradient in gradients]
+        for parameter, gradient in zip(self.parameters, gradients):
             parameter.grad = gradient
         if self.optimizer is not None:
             self.optimizer.step()
@@ -126,6 +135,13 @@ class ReplicaWeights:
                 **common,
             }
             for index, (name, parameter) in enumerate(zip(self.names, self.parameters))
+        }
+
+    def kept_gradients(self, update: int) -> dict[str, Entry]:
+        """What an update of the last run was made with, by name, in the form of `entries` (zeros where nothing was collected)."""
+        return {
+            name: {"value": np.array((flow.zeros_like(parameter) if gradient is None else gradient).numpy())}
+            for name, parameter, gradient in zip(self.names, self.parameters, self._kept[update])
         }
 
     def restore(self, entries: Mapping[str, Entry]) -> None:

@@ -81,11 +81,11 @@ class Stages(Protocol):
     def names(self, stage: int) -> tuple[str, ...]:
         """The names in the whole model of a stage's parameters."""
 
-    def entries(self, stage: int, replica: ReplicaWeights) -> dict[str, Entry]:
-        """Whole parameters and their optimizer's state by these names; all ranks of a stage call."""
+    def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
+        """What the ranks of a stage keep (see `ReplicaWeights.entries`) as whole parameters by these names; all of them call."""
 
     def restore(self, stage: int, replica: ReplicaWeights, entries: Mapping[str, Entry]) -> None:
-        """Take what `entries` gave, of whatever cut of the same model."""
+        """Take what `whole` gave, of whatever cut of the same model."""
 
 
 class _Saved(NamedTuple):

@@ -1,0 +1,183 @@
+"""The verification of a plan with a pipeline as people and as programs read it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autoddl.costmodel.units import format_bytes
+
+from ..tables import aligned
+from .pipeline_result import PipelineVerification
+from .report import error_text, finite, grouped, value_document
+from .result import LayerCheck, PhaseCheck, together, worst
+from .task import NUM_STEPS
+
+__all__ = ["pipeline_document", "pipeline_text"]
+
+FORMAT = "autoddl-pipeline-verification"
+_PHASES = ("forward", "backward")
+
+
+# ---- For people --------------------------------------------------------------------------------------------------------------
+
+
+def pipeline_text(found: PipelineVerification) -> str:
+    """What ran, a line per layer or repeated block of each stage, the totals, the verdict."""
+    sections = [_heading(found), _layers(found), _values(found), _traffic(found), _verdict(found)]
+    return "\n\n".join("\n".join(section) for section in sections)
+
+
+def _heading(found: PipelineVerification) -> list[str]:
+    schedule = found.schedule
+    widths = ", ".join(map(str, (schedule.widths[worker] for worker in schedule.placement[0])))
+    lines = [
+        f"{found.model} in {schedule.num_stages} stages of {widths} ranks, {schedule.name}, against one device",
+        f"  batch {found.workload.batch} in {found.workload.num_micro_batches} micro-batches, float32",
+    ]
+    if found.changes:
+        lines.append("  scaled down, every stage and layer at its planned strategy:")
+        lines += aligned([(f"  {c.what}", c.before, "->", c.after) for c in found.changes], right=(1, 3))
+    lines += [f"  {note}" for note in found.notes]
+    if found.uncounted:
+        lines.append(f"  bytes were counted between stages alone: {found.uncounted}")
+        lines.append("  (the steps that ran are compared with the steps that are priced all the same)")
+    return lines
+
+
+def _layers(found: PipelineVerification) -> list[str]:
+    what = "sent" if not found.uncounted else "predicted, not counted"
+    rows: list[tuple[str, ...]] = [
+        ("stage", "layer", "(p0,p1,p2)", *_PHASES, "to price", "gradients", "parameters", "")
+    ]
+    for number, layers in enumerate(found.layers):
+        for name, members in grouped(layers):
+            rows.append(
+                (
+                    str(number),
+                    f"{name} x {len(members)}" if len(members) > 1 else name,
+                    str(members[0].strategy),
+                    *(_bytes(together([member.phases[phase] for member in members]), found) for phase in _PHASES),
+                    _deviation(together([phase for m in members for phase in m.phases.values()]), found),
+                    error_text(worst([check for member in members for check in member.gradients])),
+                    error_text(worst([check for member in members for check in member.parameters])),
+                    "<- off" if found.layers_faulty(number, members) else "",
+                )
+            )
+    halves = "half a micro-batch" if _works_on_halves(found) else "one micro-batch"
+    heading = f"Per layer: bytes {what} inside the stage by its ranks, of {halves}, and the worst errors relative to one device"
+    return [heading, *aligned(rows, right=(0, 3, 4, 5, 6, 7))]
+
+
+def _works_on_halves(found: PipelineVerification) -> bool:
+    from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
+
+    return slots_per_micro_batch(found.schedule) > 1
+
+
+def _bytes(phase: PhaseCheck, found: PipelineVerification) -> str:
+    value = phase.predicted_bytes if phase.sent_bytes is None else phase.sent_bytes
+    if not phase.predicted_bytes and value <= found.tolerance.noise_bytes * phase.num_readings:
+        return "-"
+    return format_bytes(value)
+
+
+def _deviation(phase: PhaseCheck, found: PipelineVerification) -> str:
+    """With ~ where so few bytes are sent that barriers blur them."""
+    if phase.deviation is None:
+        return ""
+    return ("" if found.tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
+
+
+def _values(found: PipelineVerification) -> list[str]:
+    rows = [
+        (
+            f"loss of {NUM_STEPS} steps",
+            f"{max(found.loss_errors):.1e}",
+            ", ".join(f"{value:.6g}" for _, value in found.losses),
+        )
+    ]
+    stale = "" if found.schedule.is_synchronous else ", those of stale weights"
+    for what, checks in (
+        (f"gradients of step {found.gradient_step}{stale}", found.gradients),
+        (f"parameters after {NUM_STEPS} {found.workload.optimizer} steps", found.parameters),
+    ):
+        largest = worst(checks)
+        told = ("", "none")
+        if largest is not None:
+            told = f"{largest.error:.1e}", f"{len(checks)} tensors; {largest.name} on rank {largest.rank}"
+        rows.append((what, *told))
+    device = "one device" if found.schedule.is_synchronous else "one device with the same delays"
+    return [f"Largest errors relative to {device} (allowed: {found.tolerance.values:g})", *aligned(rows, right=(1,))]
+
+
+def _traffic(found: PipelineVerification) -> list[str]:
+    what = "A training step" if found.schedule.num_updates == 1 else f"{found.schedule.num_updates} training steps"
+    rows: list[tuple[str, ...]] = [("", "predicted", "sent", "")]
+    for number, (inside, gradients) in enumerate(zip(found.traffic.inside, found.traffic.gradients)):
+        rows.append((f"inside stage {number}", format_bytes(inside.num_bytes), "", ""))
+        rows.append((f"gradients of stage {number}", format_bytes(gradients.num_bytes), "", ""))
+    for what_part, phase in (("between stages", found.between), ("in all", found.run)):
+        sent = "" if phase.sent_bytes is None else format_bytes(phase.sent_bytes)
+        rows.append((what_part, format_bytes(phase.predicted_bytes), sent, _deviation(phase, found)))
+    allowed = (
+        f" (allowed: {found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers)"
+    )
+    return [f"{what}, all ranks together{'' if found.uncounted else allowed}", *aligned(rows, right=(1, 2, 3))]
+
+
+def _verdict(found: PipelineVerification) -> list[str]:
+    took = f"{found.seconds:.0f} s"
+    if found.is_right:
+        as_what = "one device" if found.schedule.is_synchronous else "one device with the same delays"
+        promised = "sends what it promised" if not found.uncounted else "takes the steps that it promised"
+        return [f"Right: the plan computes what {as_what} computes, and {promised} ({took})"]
+    return [f"Off in {len(found.faults)} places ({took})", *(f"  {fault}" for fault in found.faults)]
+
+
+# ---- For programs ------------------------------------------------------------------------------------------------------------
+
+
+def pipeline_document(found: PipelineVerification) -> dict[str, Any]:
+    """As one JSON document; numbers that are not finite are None."""
+    return {
+        "format": FORMAT,
+        "version": 2,
+        "model": found.model,
+        "verdict": "right" if found.is_right else "off",
+        "faults": list(found.faults),
+        "schedule": found.schedule.name,
+        "num_stages": found.schedule.num_stages,
+        "num_ranks": found.num_ranks,
+        "widths": list(found.schedule.widths),
+        "workload": found.workload.document(),
+        "scaled": [{"what": c.what, "before": c.before, "after": c.after} for c in found.changes],
+        "notes": list(found.notes),
+        "bytes_not_counted": found.uncounted or None,
+        "losses": [
+            {"one_device": expected, "ranks": finite(value), "error": finite(error)}
+            for (expected, value), error in zip(found.losses, found.loss_errors)
+        ],
+        "gradient_step": found.gradient_step,
+        "gradients": [value_document(check) for check in found.gradients],
+        "parameters": [value_document(check) for check in found.parameters],
+        "stages": [
+            {
+                "layers": [_layer_document(layer) for layer in layers],
+                "predicted_bytes": {"inside": inside.num_bytes, "gradients": gradients.num_bytes},
+            }
+            for layers, inside, gradients in zip(found.layers, found.traffic.inside, found.traffic.gradients)
+        ],
+        "steps_per_run": found.schedule.num_updates,
+        "between_stages": found.between.document(),
+        "run": found.run.document(),
+        "seconds": found.seconds,
+    }
+
+
+def _layer_document(layer: LayerCheck) -> dict[str, Any]:
+    return {
+        "name": layer.name,
+        "kind": layer.kind,
+        "strategy": [list(split) for split in layer.strategy.splits],
+        **{phase: layer.phases[phase].document() for phase in _PHASES},
+    }
