@@ -29,7 +29,8 @@ split along one dimension over all ranks, or copied everywhere; the one that sen
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
@@ -194,38 +195,39 @@ def _refine(
     while True:
         if not _is_chain(rank_cuts):
             return None
-        atoms = _atoms(source.axes + target.axes, rank_cuts)
         before = (len(rank_cuts), [len(cuts) for cuts in dim_cuts])
-        sides = []
+        ordered = sorted(rank_cuts)
         for end in (source, target):
-            owners: list[list[Axis]] = [[] for _ in range(num_dims)]
-            free: dict[Axis, Holding] = {}
+            positions = [1] * num_dims
             for axis, state in zip(end.axes, end.states):
-                # The atoms of an axis, outermost first: the outermost takes the most significant digit.
-                for atom in sorted(_within(atoms, axis), key=lambda a: -a.stride):
-                    if isinstance(state, Split):
-                        owners[state.dim].append(atom)
-                    else:
-                        free[atom] = state
-            sides.append((owners, free))
-            for dim in range(num_dims):
-                position = 1
-                for atom in owners[dim]:
-                    _cut_inside(dim_cuts[dim], position, atom, rank_cuts)
-                    position *= atom.size
-                    dim_cuts[dim].add(position)
+                if isinstance(state, Split):
+                    for stride, size in _atoms(axis, ordered):
+                        _cut_inside(dim_cuts[state.dim], positions[state.dim], stride, size, rank_cuts)
+                        positions[state.dim] *= size
+                        dim_cuts[state.dim].add(positions[state.dim])
         if not all(_is_chain(cuts) for cuts in dim_cuts):
             return None
         if (len(rank_cuts), [len(cuts) for cuts in dim_cuts]) == before:
             break
-    digits = [_quotients(cuts) for cuts in dim_cuts]
-    holdings = []
-    for owners, free in sides:
-        held = dict(free)
-        for dim in range(num_dims):
-            held.update({atom: Digit(dim, index) for index, atom in enumerate(owners[dim])})
-        holdings.append(held)
-    return digits, holdings[0], holdings[1]
+    atoms = {stride: Axis(size, stride, axis.level) for axis in source.axes for stride, size in _atoms(axis, ordered)}
+    start, goal = (_holdings(end, ordered, atoms, num_dims) for end in (source, target))
+    return [_quotients(cuts) for cuts in dim_cuts], start, goal
+
+
+def _holdings(
+    end: Distribution, rank_cuts: Sequence[int], atoms: Mapping[int, Axis], num_dims: int
+) -> dict[Axis, Holding]:
+    """What each atom holds at one end."""
+    free: dict[Axis, Holding] = {}
+    owners: list[list[Axis]] = [[] for _ in range(num_dims)]
+    for axis, state in zip(end.axes, end.states):
+        for stride, _ in _atoms(axis, rank_cuts):
+            if isinstance(state, Split):
+                owners[state.dim].append(atoms[stride])
+            else:
+                free[atoms[stride]] = state
+    digits = {atom: Digit(dim, index) for dim in range(num_dims) for index, atom in enumerate(owners[dim])}
+    return {**free, **digits}
 
 
 def _is_chain(cuts: set[int]) -> bool:
@@ -238,24 +240,18 @@ def _quotients(cuts: set[int]) -> list[int]:
     return [larger // smaller for smaller, larger in zip(ordered, ordered[1:])]
 
 
-def _atoms(axes: Sequence[Axis], rank_cuts: set[int]) -> list[Axis]:
-    ordered = sorted(rank_cuts)
-    atoms = []
-    for stride, end in zip(ordered, ordered[1:]):
-        level = next(axis.level for axis in axes if axis.stride <= stride < axis.stride * axis.size)
-        atoms.append(Axis(end // stride, stride, level))
-    return atoms
+def _atoms(axis: Axis, rank_cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """(stride, size) of the pieces that ascending cuts divide an axis into, outermost first: that takes the first digit."""
+    first, last = bisect_left(rank_cuts, axis.stride), bisect_left(rank_cuts, axis.stride * axis.size)
+    for cut in range(last - 1, first - 1, -1):
+        yield rank_cuts[cut], rank_cuts[cut + 1] // rank_cuts[cut]
 
 
-def _within(atoms: Sequence[Axis], axis: Axis) -> list[Axis]:
-    return [atom for atom in atoms if axis.stride <= atom.stride < axis.stride * axis.size]
-
-
-def _cut_inside(cuts: set[int], position: int, atom: Axis, rank_cuts: set[int]) -> None:
+def _cut_inside(cuts: set[int], position: int, stride: int, size: int, rank_cuts: set[int]) -> None:
     """Where the other end cuts the dimension inside this atom's digit, the atom itself has to be cut."""
     for cut in cuts:
-        if position < cut < position * atom.size and cut % position == 0 and atom.size % (cut // position) == 0:
-            rank_cuts.add(atom.stride * atom.size // (cut // position))
+        if position < cut < position * size and cut % position == 0 and size % (cut // position) == 0:
+            rank_cuts.add(stride * size // (cut // position))
 
 
 # ------------------------------------------------------------------------------------------------------------- the moves
@@ -274,6 +270,8 @@ class _Planner:
         self.shape = shape
         self.moves: list[Move] = []
         self.fractions: list[float] = []
+        #: Into how many parts the tensor is cut: a rank holds one.
+        self.parts = prod(atom.size for atom, held in self.held.items() if isinstance(held, Digit))
 
     def run(self) -> bool:
         """Choose the moves; False where a cycle cannot be broken."""
@@ -355,19 +353,20 @@ class _Planner:
             else:
                 runs.append([atom])
         for run in runs if outer_first else reversed(runs):
-            parts = tuple((atom, self.held[atom], goal[atom]) for atom in run)
-            before = self._local_fraction()
-            self.held.update({atom: goal[atom] for atom in run})
-            after = self._local_fraction()
+            changes = tuple([(atom, self.held[atom], goal[atom]) for atom in run])
+            fewest = self.parts
+            for atom, before, after in changes:
+                self.held[atom] = after
+                if isinstance(before, Digit):
+                    self.parts //= atom.size
+                if isinstance(after, Digit):
+                    self.parts *= atom.size
+            fewest = min(fewest, self.parts)
             axis = Axis(prod(atom.size for atom in run), run[-1].stride, run[-1].level)
-            self.moves.append(Move(collective, axis, parts))
-            self.fractions.append(max(before, after) if collective else 0.0)
+            self.moves.append(Move(collective, axis, changes))
+            self.fractions.append(1.0 / fewest if collective else 0.0)
         if goal:
             self.pending = [atom for atom in self.pending if self.held[atom] != self.goal[atom]]
-
-    def _local_fraction(self) -> float:
-        """How much of the tensor a rank holds."""
-        return 1.0 / prod(atom.size for atom, held in self.held.items() if isinstance(held, Digit))
 
 
 def reversed_route(route: Sequence[Redistribution]) -> tuple[Redistribution, ...]:

@@ -290,7 +290,8 @@ class _Compiler:
         self.tree: list[tuple[int, list[_Live]]] = []
         self.num_variables = len(reduced.domains)
         self.sizes = [domain.num_classes for domain in reduced.domains]
-        self.touching: list[dict[_Live, None]] = [{} for _ in reduced.domains]
+        #: Of each variable the live factors that touch it, with its position in their scopes.
+        self.touching: list[dict[_Live, int]] = [{} for _ in reduced.domains]
         self.neighbours: list[set[int]] = [set() for _ in reduced.domains]
         self.scalars: list[_Live] = []
         self.node_number: dict[tuple, int] = {}
@@ -326,8 +327,8 @@ class _Compiler:
         scope = live[1]
         if not scope:
             self.scalars.append(live)
-        for variable in scope:
-            self.touching[variable][live] = None
+        for position, variable in enumerate(scope):
+            self.touching[variable][live] = position
             self.neighbours[variable].update(other for other in scope if other != variable)
 
     def run(self) -> Plan:
@@ -361,7 +362,11 @@ class _Compiler:
         else:
             pairs = sum(len(self.neighbours[other] & neighbours) for other in neighbours)
             fill = (len(neighbours) * (len(neighbours) - 1) - pairs) / 2
-            group = (size, fill, variable if self.by_fill else _canonical(variable, list(self.touching[variable]))[0])
+            group = (
+                size,
+                fill,
+                variable if self.by_fill else _canonical(variable, _ordered(self.touching[variable]))[0],
+            )
         self.group_of[variable] = group
         self.groups.setdefault(group, {})[variable] = None
         self._push(group)
@@ -383,7 +388,7 @@ class _Compiler:
 
     def _eliminate(self, variable: int) -> set[int]:
         """Replace the factors that touch a variable by its bucket. Returns the variables whose buckets change."""
-        touching = list(self.touching[variable])
+        touching = _ordered(self.touching[variable])
         changed = self.neighbours[variable]
         self._leave_group(variable)
         for live in touching:
@@ -394,8 +399,7 @@ class _Compiler:
         for part in self._parts(touching):
             inputs, scope = _canonical(variable, part)
             number = self._node(inputs, tuple(self.sizes[v] for v in scope), 1)
-            by_input = sorted(part, key=lambda live: _input_order(variable, live))
-            self._add_live((number, scope[1:], self._occur(number, by_input)))
+            self._add_live((number, scope[1:], self._occur(number, part)))
         return changed
 
     def _parts(self, touching: list[_Live]) -> list[list[_Live]]:
@@ -415,7 +419,7 @@ class _Compiler:
                     break
             else:
                 parts.append((set(live[1]), [live]))
-        return [members for _, members in parts]
+        return [[live for live in touching if live in members] for _, members in parts]
 
     def _occur(self, number: int, inputs: list[_Live]) -> int:
         """Record a place where a factor is made, and return its number in the tree."""
@@ -473,16 +477,18 @@ class _Compiler:
         return number, (), self._occur(number, pair)
 
 
-def _input_order(variable: int, live: _Live) -> tuple:
-    return live[0], live[1].index(variable), live[1]
+def _ordered(touching: Mapping[_Live, int]) -> list[_Live]:
+    """The factors that touch a variable, in an order that equal buckets share."""
+    return [live for *_, live in sorted([(live[0], position, live[1], live) for live, position in touching.items()])]
 
 
 def _canonical(variable: int, touching: list[_Live]) -> tuple[tuple, tuple[int, ...]]:
-    """The inputs of a variable's bucket, in an order that equal buckets share, and the variables of its local axes."""
+    """The inputs of a variable's bucket, from its factors in order, and the variables of its local axes."""
     axis_of = {variable: 0}
     inputs = []
-    for number, scope, _ in sorted(touching, key=lambda live: _input_order(variable, live)):
+    for number, scope, _ in touching:
         for v in scope:
-            axis_of.setdefault(v, len(axis_of))
+            if v not in axis_of:
+                axis_of[v] = len(axis_of)
         inputs.append((number, tuple([axis_of[v] for v in scope])))
     return tuple(inputs), tuple(axis_of)

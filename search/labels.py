@@ -40,9 +40,11 @@ class StoppedError(Exception):
     """The deadline has passed, or more labels than fit in memory would be needed."""
 
 
-#: The most labels that one join may keep (about 50 bytes each), and how many rows it looks at in one go.
+#: The most labels that one join may keep (about 50 bytes each).
 MAX_LABELS = 4_000_000
-_CHUNK = 1 << 18
+#: How many rows a join looks at in one go (so few that a processor's cache holds them), and keeps before it drops the dominated.
+_CHUNK = 1 << 15
+_UNSETTLED = 1 << 20
 #: The root, where only the cheapest choice is wanted, joins parts up to this multiple of the slack: an incumbent is found
 #: with a slack well below its own excess.
 _ROOT_SLACK = 2.0
@@ -254,7 +256,7 @@ class LabelSearch:
             parts.append((at[keep], cost[keep], memory[keep], before[keep], taken[keep]))
             kept += len(keep)
             low = high
-            if kept > 4 * _CHUNK + 2 * settled:
+            if kept > _UNSETTLED + 2 * settled:
                 parts = [self._settle(parts, group)]
                 kept = settled = len(parts[0][0])
             if settled > MAX_LABELS or time.perf_counter() > self.deadline:

@@ -49,11 +49,11 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, write, print."""
     if arguments.pipeline is None and arguments.allow_stale:
         raise UserError("--allow-stale is for pipelines; add --pipeline auto, or leave it out")
-    from ..plan import save_plan
-
     answer = _without_pipeline(arguments) if arguments.pipeline is None else _with_pipeline(arguments)
     document = answer.document() if arguments.output or arguments.json else {}
     if arguments.output:
+        from ..plan import save_plan
+
         save_plan(arguments.output, document)
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
@@ -65,14 +65,20 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
-    from ..plan import plan_document
     from ..planner import make_plan
     from ..tables import plan_text
     from ..trusting import trust_of
 
     planned = make_plan(model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method))
     trusted = trust_of(planned)
-    return _Answer(lambda: plan_document(planned, trusted), lambda: plan_text(planned, trusted))
+
+    def document() -> dict[str, Any]:
+        # Documents can hold pipelines, whose modules a plan without one does not need.
+        from ..plan import plan_document
+
+        return plan_document(planned, trusted)
+
+    return _Answer(document, lambda: plan_text(planned, trusted))
 
 
 def _with_pipeline(arguments: argparse.Namespace) -> _Answer:
