@@ -5,10 +5,12 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
+from autoddl.costmodel.strategy import Strategy, alike, data_parallel, enumerate_strategies, transposed
 from autoddl.models.layers import add, attention, conv2d, embedding, linear, loss, norm, position
 
 WIDE = linear("fc", 1, 2**20, 2**20)
@@ -145,3 +147,54 @@ def test_sbp_of_the_paper():
     assert strategy.sbp(add("a", (4, 64)))["weight"] is None
     two = Strategy(((2, 1, 4), (1, 8, 1)))
     assert str(two.sbp(WIDE)["input"].without_unit_axes()) == "(S0:2, S1:4 | B:8)"
+
+
+SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 6, 8, 12]), min_size=1, max_size=3)
+
+
+@st.composite
+def offers(draw: st.DrawFn) -> tuple[list[Strategy], tuple[bool, ...]]:
+    """Some strategies of some layer, and the levels whose steps are priced by size."""
+    sizes = draw(SIZES)
+    every = list(enumerate_strategies(WIDE, sizes, summa=True)) + list(
+        enumerate_strategies(linear("f", 1, 12, 24), sizes)
+    )
+    some = draw(st.lists(st.sampled_from(every), min_size=1, max_size=40))
+    return some, tuple(draw(st.booleans()) for _ in sizes)
+
+
+@given(offers())
+@settings(max_examples=100, deadline=None)
+def test_alike_strategies_are_each_of_them_at_once(offer):
+    strategies, sized = offer
+    groups = list(alike(strategies, sized))
+    assert sorted(int(i) for group in groups for i in group.indices) == list(range(len(strategies)))
+    for group in groups:
+        for place, index in enumerate(group.indices):
+            one = strategies[index]
+            assert group.summa == one.summa
+            for name in ("p0", "p1", "p2", "panels"):
+                assert getattr(group, name)[place] == getattr(one, name), name
+            for which, transposes in product(range(3), (False, True)):
+                theirs = group.axes(which, transposes)
+                mine = one.axes(which, transposes)
+                assert [axis.level for axis in theirs] == [axis.level for axis in mine]
+                for of_all, of_one in zip(theirs, mine):
+                    if sized[of_one.level]:
+                        assert isinstance(of_all.size, int) and of_all.size == of_one.size
+                    else:
+                        assert of_all.size[place] == of_one.size
+
+
+@given(offers())
+@settings(max_examples=50, deadline=None)
+def test_there_are_no_more_groups_than_sequences_of_steps(offer):
+    """Two strategies stand apart only where some axis is there for one alone, or has another size on a sized level."""
+    strategies, sized = offer
+
+    def steps_of(one: Strategy) -> object:
+        return one.summa, tuple(
+            tuple(n if is_sized else n > 1 for n in split) for split, is_sized in zip(one.splits, sized)
+        )
+
+    assert len(list(alike(strategies, sized))) == len({steps_of(one) for one in strategies})
