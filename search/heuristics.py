@@ -10,7 +10,7 @@ sweep changes nothing; keep the best, restart.
 **Metropolis-Hastings.**  The chain's law is P(S) ~ exp(-b Cost(S)).  A proposal changes one variable to another of its options, all
 with the same probability, so it is accepted with min(1, exp(-b (Cost(new) - Cost(old)))).  The inverse temperature b rises
 geometrically over the budget (simulated annealing): from 1 / the median change of cost at the start, where most proposals are
-accepted, to 1 / a ten-thousandth of the cost, where none that matters is.  Of several chains each gets an equal part of the budget.
+accepted, to 1 / a ten-thousandth of the cost, where none that matters is.
 
 **Random.**  Independent uniform choices: the baseline.
 """
@@ -114,28 +114,36 @@ class _Driver:
         )
 
 
-def coordinate_descent(
-    table: CostTable,
-    *,
-    memory_limit: float | None = None,
-    evaluations: int | None = None,
-    time_limit: float | None = None,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """Coordinate descent with restarts (module docstring).
+def _heuristic(method: str) -> Callable[[Callable[[_Driver, int], None]], Callable[..., Result]]:
+    """Make a search of an algorithm that uses up a driver's budget, given a seed."""
 
-    Raises: SearchError, for a limit that is not positive.
-    """
-    driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
-    generator = random.Random(seed)
+    def searching(algorithm: Callable[[_Driver, int], None]) -> Callable[..., Result]:
+        def search(
+            table: CostTable,
+            *,
+            memory_limit: float | None = None,
+            evaluations: int | None = None,
+            time_limit: float | None = None,
+            seed: int = 0,
+            progress: Progress = silent,
+        ) -> Result:
+            driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
+            return driver.run(method, lambda: algorithm(driver, seed))
 
-    def descend() -> bool:
-        start = random_start(table, generator, memory_limit)
-        if start is None:
-            return False
+        search.__name__ = search.__qualname__ = algorithm.__name__
+        search.__doc__ = f"{algorithm.__doc__}\n\n    Raises: SearchError, for a limit that is not positive.\n    "
+        return search
+
+    return searching
+
+
+@_heuristic("coordinate-descent")
+def coordinate_descent(driver: _Driver, seed: int) -> None:
+    """Coordinate descent with restarts (module docstring)."""
+    table, limit, generator = driver.table, driver.memory_limit, random.Random(seed)
+    while (start := random_start(table, generator, limit)) is not None:
         driver.spend()
-        current = Assignment(table, start, memory_limit)
+        current = Assignment(table, start, limit)
         driver.consider(current.cost, current.choice)
         unchanged, order = 0, list(range(len(start)))
         generator.shuffle(order)
@@ -144,13 +152,6 @@ def coordinate_descent(
                 unchanged = 0 if _best_option(driver, current, variable) else unchanged + 1
                 if unchanged == len(order):
                     break
-        return True
-
-    def search() -> None:
-        while descend():
-            pass
-
-    return driver.run("coordinate-descent", search)
 
 
 def _best_option(driver: _Driver, current: Assignment, variable: int) -> bool:
@@ -170,36 +171,19 @@ def _best_option(driver: _Driver, current: Assignment, variable: int) -> bool:
     return True
 
 
-def metropolis_hastings(
-    table: CostTable,
-    *,
-    memory_limit: float | None = None,
-    evaluations: int | None = None,
-    time_limit: float | None = None,
-    seed: int = 0,
-    progress: Progress = silent,
-    chains: int = 1,
-) -> Result:
-    """Metropolis-Hastings with rising b (module docstring).
-
-    Raises: SearchError, for a limit that is not positive.
-    """
-    driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
-    generator = random.Random(seed)
+@_heuristic("metropolis-hastings")
+def metropolis_hastings(driver: _Driver, seed: int) -> None:
+    """Metropolis-Hastings with rising b (module docstring)."""
+    table, generator = driver.table, random.Random(seed)
+    start = random_start(table, generator, driver.memory_limit)
+    if start is None:
+        return
+    driver.spend()
+    current = Assignment(table, start, driver.memory_limit)
+    driver.consider(current.cost, current.choice)
     movable = [v for v, costs in enumerate(table.cost) if len(costs) > 1]
-
-    def search() -> None:
-        for chain in range(chains):
-            start = random_start(table, generator, memory_limit)
-            if start is None:
-                return
-            driver.spend()
-            current = Assignment(table, start, memory_limit)
-            driver.consider(current.cost, current.choice)
-            if movable:
-                _anneal(driver, current, movable, generator, driver.left // (chains - chain))
-
-    return driver.run("metropolis-hastings", search)
+    if movable:
+        _anneal(driver, current, movable, generator, driver.left)
 
 
 def _anneal(driver: _Driver, current: Assignment, movable: list[int], generator: random.Random, steps: int) -> None:
@@ -231,37 +215,19 @@ def _anneal(driver: _Driver, current: Assignment, movable: list[int], generator:
         temperature *= growth or 1.0
 
 
-def random_search(
-    table: CostTable,
-    *,
-    memory_limit: float | None = None,
-    evaluations: int | None = None,
-    time_limit: float | None = None,
-    seed: int = 0,
-    progress: Progress = silent,
-) -> Result:
-    """Independent uniform choices; those over the memory limit count as evaluations, too.
-
-    Raises: SearchError, for a limit that is not positive.
-    """
-    driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
-    generator = np.random.default_rng(seed)
-
-    def search() -> None:
-        while True:
-            count = min(4096, driver.left)
-            if count == 0:
-                return
-            driver.spend(count)
-            choices = np.stack([generator.integers(len(costs), size=count) for costs in table.cost])
-            costs = sum(table.cost[v][x] for v, x in enumerate(choices))
-            for edge in table.edges:
-                costs = costs + edge.cost[choices[edge.source], choices[edge.target]]
-            if memory_limit is not None:
-                resident = sum(table.memory[v][x] for v, x in enumerate(choices))
-                buffer = np.max([table.buffer[v][x] for v, x in enumerate(choices)], axis=0)
-                costs = np.where(resident + buffer <= memory_limit, costs, math.inf)
-            best = int(np.argmin(costs))
-            driver.consider(float(costs[best]), [int(x) for x in choices[:, best]])
-
-    return driver.run("random", search)
+@_heuristic("random")
+def random_search(driver: _Driver, seed: int) -> None:
+    """Independent uniform choices; those over the memory limit count as evaluations, too."""
+    table, limit, generator = driver.table, driver.memory_limit, np.random.default_rng(seed)
+    while (count := min(4096, driver.left)) > 0:
+        driver.spend(count)
+        choices = np.stack([generator.integers(len(costs), size=count) for costs in table.cost])
+        costs = sum(table.cost[v][x] for v, x in enumerate(choices))
+        for edge in table.edges:
+            costs = costs + edge.cost[choices[edge.source], choices[edge.target]]
+        if limit is not None:
+            resident = sum(table.memory[v][x] for v, x in enumerate(choices))
+            buffer = np.max([table.buffer[v][x] for v, x in enumerate(choices)], axis=0)
+            costs = np.where(resident + buffer <= limit, costs, math.inf)
+        best = int(np.argmin(costs))
+        driver.consider(float(costs[best]), [int(x) for x in choices[:, best]])

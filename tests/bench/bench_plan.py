@@ -24,18 +24,18 @@ COMMAND = ["plan", "gpt3-175b", "--cluster", "dgx-a100", "--nodes", "128", "--ba
 
 
 def whole_command(*options: str) -> None:
-    """Wall time of the command as a user runs it, and what the search took of it."""
+    """Wall time of the command as a user runs it, and what the search took of it; then its figures, from a run that prints JSON."""
+    command = [sys.executable, "-m", "autoddl", *COMMAND, *options]
     start = time.perf_counter()
-    output = subprocess.run(
-        [sys.executable, "-m", "autoddl", *COMMAND, *options, "--json"], check=True, capture_output=True
-    )
+    table = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     seconds = time.perf_counter() - start
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
-    plan = json.loads(output.stdout)
-    what = " ".join([*COMMAND[1:], *options])
+    plan = json.loads(subprocess.run([*command, "--json"], check=True, capture_output=True).stdout)
+    print(f"autoddl {' '.join([*COMMAND, *options])}")
+    print(f"  {seconds:.2f} s from start to printed table, {peak:.0f} MiB; {table.strip().splitlines()[-1].strip()}")
     print(
-        f"autoddl plan {what}\n  {seconds:.2f} s from start to end, search {plan['search_s']:.2f} s, {peak:.0f} MiB; "
-        f"{plan['status']}, step {plan['step_s']:.2f} s, memory {plan['memory_bytes'] / 2**30:.1f} GiB per device"
+        f"  {plan['status']}, step {plan['step_s']:.2f} s, memory {plan['memory_bytes'] / 2**30:.1f} GiB of "
+        f"{plan['memory_limit_bytes'] / 2**30:.0f} GiB per device; {len(plan['candidates'])} settings"
     )
 
 
@@ -63,8 +63,8 @@ def growth() -> None:
 
 def main() -> None:
     argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    whole_command("--micro-batch", "32")
     whole_command()
+    whole_command("--micro-batch", "32")
     growth()
 
 
