@@ -48,7 +48,7 @@ from autoddl.pipelines.generators.chimera import placements
 
 from .configuration import PipelineSchedule
 from .interior import Interior
-from .units import ROUNDING, UnitDuals, UnitMemory
+from .units import ROUNDING, Units
 
 __all__ = [
     "bound_class",
@@ -145,8 +145,7 @@ def bounds_of_cuts(
 def bounds_under_limit(
     cuts: np.ndarray,
     spec: PipelineSchedule,
-    duals: Sequence[UnitDuals],
-    memories: Sequence[UnitMemory],
+    units: Sequence[Units],
     micro_batch: int,
     needs: Sequence[tuple[float, int]],
     held: Sequence[Sequence[tuple[int, int]]],
@@ -158,7 +157,7 @@ def bounds_under_limit(
     """(5) in place of the work of (1) and (2), for every cut.
 
     Args:
-        duals, memories: per stage those of its mesh.
+        units: per stage those of its mesh.
         needs: per stage (micro-batches in flight, weight versions).
         held: per worker its (pipeline, stage) pairs.
         busy: of every cut and stage, where what comes before a stage counts; None where not.
@@ -172,13 +171,13 @@ def bounds_under_limit(
         plain = whole = np.full(len(cuts), np.inf)
         passes = spec.backward_passes(s)
         for recompute in recomputations:
-            key = (id(duals[s]), count, passes, needs[s], recompute)
+            key = (id(units[s]), count, passes, needs[s], recompute)
             if key not in known:
-                units = duals[s].of_units(micro_batch, count, passes, needs[s], price, recompute)
-                known[key] = tuple(np.concatenate([[0.0], np.cumsum(one)]) for one in units)  # type: ignore[assignment]
+                both = units[s].priced(micro_batch, count, passes, needs[s], price, recompute)
+                known[key] = tuple(np.concatenate([[0.0], np.cumsum(one)]) for one in both)  # type: ignore[assignment]
             extra = 0.0
             if recompute == "stage":
-                extra = price * needs[s][0] * micro_batch * memories[s].entering[starts[:, s]]
+                extra = price * needs[s][0] * micro_batch * units[s].entering[starts[:, s]]
             plain = np.minimum(plain, known[key][0][stops[:, s]] - known[key][0][starts[:, s]] + extra)
             whole = np.minimum(whole, known[key][1][stops[:, s]] - known[key][1][starts[:, s]] + extra)
         return plain, whole

@@ -31,7 +31,7 @@ from .interiors import Interior, Interiors, Need
 from .meshes import Meshes, StageMesh, all_meshes, stage_meshes
 from .needs import Needs, needs_of
 from .space import cuts, divisors, schedules
-from .units import UnitCosts, UnitDuals, UnitMemory
+from .units import Units
 
 __all__ = ["SAME", "Explorer", "Setting"]
 
@@ -54,6 +54,11 @@ class Setting:
         """Of every stage, the rectangle of its worker."""
         spec = self.schedule
         return tuple(self.mesh.mesh_of(spec.worker_of(stage)) for stage in range(spec.num_stages))
+
+    @cached_property
+    def rows(self) -> tuple[tuple[StageMesh, int], ...]:
+        """Of every stage, its rectangle and how often it is gone back through."""
+        return tuple((mesh, self.schedule.backward_passes(stage)) for stage, mesh in enumerate(self.meshes))
 
     @cached_property
     def widths(self) -> tuple[int, ...] | None:
@@ -100,9 +105,8 @@ class Explorer:
         self.limit_bytes, self.recomputations = limit_bytes, recomputations
         self._make, self._like = make_interiors, like
         self._interiors: dict[StageMesh, Interiors] = {}
-        self._units: dict[StageMesh, UnitCosts] = like._units if like else {}
-        self._memory: dict[StageMesh, UnitMemory] = {}
-        self._duals: dict[StageMesh, UnitDuals] = {}
+        self._units: dict[StageMesh, Units] = like._units if like else {}
+        self._bounds: dict[object, np.ndarray | None] = {}
         self._needs: dict[PipelineSchedule, Needs | None] = {}
 
     @property
@@ -116,20 +120,10 @@ class Explorer:
             self._interiors[mesh] = self._make(self.chain, mesh, self.cluster, self.workload, like)
         return self._interiors[mesh]
 
-    def units(self, mesh: StageMesh) -> UnitCosts:
+    def units(self, mesh: StageMesh) -> Units:
         if mesh not in self._units:
-            self._units[mesh] = UnitCosts(self.chain, self.interiors(mesh))
+            self._units[mesh] = Units(self.chain, self.interiors(mesh))
         return self._units[mesh]
-
-    def memory(self, mesh: StageMesh) -> UnitMemory:
-        if mesh not in self._memory:
-            self._memory[mesh] = UnitMemory(self.chain, self.interiors(mesh))
-        return self._memory[mesh]
-
-    def duals(self, mesh: StageMesh) -> UnitDuals:
-        if mesh not in self._duals:
-            self._duals[mesh] = UnitDuals(self.chain, self.units(mesh))
-        return self._duals[mesh]
 
     # ------------------------------------------------------------------------------------------------------- settings
 
@@ -161,41 +155,43 @@ class Explorer:
 
     def bounds_of_cuts(self, setting: Setting) -> np.ndarray | None:
         """What each of the setting's cuts takes at least; None where some layer has no strategy at all."""
-        spec, parts = setting.schedule, self._parts_of(setting)
+        # Settings of one class come after one another, so that it is enough to remember the last one's.
+        key = (setting.mesh, setting.micro_batch, bound_class(setting.schedule))
+        if key not in self._bounds:
+            self._bounds = {key: self._bounds_of_cuts(setting)}
+        return self._bounds[key]
+
+    def _bounds_of_cuts(self, setting: Setting) -> np.ndarray | None:
+        spec, sums, busy = setting.schedule, {}, None
         rows = setting.cuts(self.chain.num_units)
-        sums = {}
-        for part in parts:
+        for part in set(micro_batches_of(spec.num_workers, spec.num_micro_batches, spec.num_pipelines)):
             of_stages = self._unit_costs(setting, part)
             if of_stages is None:
                 return None
             sums[part] = sums_of_cuts(rows, [whole for _, whole in of_stages])
             busy = [one for one, _ in of_stages]
+        assert busy is not None
         of = bound_class(spec)
         return bounds_of_cuts(sums_of_cuts(rows, busy), sums, spec.num_micro_batches, spec.num_workers, of)
 
-    def _parts_of(self, setting: Setting) -> set[int]:
-        """The numbers of micro-batches that the schedule's pipelines get."""
-        spec = setting.schedule
-        return set(micro_batches_of(spec.num_workers, spec.num_micro_batches, spec.num_pipelines))
-
     def _unit_costs(self, setting: Setting, count: int) -> list[tuple[np.ndarray, np.ndarray]] | None:
         """Per stage what all units would take there, without and with their all-reduces."""
-        found = []
-        for stage, mesh in enumerate(setting.meshes):
+        known: dict[tuple[StageMesh, int], tuple[np.ndarray, np.ndarray] | None] = {}
+        for key in dict.fromkeys(setting.rows):
             try:
-                costs = self.units(mesh).at(setting.micro_batch, count, setting.schedule.backward_passes(stage))
+                known[key] = self.units(key[0]).costs(setting.micro_batch, count, key[1])
             except UserError:  # some layer has no strategy at all on this mesh
+                known[key] = None
+            if known[key] is None:
                 return None
-            if costs is None:
-                return None
-            found.append(costs)
-        return found
+        return [costs for costs in map(known.__getitem__, setting.rows) if costs is not None]
 
     def open_cuts(self, setting: Setting, best_s: float, one_cut: bool) -> Iterator[tuple[float, tuple[int, ...]]]:
         """(bound, cut) of those that may fit and be better; with ``one_cut`` that of the least bound alone."""
-        bounds = self.bounds_of_cuts(setting)
-        if bounds is None or self.needs(setting) is None:
+        known = self.bounds_of_cuts(setting)
+        if known is None or self.needs(setting) is None:
             return
+        bounds = known.copy()
         rows = setting.cuts(self.chain.num_units)
         open_ones = np.flatnonzero(bounds < best_s * (1 - SAME))
         open_ones = open_ones[self._may_fit(setting, rows[open_ones])]
@@ -222,8 +218,7 @@ class Explorer:
             found = bounds_under_limit(
                 mine,
                 spec,
-                [self.duals(mesh) for mesh in setting.meshes],
-                [self.memory(mesh) for mesh in setting.meshes],
+                [self.units(mesh) for mesh in setting.meshes],
                 setting.micro_batch,
                 list(zip(needs.in_flight, needs.versions)),
                 needs.homes,
@@ -245,7 +240,7 @@ class Explorer:
         stops = np.cumsum(rows, axis=1)
         starts = stops - rows
         stages = [
-            self.memory(mesh).of_stage(
+            self.units(mesh).memory(
                 starts[:, s],
                 stops[:, s],
                 setting.micro_batch,

@@ -269,7 +269,7 @@ _Roles = dict
 
 def _entry_cost(problem: Problem) -> float:
     """What the table counts for the layer that stands for the tensor that arrives: equally much in every layout."""
-    for variable, costs in zip(problem.variables, problem.table.cost):
+    for variable, costs in zip(problem.variables, problem.alone.cost):
         if variable.layers == (ENTRY,):
             return float(costs[0])
     return 0.0

@@ -118,13 +118,13 @@ def _dapple(
     clock: Clock,
 ) -> Iterator[PaperPlan]:
     devices, fault, found = cluster.num_devices, None, False
-    shapes = [Shape(in_order=True)]
+    shapes = []
     for count in divisors(devices):
         # Of several stages one has at least an even share of the parameters.
         state = profiled.state * profiled.profile.parameter_bytes / count
         if count <= chain.num_units and state <= profiled.limit_bytes:
             shapes.append(Shape(widths=(devices // count,) * count, in_order=True))
-    for shape in shapes:
+    for shape in (*shapes, Shape(in_order=True)):
         try:
             plans = plan_dapple(profiled, micro_batch, shape, clock).simulated
         except UserError as error:

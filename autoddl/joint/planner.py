@@ -1,8 +1,8 @@
 """The joint planner: pipeline and SBP together, or the plan of a paper's planner; with the runner-ups of every family.
 
 1. Without a pipeline (D = 1) the existing planner is exact: its plan is a member of the space, and the first incumbent.
-2. A first, narrow search (1F1B, each setting's best cut) finds a good incumbent, and another one looks at all schedules near it;
-   then the whole space is searched (:mod:`.search`).
+2. First, narrow searches (1F1B, each setting's best cut; equal workers, then all) find a good incumbent, and another one looks at
+   all schedules near it; then the whole space is searched (:mod:`.search`).
 3. The families that people use are planned for comparison (:mod:`.families`).
 """
 
@@ -34,8 +34,8 @@ from .space import MOST_CUTS, divisors
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
-#: The parts of the time limit after which the first, narrow search and that near its plan end.
-_NARROW, _NEAR = 0.6, 0.9
+#: The parts of the time limit after which the narrow searches end, of equal workers and of all, and that near their plan.
+_EQUAL, _NARROW, _NEAR = 0.5, 0.6, 0.75
 
 
 def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, report: Report = no_report) -> JointPlan:
@@ -106,22 +106,25 @@ def _one_stage(job: Job, planned: Planned) -> Evaluation:
 def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
     base, explorer, begin = job.options.base, job.explorer(), time.process_time()
     alone = None if whole is None else _one_stage(job, whole)
-    known = math.inf if alone is None else alone.step_s
     stale = job.options.allow_stale
     notes: tuple[str, ...] = ()
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
-    narrow = explore(
-        explorer,
-        explorer.settings(base.micro_batch, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1),
-        known,
-        begin + _NARROW * job.time_limit_s,
-        one_cut=True,
-        report=job.report,
-    )
-    best = narrow.best or alone
-    near = _near(job, explorer, narrow.best, stale, begin + _NEAR * job.time_limit_s)
-    best = near or best
+    best, narrow = alone, 0
+    for uneven, share in ((False, _EQUAL), (True, _NARROW)):
+        found = explore(
+            explorer,
+            explorer.settings(
+                base.micro_batch, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1, uneven
+            ),
+            math.inf if best is None else best.step_s,
+            begin + share * job.time_limit_s,
+            one_cut=True,
+            report=job.report,
+        )
+        best, narrow = found.best or best, narrow + found.simulated
+    if best is not alone:
+        best = _near(job, explorer, best, stale, begin + _NEAR * job.time_limit_s) or best
     wide = explore(
         explorer,
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
@@ -156,17 +159,15 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: f
     )
 
 
-def _near(job: Job, explorer: Explorer, best: Evaluation | None, stale: bool, deadline: float) -> Evaluation | None:
-    """The best of all schedules on the mesh of a good plan, at its micro-batch, half and twice that, if one is better."""
-    if best is None:
-        return None
+def _near(job: Job, explorer: Explorer, best: Evaluation, stale: bool, deadline: float) -> Evaluation | None:
+    """The best of all schedules on the devices of a good plan, at its micro-batch, half and twice that, if one is better."""
     mesh, size = best.configuration.mesh, best.configuration.workload.micro_batch
     everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
     settings = [one for one in everything if one.mesh == mesh and one.micro_batch in (size / 2, size, 2 * size)]
     return explore(explorer, settings, best.step_s, deadline, one_cut=True, report=job.report).best
 
 
-def _considered(job: Job, narrow: Explored, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
+def _considered(job: Job, narrow: int, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
     sizes = "every micro-batch" if job.options.base.micro_batch is None else "the given micro-batch"
     stale = "every schedule, asynchronous ones too" if job.options.allow_stale else "every synchronous schedule"
     every = "all cuts" if _has_all_cuts(job) else "even and uneven cuts"
@@ -182,7 +183,7 @@ def _considered(job: Job, narrow: Explored, wide: Explored, explorer: Explorer, 
         settings=wide.settings + alone,
         ruled_out_by_memory=wide.out_of_memory,
         ruled_out_by_bound=wide.settings - len(wide.opened),
-        simulated=narrow.simulated + wide.simulated,
+        simulated=narrow + wide.simulated,
         stage_searches=explorer.num_searches,
     )
 

@@ -118,29 +118,26 @@ def _every_cut(num_units: int, num_stages: int) -> np.ndarray:
 
 @lru_cache(maxsize=256)
 def _proportional_cuts(num_units: int, widths: tuple[int, ...]) -> np.ndarray:
-    return np.array(list(_proportional(num_units, widths)), dtype=np.int64).reshape(-1, len(widths))
-
-
-def _proportional(num_units: int, widths: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
-    inner = np.array(widths[1:-1])
-    count = len(inner)
+    inner, count = np.array(widths[1:-1]), len(widths) - 2
     # Stages of very different sizes never win: nothing below half, or above twice, a proportional share.
     shares = num_units * np.array(widths) / sum(widths)
     least, most = shares / 2 - 1, 2 * shares + 1
-    for first in range(1, num_units - count):
-        if not least[0] <= first <= most[0]:
-            continue
-        for last in range(1, num_units - count - first + 1):
-            left = num_units - first - last
-            each = np.maximum(left * inner // inner.sum(), 1)
-            extra = left - int(each.sum())
-            fits = least[-1] <= last <= most[-1] and (least[1:-1] <= each).all() and (each + 1 <= most[1:-1]).all()
-            if not fits or not 0 <= extra < max(count, 1):
-                continue
-            for offset in range(count - extra + 1) if extra else (0,):
-                middle = each.copy()
-                middle[offset : offset + extra] += 1
-                yield (first, *middle.tolist(), last)
+    ends = np.arange(1, num_units - count)
+    first, last = (side.ravel() for side in np.meshgrid(ends, ends, indexing="ij"))
+    left = num_units - first - last
+    each = np.maximum(left[:, None] * inner // inner.sum(), 1)
+    extra = left - each.sum(axis=1)
+    fits = (least[0] <= first) & (first <= most[0]) & (least[-1] <= last) & (last <= most[-1])
+    fits &= (extra >= 0) & (extra < count)
+    fits &= (least[1:-1] <= each).all(axis=1) & (each + 1 <= most[1:-1]).all(axis=1)
+    first, last, each, extra = first[fits], last[fits], each[fits], extra[fits]
+    # What is left over goes to neighbours, which may begin anywhere.
+    places = np.where(extra > 0, count - extra + 1, 1)
+    rows = np.repeat(np.arange(len(first)), places)
+    offset = np.arange(len(rows)) - np.repeat(np.cumsum(places) - places, places)
+    stage = np.arange(count)
+    more = (offset[:, None] <= stage) & (stage < (offset + extra[rows])[:, None])
+    return np.column_stack([first[rows], each[rows] + more, last[rows]])
 
 
 def num_cuts(num_units: int, num_stages: int, widths: tuple[int, ...] | None = None) -> int:

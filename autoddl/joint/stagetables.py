@@ -85,7 +85,7 @@ class StageTables:
             book, few = self.book(first, stop, layers_again), self.mesh.num_devices
             many = int(few * _MANY)
             # Memory is affine in the samples; every strategy divides a sample for each device.
-            low, high = (book.problem(number, number).table.memory for number in (few, many))
+            low, high = (book.problem(number, number).alone.memory for number in (few, many))
             found = []
             for variable, small, large in zip(book.variables, low, high):
                 kept = (large - small) / (many - few)

@@ -6,13 +6,16 @@ over the layers of a stage, whatever its strategies are, with recomputation or w
 the backward pass counts twice.
 
 What a stage keeps is at least what its layers keep, each at the strategy that keeps the least, at the best of the ways of
-recomputation.
+recomputation.  With a price of a byte, seconds and bytes have a least value together.
+
+The options of all layers of all kinds of units stand behind each other in one array, so that a least value is few operations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -24,14 +27,14 @@ from autoddl.costmodel.strategy import alike
 from .cutting import ENTRY, Chain
 from .interiors import Interiors
 
-__all__ = ["ROUNDING", "Column", "UnitCosts", "UnitDuals", "UnitMemory"]
+__all__ = ["ROUNDING", "Units"]
 
 #: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
 ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True, eq=False)
-class Column:
+class _Column:
     """Of one layer's options: seconds = fixed + samples * slope per micro-batch, and once per step."""
 
     fixed: np.ndarray
@@ -40,13 +43,13 @@ class Column:
     p0: np.ndarray
 
 
-def unit_columns(interiors: Interiors, unit: int, layers_again: bool) -> list[Column]:
+def _columns(interiors: Interiors, unit: int, layers_again: bool) -> list[_Column]:
     """Of the layers of a unit, the entry left out."""
     few = interiors.mesh.num_devices
     book = interiors.tables.book(unit, unit + 1, layers_again)
     # Affine in samples and micro-batches: three points tell all (see autoddl.costmodel.pricing).
     one, two, larger = (
-        book.problem(batch, micro).table.cost for batch, micro in ((few, few), (2 * few, few), (2 * few, 2 * few))
+        book.problem(batch, micro).alone.cost for batch, micro in ((few, few), (2 * few, few), (2 * few, 2 * few))
     )
     columns = []
     for variable, a, b, c in zip(book.variables, one, two, larger):
@@ -54,7 +57,7 @@ def unit_columns(interiors: Interiors, unit: int, layers_again: bool) -> list[Co
             continue
         each, slope = b - a, (c - a) / few
         p0 = np.array([strategy.p0 for strategy in variable.options])
-        columns.append(Column(each - few * slope, slope, np.maximum(a - each, 0.0), p0))
+        columns.append(_Column(each - few * slope, slope, np.maximum(a - each, 0.0), p0))
     return columns
 
 
@@ -79,83 +82,123 @@ def _backward(book: PriceBook, variable: Variable) -> tuple[np.ndarray, np.ndarr
     return fixed, slope
 
 
-class UnitCosts:
-    """The least that every unit takes on one mesh, for any micro-batch."""
+@dataclass(frozen=True, eq=False)
+class _Options:
+    """The options of all layers of all kinds of units, one behind the other.
+
+    Attributes:
+        fixed, slope, once, p0: see :class:`_Column`.
+        state, kept: bytes, and bytes of a sample.
+        layers: where the options of each layer begin.
+        kinds: where the layers of each kind begin.
+    """
+
+    fixed: np.ndarray
+    slope: np.ndarray
+    once: np.ndarray
+    p0: np.ndarray
+    state: np.ndarray
+    kept: np.ndarray
+    layers: np.ndarray
+    kinds: np.ndarray
+
+    def least(self, values: np.ndarray, micro_batch: int) -> np.ndarray:
+        """Per kind of unit the least sum over its layers; infinite where one has no option at this micro-batch."""
+        offered = np.where(micro_batch % self.p0 == 0, values, np.inf)
+        return np.asarray(np.add.reduceat(np.minimum.reduceat(offered, self.layers), self.kinds))
+
+
+class Units:
+    """The least that every unit takes and keeps on one mesh."""
 
     def __init__(self, chain: Chain, interiors: Interiors):
         self.chain, self.interiors = chain, interiors
-        first = {kind: unit for unit, kind in reversed(list(enumerate(chain.kinds)))}
-        self._columns = {kind: unit_columns(interiors, unit, False) for kind, unit in first.items()}
-        self._first = first
-        self._again: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
-        self._known: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray] | None] = {}
+        layers, workload = chain.graph.layers, interiors.workload
+        entries = [0.0] + [layers[start - 1].output_elements * workload.itemsize for start in chain.starts[1:-1]]
+        #: Bytes of one sample, on each device, of what enters a stage that begins with a unit.
+        self.entering = np.array(entries) / interiors.mesh.num_devices
+        self._extra = workload.itemsize / workload.bytes_per_parameter
+        self._first = [chain.kinds.index(kind) for kind in range(max(chain.kinds) + 1)]
+        self._kinds = np.array(chain.kinds)
+        self._options: dict[bool, _Options] = {}
+        self._costs: dict[tuple[int, int, int], tuple[np.ndarray, np.ndarray] | None] = {}
+        self._bytes: dict[tuple[int, float, int, bool], np.ndarray] = {}
 
-    def backward(self, kind: int) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Of the layers of a kind of unit, (fixed, slope) of one backward pass."""
-        if kind not in self._again:
-            self._again[kind] = _backward_columns(self.interiors, self._first[kind])
-        return self._again[kind]
+    def _of(self, layers_again: bool) -> _Options:
+        if layers_again not in self._options:
+            tables, rows, kinds = self.interiors.tables, [], []
+            for unit in self._first:
+                book = tables.book(unit, unit + 1, layers_again)
+                every = zip(book.variables, tables.bytes_of(unit, unit + 1, layers_again))
+                nbytes = [column for variable, column in every if variable.layers != (ENTRY,)]
+                kinds.append(len(rows))
+                rows += list(zip(_columns(self.interiors, unit, layers_again), nbytes))
+            sizes = [len(times.fixed) for times, _ in rows]
+            self._options[layers_again] = _Options(
+                fixed=np.concatenate([times.fixed for times, _ in rows]),
+                slope=np.concatenate([times.slope for times, _ in rows]),
+                once=np.concatenate([times.once for times, _ in rows]),
+                p0=np.concatenate([times.p0 for times, _ in rows]),
+                state=np.concatenate([nbytes.state for _, nbytes in rows]),
+                kept=np.concatenate([nbytes.kept for _, nbytes in rows]),
+                layers=np.cumsum([0, *sizes[:-1]]),
+                kinds=np.array(kinds),
+            )
+        return self._options[layers_again]
 
-    def at(self, micro_batch: int, count: int, passes: int = 1) -> tuple[np.ndarray, np.ndarray] | None:
+    @cached_property
+    def _backward(self) -> tuple[np.ndarray, np.ndarray]:
+        """(fixed, slope) of one backward pass of every option."""
+        columns = [column for unit in self._first for column in _backward_columns(self.interiors, unit)]
+        fixed, slope = (np.concatenate(part) for part in zip(*columns))
+        return fixed, slope
+
+    def _each(self, options: _Options, micro_batch: int, passes: int) -> np.ndarray:
+        """Seconds of a micro-batch of every option, gone back through so often."""
+        each = options.fixed + micro_batch * options.slope
+        if passes > 1:
+            fixed, slope = self._backward
+            each = each + (passes - 1) * (fixed + micro_batch * slope)
+        return each
+
+    def costs(self, micro_batch: int, count: int, passes: int = 1) -> tuple[np.ndarray, np.ndarray] | None:
         """(busy per micro-batch, whole of ``count`` of them) of every unit; None where one does not divide over some layer.
 
         Args:
             passes: how often the unit is gone back through.
         """
         key = (micro_batch, count, passes)
-        if key not in self._known:
-            self._known[key] = self._at(*key)
-        return self._known[key]
+        if key not in self._costs:
+            options = self._of(False)
+            each = self._each(options, micro_batch, passes)
+            busy = np.maximum(options.least(each, micro_batch), 0.0)
+            whole = np.maximum(options.least(count * each + options.once, micro_batch), 0.0)
+            found = (busy[self._kinds], whole[self._kinds])
+            self._costs[key] = found if np.isfinite(busy).all() else None
+        return self._costs[key]
 
-    def _at(self, micro_batch: int, count: int, passes: int) -> tuple[np.ndarray, np.ndarray] | None:
-        of_kind: dict[int, tuple[float, float]] = {}
-        for kind, columns in self._columns.items():
-            busy = whole = 0.0
-            for place, column in enumerate(columns):
-                offered = micro_batch % column.p0 == 0
-                if not offered.any():
-                    return None
-                each = column.fixed + micro_batch * column.slope
-                if passes > 1:
-                    fixed, slope = self.backward(kind)[place]
-                    each = each + (passes - 1) * (fixed + micro_batch * slope)
-                busy += float(each[offered].min())
-                whole += float((count * each + column.once)[offered].min())
-            of_kind[kind] = (max(busy, 0.0), max(whole, 0.0))
-        rows = np.array([of_kind[kind] for kind in self.chain.kinds])
-        return rows[:, 0], rows[:, 1]
+    def priced(
+        self, micro_batch: int, count: int, passes: int, need: tuple[float, int], price: float, recompute: str
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Least seconds and priced bytes together, (without, with the all-reduce), of every unit, for ``count`` micro-batches.
 
+        Args:
+            passes: how often a unit is gone back through.
+            need: micro-batches in flight, weight versions.
+            price: seconds per byte.
+        """
+        times, kept = self._of(recompute != "none"), self._of(recompute == "layers")
+        alive = 1.0 if recompute == "stage" else need[0]
+        seconds = count * self._each(times, micro_batch, passes) + price * self._nbytes(
+            kept, micro_batch, alive, need[1]
+        )
+        plain, whole = times.least(seconds, micro_batch), times.least(seconds + times.once, micro_batch)
+        return plain[self._kinds], whole[self._kinds]
 
-class UnitMemory:
-    """The least bytes per device that every unit needs on one mesh."""
+    def _nbytes(self, options: _Options, micro_batch: int, alive: float, versions: int) -> np.ndarray:
+        return options.state * (1 + (versions - 1) * self._extra) + alive * micro_batch * options.kept
 
-    def __init__(self, chain: Chain, interiors: Interiors):
-        self.chain, self.interiors = chain, interiors
-        layers = chain.graph.layers
-        itemsize, devices = interiors.workload.itemsize, interiors.mesh.num_devices
-        entries = [0.0] + [layers[start - 1].output_elements * itemsize / devices for start in chain.starts[1:-1]]
-        #: Of one sample of what enters a stage that begins with a unit.
-        self.entering = np.array(entries)
-        workload = interiors.workload
-        self._extra = workload.itemsize / workload.bytes_per_parameter
-        self._known: dict[object, np.ndarray] = {}
-
-    def _of_units(self, micro_batch: int, alive: float, versions: int, layers_again: bool) -> np.ndarray:
-        key = (micro_batch, alive, versions, layers_again)
-        if key not in self._known:
-            of_kind: dict[int, float] = {}
-            for unit, kind in enumerate(self.chain.kinds):
-                if kind not in of_kind:
-                    total = 0.0
-                    for column in self.interiors.tables.bytes_of(unit, unit + 1, layers_again):
-                        offered = micro_batch % column.p0 == 0
-                        state = column.state * (1 + (versions - 1) * self._extra)
-                        total += float((state + alive * micro_batch * column.kept)[offered].min(initial=np.inf))
-                    of_kind[kind] = total
-            self._known[key] = np.array([of_kind[kind] for kind in self.chain.kinds])
-        return self._known[key]
-
-    def of_stage(
+    def memory(
         self,
         starts: np.ndarray,
         stops: np.ndarray,
@@ -168,63 +211,18 @@ class UnitMemory:
         least = np.full(len(starts), np.inf)
         for recompute in recomputations:
             alive = 1.0 if recompute == "stage" else in_flight
-            units = self._of_units(micro_batch, alive, versions, recompute == "layers")
-            sums = np.concatenate([[0.0], np.cumsum(units)])
+            sums = self._byte_sums(micro_batch, alive, versions, recompute == "layers")
             needed = sums[stops] - sums[starts]
             if recompute == "stage":
                 needed = needed + in_flight * micro_batch * self.entering[starts]
             least = np.minimum(least, needed)
         return least * ROUNDING
 
-
-class UnitDuals:
-    """Seconds and priced bytes together of every unit of one mesh: the least over strategies of seconds + price * bytes."""
-
-    def __init__(self, chain: Chain, costs: UnitCosts):
-        self.chain, self.costs, self.interiors = chain, costs, costs.interiors
-        workload = self.interiors.workload
-        self._extra = workload.itemsize / workload.bytes_per_parameter
-        self._first = {kind: unit for unit, kind in reversed(list(enumerate(chain.kinds)))}
-        self._known: dict[tuple[int, bool], list[tuple[Column, np.ndarray, np.ndarray]]] = {}
-
-    def _columns(self, kind: int, layers_again: bool) -> list[tuple[Column, np.ndarray, np.ndarray]]:
-        """Per layer its times, its state and what it keeps of a sample."""
-        if (kind, layers_again) not in self._known:
-            unit, tables = self._first[kind], self.interiors.tables
-            book = tables.book(unit, unit + 1, layers_again)
-            every = zip(book.variables, tables.bytes_of(unit, unit + 1, layers_again))
-            kept = [column for variable, column in every if variable.layers != (ENTRY,)]
-            times = unit_columns(self.interiors, unit, layers_again)
-            self._known[kind, layers_again] = [(a, b.state, b.kept) for a, b in zip(times, kept)]
-        return self._known[kind, layers_again]
-
-    def of_units(
-        self, micro_batch: int, count: int, passes: int, need: tuple[float, int], price: float, recompute: str
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """(without, with the all-reduce) of every unit, for ``count`` micro-batches.
-
-        Args:
-            passes: how often a unit is gone back through.
-            need: micro-batches in flight, weight versions.
-            price: seconds per byte.
-        """
-        found: dict[int, tuple[float, float]] = {}
-        in_flight, versions = need
-        alive = 1.0 if recompute == "stage" else in_flight
-        for kind in self._first:
-            plain = whole = 0.0
-            times = self._columns(kind, recompute != "none")
-            kept = self._columns(kind, recompute == "layers")
-            for place, ((column, _, _), (_, state, each_kept)) in enumerate(zip(times, kept)):
-                offered = micro_batch % column.p0 == 0
-                nbytes = state * (1 + (versions - 1) * self._extra) + alive * micro_batch * each_kept
-                each = column.fixed + micro_batch * column.slope
-                if passes > 1:
-                    fixed, slope = self.costs.backward(kind)[place]
-                    each = each + (passes - 1) * (fixed + micro_batch * slope)
-                seconds = count * each + price * nbytes
-                plain += float(seconds[offered].min(initial=np.inf))
-                whole += float((seconds + column.once)[offered].min(initial=np.inf))
-            found[kind] = (plain, whole)
-        rows = np.array([found[kind] for kind in self.chain.kinds])
-        return rows[:, 0], rows[:, 1]
+    def _byte_sums(self, micro_batch: int, alive: float, versions: int, layers_again: bool) -> np.ndarray:
+        """The least bytes of the units before each."""
+        key = (micro_batch, alive, versions, layers_again)
+        if key not in self._bytes:
+            options = self._of(layers_again)
+            of_kind = options.least(self._nbytes(options, micro_batch, alive, versions), micro_batch)
+            self._bytes[key] = np.concatenate([[0.0], np.cumsum(of_kind[self._kinds])])
+        return self._bytes[key]
