@@ -4,11 +4,12 @@ Every rank of a job calls :func:`measure_job` and makes the same calls in the sa
 
     wait for all ranks; t0; the operation; wait for this rank's pending operations; t1
 
-and takes as long as the slowest rank.  Settings are visited in rounds, a *block* of a few repetitions each, in an order that is
-shuffled anew in every round: what drifts (the machine's temperature, its other users) spreads over all of them, and an interrupted
-run has measured everything some times.  Blocks are gathered to *stretches* of a quarter of a second, long enough for the system's
-clocks to tell what other processes used meanwhile.  Where that is more than a twentieth of the cores, a repetition is kept but
-counts for a third only: the setting is visited again.
+and takes as long as the slowest rank. Small collectives are done several times in a repetition, one after the other, and the
+mean counts: so plans do them, and to wait for all ranks would weigh more than they do. Settings are visited in rounds, a
+*block* of a few repetitions each, in an order that is shuffled anew in every round: what drifts (the machine's temperature,
+its other users) spreads over all of them, and an interrupted run has measured everything some times. Blocks are gathered to
+*stretches* of a quarter of a second, long enough for the system's clocks to tell what other processes used meanwhile. Where
+that is more than a twentieth of the cores, a repetition is kept but counts for a third only: the setting is visited again.
 
 All groups along an axis communicate at the same time, as they do in a plan.  Tensors have the shapes that layers give them:
 features are gathered and scattered along the last dimension, gradients are reduced as vectors.
@@ -41,6 +42,9 @@ DISTURBED = 0.05
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
 _ITEM = 4  # bytes of a float32
+#: A repetition goes on with a collective until this many bytes have been exchanged, or it has been done this often.
+_BYTES_OF_REPETITION = 2**20
+_MOST_CALLS = 8
 #: Features of the tensors that are gathered and scattered.
 _FEATURES = 512
 #: Cores beyond this one of a host are not told apart.
@@ -60,6 +64,13 @@ class Setting:
     stride: int
     num_bytes: int
     shape: tuple[int, ...] = ()
+
+    @property
+    def calls(self) -> int:
+        """How often it is done in a repetition; transfers once, for stages wait for each of them."""
+        if self.ranks == 1 or self.collective == TRANSFER:
+            return 1
+        return max(1, min(_MOST_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
 
 
 @dataclass(frozen=True)
@@ -207,10 +218,19 @@ def _stretch(
     measured: list[tuple[int, np.ndarray]] = []
     clock.begin()
     for i in order:
-        measured.append((i, clock.time(operation(options.settings[i]), options.block)))
+        setting = options.settings[i]
+        measured.append((i, clock.time(_repeated(operation(setting), setting.calls), options.block) / setting.calls))
         if clock.elapsed > _STRETCH_S or clock.is_over:
             break
     return measured
+
+
+def _repeated(run: Callable[[], Any], times: int) -> Callable[[], None]:
+    def several() -> None:
+        for _ in range(times):
+            run()
+
+    return several
 
 
 def _sample(

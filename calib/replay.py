@@ -8,6 +8,7 @@ a visit that other processes disturbed is repeated.
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,10 +26,12 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.rank import report
 
-from .measure import DISTURBED, Clock, hosts_of_job
+from .measure import DISTURBED, Clock, Hosts, exchange, hosts_of_job
 
 #: How often a visit is tried that other processes disturb.
 MOST_ATTEMPTS = 3
+#: What takes less than this in all is repeated more often.
+_ENOUGH_S = 0.05
 
 __all__ = ["RankOptions", "Visit", "rank_job", "steps_of"]
 
@@ -41,7 +44,7 @@ class RankOptions:
         graph, cluster, workload: the model, and what it was priced for.
         strategies: of every layer, for each candidate.
         rounds: visits of each.
-        repetitions: timed in a visit, after one that warms up; their median counts.
+        repetitions: timed in a visit, at least, after one that warms up; their median counts.
         budget_s: begin no more rounds after this time.
         with_steps: whether to run whole training steps too.
         seed: of the order, the parameters and the data.
@@ -76,16 +79,15 @@ def rank_job(options: RankOptions) -> int:
     flow = load_oneflow()
     graph = _without_dropout(options.graph)
     clock = Clock(hosts_of_job(), options.budget_s)
-    module = skeleton(graph, options.seed) if options.with_steps else None
-    batch = random_batch(graph, options.workload.batch, options.seed)
     assessments = [assess(graph, options.cluster, options.workload, chosen) for chosen in options.strategies]
+    step_of = _Steps(graph, options, _fit(assessments, clock.hosts)) if options.with_steps else None
     shuffler = random.Random(options.seed)
     refused: set[int] = set()
     for number in range(options.rounds):
         order = [i for i in range(len(assessments)) if i not in refused]
         shuffler.shuffle(order)
         for i in order:
-            run = _step(module, graph, options, i, batch) if module is not None else None
+            run = step_of(i) if step_of is not None else None
             if isinstance(run, str):
                 refused.add(i)
                 visit = Visit(i, number, 0.0, None, 0.0, run)
@@ -110,8 +112,8 @@ def _visit(
     communicate = _replay(steps)
     for _ in range(MOST_ATTEMPTS):
         clock.begin()
-        communication = float(np.median(clock.time(communicate, repetitions)))
-        step = float(np.median(clock.time(run, repetitions))) if run is not None else None
+        communication = _median(communicate, repetitions, clock)
+        step = _median(run, repetitions, clock) if run is not None else None
         visit = Visit(candidate, number, communication, step, clock.foreign)
         if best is None or visit.foreign < best.foreign:
             best = visit
@@ -119,6 +121,15 @@ def _visit(
             break
     assert best is not None
     return best
+
+
+def _median(run: Callable[[], Any], repetitions: int, clock: Clock) -> float:
+    """Of at least so many repetitions, and of more where they are short: all ranks see the same times, and so agree how many."""
+    times = clock.time(run, repetitions)
+    more = int(min(100.0, _ENOUGH_S / np.median(times))) - repetitions
+    if more > 0:
+        times = np.concatenate((times, clock.time(run, more)))
+    return float(np.median(times))
 
 
 # ---- Communication alone ---------------------------------------------------------------------------------------------------
@@ -180,17 +191,45 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
 # ---- Whole steps --------------------------------------------------------------------------------------------------------------
 
 
-def _step(
-    module: Any, graph: LayerGraph, options: RankOptions, i: int, batch: Sequence[np.ndarray]
-) -> Callable[[], Any] | str:
-    """A function that trains one step at a candidate's strategies; the reason where it cannot be run."""
-    from autoddl.pipelines.runtime.applied import AppliedModule
+class _Steps:
+    """What trains one step at a candidate's strategies, by the candidate's number; the reason where it cannot be run.
 
-    try:
-        applied = AppliedModule(module, graph, options.strategies[i], options.workload)
-    except UserError as error:
-        return str(error)
-    return lambda: applied.train_step(*batch)
+    Kept from visit to visit (``keeps``), where all of them fit in the memory: to make one takes as long as some steps.
+    """
+
+    def __init__(self, graph: LayerGraph, options: RankOptions, keeps: bool) -> None:
+        self._graph, self._options, self._keeps = graph, options, keeps
+        self._module = skeleton(graph, options.seed)
+        self._batch = random_batch(graph, options.workload.batch, options.seed)
+        self._made: dict[int, Callable[[], Any] | str] = {}
+
+    def __call__(self, i: int) -> Callable[[], Any] | str:
+        made = self._made.get(i) or self._make(i)
+        if self._keeps:
+            self._made[i] = made
+        return made
+
+    def _make(self, i: int) -> Callable[[], Any] | str:
+        from autoddl.pipelines.runtime.applied import AppliedModule
+
+        options = self._options
+        try:
+            applied = AppliedModule(self._module, self._graph, options.strategies[i], options.workload)
+        except UserError as error:
+            return str(error)
+
+        def run() -> None:
+            applied.zero_grad(set_to_none=True)
+            applied.train_step(*self._batch)
+
+        return run
+
+
+def _fit(assessments: Sequence[Assessment], hosts: Hosts) -> bool:
+    """Whether parameters and gradients of all candidates fit in a quarter of the memory that every host has free."""
+    needed = sum(layer.work.state_bytes for assessment in assessments for layer in assessment.layers)
+    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return bool(needed * hosts.ranks_per_node <= 0.25 * exchange(np.array([float(free)])).min())
 
 
 def skeleton(graph: LayerGraph, seed: int) -> Any:
