@@ -14,7 +14,7 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
-from autoddl.calib.measure import Hosts, settings_of
+from autoddl.calib.measure import Hosts, Setting, settings_of
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
@@ -53,6 +53,13 @@ def test_settings_cover_every_axis():
     # Three ranks share whole rows: as many bytes as possible below the size that was asked for.
     (odd,) = settings_of(3, [65536], ["reduce-scatter"])
     assert odd.num_bytes % 9 == 0 and 0.9 * 65536 < odd.num_bytes <= 65536
+
+
+def test_small_collectives_are_done_back_to_back():
+    """Until they have exchanged 1 MiB, at most 8 times; transfers and local work are not."""
+    calls = {size: Setting("all-reduce", 2, 1, size).calls for size in (4096, 2**18, 2**20, 2**24)}
+    assert calls == {4096: 8, 2**18: 4, 2**20: 1, 2**24: 1}
+    assert Setting("point-to-point", 2, 1, 4096).calls == Setting("matmul", 1, 1, 4096, (8, 8, 8)).calls == 1
 
 
 @pytest.mark.parametrize(
