@@ -25,9 +25,11 @@ from autoddl.joint import (
     evaluate,
 )
 from autoddl.joint.interiors import Interiors, Need
-from autoddl.joint.meshes import stage_meshes
+from autoddl.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
 from autoddl.joint.planner import plan_jointly
 from autoddl.models import Transformer, gpt, resolve_model
+from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
+from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
 from autoddl.plan import joint_document, load_plan, save_plan
 from autoddl.planner import Options, make_plan
 
@@ -77,6 +79,41 @@ def test_meshes_tile_the_cluster():
         assert sorted(ranks) == list(range(8))
     assert StageMesh(2, 2).ranks(cluster, 1) == (2, 3, 6, 7)
     assert not StageMesh(1, 4).share_nodes(cluster, (0, 1)) and StageMesh(1, 2).share_nodes(cluster, (0, 1))
+
+
+def test_divisions_tile_the_cluster_in_all_ways_where_these_are_few():
+    """2 x 4: bands 2 or 1 + 1, each in 2^3 compositions of 4 strips: 8 + 8 * 8, of which 6 are of equal rectangles."""
+    cluster = MACHINE.resized(2, 4)
+    divisions = list(uneven_divisions(cluster))
+    assert len(set(divisions)) == len(divisions) == 8 + 8 * 8 - 6 and has_all_divisions(cluster)
+    for division in divisions:
+        ranks = [rank for worker in range(division.num_workers(cluster)) for rank in division.ranks(cluster, worker)]
+        assert sorted(ranks) == list(range(8)) and division.tiles(cluster)
+    mixed = Division((StageMesh(1, 4), StageMesh(1, 1), StageMesh(1, 3)))
+    assert [mixed.ranks(cluster, worker) for worker in range(3)] == [(0, 1, 2, 3), (4,), (5, 6, 7)]
+    assert mixed.share_nodes(cluster, (1, 2)) and not mixed.share_nodes(cluster, (0, 1))
+    strips = Division((StageMesh(2, 1), StageMesh(2, 3)))
+    assert [strips.ranks(cluster, worker) for worker in range(2)] == [(0, 4), (1, 2, 3, 5, 6, 7)]
+    for wrong in ((StageMesh(1, 4), StageMesh(2, 4)), (StageMesh(1, 3), StageMesh(1, 4)), (StageMesh(2, 1),)):
+        assert not Division(wrong).tiles(cluster)
+
+
+def test_divisions_of_large_clusters_have_equal_inner_workers():
+    cluster = MACHINE.resized(16, 8)
+    divisions = list(uneven_divisions(cluster))
+    assert not has_all_divisions(cluster)
+    assert all(division.tiles(cluster) and len(set(division.meshes[1:-1])) <= 1 for division in divisions)
+    sizes = {tuple(mesh.nodes for mesh in d.meshes) for d in divisions if d.meshes[0].devices_per_node == 8}
+    assert sizes == {
+        *((first, *(1,) * (16 - first - last), last) for first, last in ((1, 2), (2, 1), (2, 2))),
+        *(
+            (first, *(2,) * ((16 - first - last) // 2), last)
+            for first, last in ((1, 1), (2, 4), (4, 2), (4, 4), (1, 1))
+        ),
+        *((first, *(4,) * ((16 - first - last) // 4), last) for first, last in ((2, 2), (4, 8), (8, 4))),
+        (4, 8, 4),
+    }
+    assert Division((StageMesh(16, 3), StageMesh(16, 5))) in divisions
 
 
 # ---- Evaluation --------------------------------------------------------------------------------------------------------
@@ -169,6 +206,61 @@ def test_layouts_that_differ_cost_more_than_equal_ones():
     assert other.forward_s == pytest.approx(2 * LATENCY + 1024 / BANDWIDTH)
 
 
+def test_unequal_stages_by_hand():
+    """2 samples from a device to three, split over features: it sends all, each receives a third of 2 x 8 x 96 x 2 bytes."""
+    graph = gpt(Transformer("thirds", 2, 96, 6, 8, 384, tied=False))
+    spec, division = PipelineSchedule("1f1b", 2, 2, (("policy", "A"),)), Division((StageMesh(1, 1), StageMesh(1, 3)))
+    chain, alone = uniform(graph, StageMesh(1, 1), spec, 2, 4, (1, 1), "none", Strategy(((1, 1, 1),)))
+    thirds = {layer.name: Strategy(((1, 3, 1),)) for layer in chain.layers(1, 2)}
+    last = replace(alone.stages[1], strategies={ENTRY: Strategy(((1, 3, 1),)), **thirds})
+    found = evaluate(chain, MACHINE, replace(alone, mesh=division, stages=(alone.stages[0], last)))
+    nbytes = 2 * 8 * 96 * 2
+    boundary = found.boundaries[0]
+    assert boundary.nbytes == nbytes and found.schedule.widths == (1, 3)
+    assert boundary.forward_s == boundary.backward_s == pytest.approx(3 * LATENCY + nbytes / BANDWIDTH)
+    first, last = found.stages
+    assert first.communication_s == 0 and last.input_bytes == nbytes / 3
+    assert last.state_bytes < sum(16 * layer.layer.num_parameters for layer in last.assessment.layers) / 2
+    # The first device takes the second micro-batch forward while the others work; at the end it waits for its gradient.
+    ends = [one.busy_s for one in found.stages]
+    assert found.step_s >= max(2 * busy for busy in ends) and found.memory[1] < found.memory[0]
+
+
+def test_a_split_backward_pass_is_priced_as_ranks_send_it():
+    """Both parts go back through a stage with all its communication, but for the first stage's input part."""
+    strategy, mesh = Strategy(((1, 2, 1),)), StageMesh(1, 2)
+    for name, options in (("1f1b", (("policy", "A"),)), ("zero-bubble", (("policy", "H1"),))):
+        spec = PipelineSchedule(name, 2, 4, options)
+        chain, configuration = uniform(UNTIED, mesh, spec, 2, 8, (2, 2), "none", strategy)
+        single = replace(configuration.workload, precision="float32", optimizer="sgd")
+        fast = replace(MACHINE.device, peak_flops={"float32": 1e12})
+        found = evaluate(chain, replace(MACHINE, device=fast), replace(configuration, workload=single))
+        plans = []
+        for choice in configuration.stages:
+            chosen = {layer: one for layer, one in choice.strategies.items() if layer != ENTRY}
+            plans.append(StagePlan(chosen, False, choice.strategies.get(ENTRY)))
+        traffic = stage_traffic(found.schedule, UNTIED, plans, 2, MACHINE)
+        for number, (stage, sent) in enumerate(zip(found.stages, traffic.inside)):
+            layers, passes = stage.assessment.layers, 2 if name == "zero-bubble" and number else 1
+            forward = sum(step.sent_bytes for layer in layers for step in layer.forward_steps)
+            backward = sum(step.sent_bytes for layer in layers for step in layer.backward_steps)
+            assert backward > 0 and stage.backward_passes == passes
+            assert sent.num_bytes == pytest.approx(4 * mesh.num_devices * (forward + passes * backward))
+            once = sum(layer.work.backward_s + layer.backward_communication_s for layer in layers)
+            assert stage.backward_s == pytest.approx(passes * once)
+            inputs = once if passes == 2 or name == "1f1b" else 0.0
+            assert stage.backward_input_s == pytest.approx(inputs)
+        most = max(sum(part) for part in zip(*_sent_by_device(found, traffic)))
+        assert found.sent_bytes == pytest.approx(most)
+
+
+def _sent_by_device(found, traffic):
+    """Per stage what each of its devices sends in a step, all alike; the stages' boundary is sent forward, and back."""
+    between = traffic.between[0].num_bytes / 2 / 2
+    whole = [(a.num_bytes + b.num_bytes) / 2 + between for a, b in zip(traffic.inside, traffic.gradients)]
+    return [[whole[0], 0.0], [0.0, whole[1]]]
+
+
 # ---- Interiors ---------------------------------------------------------------------------------------------------------
 
 
@@ -237,6 +329,23 @@ def test_a_plan_reads_back_as_it_was(planned, tmp_path):
     assert document["version"] == 2 and document["pipeline"]["search"]["optimal"]
     assert sorted(rank for worker in document["pipeline"]["workers"] for rank in worker["ranks"]) == [0, 1, 2, 3]
     assert [layer["name"] for layer in document["layers"]] == [layer.name for layer in UNTIED.layers]
+
+
+def test_a_plan_of_unequal_stages_reads_back(tmp_path):
+    machine = load_cluster("gcp-a100").resized(1, 3).with_links(latency_s=LATENCY, bandwidth=BANDWIDTH)
+    options = JointOptions(Options(batch=12, micro_batch=4, precision="mixed"))
+    planned = plan_jointly(resolve_model("mlp:64,768,768,32"), machine, options)
+    assert planned.configuration.mesh == Division((StageMesh(1, 2), StageMesh(1, 1)))
+    document = joint_document(planned)
+    save_plan(tmp_path / "plan.json", document)
+    plan = load_plan(tmp_path / "plan.json")
+    assert plan.pipeline.configuration == planned.configuration and plan.pipeline.step_s == planned.evaluation.step_s
+    assert "mesh" not in document["pipeline"] and document["pipeline"]["schedule"]["width"] == [2, 1]
+    assert [worker["ranks"] for worker in document["pipeline"]["workers"]] == [[0, 1], [2]]
+    document["pipeline"]["workers"][0]["mesh"]["devices_per_node"] = 1
+    save_plan(tmp_path / "plan.json", document)
+    with pytest.raises(UserError, match="mesh is 1 x 1, 1 x 1, which does not tile 1 x 3 devices"):
+        load_plan(tmp_path / "plan.json")
 
 
 @pytest.mark.parametrize(
