@@ -6,16 +6,20 @@ The parts are read as text.  A definition is needed if the file names it, or if 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-__all__ = ["HelperText", "helper_text", "known_names"]
+__all__ = ["PARTS", "PIPELINE_PARTS", "HelperText", "helper_text", "known_names"]
 
-_PARTS = ("ranks", "blocks", "layers", "plain", "training")
+#: The modules of :mod:`.parts` that files without a pipeline are made from, and those with one.
+PARTS = ("ranks", "blocks", "layers", "plain", "training")
+PIPELINE_PARTS = ("workers", "pipeline", *PARTS)
 #: What stands between a file's sections of helpers.
 _TITLES = {
+    "workers": "The ranks of a worker",
+    "pipeline": "The pipeline",
     "ranks": "Collectives along one mesh axis",
     "blocks": "Parameters in blocks",
     "layers": "Layers on one rank",
@@ -51,21 +55,24 @@ class HelperText:
     sections: tuple[tuple[str, str], ...]
 
 
-def helper_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]) -> HelperText:
+def helper_text(
+    used: Iterable[str], first: Iterable[str], given: Iterable[str], parts: Sequence[str] = PARTS
+) -> HelperText:
     """The helpers of a file.
 
     Args:
         used: names that the file uses.
         first: those that it uses while it is loaded.
         given: those that it defines itself.
+        parts: where they are from; of the same name that of the first one counts.
     """
     given, imports = set(given), _imports()
-    early = _closure(first, given)
-    late = [definition for definition in _closure(used, given) if definition not in early]
+    early = _closure(first, given, parts)
+    late = [definition for definition in _closure(used, given, parts) if definition not in early]
     reads = {name for definition in (*early, *late) for name in definition.reads} | set(used)
     standard, installed = _import_lines({name: imports[name] for name in reads & set(imports)})
     sections = []
-    for part in _PARTS:
+    for part in parts:
         texts = [definition.text for definition in late if definition.part == part]
         if texts:
             sections.append((_TITLES[part], _spaced(texts)))
@@ -77,8 +84,9 @@ def known_names() -> frozenset[str]:
     return frozenset(name for definition in _definitions() for name in definition.names) | frozenset(_imports())
 
 
-def _closure(names: Iterable[str], given: set[str]) -> list[_Definition]:
-    by_name = {name: definition for definition in _definitions() for name in definition.names}
+def _closure(names: Iterable[str], given: set[str], parts: Sequence[str]) -> list[_Definition]:
+    among = [definition for part in reversed(parts) for definition in _definitions() if definition.part == part]
+    by_name = {name: definition for definition in among for name in definition.names}
     waiting, found = set(names), set()
     while waiting:
         name = waiting.pop()
@@ -91,7 +99,9 @@ def _closure(names: Iterable[str], given: set[str]) -> list[_Definition]:
 
 @cache
 def _trees() -> dict[str, tuple[str, ast.Module]]:
-    texts = {part: (Path(__file__).with_name("parts") / f"{part}.py").read_text(encoding="utf-8") for part in _PARTS}
+    texts = {
+        part: (Path(__file__).with_name("parts") / f"{part}.py").read_text(encoding="utf-8") for part in PIPELINE_PARTS
+    }
     return {part: (text, ast.parse(text)) for part, text in texts.items()}
 
 

@@ -195,6 +195,12 @@ class _Writer:
             options.append("summa=True")
         if len(self.own) < len(layer.parameters):
             options.append("tied=True")
+        if layer.name in self.scene.copies:
+            if len(modules) > 1:
+                raise UserError(
+                    f"{layer.describe()}: it shares one of its weights with another stage, should share all"
+                )
+            options.append(f"copy_of={self.place.path(self.scene.copies[layer.name])}")
         layout = self.scene.layout(layer)
         return f"Linear({{{shown}}}, {attributes['in_features']}, {layout}, {', '.join(options)})"
 
@@ -257,7 +263,8 @@ class _Writer:
             "biases": f"blocks_of({self.attribute}.biases, ",
         }[which]
         target = f"({names[0]},)" if len(names) == 1 and names[0] != "parts" else ", ".join(names)
-        chain.say(f"{target} = {call}sum_over={self.scene.axis_list(sum_over)}, sync=sync)", remark)
+        when = "" if self.scene.is_stage else ", sync=sync"
+        chain.say(f"{target} = {call}sum_over={self.scene.axis_list(sum_over)}{when})", remark)
 
     def _steps(self, chain: Chain, call: str, axes: Sequence[Axis], steps: Sequence[Step], options: str = "") -> None:
         """One collective for each axis, with its price."""

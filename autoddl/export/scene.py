@@ -43,6 +43,9 @@ class Scene:
         built_in: the model; None where a user's function makes it.
         names: of variables and attributes.
         axes: the mesh axes that the file names so far.
+        is_stage: whether this is a stage of a pipeline, one of several scenes of a file: `num_ranks` are the stage's, and weights
+            collect gradients that are summed when the schedule says so.
+        copies: of layers whose weight is a copy of another stage's, the module that it belongs to in the plain model.
     """
 
     graph: LayerGraph
@@ -53,6 +56,8 @@ class Scene:
     built_in: BuiltIn | None
     names: Names
     axes: dict[Axis, str] = field(default_factory=dict)
+    is_stage: bool = False
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def num_ranks(self) -> int:
@@ -65,7 +70,7 @@ class Scene:
         """The name of a mesh axis."""
         key = Axis(axis.size, axis.stride)
         if key not in self.axes:
-            is_all = axis.size == self.num_ranks
+            is_all = axis.size == self.num_ranks and not self.is_stage
             self.axes[key] = "ALL_RANKS" if is_all else f"AXIS_{axis.size}_STRIDE_{axis.stride}"
         return self.axes[key]
 
@@ -90,14 +95,19 @@ class Scene:
 
     def annotation(self, cut: Sequence[Sequence[Axis]], name: str = "sbp") -> str:
         """The arguments ``placement`` and SBP of a parameter whose dimensions the axes of ``cut`` cut."""
-        mesh, placement = self.common_mesh, "MESH"
+        mesh, placement = self.common_mesh, "placement" if self.is_stage else "MESH"
         if mesh is None:
             cuts = {1, self.num_ranks}
             cuts |= {edge for axes in cut for axis in axes for edge in (axis.stride, axis.stride * axis.size)}
             mesh = _mesh(cuts)
             assert mesh is not None, "the axes of one parameter are a mesh"
-            placement = f"mesh({', '.join(str(axis.size) for axis in mesh)})"
+            placement = _mesh_text(mesh)
         return f"{placement}, {name}={self.sbp(cut, mesh)}"
+
+    @property
+    def mesh_text(self) -> str:
+        """The expression of the common mesh."""
+        return _mesh_text(self.common_mesh or ())
 
     def sbp(self, cut: Sequence[Sequence[Axis]], mesh: Sequence[Axis] | None = None) -> str:
         """The SBP signature of a parameter on a mesh, the common one by default."""
@@ -126,6 +136,10 @@ class Scene:
             f"  a step: {format_seconds(found.compute_s)} compute, {format_seconds(found.communication_s)} communication, "
             f"{format_bytes(found.sent_bytes)} sent",
         ]
+
+
+def _mesh_text(mesh: Iterable[Axis]) -> str:
+    return f"mesh({', '.join(str(axis.size) for axis in mesh)})"
 
 
 def _mesh(cuts: Iterable[int]) -> tuple[Axis, ...] | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 
 from ..models.builtin import Perceptron, Pictures
 from .scene import Scene
 from .source import literal
 
-__all__ = ["DOCSTRING", "IMPORTS", "loading", "main"]
+__all__ = ["DOCSTRING", "IMPORTS", "PIPELINE_DOCSTRING", "loading", "main", "pipeline_main"]
 
 DOCSTRING = '''"""An annotated OneFlow model and a training loop, written by `autoddl export`; needs OneFlow 0.9.0 alone.
 
@@ -16,6 +17,19 @@ Parameters are OneFlow global tensors with the plan's placements and SBP signatu
 every step of communication stands where it happens, with its predicted price: time, and bytes sent by each rank. The
 backward pass runs the adjoint of each step, at the same price. Activations are (samples, rows, features): samples split
 over p0, features over the other ranks. Edit it like any model; start it as
+
+    python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
+
+or under any launcher that sets MASTER_ADDR, MASTER_PORT, WORLD_SIZE, RANK and LOCAL_RANK.
+"""'''
+
+PIPELINE_DOCSTRING = '''"""An annotated OneFlow model in a pipeline, written by `autoddl export`; needs OneFlow 0.9.0 alone.
+
+Each stage is a class. Its parameters are OneFlow global tensors on the ranks of its worker, with the plan's SBP signatures; its
+layers run on each rank's part, and every step of communication stands where it happens, with its predicted price: time, and
+bytes sent by each rank. The backward pass runs the adjoint of each step, at the same price. Activations are (samples, rows,
+features): samples split over p0, features over the other ranks of the stage. What each worker does in which order, and what
+it sends to others, is data: INSTRUCTIONS. Edit it like any model; start it as
 
     python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
 
@@ -89,7 +103,9 @@ def arguments() -> argparse.Namespace:
 @options@    return parser.parse_args()
 
 
-def fail(kind: Any, error: Any, trace: Any) -> None:
+@end@'''
+
+_END = '''def fail(kind: Any, error: Any, trace: Any) -> None:
     """End the process at once: a rank that only raises would wait for the others for ever."""
     traceback.print_exception(kind, error, trace)
     sys.stderr.flush()
@@ -100,6 +116,52 @@ if __name__ == "__main__":
     sys.excepthook = fail
     main(arguments())'''
 
+_PIPELINE_MAIN = '''def build(seed: int = 0, optimizer: str = @optimizer@, learning_rate: float = @rate@) -> Pipeline:
+    """The stages of this rank's worker with their initial values."""
+    pipeline = Pipeline(@stages@, INSTRUCTIONS, boundaries(), @shared@, optimizer, learning_rate)
+    for replica in pipeline.replicas.values():
+        initialize(replica.module, seed)
+    return pipeline
+
+
+def batch(seed: int, number: int@batch_argument@) -> tuple[np.ndarray, np.ndarray]:
+    """The inputs and targets of a micro-batch, counted over all steps, the same on every rank."""
+    rng = np.random.default_rng([seed, number])
+@batch@
+
+
+def main(options: argparse.Namespace) -> None:
+    """Train some steps: run the schedule, again and again."""
+    if options.steps % NUM_UPDATES:
+        raise ValueError(f"--steps is {options.steps}, should be a multiple of {NUM_UPDATES}, the updates of the schedule")
+@prepare@
+    if options.load:
+        load_values(pipeline, options.load)
+    for done in range(0, options.steps, NUM_UPDATES):
+        first = done * UPDATE_PERIOD
+        losses = pipeline.run(lambda number, first=first: batch(options.seed, first + number@batch_value@))
+        for step, loss in enumerate(losses.tolist(), done + 1):
+            if JOB_RANK == 0:
+                print(f"step {step}: loss {loss:.6f}", flush=True)
+    if options.save:
+        save_values(pipeline, options.save)
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Train the annotated model on @what@.")
+    parser.add_argument("--steps", type=int, default=@steps@, help="(%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=@rate@, help="(%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
+    parser.add_argument(
+        "--load", metavar="STATE.npz", nargs="+", default=[], help="begin with values of a plain model's state_dict"
+    )
+    parser.add_argument("--save", metavar="NAME", help="write them, by the plain model's names, to NAME.stageN.npz at the end")
+@options@    return parser.parse_args()
+
+
+@end@'''
+
 
 def loading(num_ranks: int) -> str:
     """The number of ranks, checked, and what has to be loaded before OneFlow."""
@@ -108,18 +170,48 @@ def loading(num_ranks: int) -> str:
 
 def main(scene: Scene, model: str) -> str:
     """The functions that train; ``model`` is the user's FILE.py:FUNCTION, or empty."""
+    made = "    model = build(options.seed)"
     values = {
         "argument": "",
         "batch_argument": "",
         "batch_value": "",
         "build": "    model = Model()\n    initialize(model, seed)",
-        "prepare": "    model = build(options.seed)",
+        "prepare": made,
+        "options": "",
+        **_training(scene),
+        **(_users(model) if scene.built_in is None else _built_in(scene, "BATCH", made)),
+    }
+    return _filled(_MAIN, values)
+
+
+def pipeline_main(scene: Scene, stages: Sequence[str], num_updates: int, has_shared: bool) -> str:
+    """The same for a pipeline; ``num_updates`` are those of its schedule."""
+    steps = 10 if num_updates == 1 else 2 * num_updates
+    made = f"    pipeline = build(options.seed, {_training(scene)['optimizer']}, options.learning_rate)"
+    values = {
+        "batch_argument": "",
+        "batch_value": "",
+        "prepare": made,
+        "options": "",
+        "stages": f"[{', '.join(stages)}]",
+        "shared": "shared_weights()" if has_shared else "[]",
+        "steps": str(steps),
+        **_training(scene),
+        **_built_in(scene, "MICRO_BATCH", made),
+    }
+    return _filled(_PIPELINE_MAIN, values)
+
+
+def _training(scene: Scene) -> dict[str, str]:
+    return {
         "optimizer": literal(scene.workload.optimizer),
         "rate": "0.001" if scene.workload.optimizer == "adam" else "0.01",
-        "options": "",
-        **(_users(model) if scene.built_in is None else _built_in(scene)),
+        "end": _END,
     }
-    return re.sub(r"@(\w+)@", lambda match: values[match[1]], _MAIN)
+
+
+def _filled(text: str, values: Mapping[str, str]) -> str:
+    return re.sub(r"@(\w+)@", lambda match: values[match[1]], text)
 
 
 def _users(model: str) -> dict[str, str]:
@@ -137,28 +229,30 @@ def _users(model: str) -> dict[str, str]:
     }
 
 
-def _built_in(scene: Scene) -> dict[str, str]:
+def _built_in(scene: Scene, size: str, made: str) -> dict[str, str]:
+    """Data of a built-in model, ``size`` samples of it; ``made`` is the statement that makes the model."""
     assert scene.built_in is not None
     sizes = scene.built_in.sizes
     if isinstance(sizes, Perceptron):
         return {
-            "batch": f"    return random_rows(rng, ({sizes.widths[0]}, {sizes.widths[-1]}), BATCH)",
+            "batch": f"    return random_rows(rng, ({sizes.widths[0]}, {sizes.widths[-1]}), {size})",
             "what": "random rows",
         }
     if isinstance(sizes, Pictures):
         return {
-            "batch": f"    return random_images(rng, (3, {sizes.image}, {sizes.image}), {sizes.classes}, BATCH)",
+            "batch": f"    return random_images(rng, (3, {sizes.image}, {sizes.image}), {sizes.classes}, {size})",
             "what": "random images",
         }
     rows, vocabulary = sizes.sequence, sizes.vocabulary
+    # Pipelines are compared with `autoddl train`, which masks what BERT is to guess.
+    of_text = "masked_text" if scene.is_stage and scene.built_in.family == "bert" else "tokens_of_text"
     option = '    parser.add_argument("--text", metavar="FILE", help="train on its bytes in place of random tokens")\n'
     return {
         "batch_argument": ', text: bytes = b""',
         "batch_value": ", text",
-        "batch": f"    if text:\n        return tokens_of_text(rng, text, BATCH, {rows})\n"
-        f"    return random_tokens(rng, {vocabulary}, BATCH, {rows})",
-        "prepare": f'    text = read_text(options.text, {rows}, {vocabulary}) if options.text else b""\n'
-        "    model = build(options.seed)",
+        "batch": f"    if text:\n        return {of_text}(rng, text, {size}, {rows})\n"
+        f"    return random_tokens(rng, {vocabulary}, {size}, {rows})",
+        "prepare": f'    text = read_text(options.text, {rows}, {vocabulary}) if options.text else b""\n{made}',
         "what": "random tokens, or a text",
         "options": option,
     }

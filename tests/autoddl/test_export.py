@@ -500,8 +500,8 @@ def test_a_model_that_is_not_there_is_noticed_where_it_can_be(plan_of, tmp_path,
 
 def test_what_cannot_be_written_for_oneflow_is_named(plan_of, pipeline_plan):
     plan = load_plan(plan_of("gpt"))
-    with pytest.raises(UserError, match=r"a pipeline of 2 stages: --to oneflow writes plans of one stage"):
-        export(pipeline_plan, "oneflow")
+    with pytest.raises(UserError, match=r"a pipeline of 2 stages of a.py:f, .* writes pipelines of built-in models"):
+        export(pipeline_plan, "oneflow", model="a.py:f")
     other = replace(
         plan, graph=replace(plan.graph, layers=(*plan.graph.layers[:-1], replace(plan.graph.layers[-1], flops=1.0)))
     )

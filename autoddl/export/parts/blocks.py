@@ -11,7 +11,7 @@ import numpy as np
 import oneflow as flow
 from oneflow import nn
 
-from .ranks import NUM_RANKS, RANK, AutogradFunction, Axis, Tensor, all_gather, sum_over_ranks
+from .ranks import RANK, AutogradFunction, Axis, Tensor, all_gather, sum_over_ranks
 
 #: For a rank the indices along one dimension that it holds, in the order in which it holds them.
 Held = Callable[[int], np.ndarray]
@@ -29,7 +29,7 @@ class Layout:
         self.p1: list[Axis] = []
         self.p2: list[Axis] = []
         self.features: list[Axis] = []
-        stride = NUM_RANKS
+        stride = self.num_ranks = prod(p0 * p1 * p2 for p0, p1, p2 in strategy)
         for p0, p1, p2 in strategy:
             last = stride // (p0 * p1 * p2)
             inner = ((self.p2, p2), (self.p1, p1)) if embedding else ((self.p1, p1), (self.p2, p2))
@@ -115,6 +115,7 @@ class Weight:
     Attributes:
         parameter: the global tensor, for the optimizer.
         leaf: this rank's block of it, sharing its storage; collects gradients that are not summed yet.
+        sum_over: the axes that its gradient is summed over, once it has been used.
     """
 
     def __init__(
@@ -130,6 +131,7 @@ class Weight:
         self.placement, self.sbp = placement, list(sbp)
         self.parameter = nn.Parameter(self._empty())
         self.leaf = self.block().requires_grad_(True)
+        self.sum_over: tuple[Axis, ...] = ()
 
     def _empty(self) -> Tensor:
         lengths = [len(held(RANK)) * prod(a.size for a in axes) for held, axes in zip(self.held, self.cut)]
@@ -233,6 +235,7 @@ class Linear(Blocked):
         apart: whether the modules' parameters are tensors of their own; else they are stored as one.
         summa: whether the input's features are cut over p0 too, and gathered where they are needed.
         tied: whether the weight is another module's.
+        copy_of: the module whose weight this one is a copy of.
     """
 
     def __init__(
@@ -248,17 +251,15 @@ class Linear(Blocked):
         apart: bool = False,
         summa: bool = False,
         tied: bool = False,
+        copy_of: str = "",
     ):
         super().__init__()
         out_features = sum(modules.values())
         order = product_order(sections or [out_features], groups)
         output = layout.block_of(out_features)
-        columns = after_gather(layout.block_of(in_features), layout.p1)
-        rows = after_gather(output, layout.p2)
-        row_axes, column_axes = layout.p1, layout.p2
-        bias_axes = sorted(layout.p1 + layout.p2, key=lambda axis: -axis.stride)
-        if summa:
-            rows, columns, column_axes, bias_axes = output, after_scatter(columns, layout.p0), layout.p0, layout.p1
+        rows, columns = matrix_held(out_features, in_features, layout, summa)
+        row_axes, column_axes = layout.p1, layout.p0 if summa else layout.p2
+        bias_axes = layout.p1 if summa else sorted(layout.p1 + layout.p2, key=lambda axis: -axis.stride)
         #: The features of the data that a first layer reads.
         self.columns = (layout.block_of(in_features) if summa else columns)(RANK)
         start = 0
@@ -266,7 +267,7 @@ class Linear(Blocked):
             count, name = sum(part.values()), "+".join(module.rpartition(".")[2] for module in part)
             suffix = "" if len(part) == len(modules) else f"_{name}"
             if not tied:
-                sources = {f"{module}.weight": width for module, width in part.items()}
+                sources = {f"{copy_of or module}.weight": width for module, width in part.items()}
                 held = (part_of(order, rows, start, count), columns)
                 weight = Weight(sources, (count, in_features), held, (row_axes, column_axes), placement, sbp)
                 self.weights.append(self.add(f"weight{suffix}", weight))
@@ -276,6 +277,13 @@ class Linear(Blocked):
                 bias = Weight(sources, (count,), (own,), (bias_axes,), placement, bias_sbp)
                 self.biases.append(self.add(f"bias{suffix}", bias))
             start += count
+
+
+def matrix_held(out_features: int, in_features: int, layout: Layout, summa: bool = False) -> tuple[Held, Held]:
+    """Which rows and columns of a dense layer's weight a rank holds."""
+    output = layout.block_of(out_features)
+    columns = after_gather(layout.block_of(in_features), layout.p1)
+    return (output, after_scatter(columns, layout.p0)) if summa else (after_gather(output, layout.p2), columns)
 
 
 def product_order(sections: Sequence[int], groups: int) -> np.ndarray:
@@ -300,17 +308,21 @@ class Embedding(Blocked):
 
     def __init__(self, module: str, vocabulary: int, features: int, layout: Layout, placement: Any, sbp: Sequence[Any]):
         super().__init__()
-        columns = after_gather(layout.block_of(features), layout.p2)
-        if vocabulary % prod(axis.size for axis in layout.features):
-            rows = after_scatter(everything(vocabulary), layout.p2)
-        else:
-            rows = after_gather(layout.block_of(vocabulary), layout.p1)
+        rows, columns = table_held(vocabulary, features, layout)
         held, cut = (rows, columns), (layout.p2, layout.p1)
         table = Weight({f"{module}.weight": vocabulary}, (vocabulary, features), held, cut, placement, sbp)
         self.weights.append(self.add("weight", table))
         #: The row of each token in this rank's part of the table; -1 where another rank has it.
         self.places = np.full(vocabulary, -1, dtype=np.int64)
         self.places[rows(RANK)] = np.arange(len(rows(RANK)))
+
+
+def table_held(vocabulary: int, features: int, layout: Layout) -> tuple[Held, Held]:
+    """Which rows and columns of an embedding's table a rank holds."""
+    columns = after_gather(layout.block_of(features), layout.p2)
+    if vocabulary % prod(axis.size for axis in layout.features):
+        return after_scatter(everything(vocabulary), layout.p2), columns
+    return after_gather(layout.block_of(vocabulary), layout.p1), columns
 
 
 class PerFeature(Blocked):

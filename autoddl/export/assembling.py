@@ -1,0 +1,145 @@
+"""What files of plans with and without a pipeline have in common: their order, imports, and helpers."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+
+from . import templates
+from .helpers import PARTS, helper_text
+from .source import comment
+
+__all__ = ["Draft", "aliases_of", "assembled", "axis_lines", "check_graph", "title"]
+
+#: Variables that are not to be hidden by names of layers.
+RESERVED = (
+    *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "sums", "factor", "angles"),
+    *("entering", "placement", "WORKERS", "PIPELINES", "JOINT_STAGES", "DELAYS"),
+)
+_LOSSES = frozenset({"mse_loss", "l1_loss"})
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a file says of its own; the helpers come to it.
+
+    Attributes:
+        heading: its docstring and comments.
+        num_ranks: that it is started with.
+        ranks: statements on the ranks, before everything that is first made of them.
+        first: helpers that it uses while it is loaded.
+        given: names that it defines itself, in place of helpers.
+        sections: (title, texts) of what follows, the model and what belongs to it.
+        main: how it trains.
+        parts: modules that helpers are taken from; of the same name that of the first one counts.
+    """
+
+    heading: str
+    num_ranks: int
+    ranks: str
+    first: tuple[str, ...]
+    given: frozenset[str]
+    sections: tuple[tuple[str, tuple[str, ...]], ...]
+    main: str
+    parts: tuple[str, ...] = PARTS
+
+
+def assembled(draft: Draft) -> str:
+    """The file."""
+    own = "\n\n".join([draft.ranks, *(text for _, texts in draft.sections for text in texts), draft.main])
+    helpers = helper_text(_names_in(own), draft.first, draft.given, draft.parts)
+    imports = _merged(helpers.standard, templates.IMPORTS)
+    parts = [
+        "\n".join(
+            [
+                *[draft.heading, ""],
+                *["from __future__ import annotations", "", *imports, ""],
+                *[templates.loading(draft.num_ranks), "", *helpers.installed, ""],
+                *[title("The ranks"), "", draft.ranks, helpers.first],
+            ]
+        ),
+    ]
+    for name, texts in draft.sections:
+        parts += [title(name), *texts] if name else texts
+    parts += [f"{title(name)}\n\n\n{text}" for name, text in helpers.sections]
+    parts.append(f"{title('Main')}\n\n\n{draft.main}")
+    text = "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
+    ast.parse(text)  # never a file that Python does not read
+    return text
+
+
+def check_graph(graph: LayerGraph) -> None:
+    """Whether a model can be written.
+
+    Raises:
+        UserError: it has no loss, or it is not clear what its layers read.
+    """
+    last = graph.layers[-1]
+    if last.kind != "loss" and not _LOSSES & set(last.epilogue):
+        raise UserError(
+            f"the plan's model ends in {last.describe()}, without a loss: --to oneflow writes models with one"
+        )
+    readers = [layer for layer in graph.layers if not graph.inputs(layer.name) and layer.kind != "position"]
+    for number, layer in enumerate(readers):
+        if number and layer.kind != "embedding":
+            raise UserError(
+                f"{layer.describe()}: it is not clear which input it reads; --to oneflow writes models with one"
+            )
+
+
+def title(text: str) -> str:
+    """A line that begins a section."""
+    return f"# ---- {text} {'-' * (112 - len(text))}"
+
+
+def axis_lines(axes: Iterable[tuple[Axis, str]], num_ranks: int) -> list[str]:
+    """Definitions of mesh axes, with the groups of ranks that each of them is."""
+    ordered = sorted(axes, key=lambda item: (item[0].stride, item[0].size))
+    return [
+        f"{name} = Axis(size={axis.size}, stride={axis.stride})  {comment(_groups(axis, num_ranks))}"
+        for axis, name in ordered
+    ]
+
+
+def _groups(axis: Axis, num_ranks: int) -> str:
+    """The groups of ranks along an axis, the first few."""
+    firsts = [rank for rank in range(num_ranks) if axis.coordinate(rank) == 0]
+    shown = []
+    for first in firsts[:4]:
+        group = [first + k * axis.stride for k in range(axis.size)]
+        shown.append("{" + " ".join(map(str, group[:8])) + (" ..." if len(group) > 8 else "") + "}")
+    return " ".join(shown) + (" ..." if len(firsts) > 4 else "")
+
+
+def aliases_of(graph: LayerGraph) -> dict[str, str]:
+    """Parameters that are another one, by their names in the plain model."""
+    found = {}
+    for layer in graph.layers:
+        for parameter in layer.parameters:
+            if parameter.tied_to is not None:
+                owners = [p for p in graph[parameter.tied_to].parameters if len(p.shape) == len(parameter.shape)]
+                found[parameter.name] = owners[0].name
+    return found
+
+
+def _names_in(text: str) -> set[str]:
+    return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+def _merged(*groups: Sequence[str]) -> list[str]:
+    """Import lines, plain ones first, each module once."""
+    plain: set[str] = set()
+    modules: dict[str, set[str]] = {}
+    for line in (line for group in groups for line in group):
+        if line.startswith("import"):
+            plain.add(line)
+        else:
+            _, module, _, members = line.split(" ", 3)
+            modules.setdefault(module, set()).update(members.split(", "))
+    members_of = [f"from {module} import {', '.join(sorted(modules[module]))}" for module in sorted(modules)]
+    return [*sorted(plain), *members_of]

@@ -1,0 +1,85 @@
+"""What the ranks do in the tests of exported pipelines; run by ranks, never collected."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+from exported_jobs import SEED, module_of_file
+
+from autoddl.models.builtin import BuiltIn
+from autoddl.pipelines.runtime.load import load_oneflow
+from autoddl.pipelines.runtime.models import initialize
+from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.wire import Meter
+from autoddl.plan import Plan
+from autoddl.staging import planned_model
+from autoddl.verification.rank_job import build_module, make_batch
+
+flow: Any = load_oneflow()
+RATE = 0.05
+
+
+def train_both(built_in: BuiltIn, plan: Plan, file: str, num_runs: int) -> dict[str, Any]:
+    """Some runs of the plan's schedule by the runtime and by the exported file, with the same values and data: of each run the
+    losses and the bytes on the wire, and the final values of the stages that are here."""
+    module = initialize(build_module(built_in), SEED)
+    assert plan.pipeline is not None
+    schedule, size = plan.pipeline.schedule, plan.workload.micro_batch
+
+    def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
+        inputs, targets = make_batch(built_in, size, np.random.default_rng([5, number]))
+        return inputs, targets
+
+    trainer = PipelineTrainer(
+        planned_model(module, plan), schedule, lambda weights: flow.optim.SGD(weights, lr=RATE), batch
+    )
+    exported = module_of_file(file)
+    pipeline = exported.build(SEED, "sgd", RATE)
+    meter = Meter()
+    found: dict[str, Any] = {"losses": ([], []), "bytes": ([], [])}
+    for run in range(num_runs):
+        later = functools.partial(_of_run, batch, run * schedule.num_micro_batches)
+        meter(lambda: None)  # what was sent since the last step does not count
+        report, traffic = meter(trainer.run)
+        found["bytes"][0].append(traffic.payload_bytes)
+        found["losses"][0].append([report.losses.get(number, 0.0) for number in range(schedule.num_micro_batches)])
+        losses, traffic = meter(functools.partial(pipeline.run, later))
+        found["bytes"][1].append(traffic.payload_bytes)
+        found["losses"][1].append(losses.tolist())
+    expected = trainer.parameters()
+    values: dict[str, np.ndarray] = {}
+    for replica in pipeline.replicas.values():
+        values.update(exported.plain_state(replica.module, {}))
+    found["names"] = sorted(values.keys() ^ expected.keys())
+    found["errors"] = {
+        name: float(np.linalg.norm(values[name] - whole) / max(1e-6, np.linalg.norm(whole)))
+        for name, whole in expected.items()
+    }
+    found["values"] = values
+    return found
+
+
+def _of_run(batch: Any, first: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+    """A micro-batch by its number in a run, of which ``first`` is the first one's."""
+    return batch(first + number)
+
+
+def train_alone(built_in: BuiltIn, plan: Plan, num_steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
+    """The same steps on one device: losses and final values."""
+    assert plan.pipeline is not None
+    module = initialize(build_module(built_in), SEED)
+    optimizer, per_step = flow.optim.SGD(module.parameters(), lr=RATE), plan.workload.num_micro_batches
+    losses = []
+    for step in range(num_steps):
+        total = 0.0
+        for number in range(step * per_step, (step + 1) * per_step):
+            batch = make_batch(built_in, plan.workload.micro_batch, np.random.default_rng([5, number]))
+            loss = module(*map(flow.tensor, batch)) / per_step
+            loss.backward()
+            total += float(loss.numpy())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        losses.append(total)
+    return losses, {name: value.numpy() for name, value in module.named_parameters()}
