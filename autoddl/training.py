@@ -4,19 +4,28 @@ from, and the model of a plan with a pipeline."""
 from __future__ import annotations
 
 import random
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.pipelines.generators import generate
 from autoddl.pipelines.runtime.pipeline.problems import TextModel
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 
 from .models.builtin import BuiltIn
+from .plan import Plan
+from .staging import schedule_of_plan, stage_plans
 
-__all__ = ["FileProblem", "PlanProblem"]
+if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.pipeline.data import BatchSource
+    from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+    from autoddl.pipelines.runtime.pipeline.weights import OptimizerFactory
+
+__all__ = ["FileProblem", "PlanProblem", "plan_trainer"]
 
 
 @dataclass(frozen=True)
@@ -118,3 +127,41 @@ class PlanProblem:
 
         module = initialize(build_module(self.built_in), seed)
         return PlannedModel(module, self.graph, self.stages), self.data.batches(micro_batch, seed)
+
+
+def plan_trainer(
+    module: Any,
+    plan: Plan,
+    make_optimizer: OptimizerFactory,
+    batch: BatchSource,
+    *,
+    num_steps: int | None = None,
+    feeds: Mapping[str, int | None] | None = None,
+    **options: Any,
+) -> PipelineTrainer:
+    """A trainer of any plan, on every rank of a job of as many ranks as the plan has; it saves and restores checkpoints.
+
+    A plan without a pipeline is trained as a pipeline of one stage.
+
+    Args:
+        module: the unmodified model, on the host, with the same values on every rank.
+        make_optimizer: of a list of parameters.
+        batch: inputs and targets of a micro-batch (of ``plan.workload.micro_batch`` samples) by its number over all steps.
+        num_steps: weight updates of a run of an asynchronous schedule; some by default. Others do one.
+        feeds: see :func:`autoddl.apply`.
+        options: further ones of the `PipelineTrainer`.
+
+    Raises:
+        UserError: see `PipelineTrainer`.
+    """
+    from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
+    from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+
+    if plan.pipeline is None:
+        stages: tuple[StagePlan, ...] = (StagePlan(plan.strategies, plan.workload.recompute),)
+        num, width = plan.workload.num_micro_batches, plan.cluster.num_devices
+        schedule = generate("gpipe", num_stages=1, num_micro_batches=num, iterations=1, width=width)
+    else:
+        stages, schedule = stage_plans(plan), schedule_of_plan(plan, num_steps)
+    model = PlannedModel(module, plan.graph, stages, dict(feeds or {}))
+    return PipelineTrainer(model, schedule, make_optimizer, batch, **options)

@@ -170,13 +170,14 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
         if member.num_ranks != demands.num_ranks and member.rank > 0:
             return 2
         raise
-    placement = Placement(Host(LOCALHOST), range(member.rank, member.rank + 1))
+    rank = demands.rank_on(member.rank)
+    placement = Placement(Host(LOCALHOST), range(rank, rank + 1))
     job = _job(
         arguments,
         demands,
         placements=(placement,),
         rendezvous=member.meeting,
-        local_ranks={member.rank: member.local_rank},
+        local_ranks={rank: member.local_rank},
         max_restarts=0,
     )
     if arguments.dry_run:
@@ -225,7 +226,7 @@ def _default_log_dir() -> str:
 
 
 def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Any, ...]:
-    from ..launching.hosts import LOCALHOST, Host, parse_hosts, place, read_hostfile
+    from ..launching.hosts import LOCALHOST, Host, parse_hosts, place, read_hostfile, renumbered
 
     if arguments.hosts:
         hosts = parse_hosts(arguments.hosts)
@@ -233,7 +234,8 @@ def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Any, .
         hosts = read_hostfile(arguments.hostfile)
     else:
         hosts = [Host(LOCALHOST)]
-    return tuple(place(hosts, demands.num_nodes, demands.devices_per_node, anyhow=arguments.force))
+    placements = place(hosts, demands.num_nodes, demands.devices_per_node, anyhow=arguments.force)
+    return tuple(renumbered(placements, demands.rank_on) if demands.devices else placements)
 
 
 def _words(text: str, option: str) -> tuple[str, ...]:

@@ -6,11 +6,15 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 
 if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.pipeline.data import BatchSource
+    from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+    from autoddl.pipelines.runtime.pipeline.weights import OptimizerFactory
+
     from ..plan import Plan
 
 __all__ = ["Launched", "launched"]
@@ -39,6 +43,18 @@ class Launched:
         from ..plan import load_plan
 
         return load_plan(self.plan_path)
+
+    def trainer(
+        self, module: Any, make_optimizer: OptimizerFactory, batch: BatchSource, **options: Any
+    ) -> PipelineTrainer:
+        """What trains a model as the plan says, with a pipeline or without; see :func:`autoddl.training.plan_trainer`.
+
+        trainer = autoddl.launched().trainer(module, make_optimizer, batch)
+        losses = trainer.run().losses
+        """
+        from ..training import plan_trainer
+
+        return plan_trainer(module, self.load_plan(), make_optimizer, batch, **options)
 
 
 def launched(environ: Mapping[str, str] | None = None) -> Launched:

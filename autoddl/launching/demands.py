@@ -1,7 +1,10 @@
 """What a plan demands of the hosts that it runs on, and whether they have it.
 
-A plan numbers its ranks like the devices of its cluster, node by node. One with a pipeline says for each of its workers which of
-these ranks it has, stage after stage; the launcher places ranks by number, and so the stages where the plan has them.
+A plan counts the devices of its cluster node by node, and so are the ranks of one without a pipeline. One with a pipeline says for
+each of its workers which of these devices it has. Its runtime counts ranks worker by worker; so rank r is started on the device
+that comes r-th in the lists of all workers, one behind the other. With workers of one device on each of two nodes of 2:
+
+    worker 0: devices 0 2    worker 1: devices 1 3        node 0: ranks 0 2    node 1: ranks 1 3
 """
 
 from __future__ import annotations
@@ -39,6 +42,7 @@ class Demands:
     Attributes:
         device: its name; ``on_gpus`` whether that is a GPU rather than a rank on a CPU.
         memory_bytes: of each rank.
+        devices: of each rank the device that it is for, counted node by node; as the ranks are counted where it is empty.
     """
 
     num_nodes: int
@@ -46,10 +50,15 @@ class Demands:
     device: str
     on_gpus: bool
     memory_bytes: tuple[float, ...]
+    devices: tuple[int, ...] = ()
 
     @property
     def num_ranks(self) -> int:
         return self.num_nodes * self.devices_per_node
+
+    def rank_on(self, device: int) -> int:
+        """The rank of a device, counted node by node."""
+        return self.devices.index(device) if self.devices else device
 
 
 @dataclass(frozen=True)
@@ -68,20 +77,23 @@ def demands_of(plan: Plan) -> Demands:
     """
     cluster = plan.cluster
     memory = [float(plan.document["memory_bytes"])] * cluster.num_devices
+    devices: list[int] = []
     pipeline = plan.document.get("pipeline")
     if pipeline is not None:
-        seen: list[int] = []
-        for worker in pipeline["workers"]:
-            seen += worker["ranks"]
-            for rank in worker["ranks"]:
-                if 0 <= rank < len(memory):
-                    memory[rank] = float(worker["memory_bytes"])
-        if sorted(seen) != list(range(cluster.num_devices)):
+        workers = pipeline["workers"]
+        devices = [device for worker in workers for device in worker["ranks"]]
+        memory = [float(worker["memory_bytes"]) for worker in workers for _ in worker["ranks"]]
+        if sorted(devices) != list(range(cluster.num_devices)):
             raise UserError(
-                f"the plan's pipeline has ranks {sorted(seen)}, should have each of 0 to {cluster.num_devices - 1} once"
+                f"the plan's pipeline has ranks {devices}, should have each of 0 to {cluster.num_devices - 1} once"
             )
     return Demands(
-        cluster.num_nodes, cluster.devices_per_node, cluster.device.name, not _is_cpu(cluster), tuple(memory)
+        cluster.num_nodes,
+        cluster.devices_per_node,
+        cluster.device.name,
+        not _is_cpu(cluster),
+        tuple(memory),
+        tuple(devices) if devices != sorted(devices) else (),
     )
 
 

@@ -1,23 +1,24 @@
 """Hosts, and which ranks go where.
 
-A plan counts its ranks node by node, and inside a node device by device (a pipeline's stages come one after the other, see
-:mod:`.demands`), so that node k of the plan holds the ranks k G, ..., k G + G - 1, G being the devices per node. Hosts are taken in
-the order in which they are given:
+A plan counts devices node by node, and inside a node device by device, so that node k of the plan holds the devices k G, ...,
+k G + G - 1, G being the devices per node. Hosts are taken in the order in which they are given:
 
-    hosts h1, h2; 2 nodes of 2 devices       h1: ranks 0 1       h2: ranks 2 3
+    hosts h1, h2; 2 nodes of 2 devices       h1: devices 0 1       h2: devices 2 3
+
+Ranks are counted as devices are, but by some pipelines (:mod:`.demands`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autoddl.costmodel.errors import UserError
 
-__all__ = ["LOCALHOST", "Host", "Placement", "parse_hosts", "place", "read_hostfile"]
+__all__ = ["LOCALHOST", "Host", "Placement", "parse_hosts", "place", "read_hostfile", "renumbered"]
 
 LOCALHOST = "localhost"
 """The host that needs no ssh."""
@@ -45,10 +46,10 @@ class Host:
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of one host, consecutive, in the order of their ``LOCAL_RANK``."""
+    """The ranks of one host, in the order of their ``LOCAL_RANK``."""
 
     host: Host
-    ranks: range
+    ranks: Sequence[int]
 
 
 def parse_hosts(text: str) -> list[Host]:
@@ -142,6 +143,11 @@ def place(hosts: Sequence[Host], num_nodes: int, devices_per_node: int, *, anyho
             placements.append(Placement(host, range(first, first + size)))
         first += size
     return placements
+
+
+def renumbered(placements: Sequence[Placement], rank_on: Callable[[int], int]) -> list[Placement]:
+    """The same places with the ranks of their devices."""
+    return [replace(one, ranks=tuple(map(rank_on, one.ranks))) for one in placements]
 
 
 def _nodes(num: int) -> str:

@@ -83,4 +83,4 @@ class Job:
 
     def local_rank(self, placement: Placement, rank: int) -> int:
         """``LOCAL_RANK`` of a rank."""
-        return self.local_ranks.get(rank, rank - placement.ranks.start)
+        return self.local_ranks.get(rank, placement.ranks.index(rank))

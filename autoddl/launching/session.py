@@ -204,7 +204,7 @@ class _Session:
         self._lost[placement.host.name] = fault
         if self._facts and not self._done >= set(placement.ranks):
             text = f"was lost with its host: {fault}"
-            self._failures.append(RankFailure(placement.ranks.start, FailureKind.KILLED, text))
+            self._failures.append(RankFailure(placement.ranks[0], FailureKind.KILLED, text))
 
     def _beat(self) -> None:
         """Tell the supervisors that we live: in a thread of its own, since whoever reads our output may make it wait."""

@@ -107,5 +107,35 @@ def train():
     print("losses", *(f"{loss:.7f}" for loss in losses))
 
 
-ACTIONS = (say, wait, fail, recover, stubborn, save, sum_ranks, train)
+def train_plan(num_steps, fails_at="-1"):
+    """Steps of the plan's built-in model, with a pipeline or without; a checkpoint after each. Losses where they are known."""
+    import numpy as np
+    import oneflow as flow
+
+    from autoddl.models.builtin import recognise
+    from autoddl.pipelines.runtime.models import initialize
+    from autoddl.verification.rank_job import build_module, make_batch
+
+    plan = JOB.load_plan()
+    built_in = recognise(plan.graph)
+    trainer = JOB.trainer(
+        initialize(build_module(built_in), 1),
+        lambda weights: flow.optim.Adam(weights, lr=0.01, eps=1e-3),
+        lambda number: make_batch(built_in, plan.workload.micro_batch, np.random.default_rng([3, number])),
+    )
+    if JOB.checkpoints is not None:
+        trainer.restore(JOB.checkpoints)
+    while trainer.num_updates < int(num_steps):
+        if JOB.rank == 1 and JOB.restart == 0 and trainer.num_updates == int(fails_at):
+            raise RuntimeError("lost")
+        losses = trainer.run().losses
+        if losses:
+            print(
+                "step", trainer.num_updates, f"{sum(losses.values()) / plan.workload.num_micro_batches:.7f}", flush=True
+            )
+        if JOB.checkpoints is not None:
+            trainer.save(JOB.checkpoints)
+
+
+ACTIONS = (say, wait, fail, recover, stubborn, save, sum_ranks, train, train_plan)
 {action.__name__: action for action in ACTIONS}[sys.argv[1]](*sys.argv[2:])

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
@@ -43,12 +43,18 @@ def gpt_plan(
 
 
 def pipeline_plan(
-    name: str = "1f1b", num_micro_batches: int = 4, recompute: tuple[str, ...] = ("none", "stage"), **options: Any
+    name: str = "1f1b",
+    num_micro_batches: int = 4,
+    recompute: tuple[str, ...] = ("none", "stage"),
+    cluster: Cluster | None = None,
+    mesh: StageMesh | None = None,
+    precision: str = "mixed",
+    **options: Any,
 ) -> dict[str, Any]:
     """The document of a pipeline of two stages on two devices each, both directions where ``name`` is chimera."""
-    graph, cluster = gpt(replace(SMALL, layers=4)), load_cluster("dgx-a100").resized(1, 4)
-    chain, mesh = chain_of(graph), StageMesh(1, 2)
-    workload = Workload(4 * num_micro_batches, 4, "mixed", "adam")
+    graph, cluster = gpt(replace(SMALL, layers=4)), cluster or load_cluster("dgx-a100").resized(1, 4)
+    chain, mesh = chain_of(graph), mesh or StageMesh(1, 2)
+    workload = Workload(4 * num_micro_batches, 4, precision, "adam")
     schedule = PipelineSchedule(
         name, 2, num_micro_batches, tuple(options.items()), num_pipelines=2 if name == "chimera" else 1
     )

@@ -177,14 +177,14 @@ def test_what_plans_demand(mlp_plan):
 
 
 def test_what_plans_with_a_pipeline_demand(mlp_plan):
-    """Each rank has the memory of its worker; which ranks these are stands in the plan."""
+    """Each rank has the memory of its worker; which devices these are stands in the plan."""
     plan = load_plan(mlp_plan(2, 2))
     workers = [{"ranks": [0, 2], "memory_bytes": 5.0}, {"ranks": [1, 3], "memory_bytes": 7.0}]
     piped = dataclasses.replace(plan, document={**plan.document, "pipeline": {"workers": workers}})
-    assert demands_of(piped).memory_bytes == (5.0, 7.0, 5.0, 7.0)
+    assert (demands_of(piped).devices, demands_of(piped).memory_bytes) == ((0, 2, 1, 3), (5.0, 5.0, 7.0, 7.0))
     workers[1]["ranks"] = [1, 2]
     with pytest.raises(
-        UserError, match=r"the plan's pipeline has ranks \[0, 1, 2, 2\], should have each of 0 to 3 once"
+        UserError, match=r"the plan's pipeline has ranks \[0, 2, 1, 2\], should have each of 0 to 3 once"
     ):
         demands_of(piped)
 
