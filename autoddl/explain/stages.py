@@ -47,7 +47,7 @@ def stage_problem(pipeline: Evaluation, stage: int) -> tuple[Problem, tuple[int,
     kept = 1.0 if figures.recompute_s else max(pipeline.in_flight[stage])
     known: dict[object, np.ndarray] = {}
     memory = tuple(_memory(problem, variable, kept, known) for variable in problem.variables)
-    return replace(problem, table=replace(problem.table, memory=memory)), chosen
+    return replace(problem, alone=replace(problem.alone, memory=memory)), chosen
 
 
 def _memory(problem: Problem, variable: Variable, kept: float, known: dict[object, np.ndarray]) -> np.ndarray:
