@@ -8,6 +8,7 @@ order it computes is its own affair.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -85,9 +86,13 @@ def _trainer(pipeline: PipelineTask) -> tuple[dict[str, np.ndarray], PipelineTra
     module.load_state_dict({name: flow.tensor(value) for name, value in under("initial", values).items()})
     size, per_step = task.workload.micro_batch, task.workload.num_micro_batches
 
+    @functools.lru_cache(maxsize=2)
+    def data_of(step: int) -> tuple[np.ndarray, ...]:
+        return step_data(task, examples, step)
+
     def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
         step, place = divmod(number, per_step)
-        inputs, targets = step_data(task, examples, step)
+        inputs, targets = data_of(step)
         return inputs[place * size : (place + 1) * size], targets[place * size : (place + 1) * size]
 
     trainer = PipelineTrainer(

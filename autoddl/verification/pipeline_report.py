@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from autoddl.costmodel.units import format_bytes
+from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 
 from ..tables import aligned
 from .pipeline_result import PipelineVerification
@@ -29,9 +30,11 @@ def pipeline_text(found: PipelineVerification) -> str:
 
 def _heading(found: PipelineVerification) -> list[str]:
     schedule = found.schedule
-    widths = ", ".join(map(str, (schedule.widths[worker] for worker in schedule.placement[0])))
+    same = len(set(schedule.widths)) == 1
+    widths = str(schedule.widths[0]) if same else ", ".join(map(str, schedule.widths))
     lines = [
-        f"{found.model} in {schedule.num_stages} stages of {widths} ranks, {schedule.name}, against one device",
+        f"{found.model} in {schedule.num_stages} stages on {schedule.num_workers} workers of {widths} ranks, {schedule.name}, "
+        "against one device",
         f"  batch {found.workload.batch} in {found.workload.num_micro_batches} micro-batches, float32",
     ]
     if found.changes:
@@ -49,18 +52,19 @@ def _layers(found: PipelineVerification) -> list[str]:
     rows: list[tuple[str, ...]] = [
         ("stage", "layer", "(p0,p1,p2)", *_PHASES, "to price", "gradients", "parameters", "")
     ]
-    for number, layers in enumerate(found.layers):
-        for name, members in grouped(layers):
+    for numbers, groups in _alike(found):
+        label = str(numbers[0]) if len(numbers) == 1 else f"{numbers[0]}-{numbers[-1]}"
+        for name, members in groups:
             rows.append(
                 (
-                    str(number),
+                    label,
                     f"{name} x {len(members)}" if len(members) > 1 else name,
                     str(members[0].strategy),
                     *(_bytes(together([member.phases[phase] for member in members]), found) for phase in _PHASES),
                     _deviation(together([phase for m in members for phase in m.phases.values()]), found),
                     error_text(worst([check for member in members for check in member.gradients])),
                     error_text(worst([check for member in members for check in member.parameters])),
-                    "<- off" if found.layers_faulty(number, members) else "",
+                    "<- off" if found.is_off(members) else "",
                 )
             )
     halves = "half a micro-batch" if _works_on_halves(found) else "one micro-batch"
@@ -68,9 +72,24 @@ def _layers(found: PipelineVerification) -> list[str]:
     return [heading, *aligned(rows, right=(0, 3, 4, 5, 6, 7))]
 
 
-def _works_on_halves(found: PipelineVerification) -> bool:
-    from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
+def _alike(found: PipelineVerification) -> list[tuple[list[int], list[tuple[str, list[LayerCheck]]]]]:
+    """Neighbouring stages with as many layers of each kind, at equal strategies, as one: their numbers, and their layers."""
+    result: list[tuple[list[int], list[tuple[str, list[LayerCheck]]]]] = []
+    shape: object = None
+    for number, layers in enumerate(found.layers):
+        groups = grouped(layers)
+        before, shape = shape, [(name, len(members), members[0].strategy) for name, members in groups]
+        if shape == before:
+            numbers, known = result[-1]
+            numbers.append(number)
+            for (_, members), (_, more) in zip(known, groups):
+                members += more
+        else:
+            result.append(([number], groups))
+    return result
 
+
+def _works_on_halves(found: PipelineVerification) -> bool:
     return slots_per_micro_batch(found.schedule) > 1
 
 
@@ -113,12 +132,11 @@ def _values(found: PipelineVerification) -> list[str]:
 def _traffic(found: PipelineVerification) -> list[str]:
     what = "A training step" if found.schedule.num_updates == 1 else f"{found.schedule.num_updates} training steps"
     rows: list[tuple[str, ...]] = [("", "predicted", "sent", "")]
-    for number, (inside, gradients) in enumerate(zip(found.traffic.inside, found.traffic.gradients)):
-        rows.append((f"inside stage {number}", format_bytes(inside.num_bytes), "", ""))
-        rows.append((f"gradients of stage {number}", format_bytes(gradients.num_bytes), "", ""))
-    for what_part, phase in (("between stages", found.between), ("in all", found.run)):
+    for name, parts in (("inside stages", found.traffic.inside), ("sums of gradients", found.traffic.gradients)):
+        rows.append((name, format_bytes(sum(sent.num_bytes for sent in parts)), "", ""))
+    for name, phase in (("between stages", found.between), ("in all", found.run)):
         sent = "" if phase.sent_bytes is None else format_bytes(phase.sent_bytes)
-        rows.append((what_part, format_bytes(phase.predicted_bytes), sent, _deviation(phase, found)))
+        rows.append((name, format_bytes(phase.predicted_bytes), sent, _deviation(phase, found)))
     allowed = (
         f" (allowed: {found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers)"
     )

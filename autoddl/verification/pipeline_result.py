@@ -125,11 +125,11 @@ class PipelineVerification:
         """Whether nothing is off."""
         return not self.faults
 
-    def layers_faulty(self, number: int, members: Sequence[LayerCheck]) -> bool:
-        """Whether any of some layers of a stage is off."""
-        names = {check.name for member in members for check in (*member.gradients, *member.parameters)}
+    def is_off(self, layers: Sequence[LayerCheck]) -> bool:
+        """Whether anything of some layers is off."""
+        names = {check.name for layer in layers for check in (*layer.gradients, *layer.parameters)}
         values = [check for check in (*self.gradients, *self.parameters) if check.name in names]
-        sent = [phase for member in members for phase in member.phases.values()]
+        sent = [phase for layer in layers for phase in layer.phases.values()]
         return any(not check.error <= self.tolerance.values for check in values) or any(
             phase.faults("", self.tolerance) for phase in sent
         )

@@ -44,6 +44,9 @@ Target = Union[str, Callable[..., Any]]
 
 _TICK_SECONDS = 0.2  # how often ranks are looked at while nothing comes from them
 _SETTLE_SECONDS = 0.4  # how long a failure waits for the one that caused it
+_DEATH_SECONDS = (
+    2.0  # how long a crash waits, a consequence as a rule: a killed process's sockets close before it has ended
+)
 _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
 
 
@@ -258,14 +261,23 @@ class RankPool:
         tick = _TICK_SECONDS if deadline is None else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
         messages, failures = self._ranks.look(tick)
         if failures:
-            settled = time.monotonic() + _SETTLE_SECONDS
-            while (left := settled - time.monotonic()) > 0:
-                failures += self._ranks.look(left)[1]
-            raise self._error(min(failures, key=lambda failure: failure.kind))
+            raise self._error(self._first_cause(failures))
         is_late = deadline is not None and time.monotonic() >= deadline
         if is_late and all(kind == "report" for _, kind, _ in messages):  # reports are no reason to wait on
             raise self._error(RankFailure(awaited[0].rank, FailureKind.TIMEOUT, f"is late: {what}"))
         return messages
+
+    def _first_cause(self, failures: Sequence[RankFailure]) -> RankFailure:
+        """The most telling failure among these and those that come soon after."""
+        begun, known = time.monotonic(), list(failures)
+        while True:
+            cause = min(known, key=lambda failure: failure.kind)
+            patience = _DEATH_SECONDS if cause.kind is FailureKind.CRASHED else _SETTLE_SECONDS
+            left = begun + patience - time.monotonic()
+            if left <= 0:
+                return cause
+            time.sleep(min(left, 0.02))
+            known += self._ranks.look(0.0)[1]
 
     def _error(self, failure: RankFailure) -> RankError:
         """What to raise for a failure, the ranks being still there to be asked where they stand."""

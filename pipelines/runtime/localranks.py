@@ -21,6 +21,7 @@ __all__ = ["LocalRanks", "RankMessage"]
 RankMessage = tuple[int, str, Any]
 """Which rank said what kind of thing, and its value: see `rank`."""
 
+_POSITION_SECONDS = 2.0  # how long ranks may take to say where they stand; one inside of OneFlow alone never does
 _ORPHANS_SECONDS = 1.0  # how long the system may take to remove what ranks had started and was killed with them
 
 
@@ -98,8 +99,14 @@ class LocalRanks:
         return next((_stopped(rank) for rank in self._living() if rank.is_stopped()), None)
 
     def positions(self) -> dict[int, str]:
-        """Where living ranks stand in the user's code, by rank, as far as they say so."""
-        return {rank.rank: position for rank in self._living() if (position := rank.position())}
+        """Where living ranks stand in the user's code, by rank, as far as they say so in time."""
+        asked = {rank.rank: (rank, rank.ask_position()) for rank in self._living()}
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + _POSITION_SECONDS
+        while len(found) < len(asked) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            found = {number: text for number, (rank, asked_at) in asked.items() if (text := rank.position(asked_at))}
+        return found
 
     def _living(self) -> Sequence[RankProcess]:
         return [rank for rank in self._ranks if rank.death() is None]

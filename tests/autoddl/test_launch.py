@@ -64,7 +64,7 @@ def processes_with(text: str) -> set[int]:
     return found - {os.getpid()}
 
 
-def wait_until_gone(text: str, patience_s: float = 10.0) -> None:
+def wait_until_gone(text: str, patience_s: float = 30.0) -> None:
     deadline = time.monotonic() + patience_s
     while left := processes_with(text):
         assert time.monotonic() < deadline, f"left behind: {left}"
@@ -216,8 +216,8 @@ def test_a_second_ctrl_c_kills(mlp_plan):
             assert "not yet" in process.stdout.readline()
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
-        process.wait(timeout=20)
-        assert time.monotonic() - begun < 10
+        process.wait(timeout=30)
+        assert time.monotonic() - begun < 20
     assert process.returncode == 130
 
 

@@ -88,7 +88,10 @@ def test_a_plan_with_a_pipeline_is_verified(counted_ranks):
     json.dumps(document, allow_nan=False)
     assert document["verdict"] == "right" and len(document["stages"]) == 2
     text = pipeline_text(found)
-    assert "gpt in 2 stages of 2, 2 ranks, 1f1b, against one device" in text and "Right: the plan computes what" in text
+    assert (
+        "gpt in 2 stages on 2 workers of 2 ranks, 1f1b, against one device" in text
+        and "Right: the plan computes what" in text
+    )
 
 
 def test_what_is_off_is_said(counted_ranks):
