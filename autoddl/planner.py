@@ -256,10 +256,8 @@ class _Books:
     def book(self, workload: Workload, untied: bool) -> PriceBook:
         """Of a workload, tied or untied, with the Summa meshes that a problem may leave out."""
         if (workload, untied) not in self._books:
-            related = [
-                other for (_, tied_too), other in self._books.items() if tied_too == untied
-            ] or self._books.values()
-            like = next(iter(related), None)
+            like = next((book for (_, other), book in self._books.items() if other == untied), None)
+            like = like or next(iter(self._books.values()), None)
             self._books[workload, untied] = PriceBook(self.graph, self.cluster, workload, untied, summa=True, like=like)
         return self._books[workload, untied]
 

@@ -226,7 +226,7 @@ class PriceBook:
         self.untied = untied
         self.summa = summa
         twin = like if like and like.graph is graph and (like.untied, like.summa) == (untied, summa) else None
-        self.variables = twin.variables if twin else _variables(graph, cluster, untied, summa)
+        self.variables: tuple[Variable, ...] = twin.variables if twin else _variables(graph, cluster, untied, summa)
         self._prices: dict[object, _Prices] = {}
         self._narrowed: dict[tuple[Offer, bytes], Offer] = twin._narrowed if twin else {}
         # What does not depend on how layers are tied, or on recomputation, is worked out once for all books of a family.

@@ -185,8 +185,8 @@ def explore(
             proven, point = close(node, best())
         except OutOfTimeError as stop:
             consider(stop.point)
-            others = heap[1:] and min(heap[1:])[0]
-            return ended(min(max(bound, stop.bound), others or math.inf), finished=False)
+            others = min((entry[0] for entry in heap[1:]), default=math.inf)
+            return ended(min(max(bound, stop.bound), others), finished=False)
         heapq.heappop(heap)
         proven = max(bound, proven)
         if point is None:

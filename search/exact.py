@@ -68,7 +68,7 @@ def exact(
     choice = solve_forest(table)
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
         return _without_limit(table, choice, start, memory_limit)
-    instance = (known and known.instance) or prepare(table)
+    instance = (known.instance if known else None) or prepare(table)
     if instance is None:
         return impossible(table, "exact", start, memory_limit)
     if not instance.plan.exact:
@@ -79,7 +79,7 @@ def exact(
         instance,
         memory_limit,
         closer,
-        start=known and known.exploration,
+        start=known.exploration if known else None,
         deadline=deadline,
         cutoff=cutoff,
         report=lambda cost, bound: progress(cost, bound, closer.evaluations),
@@ -137,11 +137,16 @@ def _finish(
 
 
 class _Grown(NamedTuple):
-    """The best choice of a label search, None where there is none below the cost; the slack within which nothing is cheaper; and
-    whether it was stopped."""
+    """What a label search below some cost has found.
+
+    Attributes:
+        best: the best choice; None where there is none below the cost.
+        bound: on all its choices; the best's cost, or that cost, where it was not cut short.
+        stopped: whether the deadline, or the number of labels, did that.
+    """
 
     best: Point | None
-    slack: float
+    bound: float
     stopped: bool
 
 
@@ -174,11 +179,12 @@ class _Closer:
         if few.best and few.best.peak > self.limit:
             return node.bound, few.best
         # The whole has many times the rows of the few at the same slack, and about as many at a part of it.
-        whole = self._grow(self._search(node), max(slack, _WHOLE_SLACK * few.slack), min(cost, best.cost))
+        slack = max(slack, _WHOLE_SLACK * (few.bound - dual.bound))
+        whole = self._grow(self._search(node), slack, min(cost, best.cost))
         best = whole.best or best
         if whole.stopped:
-            raise OutOfTimeError(dual.bound + whole.slack, best)
-        return dual.bound + whole.slack, best if best.cost < incumbent else None
+            raise OutOfTimeError(whole.bound, best)
+        return whole.bound, best if best.cost < incumbent else None
 
     def _taken(self, dual: Dual) -> dict[Domain, np.ndarray]:
         """Which labels of each domain the dual's minimisers take."""
@@ -219,7 +225,7 @@ class _Closer:
         self.labels += statistics.labels
         self.rows += statistics.rows
         self.rounds += statistics.rounds
-        return _Grown(best, min(proven, cost - search.bound), stopped)
+        return _Grown(best, cost if proven >= cost - search.bound else search.bound + proven, stopped)
 
 
 def _by_milp(

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -63,7 +63,8 @@ def separable_memory(table: CostTable) -> float:
     return resident + max((float(column.buffer.min()) for column in columns), default=0.0)
 
 
-class _Column(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Column:
     """The options of finite cost of ``count`` equal variables."""
 
     cost: np.ndarray
@@ -75,10 +76,12 @@ class _Column(NamedTuple):
 def _distinct(table: CostTable) -> list[_Column]:
     """The variables, equal ones (which share their arrays) once."""
     of_variable = list(zip(table.cost, table.memory, table.buffer))
-    keys = [tuple(map(id, column)) for column in of_variable]
-    columns = dict(zip(keys, of_variable))
-    finite = {key: np.isfinite(column[0]) for key, column in columns.items()}
-    return [_Column(*(values[finite[key]] for values in columns[key]), count) for key, count in Counter(keys).items()]
+    number = Counter(tuple(map(id, column)) for column in of_variable)
+    columns = []
+    for key, (cost, memory, buffer) in {tuple(map(id, column)): column for column in of_variable}.items():
+        finite = np.isfinite(cost)
+        columns.append(_Column(cost[finite], memory[finite], buffer[finite], number[key]))
+    return columns
 
 
 def _least(costs: ByClass | np.ndarray) -> float:

@@ -24,11 +24,11 @@ def divisors(number: int) -> list[int]:
     return [d for d in range(1, number + 1) if number % d == 0]
 
 
-def everything_solved(graph, cluster, batch, objective, limit) -> dict[tuple[int, bool], float]:
+def everything_solved(graph, cluster, batch, objective, limit, untied=False) -> dict[tuple[int, bool], float]:
     """The optimum of every micro-batch, with and without recomputation."""
     costs = {}
     for recompute in (False, True):
-        book = PriceBook(graph, cluster, Workload(1, 1, cluster.default_precision, "adam", recompute))
+        book = PriceBook(graph, cluster, Workload(1, 1, cluster.default_precision, "adam", recompute), untied)
         for micro_batch in divisors(batch):
             try:
                 problem = book.problem(batch, micro_batch, objective)
@@ -57,6 +57,19 @@ def test_sweep_finds_the_best_of_all(graph, objective, batch, tightness):
     for candidate in planned.candidates:
         if candidate.cost < inf:
             assert candidate.cost == pytest.approx(truth[candidate.micro_batch, candidate.recompute], rel=1e-9)
+        assert candidate.lower_bound <= truth[candidate.micro_batch, candidate.recompute] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("tightness", [1.02, 1.3])
+def test_untied_plans_are_the_best_of_all_settings(tightness):
+    """The proof speaks of every micro-batch with and without recomputation, not only of those that tied plans leave open."""
+    tied = make_plan(GPT, SMALL, Options(batch=8, memory_limit_bytes=2**40))
+    limit = tied.assessment.memory_bytes / tightness
+    truth = everything_solved(GPT, SMALL, 8, "step", limit, untied=True)
+    planned = make_plan(GPT, SMALL, Options(batch=8, memory_limit_bytes=limit, untied=True))
+    assert planned.optimal and planned.cost == pytest.approx(min(truth.values()), rel=1e-9)
+    assert {(candidate.micro_batch, candidate.recompute) for candidate in planned.candidates} == set(truth)
+    for candidate in planned.candidates:
         assert candidate.lower_bound <= truth[candidate.micro_batch, candidate.recompute] * (1 + 1e-9)
 
 
