@@ -105,7 +105,7 @@ def families_of(
 
 def stopped(clock: Clock) -> str:
     """What is said of a plan whose planner's time was over."""
-    return f"; its planner was stopped after {clock.limit_s:g} s" if clock.stopped else ""
+    return f"; stopped after {clock.limit_s:g} s" if clock.stopped else ""
 
 
 def _data_parallel(job: Job, whole: Planned | None) -> FamilyFigures:

@@ -3,8 +3,8 @@
 The papers plan for a profile: units priced on one device, at one sample, everything linear in the samples.  A stage is data
 parallel.  Their decisions (cut, devices per stage, micro-batch, recomputation, schedule) are then priced and simulated as all
 other plans are, so that they stand in one table.  DAPPLE may place a stage's devices anywhere; configurations have rectangles
-(:mod:`.meshes`), so it is asked for stages that take the devices in order: of any widths, whose best plans are taken where they
-are rectangles, and for each number of stages that divides the devices, of equal ones.
+(:mod:`.meshes`), so it is asked for stages that take the devices in order: for each number of stages that divides the devices,
+of equal widths; and on as few devices as its search is exact for, of any, whose best plans are taken where they are rectangles.
 
 Where a planner's time is over, its plans are the best until then.
 """
@@ -21,6 +21,7 @@ from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.planners import Clock, Shape, plan_chimera, plan_dapple, plan_wpipe
 from autoddl.pipelines.planners import Workload as ProfiledWorkload
+from autoddl.pipelines.planners.dapple_search import EXACT_UP_TO
 from autoddl.pipelines.profile import Layer, Profile
 
 from .configuration import Configuration, PipelineSchedule, StageChoice
@@ -124,7 +125,9 @@ def _dapple(
         state = profiled.state * profiled.profile.parameter_bytes / count
         if count <= chain.num_units and state <= profiled.limit_bytes:
             shapes.append(Shape(widths=(devices // count,) * count, in_order=True))
-    for shape in (*shapes, Shape(in_order=True)):
+    if devices <= EXACT_UP_TO:
+        shapes.append(Shape(in_order=True))
+    for shape in shapes:
         try:
             plans = plan_dapple(profiled, micro_batch, shape, clock).simulated
         except UserError as error:

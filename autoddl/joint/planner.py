@@ -262,7 +262,7 @@ def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: f
         considered=considered,
         families=tuple(families_of(job, whole, alone, fault, None)),
         search_s=time.perf_counter() - start,
-        notes=(f"{PLANNERS[name]}'s plan is the best until then{stopped(clock)}",) if clock.stopped else (),
+        notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{stopped(clock)}",) if clock.stopped else (),
     )
 
 

@@ -31,7 +31,7 @@ from .clock import Clock
 from .network import Line, Network, Placement, place_append_first, place_fresh_first, place_scatter_first
 from .workload import Workload
 
-__all__ = ["Candidate", "Shape", "search"]
+__all__ = ["EXACT_UP_TO", "Candidate", "Shape", "search"]
 
 POLICIES: tuple[Callable[[Placement, int, int], Placement], ...] = (
     place_fresh_first,

@@ -27,7 +27,9 @@ from autoddl.joint import (
 from autoddl.joint.interiors import Interiors, Need
 from autoddl.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
 from autoddl.joint.planner import plan_jointly
+from autoddl.joint.table import joint_text
 from autoddl.models import Transformer, gpt, resolve_model
+from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
 from autoddl.plan import joint_document, load_plan, save_plan
@@ -428,3 +430,26 @@ def test_papers_plans_are_those_of_their_planners():
     rows = {family.name: family for family in found.families}
     assert rows["Chimera"].step_s == pytest.approx(found.evaluation.step_s)
     assert rows["WPipe"].infeasible == "asynchronous; offered with --allow-stale"
+
+
+def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
+    """Its clock is over after some questions; the plan until then is taken, and named for what it is."""
+    asked = []
+
+    class Short(Clock):
+        @property
+        def is_over(self):
+            asked.append(self)
+            self.stopped = self.stopped or asked.count(self) > 3
+            return self.stopped
+
+    monkeypatch.setattr("autoddl.joint.planner.Clock", Short)
+    graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
+    found = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=7.0), "chimera"))
+    assert found.notes == ("the plan is the best that Chimera's planner found; stopped after 7 s",)
+    assert "stopped after 7 s" in joint_text(found)
+    monkeypatch.undo()
+    monkeypatch.setattr("autoddl.joint.families.Clock", Short)
+    other = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=50.0), "dapple"))
+    rows = {family.name: family for family in other.families}
+    assert rows["Chimera"].description.endswith("; stopped after 5 s") and other.notes == ()

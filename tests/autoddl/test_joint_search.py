@@ -262,7 +262,7 @@ CASES = {
     "a heavy layer": (mlp((64, 768, 768, 32)), cluster(1, 3, 1e8), 12, 1e9, False),
 }
 #: Those in which workers of unequal numbers of devices are better than all equal ones.
-UNEQUAL = {"a heavy layer"}
+UNEQUAL = {"two nodes", "a heavy layer"}
 
 
 @pytest.mark.parametrize("case", CASES)
