@@ -1,11 +1,14 @@
 """Pipelines and SBP planned together: stages, schedule, micro-batch, recomputation and every layer's strategy at once.
 
-- :mod:`.cutting`: a model as a chain of units, and a stage as a layer graph; :mod:`.meshes`: the devices of a stage.
-- :mod:`.configuration`: one plan; :mod:`.evaluation`: what it costs (``evaluate``); :mod:`.document`: as JSON.
-- :mod:`.space`: all plans; :mod:`.interiors`: the exact search inside a stage; :mod:`.needs`: what schedules ask of its memory;
-  :mod:`.bounds`: what no plan is faster than; :mod:`.search`: best first over the space.
-- :mod:`.planner`: ``plan_jointly``, with the runner-ups of every family (:mod:`.fixed`, :mod:`.papers`); :mod:`.result`: what it
-  returns; :mod:`.table`: as text.
+- :mod:`.cutting`: a model as a chain of units, and a stage as a layer graph; :mod:`.meshes`: how workers share the devices.
+- :mod:`.configuration`: one plan; :mod:`.evaluation`: what it costs (``evaluate``), with what passes :mod:`.between` workers;
+  :mod:`.document`: as JSON.
+- :mod:`.space`: all plans; :mod:`.interiors`: the exact search inside a stage, on :mod:`.stagetables`, for an :mod:`.interior`;
+  :mod:`.needs`: what schedules ask of its memory.
+- :mod:`.units`, :mod:`.bounds`: what no plan is faster than; :mod:`.explorer`: what is known of settings and cuts; :mod:`.search`:
+  best first over the space.
+- :mod:`.planner`: ``plan_jointly`` for a :mod:`.job`, with the runner-ups of all :mod:`.families` (:mod:`.fixed`, :mod:`.papers`);
+  :mod:`.result`: what it returns; :mod:`.table`: as text.
 """
 
 from __future__ import annotations
@@ -13,13 +16,14 @@ from __future__ import annotations
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain, StageGraph, chain_of
 from .evaluation import Evaluation, evaluate
-from .meshes import StageMesh
+from .meshes import Division, StageMesh
 from .result import JointOptions, JointPlan
 
 __all__ = [
     "ENTRY",
     "Chain",
     "Configuration",
+    "Division",
     "Evaluation",
     "JointOptions",
     "JointPlan",

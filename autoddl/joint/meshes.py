@@ -38,6 +38,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import Union
 
 from autoddl.costmodel.cluster import Cluster, Link
@@ -123,7 +124,8 @@ class Division(_Rectangles):
     meshes: tuple[StageMesh, ...]
 
     def __str__(self) -> str:
-        return ", ".join(map(str, self.meshes))
+        runs = [(mesh, len(list(alike))) for mesh, alike in groupby(self.meshes)]
+        return ", ".join(str(mesh) if count == 1 else f"{mesh} ({count} times)" for mesh, count in runs)
 
     def num_workers(self, cluster: Cluster) -> int:
         return len(self.meshes)

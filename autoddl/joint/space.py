@@ -29,7 +29,7 @@ import numpy as np
 
 from .configuration import PipelineSchedule
 
-__all__ = ["MOST_CUTS", "cuts", "divisors", "num_cuts", "schedules"]
+__all__ = ["MOST_CUTS", "cuts", "divisors", "schedules"]
 
 #: Up to so many cuts of a chain in a number of stages are all looked at.
 MOST_CUTS = 4096
@@ -138,8 +138,3 @@ def _proportional_cuts(num_units: int, widths: tuple[int, ...]) -> np.ndarray:
     stage = np.arange(count)
     more = (offset[:, None] <= stage) & (stage < (offset + extra[rows])[:, None])
     return np.column_stack([first[rows], each[rows] + more, last[rows]])
-
-
-def num_cuts(num_units: int, num_stages: int, widths: tuple[int, ...] | None = None) -> int:
-    """How many cuts the space has."""
-    return len(cuts(num_units, num_stages, widths))

@@ -96,24 +96,18 @@ def _chimera(result: ChimeraResult, workload: Workload) -> dict[str, Any]:
     plan = result.plan
     return {
         "planner": "chimera",
-        **_chimera_row(plan),
         "stages": _stages(workload, plan.cuts, plan.placements),
         "plan_by_model": result.by_model.name,
-        "alternatives": [_chimera_row(other) for other in result.configurations[1 : MOST_ALTERNATIVES + 1]],
+        **_ranked([_chimera_row(one) for one in result.configurations]),
     }
 
 
 def _chimera_row(plan: ChimeraConfiguration) -> dict[str, Any]:
     return {
-        "plan": plan.name,
+        **_row(plan),
         "num_stages": plan.depth,
-        "width": plan.width,
         "num_pipelines": plan.num_pipelines,
-        "micro_batch": plan.micro_batch,
-        "num_micro_batches": plan.num_micro_batches,
-        "recompute": plan.recompute,
         "concatenation": plan.concatenation,
-        "memory_bytes": plan.memory_bytes,
         "latency_s": plan.model_s,
         "simulated_s": plan.simulated_s,
     }
@@ -123,25 +117,36 @@ def _wpipe(result: WPipeResult, workload: Workload) -> dict[str, Any]:
     plan = result.plan
     return {
         "planner": "wpipe",
-        **_wpipe_row(plan),
         "stages": _stages(workload, plan.cuts, plan.devices),
-        "alternatives": [_wpipe_row(other) for other in result.configurations[1 : MOST_ALTERNATIVES + 1]],
+        **_ranked([_wpipe_row(one) for one in result.configurations]),
     }
 
 
 def _wpipe_row(plan: WPipeConfiguration) -> dict[str, Any]:
     return {
-        "plan": plan.name,
+        **_row(plan),
         "depth": plan.depth,
-        "width": plan.width,
         "placement": plan.placement,
+        "latency_s": plan.bound_s,
+        "simulated_s": plan.period_s,
+    }
+
+
+def _row(plan: ChimeraConfiguration | WPipeConfiguration) -> dict[str, Any]:
+    """What plans of equal stages have in common."""
+    return {
+        "plan": plan.name,
+        "width": plan.width,
         "micro_batch": plan.micro_batch,
         "num_micro_batches": plan.num_micro_batches,
         "recompute": plan.recompute,
         "memory_bytes": plan.memory_bytes,
-        "latency_s": plan.bound_s,
-        "simulated_s": plan.period_s,
     }
+
+
+def _ranked(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The best plan, and what else was simulated."""
+    return {**rows[0], "alternatives": rows[1 : MOST_ALTERNATIVES + 1]}
 
 
 def _stages(workload: Workload, cuts: Sequence[int], devices: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:

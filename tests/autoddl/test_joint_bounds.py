@@ -79,20 +79,27 @@ def test_refined_bounds_are_below_the_simulation(depth, count, drawn, again):
 
 
 @settings(max_examples=5, deadline=None)
-@given(st.sampled_from([2, 4]), st.integers(1, 6), st.lists(seconds, min_size=6, max_size=6), st.floats(0.34, 0.5))
-def test_bounds_of_cuts_are_below_the_simulation(depth, count, busy, share):
-    """Forwards take ``share`` of a unit's time, all-reduces nothing."""
-    units = np.array(busy)
+@given(
+    st.sampled_from([2, 4]),
+    st.integers(1, 6),
+    st.lists(seconds, min_size=6, max_size=6),
+    st.floats(0.34, 0.5),
+    st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=4, max_size=4),
+)
+def test_bounds_of_cuts_are_below_the_simulation(depth, count, busy, share, speeds):
+    """Forwards take ``share`` of a unit's time, all-reduces nothing; workers of schedules in one direction are unequal."""
     for spec, schedule in every_schedule(depth, count, stale=False):
-        rows = cuts(len(units), spec.num_stages)
+        rows = cuts(len(busy), spec.num_stages)
         if not len(rows):
             continue
-        sums = sums_of_cuts(rows, [units] * spec.num_stages)
+        equal = spec.num_pipelines > 1
+        of_stages = [np.array(busy) * (1.0 if equal else speeds[s % depth]) for s in range(spec.num_stages)]
+        sums = sums_of_cuts(rows, of_stages)
         wholes = {part: part * sums for part in micro_batches_of(depth, count, spec.num_pipelines)}
         bounds = bounds_of_cuts(sums, wholes, count, depth, bound_class(spec))
         for row, bound in list(zip(rows, bounds))[:4]:
             stops = np.cumsum(row)
-            work = [units[stop - size : stop].sum() for size, stop in zip(row, stops)]
+            work = [units[stop - size : stop].sum() for units, size, stop in zip(of_stages, row, stops)]
             stages = [Interior(share * one, (1 - share) * one, 0.0, 0.0) for one in work]
             assert bound <= simulated(spec, schedule, stages) * (1 + 1e-9), (spec, row)
 
@@ -135,3 +142,14 @@ def test_every_cut_of_a_short_chain_and_uneven_ones_of_a_long_chain():
     inner = long[:, 1:-1]
     assert (inner.max(axis=1) - inner.min(axis=1) <= 1).all()
     assert (12,) * 8 in set(map(tuple, long.tolist())) and len(cuts(3, 4)) == 0
+
+
+def test_cuts_of_unequal_workers_are_in_proportion_to_their_devices():
+    rows = cuts(96, 5, (8, 16, 16, 16, 8))
+    assert (rows.sum(axis=1) == 96).all() and len({tuple(row) for row in rows.tolist()}) == len(rows)
+    assert [12, 24, 24, 24, 12] in rows.tolist()
+    inner = rows[:, 1:-1]
+    assert (inner.max(axis=1) - inner.min(axis=1) <= 1).all()
+    for row, widths in ((cuts(96, 4, (1, 2, 4, 1)), (2, 4)), (cuts(96, 4, (1, 3, 3, 1)), (3, 3))):
+        left = row[:, 1] + row[:, 2]
+        assert (abs(row[:, 1] - left * widths[0] / sum(widths)) < 1).all() and len(row) > 10

@@ -346,7 +346,7 @@ def test_a_plan_of_unequal_stages_reads_back(tmp_path):
     assert [worker["ranks"] for worker in document["pipeline"]["workers"]] == [[0, 1], [2]]
     document["pipeline"]["workers"][0]["mesh"]["devices_per_node"] = 1
     save_plan(tmp_path / "plan.json", document)
-    with pytest.raises(UserError, match="mesh is 1 x 1, 1 x 1, which does not tile 1 x 3 devices"):
+    with pytest.raises(UserError, match=r"mesh is 1 x 1 \(2 times\), which does not tile 1 x 3 devices"):
         load_plan(tmp_path / "plan.json")
 
 
