@@ -47,6 +47,17 @@ class PaperPlan:
     planned_s: float
 
 
+@dataclass(frozen=True)
+class _Wish:
+    """What a plan is for, and when its planner should stop."""
+
+    chain: Chain
+    cluster: Cluster
+    workload: Workload
+    micro_batch: int | None
+    clock: Clock
+
+
 def profile_of(chain: Chain, cluster: Cluster, workload: Workload) -> Profile:
     """The units on one device at one sample."""
     device = StageMesh(1, 1).devices(cluster)
@@ -96,11 +107,12 @@ def paper_plans(
     def profiled(again: bool) -> ProfiledWorkload:
         return ProfiledWorkload(profile, cluster, workload.batch, again, state, limit_bytes)
 
+    wish = _Wish(chain, cluster, workload, micro_batch, clock)
     plans: list[PaperPlan] = []
     fault: UserError | None = None
     for again in (False, True) if recompute is None else (recompute,):
         try:
-            plans += _PLANS[name](profiled(again), chain, cluster, workload, micro_batch, clock)
+            plans += _PLANS[name](wish, profiled(again))
         except UserError as error:
             fault = fault or error
     if recompute is False:
@@ -110,31 +122,24 @@ def paper_plans(
     return sorted(plans, key=lambda plan: plan.planned_s)
 
 
-def _dapple(
-    profiled: ProfiledWorkload,
-    chain: Chain,
-    cluster: Cluster,
-    workload: Workload,
-    micro_batch: int | None,
-    clock: Clock,
-) -> Iterator[PaperPlan]:
-    devices, fault, found = cluster.num_devices, None, False
+def _dapple(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
+    devices, fault, found = wish.cluster.num_devices, None, False
     shapes = []
     for count in divisors(devices):
         # Of several stages one has at least an even share of the parameters.
         state = profiled.state * profiled.profile.parameter_bytes / count
-        if count <= chain.num_units and state <= profiled.limit_bytes:
+        if count <= wish.chain.num_units and state <= profiled.limit_bytes:
             shapes.append(Shape(widths=(devices // count,) * count, in_order=True))
     if devices <= EXACT_UP_TO:
         shapes.append(Shape(in_order=True))
     for shape in shapes:
         try:
-            plans = plan_dapple(profiled, micro_batch, shape, clock).simulated
+            plans = plan_dapple(profiled, wish.micro_batch, shape, wish.clock).simulated
         except UserError as error:
             fault = fault or error
             continue
         for plan in plans:
-            mesh = _in_order(cluster, plan.widths)
+            mesh = _in_order(wish.cluster, plan.widths)
             count = len(plan.stages)
             wanted = [count - i if plan.policy == "A" else 2 * (count - i) - 1 for i in range(count)]
             short = any(one.in_flight < min(want, plan.num_micro_batches) for one, want in zip(plan.stages, wanted))
@@ -143,7 +148,7 @@ def _dapple(
                 continue
             spec = PipelineSchedule("1f1b", count, plan.num_micro_batches, (("policy", plan.policy),) * (count > 1))
             cut, again = _sizes(plan.cuts), "stage" if profiled.recompute else "none"
-            configuration = _configuration(chain, cluster, workload, mesh, spec, plan.micro_batch, cut, again)
+            configuration = _configuration(wish, mesh, spec, plan.micro_batch, cut, again)
             found = True
             yield PaperPlan(configuration, plan.simulated_s)
     if not found:
@@ -154,18 +159,11 @@ def _sizes(cuts: Sequence[int]) -> list[int]:
     return [stop - first for first, stop in zip(cuts, cuts[1:])]
 
 
-def _chimera(
-    profiled: ProfiledWorkload,
-    chain: Chain,
-    cluster: Cluster,
-    workload: Workload,
-    micro_batch: int | None,
-    clock: Clock,
-) -> Iterator[PaperPlan]:
+def _chimera(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
     if profiled.recompute:
         return  # the planner tries both by itself
-    for plan in plan_chimera(profiled, micro_batch, clock=clock).configurations:
-        mesh = _pipelines_inside(cluster, plan.depth)
+    for plan in plan_chimera(profiled, wish.micro_batch, clock=wish.clock).configurations:
+        mesh = _pipelines_inside(wish.cluster, plan.depth)
         if mesh is None:
             continue
         options = (("concatenation", plan.concatenation), ("num_pipelines", plan.num_pipelines))
@@ -174,28 +172,21 @@ def _chimera(
         )
         cut = _sizes(plan.cuts)
         recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
-        yield PaperPlan(_configuration(chain, cluster, workload, mesh, spec, size, cut, recompute), plan.simulated_s)
+        yield PaperPlan(_configuration(wish, mesh, spec, size, cut, recompute), plan.simulated_s)
 
 
-def _wpipe(
-    profiled: ProfiledWorkload,
-    chain: Chain,
-    cluster: Cluster,
-    workload: Workload,
-    micro_batch: int | None,
-    clock: Clock,
-) -> Iterator[PaperPlan]:
+def _wpipe(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
     if profiled.recompute:
         return
-    for plan in plan_wpipe(profiled, micro_batch, clock=clock).configurations:
+    for plan in plan_wpipe(profiled, wish.micro_batch, clock=wish.clock).configurations:
         inside = plan.placement == "A"
-        mesh = _pipelines_inside(cluster, plan.depth) if inside else _contiguous(cluster, plan.width)
+        mesh = _pipelines_inside(wish.cluster, plan.depth) if inside else _contiguous(wish.cluster, plan.width)
         if mesh is None:
             continue
         spec = PipelineSchedule("wpipe", plan.depth, plan.num_micro_batches, groups=2, synchronous=False)
         cut = _sizes(plan.cuts)
         recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
-        yield PaperPlan(_configuration(chain, cluster, workload, mesh, spec, size, cut, recompute), plan.period_s)
+        yield PaperPlan(_configuration(wish, mesh, spec, size, cut, recompute), plan.period_s)
 
 
 _PLANS = {"dapple": _dapple, "chimera": _chimera, "wpipe": _wpipe}
@@ -232,23 +223,17 @@ def _pipelines_inside(cluster: Cluster, depth: int) -> StageMesh | None:
 
 
 def _configuration(
-    chain: Chain,
-    cluster: Cluster,
-    workload: Workload,
-    mesh: Meshes,
-    spec: PipelineSchedule,
-    micro_batch: int,
-    cut: list[int],
-    recompute: str,
+    wish: _Wish, mesh: Meshes, spec: PipelineSchedule, micro_batch: int, cut: list[int], recompute: str
 ) -> Configuration:
     """Data-parallel stages."""
     stages, first = [], 0
     for number, count in enumerate(cut):
-        strategy = data_parallel(mesh.mesh_of(spec.worker_of(number)).devices(cluster).level_sizes)
-        strategies = {layer.name: strategy for layer in chain.layers(first, first + count)}
+        strategy = data_parallel(mesh.mesh_of(spec.worker_of(number)).devices(wish.cluster).level_sizes)
+        strategies = {layer.name: strategy for layer in wish.chain.layers(first, first + count)}
         if first:
             strategies[ENTRY] = strategy
         stages.append(StageChoice(count, recompute, strategies))
         first += count
+    workload = wish.workload
     own = Workload(workload.batch, micro_batch, workload.precision, workload.optimizer)
     return Configuration(mesh, spec, own, tuple(stages))

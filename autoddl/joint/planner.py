@@ -123,7 +123,7 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: f
             report=job.report,
         )
         best, narrow = found.best or best, narrow + found.simulated
-    if best is not alone:
+    if best is not None and best is not alone:
         best = _near(job, explorer, best, stale, begin + _NEAR * job.time_limit_s) or best
     wide = explore(
         explorer,
