@@ -165,7 +165,8 @@ def joint_document(planned: JointPlan) -> dict[str, Any]:
         "workload": configuration.workload.document(),
         "levels": [{"name": level.name, "size": level.size} for level in planned.cluster.levels],
         "stage_levels": [
-            {"name": level.name, "size": level.size} for level in configuration.mesh_of(0).devices(planned.cluster).levels
+            {"name": level.name, "size": level.size}
+            for level in configuration.mesh_of(0).devices(planned.cluster).levels
         ],
         "pipeline": pipeline_fields(evaluation, planned.considered, planned.families, search),
         "layers": layers,

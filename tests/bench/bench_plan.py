@@ -32,7 +32,8 @@ def whole_command(*options: str) -> None:
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 2**10
     plan = json.loads(subprocess.run([*command, "--json"], check=True, capture_output=True).stdout)
     print(f"autoddl {' '.join([*COMMAND, *options])}")
-    print(f"  {seconds:.2f} s from start to printed table, {peak:.0f} MiB; {table.strip().splitlines()[-1].strip()}")
+    certificate = next(line.strip() for line in table.splitlines() if " search, " in line)
+    print(f"  {seconds:.2f} s from start to printed table, {peak:.0f} MiB; {certificate}")
     print(
         f"  {plan['status']}, step {plan['step_s']:.2f} s, memory {plan['memory_bytes'] / 2**30:.1f} GiB of "
         f"{plan['memory_limit_bytes'] / 2**30:.0f} GiB per device; {len(plan['candidates'])} settings"
