@@ -82,7 +82,7 @@ def fit_pipeline(plan: Plan, num_ranks: int, limits: Limits, built_in: BuiltIn |
         stage_of,
         _entries(stages, workers.kept),
         num_ranks,
-        slots_per_micro_batch(schedule),
+        max(slots_per_micro_batch(schedule), slots_per_micro_batch(few)),
         min(few.update_period, schedule.update_period),
     )
     scaled = scale(graph, strategies, workload, limits, built_in, staging)
