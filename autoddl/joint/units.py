@@ -26,6 +26,7 @@ from autoddl.costmodel.strategy import alike
 
 from .cutting import ENTRY, Chain
 from .interiors import Interiors
+from .stagetables import OptionBytes
 
 __all__ = ["ROUNDING", "Units"]
 
@@ -126,7 +127,9 @@ class Units:
 
     def _of(self, layers_again: bool) -> _Options:
         if layers_again not in self._options:
-            tables, rows, kinds = self.interiors.tables, [], []
+            tables = self.interiors.tables
+            rows: list[tuple[_Column, OptionBytes]] = []
+            kinds = []
             for unit in self._first:
                 book = tables.book(unit, unit + 1, layers_again)
                 every = zip(book.variables, tables.bytes_of(unit, unit + 1, layers_again))
