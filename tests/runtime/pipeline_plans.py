@@ -1,0 +1,56 @@
+"""Plans with pipelines of small models, at strategies that vary from stage to stage."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.strategy import Strategy, enumerate_strategies
+from autoddl.costmodel.workload import Workload
+from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
+from autoddl.joint.cutting import ENTRY, chain_of
+from autoddl.joint.evaluation import evaluate
+from autoddl.joint.meshes import Meshes
+from autoddl.models.builtin import BuiltIn
+from autoddl.plan import Plan
+
+__all__ = ["pipelined"]
+
+
+def pipelined(
+    built_in: BuiltIn,
+    schedule: PipelineSchedule,
+    units: Sequence[int],
+    mesh: Meshes,
+    *,
+    micro_batch: int = 4,
+    shape: tuple[int, int] = (1, 4),
+    recompute: Sequence[str] = (),
+    seed: int = 1,
+) -> Plan:
+    """A plan of stages of so many units; a random strategy for every role of a block, another one in the next stage."""
+    graph, rng = built_in.graph(), random.Random(seed)
+    cluster = load_cluster("dgx-a100").resized(*shape)
+    cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
+    workload = Workload(micro_batch * schedule.num_micro_batches, micro_batch, "float32", "sgd")
+    chain, stages, first = chain_of(graph), [], 0
+    for number, num_units in enumerate(units):
+        devices = mesh.mesh_of(schedule.worker_of(number)).devices(cluster)
+        sizes = tuple(level.size for level in devices.levels)
+        chosen: dict[object, Strategy] = {}
+        strategies = {}
+        for layer in chain.stage(first, first + num_units).graph.layers:
+            if layer.name == ENTRY:
+                options = [Strategy(tuple((s, 1, 1) for s in sizes)), Strategy(tuple((1, s, 1) for s in sizes))]
+            else:
+                options = enumerate_strategies(layer, sizes)
+            options = [strategy for strategy in options if micro_batch // 2 % strategy.p0 == 0]
+            role = (layer.block, layer.role) if layer.block else layer.name
+            strategies[layer.name] = chosen.setdefault(role, rng.choice(options))
+        stages.append(StageChoice(num_units, recompute[number] if recompute else "none", strategies))
+        first += num_units
+    evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(stages)))
+    found = {layer.layer.name: layer.strategy for layer in evaluation.layers}
+    return Plan(graph, cluster, workload, found, {}, evaluation)

@@ -1,0 +1,188 @@
+"""Exported pipelines on real ranks: the losses, values and bytes of the same plan run by the runtime, and of one device."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pytest
+
+from autoddl.export.oneflow import oneflow_text
+from autoddl.joint.configuration import PipelineSchedule
+from autoddl.joint.meshes import Division, StageMesh
+from autoddl.models.builtin import BuiltIn, Perceptron
+from autoddl.pipelines.runtime.load import is_available
+from autoddl.plan import Plan
+
+from .pipeline_plans import pipelined
+from .test_exported import BERT, GPT, LLAMA, NOISE_BYTES, run_script
+
+JOBS = Path(__file__).with_name("exported_pipeline_jobs.py")
+PAIR = StageMesh(1, 2)
+MLP = BuiltIn("mlp", Perceptron((64, 128, 96, 64, 32)))
+NUM_RUNS = 2
+
+
+def gpt(**changes: Any) -> BuiltIn:
+    return BuiltIn("gpt", replace(GPT, **changes))
+
+
+def bert(layers: int) -> BuiltIn:
+    return BuiltIn("bert", replace(BERT, layers=layers))
+
+
+def llama(layers: int) -> BuiltIn:
+    return BuiltIn("llama", replace(LLAMA, layers=layers))
+
+
+def schedule(name: str, num: int, num_workers: int = 2, **options: Any) -> PipelineSchedule:
+    return PipelineSchedule(name, num_workers, num, tuple(options.items()))
+
+
+def chimera(num: int, **options: Any) -> PipelineSchedule:
+    return replace(schedule("chimera", num, **options), num_pipelines=2)
+
+
+#: The model, and its plan: tied weights between stages, splits inside them, unequal stages and workers, recomputation.
+SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
+    "1f1b": (gpt(), lambda m: pipelined(m, schedule("1f1b", 4, policy="A"), (1, 1), PAIR)),
+    "1f1b, 1 and 3 ranks": (
+        MLP,
+        lambda m: pipelined(
+            m, schedule("1f1b", 2, policy="A"), (1, 3), Division((StageMesh(1, 1), StageMesh(1, 3))), micro_batch=6
+        ),
+    ),
+    "chimera": (bert(2), lambda m: pipelined(m, chimera(2), (1, 1), PAIR, recompute=("layers", "none"))),
+    "zero-bubble": (MLP, lambda m: pipelined(m, schedule("zero-bubble", 4, policy="H1"), (2, 2), PAIR)),
+    "interleaved": (
+        MLP,
+        lambda m: pipelined(
+            m, replace(schedule("interleaved-1f1b", 4, groups=2), groups=2), (1, 1, 1, 1), StageMesh(2, 1), shape=(2, 2)
+        ),
+    ),
+}
+#: Passes of several micro-batches at once, or of halves.
+CONCATENATED: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
+    "chimera, pairs": (
+        llama(2),
+        lambda m: pipelined(m, chimera(4, concatenation="doubling"), (1, 1), PAIR, recompute=("stage", "layers")),
+    ),
+    "chimera, halves": (
+        MLP,
+        lambda m: pipelined(m, chimera(2, concatenation="halving"), (2, 2), PAIR, micro_batch=8),
+    ),
+}
+STALE: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
+    "wpipe": (
+        MLP,
+        lambda m: pipelined(m, replace(schedule("wpipe", 2), groups=2, synchronous=False), (1, 1, 1, 1), PAIR),
+    ),
+    "pipedream": (
+        MLP,
+        lambda m: pipelined(m, replace(schedule("pipedream", 4, 4), synchronous=False), (1, 1, 1, 1), StageMesh(1, 1)),
+    ),
+}
+
+
+def exported(plan: Plan, folder: Path) -> str:
+    path = folder / "exported.py"
+    path.write_text(oneflow_text(plan))
+    return str(path)
+
+
+def check_against_runtime(plan: Plan, results: list[dict[str, Any]]) -> None:
+    """Losses of all updates, final values, and bytes on the wire."""
+    assert plan.pipeline is not None
+    period = plan.pipeline.schedule.update_period
+    for run in range(NUM_RUNS):
+        by_micro_batch = sum(np.array(found["losses"][0][run]) for found in results)
+        expected = by_micro_batch.reshape(-1, period).mean(axis=1)
+        for found in results:
+            assert found["losses"][1][run] == pytest.approx(expected, rel=1e-6)
+    for found in results:
+        assert not found["names"]
+        assert max(found["errors"].values()) < 1e-5, max(found["errors"].items(), key=lambda item: item[1])
+    check_bytes(results)
+
+
+def check_bytes(results: list[dict[str, Any]]) -> None:
+    """On the wire, of the runtime's steps and of the file's."""
+    theirs, mine = map(mean, results[0]["bytes"])
+    assert theirs > 0 and abs(mine - theirs) < 0.03 * theirs + NOISE_BYTES * len(results)
+
+
+def check_against_one_device(results: list[dict[str, Any]], losses: list[float], values: dict[str, np.ndarray]) -> None:
+    found = results[0]["losses"][1]
+    assert [loss for (loss,) in found] == pytest.approx(losses, rel=1e-6)
+    assert len(set(losses)) == len(losses)  # it learns
+    seen = set()
+    for of_rank in results:
+        for name, value in of_rank["values"].items():
+            assert np.linalg.norm(value - values[name]) <= 1e-5 * np.linalg.norm(values[name]) + 1e-6, name
+            seen.add(name)
+    assert seen == set(values)
+
+
+@pytest.mark.parametrize("name", SYNCHRONOUS)
+def test_losses_values_and_bytes_are_those_of_the_plan_and_of_one_device(counted_ranks, tmp_path, name):
+    built_in, make = SYNCHRONOUS[name]
+    plan = make(built_in)
+    results = counted_ranks(4).run(f"{JOBS}:train_both", built_in, plan, exported(plan, tmp_path), NUM_RUNS)
+    losses, values = counted_ranks(4).run(f"{JOBS}:train_alone", built_in, plan, NUM_RUNS)[0]
+    check_against_one_device(results, losses, values)
+    check_against_runtime(plan, results)
+
+
+@pytest.mark.parametrize("name", CONCATENATED)
+def test_micro_batches_at_once_and_halves_are_those_of_one_device(counted_ranks, tmp_path, name):
+    built_in, make = CONCATENATED[name]
+    plan = make(built_in)
+    results = counted_ranks(4).run(f"{JOBS}:train_both", built_in, plan, exported(plan, tmp_path), NUM_RUNS)
+    losses, values = counted_ranks(4).run(f"{JOBS}:train_alone", built_in, plan, NUM_RUNS)[0]
+    check_against_one_device(results, losses, values)
+    check_bytes(results)
+
+
+@pytest.mark.parametrize("name", STALE)
+def test_delayed_weights_are_those_of_the_runtime(counted_ranks, tmp_path, name):
+    built_in, make = STALE[name]
+    plan = make(built_in)
+    text = oneflow_text(plan)
+    assert "K" in text.split("INSTRUCTIONS = [")[1].split("\n]\n")[0]  # some version is kept
+    results = counted_ranks(4).run(f"{JOBS}:train_both", built_in, plan, exported(plan, tmp_path), NUM_RUNS)
+    check_against_runtime(plan, results)
+
+
+def test_a_pipeline_is_a_script_that_trains_saves_and_loads(tmp_path):
+    if not (available := is_available()):
+        pytest.skip(available.reason)
+    plan = pipelined(MLP, schedule("1f1b", 2, policy="A"), (2, 2), StageMesh(1, 1), shape=(1, 2))
+    path, state = Path(exported(plan, tmp_path)), tmp_path / "state"
+    done = run_script(path, 2, "--steps", "4", "--save", str(state))
+    assert [one.returncode for one in done] == [0, 0], done[0].stderr + done[1].stderr
+    losses = [float(line.split("loss ")[1]) for line in done[0].stdout.splitlines()]
+    assert len(losses) == 4 and len(set(losses)) == 4 and done[1].stdout == ""
+    files = [tmp_path / f"state.stage{stage}.npz" for stage in (0, 1)]
+    shapes = {}
+    for file in files:
+        with np.load(file) as saved:
+            shapes.update({name: saved[name].shape for name in saved.files})
+    assert shapes == {
+        "fc1.weight": (128, 64),
+        "fc2.weight": (96, 128),
+        "fc3.weight": (64, 96),
+        "fc4.weight": (32, 64),
+    }
+    again = run_script(path, 2, "--steps", "1", "--load", *map(str, files))
+    loaded = float(again[0].stdout.split("loss ")[1])
+    assert loaded < losses[0] and loaded != losses[0]
+    failed = run_script(path, 2, "--load", str(files[0]))
+    assert failed[1].returncode == 1 and "the state_dict lacks 'fc3.weight'" in failed[1].stderr
+    alone = subprocess.run([sys.executable, "-I", str(path)], capture_output=True, text=True, timeout=60)
+    assert alone.returncode == 1 and alone.stderr == "this model is for 2 ranks, WORLD_SIZE is 1\n"
