@@ -69,9 +69,9 @@ def with_medians(shards: Sequence[AnyShard], again: Sequence[Counted]) -> list[A
         for i, section in enumerate(shards[0].sections)
     ]
     step_bytes = median(shards[0].step_bytes, *(more.step_bytes for more in again))
-    first = replace(shards[0], sections=tuple(sections), step_bytes=step_bytes)
-    rest: list[AnyShard] = list(shards[1:])
-    return [first, *rest]
+    result = list(shards)
+    result[0] = replace(shards[0], sections=tuple(sections), step_bytes=step_bytes)
+    return result
 
 
 def _losses(expected: Sequence[float], shards: Sequence[Shard]) -> tuple[tuple[float, float], ...]:
