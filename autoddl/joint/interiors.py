@@ -4,10 +4,12 @@ The objective is the stage's own share of a step, at N micro-batches:
 
     N (forward + backward [+ forward again, where the stage is recomputed]) + gradient all-reduce
 
+with one backward pass, also where a schedule goes back through the stage twice.
+
 For each way of recomputation a stage has an optimum without regard to memory, and one within its memory at the number of
-micro-batches in flight of the most demanding stage of its shape.  A stage takes the best of these that fits.  All are
-searched for once per shape of stage, mesh and micro-batch; stages of equal units share them, and repeated blocks inside a
-stage share one choice.
+micro-batches in flight of the most demanding stage of its shape.  A stage takes the best of these that fits; of equal ones one
+that recomputes the whole stage, because this need not wait for the gradient.  All are searched for once per shape of stage, mesh
+and micro-batch; stages of equal units share them, and repeated blocks inside a stage share one choice.
 
 **More blocks.** At fixed strategies a stage's cost is linear in how often it repeats a block, so its optimum, the least of
 lines, is concave in it: where two numbers of repetitions have the same best strategies, all between have them too, without a
@@ -240,15 +242,18 @@ class Interiors:
             free.append(lone)
             if recompute == "none" and lone.fits(need):
                 return lone  # nothing costs less than what neither recomputes nor makes room
-        best = min((lone for lone in free if lone.fits(need)), key=lambda lone: lone.cost, default=None)
+        best: Interior | None = None
+        for lone in free:
+            if lone.fits(need) and _is_better(lone, best):
+                best = lone
         for lone in sorted(free, key=lambda lone: lone.cost):
-            least = cutoff if best is None else min(cutoff, best.cost)
+            least = cutoff if best is None else min(cutoff, best.cost * (1 + _SAME))
             if lone.cost >= least:
                 break
             if lone.fits(need):
                 continue
             found = self.within(first, stop, lone.recompute, micro_batch, most, least)
-            if found is not None and found.fits(need) and found.cost < least:
+            if found is not None and found.fits(need) and found.cost < cutoff and _is_better(found, best):
                 best = found
         return best
 
@@ -265,6 +270,16 @@ class Interiors:
 
 
 _Roles = dict
+
+#: Costs that differ by less, relative, are equal.
+_SAME = 1e-9
+
+
+def _is_better(one: Interior, other: Interior | None) -> bool:
+    """Whether it costs less, or as much but is recomputed as a whole, which can be done before the gradient is there."""
+    if other is None or one.cost < other.cost * (1 - _SAME):
+        return True
+    return one.cost <= other.cost * (1 + _SAME) and one.recompute == "stage" != other.recompute
 
 
 def _entry_cost(problem: Problem) -> float:

@@ -210,7 +210,10 @@ def run_stages(chain, bounds, meshes, machine, workload, schedule, limit, stages
                     ways.append((stage.figures(recompute, strategies)[0], recompute, strategies))
         if not ways:
             return None
-        chosen.append(min(ways, key=lambda way: way[0])[1:])
+        least = min(cost for cost, *_ in ways)
+        # Of equal ones one that is recomputed as a whole.
+        equal = [way for way in ways if way[0] <= least * (1 + 1e-9)]
+        chosen.append(min(equal, key=lambda way: (way[1] != "stage", way[0]))[1:])
     return chosen
 
 
@@ -254,6 +257,7 @@ def brute_force(graph, machine, batch, limit, stale=False):
 
 CASES = {
     "two devices per stage": (THREE, cluster(1, 4), 4, 9.7e5, False),
+    "a wider stage fits": (THREE, cluster(1, 4), 2, 9.7e5, False),
     "two nodes": (THREE, cluster(2, 2, 5e7), 2, 1.1e6, False),
     "one stage recomputed": (LONG, cluster(1, 2), 8, 8.5e5, False),
     "stale weights": (UNTIED, cluster(1, 2, 5e7), 4, 5e6, True),
@@ -261,7 +265,7 @@ CASES = {
     "a heavy layer": (mlp((64, 768, 768, 32)), cluster(1, 3, 1e8), 12, 1e9, False),
 }
 #: Those in which workers of unequal numbers of devices are better than all equal ones.
-UNEQUAL = {"two nodes", "a heavy layer"}
+UNEQUAL = {"two nodes", "a wider stage fits", "a heavy layer"}
 
 
 @pytest.mark.parametrize("case", CASES)
