@@ -93,7 +93,8 @@ def demands_of(plan: Plan) -> Demands:
         cluster.device.name,
         not _is_cpu(cluster),
         tuple(memory),
-        tuple(devices) if devices != sorted(devices) else (),
+        # OneFlow gives rank r the GPU of number r modulo a node's: there ranks can only be counted node by node.
+        tuple(devices) if devices != sorted(devices) and _is_cpu(cluster) else (),
     )
 
 

@@ -24,6 +24,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.export import FORMS, export
 from autoddl.export.annotated import annotated_graph
@@ -37,6 +38,7 @@ from autoddl.joint.evaluation import evaluate
 from autoddl.joint.meshes import StageMesh
 from autoddl.models import resolve_model
 from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.schedule import Kind, parse_task
 from autoddl.plan import Plan, load_plan, plan_document, save_plan
 from autoddl.planner import Options, make_plan
 from autoddl.search import solve
@@ -67,16 +69,23 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return make
 
 
-def staged_plan(cuts: list[tuple[int, int, str]], devices: int) -> Plan:
-    """A plan of stages (first unit, the one behind the last, recomputation) of so many devices on 1 x 4 devices."""
-    graph, cluster = resolve_model("gpt:4x512"), load_cluster("dgx-a100").resized(1, 4)
-    chain, mesh, workload = chain_of(graph), StageMesh(1, devices), Workload(16, 4, "mixed", "adam")
+def staged_plan(
+    cuts: list[tuple[int, int, str]],
+    devices: int,
+    model: str = "gpt:4x512",
+    nodes: int = 1,
+    num: int = 4,
+    schedule: PipelineSchedule | None = None,
+) -> Plan:
+    """A plan of stages (first unit, the one behind the last, recomputation) of so many devices on nodes of 4 devices."""
+    graph, cluster = resolve_model(model), load_cluster("dgx-a100").resized(nodes, 4)
+    chain, mesh, workload = chain_of(graph), StageMesh(1, devices), Workload(4 * num, 4, "mixed", "adam")
     stages = []
     for first, stop, recompute in cuts:
         problem = PriceBook(chain.stage(first, stop).graph, mesh.devices(cluster), workload).problem(16, 4)
         choice = solve(problem.table, memory_limit=70 * 2**30).choice
         stages.append(StageChoice(stop - first, recompute, problem.strategies(choice)))
-    schedule = PipelineSchedule("1f1b", len(cuts), 4, (("policy", "A"),))
+    schedule = schedule or PipelineSchedule("1f1b", len(cuts), num, (("policy", "A"),))
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(stages)))
     strategies = {layer.layer.name: layer.strategy for layer in evaluation.layers}
     figures = ("step_s", "compute_s", "communication_s", "sent_bytes", "memory_bytes")
@@ -291,6 +300,84 @@ def test_files_are_clean_and_need_nothing_of_autoddl(plan_of, tmp_path, name):
     assert "autoddl" not in modules
     compiled = subprocess.run([sys.executable, "-m", "py_compile", str(path)], capture_output=True, text=True)
     assert compiled.returncode == 0, compiled.stderr
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed beside this Python")
+    done = subprocess.run([ruff, "check", "--isolated", "--no-cache", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+def instructions_of(text: str) -> list[list[str]]:
+    """The words of each worker."""
+    (found,) = [
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INSTRUCTIONS"
+    ]
+    return [words.split() for words in ast.literal_eval(found)]
+
+
+def check_that_they_get_through(plan: Plan, programs: list[list[str]]) -> None:
+    """With messages that block both ends, and sums that block all; no task is before what it needs, and each is there once."""
+    schedule = plan.pipeline.schedule
+    holders = [{replica.worker for replica in schedule.replicas_of(s)} for s in range(schedule.num_stages)]
+    waiting, done, given = [list(words) for words in programs], set(), [set() for _ in programs]
+
+    def partners(worker: int, word: str) -> list[tuple[int, str]]:
+        if match := re.fullmatch(r"(.+)([<>])(\d+)", word):
+            return [(int(match[3]), f"{match[1]}{'><'['><'.index(match[2]) - 1]}{worker}")]
+        if match := re.fullmatch(r"([\d&]+)A\d+", word):
+            held = set().union(*(holders[int(stage)] for stage in match[1].split("&")))
+            return [(other, word) for other in held - {worker}]
+        return []
+
+    while any(waiting):
+        heads = [(worker, words[0]) for worker, words in enumerate(waiting) if words]
+        ready = [
+            (worker, word)
+            for worker, word in heads
+            if all(waiting[other][:1] == [theirs] for other, theirs in partners(worker, word))
+        ]
+        assert ready, f"standstill: {heads}"
+        for worker, word in ready:
+            if ">" in word:
+                assert word.partition(">")[0] in done
+            elif "<" in word:
+                given[worker].add(word.partition("<")[0])
+            elif word[-2:] and "A" not in word:
+                task = parse_task(word)
+                neighbour = task._replace(stage=task.stage + (-1 if task.kind is Kind.FORWARD else 1))
+                if schedule.source_of(task) is not None:
+                    assert str(neighbour) in (done if schedule.source_of(task) == worker else given[worker]), word
+                done.add(word)
+            waiting[worker].pop(0)
+    every = {str(task) for _, _, task in schedule.tasks() if task.kind is not Kind.ALL_REDUCE}
+    assert done == every
+
+
+@pytest.mark.parametrize("model", ["gpt", "gpt3-13b"])
+def test_a_pipeline_is_clean_and_its_instructions_get_through(tmp_path, model):
+    """A plan of every day, and both directions of a small one."""
+    if model == "gpt":
+        both = replace(PipelineSchedule("chimera", 2, 4), num_pipelines=2)
+        plan = staged_plan([(0, 2, "layers"), (2, 4, "stage")], 2, schedule=both)
+    else:
+        plan = staged_plan([(10 * s, 10 * s + 10, "none") for s in range(4)], 4, model, nodes=4, num=32)
+    text = export(plan, "oneflow")
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    compile(text, str(path), "exec")
+    assert re.findall(r"^class (Stage\d+)", text, re.M) == [f"Stage{s}" for s in range(plan.num_stages)]
+    tree = ast.parse(text)
+    modules = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    modules |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert "autoddl" not in modules
+    check_that_they_get_through(plan, instructions_of(text))
+    assert text.count('SharedWeight("wte.weight"') == 1
+    for boundary in plan.pipeline.boundaries:
+        assert f"{format_bytes(boundary.nbytes)}, forward {format_seconds(boundary.forward_s)}" in text
+    if model == "gpt3-13b":  # blocks that look alike are one class, in all stages
+        assert len(re.findall(r"^class Block", text, re.M)) <= 2 and text.count('Block(f"h.{i}", placement)') == 4
     ruff = Path(sys.executable).with_name("ruff")
     if not ruff.exists():
         pytest.skip("ruff is not installed beside this Python")
