@@ -299,7 +299,7 @@ def test_a_supervisor_that_is_left_alone_ends_its_ranks(mlp_plan, tmp_path, end)
         elif end == "hanging up":
             supervisor.stdin.close()
         assert supervisor.wait(20) == 1
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 30
         while Path(f"/proc/{match[1]}").exists():
             assert time.monotonic() < deadline
             time.sleep(0.05)
