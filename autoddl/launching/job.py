@@ -84,8 +84,8 @@ class Job:
     def local_rank(self, placement: Placement, rank: int) -> int:
         """``LOCAL_RANK`` of a rank: its place on the host, where ranks are counted host by host.
 
-        OneFlow knows ranks by (node, ``LOCAL_RANK``), and takes them to be counted so. Where a pipeline counts them otherwise they are
-        given the place that it expects, or it would not find them in a placement.
+        OneFlow knows ranks by (node, ``LOCAL_RANK``), and takes them to be counted so. Where a pipeline counts them otherwise they
+        are given the place that it expects, or it would not find them in a placement.
         """
         if self.demands.devices:
             return rank % self.demands.devices_per_node

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,7 +13,7 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.layerwork import all_reduce_steps
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.models.feedforward import mlp
 from autoddl.models.layers import GraphBuilder, conv2d, linear, loss, opaque
@@ -22,6 +21,8 @@ from autoddl.models.transformers import Transformer, bert, gpt, llama
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
+
+from .random_strategies import random_strategies
 
 JOBS = Path(__file__).with_name("applied_jobs.py")
 GPT = Transformer("gpt", layers=2, width=64, heads=8, sequence=16, vocabulary=128)
@@ -85,20 +86,7 @@ def mlp_case(strategies, widths=WIDTHS, batch=8, **workload):
 def random_case(model, sizes, level_sizes, seed, summa=False, **workload):
     """A random strategy for every layer that divides it; tied layers transposed."""
     graph = {"gpt": gpt, "bert": bert, "llama": llama}[model](sizes)
-    rng, strategies = random.Random(seed), {}
-    for layer in graph.layers:
-        owner = next((p.tied_to for p in layer.parameters if p.tied_to), None)
-        if owner is not None:
-            strategies[layer.name] = transposed(strategies[owner])
-            continue
-        users = [other for other in graph.layers if any(p.tied_to == layer.name for p in other.parameters)]
-        options = [
-            strategy
-            for strategy in enumerate_strategies(layer, level_sizes, summa)
-            if 8 % strategy.p0 == 0 and all(transposed(strategy).divides(user) for user in users)
-        ]
-        summas = [strategy for strategy in options if strategy.summa]
-        strategies[layer.name] = rng.choice(summas if summas and rng.random() < 0.7 else options)
+    strategies = random_strategies(graph, level_sizes, seed, summa)
     return Case(model, sizes, graph, strategies, Workload(8, 8, "float32", **workload))
 
 

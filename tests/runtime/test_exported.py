@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.graph import LayerGraph, graph_from_document
-from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.graph import Layer, LayerGraph, graph_from_document
+from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
 from autoddl.models.builtin import BuiltIn, Perceptron, Pictures
@@ -28,6 +28,8 @@ from autoddl.models.transformers import Transformer
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.processes import is_listening, reserve_port
 from autoddl.plan import Plan
+
+from .random_strategies import random_strategies
 
 JOBS = Path(__file__).with_name("exported_jobs.py")
 MODELS = Path(__file__).with_name("exported_models.py")
@@ -76,22 +78,11 @@ def random_case(
 ) -> Case:
     """A random strategy for every layer that divides it: of each role of a block one, where ``tied``; shared weights transposed."""
     built_in = BuiltIn(family, sizes)
-    graph, rng, strategies, chosen = built_in.graph(), random.Random(seed), {}, {}
-    for layer in graph.layers:
-        owner = next((p.tied_to for p in layer.parameters if p.tied_to), None)
-        if owner is not None:
-            strategies[layer.name] = transposed(strategies[owner])
-            continue
-        users = [other for other in graph.layers if any(p.tied_to == layer.name for p in other.parameters)]
-        options = [
-            strategy
-            for strategy in enumerate_strategies(layer, level_sizes, summa)
-            if 8 % strategy.p0 == 0 and all(transposed(strategy).divides(user) for user in users)
-        ]
-        summas = [strategy for strategy in options if strategy.summa]
-        choice = rng.choice(summas if summas and rng.random() < 0.7 else options)
-        role = (layer.block, layer.role) if layer.block and tied else layer.name
-        strategies[layer.name] = chosen.setdefault(role, choice)
+
+    def role_of(layer: Layer) -> object:
+        return (layer.block, layer.role) if layer.block and tied else layer.name
+
+    strategies = random_strategies(built_in.graph(), level_sizes, seed, summa, role_of)
     return Case(built_in, strategies, Workload(16, 8, "float32", **workload))
 
 

@@ -218,9 +218,9 @@ class Blocked(nn.Module):
         self.register_parameter(name, weight.parameter)
         return weight
 
-    def blocks(self, sum_over: Sequence[Axis], sync: bool) -> tuple[Tensor, ...]:
+    def blocks(self, sum_over: Sequence[Axis], **when: bool) -> tuple[Tensor, ...]:
         """This rank's blocks of weights and biases; see `blocks_of`."""
-        return blocks_of(self.weights + self.biases, sum_over, sync)
+        return blocks_of(self.weights + self.biases, sum_over, **when)
 
 
 class Linear(Blocked):

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 import oneflow as flow
-from oneflow import nn
 
 from .blocks import Weight
 from .ranks import Axis, Tensor
@@ -35,24 +34,6 @@ def mesh(*lengths: int) -> Any:
 def placement_of(group: tuple[int, ...]) -> Any:
     """Some of the worker's ranks in a row; they have to ascend."""
     return flow.placement("cpu", [WORKERS[WORKER][rank] for rank in group])
-
-
-class Blocked(nn.Module):
-    """A module that keeps its parameters in blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weights: list[Weight] = []
-        self.biases: list[Weight] = []
-
-    def add(self, name: str, weight: Weight) -> Weight:
-        """Make it a parameter of this module."""
-        self.register_parameter(name, weight.parameter)
-        return weight
-
-    def blocks(self, sum_over: Sequence[Axis]) -> tuple[Tensor, ...]:
-        """This rank's blocks of weights and biases; see `blocks_of`."""
-        return blocks_of(self.weights + self.biases, sum_over)
 
 
 def blocks_of(weights: Sequence[Weight], sum_over: Sequence[Axis]) -> tuple[Tensor, ...]:

@@ -1,0 +1,38 @@
+"""Strategies at random, for models whose every layer is to be run at some."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Hashable
+
+from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+
+__all__ = ["random_strategies"]
+
+
+def random_strategies(
+    graph: LayerGraph,
+    level_sizes: tuple[int, ...],
+    seed: int,
+    summa: bool = False,
+    role_of: Callable[[Layer], Hashable] = lambda layer: layer.name,
+) -> dict[str, Strategy]:
+    """One that divides it for every layer, and 8 samples; layers of one role have the same, shared weights are transposed."""
+    rng, strategies = random.Random(seed), {}
+    chosen: dict[Hashable, Strategy] = {}
+    for layer in graph.layers:
+        owner = next((p.tied_to for p in layer.parameters if p.tied_to), None)
+        if owner is not None:
+            strategies[layer.name] = transposed(strategies[owner])
+            continue
+        users = [other for other in graph.layers if any(p.tied_to == layer.name for p in other.parameters)]
+        options = [
+            strategy
+            for strategy in enumerate_strategies(layer, level_sizes, summa)
+            if 8 % strategy.p0 == 0 and all(transposed(strategy).divides(user) for user in users)
+        ]
+        summas = [strategy for strategy in options if strategy.summa]
+        choice = rng.choice(summas if summas and rng.random() < 0.7 else options)
+        strategies[layer.name] = chosen.setdefault(role_of(layer), choice)
+    return strategies
