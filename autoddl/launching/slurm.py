@@ -74,11 +74,9 @@ def batch_script(job: Job, options: Sequence[str]) -> str:
     for option in [*asked, *options]:
         if len(option.splitlines()) > 1:
             raise UserError(f"sbatch option {option!r} holds a line break")
-    lines = ["#!/bin/bash", "# Slurm opens its output file before anything here runs, so the folder has to be there:"]
-    lines += [
-        f"# mkdir -p {shlex.quote(str(job.log_dir))}",
-        *(f"#SBATCH {_quoted(option)}" for option in [*asked, *options]),
-    ]
+    lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in [*asked, *options])]
+    lines.append("# Slurm opens its output file before anything here runs, so the folder has to be there:")
+    lines.append(f"# mkdir -p {shlex.quote(str(job.log_dir))}")
     command = shlex.join(launch_command(job, max_restarts=job.max_restarts))
     return "\n".join([*lines, "", f"exec {command}", ""])
 
