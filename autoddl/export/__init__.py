@@ -1,7 +1,7 @@
 """Plans for others: an annotated OneFlow model, the document, the annotated layer graph, a trace of the predicted step.
 
 - `export(plan, form)`: the text of a file in one of `FORMS`.
-- :mod:`.oneflow` writes the model, :mod:`.pipelined` one in a pipeline: classes (:mod:`.classes`), :mod:`.layertext` layer by layer,
+- :mod:`.oneflow` writes the model, :mod:`.pipelined` one in a pipeline: :mod:`.classes`, :mod:`.layertext` layer by layer,
   with the helpers of :mod:`.parts` that it needs (:mod:`.assembling`).
 - :mod:`.annotated` puts a plan's figures on the layer graph, :mod:`.drawings` writes it as GraphML and dot.
 - :mod:`.traces` writes the predicted step.
