@@ -6,6 +6,7 @@ import functools
 import importlib.util
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from autoddl.models.builtin import BuiltIn
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
 from autoddl.pipelines.runtime.wire import Meter
 from autoddl.plan import Plan
 from autoddl.staging import planned_model
@@ -23,11 +25,16 @@ SEED, RATE = 3, 0.05
 
 
 def module_of(path: str) -> Any:
-    """A file as a module."""
+    """A file as a module.
+
+    It communicates in the runtime's thread: a process that runs a file has one, and OneFlow numbers them and never ends them.
+    """
     spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    thread = _communication_thread()
+    with mock.patch.object(flow.asyncs, "Thread", lambda: thread):
+        spec.loader.exec_module(module)
     return module
 
 
