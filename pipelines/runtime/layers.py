@@ -21,6 +21,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 
 from .attending import attend, rotary_angles
+from .detaching import detached
 from .dropouts import dropout_of_attention
 from .epilogues import LOSSES, epilogue
 from .layouts import ProductOrder, are_apart, attention_sections, product_order, weight_indices
@@ -110,15 +111,15 @@ def _summa_product(x: Tensor, weight: Tensor, setting: LayerSetting) -> Tensor:
     rows, columns = setting.strategy.axes(0), setting.strategy.axes(1)
 
     def forward(ctx: Any, *_: Tensor) -> Tensor:
-        whole = stepper.gather(x.detach(), columns, 2)
-        return flow.matmul(whole, stepper.gather(weight.detach(), rows, 1), transpose_b=True)
+        whole = stepper.gather(detached(x), columns, 2)
+        return flow.matmul(whole, stepper.gather(detached(weight), rows, 1), transpose_b=True)
 
     def backward(ctx: Any, dy: Tensor) -> Any:
         result = []
         if not first:
-            whole_weight = stepper.gather(weight.detach(), rows, 1)
+            whole_weight = stepper.gather(detached(weight), rows, 1)
             result.append(stepper.scatter(flow.matmul(dy, whole_weight), columns, 2))
-        whole = stepper.gather(x.detach(), columns, 2)
+        whole = stepper.gather(detached(x), columns, 2)
         features = dy.shape[-1]
         outer = flow.matmul(dy.reshape(-1, features), whole.reshape(-1, whole.shape[-1]), transpose_a=True)
         result.append(stepper.scatter(outer, rows, 1))

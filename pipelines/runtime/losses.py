@@ -21,6 +21,7 @@ import numpy as np
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
+from .detaching import detached
 from .load import load_oneflow
 from .rows import along_rows, row_sums
 from .stepping import Stepper, num_bytes
@@ -89,7 +90,7 @@ def mean_of_differences(
     predictions: Tensor, targets: Tensor, count: int, axes: Sequence[Axis], stepper: Stepper, is_squared: bool
 ) -> Tensor:
     """The mean over ``count`` elements of all ranks of the squared (or absolute) difference to ``targets``."""
-    difference = predictions.detach() - targets
+    difference = detached(predictions) - targets
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         each = difference * difference if is_squared else flow.abs(difference)

@@ -12,6 +12,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 
+from .detaching import detached
 from .layouts import Indices, blocks
 from .load import load_oneflow
 from .stepping import Stepper
@@ -106,7 +107,7 @@ def checkpoint(function: Any, *tensors: Tensor) -> Tensor:
     needed = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if not needed or not flow.is_grad_enabled():
         return function(*tensors)
-    kept = [tensor.detach() for tensor in tensors]
+    kept = [detached(tensor) for tensor in tensors]
 
     def forward(ctx: Any, *_: Tensor) -> Tensor:
         return function(*kept)

@@ -14,6 +14,7 @@ from typing import Any, Generic
 
 from autoddl.costmodel.collectives import Step
 
+from .detaching import detached
 from .load import load_oneflow
 from .program import LocalWeights, Program
 from .sequence import LayerSequence, Ready
@@ -62,7 +63,7 @@ def trace(program: Program, batch: Batch, measure: Measure | None) -> tuple[Tens
                 tracer.section(ready.name, "gradient", group.sum_leaves)
             else:
                 group.sum_leaves()
-    return tracer.values[program.layers[-1].name].detach(), tracer.sections
+    return detached(tracer.values[program.layers[-1].name]), tracer.sections
 
 
 class LayerTracer(Generic[Ready]):
@@ -98,7 +99,7 @@ class LayerTracer(Generic[Ready]):
         """``given``: this rank's parts of what the layers read from others than themselves."""
         self.values.update(given)
         for ready in self._layers:
-            leaves = [self.values[name].detach().requires_grad_(True) for name in ready.producers]
+            leaves = [detached(self.values[name]).requires_grad_(True) for name in ready.producers]
 
             def run(ready: Ready = ready, leaves: list[Tensor] = leaves) -> Tensor:
                 inputs = self._sequence.arriving(ready, leaves, batch.num_samples)

@@ -66,9 +66,7 @@ SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
             m, replace(schedule("interleaved-1f1b", 4, groups=2), groups=2), (1, 1, 1, 1), StageMesh(2, 1), shape=(2, 2)
         ),
     ),
-}
-#: Passes of several micro-batches at once, or of halves.
-CONCATENATED: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
+    # Passes of several micro-batches at once, or of halves.
     "chimera, pairs": (
         llama(2),
         lambda m: pipelined(m, chimera(4, concatenation="doubling"), (1, 1), PAIR, recompute=("stage", "layers")),
@@ -129,16 +127,15 @@ def check_against_one_device(results: list[dict[str, Any]], losses: list[float],
     assert seen == set(values)
 
 
-@pytest.mark.parametrize("name", [*SYNCHRONOUS, *CONCATENATED])
+@pytest.mark.parametrize("name", SYNCHRONOUS)
 def test_losses_values_and_bytes_are_those_of_the_plan_and_of_one_device(counted_ranks, tmp_path, name):
-    built_in, make = {**SYNCHRONOUS, **CONCATENATED}[name]
+    built_in, make = SYNCHRONOUS[name]
     plan, pool = make(built_in), counted_ranks(4)
     results = pool.run(f"{JOBS}:train_both", built_in, plan, exported(plan, tmp_path), NUM_RUNS)
     losses, values = pool.run(f"{JOBS}:train_alone", built_in, plan, NUM_RUNS)[0]
     check_against_one_device(results, losses, values)
     check_bytes(results)
-    if name in SYNCHRONOUS:
-        check_against_runtime(plan, results)
+    check_against_runtime(plan, results)
 
 
 @pytest.mark.parametrize("name", STALE)

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from ..collectives import receive, send
+from ..detaching import detached
 from ..load import load_oneflow
 from .actions import Message
 from .compression import decode, encode, has_rest, num_words, num_words_of_rest
@@ -36,7 +37,7 @@ def _communication_thread() -> Any:
 
 def wait_for(tensor: Tensor) -> float:
     """Wait until a tensor's values are there; the time then (of a clock that all processes of the machine share)."""
-    tensor.detach().reshape(-1)[:1].numpy()
+    detached(tensor).reshape(-1)[:1].numpy()
     return time.monotonic()
 
 
@@ -66,9 +67,9 @@ class Transport:
     def send(self, message: Message, x: Tensor) -> None:
         """Send the tensor of a message, all of it or its first part."""
         if not (self._compresses and x.dtype == flow.float32):
-            self._send(x.detach().contiguous(), message.destination)
+            self._send(detached(x).contiguous(), message.destination)
             return
-        first, rest = encode(x.detach().numpy())
+        first, rest = encode(detached(x).numpy())
         if rest is not None:
             self._leaving[message] = rest
             self.num_uncompressed += 1

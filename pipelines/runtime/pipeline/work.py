@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 from ...schedule import Kind
+from ..detaching import detached
 from ..load import load_oneflow
 from .actions import Drop, Reduce, Run, Update
 from .chain import Boundary
@@ -180,7 +181,7 @@ class ModelWork:
         replica = self.replicas[run.task.pipeline, run.task.stage]
         self._count(num_slots)
         if x is not None:
-            x = x.detach()
+            x = detached(x)
             x.requires_grad_(key is not None)
         y, losses = self.stages.run(run, x, replica.version(run.version), first_slot, num_slots)
         if run.task.kind is Kind.FORWARD:
@@ -190,7 +191,7 @@ class ModelWork:
             self._count(-num_slots)
         else:
             self._saved[key] = _Saved(x, y)
-        return y.detach()
+        return detached(y)
 
     def _note_loss(self, part: LossPart) -> None:
         self.losses[part.micro_batch] = self.losses.get(part.micro_batch, 0.0) + part.value
