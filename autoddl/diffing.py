@@ -159,22 +159,19 @@ def _options(view: PlanView) -> dict[str, str]:
         "micro-batch": f"{workload.micro_batch}",
         "precision": workload.precision,
         "optimizer": workload.optimizer,
-        "recomputation": _recomputation(view.plan),
+        "recomputation": view.recomputation,
         "objective": view.objective,
         "method": view.method,
         "memory limit": format_bytes(view.memory_limit_bytes),
-        "plans to choose from": f"{view.space_size:,}"
-        if view.space_size < 10**9
-        else f"10^{len(str(view.space_size)) - 1}",
+        "plans to choose from": _space(view.space_size),
         "certificate": "proven optimal" if view.optimal else f"gap at most {view.gap:.2%}",
     }
 
 
-def _recomputation(plan: Plan) -> str:
-    if plan.pipeline is None:
-        return "layers" if plan.workload.recompute else "none"
-    kinds = {stage.recompute for stage in plan.pipeline.configuration.stages}
-    return kinds.pop() if len(kinds) == 1 else "by stage"
+def _space(size: int) -> str:
+    if size == 0:
+        return "not counted"
+    return f"{size:,}" if size < 10**9 else f"10^{len(str(size)) - 1}"
 
 
 def _pipeline(plan: Plan) -> dict[str, str]:

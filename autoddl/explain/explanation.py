@@ -99,5 +99,7 @@ def _of_pipeline(view: PlanView, count: int, layer: str | None, time_limit_s: fl
         if choices:
             sections.append(ChoiceSection(section.title, section.stages, choices))
     if not sections:
-        raise UserError(f"{view.model} has no layer {layer!r} in the first of its equal stages")
+        known = any(layer == one.name for one in view.plan.graph.layers)
+        where = " in the first of its equal stages" if known else ""
+        raise UserError(f"{view.model} has no layer {layer!r}{where}")
     return Explanation(view, tuple(sections), None)

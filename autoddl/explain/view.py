@@ -127,7 +127,11 @@ class Rival:
 
 @dataclass(frozen=True)
 class PlanView:
-    """A plan's figures; seconds are per training step, bytes those of the fullest (busiest) device."""
+    """A plan's figures; seconds are per training step, bytes those of the fullest (busiest) device.
+
+    Attributes:
+        space_size: plans to choose from; 0 where nobody counted them, as those of a paper's planner.
+    """
 
     plan: Plan
     model: str
@@ -180,6 +184,14 @@ class PlanView:
         return 3 * self.plan.graph.flops * self.rate / peak
 
     @property
+    def recomputation(self) -> str:
+        """What is recomputed: none, layers, stage (all of it), or other things in other stages."""
+        if self.plan.pipeline is None:
+            return "layers" if self.plan.workload.recompute else "none"
+        kinds = {stage.recompute for stage in self.plan.pipeline.configuration.stages}
+        return kinds.pop() if len(kinds) == 1 else "by stage"
+
+    @property
     def fastest_rival(self) -> Rival | None:
         """The feasible one of least step time."""
         return min((r for r in self.rivals if not r.infeasible), key=lambda rival: rival.step_s, default=None)
@@ -213,7 +225,7 @@ def view_of(plan: Plan, where: str = "the plan") -> PlanView:
         lower_bound_s=fields.number("lower_bound_s"),
         gap=fields.number("gap"),
         search_s=fields.number("search_s"),
-        space_size=_large(fields, "space_size"),
+        space_size=_large(fields, "space_size", 1 if plan.pipeline is None else 0),
         memory_bytes=fields.number("memory_bytes"),
         memory_limit_bytes=fields.number("memory_limit_bytes"),
         sent_bytes=fields.number("sent_bytes"),
@@ -225,10 +237,12 @@ def view_of(plan: Plan, where: str = "the plan") -> PlanView:
     )
 
 
-def _large(fields: Fields, name: str) -> int:
+def _large(fields: Fields, name: str, minimum: int) -> int:
     """A whole number of any size: spaces have hundreds of digits."""
     value = fields.get(name)
-    return value if isinstance(value, int) and not isinstance(value, bool) and value > 0 else fields.integer(name, 1)
+    if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
+        return value
+    return fields.integer(name, minimum)
 
 
 # ------------------------------------------------------------------------------------------------------------ where time goes
@@ -438,8 +452,11 @@ def _family(entry: Fields) -> Rival:
         entry.text("name"),
         entry.text("description"),
         step_s=entry.number("step_s", exclusive=True),
-        # Differences of large sums: rounding may leave less than nothing.
-        communication_s=max(0.0, entry.number("communication_s", -_ROUNDING_S)),
+        # Inside stages and exposed between them, as the plan's own; of differences of large sums rounding may leave less
+        # than nothing.
+        communication_s=sum(
+            max(0.0, entry.number(name, -_ROUNDING_S)) for name in ("communication_s", "exposed_communication_s")
+        ),
         bubble_s=max(0.0, entry.number("bubble_s", -_ROUNDING_S)),
         memory_bytes=entry.number("memory_bytes"),
     )

@@ -85,7 +85,9 @@ def certificate_section(view: PlanView) -> Section:
     """What is proven."""
     what = "communication time" if view.objective == "communication" else "step time"
     size = f"{view.space_size:,}" if view.space_size < 10**9 else f"10{_raised(len(str(view.space_size)) - 1)}"
-    if view.optimal:
+    if not view.space_size:
+        size, finding = "not counted", f"Not proven: what {view.method}'s planner chose; see what --pipeline auto finds"
+    elif view.optimal:
         finding = f"Proven: none of the {size} plans that fit has a smaller {what}"
     else:
         finding = f"Not proven: the best of {size} plans may be up to {view.gap:.2%} better"
@@ -95,7 +97,7 @@ def certificate_section(view: PlanView) -> Section:
                 ("Search", f"{view.method}, {format_seconds(view.search_s)}"),
                 (what[0].upper() + what[1:], format_seconds(view.cost_s)),
                 ("Lower bound", format_seconds(view.lower_bound_s)),
-                ("Space", f"{size} plans"),
+                ("Space", f"{size} plans" if view.space_size else size),
             ]
         )
     ]
@@ -212,7 +214,7 @@ def provenance_section(view: PlanView) -> Section:
         ("Batch", f"{workload.batch:,} {plan.graph.sample}s"),
         ("Micro-batch", f"{workload.micro_batch:,}, {workload.num_micro_batches:,} per step"),
         ("Precision, optimizer", f"{workload.precision}, {workload.optimizer}"),
-        ("Recomputation", "by stage" if plan.pipeline is not None else "yes" if workload.recompute else "no"),
+        ("Recomputation", view.recomputation),
         ("Device", f"{device.name}, {format_bytes(device.memory_bytes)}"),
         ("Peak", f"{device.peak_flops[workload.precision] / 1e12:,.4g} TFLOP/s, {device.efficiency:.0%} reached"),
         ("Memory bandwidth", f"{device.memory_bandwidth / 1e9:,.4g} GB/s"),

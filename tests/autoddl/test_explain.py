@@ -255,6 +255,8 @@ def test_command_on_a_pipeline(tmp_path, capsys, piped):
     assert main(["explain", written(tmp_path / "plan.json", piped), "--alternatives", "1"]) == 0
     text = capsys.readouterr().out
     assert "pipeline bubble" in text and "stage 1, recomputed" in text and "tensor that arrives" in text
+    error = refused(capsys, "explain", str(tmp_path / "plan.json"), "--layer", "nowhere")
+    assert error.endswith("has no layer 'nowhere'\n")
 
 
 def test_what_users_get_wrong(tmp_path, capsys, small):

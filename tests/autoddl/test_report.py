@@ -13,12 +13,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autoddl.__main__ import main
+from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import graph_from_document
+from autoddl.diffing import compare
 from autoddl.explain import explain, view_of
-from autoddl.models import gpt, mlp
-from autoddl.plan import plan_from_document
+from autoddl.joint import JointOptions
+from autoddl.joint.planner import plan_jointly
+from autoddl.models import Transformer, gpt, mlp
+from autoddl.plan import joint_document, plan_from_document
+from autoddl.planner import Options
 from autoddl.report import report_page
 from autoddl.report.charts import graph_gutters
 from autoddl.report.markup import Markup, element, join
@@ -146,6 +151,22 @@ def test_page_of_a_pipeline(piped):
     tasks = [words for words in re.findall(r"<title>([^<]*) on worker \d: ", text)]
     # Two workers, four micro-batches: forwards and backwards, recomputation at stage 1, an all-reduce and an update each.
     assert sorted(tasks, key=str)[:3] == ["0A0", "0B0", "0B1"] and len([t for t in tasks if t[1] in "FBR"]) == 20
+
+
+def test_the_plan_of_a_papers_planner_is_read_by_all():
+    """Nobody counted what it was chosen from; as a family of its own table it costs what the plan costs."""
+    graph = gpt(Transformer("small", 4, 64, 4, 8, 128))
+    cluster = load_cluster("local-cpu").resized(1, 4)
+    planned = plan_jointly(graph, cluster, JointOptions(Options(batch=8), "chimera"))
+    view = viewed(json.loads(json.dumps(joint_document(planned))))
+    page = Page(report_page(explain(view, count=0)))
+    assert page.faults == [] and "Not proven: what chimera's planner chose" in page.shown
+    same = next(rival for rival in view.rivals if rival.name == "Chimera")
+    for figure in ("step_s", "communication_s", "bubble_s", "memory_bytes"):
+        own = planned.evaluation.bubble_s if figure == "bubble_s" else getattr(view, figure)
+        assert getattr(same, figure) == pytest.approx(own), figure
+    assert planned.evaluation.exposed_communication_s > 0
+    assert compare(view, view).is_empty and view.recomputation == "none"
 
 
 def test_page_of_a_calibrated_cluster(small):
