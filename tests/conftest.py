@@ -4,9 +4,16 @@ import os
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+import hypothesis
 import pytest
 
 import autoddl
+
+# A busy machine is no fault of a test's.
+hypothesis.settings.register_profile(
+    "busy machine", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_report_header() -> str:
