@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 from .errors import UserError
 
-__all__ = ["format_bytes", "format_seconds", "to_si"]
+__all__ = ["format_bytes", "format_memory_limit", "format_ranges", "format_seconds", "to_si"]
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -55,3 +58,25 @@ def format_seconds(seconds: float) -> str:
 def format_bytes(nbytes: float) -> str:
     """Three significant digits in binary units: ``1.5 GiB``."""
     return _scaled(nbytes, [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
+
+
+def format_memory_limit(nbytes: float) -> str:
+    """``4.37 GiB (--memory-limit 4.369)``: a least memory, and what to ask for, rounded up so that it is enough.
+
+    Four significant digits of GiB, which is what the command line takes.
+    """
+    gib = nbytes / 2**30
+    digits = 3 - math.floor(math.log10(gib)) if gib > 0 else 0
+    enough = math.ceil(gib * 10**digits) / 10**digits
+    return f"{format_bytes(nbytes)} (--memory-limit {enough:.4g})"
+
+
+def format_ranges(numbers: Sequence[int]) -> str:
+    """``0-3, 5``: numbers in ascending order with runs joined."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)

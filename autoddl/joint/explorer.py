@@ -194,7 +194,7 @@ class Explorer:
         bounds = known.copy()
         rows = setting.cuts(self.chain.num_units)
         open_ones = np.flatnonzero(bounds < best_s * (1 - SAME))
-        open_ones = open_ones[self._may_fit(setting, rows[open_ones])]
+        open_ones = open_ones[self._least_memory(setting, rows[open_ones]) <= self.limit_bytes]
         if not one_cut:
             open_ones = self._open_under_the_limit(setting, rows, open_ones, bounds, best_s)
         else:
@@ -233,8 +233,13 @@ class Explorer:
                 break
         return open_ones
 
-    def _may_fit(self, setting: Setting, rows: np.ndarray) -> np.ndarray:
-        """Which of the cuts might fit in memory."""
+    def least_memory(self, setting: Setting) -> np.ndarray | None:
+        """The bytes that the fullest worker of each of the setting's cuts needs at least; None where no plan has the setting."""
+        if self.bounds_of_cuts(setting) is None or self.needs(setting) is None:
+            return None
+        return self._least_memory(setting, setting.cuts(self.chain.num_units))
+
+    def _least_memory(self, setting: Setting, rows: np.ndarray) -> np.ndarray:
         needs = self.needs(setting)
         assert needs is not None
         stops = np.cumsum(rows, axis=1)
@@ -250,10 +255,8 @@ class Explorer:
             )
             for s, mesh in enumerate(setting.meshes)
         ]
-        fits = np.ones(len(rows), dtype=bool)
-        for homes in needs.homes:
-            fits &= sum(stages[stage] for _, stage in homes) <= self.limit_bytes
-        return fits
+        workers = [np.sum([stages[stage] for _, stage in homes], axis=0) for homes in needs.homes]
+        return np.max(workers, axis=0, initial=0.0) if workers else np.zeros(len(rows))
 
     # ---------------------------------------------------------------------------------------------------------- stages
 

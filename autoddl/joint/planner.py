@@ -15,27 +15,30 @@ from dataclasses import replace
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.units import format_bytes
+from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.pipelines.planners import Clock
 
 from ..planner import USABLE_MEMORY, InfeasibleError, Planned, base_workload, make_plan
+from ..tables import counted
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .cutting import chain_of
 from .evaluation import Evaluation, evaluate
 from .explorer import Explorer
 from .families import families_of, paper_plan, stopped, whole_mesh
-from .interiors import Need
 from .job import DEFAULT_TIME_LIMIT_S, Job, Report, no_report
-from .meshes import all_meshes, has_all_divisions, stage_meshes
+from .leastmemory import least_memory
+from .meshes import all_meshes, has_all_divisions
 from .papers import PLANNERS
 from .result import Considered, JointOptions, JointPlan
 from .search import Explored, explore
-from .space import MOST_CUTS, divisors
+from .space import MOST_CUTS
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: The parts of the time limit after which the narrow searches end, of equal workers and of all, and that near their plan.
 _EQUAL, _NARROW, _NEAR = 0.5, 0.6, 0.75
+#: The part of it for the least memory that would do, where nothing fits.
+_LEAST_MEMORY = 0.5
 
 
 def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, report: Report = no_report) -> JointPlan:
@@ -52,6 +55,8 @@ def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, rep
     _check(options)
     base = options.base
     limit = USABLE_MEMORY * cluster.device.memory_bytes if base.memory_limit_bytes is None else base.memory_limit_bytes
+    if not 0 < limit < math.inf:
+        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
     workload = base_workload(cluster, base, recompute=False)
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
@@ -195,39 +200,16 @@ def _has_all_cuts(job: Job) -> bool:
 
 
 def _infeasible(job: Job, explorer: Explorer, whole: Planned | None, fault: UserError | None) -> UserError:
-    """The error that nothing fits, with the least memory that an even pipeline, or none, would do with."""
-    least = math.inf
-    for mesh in stage_meshes(job.cluster):
-        depth = mesh.num_workers(job.cluster)
-        if not 1 <= depth <= job.chain.num_units:
-            continue
-        size = next(size for size in divisors(job.workload.batch) if size >= 1)
-        if job.options.base.micro_batch is not None:
-            size = job.options.base.micro_batch
-        count = job.workload.batch // size
-        each, extra = divmod(job.chain.num_units, depth)
-        cut = [each + (s >= depth - extra) for s in range(depth)]
-        fullest, first = 0.0, 0
-        for s, units in enumerate(cut):
-            need = Need(float(min(depth - s, count)), 1, math.inf)
-            try:
-                fullest = max(
-                    fullest,
-                    min(
-                        explorer.interiors(mesh).smallest_memory(first, first + units, size, need, recompute)
-                        for recompute in job.recomputations
-                    ),
-                )
-            except UserError as error:
-                fullest, fault = math.inf, fault or error
-                break
-            first += units
-        least = min(least, fullest)
+    """The error that nothing fits, with the least memory that a plan would do with."""
+    settings = explorer.settings(job.options.base.micro_batch, job.options.allow_stale, lambda spec: True)
+    least, is_proven = least_memory(explorer, settings, time.process_time() + _LEAST_MEMORY * job.time_limit_s)
     if not math.isfinite(least):
         return fault or UserError(f"no stage of {job.graph.name} divides over the devices of {job.cluster.name}")
+    told = format_memory_limit(least)
+    enough = f"the smallest memory that would do is {told}" if is_proven else f"{told} would do"
     return InfeasibleError(
-        f"no plan of {job.graph.name} fits {format_bytes(job.limit_bytes)} per device on {job.cluster.num_devices} devices, "
-        f"with a pipeline or without; the smallest memory that would do is {format_bytes(least)} ({least / 2**30:.4g} GiB)"
+        f"no plan of {job.graph.name} fits {format_bytes(job.limit_bytes)} per device on "
+        f"{counted(job.cluster.num_devices, 'device')}, with a pipeline or without; {enough}"
     )
 
 

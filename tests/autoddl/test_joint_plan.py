@@ -28,7 +28,7 @@ from autoddl.joint.interiors import Interiors, Need
 from autoddl.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
 from autoddl.joint.planner import plan_jointly
 from autoddl.joint.table import joint_text
-from autoddl.models import Transformer, gpt, resolve_model
+from autoddl.models import Transformer, gpt, mlp, resolve_model
 from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
@@ -400,6 +400,7 @@ def test_the_command_prints_one_document(capsys, tmp_path):
         (["--pipeline", "auto", "--method", "random"], "method 'random' is for plans without a pipeline"),
         (["--pipeline", "auto", "--micro-batch", "3"], "micro-batch 3 does not divide the batch of 8"),
         (["--pipeline", "auto", "--memory-limit", "0.00001"], "the smallest memory that would do is"),
+        (["--pipeline", "auto", "--memory-limit", "-1"], "memory limit -1 GiB should be"),
         (["--pipeline", "chimera", "--nodes", "3"], "D should be even"),
     ],
 )
@@ -410,13 +411,24 @@ def test_faults_are_one_line(capsys, arguments, said):
     assert said in error and error.count("\n") == 1
 
 
-def test_the_memory_that_would_do_does():
-    options = Options(batch=4, memory_limit_bytes=1e5, precision="mixed")
+@pytest.mark.parametrize(
+    ("graph", "devices", "options"),
+    [
+        (UNTIED, 4, Options(batch=4)),
+        (mlp((31, 97, 13, 7, 5)), 4, Options(batch=6)),  # no weight can be split
+        (resolve_model("gpt:4x64", heads=4, sequence=512, vocabulary=256), 3, Options(batch=8, micro_batch=2)),
+        (mlp((64, 64, 64, 64, 64, 64)), 2, Options(batch=4, recompute=True)),
+    ],
+)
+def test_the_memory_that_would_do_does_and_less_does_not(graph, devices, options):
+    machine = MACHINE.resized(1, devices)
     with pytest.raises(UserError, match="the smallest memory that would do is") as caught:
-        plan_jointly(UNTIED, MACHINE, JointOptions(options))
-    least = float(str(caught.value).split("(")[-1].split()[0]) * 2**30
-    found = plan_jointly(UNTIED, MACHINE, JointOptions(replace(options, memory_limit_bytes=least * 1.001)))
-    assert found.evaluation.memory_bytes <= least * 1.001
+        plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=1e3)))
+    said = float(str(caught.value).split("--memory-limit ")[-1].rstrip(")")) * 2**30
+    found = plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=said)))
+    assert 0.998 * said < found.evaluation.memory_bytes <= said
+    with pytest.raises(UserError, match="the smallest memory that would do is"):
+        plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=0.998 * said)))
 
 
 def test_papers_plans_are_those_of_their_planners():
