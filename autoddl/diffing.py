@@ -11,9 +11,9 @@ from typing import Any
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 
-from .explain.view import PlanView, ranges
+from .explain.view import PlanView
 from .plan import Plan, assessment_of
 from .tables import aligned
 
@@ -270,7 +270,7 @@ def _placed(facts: Sequence[_Fact]) -> str:
     stages = sorted({fact.stage for fact in facts if fact.stage is not None})
     if not stages:
         return strategy
-    return f"{strategy} in stage{'s' if len(stages) > 1 else ''} {ranges(stages)}"
+    return f"{strategy} in stage{'s' if len(stages) > 1 else ''} {format_ranges(stages)}"
 
 
 def _figures(before: PlanView, after: PlanView) -> tuple[Figure, ...]:

@@ -34,7 +34,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook, Problem
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.units import format_bytes
+from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.costmodel.workload import Workload
 from autoddl.search import (
     METHODS,
@@ -177,7 +177,7 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
     if not 0 <= options.seed < 2**63:
         raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
     if not 0 < limit < math.inf:
-        raise UserError(f"memory limit {limit:g} should be a finite number of more than 0 bytes")
+        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
     books = _Books(graph, cluster)
     figures = tuple(_baseline_figures(books, options, limit)) if with_baselines else ()
     known = min(
@@ -412,7 +412,7 @@ class _Sweep:
                 least = min(least, smallest_memory(problem.table)[0])
         return InfeasibleError(
             f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
-            f"the smallest memory that would do is {format_bytes(least)} ({least / 2**30:.4g} GiB)"
+            f"the smallest memory that would do is {format_memory_limit(least)}"
         )
 
 

@@ -195,7 +195,7 @@ def _calibration(fit: Fit, date: str) -> dict[str, Any]:
         machine += f" ({'/'.join(map(str, cores))} cores)"
     return {
         "date": date,
-        "machine": machine or "not said by the samples",
+        "machine": machine or "an unnamed machine",
         "versions": " | ".join(versions[:4]) or "not said by the samples",
         "num_samples": len(fit.samples),
         "covered": [_listed(asdict(covered)) for level in fit.levels for covered in _covered(level)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from difflib import get_close_matches
 from pathlib import Path
 
 from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
@@ -87,11 +88,17 @@ def run(arguments: argparse.Namespace) -> int:
 def _profile(text: str, micro_batch: int | None, cluster: Cluster) -> Profile:
     from autoddl.pipelines.planners.transformer import transformer_profile
 
-    if not text.startswith("transformer:"):
-        if text not in profile_names() and not Path(text).exists():
+    known = profile_names()
+    priced = text.startswith("transformer:")
+    if micro_batch is not None and (priced or text in known):
+        raise UserError(f"--profile-batch {micro_batch} does not apply to {text}; it is for text graphs")
+    if not priced:
+        if text not in known and not Path(text).exists():
+            close = get_close_matches(text.lower(), known, 1)
+            hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(
-                f"profile {text!r} is neither a file nor one of {', '.join(profile_names())} nor "
-                "transformer:LAYERSxHIDDENxSEQUENCE, such as transformer:48x1024x128"
+                f"profile {text!r} is neither a file nor one of {', '.join(known)} nor "
+                f"transformer:LAYERSxHIDDENxSEQUENCE, such as transformer:48x1024x128{hint}"
             )
         return load_profile(text, micro_batch)
     sizes = re.fullmatch(r"transformer:(\d{1,9})x(\d{1,9})x(\d{1,9})", text)

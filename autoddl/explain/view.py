@@ -15,6 +15,7 @@ import numpy as np
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import format_ranges
 from autoddl.costmodel.workload import OPTIMIZERS
 
 from ..joint.evaluation import Evaluation, stage_workload
@@ -30,7 +31,6 @@ __all__ = [
     "Section",
     "load_view",
     "pipeline_parts",
-    "ranges",
     "view_of",
 ]
 
@@ -311,7 +311,7 @@ def _sections(plan: Plan) -> tuple[Section, ...]:
     for numbers in alike.values():
         recompute = pipeline.configuration.stages[numbers[0]].recompute
         kept = {"none": "", "layers": ", layers recomputed", "stage": ", recomputed"}[recompute]
-        title = f"{'stage' if len(numbers) == 1 else 'stages'} {ranges(numbers)}{kept}"
+        title = f"{'stage' if len(numbers) == 1 else 'stages'} {format_ranges(numbers)}{kept}"
         sections.append(Section(title, tuple(numbers), _groups(pipeline.stages[numbers[0]].assessment.layers)))
     return tuple(sections)
 
@@ -330,17 +330,6 @@ def _likeness(pipeline: Evaluation, stage: int) -> object:
         for layer in graph.layers
     )
     return rows, choice.recompute
-
-
-def ranges(numbers: Sequence[int]) -> str:
-    """``0, 2-5``: ascending numbers with runs joined."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _groups(layers: Sequence[LayerAssessment]) -> tuple[LayerGroup, ...]:
@@ -389,7 +378,7 @@ def _memory(plan: Plan) -> tuple[DeviceMemory, ...]:
     rows = []
     for (stages, figures), workers in found.items():  # type: ignore[misc]
         what = "stage" if len(stages) == 1 else "stages"
-        title = f"{what} {ranges(stages)}"
+        title = f"{what} {format_ranges(stages)}"
         rows.append(_divided(plan, title, sum(widths[worker] for worker in workers), *figures))
     return tuple(rows)
 

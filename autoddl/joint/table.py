@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 
 from ..tables import aligned, counted
 from .evaluation import Evaluation
@@ -68,10 +68,6 @@ def _runs(keys: Sequence[object]) -> Iterator[tuple[int, int]]:
             first = i
 
 
-def _span(first: int, last: int) -> str:
-    return str(first) if first == last else f"{first}-{last}"
-
-
 def _stages(evaluation: Evaluation) -> list[str]:
     """Equal neighbours share a row."""
     choices, figures = evaluation.configuration.stages, evaluation.stages
@@ -88,7 +84,7 @@ def _stages(evaluation: Evaluation) -> list[str]:
         flight = f"{flights[0]:g}" if flights[0] == flights[-1] else f"{flights[0]:g}-{flights[-1]:g}"
         rows.append(
             (
-                _span(first, last),
+                format_ranges(range(first, last + 1)),
                 str(choice.num_units),
                 one.graph.layers[0].name,
                 choice.recompute,
@@ -124,19 +120,8 @@ def _layers(evaluation: Evaluation) -> list[str]:
         sbp = {name: str(layout.without_unit_axes()) if layout else "-" for name, layout in layouts.items()}
         stages = sorted({number for number, _ in members})
         name = members[0][1] if len(members) == 1 else f"{group[0]} x {len(members)}"
-        rows.append((name, _ranges(stages), str(assessed.strategy), sbp["input"], sbp["weight"], sbp["output"]))
+        rows.append((name, format_ranges(stages), str(assessed.strategy), sbp["input"], sbp["weight"], sbp["output"]))
     return ["Per layer, over the devices of its stage", *aligned(rows)]
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 5`` for 0 to 3 and 5."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(_span(a, b) for a, b in runs)
 
 
 def _totals(planned: JointPlan) -> list[str]:

@@ -138,7 +138,11 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
     if isinstance(value, dict) and "model_type" in value:
         family, model = transformer_from_config(value, where)
         return build_transformer(family, model, **options)
-    if isinstance(value, dict) and "format" in value:
+    if not isinstance(value, dict):
+        raise UserError(
+            f"{where}: holds no JSON object, as saved graphs and the config.json of a HuggingFace model are"
+        )
+    if "format" in value:
         graph = graph_from_document(value, where)
         _refuse_options(text, options)
         return graph

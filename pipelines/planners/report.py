@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Union
 
-from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 
 from .chimera import ChimeraConfiguration, ChimeraResult
 from .dapple import DapplePlan, DappleResult, evaluate
@@ -175,34 +175,29 @@ def text_of(document: dict[str, Any]) -> str:
     for number, stage in enumerate(document["stages"]):
         names = stage["layers"]
         span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        rows.append([str(number), str(len(names)), span, _ranges(stage["devices"])])
+        rows.append([str(number), str(len(names)), span, format_ranges(stage["devices"])])
     lines += _table(rows)
     if document["alternatives"]:
         rows = [["alternative", "micro-batch", "micro-batches", "estimated", "simulated"]]
-        for row in document["alternatives"]:
-            split = "-".join(map(str, row["split"])) if "split" in row else ""
-            rows.append(
-                [
-                    row["plan"] + (f" ({split})" if split else ""),
-                    str(row["micro_batch"]),
-                    str(row["num_micro_batches"]),
-                    format_seconds(row["latency_s"]),
-                    format_seconds(row["simulated_s"]),
-                ]
-            )
+        rows += [list(row) for row in dict.fromkeys(map(_alternative, document["alternatives"]))]
         lines += ["", *_table(rows)]
     return "\n".join(lines)
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-7, 9`` for 0 to 7 and 9."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+def _alternative(row: dict[str, Any]) -> tuple[str, ...]:
+    """A line of text; alternatives that differ in nothing but their devices have the same one, which is shown once."""
+    how = [
+        *(["-".join(map(str, row["split"])), f"policy {row['policy']}"] if "split" in row else []),
+        *([row["concatenation"]] if "concatenation" in row else []),
+        *(["recomputed"] if row.get("recompute") else []),
+    ]
+    return (
+        row["plan"] + (f" ({', '.join(how)})" if how else ""),
+        str(row["micro_batch"]),
+        str(row["num_micro_batches"]),
+        format_seconds(row["latency_s"]),
+        format_seconds(row["simulated_s"]),
+    )
 
 
 def _table(rows: list[list[str]]) -> list[str]:

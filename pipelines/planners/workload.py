@@ -14,6 +14,7 @@ Recomputation runs the stage's forward once more as part of its backward.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -64,10 +65,14 @@ class Workload:
     def __post_init__(self) -> None:
         if self.batch < 1:
             raise PlannerError(f"batch {self.batch} should be at least 1")
-        if self.state < 1:
-            raise PlannerError(f"state factor {self.state:g} should be at least 1 (the weights themselves)")
-        if self.memory_bytes is not None and self.memory_bytes <= 0:
-            raise PlannerError(f"memory limit {self.memory_bytes:g} bytes should be more than 0")
+        if not 1 <= self.state < math.inf:
+            raise PlannerError(
+                f"state factor {self.state:g} should be a finite number of at least 1 (the weights themselves)"
+            )
+        if self.memory_bytes is not None and not 0 < self.memory_bytes < math.inf:
+            raise PlannerError(
+                f"memory limit {self.memory_bytes / 2**30:g} GiB should be a finite number of more than 0"
+            )
         layers, samples = self.profile.layers, self.profile.micro_batch
         forward = _running_sums([layer.forward_s / samples for layer in layers])
         backward = _running_sums([layer.backward_s / samples for layer in layers])

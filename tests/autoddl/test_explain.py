@@ -18,7 +18,6 @@ from autoddl.explain import explain, explanation_document, explanation_text, vie
 from autoddl.explain.alternatives import problem_of
 from autoddl.explain.resources import ResourceBook
 from autoddl.explain.stages import stage_problem
-from autoddl.explain.view import ranges
 from autoddl.models import mlp
 from autoddl.plan import assessment_of, plan_from_document
 
@@ -274,7 +273,3 @@ def test_what_users_get_wrong(tmp_path, capsys, small):
     for field in ("baselines", "notes", "gap", "space_size", "optimal"):
         broken = {name: value for name, value in small.items() if name != field}
         assert field in refused(capsys, "explain", written(tmp_path / "broken.json", broken))
-
-
-def test_ranges():
-    assert (ranges([0]), ranges([0, 2, 3, 4, 7]), ranges([1, 2])) == ("0", "0, 2-4, 7", "1-2")

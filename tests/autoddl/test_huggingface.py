@@ -206,6 +206,8 @@ def test_broken_files(text, tmp_path):
 def test_files_of_neither_kind(tmp_path):
     with pytest.raises(UserError, match="neither a 'format'"):
         resolve_model(write(tmp_path, {"n_layer": 3}))
+    with pytest.raises(UserError, match="holds no JSON object"):
+        resolve_model(write(tmp_path, "[]"))
     with pytest.raises(UserError, match="should be 'autoddl-graph'"):
         resolve_model(write(tmp_path, {"format": "autoddl-cluster", "version": 1}))
     graph = resolve_model("mlp:4,2")

@@ -52,6 +52,15 @@ def test_the_table_names_stages_and_devices(capsys: pytest.CaptureFixture[str]) 
     assert "x data parallelism" in text
 
 
+def test_alternatives_are_shown_once_and_say_how_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--profile", "vgg-19", "--cluster", "v100-a", "--batch", "256")
+    for planner, how in (("dapple", "policy B"), ("chimera", "(direct, recomputed)"), ("wpipe", "recomputed")):
+        assert run(*words, "--planner", planner) == 0
+        rows = capsys.readouterr().out.split("\nalternative ")[1].splitlines()[1:]
+        assert rows and len(rows) == len(set(rows))
+        assert any(how in row for row in rows), (planner, rows)
+
+
 def test_a_priced_transformer_and_data_parallelism_that_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--profile", "transformer:48x1024x128", "--cluster", "piz-daint", "--nodes", "8", "--batch", "64")
     assert run(*words, "--planner", "chimera", "--memory-limit", "6") == 0
@@ -72,7 +81,11 @@ def test_a_priced_transformer_and_data_parallelism_that_does_not_fit(capsys: pyt
         (("--widths", "8:8", "--planner", "chimera"), "is for the dapple planner"),
         (("--stages", "5", "--planner", "chimera"), "5 stages for Chimera"),
         (("--stages", "5", "--planner", "wpipe"), "should be even"),
-        (("--memory-limit", "-1"), "memory limit"),
+        (("--profile", "vgg19"), "; did you mean 'vgg-19'?"),
+        (("--profile-batch", "7"), "--profile-batch 7 does not apply to bert-48; it is for text graphs"),
+        (("--memory-limit", "-1"), "memory limit -1 GiB should be a finite number of more than 0"),
+        (("--memory-limit", "nan"), "memory limit nan GiB should be a finite number of more than 0"),
+        (("--state-factor", "nan"), "state factor nan should be a finite number of at least 1"),
         (("--memory-limit", "0.1"), "fits"),
         (("--nodes", "0"), "should be at least 1"),
     ],

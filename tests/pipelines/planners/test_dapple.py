@@ -245,8 +245,8 @@ def test_wishes_are_heard() -> None:
         (lambda w: plan_dapple(w, shape=Shape(widths=(8, 9))), "stages on 8:9 devices"),
         (lambda w: evaluate(w, [60], [8, 8]), "should be 1 ascending positions between 1 and 52"),
         (lambda w: replace(w, batch=0), "batch 0 should be at least 1"),
-        (lambda w: replace(w, state=0.5), "state factor 0.5 should be at least 1"),
-        (lambda w: replace(w, memory_bytes=0.0), "memory limit 0 bytes should be more than 0"),
+        (lambda w: replace(w, state=0.5), "state factor 0.5 should be a finite number of at least 1"),
+        (lambda w: replace(w, memory_bytes=0.0), "memory limit 0 GiB should be a finite number of more than 0"),
     ],
 )
 def test_faults(call, fault: str) -> None:
