@@ -47,6 +47,8 @@ class RankSettings:
         for name in ("rounds", "repetitions"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name} {getattr(self, name)} should be at least 1")
+        if self.budget_s is not None and not self.budget_s > 0:
+            raise UserError(f"budget {self.budget_s:g} s should be more than 0 seconds")
 
 
 @dataclass(frozen=True)
@@ -90,6 +92,8 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
     from .measure import DISTURBED
     from .replay import RankOptions, Visit, rank_job
 
+    if cluster.num_devices < 2:
+        raise UserError(f"ranks {cluster.num_devices} should be at least 2: one rank has nothing to communicate")
     strategies = spread_strategies(graph, cluster, workload, settings.count, settings.seed)
     options = RankOptions(
         graph,
@@ -140,7 +144,17 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
 
 def ranking_tables(ranking: Ranking) -> list[Table]:
     """Scores, and the strategies in the order of what was predicted."""
-    rows = [("", "Spearman", "repeat-to-repeat", "pairs in order", "regret of the predicted best", "median error")]
+    rows = [
+        (
+            "",
+            "Spearman",
+            "repeat-to-repeat",
+            "pairs in order",
+            "regret of the predicted best",
+            "repeat-to-repeat",
+            "median error",
+        )
+    ]
     for name, own in ranking.scores.items():
         rows.append(
             (
@@ -149,19 +163,20 @@ def ranking_tables(ranking: Ranking) -> list[Table]:
                 "-" if np.isnan(own.ceiling) else f"{own.ceiling:.3f}",
                 f"{own.pairs:.1%} of {own.num_pairs}",
                 f"{own.regret:.1%}",
+                "-" if np.isnan(own.floor) else f"{own.floor:.1%}",
                 f"{own.error:.1%}",
             )
         )
     rounds = ranking.communication.shape[1]
     remarks = [
-        f"  {len(ranking.strategies)} strategies, {rounds} rounds of which the fastest counts; "
+        f"  {len(ranking.strategies)} strategies, {rounds} round{'s' if rounds > 1 else ''} of which the fastest counts; "
         "pairs: those measured more than 10 % apart",
     ]
     if ranking.disturbed:
         remarks.append(f"  other processes used the cores during {ranking.disturbed:.0%} of the visits")
     remarks += [f"  not run: {name}: {reason}" for name, reason in ranking.refused]
     title = f"{ranking.graph.name} on {ranking.cluster.num_devices} ranks, predicted against measured"
-    return [Table(title, tuple(rows), (1, 2, 3, 4, 5), tuple(remarks)), _strategies(ranking)]
+    return [Table(title, tuple(rows), (1, 2, 3, 4, 5, 6), tuple(remarks)), _strategies(ranking)]
 
 
 def _strategies(ranking: Ranking) -> Table:

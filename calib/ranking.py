@@ -5,6 +5,7 @@
   cannot be asked for more than about that.
 - *Pairs*: of all pairs whose measured times are more than 10 % apart, how many the prediction puts in the right order.
 - *Regret*: how much longer the strategy of the smallest predicted time takes than the fastest one measured.
+- *Floor*: what measurements regret of themselves: the fastest strategy of the odd rounds, in the even ones, and the reverse.
 
 A strategy's measured time is that of its fastest round: what comes between, on a shared machine, only lengthens a round, by
 anything, and rounds of one strategy differ by more than strategies do.  The *error*, of predicted times in themselves, is
@@ -29,13 +30,17 @@ APART = 0.1
 
 @dataclass(frozen=True)
 class Score:
-    """How well predictions rank (module docstring); ``error`` is the median of |predicted - measured| / measured."""
+    """How well predictions rank (module docstring); ``error`` is the median of |predicted - measured| / measured.
+
+    Ceiling and floor are nan with a single round.
+    """
 
     spearman: float
     ceiling: float
     pairs: float
     num_pairs: int
     regret: float
+    floor: float
     error: float
 
 
@@ -55,6 +60,7 @@ def score(predicted: Sequence[float], measured: np.ndarray) -> Score:
         pairs=accuracy,
         num_pairs=num_pairs,
         regret=regret(guess, times),
+        floor=floor(measured),
         error=float(np.median(np.abs(guess - centres) / np.maximum(centres, 1e-12))),
     )
 
@@ -76,7 +82,19 @@ def ceiling(measured: np.ndarray) -> float:
     """Spearman between the two halves of the rounds; nan with a single round."""
     if measured.shape[1] < 2:
         return float("nan")
-    return spearman(fastest(measured[:, 0::2]), fastest(measured[:, 1::2]))
+    return spearman(*_halves(measured))
+
+
+def floor(measured: np.ndarray) -> float:
+    """The regret of one half of the rounds' fastest strategy in the other half; nan with a single round."""
+    if measured.shape[1] < 2:
+        return float("nan")
+    odd, even = _halves(measured)
+    return (regret(odd, even) + regret(even, odd)) / 2
+
+
+def _halves(measured: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    return fastest(measured[:, 0::2]), fastest(measured[:, 1::2])
 
 
 def pair_accuracy(predicted: np.ndarray, measured: np.ndarray, apart: float = APART) -> tuple[float, int]:

@@ -47,7 +47,7 @@ def line(ranking: Ranking) -> None:
     for name, own in ranking.scores.items():
         print(
             f"  {name:13} Spearman {own.spearman:.3f} (repeat-to-repeat {own.ceiling:.3f}), pairs in order {own.pairs:.1%} of "
-            f"{own.num_pairs}, regret {own.regret:.1%}, median error {own.error:.1%}"
+            f"{own.num_pairs}, regret {own.regret:.1%} (repeat-to-repeat {own.floor:.1%}), median error {own.error:.1%}"
         )
 
 
@@ -59,6 +59,9 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--calibration", type=float, default=60.0, help="seconds to calibrate for each number of ranks")
     parser.add_argument("--budget", type=float, default=100.0, help="seconds for each model and number of ranks")
+    parser.add_argument(
+        "--communication-only", action="store_true", help="no whole steps: many more rounds in the same time"
+    )
     parser.add_argument("--picture", help="write the figure (needs matplotlib)")
     parser.add_argument("--output", help="write everything that was measured, as JSON")
     parser.add_argument("--quiet", action="store_true")
@@ -68,7 +71,14 @@ def main() -> None:
         cluster = calibrated(num_ranks, arguments.calibration, arguments.quiet).resized(1, num_ranks)
         for name in arguments.models.split(","):
             graph, batch = MODELS[name]
-            settings = RankSettings(arguments.strategies, arguments.rounds, 2, arguments.budget, quiet=arguments.quiet)
+            settings = RankSettings(
+                arguments.strategies,
+                arguments.rounds,
+                2,
+                arguments.budget,
+                with_steps=not arguments.communication_only,
+                quiet=arguments.quiet,
+            )
             rankings.append(rank_locally(graph, cluster, Workload(batch, batch, "float32", "sgd"), settings))
             line(rankings[-1])
     if arguments.picture:

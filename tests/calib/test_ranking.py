@@ -7,7 +7,8 @@ import pytest
 from scipy.stats import spearmanr
 
 from autoddl.calib.candidates import spread_strategies
-from autoddl.calib.ranking import pair_accuracy, regret, score, spearman
+from autoddl.calib.ranked import RankSettings, rank_locally
+from autoddl.calib.ranking import floor, pair_accuracy, regret, score, spearman
 from autoddl.calib.replay import steps_of
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
@@ -50,7 +51,13 @@ def test_score_of_rounds():
     # Odd rounds say the reverse of even ones: the measurement does not agree with itself.
     found = score(truth, np.stack([truth, truth[::-1]], axis=1))
     assert found.ceiling == pytest.approx(-1.0)
-    assert np.isnan(score(truth, truth[:, None]).ceiling)
+    assert np.isnan(score(truth, truth[:, None]).ceiling) and np.isnan(score(truth, truth[:, None]).floor)
+
+
+def test_floor_by_hand():
+    """The best of the odd rounds (0) takes 3 in the even one, where 2 is possible; their best (1) takes 1.5 in place of 1."""
+    assert floor(np.array([[1.0, 3.0, 4.0], [1.5, 2.0, 9.0]])) == pytest.approx((0.5 + 0.5) / 2)
+    assert floor(np.array([[1.0, 1.1], [2.0, 2.1]])) == 0.0
 
 
 # ---- Strategies ----------------------------------------------------------------------------------------------------------------
@@ -100,6 +107,13 @@ def test_the_optimum_is_the_search_s():
 def test_one_strategy_is_no_ranking():
     with pytest.raises(UserError, match="1 strategies cannot be ranked; it takes at least 2"):
         spread_strategies(mlp([64, 64]), load_cluster("local-cpu"), Workload(64, 64), 1)
+
+
+def test_faults_of_what_was_asked_for():
+    with pytest.raises(UserError, match="budget -1 s should be more than 0 seconds"):
+        RankSettings(budget_s=-1.0)
+    with pytest.raises(UserError, match="ranks 1 should be at least 2"):
+        rank_locally(mlp([64, 64]), load_cluster("local-cpu").resized(1, 1), Workload(8, 8), RankSettings())
 
 
 def test_replayed_steps_are_those_that_are_priced():
