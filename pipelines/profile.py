@@ -190,7 +190,9 @@ def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -
     if micro_batch is None:
         batch = re.search(r"pbs-(\d+)", path.name)
         if batch is None:
-            raise ProfileError(f"{text}: its name has no pbs-N; say with --profile-batch which micro-batch was profiled")
+            raise ProfileError(
+                f"{text}: its name has no pbs-N; say with --profile-batch which micro-batch was profiled"
+            )
         micro_batch = int(batch.group(1))
     return parse_graph(content, micro_batch, where=text, name=re.sub(r"-pbs-\d+$", "", path.stem))
 

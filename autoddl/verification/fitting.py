@@ -113,7 +113,7 @@ def _workers(plan: Plan, num_ranks: int, built_in: BuiltIn | None) -> _Workers:
     recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
     if sum(widths) == num_ranks:
         return _Workers(tuple(range(of.num_stages)), of, widths, recomputing)
-    if num_ranks > sum(widths):
+    if not 0 < num_ranks <= sum(widths):
         raise UserError(
             f"the plan's pipeline has {counted(sum(widths), 'device')}, --ranks is {num_ranks}; give --ranks {sum(widths)}"
         )

@@ -9,8 +9,19 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 
 from ..tables import aligned
 from .pipeline_result import PipelineVerification
-from .report import error_text, finite, grouped, value_document
-from .result import LayerCheck, PhaseCheck, together, worst
+from .report import (
+    allowed_text,
+    bytes_text,
+    deviation_text,
+    error_text,
+    grouped,
+    losses_document,
+    losses_row,
+    value_document,
+    verdict_lines,
+    worst_text,
+)
+from .result import LayerCheck, together, worst
 from .task import NUM_STEPS
 
 __all__ = ["pipeline_document", "pipeline_text"]
@@ -60,8 +71,11 @@ def _layers(found: PipelineVerification) -> list[str]:
                     label,
                     f"{name} x {len(members)}" if len(members) > 1 else name,
                     str(members[0].strategy),
-                    *(_bytes(together([member.phases[phase] for member in members]), found) for phase in _PHASES),
-                    _deviation(together([phase for m in members for phase in m.phases.values()]), found),
+                    *(
+                        bytes_text(together([member.phases[phase] for member in members]), found.tolerance)
+                        for phase in _PHASES
+                    ),
+                    deviation_text(together([phase for m in members for phase in m.phases.values()]), found.tolerance),
                     error_text(worst([check for member in members for check in member.gradients])),
                     error_text(worst([check for member in members for check in member.parameters])),
                     "<- off" if found.is_off(members) else "",
@@ -93,38 +107,14 @@ def _works_on_halves(found: PipelineVerification) -> bool:
     return slots_per_micro_batch(found.schedule) > 1
 
 
-def _bytes(phase: PhaseCheck, found: PipelineVerification) -> str:
-    value = phase.predicted_bytes if phase.sent_bytes is None else phase.sent_bytes
-    if not phase.predicted_bytes and value <= found.tolerance.noise_bytes * phase.num_readings:
-        return "-"
-    return format_bytes(value)
-
-
-def _deviation(phase: PhaseCheck, found: PipelineVerification) -> str:
-    """With ~ where so few bytes are sent that barriers blur them."""
-    if phase.deviation is None:
-        return ""
-    return ("" if found.tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
-
-
 def _values(found: PipelineVerification) -> list[str]:
-    rows = [
-        (
-            f"loss of {NUM_STEPS} steps",
-            f"{max(found.loss_errors):.1e}",
-            ", ".join(f"{value:.6g}" for _, value in found.losses),
-        )
-    ]
+    rows = [losses_row(found.losses, found.loss_errors)]
     stale = "" if found.schedule.is_synchronous else ", those of stale weights"
     for what, checks in (
         (f"gradients of step {found.gradient_step}{stale}", found.gradients),
         (f"parameters after {NUM_STEPS} {found.workload.optimizer} steps", found.parameters),
     ):
-        largest = worst(checks)
-        told = ("", "none")
-        if largest is not None:
-            told = f"{largest.error:.1e}", f"{len(checks)} tensors; {largest.name} on rank {largest.rank}"
-        rows.append((what, *told))
+        rows.append((what, *worst_text(checks)))
     device = "one device" if found.schedule.is_synchronous else "one device with the same delays"
     return [f"Largest errors relative to {device} (allowed: {found.tolerance.values:g})", *aligned(rows, right=(1,))]
 
@@ -136,20 +126,16 @@ def _traffic(found: PipelineVerification) -> list[str]:
         rows.append((name, format_bytes(sum(sent.num_bytes for sent in parts)), "", ""))
     for name, phase in (("between stages", found.between), ("in all", found.run)):
         sent = "" if phase.sent_bytes is None else format_bytes(phase.sent_bytes)
-        rows.append((name, format_bytes(phase.predicted_bytes), sent, _deviation(phase, found)))
-    allowed = (
-        f" (allowed: {found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers)"
-    )
-    return [f"{what}, all ranks together{'' if found.uncounted else allowed}", *aligned(rows, right=(1, 2, 3))]
+        rows.append((name, format_bytes(phase.predicted_bytes), sent, deviation_text(phase, found.tolerance)))
+    return [
+        f"{what}, all ranks together{allowed_text(found.tolerance, found.uncounted)}",
+        *aligned(rows, right=(1, 2, 3)),
+    ]
 
 
 def _verdict(found: PipelineVerification) -> list[str]:
-    took = f"{found.seconds:.0f} s"
-    if found.is_right:
-        as_what = "one device" if found.schedule.is_synchronous else "one device with the same delays"
-        promised = "sends what it promised" if not found.uncounted else "takes the steps that it promised"
-        return [f"Right: the plan computes what {as_what} computes, and {promised} ({took})"]
-    return [f"Off in {len(found.faults)} places ({took})", *(f"  {fault}" for fault in found.faults)]
+    as_what = "one device" if found.schedule.is_synchronous else "one device with the same delays"
+    return verdict_lines(found.faults, as_what, found.uncounted, found.seconds)
 
 
 # ---- For programs ------------------------------------------------------------------------------------------------------------
@@ -171,10 +157,7 @@ def pipeline_document(found: PipelineVerification) -> dict[str, Any]:
         "scaled": [{"what": c.what, "before": c.before, "after": c.after} for c in found.changes],
         "notes": list(found.notes),
         "bytes_not_counted": found.uncounted or None,
-        "losses": [
-            {"one_device": expected, "ranks": finite(value), "error": finite(error)}
-            for (expected, value), error in zip(found.losses, found.loss_errors)
-        ],
+        "losses": losses_document(found.losses, found.loss_errors),
         "gradient_step": found.gradient_step,
         "gradients": [value_document(check) for check in found.gradients],
         "parameters": [value_document(check) for check in found.parameters],

@@ -7,12 +7,26 @@ from typing import Any
 
 from autoddl.costmodel.units import format_bytes
 
-from ..tables import aligned
+from ..tables import aligned, counted
 from .prediction import PHASES
-from .result import LayerCheck, PhaseCheck, ValueCheck, Verification, together, worst
+from .result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification, together, worst
 from .task import NUM_STEPS
 
-__all__ = ["error_text", "finite", "grouped", "value_document", "verification_document", "verification_text"]
+__all__ = [
+    "allowed_text",
+    "bytes_text",
+    "deviation_text",
+    "error_text",
+    "finite",
+    "grouped",
+    "losses_document",
+    "losses_row",
+    "value_document",
+    "verdict_lines",
+    "verification_document",
+    "verification_text",
+    "worst_text",
+]
 
 FORMAT = "autoddl-verification"
 
@@ -22,7 +36,8 @@ FORMAT = "autoddl-verification"
 
 def verification_text(found: Verification) -> str:
     """What ran, a line per layer or repeated block, the totals, the verdict."""
-    sections = [_heading(found), _layers(found), _totals(found), _verdict(found)]
+    sections = [_heading(found), _layers(found), _totals(found)]
+    sections.append(verdict_lines(found.faults, "one device", found.uncounted, found.seconds))
     return "\n\n".join("\n".join(section) for section in sections)
 
 
@@ -52,8 +67,11 @@ def _layers(found: Verification) -> list[str]:
             (
                 f"{name} x {len(members)}" if len(members) > 1 else name,
                 str(members[0].strategy),
-                *(_bytes(together([member.phases[phase] for member in members]), found) for phase in PHASES),
-                _deviation(total, found),
+                *(
+                    bytes_text(together([member.phases[phase] for member in members]), found.tolerance)
+                    for phase in PHASES
+                ),
+                deviation_text(total, found.tolerance),
                 error_text(worst([check for member in members for check in member.gradients])),
                 error_text(worst([check for member in members for check in member.parameters])),
                 "<- off" if is_off else "",
@@ -76,18 +94,19 @@ def grouped(layers: Sequence[LayerCheck]) -> list[tuple[str, list[LayerCheck]]]:
     return list(groups.values())
 
 
-def _bytes(phase: PhaseCheck, found: Verification) -> str:
+def bytes_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
+    """What was sent, or where nobody counted what should be; nothing where barriers alone were."""
     value = phase.predicted_bytes if phase.sent_bytes is None else phase.sent_bytes
-    if not phase.predicted_bytes and value <= found.tolerance.noise_bytes * phase.num_readings:
+    if not phase.predicted_bytes and value <= tolerance.noise_bytes * phase.num_readings:
         return "-"
     return format_bytes(value)
 
 
-def _deviation(phase: PhaseCheck, found: Verification) -> str:
+def deviation_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
     """With ~ where so few bytes are sent that barriers blur them."""
     if phase.deviation is None:
         return ""
-    return ("" if found.tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
+    return ("" if tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
 
 
 def error_text(check: ValueCheck | None) -> str:
@@ -97,38 +116,39 @@ def error_text(check: ValueCheck | None) -> str:
 
 def _totals(found: Verification) -> list[str]:
     rows = [
-        (
-            f"loss of {NUM_STEPS} steps",
-            f"{max(found.loss_errors):.1e}",
-            ", ".join(f"{value:.6g}" for _, value in found.losses),
-        ),
-        ("gradients", *_worst(found.gradients)),
-        (f"parameters after {NUM_STEPS} {found.workload.optimizer} steps", *_worst(found.parameters)),
+        losses_row(found.losses, found.loss_errors),
+        ("gradients", *worst_text(found.gradients)),
+        (f"parameters after {NUM_STEPS} {found.workload.optimizer} steps", *worst_text(found.parameters)),
     ]
     lines = [f"Largest errors relative to one device (allowed: {found.tolerance.values:g})", *aligned(rows, right=(1,))]
     step, largest = found.step, _largest_deviation(found)
     text = f"  predicted {format_bytes(step.predicted_bytes)}"
     if step.sent_bytes is not None:
         text += f", sent {format_bytes(step.sent_bytes)}" + (
-            f" ({_deviation(step, found)})" if step.predicted_bytes else ""
+            f" ({deviation_text(step, found.tolerance)})" if step.predicted_bytes else ""
         )
-    lines += ["", "A training step, all ranks together" + _allowed(found), text]
+    lines += ["", "A training step, all ranks together" + allowed_text(found.tolerance, found.uncounted), text]
     if largest is not None:
         lines.append(
-            f"  the layer that is farthest from its price: {largest.name} ({_deviation(largest.total, found)})"
+            f"  the layer that is farthest from its price: {largest.name} ({deviation_text(largest.total, found.tolerance)})"
         )
     return lines
 
 
-def _allowed(found: Verification) -> str:
-    if found.uncounted:
+def losses_row(losses: Sequence[tuple[float, float]], errors: Sequence[float]) -> tuple[str, str, str]:
+    """The losses of the ranks, and the worst error of one."""
+    return f"loss of {NUM_STEPS} steps", f"{max(errors):.1e}", ", ".join(f"{value:.6g}" for _, value in losses)
+
+
+def allowed_text(tolerance: Tolerance, uncounted: str) -> str:
+    """How far bytes may be off, where they were counted."""
+    if uncounted:
         return ""
-    return (
-        f" (allowed: {found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers)"
-    )
+    return f" (allowed: {tolerance.relative_bytes:.0%}, and {format_bytes(tolerance.noise_bytes)} of barriers)"
 
 
-def _worst(checks: Sequence[ValueCheck]) -> tuple[str, str]:
+def worst_text(checks: Sequence[ValueCheck]) -> tuple[str, str]:
+    """The largest error, and whose it is."""
     found = worst(checks)
     if found is None:
         return "", "none"
@@ -141,12 +161,12 @@ def _largest_deviation(found: Verification) -> LayerCheck | None:
     return max(counted, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
 
 
-def _verdict(found: Verification) -> list[str]:
-    took = f"{found.seconds:.0f} s"
-    if found.is_right:
-        promised = "sends what it promised" if not found.uncounted else "takes the steps that it promised"
-        return [f"Right: the plan computes what one device computes, and {promised} ({took})"]
-    return [f"Off in {len(found.faults)} places ({took})", *(f"  {fault}" for fault in found.faults)]
+def verdict_lines(faults: Sequence[str], as_what: str, uncounted: str, seconds: float) -> list[str]:
+    """Right, or what is off."""
+    if faults:
+        return [f"Off in {counted(len(faults), 'place')} ({seconds:.0f} s)", *(f"  {fault}" for fault in faults)]
+    promised = "takes the steps that it promised" if uncounted else "sends what it promised"
+    return [f"Right: the plan computes what {as_what} computes, and {promised} ({seconds:.0f} s)"]
 
 
 # ---- For programs ------------------------------------------------------------------------------------------------------------
@@ -171,10 +191,7 @@ def verification_document(found: Verification) -> dict[str, Any]:
             "relative_bytes": found.tolerance.relative_bytes,
             "noise_bytes": found.tolerance.noise_bytes,
         },
-        "losses": [
-            {"one_device": expected, "ranks": finite(value), "error": finite(error)}
-            for (expected, value), error in zip(found.losses, found.loss_errors)
-        ],
+        "losses": losses_document(found.losses, found.loss_errors),
         "largest_gradient_error": finite(max((check.error for check in found.gradients), default=0.0)),
         "largest_parameter_error": finite(max((check.error for check in found.parameters), default=0.0)),
         "step": found.step.document(),
@@ -193,6 +210,14 @@ def _layer_document(layer: LayerCheck) -> dict[str, Any]:
         "gradients": [value_document(check) for check in layer.gradients],
         "parameters": [value_document(check) for check in layer.parameters],
     }
+
+
+def losses_document(losses: Sequence[tuple[float, float]], errors: Sequence[float]) -> list[dict[str, float | None]]:
+    """As JSON, step by step."""
+    return [
+        {"one_device": expected, "ranks": finite(value), "error": finite(error)}
+        for (expected, value), error in zip(losses, errors)
+    ]
 
 
 def value_document(check: ValueCheck) -> dict[str, Any]:

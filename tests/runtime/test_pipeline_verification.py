@@ -198,6 +198,7 @@ def test_plans_that_cannot_be_brought_to_so_many_ranks_say_so():
     plan = deep_plan()
     for num_ranks, said in (
         (16, "the plan's pipeline has 8 devices, --ranks is 16; give --ranks 8"),
+        (0, "has 8 devices, --ranks is 0; give --ranks 8"),
         (7, "8 devices in 4 workers of 2, which cannot be brought to 7 ranks with the strategies kept; give --ranks 8"),
         (2, "cannot be brought to 2 ranks with the strategies kept (two of its 4 workers take 4); give --ranks 8"),
     ):
