@@ -38,6 +38,11 @@ def everything_solved(graph, cluster, batch, objective, limit, untied=False) -> 
     return costs
 
 
+def _least_bytes(message: str) -> float:
+    """The memory limit that a refusal says would do."""
+    return float(message.split("--memory-limit ")[-1].split(")")[0]) * 2**30
+
+
 @pytest.mark.parametrize("objective", ["step", "communication"])
 @pytest.mark.parametrize("batch", [12])
 @pytest.mark.parametrize("tightness", [1.02, 1.2, 1.6, 100])
@@ -45,7 +50,7 @@ def everything_solved(graph, cluster, batch, objective, limit, untied=False) -> 
 def test_sweep_finds_the_best_of_all(graph, objective, batch, tightness):
     with pytest.raises(InfeasibleError) as error:
         make_plan(graph, SMALL, Options(batch=batch, memory_limit_bytes=1))
-    least = float(str(error.value).split("(")[-1].split(" GiB")[0]) * 2**30
+    least = _least_bytes(str(error.value))
     limit = least * tightness
     truth = everything_solved(graph, SMALL, batch, objective, limit)
     planned = make_plan(graph, SMALL, Options(batch=batch, memory_limit_bytes=limit, objective=objective))
@@ -96,7 +101,7 @@ def test_the_smallest_memory_that_would_do_does():
         make_plan(GPT, SMALL, Options(batch=8, memory_limit_bytes=1000))
     message = str(error.value)
     assert "no plan of gpt fits 1000 B per device on 4 devices" in message or "fits 1e+03 B" in message, message
-    least = float(message.split("(")[-1].split(" GiB")[0]) * 2**30
+    least = _least_bytes(message)
     planned = make_plan(GPT, SMALL, Options(batch=8, memory_limit_bytes=least * 1.001))
     assert planned.assessment.memory_bytes <= least * 1.001
     with pytest.raises(InfeasibleError):
