@@ -212,7 +212,7 @@ def test_verdicts():
     ):
         assert not wrong.is_right and any(fault.startswith(words) for fault in wrong.faults), wrong.faults
         text = verification_text(wrong)
-        assert f"Off in {len(wrong.faults)} places" in text and words in text
+        assert f"Off in {len(wrong.faults)} place" in text and words in text
         json.dumps(verification_document(wrong), allow_nan=False)
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from autoddl.verification.pipeline_job import run_pipeline
+from autoddl.verification.pipeline_job import count_pipeline, run_pipeline
 from autoddl.verification.rank_job import run_reference
 
-__all__ = ["run_one_device", "run_pipeline"]
+__all__ = ["count_pipeline", "run_one_device", "run_pipeline"]
 
 
 def run_one_device(pipeline):
