@@ -16,7 +16,6 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.network import namespace_available
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_traffic import layer_steps, passes, stage_traffic
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
@@ -28,8 +27,18 @@ from .fitting import FittedPipeline, fit_pipeline
 from .pipeline_result import PipelineShard, PipelineVerification
 from .prediction import sent_messages, unpriced_steps
 from .result import NOISE_BYTES, LayerCheck, PhaseCheck, Tolerance
-from .run import NUM_RECOUNTS, Deadline, VerifyOptions, built_in_or_function, machine_limits, notes_of, started
-from .task import NUM_STEPS, PipelineTask, Reference, Task
+from .run import (
+    NUM_RECOUNTS,
+    Deadline,
+    VerifyOptions,
+    built_in_or_function,
+    machine_limits,
+    notes_of,
+    started,
+    task_of,
+    why_uncounted,
+)
+from .task import NUM_STEPS, PipelineTask, Reference
 
 __all__ = ["verify_pipeline"]
 
@@ -64,18 +73,9 @@ def verify_pipeline(
     built_in, function = built_in_or_function(plan, model)
     fitted = fit_pipeline(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in)
     scaled = fitted.scaled
-    uncounted = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
+    uncounted = why_uncounted(num_ranks)
     with tempfile.TemporaryDirectory(prefix="autoddl-verify-") as folder:
-        task = Task(
-            graph=scaled.graph,
-            strategies=dict(scaled.strategies),
-            workload=scaled.workload,
-            built_in=scaled.built_in,
-            function=function,
-            seed=options.seed,
-            folder=folder,
-            counts_bytes=not uncounted,
-        )
+        task = task_of(scaled, function, options.seed, folder, uncounted)
         gradient_step = 0 if fitted.schedule.is_synchronous else NUM_STEPS - 1
         pipeline = PipelineTask(task, fitted.schedule, fitted.stages, gradient_step)
         say(f"starting {num_ranks} ranks")

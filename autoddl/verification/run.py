@@ -23,7 +23,7 @@ from ..plan import Plan
 from .comparing import compare, with_medians
 from .prediction import in_float32, predicted_steps
 from .result import Verification
-from .scaling import Limits, scale
+from .scaling import Limits, Scaled, scale
 from .task import Task
 
 __all__ = [
@@ -35,7 +35,9 @@ __all__ = [
     "machine_limits",
     "notes_of",
     "started",
+    "task_of",
     "verify",
+    "why_uncounted",
 ]
 
 #: How often bytes are counted again where they are off.
@@ -103,18 +105,9 @@ def verify(
     built_in, function = built_in_or_function(plan, model)
     limits = options.limits or machine_limits(num_ranks)
     scaled = scale(plan.graph, plan.strategies, in_float32(plan.workload), limits, built_in)
-    uncounted = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
+    uncounted = why_uncounted(num_ranks)
     with tempfile.TemporaryDirectory(prefix="autoddl-verify-") as folder:
-        task = Task(
-            graph=scaled.graph,
-            strategies=dict(scaled.strategies),
-            workload=scaled.workload,
-            built_in=scaled.built_in,
-            function=function,
-            seed=options.seed,
-            folder=folder,
-            counts_bytes=not uncounted,
-        )
+        task = task_of(scaled, function, options.seed, folder, uncounted)
         priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
         finish = functools.partial(
             compare,
@@ -159,6 +152,25 @@ def check_ranks(plan: Plan, num_ranks: int) -> None:
             f"the plan is for {planned} devices ({nodes} nodes of {per_node}), --ranks is {num_ranks}; "
             f"give --ranks {planned}, or plan for fewer devices (--nodes, --devices-per-node)"
         )
+
+
+def why_uncounted(num_ranks: int) -> str:
+    """Why bytes on the wire cannot be counted; "" where they can."""
+    return namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
+
+
+def task_of(scaled: Scaled, function: str, seed: int, folder: str, uncounted: str) -> Task:
+    """What ranks and one device are to run."""
+    return Task(
+        graph=scaled.graph,
+        strategies=dict(scaled.strategies),
+        workload=scaled.workload,
+        built_in=scaled.built_in,
+        function=function,
+        seed=seed,
+        folder=folder,
+        counts_bytes=not uncounted,
+    )
 
 
 def machine_limits(num_ranks: int) -> Limits:
