@@ -3,7 +3,7 @@
 #   TESTS="tests/search -k exact"   what `make test` passes to pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test bench lint clean setup
+.PHONY: help demo test bench faults lint clean setup
 
 TESTS ?=
 export PYTHON
@@ -12,6 +12,7 @@ help:
 	@echo "make demo    a plan for GPT-3 13B on 8 nodes of 8 A100"
 	@echo "make test    the tests; TESTS=\"tests/search -k exact\" for some of them"
 	@echo "make bench   the benchmarks, with their tables and pictures"
+	@echo "make faults  runs the tests of faults and writes docs/faults.md"
 	@echo "make lint    style and types"
 	@echo "make clean   removes .venv and everything else that was made here"
 
@@ -26,6 +27,9 @@ test: setup
 
 bench: setup
 	@for script in tests/bench/bench_*.py; do echo "== $$script"; .venv/bin/python "$$script" || exit 1; done
+
+faults: setup
+	@.ci/test .venv --faults
 
 lint: setup
 	@.ci/lint .venv
