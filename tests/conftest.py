@@ -11,7 +11,15 @@ import pytest
 
 import autoddl
 
+from .distributing import Scheduling, mark_ranks, tell_group
 from .faults import PAGE, Fault, of_mark, page_with
+from .watchdog import Watchdog
+
+#: A test that takes longer says why in its docstring.
+SLOW_SECONDS = 10.0
+
+_WATCHDOG = pytest.StashKey[Watchdog]()
+_WORKERS_DIR = pytest.StashKey[Path]()
 
 # A busy machine is no fault of a test's.
 hypothesis.settings.register_profile(
@@ -28,23 +36,47 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(area, fault, outcome, exit_code=None): a row of docs/faults.md")
     config.addinivalue_line("markers", "ranks: starts ranks, or other processes that need the machine for themselves")
+    config.addinivalue_line("markers", "slow: takes seconds of computing; `make test-fast` leaves it out")
+    worker = getattr(config, "workerinput", None)
+    # The real stderr: pytest captures nothing yet.
+    file = Path(worker["folder"], worker["workerid"]) if worker else os.dup(2)
+    output = open(file, "wb")  # noqa: SIM115 - until the process ends
+    config.stash[_WATCHDOG] = Watchdog(output)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Marks of faults are checked, and passed on to the reports."""
+    """Marks of faults are checked, and passed on to the reports; tests of ranks are marked."""
+    mark_ranks(items)
     for item in items:
         for mark in item.iter_markers("fault"):
             fault = of_mark(mark.args, mark.kwargs, item.nodeid.partition("[")[0])
             item.user_properties.append(("fault", astuple(fault)))
+        if not (getattr(item, "obj", None) and item.obj.__doc__):
+            item.user_properties.append(("says nothing", True))
     if config.getoption("--faults"):
         config.hook.pytest_deselected(items=[item for item in items if not item.get_closest_marker("fault")])
         items[:] = [item for item in items if item.get_closest_marker("fault")]
 
 
 def pytest_terminal_summary(terminalreporter: Any, exitstatus: int, config: pytest.Config) -> None:
-    """With ``--faults`` and nothing failed: write the page. Of a test with parameters, the longest one's seconds."""
-    if not config.getoption("--faults") or exitstatus != 0:
+    """Names slow tests that do not say why they are; with ``--faults`` and nothing failed, writes the page.
+
+    The times are for reading, not for a verdict: they depend on what else the machine does.
+    """
+    if hasattr(config, "workerinput"):  # a worker knows its own tests alone
         return
+    reports = [r for found in terminalreporter.stats.values() for r in found if isinstance(r, pytest.TestReport)]
+    silent = [r for r in reports if r.duration > SLOW_SECONDS and dict(r.user_properties).get("says nothing")]
+    if silent:
+        terminalreporter.section(f"took more than {SLOW_SECONDS:g} s, without a docstring that says why", sep="-")
+        for report in silent:
+            terminalreporter.write_line(f"{report.duration:.1f} s {report.nodeid}")
+    if config.getoption("--faults") and exitstatus == 0:
+        _write_faults(terminalreporter)
+
+
+def _write_faults(terminalreporter: Any) -> None:
+    """Write docs/faults.md. Of a test with parameters, the longest one's seconds."""
     measured: dict[Fault, float | None] = {}
     for outcome in ("passed", "skipped"):
         for report in terminalreporter.stats.get(outcome, []):
@@ -64,6 +96,48 @@ def pytest_report_header() -> str:
     except PackageNotFoundError:
         oneflow = "no OneFlow, its tests are skipped"
     return f"autoddl {version('autoddl')} from {Path(autoddl.__path__[0])}; {oneflow}"
+
+
+# ---- Workers of pytest-xdist -------------------------------------------------------------------------------------------------
+
+
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker the folder in which it leaves what the process that shares the tests out has to know."""
+    if _WORKERS_DIR not in node.config.stash:
+        node.config.stash[_WORKERS_DIR] = node.config._tmp_path_factory.mktemp("workers")
+    node.workerinput["folder"] = str(node.config.stash[_WORKERS_DIR])
+
+
+@pytest.hookimpl(tryfirst=True)  # before the worker says that it has collected
+def pytest_collection_finish(session: pytest.Session) -> None:
+    worker = getattr(session.config, "workerinput", None)
+    if worker:
+        tell_group(session.items, Path(worker["folder"]), worker["workerid"])
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Tests of ranks one at a time (see `distributing`); another ``--dist`` is the user's affair."""
+    return Scheduling(config, log, config.stash[_WORKERS_DIR]) if config.getvalue("dist") == "loadgroup" else None
+
+
+def pytest_handlecrashitem(report: Any) -> None:
+    """A worker has gone: what its watchdog left is part of the test's report."""
+    stacks = report.node.config.stash[_WORKERS_DIR] / report.node.gateway.id
+    report.longrepr = f"{report.longrepr}\n{stacks.read_text(errors='replace')}"
+
+
+# ---- Tests that hang ---------------------------------------------------------------------------------------------------------
+
+
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool:
+    """In place of pytest-timeout's own timers."""
+    item.config.stash[_WATCHDOG].watch(item.nodeid, settings.timeout)
+    return True
+
+
+def pytest_timeout_cancel_timer(item: pytest.Item) -> bool:
+    item.config.stash[_WATCHDOG].rest()
+    return True
 
 
 @pytest.fixture(scope="session", autouse=True)

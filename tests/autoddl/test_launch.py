@@ -21,7 +21,7 @@ from autoddl.__main__ import main
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import is_available
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 
 SCRIPT = Path(__file__).with_name("launched_script.py")
 START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"

@@ -22,7 +22,7 @@ from .test_launch import NASTY, SCRIPT, START, losses_by_hand, shown
 
 HOSTS = hosts_available("sshd", "ssh", "ssh-keygen")
 ONEFLOW = is_available()
-pytestmark = pytest.mark.skipif(not HOSTS, reason=HOSTS.reason)
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not HOSTS, reason=HOSTS.reason)]
 needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
 
 

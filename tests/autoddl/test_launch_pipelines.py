@@ -30,7 +30,7 @@ from .sample_plans import SMALL, pipeline_plan, written
 from .several_hosts import SshHosts, hosts_available
 from .test_launch import START, shown
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 SCRIPT = Path(__file__).with_name("launched_script.py")
 ONEFLOW = is_available()
 needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)

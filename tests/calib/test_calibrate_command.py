@@ -81,6 +81,7 @@ def test_options_that_make_no_sense(options, message):
 # ---- Real ranks ------------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.ranks
 @needs_oneflow
 def test_calibrate_then_plan(tmp_path):
     """A few sizes on 2 ranks; the cluster file that comes of it; more repetitions of the same samples; a plan with its trust."""
@@ -113,6 +114,7 @@ def test_calibrate_then_plan(tmp_path):
     assert 0 <= plan["trust"]["probability"] <= 1 and plan["trust"]["draws"] == 100
 
 
+@pytest.mark.ranks
 @needs_oneflow
 def test_a_rank_that_dies_leaves_the_samples(tmp_path):
     """A rank is killed as soon as there are samples: one line on stderr, and whole lines in the file, which can be continued."""
@@ -140,6 +142,7 @@ def test_a_rank_that_dies_leaves_the_samples(tmp_path):
     assert len(SampleFile(path).samples) == kept
 
 
+@pytest.mark.ranks
 @needs_oneflow
 def test_samples_that_cannot_be_written_end_the_run(tmp_path):
     class Full(SampleFile):
@@ -152,6 +155,7 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.ranks
 @needs_oneflow
 def test_rank_runs_strategies():
     done = run(
@@ -175,6 +179,7 @@ sys.exit(main(["calibrate", "--samples", sys.argv[1], "-o", sys.argv[2], "--size
 """
 
 
+@pytest.mark.ranks
 @needs_oneflow
 def test_inside_a_launcher_s_job(tmp_path):
     """Ranks that somebody else started measure together; the first writes, the others say nothing."""

@@ -215,6 +215,7 @@ def run_script(path: Path, num_ranks: int, *arguments: str) -> list[subprocess.C
             process.kill()
 
 
+@pytest.mark.ranks
 def test_a_file_is_a_script_that_trains_and_saves(tmp_path):
     if not (available := is_available()):
         pytest.skip(available.reason)

@@ -147,6 +147,7 @@ def test_delayed_weights_are_those_of_the_runtime(counted_ranks, tmp_path, name)
     check_against_runtime(plan, results)
 
 
+@pytest.mark.ranks
 def test_a_pipeline_is_a_script_that_trains_saves_and_loads(tmp_path):
     if not (available := is_available()):
         pytest.skip(available.reason)

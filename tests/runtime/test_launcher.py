@@ -21,7 +21,7 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
 from autoddl.pipelines.runtime.processes import share_of_cores
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 
 JOBS = Path(__file__).with_name("launcher_jobs.py")
 ONEFLOW = is_available()

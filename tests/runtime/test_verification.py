@@ -248,6 +248,7 @@ def autoddl(*arguments, **options):
     return subprocess.run(command, capture_output=True, text=True, timeout=240, **options)
 
 
+@pytest.mark.ranks
 def test_a_users_model_without_a_loss(tmp_path):
     path, model = users_plan(tmp_path)
     done = autoddl("verify", path, "--ranks", 2, "--model", model, "--json")
@@ -265,6 +266,7 @@ def test_a_users_model_without_a_loss(tmp_path):
     assert "the plan was made for another model than Net: it has last (linear, 64 -> 8)" in refused.stderr
 
 
+@pytest.mark.ranks
 def test_a_rank_that_computes_something_else_is_found(tmp_path):
     path, model = users_plan(tmp_path, "x = 1.001 * x")
     done = autoddl("verify", path, "--ranks", 2, "--model", model, "--quiet")
@@ -279,6 +281,7 @@ FAILURES = {
 }
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("failure", FAILURES)
 def test_a_rank_that_fails_is_named_soon_and_nothing_is_left(tmp_path, failure):
     misbehaviour, words = FAILURES[failure]

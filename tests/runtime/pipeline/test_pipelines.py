@@ -410,6 +410,7 @@ def test_a_sleeping_schedule_takes_its_time(ranks):
         assert all(f"F{number}" in drawn and f"B{number}" in drawn for number in range(4)), row
 
 
+@pytest.mark.ranks
 def test_a_killed_rank_is_named(tmp_path):
     available = is_available()
     if not available:

@@ -127,6 +127,7 @@ class KilledError(Exception):
     """In the middle of a job."""
 
 
+@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["chimera", "wpipe"])
 def test_a_killed_job_goes_on_with_the_same_losses(oneflow, text, tmp_path, name):
     more = {"steps_per_run": 2, "steps_per_checkpoint": 2}
@@ -147,6 +148,7 @@ def test_a_killed_job_goes_on_with_the_same_losses(oneflow, text, tmp_path, name
     assert rest.losses == pytest.approx(whole.losses[4:], rel=1e-6)
 
 
+@pytest.mark.ranks
 def test_the_command(oneflow, text, capsys):
     command = ["train", "gpt:2x16", "--text", str(text), "--sequence", "8", "--steps", "3"]
     assert main([*command, "--schedule", "chimera", "--json"]) == 0
@@ -218,6 +220,7 @@ def test_other_families_and_models_of_ones_own(ranks, tmp_path):
     assert all(word in message for word, message in zip(words, messages)) and len(messages) == 3
 
 
+@pytest.mark.ranks
 def test_asynchronous_schedules_want_untied_weights(oneflow, text, capsys):
     assert main(["train", "gpt:4x16", "--text", str(text), "--schedule", "wpipe", "--steps", "2"]) == 2
     error = capsys.readouterr().err
