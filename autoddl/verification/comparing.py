@@ -7,16 +7,16 @@ from dataclasses import replace
 from typing import TypeVar
 
 from autoddl.costmodel.collectives import Step
-from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
+from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
 
 from ..plan import Plan
 from .pipeline_result import PipelineShard
 from .prediction import PHASES, Steps, missing_steps, output_steps, sent_messages, unpriced_steps
-from .result import NOISE_BYTES, LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
+from .result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
 from .scaling import Scaled
 from .task import Counted, Reference, Shard
 
-__all__ = ["compare", "phase_check", "value_checks", "with_medians"]
+__all__ = ["compare", "phase_check", "value_checks", "with_recount"]
 
 
 def compare(
@@ -57,21 +57,20 @@ def compare(
 AnyShard = TypeVar("AnyShard", Shard, PipelineShard)
 
 
-def with_medians(shards: Sequence[AnyShard], again: Sequence[Counted]) -> list[AnyShard]:
-    """The shards with the medians of what was counted at first and again, as the first rank read it."""
-
-    def median(*counts: int | None) -> int | None:
-        known = sorted(count for count in counts if count is not None)
-        return known[len(known) // 2] if known else None
-
+def with_recount(shards: Sequence[AnyShard], again: Counted) -> list[AnyShard]:
+    """The shards with the smaller of both counts of each section, as the first rank read it: what else a machine does while bytes
+    are counted adds to them."""
+    first = shards[0]
     sections = [
-        replace(section, payload_bytes=median(section.payload_bytes, *(more.section_bytes[i] for more in again)))
-        for i, section in enumerate(shards[0].sections)
+        replace(section, payload_bytes=_smaller(section.payload_bytes, counted))
+        for section, counted in zip(first.sections, again.section_bytes)
     ]
-    step_bytes = median(shards[0].step_bytes, *(more.step_bytes for more in again))
-    result = list(shards)
-    result[0] = replace(shards[0], sections=tuple(sections), step_bytes=step_bytes)
-    return result
+    step_bytes = _smaller(first.step_bytes, again.step_bytes)
+    return [replace(first, sections=tuple(sections), step_bytes=step_bytes), *shards[1:]]
+
+
+def _smaller(count: int | None, again: int) -> int | None:
+    return None if count is None else min(count, again)
 
 
 def _losses(expected: Sequence[float], shards: Sequence[Shard]) -> tuple[tuple[float, float], ...]:

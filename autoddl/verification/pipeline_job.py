@@ -66,16 +66,13 @@ def run_pipeline(pipeline: PipelineTask) -> PipelineShard:
     )
 
 
-def count_pipeline(pipeline: PipelineTask, times: int) -> list[Counted]:
-    """Bytes alone, some more times, on all ranks."""
+def count_pipeline(pipeline: PipelineTask) -> Counted:
+    """Bytes alone, once more, on all ranks."""
     _, trainer = _trainer(pipeline)
     meter = Meter()
-    counted = []
-    for _ in range(times):
-        sections = _sections(trainer, meter)
-        _, traffic = meter(trainer.run)
-        counted.append(Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes))
-    return counted
+    sections = _sections(trainer, meter)
+    _, traffic = meter(trainer.run)
+    return Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes)
 
 
 def _trainer(pipeline: PipelineTask) -> tuple[dict[str, np.ndarray], PipelineTrainer]:

@@ -18,15 +18,15 @@ from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_traffic import layer_steps, passes, stage_traffic
-from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
+from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
 
 from ..plan import Plan
 from ..staging import stage_plans
-from .comparing import phase_check, value_checks, with_medians
+from .comparing import phase_check, value_checks, with_recount
 from .fitting import FittedPipeline, fit_pipeline
 from .pipeline_result import PipelineShard, PipelineVerification
 from .prediction import sent_messages, unpriced_steps
-from .result import NOISE_BYTES, LayerCheck, PhaseCheck, Tolerance
+from .result import LayerCheck, PhaseCheck, Tolerance
 from .run import (
     NUM_RECOUNTS,
     Deadline,
@@ -90,10 +90,12 @@ def verify_pipeline(
             say(f"running on {num_ranks} ranks")
             shards = ranks.run(f"{_JOB}:run_pipeline", pipeline, timeout_s=deadline.left_s, on_report=on_report)
             found = _compare(plan, fitted, gradient_step, reference, shards, options.tolerance, uncounted)
-            if found.are_bytes_off:
+            for _ in range(NUM_RECOUNTS):
+                if not found.are_bytes_off:
+                    break
                 say("counting bytes again")
-                again = ranks.run(f"{_JOB}:count_pipeline", pipeline, NUM_RECOUNTS, timeout_s=deadline.left_s)[0]
-                shards = with_medians(shards, again)
+                again = ranks.run(f"{_JOB}:count_pipeline", pipeline, timeout_s=deadline.left_s)[0]
+                shards = with_recount(shards, again)
                 found = _compare(plan, fitted, gradient_step, reference, shards, options.tolerance, uncounted)
     return replace(found, seconds=deadline.passed_s)
 

@@ -142,17 +142,14 @@ def run_plan(task: Task) -> Shard:
     return Shard(tuple(losses), gradient_errors, parameter_errors, sections, step_steps, step_bytes)
 
 
-def count_again(task: Task, times: int) -> list[Counted]:
-    """Bytes alone, some more times, on all ranks."""
+def count_again(task: Task) -> Counted:
+    """Bytes alone, once more, on all ranks."""
     applied, examples, _ = _applied(task)
     meter = Meter()
-    counted = []
-    for _ in range(times):
-        sections = _sections(task, applied, examples, meter)
-        _, traffic = meter(functools.partial(_train_step, applied, task, step_data(task, examples, 0)))
-        _forget_gradients(applied)
-        counted.append(Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes))
-    return counted
+    sections = _sections(task, applied, examples, meter)
+    _, traffic = meter(functools.partial(_train_step, applied, task, step_data(task, examples, 0)))
+    _forget_gradients(applied)
+    return Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes)
 
 
 def _applied(task: Task) -> tuple[Any, tuple[np.ndarray, ...], Arrays]:

@@ -1,6 +1,7 @@
 """What a verification found: numbers beside the numbers that they should be, and the verdict.
 
-Bytes on the wire are judged to 3 % and, since barriers are not quite constant, `NOISE_BYTES` per rank and reading.  The steps
+Bytes on the wire are judged to `wire.BYTES_TOLERANCE` and, since barriers are not quite constant, `wire.NOISE_BYTES` per rank and
+reading.  The steps
 that ran are judged exactly: they are recorded by what executes them, the bytes are counted by the network; both have to agree
 with the price.
 """
@@ -14,12 +15,11 @@ from typing import Any
 
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.runtime.wire import BYTES_TOLERANCE
 
 from .scaling import Change
 
 __all__ = [
-    "BYTES_TOLERANCE",
-    "NOISE_BYTES",
     "LayerCheck",
     "PhaseCheck",
     "Tolerance",
@@ -28,11 +28,6 @@ __all__ = [
     "together",
     "worst",
 ]
-
-#: Of what is predicted.
-BYTES_TOLERANCE = 0.03
-#: What one barrier more or less sends, per rank.
-NOISE_BYTES = 400
 
 
 @dataclass(frozen=True)

@@ -26,19 +26,35 @@ from __future__ import annotations
 import faulthandler
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from .load import load_oneflow
 from .network import read_loopback
 
-__all__ = ["HEADER_BYTES", "MESSAGE_BYTES", "Meter", "Traffic", "measure", "measure_baseline", "synchronize"]
+__all__ = [
+    "BYTES_TOLERANCE",
+    "HEADER_BYTES",
+    "MESSAGE_BYTES",
+    "NOISE_BYTES",
+    "Meter",
+    "Traffic",
+    "measure",
+    "measure_baseline",
+    "synchronize",
+]
 
 #: IPv4 and TCP with the timestamp option, on every packet of ``lo``.
 HEADER_BYTES = 20 + 32
 #: What OneFlow sends for itself with every message between two ranks.
 MESSAGE_BYTES = 448
+#: What one barrier more or less sends, per rank: how far a count may be off, whatever is counted.
+NOISE_BYTES = 400
+#: How far a count may be off beyond that, of what is predicted.
+BYTES_TOLERANCE = 0.03
+# How many empty sections are measured.
+_NUM_BASELINES = 9
 
 
 @dataclass(frozen=True)
@@ -76,7 +92,7 @@ def synchronize() -> None:
 
 def measure_baseline() -> Traffic:
     """What `measure` would count for a section that sends nothing; every rank of the job has to call it."""
-    return measure(lambda: None, Traffic(0, 0, 0))[1]
+    return _median([measure(lambda: None, Traffic(0, 0, 0))[1] for _ in range(_NUM_BASELINES)])
 
 
 def measure(section: Callable[[], Any], baseline: Traffic) -> tuple[Any, Traffic]:
@@ -100,11 +116,10 @@ class Meter:
     counts for the second one.
     """
 
-    def __init__(self, num_baselines: int = 9):
+    def __init__(self) -> None:
         self._baseline = Traffic(0, 0, 0)
         self._last = _quiet_traffic()
-        empty = [self(lambda: None)[1] for _ in range(num_baselines)]
-        self._baseline = sorted(empty, key=lambda traffic: traffic.payload_bytes)[num_baselines // 2]
+        self._baseline = _median([self(lambda: None)[1] for _ in range(_NUM_BASELINES)])
 
     def __call__(self, section: Callable[[], Any]) -> tuple[Any, Traffic]:
         """What ``section`` returned, and what all ranks of the job sent meanwhile; the same on every rank."""
@@ -113,6 +128,10 @@ class Meter:
         traffic = _quiet_traffic()
         sent, self._last = traffic - self._last - self._baseline, traffic
         return result, sent
+
+
+def _median(traffic: Sequence[Traffic]) -> Traffic:
+    return sorted(traffic, key=lambda each: each.payload_bytes)[len(traffic) // 2]
 
 
 def _quiet_traffic(quiet_s: float = 0.01) -> Traffic:

@@ -30,14 +30,13 @@ from autoddl.pipelines.runtime.processes import is_listening, reserve_port
 from autoddl.plan import Plan
 
 from .random_strategies import random_strategies
+from .sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("exported_jobs.py")
 MODELS = Path(__file__).with_name("exported_models.py")
 GPT = Transformer("gpt", layers=2, width=64, heads=8, sequence=16, vocabulary=128)
 BERT = Transformer("bert", layers=1, width=64, heads=4, sequence=16, vocabulary=128)
 LLAMA = replace(GPT, name="llama", layers=1, kv_heads=4, intermediate=128, activation="silu", tied=False)
-#: What barriers more or less send, per rank.
-NOISE_BYTES = 800
 
 
 @dataclass(frozen=True)
@@ -120,27 +119,30 @@ def exported(case: Case, folder: Path) -> str:
     return str(path)
 
 
-def check(results: list[dict[str, Any]]) -> None:
-    """Losses of all steps, initial and final values and (where they were counted) bytes as of the applied plan."""
+def check(run: Callable[[], list[dict[str, Any]]]) -> None:
+    """Losses of all steps, initial and final values and bytes as of the applied plan."""
+    results = run()
     for result in results:
         assert result["initial"] and not result["names"]
         assert result["losses"][1] == pytest.approx(result["losses"][0], rel=1e-5)
         errors = result["finals"]
         assert max(errors.values()) < 1e-5, max(errors.items(), key=lambda item: item[1])
         assert len(set(result["losses"][1])) == len(result["losses"][1])  # it learns
-    if results[0]["bytes"][0]:
-        theirs, mine = map(median, results[0]["bytes"])
-        assert abs(mine - theirs) < 0.03 * theirs + NOISE_BYTES * len(results)
+    check_sent(len(results), sent_by(results), lambda: sent_by(run()))
+
+
+def sent_by(results: list[dict[str, Any]]) -> list[Sent]:
+    """The bytes of a step of the file, beside those of the applied plan."""
+    theirs, mine = map(median, results[0]["bytes"])
+    assert theirs > 0
+    return [Sent("a step", mine, theirs)]
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_losses_values_and_bytes_are_those_of_the_applied_plan(counted_ranks, tmp_path, name):
     case = CASES[name]()
-    results = counted_ranks(case.num_ranks).run(
-        f"{JOBS}:train_both", case.built_in, case.graph, case.strategies, case.workload, exported(case, tmp_path), True
-    )
-    assert results[0]["bytes"][0]
-    check(results)
+    arguments = case.built_in, case.graph, case.strategies, case.workload, exported(case, tmp_path), True
+    check(lambda: counted_ranks(case.num_ranks).run(f"{JOBS}:train_both", *arguments))
 
 
 # ---- Users' models -------------------------------------------------------------------------------------------------------------
@@ -170,8 +172,8 @@ def test_users_models_are_wrapped(counted_ranks, tmp_path, name, level_sizes, se
     )
     path = tmp_path / "exported.py"
     path.write_text(oneflow_text(case.plan(graph), f"{MODELS}:{name}"))
-    results = pool.run(f"{JOBS}:train_users", f"{MODELS}:{name}", graph, strategies, case.workload, str(path), True)
-    check(results)
+    arguments = f"{MODELS}:{name}", graph, strategies, case.workload, str(path), True
+    check(lambda: pool.run(f"{JOBS}:train_users", *arguments))
 
 
 def test_a_model_that_computes_something_else_is_noticed(ranks, tmp_path):
