@@ -11,7 +11,7 @@ import pytest
 
 import autoddl
 
-from .distributing import Scheduling, mark_ranks, tell_group
+from .distributing import Scheduling, mark_ranks, tell_units
 from .faults import PAGE, Fault, of_mark, page_with
 from .watchdog import Watchdog
 
@@ -112,7 +112,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", None)
     if worker:
-        tell_group(session.items, Path(worker["folder"]), worker["workerid"])
+        tell_units(session.items, Path(worker["folder"]), worker["workerid"])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

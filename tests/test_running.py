@@ -53,8 +53,8 @@ def closing_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.rstrip().splitlines()[-1]
 
 
-def test_tests_of_ranks_run_one_at_a_time_in_one_worker(suite):
-    """With the fixtures' names or the mark; the other ones are shared by both workers."""
+def test_tests_of_ranks_run_one_at_a_time(suite):
+    """Those on pools in one worker, those with processes of their own in one; the other ones are shared by all workers."""
     tests = """
 @pytest.fixture
 def ranks():
@@ -66,12 +66,12 @@ def note(what, worker_id):
 
 @pytest.mark.parametrize("number", range(3))
 def test_with_the_fixture(ranks, worker_id, number):
-    note("ranks", worker_id)
+    note("pools", worker_id)
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("number", range(4))
 def test_with_the_mark(worker_id, number):
-    note("ranks", worker_id)
+    note("processes", worker_id)
     time.sleep(0.5)
 
 @pytest.mark.parametrize("number", range(20))
@@ -80,12 +80,12 @@ def test_others(worker_id, number):
     time.sleep(0.05)
 """
     done = run_suite(suite, tests, "-v")
-    assert done.returncode == 0 and re.fullmatch(r"=+ 26 passed in [\d.]+s =+", closing_line(done)), done.stdout
+    assert done.returncode == 0 and re.fullmatch(r"=+ 27 passed in [\d.]+s =+", closing_line(done)), done.stdout
     lines = (suite / "tests" / "test_these.py.log").read_text().split("\n")[:-1]
-    workers = {line for line in lines if line.startswith("ranks")}
-    assert len(workers) == 1 and sum(line.startswith("ranks") for line in lines) == 6
-    assert {line for line in lines if line.startswith("others")} - {next(iter(workers)).replace("ranks", "others")}
-    assert "@" not in done.stdout and "test_with_the_mark[2]" in done.stdout
+    for unit, count in (("pools", 3), ("processes", 4)):
+        workers = [line for line in lines if line.startswith(unit)]
+        assert len(workers) == count and len(set(workers)) == 1
+    assert sum(line.startswith("others") for line in lines) == 20
     fast = run_suite(suite, tests, "-m", "not ranks")
     assert "20 passed" in closing_line(fast)
 

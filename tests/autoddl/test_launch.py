@@ -167,7 +167,7 @@ def losses_by_hand() -> list[float]:
 def test_one_rank_fails(mlp_plan, capsys, tmp_path, how, code, words):
     begun = time.monotonic()
     assert launch(mlp_plan(1, 2), "--max-restarts", "3" if how == "refuse" else "0", "--", "fail", "1", how) == code
-    assert time.monotonic() - begun < 20
+    assert time.monotonic() - begun < 60
     captured = capsys.readouterr()
     assert words in captured.err and captured.err.count("\n") == 1
     assert "in trouble" in shown(captured.out)[1]
@@ -217,7 +217,7 @@ def test_a_second_ctrl_c_kills(mlp_plan):
         begun = time.monotonic()
         process.send_signal(signal.SIGINT)
         process.wait(timeout=30)
-        assert time.monotonic() - begun < 20
+        assert time.monotonic() - begun < 60
     assert process.returncode == 130
 
 

@@ -152,7 +152,7 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
     start = time.monotonic()
     with pytest.raises(UserError, match="No space left on device"):
         measure_locally(CampaignOptions(ranks=(2,), sizes=(1024, 4096), repetitions=3), Full(tmp_path / "samples.csv"))
-    assert time.monotonic() - start < 60
+    assert time.monotonic() - start < 120
 
 
 @pytest.mark.ranks

@@ -27,7 +27,8 @@ SEED, RATE = 3, 0.05
 def module_of(path: str) -> Any:
     """A file as a module.
 
-    It communicates in the runtime's thread: a process that runs a file has one, and OneFlow numbers them and never ends them.
+    It communicates in the runtime's thread. Threads of its own would end when the module is garbage collected, which happens at
+    another moment on each rank (see `_communication_thread`).
     """
     spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None

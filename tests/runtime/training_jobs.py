@@ -13,7 +13,7 @@ flow = load_oneflow()
 
 
 def train_on_text(plan_path: str, sizes: Any, batches: list[np.ndarray]) -> dict[str, list[float]]:
-    """The losses of every step: applied at the plan, on one device, and on one device that sums in another order.
+    """The losses of every step: applied at the plan, on one device (rank 0), and on one that sums in another order (rank 1).
 
     ``batches``: (samples, sequence + 1) characters each.
     """
@@ -26,6 +26,7 @@ def train_on_text(plan_path: str, sizes: Any, batches: list[np.ndarray]) -> dict
         optimizer.zero_grad()
     if flow.env.get_rank() == 0:
         losses["one device"] = on_one_device(made(sizes), batches, 1)
+    elif flow.env.get_rank() == 1:
         losses["one device, halved"] = on_one_device(made(sizes), batches, 2)
     return losses
 

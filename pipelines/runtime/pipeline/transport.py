@@ -31,7 +31,12 @@ Tensor = Any
 
 @functools.cache
 def _communication_thread() -> Any:
-    """One per process: OneFlow numbers its threads, and they never end."""
+    """One per process, which is never given up.
+
+    OneFlow numbers its threads, and gives the number of one that was garbage collected to the next one. Where a thread has been
+    collected on one rank and not yet on another, threads that are made next have different numbers, and a collective in them waits
+    for ever.
+    """
     return flow.asyncs.Thread()
 
 

@@ -41,9 +41,9 @@ def test_as_good_as_the_papers_plans(name: str, batch: int, cluster: str) -> Non
     plan = PAPER[name, batch, cluster]
     widths = {"DP": [16], "straight": [1] * 16}.get(plan) or [int(width) for width in plan.split(":")]
     workload = Workload(load_profile(name), load_cluster(cluster), batch)
-    begin = time.perf_counter()
+    begin = time.process_time()
     result = plan_dapple(workload)
-    assert time.perf_counter() - begin < 20  # about 1 s on a free core; generous for a busy one
+    assert time.process_time() - begin < 20  # about 1 s; of the processor, which others may use meanwhile
     paper = evaluate(workload, paper_cuts(workload.profile, plan), widths)
     assert paper.name == plan
     assert result.plan.name == plan or result.plan.simulated_s <= paper.simulated_s
