@@ -51,6 +51,7 @@ __all__ = [
     "DamagedError",
     "Entry",
     "Part",
+    "checkpoint_folder",
     "checkpoints_in",
     "discard_unfinished",
     "open_checkpoint",
@@ -84,7 +85,8 @@ class Part:
     sha256: str | None
 
 
-def _folder(directory: Path, num_updates: int) -> Path:
+def checkpoint_folder(directory: Path, num_updates: int) -> Path:
+    """Where a complete checkpoint is."""
     return directory / f"step-{num_updates:08d}"
 
 
@@ -175,7 +177,7 @@ def write_complete(
     Raises:
         OSError: a part is not there (the ranks do not share the directory, perhaps), or the disk is full.
     """
-    unfinished, folder = _unfinished(directory, num_updates), _folder(directory, num_updates)
+    unfinished, folder = _unfinished(directory, num_updates), checkpoint_folder(directory, num_updates)
     parts = sorted(parts, key=lambda part: part.name)
     _make_folder(unfinished)
     for part in parts:
@@ -447,7 +449,7 @@ def _checkpoint(folder: Path, fields: Fields) -> Checkpoint:
     checkpoint = Checkpoint(
         folder, fields.integer("num_updates"), fields.integer("num_micro_batches"), parts, hash=found
     )
-    if folder.name != _folder(Path(), checkpoint.num_updates).name:
+    if folder.name != checkpoint_folder(Path(), checkpoint.num_updates).name:
         raise DamagedError(f"{_MANIFEST} is of step {checkpoint.num_updates}")
     return checkpoint
 

@@ -15,7 +15,7 @@ path and the reason, and exits with 2.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from .checkpoint import (
     DamagedError,
     Entry,
     Part,
+    checkpoint_folder,
     checkpoints_in,
     discard_unfinished,
     open_checkpoint,
@@ -152,12 +153,12 @@ def save(
     num_micro_batches: int,
     schedule: str,
     entries: Mapping[str, Entry],
-    damaged: Collection[Path],
+    damaged: set[Path],
 ) -> str:
     """Write a checkpoint, of which this rank has some entries; all ranks call.
 
     Args:
-        damaged: those known not to be whole, which do not count when old ones are removed.
+        damaged: those known not to be whole, which do not count when old ones are removed. The new one is taken out.
 
     Returns:
         why it could not be written; "" where it is complete.
@@ -182,4 +183,7 @@ def save(
             member.warn(
                 f"checkpoint of step {num_updates} cannot be written: {failure}; training goes on, and older ones are kept"
             )
-    return member.tell(failure)[0]
+    failure = member.tell(failure)[0]
+    if not failure:
+        damaged.discard(checkpoint_folder(directory, num_updates))
+    return failure
