@@ -7,8 +7,10 @@ import os
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,10 @@ from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.joint.meshes import StageMesh
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.pipeline.checkpoint import open_checkpoint
+from autoddl.pipelines.runtime.pipeline.checkpoint import checkpoints_in, open_checkpoint
 
 from .sample_plans import pipeline_plan, written
-from .test_launch import START, shown
+from .test_launch import START, shown, wait_until_gone
 
 ONEFLOW = is_available()
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)]
@@ -130,7 +132,7 @@ def test_a_full_disk(trained, tmp_path):
     warnings, last = lines[:-1], lines[-1]
     assert len(warnings) == 2
     for step, warning in zip((4, 6), warnings):
-        pattern = rf"checkpoint of step {step} cannot be written: \S*full/saved\S*: No space left on device"
+        pattern = rf"checkpoint of step {step} cannot be written: \S*full/saved/\S+: No space left on device"
         assert re.match(f"autoddl: warning: {pattern}", warning), warning
     assert "steps after step 2 are not saved" in last and "No space left on device" in last
     assert [path.name for path in (tmp_path / "kept").iterdir()] == ["step-00000002"]
@@ -157,6 +159,35 @@ def test_a_killed_rank_of_train(tmp_path, capsys):
     assert main(["train", f"{tmp_path}/own.py:killed", "--steps", "2"]) == 1
     error = capsys.readouterr().err
     assert "rank 1 of 2 was killed by SIGKILL" in error and error.count("\n") == 1
+
+
+@pytest.mark.fault(
+    "training",
+    "`autoddl train` is interrupted by Ctrl-C or SIGTERM",
+    "its ranks are ended; the next start goes on from the newest checkpoint",
+    exit_code="130, 143",
+)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_training(trained, tmp_path, number):
+    command, _, _ = trained
+    directory = tmp_path / "saved"
+    words = [*command, "--steps", "1000000", "--checkpoints", str(directory)]
+    with subprocess.Popen([sys.executable, "-c", START, *words], stderr=subprocess.PIPE, text=True) as process:
+        try:
+            deadline = time.monotonic() + PATIENCE_S
+            while not list(directory.glob("step-*")):
+                assert process.poll() is None and time.monotonic() < deadline
+                time.sleep(0.05)
+            process.send_signal(number)
+            _, error = process.communicate(timeout=PATIENCE_S)
+        finally:
+            process.kill()
+    assert process.returncode in (128 + number, -number)  # -15: the signal itself, which a shell calls 143
+    assert error.count("\n") <= 1 and "Traceback" not in error
+    wait_until_gone(str(directory))
+    _, newest = checkpoints_in(directory)[0]
+    left = open_checkpoint(newest)
+    left.verify(left.parts)
 
 
 NUM_STEPS = 4

@@ -259,13 +259,15 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _written(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends; removed where the block or that fails."""
+    """A new file that is on the disk when the block ends; removed where the block or that fails, with an error that names it."""
     try:
         with open(path, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-    except BaseException:
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
         with contextlib.suppress(OSError):
             path.unlink()
         raise

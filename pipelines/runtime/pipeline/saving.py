@@ -2,14 +2,16 @@
 
 **Restoring.** Rank 0 lists the checkpoints, the newest first, and tells the others; so all look at the same one at a time. Every
 rank verifies a share of the parts and reads what it needs, then all tell each other what they found. The first checkpoint that is
-whole for every rank is taken; a word goes to the user about each one that was passed over, with the reason. Where there are
-checkpoints and none is whole, training does not begin anew in silence: that is a `UserError`. A checkpoint that is whole and of
-another model is one too, and not passed over.
+whole for every rank is taken; a warning names each one that was passed over, with the reason. Where there are checkpoints and none
+is whole, training does not begin anew in silence: that is a `UserError`. A checkpoint that is whole and of another model is one
+too, and not passed over.
 
 **Saving.** A checkpoint that cannot be written (the disk is full, say) does not end the training: all ranks learn of it, its files
 are removed, those before it stay, the user is warned, and training goes on to the next checkpoint, which is tried as usual. `save`
 returns False then. Whoever trains has to say so at the end if the last one failed: ``autoddl train`` prints its result, then the
 path and the reason, and exits with 2.
+
+In both, ranks wait for the slowest one, which the stall timeout of the job has to allow for.
 """
 
 from __future__ import annotations

@@ -57,10 +57,12 @@ def declared(folder: Path) -> None:
 
 # ---- Damage --------------------------------------------------------------------------------------------------------------
 
-OUTCOME = "the newest whole one is taken, and a warning names the damaged one with the reason"
 
-
-@pytest.mark.fault("training", "the newest checkpoint is truncated", OUTCOME)
+@pytest.mark.fault(
+    "training",
+    "the newest checkpoint is truncated",
+    "the newest whole one is taken; a warning names the damaged one and why",
+)
 def test_a_truncated_part(saved):
     path = saved / "step-00000004" / "rank-1.npz"
     size = path.stat().st_size
@@ -68,7 +70,11 @@ def test_a_truncated_part(saved):
     passed_over(saved, f"rank-1.npz has {size - 1} bytes, should have {size}")
 
 
-@pytest.mark.fault("training", "a bit of the newest checkpoint is flipped", OUTCOME)
+@pytest.mark.fault(
+    "training",
+    "a bit of the newest checkpoint is flipped",
+    "the newest whole one is taken; a warning names the damaged one and why",
+)
 def test_a_flipped_bit(saved):
     """In any of its files, wherever it is."""
     folder, rng = saved / "step-00000004", random.Random(3)
@@ -86,19 +92,31 @@ def test_a_flipped_bit(saved):
         path.write_bytes(content)
 
 
-@pytest.mark.fault("training", "a part of the newest checkpoint is missing", OUTCOME)
+@pytest.mark.fault(
+    "training",
+    "a part of the newest checkpoint is missing",
+    "the newest whole one is taken; a warning names the damaged one and why",
+)
 def test_a_missing_part(saved):
     (saved / "step-00000004" / "rank-0.npz").unlink()
     passed_over(saved, "rank-0.npz is missing")
 
 
-@pytest.mark.fault("training", "the newest checkpoint's manifest is missing", OUTCOME)
+@pytest.mark.fault(
+    "training",
+    "the newest checkpoint's manifest is missing",
+    "the newest whole one is taken; a warning names the damaged one and why",
+)
 def test_a_missing_manifest(saved):
     (saved / "step-00000004" / "checkpoint.json").unlink()
     passed_over(saved, "checkpoint.json is missing")
 
 
-@pytest.mark.fault("training", "the newest checkpoint is a file, or a part of it a folder or a pipe", OUTCOME)
+@pytest.mark.fault(
+    "training",
+    "the newest checkpoint is a file, or a part of it a folder or a pipe",
+    "the newest whole one is taken; a warning names the damaged one and why",
+)
 def test_files_and_folders_that_are_the_other_kind(saved):
     folder = saved / "step-00000004"
     for name in ("rank-1.npz", "checkpoint.json"):
@@ -120,7 +138,11 @@ def test_files_and_folders_that_are_the_other_kind(saved):
     assert job.restore(saved) == 4
 
 
-@pytest.mark.fault("training", "the newest checkpoint's manifest is edited or unreadable", OUTCOME)
+@pytest.mark.fault(
+    "training",
+    "the newest checkpoint's manifest is edited or unreadable",
+    "the newest whole one is taken; a warning names the damaged one and why",
+)
 def test_manifests_that_are_not_what_was_written(saved):
     folder = saved / "step-00000004"
     path = folder / "checkpoint.json"
