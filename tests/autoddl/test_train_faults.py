@@ -22,7 +22,7 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.checkpoint import checkpoints_in, open_checkpoint
 
 from .sample_plans import pipeline_plan, written
-from .test_launch import START, shown, wait_until_gone
+from .test_launch import START, processes_with, shown, wait_until_gone
 
 ONEFLOW = is_available()
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)]
@@ -172,19 +172,22 @@ def test_an_interrupted_training(trained, tmp_path, number):
     command, _, _ = trained
     directory = tmp_path / "saved"
     words = [*command, "--steps", "1000000", "--checkpoints", str(directory)]
-    with subprocess.Popen([sys.executable, "-c", START, *words], stderr=subprocess.PIPE, text=True) as process:
+    environment = {**os.environ, "MARK": str(directory)}  # by which ranks are found
+    options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([sys.executable, "-c", START, *words], **options) as process:
         try:
             deadline = time.monotonic() + PATIENCE_S
             while not list(directory.glob("step-*")):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
+            assert len(processes_with(str(directory))) >= 3
             process.send_signal(number)
             _, error = process.communicate(timeout=PATIENCE_S)
         finally:
             process.kill()
     assert process.returncode in (128 + number, -number)  # -15: the signal itself, which a shell calls 143
     assert error.count("\n") <= 1 and "Traceback" not in error
-    wait_until_gone(str(directory))
+    wait_until_gone(str(directory), patience_s=120.0)
     _, newest = checkpoints_in(directory)[0]
     left = open_checkpoint(newest)
     left.verify(left.parts)
