@@ -93,6 +93,7 @@ def run(arguments: argparse.Namespace) -> int:
     from tqdm import tqdm
 
     from autoddl.pipelines.runtime.failures import RankError
+    from autoddl.pipelines.runtime.pipeline.saving import warn_on_stderr
     from autoddl.pipelines.runtime.pipeline.training import train
 
     options = _options(arguments)
@@ -104,7 +105,8 @@ def run(arguments: argparse.Namespace) -> int:
             bar.set_postfix_str(f"loss {step.loss:.4f}, {step.units_per_s:,.0f} {options.problem.unit}/s")
 
         def warn(text: str) -> None:
-            bar.write(f"autoddl: warning: {' '.join(text.split())}", file=sys.stderr)
+            with bar.external_write_mode(file=sys.stderr):  # above the bar, not in it
+                warn_on_stderr(text)
 
         try:
             with by_option():

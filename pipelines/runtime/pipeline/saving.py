@@ -17,6 +17,7 @@ In both, ranks wait for the slowest one, which the stall timeout of the job has 
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,10 +39,16 @@ from .checkpoint import (
     write_part,
 )
 
-__all__ = ["Exchange", "Member", "Restored", "restore", "save"]
+__all__ = ["Exchange", "Member", "Restored", "restore", "save", "warn_on_stderr"]
 
 Exchange = Callable[[str], "list[str]"]
 """Give a text, and get those of all ranks; all ranks of the job call."""
+
+
+def warn_on_stderr(text: str) -> None:
+    """Say a warning of one line."""
+    sys.stderr.write(f"autoddl: warning: {' '.join(text.split())}\n")
+    sys.stderr.flush()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from .lowering import Lowered, lower
 from .planned import PlannedStages
 from .planned_model import PlannedModel
 from .report import RankReport
-from .saving import Member, restore, save
+from .saving import Member, restore, save, warn_on_stderr
 from .stage_plans import stage_layouts
 from .weights import OptimizerFactory, ReplicaWeights
 from .work import ModelWork, Stages
@@ -87,7 +86,7 @@ class PipelineTrainer:
         self.num_updates = 0
         self.num_micro_batches = 0
         self.save_failure = ""
-        self._member = Member(self.rank, flow.env.get_world_size(), _exchange, _warn if warn is None else warn)
+        self._member = Member(self.rank, flow.env.get_world_size(), _exchange, warn or warn_on_stderr)
         self._damaged: set[Path] = set()
         if isinstance(model, PlannedModel):
             tied = {stages for stages in model.holders().values() if len(stages) > 1}
@@ -216,8 +215,3 @@ def _total(values: np.ndarray) -> np.ndarray:
     tensor = flow.tensor(values.astype(np.int64))
     flow.comm.all_reduce(tensor)
     return tensor.numpy()
-
-
-def _warn(text: str) -> None:
-    sys.stderr.write(f"autoddl: warning: {' '.join(text.split())}\n")
-    sys.stderr.flush()

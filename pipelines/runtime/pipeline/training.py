@@ -20,6 +20,7 @@ from ..launcher import RankPool
 from .checkpoint import prepare_directory
 from .problems import Problem
 from .report import PipelineReport, combine
+from .saving import warn_on_stderr
 
 __all__ = ["Begun", "Saved", "Step", "TrainingOptions", "TrainingResult", "Warned", "schedule_of", "train"]
 
@@ -110,7 +111,8 @@ def train(
 
     Args:
         on_step: called with every step as soon as its last loss is known.
-        on_warning: called with every warning, of one line: about a checkpoint that is damaged or cannot be written.
+        on_warning: called with every warning, of one line: about a checkpoint that is damaged or cannot be written. By default it
+            goes to stderr.
         timeout_s: how long it may take, from when the ranks are there; for ever if None.
         pool_options: of the `RankPool`.
 
@@ -122,7 +124,7 @@ def train(
     schedule = options.schedule
     if options.checkpoints is not None:
         prepare_directory(options.checkpoints)
-    progress = _Progress(options, on_step, on_warning)
+    progress = _Progress(options, on_step, on_warning or warn_on_stderr)
     with RankPool(sum(schedule.widths), **pool_options) as pool:
         job = "autoddl.pipelines.runtime.pipeline.training_job:train_on_rank"
         results = pool.run(job, options, timeout_s=timeout_s, on_report=progress.take)
@@ -157,7 +159,7 @@ class _Progress:
         self,
         options: TrainingOptions,
         on_step: Callable[[Step], None] | None,
-        on_warning: Callable[[str], None] | None,
+        on_warning: Callable[[str], None],
     ) -> None:
         self.first = 0
         self.unsaved = ""
@@ -180,8 +182,7 @@ class _Progress:
                 self.first = self.last_saved = value.num_updates
             return
         if isinstance(value, Warned):
-            if self._on_warning is not None:
-                self._on_warning(value.text)
+            self._on_warning(value.text)
             return
         if isinstance(value, Saved):
             self.unsaved = value.failure
