@@ -2,9 +2,8 @@
 
     killed_script.py STEPS ["[damage ]RANK:EVENT" ...]
 
-Of attempt n the nth word says which rank kills itself, and when: events are counted from 0, with one before and one after each call
-of the functions below, which change the disk. Where the word begins with ``damage``, rank 0 shortens a part of the newest
-checkpoint first.
+Of attempt n the nth word says which rank kills itself, and when: before the call of that number, from 0, of the functions below,
+which change the disk. Where the word begins with ``damage``, rank 0 shortens a part of the newest checkpoint first.
 """
 
 from __future__ import annotations
@@ -37,9 +36,7 @@ def pass_by():
 def watched(function):
     def call(*arguments, **options):
         pass_by()
-        result = function(*arguments, **options)
-        pass_by()
-        return result
+        return function(*arguments, **options)
 
     return call
 

@@ -144,8 +144,8 @@ EVENTS = ("os.fsync", "os.rename", "os.mkdir", "os.unlink", "os.rmdir", "numpy.l
 
 
 def killed_while_saving(directory: Path, step: int, event: int) -> bool:
-    """Save in a process that is killed at an event, counted from 0 with one before and one after each call; False where it ended
-    first."""
+    """Save in a process that is killed before the call of that number; False where there are fewer. What is after a call for the
+    disk is before the next one."""
     child = os.fork()
     if child == 0:
         signal.alarm(int(PATIENCE_S))
@@ -161,9 +161,7 @@ def killed_while_saving(directory: Path, step: int, event: int) -> bool:
             def watched(function: Callable[..., Any]) -> Callable[..., Any]:
                 def call(*arguments: Any, **options: Any) -> Any:
                     pass_by()
-                    result = function(*arguments, **options)
-                    pass_by()
-                    return result
+                    return function(*arguments, **options)
 
                 return call
 
@@ -189,7 +187,7 @@ def killed_while_saving(directory: Path, step: int, event: int) -> bool:
 )
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="processes are forked")
 def test_killed_at_every_moment_of_writing(tmp_path):
-    """Before and after each call that changes the disk, for the first checkpoint, and one that removes an old one."""
+    """Before each call that changes the disk, for the first checkpoint, and one that removes an old one."""
     start = tmp_path / "start"
     for step in (2, 6):
         event, seen = 0, set()
@@ -210,7 +208,7 @@ def test_killed_at_every_moment_of_writing(tmp_path):
             left = sorted(path.name for path in directory.iterdir())
             assert left == [f"step-{kept:08d}" for kept in (step - 2, step) if kept], (step, event)
             event += 1
-        assert len(seen) == 2 and event > 20
+        assert len(seen) == 2 and event > 12
 
 
 # ---- The directory -------------------------------------------------------------------------------------------------------
