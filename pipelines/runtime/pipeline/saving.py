@@ -41,6 +41,8 @@ from .checkpoint import (
 
 __all__ = ["Exchange", "Member", "Restored", "restore", "save", "warn_on_stderr"]
 
+_SHOWN_REASONS = 3
+
 Exchange = Callable[[str], "list[str]"]
 """Give a text, and get those of all ranks; all ranks of the job call."""
 
@@ -101,26 +103,25 @@ def restore(directory: Path, member: Member, shapes: Mapping[str, tuple[int, ...
     listed = member.tell(listed)[0]
     if "error" in listed:
         raise UserError(listed["error"])
-    damaged: list[Path] = []
-    reason = ""
+    damaged: dict[Path, str] = {}
     for name in listed["names"]:
         checkpoint, entries, seen = _look(directory / name, member, shapes)
         all_seen = [_Seen(*fields) for fields in member.tell([seen.hash, seen.damage, seen.misfit])]
         reason = _damage(all_seen)
         if reason:
-            damaged.append(directory / name)
-            if member.rank == 0:
-                member.warn(f"checkpoint {directory / name} is damaged and passed over: {reason}")
+            damaged[directory / name] = reason
             continue
         for of_rank in all_seen:
             if of_rank.misfit:
                 raise UserError(of_rank.misfit)
         assert checkpoint is not None
+        for folder, reason in damaged.items() if member.rank == 0 else ():
+            member.warn(f"checkpoint {folder} is damaged and passed over: {reason}")
         return Restored(checkpoint, entries, tuple(damaged))
-    if damaged:
+    if damaged:  # no warnings before: where ranks fail, the launcher need not get all that they reported
+        reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in list(damaged.items())[:_SHOWN_REASONS])
         raise UserError(
-            f"checkpoints {directory}: none of {len(damaged)} is whole ({damaged[-1].name}: {reason}); give another "
-            "directory to begin anew"
+            f"checkpoints {directory}: none of {len(damaged)} is whole ({reasons}); give another directory to begin anew"
         )
     return None
 
