@@ -90,20 +90,6 @@ def test_training_does_not_begin_anew_in_silence(trained, tmp_path, capsys):
 
 @pytest.mark.fault(
     "training",
-    "the checkpoints of `autoddl train` are of another model",
-    "one line names the checkpoint and the parameter",
-    exit_code=2,
-)
-def test_checkpoints_of_another_model_are_refused(trained, capsys):
-    command, saved, _ = trained
-    other = [word.replace("gpt:2x16", "gpt:2x32") for word in command]
-    assert main([*other, "--steps", "6", "--checkpoints", str(saved)]) == 2
-    error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "should be " in error and "it is of another model" in error
-
-
-@pytest.mark.fault(
-    "training",
     "the disk is full while a checkpoint is written",
     "a warning names the path, older ones stay whole, training goes on; code 2 where the last one is missing at the end",
     exit_code=2,
@@ -211,15 +197,15 @@ def launched(plan: str, checkpoints: str, *words: str) -> tuple[dict[int, list[s
 
 @pytest.mark.fault(
     "training",
-    "a rank of `autoddl launch --max-restarts` is killed while it writes a checkpoint, again and again; the newest one is damaged",
+    "a rank of `autoddl launch --max-restarts` is killed while it writes a checkpoint, twice, and the newest one is damaged",
     "the job goes on from the newest whole one each time, and its losses are those of an undisturbed one",
     exit_code=0,
 )
 def test_kills_while_checkpoints_are_written(tmp_path, monkeypatch):
-    """Three kills at random moments of a save, and damage between two attempts.
+    """Kills at random moments of a save, of either rank, and damage between two attempts.
 
-    It takes 20 s: ranks are started five times, once for the undisturbed job. Every single moment is tried without ranks
-    (test_checkpoints.py).
+    It takes 15 s: ranks are started four times, once for the undisturbed job. Every single moment is tried without ranks, in
+    test_saving.py.
     """
     monkeypatch.chdir(tmp_path)
     cluster = load_cluster("local-cpu").resized(1, 2)
@@ -230,11 +216,10 @@ def test_kills_while_checkpoints_are_written(tmp_path, monkeypatch):
     assert all(end[0] == "events" and end[2:] == ["step-00000003", "step-00000004"] for end in ends.values())
     per_save = {rank: int(end[1]) // NUM_STEPS for rank, end in ends.items()}
     rng = random.Random(11)
-    words = [f"{rank}:{rng.randrange(per_save[rank], 2 * per_save[rank])}" for rank in (0, 1)]
-    words.append(f"damage 0:{rng.randrange(per_save[0])}")
+    words = [f"1:{rng.randrange(2 * per_save[1], 3 * per_save[1])}", f"damage 0:{rng.randrange(per_save[0])}"]
     lines, disturbed, said = launched(plan, "disturbed", *words)
     assert disturbed == pytest.approx(losses, rel=1e-6)
-    assert said.count("was killed by SIGKILL") == 3 == said.count("starting again")
+    assert said.count("was killed by SIGKILL") == 2 == said.count("starting again")
     warnings = [line for line in lines[0] if line.startswith("autoddl: warning: ")]
-    assert len(warnings) == 1 and "is damaged and passed over: rank-1.npz has 1000 bytes" in warnings[0]
+    assert warnings and all("is damaged and passed over: rank-1.npz has 1000 bytes" in line for line in warnings)
     assert ends[0][2:] == lines[0][-1].split()[2:]
