@@ -260,10 +260,10 @@ def hostile_member(value: Any) -> bytes:
     return out.getvalue()
 
 
-def header(shape: str, dtype: str = "<f4") -> bytes:
+def header(shape: str, dtype: str = "'<f4'") -> bytes:
     out = io.BytesIO()
     np.save(out, np.zeros(1, np.float32))
-    text = f"{{'descr': '{dtype}', 'fortran_order': False, 'shape': {shape}, }}"
+    text = f"{{'descr': {dtype}, 'fortran_order': False, 'shape': {shape}, }}"
     return out.getvalue()[:8] + (118).to_bytes(2, "little") + text.ljust(117).encode() + b"\n"
 
 
@@ -283,7 +283,8 @@ def test_hostile_parts(saved, tmp_path):
         ({names[0]: hostile_member(objects)}, zipfile.ZIP_STORED, "has elements of type object"),
         ({names[0]: header("(1000000000000,)")}, zipfile.ZIP_STORED, "which is not its shape's size"),
         ({names[0]: header("(-7, -5)") + bytes(140)}, zipfile.ZIP_STORED, "of -7x-5, should be 7x5"),
-        ({names[0]: header("(35,)", "|V4") + bytes(140)}, zipfile.ZIP_STORED, "has elements of type"),
+        ({names[0]: header("(35,)", "'|V4'") + bytes(140)}, zipfile.ZIP_STORED, "has elements of type"),
+        ({names[0]: header("(35,)", "()") + bytes(140)}, zipfile.ZIP_STORED, "rank-1.npz is malformed: "),
         ({names[0]: b"\x93NUMPY\x03\x00" + bytes(100)}, zipfile.ZIP_STORED, "is of version (3, 0)"),
         ({names[0]: bytes(2**24)}, zipfile.ZIP_DEFLATED, "is compressed"),
         ({names[0]: b"no array at all"}, zipfile.ZIP_STORED, "rank-1.npz is malformed: "),
