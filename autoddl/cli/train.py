@@ -1,4 +1,8 @@
-"""``autoddl train``: train a model with a pipeline schedule, on local ranks."""
+"""``autoddl train``: train a model with a pipeline schedule, on local ranks.
+
+The exit code is 1 if a rank failed, and 2 if the last checkpoint could not be written: the result is printed all the same, since
+the training is done, but what it learned is not saved.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +41,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "train",
         help="train a model with a pipeline schedule, on local ranks (needs OneFlow)",
         description="Train a built-in model on the bytes of a text, or a model of your own on its data, with any pipeline "
-        "schedule: each stage on a CPU rank of its own, or on several that split the micro-batches.",
+        "schedule: each stage on a CPU rank of its own, or on several that split the micro-batches. The exit code is 1 when a rank "
+        "fails, and 2 when the last checkpoint cannot be written.",
     )
     parser.add_argument(
         "model",
@@ -76,7 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument("--optimizer", default="Adam", metavar="NAME", help="one of oneflow.optim (%(default)s)")
     how.add_argument("--learning-rate", type=float, default=1e-3, metavar="LR", help="(%(default)g)")
     how.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
-    how.add_argument("--checkpoints", metavar="DIR", help="save there, and go on from the newest one there")
+    how.add_argument("--checkpoints", metavar="DIR", help="save there, and go on from the newest whole one there")
     how.add_argument("--every", type=int, default=10, metavar="STEPS", help="between checkpoints (%(default)s)")
     parser.add_argument("--timeline", action="store_true", help="show the last run beside its simulation")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
@@ -87,6 +92,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, with a line per step in the bar; print the result."""
     from tqdm import tqdm
 
+    from autoddl.pipelines.runtime.failures import RankError
+    from autoddl.pipelines.runtime.pipeline.saving import warn_on_stderr
     from autoddl.pipelines.runtime.pipeline.training import train
 
     options = _options(arguments)
@@ -97,9 +104,21 @@ def run(arguments: argparse.Namespace) -> int:
             bar.update(step.number - bar.n)
             bar.set_postfix_str(f"loss {step.loss:.4f}, {step.units_per_s:,.0f} {options.problem.unit}/s")
 
-        with by_option():
-            result = train(options, on_step, stall_timeout_s=_STALL_TIMEOUT_S)
+        def warn(text: str) -> None:
+            with bar.external_write_mode(file=sys.stderr):  # above the bar, not in it
+                warn_on_stderr(text)
+
+        try:
+            with by_option():
+                result = train(options, on_step, on_warning=warn, stall_timeout_s=_STALL_TIMEOUT_S)
+        except RankError as error:
+            print(f"autoddl: {' '.join(str(error).split())}", file=sys.stderr)
+            return 1
     print(_document(options, result) if arguments.json else _text(options, result, arguments.timeline))
+    if result.unsaved:
+        raise UserError(
+            f"the last checkpoint could not be written: {result.unsaved}; steps after step {result.last_saved} are not saved"
+        )
     return 0
 
 
@@ -139,9 +158,16 @@ def _common(arguments: argparse.Namespace) -> dict[str, Any]:
         "optimizer": arguments.optimizer,
         "learning_rate": arguments.learning_rate,
         "seed": arguments.seed,
-        "checkpoints": Path(arguments.checkpoints).resolve() if arguments.checkpoints else None,
+        "checkpoints": _path("--checkpoints", arguments.checkpoints) if arguments.checkpoints else None,
         "steps_per_checkpoint": arguments.every,
     }
+
+
+def _path(option: str, text: str) -> Path:
+    try:
+        return Path(text).resolve()
+    except (OSError, ValueError, RuntimeError) as error:  # a null character; links that lead in a circle
+        raise UserError(f"{option} {text[:100]!r} is no path: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _planned(arguments: argparse.Namespace, steps_per_run: int) -> tuple[Any, Any, int]:
@@ -164,7 +190,7 @@ def _planned(arguments: argparse.Namespace, steps_per_run: int) -> tuple[Any, An
     if built_in is None or built_in.family not in FAMILIES or not isinstance(built_in.sizes, Transformer):
         raise UserError(f"the plan's model {plan.graph.name} is not one that learns a text: {', '.join(FAMILIES)}")
     sizes = built_in.sizes
-    text = Path(arguments.text).resolve() if arguments.text else shipped_text()
+    text = _path("--text", arguments.text) if arguments.text else shipped_text()
     data = TextModel(text, built_in.family, sizes.layers, sizes.width, sizes.heads, sizes.sequence, sizes.tied)
     return PlanProblem(data, built_in, plan.graph, stages), schedule, plan.workload.micro_batch
 
@@ -175,7 +201,7 @@ def _problem(arguments: argparse.Namespace) -> Any:
 
     from ..training import FileProblem
 
-    text = Path(arguments.text).resolve() if arguments.text else shipped_text()
+    text = _path("--text", arguments.text) if arguments.text else shipped_text()
     transformer = re.fullmatch(rf"({'|'.join(FAMILIES)}):(\d{{1,4}})x(\d{{1,5}})", arguments.model)
     if transformer is not None:
         family, layers, width = transformer[1], int(transformer[2]), int(transformer[3])

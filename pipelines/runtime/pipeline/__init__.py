@@ -10,8 +10,9 @@
 - `stage_plans`: `StagePlan`, stages with SBP plans of their own; `planned_model`, `planned`: a model at such stages, with what the
   ranks keep of it and how they run it; `shared_weights`: those that several stages have; `stage_traffic`: all bytes, predicted.
 - `trainer`: `PipelineTrainer`, one rank's part in training, of either kind of model; `data`: its micro-batches.
-- `report`: what all ranks measured, as one `Timeline`. `checkpoint`: saving and going on. `training`: `train` on a text.
+- `report`: what all ranks measured, as one `Timeline`. `checkpoint`: the files of a checkpoint; `saving`: how all
+  ranks write and read one. `training`: `train` on a text.
 
 `slots`, `holding`, `local`, `order`, `dryrun`, `lowering`, `stage_plans`, `stage_traffic`, `shared_weights`, `report`, `data`,
-`compression`, `checkpoint` and `training` do without OneFlow.
+`compression`, `checkpoint`, `saving` and `training` do without OneFlow.
 """

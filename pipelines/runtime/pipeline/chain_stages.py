@@ -88,8 +88,8 @@ class ChainStages:
     def set_gradient(self, stage: int, action: Reduce, replica: ReplicaWeights, total: Tensor) -> None:
         replica.set_gradient(action.update, self._names[action.stages], total)
 
-    def names(self, stage: int) -> tuple[str, ...]:
-        return tuple(self._stages[stage].places)
+    def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(value.shape) for name, value in self._stages[stage].initial_values().items()}
 
     def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
         return dict(kept)

@@ -285,8 +285,8 @@ class PlannedStages:
 
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
-    def names(self, stage: int) -> tuple[str, ...]:
-        return tuple(self._names[stage])
+    def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
+        return {name: tuple(find_parameter(self._model.module, name).shape) for name in self._names[stage]}
 
     def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
         result: dict[str, Entry] = {}

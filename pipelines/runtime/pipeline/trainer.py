@@ -16,13 +16,14 @@ from ..load import load_oneflow
 from ..tracing import Measure, TracedSection
 from .chain import Chain, StageModule, boundaries, cut, even_sizes, tied_stages
 from .chain_stages import ChainStages
-from .checkpoint import Entry, find_checkpoint, write_complete, write_part
+from .checkpoint import Entry
 from .data import BatchSource, LossListener
 from .engine import execute
 from .lowering import Lowered, lower
 from .planned import PlannedStages
 from .planned_model import PlannedModel
 from .report import RankReport
+from .saving import Member, restore, save, warn_on_stderr
 from .stage_plans import stage_layouts
 from .weights import OptimizerFactory, ReplicaWeights
 from .work import ModelWork, Stages
@@ -42,6 +43,7 @@ class PipelineTrainer:
     Attributes:
         rank: this one.
         num_updates, num_micro_batches: of all runs so far, those before a checkpoint included.
+        save_failure: why the last `save` could not write its checkpoint; "" where it could.
 
     Args:
         model: whole and with the same values on every rank. A chain's modules belong to the trainer from now on, which puts the
@@ -55,6 +57,7 @@ class PipelineTrainer:
         compress: whether what goes between stages is compressed where its values allow it (see `compression`).
         on_loss: told of losses as they come, where the last stage is.
         keep_gradients: whether `gradients` can be asked for.
+        warn: takes warnings of one line about checkpoints, on rank 0 alone; they go to stderr by default.
 
     Raises:
         UserError: the job has another number of ranks than the schedule, the sizes do not fit the chain, or see `lower`.
@@ -72,6 +75,7 @@ class PipelineTrainer:
         compress: bool = False,
         on_loss: LossListener | None = None,
         keep_gradients: bool = False,
+        warn: Callable[[str], None] | None = None,
     ) -> None:
         if flow.env.get_world_size() != sum(schedule.widths):
             raise UserError(
@@ -81,6 +85,9 @@ class PipelineTrainer:
         self.rank: int = flow.env.get_rank()
         self.num_updates = 0
         self.num_micro_batches = 0
+        self.save_failure = ""
+        self._member = Member(self.rank, flow.env.get_world_size(), _exchange, warn or warn_on_stderr)
+        self._damaged: set[Path] = set()
         if isinstance(model, PlannedModel):
             tied = {stages for stages in model.holders().values() if len(stages) > 1}
             layouts = stage_layouts(model.graph, model.stages)
@@ -129,33 +136,39 @@ class PipelineTrainer:
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
-    def save(self, directory: Path) -> None:
-        """Write a checkpoint, of what all runs so far have made; all ranks call."""
+    def save(self, directory: Path) -> bool:
+        """Write a checkpoint, of what all runs so far have made; all ranks call.
+
+        Returns:
+            whether it could be written, on all ranks alike. If not (the disk is full, say), the user is warned, the checkpoints
+            before it stay, and training can go on: losing one checkpoint is no reason to lose the job. See `saving`.
+        """
         entries = {}
         for (_, stage), replica in self._work.replicas.items():
             whole = self._stages.whole(stage, replica.entries())
             entries.update({name: entry for name, entry in whole.items() if self._owners[name] == self.rank})
-        write_part(directory, self.num_updates, self.rank, entries)
-        flow.comm.barrier()
-        if self.rank == 0:
-            schedule, writers = self.lowered.schedule, set(self._owners.values())
-            write_complete(directory, self.num_updates, self.num_micro_batches, schedule.name, writers)
-        flow.comm.barrier()
+        name = self.lowered.schedule.name
+        counts = self.num_updates, self.num_micro_batches
+        self.save_failure = save(directory, self._member, *counts, name, entries, self._damaged)
+        return not self.save_failure
 
     def restore(self, directory: Path) -> bool:
-        """Go on from the newest checkpoint in a directory, of whatever schedule; False where there is none. All ranks call.
+        """Go on from the newest whole checkpoint in a directory, of whatever schedule; False where there is none. All ranks call.
+
+        Damaged ones are passed over with a warning, on all ranks alike; see `saving`.
 
         Raises:
-            UserError: it is of another model.
+            UserError: there are checkpoints and none is whole, or the one that was found is of another model.
         """
-        found = find_checkpoint(directory)
+        held = self._work.replicas.items()
+        shapes = {name: shape for (_, stage), _ in held for name, shape in self._stages.shapes(stage).items()}
+        found = restore(directory, self._member, shapes)
         if found is None:
             return False
-        held = self._work.replicas.items()
-        entries = found.read({name for (_, stage), _ in held for name in self._stages.names(stage)})
         for (_, stage), replica in held:
-            self._stages.restore(stage, replica, entries)
-        self.num_updates, self.num_micro_batches = found.num_updates, found.num_micro_batches
+            self._stages.restore(stage, replica, found.entries)
+        self._damaged = set(found.damaged)
+        self.num_updates, self.num_micro_batches = found.checkpoint.num_updates, found.checkpoint.num_micro_batches
         return True
 
 
@@ -180,6 +193,25 @@ def _owners(lowered: Lowered, stages: Stages) -> dict[str, int]:
     for stage in range(lowered.schedule.num_stages):
         holders = lowered.schedule.replicas_of(stage)
         ranks = [lowered.ranks.ranks_of(replica.worker).start for replica in holders]
-        for name in stages.names(stage):
+        for name in stages.shapes(stage):
             owners[name] = min(ranks + ([owners[name]] if name in owners else []))
     return owners
+
+
+def _exchange(text: str) -> list[str]:
+    """Give a text, and get those of all ranks; all ranks of the job call."""
+    rank, num_ranks = flow.env.get_rank(), flow.env.get_world_size()
+    if num_ranks == 1:
+        return [text]
+    own = np.frombuffer(text.encode(), dtype=np.uint8)
+    sizes = _total(own.size * (np.arange(num_ranks) == rank))
+    table = np.zeros((num_ranks, max(1, *sizes)), dtype=np.int64)
+    table[rank, : own.size] = own
+    return [row[:size].astype(np.uint8).tobytes().decode() for row, size in zip(_total(table), sizes)]
+
+
+def _total(values: np.ndarray) -> np.ndarray:
+    """A sum over all ranks."""
+    tensor = flow.tensor(values.astype(np.int64))
+    flow.comm.all_reduce(tensor)
+    return tensor.numpy()

@@ -1,4 +1,8 @@
-"""Training a model with a schedule, on local ranks. Needs no OneFlow here: the ranks have it."""
+"""Training a model with a schedule, on local ranks. Needs no OneFlow here: the ranks have it.
+
+Checkpoints that are damaged, or cannot be written, do not end the training: what happens then is told in `saving`. The ranks
+decide together where they go on, and report it, as they do with losses and warnings.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +17,12 @@ from autoddl.costmodel.errors import UserError
 from ...generators import generate
 from ...schedule import Schedule
 from ..launcher import RankPool
-from .checkpoint import find_checkpoint
+from .checkpoint import prepare_directory
 from .problems import Problem
 from .report import PipelineReport, combine
+from .saving import warn_on_stderr
 
-__all__ = ["Step", "TrainingOptions", "TrainingResult", "schedule_of", "train"]
+__all__ = ["Begun", "Saved", "Step", "TrainingOptions", "TrainingResult", "Warned", "schedule_of", "train"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class TrainingOptions:
     compress: bool = False
     """Whether what goes between stages is compressed where its values allow it (see `compression`)."""
     checkpoints: Path | None = None
-    """A directory; training goes on from the newest one there."""
+    """A directory; training goes on from the newest whole one there."""
     steps_per_checkpoint: int = 10
 
 
@@ -55,6 +60,28 @@ class Step:
 
 
 @dataclass(frozen=True)
+class Begun:
+    """A rank's report: it begins, after so many updates."""
+
+    num_updates: int
+
+
+@dataclass(frozen=True)
+class Warned:
+    """Rank 0's report: a warning of one line for the user."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Rank 0's report: a checkpoint after so many updates is complete, or why it is not."""
+
+    num_updates: int
+    failure: str
+
+
+@dataclass(frozen=True)
 class TrainingResult:
     """What came of it."""
 
@@ -66,12 +93,17 @@ class TrainingResult:
     """Over all steps, setting up not counted."""
     last_run: PipelineReport | None
     """None where nothing was left to do."""
+    unsaved: str = ""
+    """Why the last checkpoint could not be written; "" where it could, or none was asked for."""
+    last_saved: int = 0
+    """The step of the newest checkpoint."""
 
 
 def train(
     options: TrainingOptions,
     on_step: Callable[[Step], None] | None = None,
     *,
+    on_warning: Callable[[str], None] | None = None,
     timeout_s: float | None = None,
     **pool_options: Any,
 ) -> TrainingResult:
@@ -79,27 +111,27 @@ def train(
 
     Args:
         on_step: called with every step as soon as its last loss is known.
+        on_warning: called with every warning, of one line: about a checkpoint that is damaged or cannot be written. By default it
+            goes to stderr.
         timeout_s: how long it may take, from when the ranks are there; for ever if None.
         pool_options: of the `RankPool`.
 
     Raises:
-        UserError: options that do not fit each other; RankError: a rank failed.
+        UserError: options that do not fit each other; the directory of checkpoints cannot be written, none of the checkpoints
+            there is whole, or they are of another model. RankError: a rank failed.
     """
     _check(options)
     schedule = options.schedule
-    found = None if options.checkpoints is None else find_checkpoint(options.checkpoints)
-    first = 0 if found is None else found.num_updates
-    if found is not None and found.num_micro_batches != first * schedule.update_period:
-        raise UserError(
-            f"checkpoint {found.folder} is of {found.num_micro_batches} micro-batches after {first} steps; "
-            f"schedule {schedule.name} has {schedule.update_period} per step"
-        )
-    progress = _Progress(options, first, on_step)
+    if options.checkpoints is not None:
+        prepare_directory(options.checkpoints)
+    progress = _Progress(options, on_step, on_warning or warn_on_stderr)
     with RankPool(sum(schedule.widths), **pool_options) as pool:
         job = "autoddl.pipelines.runtime.pipeline.training_job:train_on_rank"
         results = pool.run(job, options, timeout_s=timeout_s, on_report=progress.take)
     last = combine(schedule, results) if results[0] is not None else None
-    return TrainingResult(first, tuple(progress.losses), progress.units_per_s, last)
+    return TrainingResult(
+        progress.first, tuple(progress.losses), progress.units_per_s, last, progress.unsaved, progress.last_saved
+    )
 
 
 def schedule_of(name: str, num_steps: int, **options: Any) -> Schedule:
@@ -121,30 +153,47 @@ def _check(options: TrainingOptions) -> None:
 
 
 class _Progress:
-    """Puts together what ranks report of losses."""
+    """Puts together what ranks report."""
 
-    def __init__(self, options: TrainingOptions, first: int, on_step: Callable[[Step], None] | None) -> None:
+    def __init__(
+        self,
+        options: TrainingOptions,
+        on_step: Callable[[Step], None] | None,
+        on_warning: Callable[[str], None],
+    ) -> None:
+        self.first = 0
+        self.unsaved = ""
+        self.last_saved = 0
         self.losses: list[float] = []
         self.units_per_s = 0.0
         self._period = options.schedule.update_period
         self._units = self._period * options.micro_batch * options.problem.units_per_sample
-        self._first = first
         self._on_step = on_step
+        self._on_warning = on_warning
         self._parts: dict[int, float] = {}
         self._shares: dict[int, float] = {}
         self._begun: float | None = None
 
     def take(self, rank: int, value: Any) -> None:
-        """A rank's report: that it begins, or (micro-batch, its part of the mean loss, the share of the rows)."""
-        if value == "begin":
-            self._begun = self._begun or time.monotonic()
+        """A rank's report: `Begun`, `Warned`, `Saved`, or (micro-batch, its part of the mean loss, the share of the rows)."""
+        if isinstance(value, Begun):
+            if self._begun is None:
+                self._begun = time.monotonic()
+                self.first = self.last_saved = value.num_updates
+            return
+        if isinstance(value, Warned):
+            self._on_warning(value.text)
+            return
+        if isinstance(value, Saved):
+            self.unsaved = value.failure
+            self.last_saved = self.last_saved if value.failure else value.num_updates
             return
         number, part, share = value
         step = number // self._period
         self._parts[step] = self._parts.get(step, 0.0) + part / self._period
         self._shares[step] = self._shares.get(step, 0.0) + share / self._period
-        while self._shares.get(self._first + len(self.losses), 0.0) > 1 - 1e-9:
-            self._finish(self._first + len(self.losses))
+        while self._shares.get(self.first + len(self.losses), 0.0) > 1 - 1e-9:
+            self._finish(self.first + len(self.losses))
 
     def _finish(self, step: int) -> None:
         assert self._begun is not None

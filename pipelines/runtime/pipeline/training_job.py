@@ -10,7 +10,7 @@ from ..load import load_oneflow
 from ..rank import report
 from .report import RankReport
 from .trainer import PipelineTrainer
-from .training import TrainingOptions
+from .training import Begun, Saved, TrainingOptions, Warned
 
 flow: Any = load_oneflow()
 
@@ -31,10 +31,11 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
         sizes=options.sizes,
         compress=options.compress,
         on_loss=lambda *part: report(part),
+        warn=lambda text: report(Warned(text)),
     )
-    if options.checkpoints is not None:
-        trainer.restore(options.checkpoints)
-    report("begin")
+    if options.checkpoints is not None and trainer.restore(options.checkpoints):
+        _check_period(trainer)
+    report(Begun(trainer.num_updates))
     last = None
     saved = trainer.num_updates
     while trainer.num_updates < options.num_steps:
@@ -42,5 +43,17 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
         is_due = trainer.num_updates - saved >= options.steps_per_checkpoint or trainer.num_updates >= options.num_steps
         if options.checkpoints is not None and is_due:
             trainer.save(options.checkpoints)
-            saved = trainer.num_updates
+            saved = trainer.num_updates  # where that failed, too: the next one is tried when it is due
+            if trainer.rank == 0:
+                report(Saved(trainer.num_updates, trainer.save_failure))
     return last
+
+
+def _check_period(trainer: PipelineTrainer) -> None:
+    """Whether the schedule has as many micro-batches per step as the one of the checkpoint."""
+    schedule = trainer.lowered.schedule
+    if trainer.num_micro_batches != trainer.num_updates * schedule.update_period:
+        raise UserError(
+            f"the checkpoint is of {trainer.num_micro_batches} micro-batches after {trainer.num_updates} steps; "
+            f"schedule {schedule.name} has {schedule.update_period} per step"
+        )

@@ -79,8 +79,8 @@ class Stages(Protocol):
     def set_gradient(self, stage: int, action: Reduce, replica: ReplicaWeights, total: Tensor) -> None:
         """As `Work.set_gradient`."""
 
-    def names(self, stage: int) -> tuple[str, ...]:
-        """The names in the whole model of a stage's parameters."""
+    def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
+        """A stage's parameters by their names in the whole model, with their shapes there."""
 
     def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
         """What the ranks of a stage keep (see `ReplicaWeights.entries`) as whole parameters by these names; all of them call."""

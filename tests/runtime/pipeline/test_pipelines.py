@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoddl.costmodel.errors import UserError
 from autoddl.pipelines import Schedule, Times, generate, simulate
 from autoddl.pipelines.communication import boundary_crossings, communication_bytes
 from autoddl.pipelines.draw import to_text
@@ -18,7 +17,6 @@ from autoddl.pipelines.memory import peak_activations, peak_weight_versions
 from autoddl.pipelines.runtime.failures import RankError
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.pipelines.runtime.pipeline.checkpoint import find_checkpoint, write_complete, write_part
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.report import PipelineReport, combine
 
@@ -483,16 +481,3 @@ def test_resuming_gives_the_same_losses(ranks, reference, tmp_path, optimizer):
     wanted, _ = reference({**first, "runs": 5})
     assert losses == pytest.approx(wanted, rel=1e-5)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000004", "step-00000005"]
-
-
-def test_a_checkpoint_that_is_not_complete_is_none(tmp_path):
-    assert find_checkpoint(tmp_path) is None
-    write_part(tmp_path, 3, 0, {"fc1.weight": {"value": np.ones(2)}})
-    assert find_checkpoint(tmp_path) is None
-    write_complete(tmp_path, 3, 12, "gpipe", [0])
-    write_part(tmp_path, 4, 0, {"fc1.weight": {"value": np.zeros(2)}})
-    found = find_checkpoint(tmp_path)
-    assert found is not None and (found.num_updates, found.num_micro_batches) == (3, 12)
-    assert found.read({"fc1.weight"})["fc1.weight"]["value"].tolist() == [1, 1]
-    with pytest.raises(UserError, match=r"has no parameter fc2\.weight; it is of another model"):
-        found.read({"fc2.weight"})
