@@ -56,7 +56,7 @@ from autoddl.search import (
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.verify import Claim, verify
 
-__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "make_plan"]
+__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
 
 #: Samples per device and step where no batch is given.
 DEFAULT_BATCH_PER_DEVICE = 8
@@ -164,9 +164,19 @@ class Planned:
         return self.assessment.cost(self.options.objective)
 
     @property
+    def status(self) -> str:
+        """How the search ended, in the words of its document."""
+        return str(end_of(self.optimal, self.is_interrupted))
+
+    @property
     def gap(self) -> float:
         """How much better another plan could be at most, relative to this one."""
         return 0.0 if self.optimal else max(0.0, (self.cost - self.lower_bound) / self.cost)
+
+
+def end_of(optimal: bool, is_interrupted: bool) -> Status:
+    """The status of a whole sweep: a proof counts more than what came after it."""
+    return Status.OPTIMAL if optimal else Status.INTERRUPTED if is_interrupted else Status.LIMIT_REACHED
 
 
 def make_plan(

@@ -96,9 +96,7 @@ def solve_milp(
     )
 
 
-def milp_optimum(
-    table: CostTable, reduced: Reduced, memory_limit: float | None, deadline: Deadline
-) -> MilpOutcome:
+def milp_optimum(table: CostTable, reduced: Reduced, memory_limit: float | None, deadline: Deadline) -> MilpOutcome:
     """Minimise the cost under the limit on peak memory, until the deadline."""
     if deadline.stop.is_requested:
         return MilpOutcome(-math.inf, None, False, 0)
