@@ -117,10 +117,10 @@ def bracket(
     deadline = Deadline(None, stop)
     found = explore(instance, memory_limit, deadline=deadline, cutoff=cutoff)
     best = found.incumbent
-    known = (best.cost, best.choice) if best else (math.inf, None)
+    cost, chosen = (best.cost, best.choice) if best else (math.inf, None)
     if deadline.stop.is_requested:  # the work on some node may have been cut short: nobody goes on from there
-        return Bracket(free, found.bound, *known)
-    return Bracket(free, found.bound, *known, instance, found)
+        return Bracket(free, found.bound, cost, chosen)
+    return Bracket(free, found.bound, cost, chosen, instance, found)
 
 
 def explore(
