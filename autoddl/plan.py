@@ -87,7 +87,7 @@ def plan_document(planned: Planned, trusted: PlanTrust | None = None) -> dict[st
         "model": planned.graph.name,
         "method": planned.options.method,
         "objective": planned.options.objective,
-        "status": "optimal" if planned.optimal else str(result.status),
+        "status": planned.status,
         "optimal": planned.optimal,
         "communication_s": assessment.communication_s,
         "compute_s": assessment.compute_s,
@@ -132,7 +132,6 @@ def joint_document(planned: JointPlan) -> dict[str, Any]:
     """
     evaluation, options = planned.evaluation, planned.options
     configuration = evaluation.configuration
-    status = "optimal" if planned.optimal else "limit reached"
     layers = []
     for number, stage in enumerate(evaluation.stages):
         layers += [{**_layer_fields(layer), "stage": number} for layer in stage.assessment.layers]
@@ -149,7 +148,7 @@ def joint_document(planned: JointPlan) -> dict[str, Any]:
         "model": planned.graph.name,
         "method": "joint" if options.pipeline == "auto" else options.pipeline,
         "objective": "step",
-        "status": status,
+        "status": planned.status,
         "optimal": planned.optimal,
         "communication_s": evaluation.communication_s,
         "compute_s": evaluation.compute_s,

@@ -17,15 +17,19 @@ A bound of one setting may serve another one, because more micro-batches, and re
 
 and a micro-batch that divides another one offers a subset of its strategies (but 4 does not divide 6: p0 = 4 is possible for 4
 samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors, and with recomputation.
+
+When a stop is requested (:mod:`autoddl.costmodel.stopping`) the settings that are left keep the bounds that are known of them, and
+the best choice that was met anywhere is the plan: of a search, of a bracket, or of a baseline.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.assessment import Assessment, assess
@@ -33,6 +37,7 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook, Problem
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.costmodel.workload import Workload
@@ -51,7 +56,7 @@ from autoddl.search import (
 from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.verify import Claim, verify
 
-__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "make_plan"]
+__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
 
 #: Samples per device and step where no batch is given.
 DEFAULT_BATCH_PER_DEVICE = 8
@@ -59,6 +64,10 @@ DEFAULT_BATCH_PER_DEVICE = 8
 DEFAULT_TIME_LIMIT_S = 20.0
 #: The part of a device's memory that a plan may fill where no limit is given.
 USABLE_MEMORY = 0.9
+
+
+#: Why a family has no plan that a stop cut short.
+_INTERRUPTED = "the search was interrupted before it was looked at"
 
 
 class InfeasibleError(UserError):
@@ -129,7 +138,8 @@ class BaselineFigures:
 class Planned:
     """The planner's answer.
 
-    ``result`` is the search's at the chosen micro-batch; ``lower_bound`` and ``optimal`` speak of the whole sweep.
+    ``result`` is the search's at the chosen micro-batch; ``lower_bound`` and ``optimal`` speak of the whole sweep;
+    ``is_interrupted``: a stop was requested, so that something may have been left out.
     """
 
     graph: LayerGraph
@@ -146,6 +156,7 @@ class Planned:
     baselines: tuple[BaselineFigures, ...]
     evaluations: int
     search_s: float
+    is_interrupted: bool = False
 
     @property
     def cost(self) -> float:
@@ -153,47 +164,44 @@ class Planned:
         return self.assessment.cost(self.options.objective)
 
     @property
+    def status(self) -> str:
+        """How the search ended, in the words of its document."""
+        return str(end_of(self.optimal, self.is_interrupted))
+
+    @property
     def gap(self) -> float:
         """How much better another plan could be at most, relative to this one."""
         return 0.0 if self.optimal else max(0.0, (self.cost - self.lower_bound) / self.cost)
 
 
-def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baselines: bool = True) -> Planned:
+def end_of(optimal: bool, is_interrupted: bool) -> Status:
+    """The status of a whole sweep: a proof counts more than what came after it."""
+    return Status.OPTIMAL if optimal else Status.INTERRUPTED if is_interrupted else Status.LIMIT_REACHED
+
+
+def make_plan(
+    graph: LayerGraph, cluster: Cluster, options: Options, with_baselines: bool = True, stop: Stop | None = None
+) -> Planned:
     """The best plan that the options allow, verified against the layer graph.
 
+    Args:
+        stop: when it is requested, the best plan until then is the answer, with a bound that holds.  Ctrl-C requests nothing by
+            itself: without a handler for it, it is a `KeyboardInterrupt`, and there is no plan.
+
     Raises:
+        StopRequestedError: the stop was requested before any plan was known.
         InfeasibleError: nothing fits the memory limit.
         UserError: an option is out of range, or a layer does not divide over the cluster.
     """
-    if options.method not in METHODS:
-        raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
-    limit = options.memory_limit_bytes
-    if limit is None:
-        limit = USABLE_MEMORY * cluster.device.memory_bytes
-    if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
-        raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
-    if options.evaluations is not None and options.evaluations < 1:
-        raise UserError(f"evaluations {options.evaluations} should be at least 1")
-    if not 0 <= options.seed < 2**63:
-        raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
-    if not 0 < limit < math.inf:
-        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
+    stop, limit = stop or Stop(), _limit_of(cluster, options)
     books = _Books(graph, cluster)
-    figures = tuple(_baseline_figures(books, options, limit)) if with_baselines else ()
-    known = min(
-        (
-            of_one.assessment.cost(options.objective)
-            for of_one in figures
-            if of_one.assessment and _is_in_space(of_one, options)
-        ),
-        default=math.inf,
-    )
-    sweep = _Sweep(books, options, limit, known)
+    figures = tuple(_baseline_figures(books, options, limit, stop)) if with_baselines else ()
+    sweep = _Sweep(books, options, limit, figures, stop)
     best = sweep.run()
     choice = best.result.choice
     assert choice is not None
     strategies = best.problem.strategies(choice)
-    lower = min(candidate.lower_bound for candidate in sweep.candidates)
+    lower = sweep.lower_bound
     optimal = lower >= best.result.cost * (1 - 1e-9)
     claim = Claim(
         strategies=strategies,
@@ -223,12 +231,26 @@ def make_plan(graph: LayerGraph, cluster: Cluster, options: Options, with_baseli
         baselines=figures,
         evaluations=sweep.evaluations,
         search_s=sweep.search_s,
+        is_interrupted=stop.is_requested,
     )
 
 
-def _is_in_space(figures: BaselineFigures, options: Options) -> bool:
-    """Whether a baseline is one of the plans that the search chooses from."""
-    return figures.name != "summa" or options.summa
+def _limit_of(cluster: Cluster, options: Options) -> float:
+    """The bytes per device; refuses options that are out of range."""
+    if options.method not in METHODS:
+        raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
+    limit = options.memory_limit_bytes
+    if limit is None:
+        limit = USABLE_MEMORY * cluster.device.memory_bytes
+    if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
+        raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
+    if options.evaluations is not None and options.evaluations < 1:
+        raise UserError(f"evaluations {options.evaluations} should be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
+    if not 0 < limit < math.inf:
+        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
+    return limit
 
 
 @dataclass(frozen=True)
@@ -244,6 +266,29 @@ class _Setting:
     problem: Problem
     bound: float
     known: Bracket | None = None
+
+
+@dataclass(frozen=True)
+class _Met:
+    """A plan that fits, met outside of the searches."""
+
+    cost: float
+    workload: Workload
+    strategies: Mapping[str, Strategy]
+
+    @property
+    def setting(self) -> tuple[int, bool]:
+        return self.workload.micro_batch, self.workload.recompute
+
+
+def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _Met | None:
+    """The best baseline of those that the search could choose, too."""
+    plans = [
+        _Met(one.assessment.cost(options.objective), one.workload, one.strategies)
+        for one in figures
+        if one.assessment is not None and one.workload is not None and (one.name != "summa" or options.summa)
+    ]
+    return min(plans, key=lambda plan: plan.cost, default=None)
 
 
 class _Books:
@@ -285,34 +330,80 @@ def _just_above(cost: float) -> float:
 class _Sweep:
     """The search over micro-batches and recomputation (see the module's docstring)."""
 
-    def __init__(self, books: _Books, options: Options, limit: float, known: float):
-        self.books, self.options, self.limit = books, options, limit
+    def __init__(self, books: _Books, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop):
+        self.books, self.options, self.limit, self.stop = books, options, limit, stop
         self.graph, self.cluster = books.graph, books.cluster
-        #: A plan of this cost is known to exist (a baseline): what is not below it need not be searched.
-        self.known = _just_above(known)
+        #: The cheapest plan that was met outside of searches: a baseline's, until a bracket has a better one.
+        self.met = _cheapest(figures, options)
+        #: A plan of this cost is known to exist: what is not below it need not be searched.
+        self.known = math.inf if self.met is None else _just_above(self.met.cost)
         #: Optima, or bounds, without the limit.
         self.free: dict[tuple[int, bool], float] = {}
         self.candidates: list[Candidate] = []
         self.best: _Found | None = None
         self.evaluations = 0
         self.search_s = 0.0
+        self._is_whole = True  # whether every setting has been priced
+
+    @property
+    def lower_bound(self) -> float:
+        """No plan of any setting costs less; known when the sweep has run."""
+        bounds = [candidate.lower_bound for candidate in self.candidates]
+        return min(bounds) if self._is_whole else 0.0
 
     def run(self) -> _Found:
-        """Settle every setting, the one of the least bound first; the best plan."""
+        """Settle every setting, the one of the least bound first; the best plan.
+
+        Raises:
+            StopRequestedError: the stop was requested before any plan was known.
+            UserError: nothing fits, or was found.
+        """
         settings = list(self._settings())
         queue = [(setting.bound, number) for number, setting in enumerate(settings)]
         heapq.heapify(queue)
-        while queue and queue[0][0] < self.known:
+        while queue and queue[0][0] < self.known and not self.stop.is_requested:
             number = heapq.heappop(queue)[1]
             sharper = self._sharpened(settings[number])
             if sharper is not None:
                 settings[number] = sharper
                 heapq.heappush(queue, (sharper.bound, number))
         for bound, number in sorted(queue):
-            self._record(settings[number].problem, "cannot be better" if bound < math.inf else "does not fit", bound)
-        if self.best is None:
+            left = "cannot be better" if bound >= self.known else str(Status.INTERRUPTED)
+            self._record(settings[number].problem, "does not fit" if bound == math.inf else left, bound)
+        best = self._best(settings)
+        if best is None:
             raise self._failure([setting.problem for setting in settings])
-        return self.best
+        return best
+
+    def _best(self, settings: Sequence[_Setting]) -> _Found | None:
+        """What the searches found; what was met before, where they were cut short and found nothing better."""
+        found, met = self.best, self.met
+        if met is None or (found is not None and (self.options.method != "exact" or found.result.cost <= met.cost)):
+            return found
+        if not self.stop.is_requested and self.options.method != "exact":
+            return None  # a method that looked everywhere and found nothing is not given the plan of another one
+        workload = met.workload
+        problem = next((one.problem for one in settings if one.problem.workload == workload), None)
+        if problem is None:  # the stop came before its setting was priced
+            book = self.books.book(workload, self.options.untied)
+            problem = book.problem(workload.batch, workload.micro_batch, self.options.objective, self.options.summa)
+        choice = problem.choice(met.strategies)
+        bounds = [one.lower_bound for one in self.candidates if (one.micro_batch, one.recompute) == met.setting]
+        cost = problem.table.evaluate(choice)
+        status = Status.INTERRUPTED if self.stop.is_requested else Status.LIMIT_REACHED
+        result = Result(
+            method=self.options.method,
+            status=status,
+            choice=choice,
+            cost=cost,
+            lower_bound=min(cost, *bounds) if bounds else 0.0,
+            memory_bytes=problem.table.peak_memory(choice),
+            space_size=problem.table.space_size,
+            evaluations=0,
+            seconds=self.search_s,
+            memory_limit_bytes=self.limit,
+        )
+        return _Found(problem, result)
 
     def _settings(self) -> Iterator[_Setting]:
         """Every setting with its separable bound.
@@ -322,6 +413,9 @@ class _Sweep:
         """
         fault, found = None, 0
         for problem in self.books.problems(self.options, self.options.untied, self.options.summa):
+            if self.stop.is_requested:
+                self._is_whole = False
+                return
             if isinstance(problem, UserError):
                 # Of the first micro-batch, which divides the most, in case that none does.
                 fault = fault or problem
@@ -343,9 +437,11 @@ class _Sweep:
             return replace(setting, bound=inherited)
         workload, table = setting.problem.workload, setting.problem.table
         with self._timed():
-            known = bracket(table, self.limit, cutoff=self.known)
+            known = bracket(table, self.limit, self.known, self.stop)
         self.free[workload.micro_batch, workload.recompute] = known.free
-        self.known = min(self.known, _just_above(known.cost))
+        if known.choice is not None and (self.met is None or known.cost < self.met.cost):
+            self.met = _Met(known.cost, workload, setting.problem.strategies(known.choice))
+            self.known = min(self.known, _just_above(known.cost))
         return replace(setting, bound=max(setting.bound, known.bound), known=known)
 
     def _free_bound(self, workload: Workload) -> float:
@@ -372,11 +468,12 @@ class _Sweep:
                 cutoff=self.known,
                 progress=progress,
                 known=known,
+                stop=self.stop,
             )
         # Exact counts what it prices on top of the relaxations' minimisers: where one of these is the optimum, that is nothing.
         self.evaluations += max(result.evaluations, int(result.choice is not None))
         lower = max(setting.bound, result.lower_bound)
-        if result.status is Status.INFEASIBLE:
+        if lower == math.inf:
             self._record(problem, "does not fit", math.inf)
         elif result.choice is None:
             self._record(problem, "cannot be better" if lower >= self.known else str(result.status), lower)
@@ -400,7 +497,12 @@ class _Sweep:
             self.search_s += time.perf_counter() - start
 
     def _failure(self, problems: list[Problem]) -> UserError:
-        """Why there is no plan."""
+        """Why there is no plan.
+
+        Raises:
+            StopRequestedError: nobody waits until it is known.
+        """
+        self.stop.check()
         if any(candidate.lower_bound < math.inf for candidate in self.candidates):
             return UserError(
                 f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
@@ -409,7 +511,7 @@ class _Sweep:
         least = math.inf
         for problem in sorted(problems, key=lambda problem: separable_memory(problem.alone)):
             if separable_memory(problem.alone) < least:
-                least = min(least, smallest_memory(problem.table)[0])
+                least = min(least, smallest_memory(problem.table, self.stop)[0])
         return InfeasibleError(
             f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
             f"the smallest memory that would do is {format_memory_limit(least)}"
@@ -433,37 +535,42 @@ def micro_batches(workload: Workload, options: Options) -> Iterator[int]:
     yield from (number for number in reversed(small) if number * number < workload.batch)
 
 
-def _baseline_figures(books: _Books, options: Options, limit: float) -> Iterator[BaselineFigures]:
-    """The best feasible member of every family over micro-batches and recomputation."""
-    problems = [problem for problem in books.problems(options, untied=False) if isinstance(problem, Problem)]
+def _baseline_figures(books: _Books, options: Options, limit: float, stop: Stop) -> Iterator[BaselineFigures]:
+    """The best feasible member of every family over micro-batches and recomputation, of those before the stop."""
+    offered = itertools.takewhile(lambda _: not stop.is_requested, books.problems(options, untied=False))
+    problems = [problem for problem in offered if isinstance(problem, Problem)]
     members = list(baselines(books.graph, books.cluster.level_sizes))
     for name in BASELINES:
-        yield _best_member(name, [member for member in members if member.name == name], problems, limit)
+        yield _best_member(name, [member for member in members if member.name == name], problems, limit, stop)
 
 
-def _best_member(name: str, members: list[Baseline], problems: list[Problem], limit: float) -> BaselineFigures:
+def _best_member(
+    name: str, members: list[Baseline], problems: list[Problem], limit: float, stop: Stop
+) -> BaselineFigures:
     """The cheapest member of a family that fits, or why none does."""
     why = "no mesh of this shape on these devices"
     least = math.inf
     fitting: list[tuple[float, int, Baseline, Problem]] = []
-    for member in members:
-        for problem in problems:
-            try:
-                choice = problem.choice(member.strategies)
-            except UserError as fault:
-                if least == math.inf:
-                    why = str(fault)
-                continue
-            memory = problem.alone.peak_memory(choice)
-            if memory <= limit:
-                fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem))
-            elif memory < least:
-                least = memory
-                why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
+    for member, problem in itertools.product(members, problems):
+        if stop.is_requested:
+            why = _INTERRUPTED
+            break
+        try:
+            choice = problem.choice(member.strategies)
+        except UserError as fault:
+            if least == math.inf:
+                why = str(fault)
+            continue
+        memory = problem.alone.peak_memory(choice)
+        if memory <= limit:
+            fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem))
+        elif memory < least:
+            least = memory
+            why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
     best, cost = BaselineFigures(name, infeasible=why), math.inf
     # Redistributions only add to what the layers cost alone, and most members need none.
     for alone, _, member, problem in sorted(fitting, key=lambda one: one[:2]):
-        if alone >= cost:
+        if alone >= cost or (best.assessment is not None and stop.is_requested):
             break
         try:
             assessment = assess(problem.graph, problem.cluster, problem.workload, member.strategies)

@@ -174,9 +174,10 @@ def certificate(planned: Planned) -> list[str]:
     if planned.optimal:
         verdict = f"proven: none of the {size} assignments of strategies that fit has a smaller {what}"
     else:
-        remedy = "raise --time-limit" if planned.options.method in ("exact", "exhaustive") else "use --method exact"
+        remedy = "; raise --time-limit" if planned.options.method in ("exact", "exhaustive") else "; use --method exact"
+        why, remedy = ("interrupted, ", "") if planned.is_interrupted else ("", remedy)
         verdict = (
-            f"not proven: the best assignment may be up to {planned.gap:.2%} better "
-            f"(lower bound {format_seconds(planned.lower_bound)}; {size} assignments); {remedy}"
+            f"not proven: {why}the best assignment may be up to {planned.gap:.2%} better "
+            f"(lower bound {format_seconds(planned.lower_bound)}; {size} assignments){remedy}"
         )
     return ["Certificate", f"  {verdict}", f"  {found}; cost and memory recomputed from the layer graph"]

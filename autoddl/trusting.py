@@ -13,6 +13,7 @@ from autoddl.costmodel.calibration import Calibration
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search import solve
@@ -36,18 +37,21 @@ class PlanTrust:
     notes: tuple[str, ...]
 
 
-def trust_of(planned: Planned) -> PlanTrust | None:
-    """How sure a plan is; None where its cluster was not calibrated."""
+def trust_of(planned: Planned, stop: Stop | None = None) -> PlanTrust | None:
+    """How sure a plan is; None where its cluster was not calibrated, or where the ``stop`` was requested before it was known."""
+    stop = stop or Stop()
     calibration = planned.cluster.calibration
     if calibration is None or not calibration.replicates:
         return None
     communication_only = planned.options.objective == "communication"
-    candidates = list(_candidates(planned))
+    candidates = list(_candidates(planned, stop))
+    if stop.is_requested:  # without all rivals nothing is known
+        return None
     found = trust(candidates, planned.cluster, communication_only)
     return PlanTrust(calibration, found, tuple(outside_notes(candidates[0].usage, planned.cluster)))
 
 
-def _candidates(planned: Planned) -> Iterator[Candidate]:
+def _candidates(planned: Planned, stop: Stop) -> Iterator[Candidate]:
     """The plan; its baselines; and the best plans under some draws of the parameters, at the plan's micro-batch."""
     graph, cluster, workload = planned.graph, planned.cluster, planned.workload
     yield Candidate("this plan", _usage(graph, cluster, workload, planned.strategies))
@@ -57,9 +61,11 @@ def _candidates(planned: Planned) -> Iterator[Candidate]:
     seen = {tuple(planned.strategies.items())}
     number = 0
     for k in _spread(_num_draws(cluster), SEARCHES):
+        if stop.is_requested:
+            return
         book = PriceBook(graph, drawn_cluster(cluster, k), workload, planned.options.untied, planned.options.summa)
         problem = book.problem(workload.batch, workload.micro_batch, planned.options.objective)
-        result = solve(problem.table, method="exact", memory_limit=planned.memory_limit_bytes, time_limit=5.0)
+        result = solve(problem.table, memory_limit=planned.memory_limit_bytes, time_limit=5.0, stop=stop)
         if result.choice is None or not math.isfinite(result.cost):
             continue
         strategies = problem.strategies(result.choice)

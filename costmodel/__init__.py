@@ -8,6 +8,7 @@
 - `workload`: `Workload`, the batch, precision and optimizer; `assessment`: `assess`, time and memory of a whole plan.
 - `pricing`, `table`: `PriceBook`, `Problem` and the `CostTable` that the searches work on.
 - `calibration`: how well a cluster file's figures were measured; `documents`, `units`, `errors`: JSON, units, `UserError`.
+- `stopping`: `Stop` and `Deadline`, which end searches early.
 
 It imports nothing else of the project, and nothing is imported here before it is asked for.
 """

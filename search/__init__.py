@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError
 from autoddl.costmodel.table import CostTable
 
 from .branching import Bracket, bracket, lower_bound
@@ -23,12 +24,15 @@ from .separable import separable_bound, separable_memory
 __all__ = [
     "METHODS",
     "Bracket",
+    "Deadline",
     "Forced",
     "Marginals",
     "Progress",
     "Result",
     "SearchError",
     "Status",
+    "Stop",
+    "StopRequestedError",
     "bracket",
     "coordinate_descent",
     "exact",
@@ -66,18 +70,25 @@ def solve(
     cutoff: float = math.inf,
     progress: Progress = silent,
     known: Bracket | None = None,
+    stop: Stop | None = None,
 ) -> Result:
     """The best choice that ``method`` finds within the limit on peak memory [bytes].
 
     ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods, and
     with a ``cutoff`` [s] exact does not look for choices that cost as much or more; from what is ``known`` of the table
-    within the limit (:func:`bracket`) it goes on.
+    within the limit (:func:`bracket`) it goes on.  When a ``stop`` is requested it ends as at its time limit: with its best
+    choice, a valid bound, and the status INTERRUPTED.  Without one, Ctrl-C is a `KeyboardInterrupt` as everywhere in Python.
 
     Raises: SearchError, for an unknown method or a limit that is not positive.
     """
     if method not in METHODS:
         raise SearchError(f"method {method!r} is not one of {', '.join(METHODS)}")
-    options: dict[str, Any] = {"memory_limit": memory_limit, "time_limit": time_limit, "progress": progress}
+    options: dict[str, Any] = {
+        "memory_limit": memory_limit,
+        "time_limit": time_limit,
+        "progress": progress,
+        "stop": stop,
+    }
     if method == "exact":
         options["cutoff"] = cutoff
         options["known"] = known

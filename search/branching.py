@@ -12,12 +12,12 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.table import CostTable
 
 from .elimination import Weights
@@ -71,6 +71,7 @@ class Bracket:
         free: a valid lower bound without the limit; the optimum then, where the graph is narrow.
         bound: a valid lower bound within the limit; ``inf`` shows that nothing fits.
         cost: of the best choice within the limit that was met on the way; ``inf`` where none was.
+        choice: that choice.
         instance, exploration: the table made ready, and what was found on it within the limit, for who goes on from here; None
             where that was not needed.
     """
@@ -78,39 +79,48 @@ class Bracket:
     free: float
     bound: float
     cost: float
+    choice: tuple[int, ...] | None = None
     instance: Instance | None = field(default=None, repr=False, compare=False)
     exploration: Exploration | None = field(default=None, repr=False, compare=False)
 
 
-def lower_bound(table: CostTable, memory_limit: float | None = None) -> float:
+def lower_bound(table: CostTable, memory_limit: float | None = None, stop: Stop | None = None) -> float:
     """A cheap valid lower bound [s] on the cost of every choice within the limit; ``inf`` shows that there is none.
 
     The elimination / Lagrangian bound of `lagrangian` with some branching on buffers.  It is the optimum where no memory
-    limit binds and the graph is narrow.
+    limit binds and the graph is narrow, and nobody requests a stop.
 
     Raises: SearchError, for a table that no search can treat.
     """
-    return bracket(table, memory_limit).bound
+    return bracket(table, memory_limit, stop=stop).bound
 
 
-def bracket(table: CostTable, memory_limit: float | None = None, cutoff: float = math.inf) -> Bracket:
-    """Bounds on the optimum; once the lower bound is known to be at least ``cutoff`` no more work is put into it.
+def bracket(
+    table: CostTable, memory_limit: float | None = None, cutoff: float = math.inf, stop: Stop | None = None
+) -> Bracket:
+    """Bounds on the optimum; once the lower bound is known to be at least ``cutoff``, or a stop is requested, no more work is put
+    into it.
 
     Raises: SearchError, for a table that no search can treat.
     """
     choice = solve_forest(table)
     free = math.inf if choice is None else table.evaluate(choice)
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
-        return Bracket(free, free, free)
+        return Bracket(free, free, free, choice)
     instance = prepare(table)
     if instance is None:
         return Bracket(math.inf, math.inf, math.inf)
     if choice is None:
         free, _ = minimise(instance, Weights(1.0, 0.0))
     if free >= cutoff:
-        return Bracket(free, free, math.inf, instance)
-    found = explore(instance, memory_limit, cutoff=cutoff)
-    return Bracket(free, found.bound, found.incumbent.cost if found.incumbent else math.inf, instance, found)
+        return Bracket(free, free, math.inf, None, instance)
+    deadline = Deadline(None, stop)
+    found = explore(instance, memory_limit, deadline=deadline, cutoff=cutoff)
+    best = found.incumbent
+    cost, chosen = (best.cost, best.choice) if best else (math.inf, None)
+    if deadline.stop.is_requested:  # the work on some node may have been cut short: nobody goes on from there
+        return Bracket(free, found.bound, cost, chosen)
+    return Bracket(free, found.bound, cost, chosen, instance, found)
 
 
 def explore(
@@ -119,7 +129,7 @@ def explore(
     close: CloseNode | None = None,
     *,
     start: Exploration | None = None,
-    deadline: float = math.inf,
+    deadline: Deadline | None = None,
     cutoff: float = math.inf,
     report: Callable[[float, float], None] = lambda cost, bound: None,
 ) -> Exploration:
@@ -128,6 +138,7 @@ def explore(
     Choices that cost ``cutoff`` or more are of no interest: where it finishes with such an incumbent, or with none and a finite
     bound, the bound says that all are.  It goes on from where ``start``, of the same instance and limit, ended.
     """
+    deadline = deadline or Deadline()
     limit = math.inf if memory_limit is None else memory_limit
     order = itertools.count()
     incumbent = start.incumbent if start else None
@@ -151,7 +162,7 @@ def explore(
         if interval.lowest > interval.highest:
             return
         nodes += 1
-        dual = solve_dual(instance, interval, memory_limit, cutoff=best())
+        dual = solve_dual(instance, interval, memory_limit, cutoff=best(), stop=deadline.stop)
         for point in dual.points:
             consider(point)
         if dual.bound < math.inf:
@@ -173,7 +184,7 @@ def explore(
         bound, _, node = heap[0]
         report(incumbent.cost if incumbent else math.inf, bound)
         interval, dual = node.interval, node.dual
-        out_of_time = time.perf_counter() >= deadline
+        out_of_time = deadline.is_over
         above = [point.buffer for point in dual.ends if point.buffer > interval.lowest]
         if above and instance.plan.exact and (close is not None or nodes < _BOUND_NODES) and not out_of_time:
             heapq.heappop(heap)
@@ -198,17 +209,20 @@ def explore(
     return ended(heap[0][0] if heap else math.inf, finished=True)
 
 
-def least_memory(instance: Instance) -> Point | None:
+def least_memory(instance: Instance, stop: Stop) -> Point | None:
     """The choice of finite cost with the least peak memory; ``None`` if no choice has finite cost. Needs an exact plan.
 
     For a threshold b on buffers, let m(b) be the least resident memory; a minimiser whose largest buffer is b' <= b shows
     that m is constant on [b', b], where ``m + b'`` is the least peak.  So thresholds go down, each time just below b', until
     the smallest buffer possible shows that nothing better follows.
+
+    Raises: StopRequestedError
     """
     assert instance.plan.exact
     best: Point | None = None
     threshold = math.inf
     while True:
+        stop.check()
         least, point = minimise(instance, Weights(0.0, 1.0, threshold))
         if point is None:
             return best

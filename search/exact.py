@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.table import CostTable
 
 from .branching import Bracket, Exploration, OpenNode, OutOfTimeError, explore, least_memory
@@ -27,7 +28,7 @@ from .labels import LabelSearch, StoppedError
 from .lagrangian import Dual, Instance, Point, prepare
 from .progress import Progress, silent
 from .reduction import Domain
-from .report import check_limits, impossible, infeasible
+from .report import check_limits, impossible, infeasible, unless_stopped, unproven
 from .result import PROOF_TOLERANCE, Result, Status
 
 __all__ = ["exact", "smallest_memory"]
@@ -52,19 +53,21 @@ def exact(
     cutoff: float = math.inf,
     progress: Progress = silent,
     known: Bracket | None = None,
+    stop: Stop | None = None,
 ) -> Result:
     """The choice of least cost within the limit on peak memory [bytes], proven.
 
     Where nothing costs less than ``cutoff`` [s] that is all it finds out (LIMIT_REACHED, with a bound of at least the cutoff).
-    With a time limit [s] it may stop before, with the gap (LIMIT_REACHED).  ``evaluations`` counts the complete choices whose
-    cost was computed; most of the work is on partial ones (``statistics``: ``labels``, ``rows``; ``buckets`` is the number of
-    distinct elimination tables, ``largest_bucket`` the entries of the largest).  It goes on from what `bracket` of the same table
-    and limit has ``known``.
+    With a time limit [s] it may stop before, with the gap (LIMIT_REACHED), and so it does when a ``stop`` is requested
+    (INTERRUPTED).  ``evaluations`` counts the complete choices whose cost was computed; most of the work is on partial ones
+    (``statistics``: ``labels``, ``rows``; ``buckets`` is the number of distinct elimination tables, ``largest_bucket`` the entries
+    of the largest).  It goes on from what `bracket` of the same table and limit has ``known``.
 
     Raises: SearchError, for a limit that is not positive or a table that no search can treat.
     """
     start = time.perf_counter()
     check_limits(memory_limit=memory_limit, time_limit=time_limit)
+    deadline = Deadline(time_limit, stop)
     choice = solve_forest(table)
     if choice is not None and (memory_limit is None or table.peak_memory(choice) <= memory_limit):
         return _without_limit(table, choice, start, memory_limit)
@@ -72,8 +75,7 @@ def exact(
     if instance is None:
         return impossible(table, "exact", start, memory_limit)
     if not instance.plan.exact:
-        return _by_milp(instance, start, memory_limit, time_limit, progress)
-    deadline = math.inf if time_limit is None else start + time_limit
+        return _by_milp(instance, start, memory_limit, deadline, progress)
     closer = _Closer(instance, memory_limit, deadline)
     found = explore(
         instance,
@@ -84,7 +86,7 @@ def exact(
         cutoff=cutoff,
         report=lambda cost, bound: progress(cost, bound, closer.evaluations),
     )
-    return _finish(instance, found, closer, start, memory_limit)
+    return _finish(instance, found, closer, start, memory_limit, deadline)
 
 
 def _without_limit(table: CostTable, choice: tuple[int, ...], start: float, memory_limit: float | None) -> Result:
@@ -105,7 +107,12 @@ def _without_limit(table: CostTable, choice: tuple[int, ...], start: float, memo
 
 
 def _finish(
-    instance: Instance, found: Exploration, closer: _Closer, start: float, memory_limit: float | None
+    instance: Instance,
+    found: Exploration,
+    closer: _Closer,
+    start: float,
+    memory_limit: float | None,
+    deadline: Deadline,
 ) -> Result:
     statistics = {
         "nodes": found.nodes,
@@ -117,13 +124,12 @@ def _finish(
     }
     best = found.incumbent
     if best is None and found.bound == math.inf:
-        least = least_memory(instance)
-        return infeasible(
-            instance.table, "exact", start, memory_limit, math.inf if least is None else least.peak, statistics
-        )
+        smallest = unless_stopped(lambda stop: _least_peak(instance, stop), deadline.stop)
+        return infeasible(instance.table, "exact", start, memory_limit, smallest, statistics)
+    status = Status.LIMIT_REACHED if found.finished else unproven(deadline)
     return Result(
         method="exact",
-        status=Status.OPTIMAL if found.finished and best and best.cost <= found.bound else Status.LIMIT_REACHED,
+        status=Status.OPTIMAL if found.finished and best and best.cost <= found.bound else status,
         choice=best.choice if best else None,
         cost=best.cost if best else math.inf,
         lower_bound=found.bound,
@@ -134,6 +140,11 @@ def _finish(
         memory_limit_bytes=memory_limit,
         statistics=statistics,
     )
+
+
+def _least_peak(instance: Instance, stop: Stop) -> float:
+    least = least_memory(instance, stop)
+    return math.inf if least is None else least.peak
 
 
 class _Grown(NamedTuple):
@@ -158,7 +169,7 @@ class _Closer:
     better split there than proven.
     """
 
-    def __init__(self, instance: Instance, memory_limit: float | None, deadline: float) -> None:
+    def __init__(self, instance: Instance, memory_limit: float | None, deadline: Deadline) -> None:
         self.instance, self.deadline = instance, deadline
         self.limit = math.inf if memory_limit is None else memory_limit
         self.labels = self.rows = self.rounds = self.evaluations = 0
@@ -229,28 +240,27 @@ class _Closer:
 
 
 def _by_milp(
-    instance: Instance, start: float, memory_limit: float | None, time_limit: float | None, progress: Progress
+    instance: Instance, start: float, memory_limit: float | None, deadline: Deadline, progress: Progress
 ) -> Result:
     """Elimination gives no more than bounds (mini-buckets): HiGHS does the rest."""
     # Only here: loading SciPy's optimizers takes longer than most searches.
     from .milp import milp_least_memory, milp_optimum
 
     table = instance.table
-    relaxed = explore(instance, memory_limit)
+    relaxed = explore(instance, memory_limit, deadline=Deadline(None, deadline.stop))
     best = relaxed.incumbent.choice if relaxed.incumbent else None
     progress(table.evaluate(best) if best else math.inf, relaxed.bound, 1)
-    left = None if time_limit is None else max(1e-3, time_limit - (time.perf_counter() - start))
-    found = milp_optimum(table, instance.reduced, memory_limit, left)
+    found = milp_optimum(table, instance.reduced, memory_limit, deadline)
     statistics = {"nodes": found.nodes, "buckets": instance.plan.num_nodes}
     if found.finished and found.choice is None:
-        smallest, _ = milp_least_memory(table, instance.reduced)
+        smallest = unless_stopped(lambda stop: milp_least_memory(table, instance.reduced, stop)[0], deadline.stop)
         return infeasible(table, "exact", start, memory_limit, smallest, statistics)
     best = min((choice for choice in (best, found.choice) if choice), key=table.evaluate, default=None)
     cost = table.evaluate(best) if best else math.inf
     bound = cost if found.finished else min(cost, max(relaxed.bound, found.bound))
     return Result(
         method="exact",
-        status=Status.OPTIMAL if cost <= bound + PROOF_TOLERANCE * abs(cost) else Status.LIMIT_REACHED,
+        status=Status.OPTIMAL if cost <= bound + PROOF_TOLERANCE * abs(cost) else unproven(deadline),
         choice=best,
         cost=cost,
         lower_bound=bound,
@@ -263,14 +273,18 @@ def _by_milp(
     )
 
 
-def smallest_memory(table: CostTable) -> tuple[float, tuple[int, ...] | None]:
-    """The least peak memory [bytes] of any choice of finite cost, and such a choice; ``(inf, None)`` if there is none."""
+def smallest_memory(table: CostTable, stop: Stop | None = None) -> tuple[float, tuple[int, ...] | None]:
+    """The least peak memory [bytes] of any choice of finite cost, and such a choice; ``(inf, None)`` if there is none.
+
+    Raises: StopRequestedError, where a ``stop`` is requested before it is known.
+    """
+    stop = stop or Stop()
     instance = prepare(table)
     if instance is None:
         return math.inf, None
     if not instance.plan.exact:
         from .milp import milp_least_memory
 
-        return milp_least_memory(table, instance.reduced)
-    point = least_memory(instance)
+        return milp_least_memory(table, instance.reduced, stop)
+    point = least_memory(instance, stop)
     return (point.peak, point.choice) if point else (math.inf, None)

@@ -22,12 +22,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.table import CostTable
 
 from .branching import lower_bound
 from .exact import smallest_memory
 from .progress import Progress, silent
-from .report import check_limits, infeasible
+from .report import check_limits, infeasible, unless_stopped, unproven
 from .result import Result, Status
 
 __all__ = ["exhaustive"]
@@ -45,14 +46,16 @@ def exhaustive(
     evaluations: int | None = None,
     time_limit: float | None = None,
     progress: Progress = silent,
+    stop: Stop | None = None,
 ) -> Result:
-    """Score every assignment; with a limit on evaluations or seconds it may stop before (LIMIT_REACHED, with a gap).
+    """Score every assignment; with a limit on evaluations or seconds it may stop before (LIMIT_REACHED, with a gap), and so it does
+    when a ``stop`` is requested (INTERRUPTED).
 
     Raises: SearchError, for a limit that is not positive.
     """
     start = time.perf_counter()
     check_limits(memory_limit=memory_limit, time_limit=time_limit, evaluations=evaluations)
-    deadline = math.inf if time_limit is None else start + time_limit
+    deadline = Deadline(time_limit, stop)
     budget = math.inf if evaluations is None else evaluations
     scan = _Scan(table, memory_limit)
     next_report, finished = start + 0.2, True
@@ -61,18 +64,18 @@ def exhaustive(
         if now >= next_report:
             progress(scan.best, -math.inf, done)
             next_report = now + 0.2
-        if now >= deadline and done < table.space_size:
+        if done < table.space_size and deadline.is_over:
             finished = False
             break
     finished = finished and scan.evaluations == table.space_size
     if finished and scan.choice is None:
-        least, _ = smallest_memory(table)
+        least = unless_stopped(lambda stop: smallest_memory(table, stop)[0], deadline.stop)
         return infeasible(table, "exhaustive", start, memory_limit, least, evaluations=scan.evaluations)
-    bound = scan.best if finished else min(lower_bound(table, memory_limit), scan.best)
+    bound = scan.best if finished else min(lower_bound(table, memory_limit, deadline.stop), scan.best)
     cost = table.evaluate(scan.choice) if scan.choice else math.inf
     return Result(
         method="exhaustive",
-        status=Status.OPTIMAL if finished else Status.LIMIT_REACHED,
+        status=Status.OPTIMAL if finished else unproven(deadline),
         choice=scan.choice,
         cost=cost,
         lower_bound=min(bound, cost) if finished else bound,

@@ -22,17 +22,20 @@ import math
 import random
 import time
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError
 from autoddl.costmodel.table import CostTable
 
 from .branching import lower_bound
 from .exact import smallest_memory
 from .moves import Assignment, random_start
 from .progress import Progress, silent
-from .report import check_limits, infeasible
+from .report import check_limits, infeasible, unless_stopped, unproven
 from .result import PROOF_TOLERANCE, Result, Status
+from .separable import separable_bound
 
 __all__ = ["coordinate_descent", "metropolis_hastings", "random_search"]
 
@@ -56,10 +59,11 @@ class _Driver:
         evaluations: int | None,
         time_limit: float | None,
         progress: Progress,
+        stop: Stop | None,
     ):
         check_limits(memory_limit=memory_limit, time_limit=time_limit, evaluations=evaluations)
         self.start = time.perf_counter()
-        self.deadline = math.inf if time_limit is None else self.start + time_limit
+        self.deadline = Deadline(time_limit, stop)
         self.table, self.memory_limit, self.progress = table, memory_limit, progress
         options = sum(len(costs) for costs in table.cost)
         self.budget = _EVALUATIONS_PER_OPTION * options if evaluations is None else evaluations
@@ -76,7 +80,7 @@ class _Driver:
     def spend(self, count: int = 1) -> None:
         """Account for evaluations about to be made; raise where the budget does not allow them."""
         now = time.perf_counter()
-        if count > self.left or now >= self.deadline:
+        if count > self.left or self.deadline.is_over:
             raise _BudgetSpentError
         self.used += count
         if now >= self._next_report:
@@ -90,19 +94,21 @@ class _Driver:
 
     def run(self, method: str, search: Callable[[], None]) -> Result:
         """Search until the budget is spent, then say what is known of the best choice."""
-        table = self.table
-        with contextlib.suppress(_BudgetSpentError):
+        table, stop = self.table, self.deadline.stop
+        with contextlib.suppress(_BudgetSpentError, StopRequestedError):
             search()
-        bound = lower_bound(table, self.memory_limit)
+        # Whoever interrupts does not wait for the better bound.
+        bound_of = separable_bound if stop.is_requested else partial(lower_bound, stop=stop)
+        bound = bound_of(table, self.memory_limit)
         if bound == math.inf or self.choice is None:
-            least, _ = smallest_memory(table)
-            if bound == math.inf or (self.memory_limit is not None and least > self.memory_limit):
+            least = unless_stopped(lambda stop: smallest_memory(table, stop)[0], stop)
+            if bound == math.inf or (self.memory_limit is not None and least is not None and least > self.memory_limit):
                 return infeasible(table, method, self.start, self.memory_limit, least, evaluations=self.used)
         cost = math.inf if self.choice is None else table.evaluate(self.choice)
         proven = cost <= bound + PROOF_TOLERANCE * abs(bound)
         return Result(
             method=method,
-            status=Status.OPTIMAL if proven else Status.LIMIT_REACHED,
+            status=Status.OPTIMAL if proven else unproven(self.deadline),
             choice=self.choice,
             cost=cost,
             lower_bound=min(bound, cost),
@@ -126,8 +132,9 @@ def _heuristic(method: str) -> Callable[[Callable[[_Driver, int], None]], Callab
             time_limit: float | None = None,
             seed: int = 0,
             progress: Progress = silent,
+            stop: Stop | None = None,
         ) -> Result:
-            driver = _Driver(table, memory_limit, evaluations, time_limit, progress)
+            driver = _Driver(table, memory_limit, evaluations, time_limit, progress, stop)
             return driver.run(method, lambda: algorithm(driver, seed))
 
         search.__name__ = search.__qualname__ = algorithm.__name__
@@ -140,8 +147,8 @@ def _heuristic(method: str) -> Callable[[Callable[[_Driver, int], None]], Callab
 @_heuristic("coordinate-descent")
 def coordinate_descent(driver: _Driver, seed: int) -> None:
     """Coordinate descent with restarts (module docstring)."""
-    table, limit, generator = driver.table, driver.memory_limit, random.Random(seed)
-    while (start := random_start(table, generator, limit)) is not None:
+    table, limit, generator, stop = driver.table, driver.memory_limit, random.Random(seed), driver.deadline.stop
+    while (start := random_start(table, generator, limit, stop)) is not None:
         driver.spend()
         current = Assignment(table, start, limit)
         driver.consider(current.cost, current.choice)
@@ -175,7 +182,7 @@ def _best_option(driver: _Driver, current: Assignment, variable: int) -> bool:
 def metropolis_hastings(driver: _Driver, seed: int) -> None:
     """Metropolis-Hastings with rising b (module docstring)."""
     table, generator = driver.table, random.Random(seed)
-    start = random_start(table, generator, driver.memory_limit)
+    start = random_start(table, generator, driver.memory_limit, driver.deadline.stop)
     if start is None:
         return
     driver.spend()

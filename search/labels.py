@@ -23,12 +23,13 @@ Everything is done with arrays: a node's labels are sorted by (assignment, exces
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
+from autoddl.costmodel.stopping import Deadline
 
 from .elimination import Leaf, Node, Plan, Weights
 from .reduction import Domain
@@ -37,7 +38,7 @@ __all__ = ["LabelSearch", "LabelStatistics", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """The deadline has passed, or more labels than fit in memory would be needed."""
+    """The deadline is over, or more labels than fit in memory would be needed."""
 
 
 #: The most labels that one join may keep (about 50 bytes each).
@@ -112,8 +113,8 @@ class LabelSearch:
     """Searches one dual-optimal relaxation with growing slack.
 
     Args: an exact plan, the multiplier lambda*, the dual bound ``L(lambda*)``, the limit on resident memory [bytes], the
-    largest buffer of an option that may be used [bytes], a deadline (of ``time.perf_counter``), and, to look for an incumbent
-    among few options, a mask over the labels of each domain.
+    largest buffer of an option that may be used [bytes], a deadline, and, to look for an incumbent among few options, a mask
+    over the labels of each domain.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class LabelSearch:
         bound: float,
         limit: float,
         max_buffer: float,
-        deadline: float = math.inf,
+        deadline: Deadline,
         only: Mapping[Domain, np.ndarray] | None = None,
     ) -> None:
         assert plan.exact
@@ -259,7 +260,7 @@ class LabelSearch:
             if kept > _UNSETTLED + 2 * settled:
                 parts = [self._settle(parts, group)]
                 kept = settled = len(parts[0][0])
-            if settled > MAX_LABELS or time.perf_counter() > self.deadline:
+            if settled > MAX_LABELS or self.deadline.is_over:
                 raise StoppedError
         at, cost, memory, before, taken = self._settle(parts, group) if parts else _NOTHING
         return _Rows(at, cost, memory), before, taken

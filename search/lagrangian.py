@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import CostTable
 
 from .elimination import Plan, Weights, compile_plan
@@ -127,13 +128,15 @@ def solve_dual(
     memory_limit: float | None,
     *,
     cutoff: float = math.inf,
+    stop: Stop | None = None,
     max_steps: int = 60,
 ) -> Dual:
     """Maximise the dual for choices whose largest buffer is in the interval, under the limit on peak memory.
 
-    Once the bound is at least ``cutoff`` it is good enough.
+    Once the bound is at least ``cutoff`` it is good enough.  A stop ends it with the bound until then; there may be no point that
+    fits.
     """
-    highest = interval.highest
+    stop, highest = stop or Stop(), interval.highest
     cost, point = minimise(instance, Weights(1.0, 0.0, highest))
     if point is None:
         return Dual(math.inf, 0.0, (), ())
@@ -150,6 +153,8 @@ def solve_dual(
     # Any assignment gives a line above the dual function, of an inexact plan as well; one of infinite cost gives none.
     multiplier = abs(cost) / limit if limit > 0 and cost else 1.0
     while not math.isfinite(point.cost) or point.memory > limit:
+        if stop.is_requested:
+            return Dual(cost, 0.0, tuple(points), (over_point,))
         score, point = minimise(instance, Weights(1.0, multiplier, highest))
         assert point is not None
         if point.memory <= limit:
@@ -161,7 +166,7 @@ def solve_dual(
     under_point = point
     bound, best = cost, 0.0
     for _ in range(max_steps):
-        if bound >= cutoff:
+        if bound >= cutoff or stop.is_requested:
             break
         multiplier = (under[0] - over[0]) / (over[1] - under[1])
         if not multiplier > best and not multiplier > 0:

@@ -18,24 +18,29 @@ With x integral, y is integral and b the largest buffer: the program is exact.  
 from __future__ import annotations
 
 import math
+import threading
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import coo_array, csr_array, vstack
 
+from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError
 from autoddl.costmodel.table import CostTable
 
 from .progress import Progress, silent
 from .reduction import Reduced, check_table, reduce_table
-from .report import check_limits, infeasible
+from .report import check_limits, infeasible, unless_stopped, unproven
 from .result import Result, Status
 
 __all__ = ["MilpOutcome", "milp_least_memory", "milp_optimum", "solve_milp"]
 
 #: What the objective is scaled to.
 _SCALE = 1e4
+#: How often [s] it is asked whether HiGHS should be left alone.
+_PATIENCE_S = 0.05
 #: How often a choice that is over the limit by a rounding may be cut off.
 _MAX_CUTS = 100
 
@@ -56,25 +61,29 @@ def solve_milp(
     memory_limit: float | None = None,
     time_limit: float | None = None,
     progress: Progress = silent,
+    stop: Stop | None = None,
 ) -> Result:
-    """The optimum by HiGHS; LIMIT_REACHED with its gap at the time limit [s].  ``evaluations`` counts its choices.
+    """The optimum by HiGHS; LIMIT_REACHED with its gap at the time limit [s], INTERRUPTED where a ``stop`` was requested.
+
+    ``evaluations`` counts its choices.
 
     Raises: SearchError, for a limit that is not positive or a table that no search can treat.
     """
     start = time.perf_counter()
     check_limits(memory_limit=memory_limit, time_limit=time_limit)
+    deadline = Deadline(time_limit, stop)
     check_table(table)
     reduced = reduce_table(table)
-    found = milp_optimum(table, reduced, memory_limit, time_limit)
+    found = milp_optimum(table, reduced, memory_limit, deadline)
     statistics = {"nodes": found.nodes}
     if found.finished and found.choice is None:
-        smallest, _ = milp_least_memory(table, reduced)
+        smallest = unless_stopped(lambda stop: milp_least_memory(table, reduced, stop)[0], deadline.stop)
         return infeasible(table, "milp", start, memory_limit, smallest, statistics)
     cost = math.inf if found.choice is None else table.evaluate(found.choice)
     progress(cost, min(found.bound, cost), 1)
     return Result(
         method="milp",
-        status=Status.OPTIMAL if found.finished else Status.LIMIT_REACHED,
+        status=Status.OPTIMAL if found.finished else unproven(deadline),
         choice=found.choice,
         cost=cost,
         lower_bound=cost if found.finished else min(found.bound, cost),
@@ -87,27 +96,27 @@ def solve_milp(
     )
 
 
-def milp_optimum(
-    table: CostTable, reduced: Reduced, memory_limit: float | None, time_limit: float | None = None
-) -> MilpOutcome:
-    """Minimise the cost under the limit on peak memory."""
+def milp_optimum(table: CostTable, reduced: Reduced, memory_limit: float | None, deadline: Deadline) -> MilpOutcome:
+    """Minimise the cost under the limit on peak memory, until the deadline."""
+    if deadline.stop.is_requested:
+        return MilpOutcome(-math.inf, None, False, 0)
     if reduced.empty:
         return MilpOutcome(math.inf, None, True, 0)
     program = _Program(reduced)
-    return program.minimise(table, program.cost, program.offset, memory_limit, time_limit)
+    return program.minimise(table, program.cost, program.offset, memory_limit, deadline)
 
 
-def milp_least_memory(
-    table: CostTable, reduced: Reduced, time_limit: float | None = None
-) -> tuple[float, tuple[int, ...] | None]:
+def milp_least_memory(table: CostTable, reduced: Reduced, stop: Stop) -> tuple[float, tuple[int, ...] | None]:
     """The least peak memory [bytes] of a choice of finite cost, and such a choice; ``(inf, None)`` where there is none.
 
-    With a time limit it may be a choice of more than the least memory.
+    Raises: StopRequestedError
     """
     if reduced.empty:
         return math.inf, None
     program = _Program(reduced)
-    found = program.minimise(table, program.peak, 0.0, None, time_limit)
+    found = program.minimise(table, program.peak, 0.0, None, Deadline(None, stop))
+    if not found.finished:
+        stop.check()
     return (math.inf, None) if found.choice is None else (table.peak_memory(found.choice), found.choice)
 
 
@@ -182,12 +191,11 @@ class _Program:
         objective: np.ndarray,
         offset: float,
         memory_limit: float | None,
-        time_limit: float | None,
+        deadline: Deadline,
     ) -> MilpOutcome:
         """Solve with this objective (of x, y in its own unit, of b in bytes)."""
         if not self.feasible:
             return MilpOutcome(math.inf, None, True, 0)
-        start = time.perf_counter()
         most = float(self.peak[: self.num_labels].max(initial=1.0))
         unit = (memory_limit if memory_limit is not None else max(most, 1.0)) / _SCALE
         constraints = [LinearConstraint(self.rows, self.right, self.right)]
@@ -202,15 +210,16 @@ class _Program:
         upper = np.r_[np.ones(self.num_columns - 1), np.inf]
         bound, nodes = -math.inf, 0
         for _ in range(_MAX_CUTS):
-            left = None if time_limit is None else max(1e-3, time_limit - (time.perf_counter() - start))
-            options = {"mip_rel_gap": 0.0, **({} if left is None else {"time_limit": left})}
-            answer = milp(
-                scaled * scale,
-                integrality=integrality,
-                bounds=Bounds(0.0, upper),
-                constraints=constraints,
-                options=options,
-            )
+            try:
+                answer = _solved(
+                    deadline,
+                    c=scaled * scale,
+                    integrality=integrality,
+                    bounds=Bounds(0.0, upper),
+                    constraints=constraints,
+                )
+            except StopRequestedError:
+                return MilpOutcome(bound, None, False, nodes)
             nodes += int(answer.mip_node_count or 0) if answer.get("mip_node_count") is not None else 0
             if answer.status == 2:
                 return MilpOutcome(math.inf, None, True, nodes)
@@ -236,3 +245,34 @@ class _Program:
         row = np.zeros(self.num_columns)
         row[self.first[:-1] + labels] = 1.0
         return LinearConstraint(csr_array(row[None, :]), -np.inf, len(labels) - 1.0)
+
+
+def _solved(deadline: Deadline, **program: Any) -> Any:
+    """The answer of HiGHS to a program of `scipy.optimize.milp`, or what it has at the deadline.
+
+    HiGHS cannot be told to end, and Python handles signals between two instructions of its main thread alone.  So HiGHS runs in a
+    thread of its own, which is left behind when a stop is requested: it ends at its time limit, or with the process.
+
+    Raises: StopRequestedError
+    """
+    options = {"mip_rel_gap": 0.0}
+    if math.isfinite(deadline.limit_s):
+        options["time_limit"] = max(1e-3, deadline.left_s)
+    answers: list[Any] = []
+    faults: list[Exception] = []
+
+    def solve() -> None:
+        try:
+            answers.append(milp(**program, options=options))
+        except Exception as fault:
+            faults.append(fault)
+
+    thread = threading.Thread(target=solve, name="HiGHS", daemon=True)
+    thread.start()
+    while thread.is_alive():
+        thread.join(_PATIENCE_S)
+        if thread.is_alive():
+            deadline.stop.check()
+    if faults:
+        raise faults[0]
+    return answers[0]

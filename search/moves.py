@@ -11,6 +11,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import CostTable
 
 from .exact import smallest_memory
@@ -102,16 +103,20 @@ class Assignment:
         self.cost = self.cost + difference if math.isfinite(self.cost) else table.evaluate(tuple(self.choice))
 
 
-def random_start(table: CostTable, generator: random.Random, memory_limit: float | None) -> tuple[int, ...] | None:
+def random_start(
+    table: CostTable, generator: random.Random, memory_limit: float | None, stop: Stop
+) -> tuple[int, ...] | None:
     """A random choice that fits the limit; None where nothing fits.
 
     Where a random choice is too large, its variables are set to those of the least memory, one by one in random order, until it
     fits.
+
+    Raises: StopRequestedError
     """
     choice = [generator.randrange(len(costs)) for costs in table.cost]
     if memory_limit is None or table.peak_memory(tuple(choice)) <= memory_limit:
         return tuple(choice)
-    least, smallest = smallest_memory(table)
+    least, smallest = smallest_memory(table, stop)
     if smallest is None or least > memory_limit:
         return None
     order = list(range(len(choice)))

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
+from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError
 from autoddl.costmodel.table import CostTable
 
 from .result import Result, SearchError, Status
 
-__all__ = ["check_limits", "impossible", "infeasible"]
+__all__ = ["check_limits", "impossible", "infeasible", "unless_stopped", "unproven"]
 
 
 def check_limits(
@@ -38,13 +39,14 @@ def infeasible(
     method: str,
     start: float,
     memory_limit: float | None,
-    smallest_memory: float,
+    smallest_memory: float | None,
     statistics: Mapping[str, float] | None = None,
     evaluations: int = 0,
 ) -> Result:
+    """Nothing fits; where a stop was requested before the smallest memory was known (None), all that is known is the bound."""
     return Result(
         method=method,
-        status=Status.INFEASIBLE,
+        status=Status.INTERRUPTED if smallest_memory is None else Status.INFEASIBLE,
         choice=None,
         cost=math.inf,
         lower_bound=math.inf,
@@ -56,3 +58,16 @@ def infeasible(
         smallest_memory_bytes=smallest_memory,
         statistics=statistics or {},
     )
+
+
+def unproven(deadline: Deadline) -> Status:
+    """The status of a search that ended without a proof."""
+    return Status.INTERRUPTED if deadline.stop.is_requested else Status.LIMIT_REACHED
+
+
+def unless_stopped(find: Callable[[Stop], float], stop: Stop) -> float | None:
+    """What ``find`` returns; None where it left because of the stop."""
+    try:
+        return find(stop)
+    except StopRequestedError:
+        return None

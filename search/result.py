@@ -28,6 +28,10 @@ class Status(enum.Enum):
         "The search stopped without a proof; the gap says how much better another choice could be at most. "
         "Raise the limit on evaluations or time, or use the exact method."
     )
+    INTERRUPTED = (
+        "The search was interrupted before it had a proof; the gap says how much better another choice could be at most. "
+        "Let it run on for a better choice, or a proof."
+    )
     INFEASIBLE = (
         "No choice fits the memory limit. Raise the limit to the smallest memory that would do, or use more devices."
     )

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
+from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.search import METHODS
 
 from ._planning import add_planning_arguments, cluster_of, model_of, options_of
+from ._stopping import interruptible
 
 if TYPE_CHECKING:
-    from ..planner import BaselineFigures, Planned
+    from ..planner import BaselineFigures, Options, Planned
 
 __all__ = ["add_parser", "run"]
 
@@ -43,17 +48,17 @@ def run(arguments: argparse.Namespace) -> int:
         if method not in METHODS:
             raise UserError(f"--methods names {method!r}, should name some of {', '.join(METHODS)}")
     graph, cluster = model_of(arguments), cluster_of(arguments)
-    exact = make_plan(graph, cluster, options_of(arguments, "exact"))
-    rows: list[dict[str, Any]] = []
-    for method in methods:
-        if method == "exact":
-            rows.append(_search_row(method, exact))
-        elif method == "exhaustive" and not arguments.methods and exact.result.space_size > LARGEST_ENUMERATION:
-            too_many = f"{exact.result.space_size:.1e} assignments are too many to enumerate"
-            rows.append({"name": method, "infeasible": too_many})
-        else:
-            planned = make_plan(graph, cluster, options_of(arguments, method), with_baselines=False)
-            rows.append(_search_row(method, planned))
+    with interruptible("a plan") as asked:
+        exact = make_plan(graph, cluster, options_of(arguments, "exact"), stop=asked.stop)
+        rows: list[dict[str, Any]] = []
+        for method in methods:
+            if method == "exact":
+                rows.append(_search_row(method, exact))
+            elif method == "exhaustive" and not arguments.methods and exact.result.space_size > LARGEST_ENUMERATION:
+                too_many = f"{exact.result.space_size:.1e} assignments are too many to enumerate"
+                rows.append({"name": method, "infeasible": too_many})
+            else:
+                rows.append(_row_of(method, graph, cluster, options_of(arguments, method), asked.stop))
     rows += map(_baseline_row, exact.baselines)
     if arguments.json:
         document = {
@@ -61,13 +66,27 @@ def run(arguments: argparse.Namespace) -> int:
             "version": 1,
             "model": graph.name,
             "objective": exact.options.objective,
+            "status": "interrupted" if asked.number else "complete",
             "lower_bound_s": exact.lower_bound,
             "rows": rows,
         }
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
         print("\n".join(_text(exact, rows)))
-    return 0
+    return asked.exit_code("these are the best plans until then")
+
+
+def _row_of(method: str, graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop) -> dict[str, Any]:
+    """What a method other than exact finds, of its own."""
+    from ..planner import make_plan
+
+    found = None
+    if not stop.is_requested:
+        with contextlib.suppress(StopRequestedError):
+            found = make_plan(graph, cluster, options, with_baselines=False, stop=stop)
+    if found is None or (found.is_interrupted and not found.evaluations):
+        return {"name": method, "infeasible": "interrupted before it had a plan"}
+    return _search_row(method, found)
 
 
 def _search_row(method: str, planned: Planned) -> dict[str, Any]:
@@ -76,6 +95,7 @@ def _search_row(method: str, planned: Planned) -> dict[str, Any]:
         "step_s": planned.assessment.step_s,
         "communication_s": planned.assessment.communication_s,
         "memory_bytes": planned.assessment.memory_bytes,
+        "status": planned.status,
         "gap": planned.gap,
         "optimal": planned.optimal,
         "evaluations": planned.evaluations,
@@ -115,10 +135,18 @@ def _text(exact: Planned, rows: list[dict[str, Any]]) -> Iterator[str]:
                 f"{row[field] / exact.cost:.4g}x" if exact.cost else "",
                 f"{row['evaluations']:,}" if "evaluations" in row else "",
                 format_seconds(row["search_s"]) if "search_s" in row else "",
-                "proven optimal" if row.get("optimal") else row.get("mesh", f"gap {row.get('gap', 0):.2%}"),
+                _remark(row),
             )
         )
     yield from aligned(table, right=(1, 2, 3, 4, 5, 6))
     for row in rows:
         if "infeasible" in row:
             yield f"  {row['name']}: {row['infeasible']}"
+
+
+def _remark(row: dict[str, Any]) -> str:
+    """What is proven of a search's plan; the mesh of a baseline's."""
+    if "mesh" in row:
+        return str(row["mesh"])
+    interrupted = ", interrupted" if row["status"] == "interrupted" else ""
+    return "proven optimal" if row["optimal"] else f"gap {row['gap']:.2%}{interrupted}"

@@ -12,6 +12,8 @@ from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.profile import Profile, load_profile, profile_names
 
+from ._stopping import interruptible
+
 __all__ = ["add_parser", "run"]
 
 
@@ -56,7 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print."""
-    from autoddl.pipelines.planners import Shape, Workload, plan_chimera, plan_dapple, plan_wpipe
+    from autoddl.pipelines.planners import Clock, Shape, Workload, plan_chimera, plan_dapple, plan_wpipe
     from autoddl.pipelines.planners.report import Result, document_of, text_of
 
     cluster = load_cluster(arguments.cluster).resized(arguments.nodes, arguments.devices_per_node)
@@ -72,17 +74,19 @@ def run(arguments: argparse.Namespace) -> int:
     stages, micro_batch = arguments.stages, arguments.micro_batch
     widths = _widths(arguments.widths, stages, arguments.planner)
     result: Result
-    if arguments.planner == "chimera":
-        result = plan_chimera(workload, micro_batch, stages, arguments.pipelines)
-    elif arguments.planner == "wpipe":
-        if stages is not None and stages % 2:
-            raise UserError(f"--stages {stages} for wpipe should be even: every worker has two")
-        result = plan_wpipe(workload, micro_batch, None if stages is None else stages // 2)
-    else:
-        result = plan_dapple(workload, micro_batch, Shape(stages, widths))
-    document = document_of(result, workload)
+    if arguments.planner == "wpipe" and stages is not None and stages % 2:
+        raise UserError(f"--stages {stages} for wpipe should be even: every worker has two")
+    with interruptible() as asked:
+        clock = Clock(stop=asked.stop)
+        if arguments.planner == "chimera":
+            result = plan_chimera(workload, micro_batch, stages, arguments.pipelines, clock)
+        elif arguments.planner == "wpipe":
+            result = plan_wpipe(workload, micro_batch, None if stages is None else stages // 2, clock)
+        else:
+            result = plan_dapple(workload, micro_batch, Shape(stages, widths), clock)
+    document = document_of(result, workload, is_interrupted=asked.stop.is_requested)
     print(json.dumps(document, indent=1, allow_nan=False) if arguments.json else text_of(document))
-    return 0
+    return asked.exit_code("this is the best plan until then")
 
 
 def _profile(text: str, micro_batch: int | None, cluster: Cluster) -> Profile:

@@ -5,11 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoddl.costmodel.errors import UserError
 
 from ._planning import add_method, add_planning_arguments, cluster_of, model_of, options_of
+from ._stopping import Interruptible, interruptible
+
+if TYPE_CHECKING:
+    from ..joint.result import JointPlan
+    from ..planner import Planned
 
 __all__ = ["add_parser", "run"]
 
@@ -17,10 +22,12 @@ _PIPELINES = ("auto", "dapple", "chimera", "wpipe")
 
 
 class _Answer(NamedTuple):
-    """A plan's document for programs and its text for people, each made only where somebody asks for it."""
+    """A plan's document for programs and its text for people, each made only where somebody asks for it; the plan; its search."""
 
     document: Callable[[], dict[str, Any]]
     text: Callable[[], str]
+    planned: Planned | JointPlan
+    asked: Interruptible
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -57,11 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
         save_plan(arguments.output, document)
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
-        return 0
-    print(answer.text())
-    if arguments.output:
-        print(f"\nWritten to {arguments.output}")
-    return 0
+    else:
+        print(answer.text())
+        if arguments.output:
+            print(f"\nWritten to {arguments.output}")
+    planned = answer.planned
+    verdict = "it is proven optimal" if planned.optimal else f"the best one may be up to {planned.gap:.2%} better"
+    return answer.asked.exit_code(f"this is the best plan until then, {verdict}")
 
 
 def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
@@ -69,8 +78,10 @@ def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
     from ..tables import plan_text
     from ..trusting import trust_of
 
-    planned = make_plan(model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method))
-    trusted = trust_of(planned)
+    graph, cluster, options = model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method)
+    with interruptible() as asked:
+        planned = make_plan(graph, cluster, options, stop=asked.stop)
+        trusted = trust_of(planned, asked.stop)
 
     def document() -> dict[str, Any]:
         # Documents can hold pipelines, whose modules a plan without one does not need.
@@ -78,7 +89,7 @@ def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
 
         return plan_document(planned, trusted)
 
-    return _Answer(document, lambda: plan_text(planned, trusted))
+    return _Answer(document, lambda: plan_text(planned, trusted), planned, asked)
 
 
 def _with_pipeline(arguments: argparse.Namespace) -> _Answer:
@@ -90,6 +101,8 @@ def _with_pipeline(arguments: argparse.Namespace) -> _Answer:
     from ..plan import joint_document
 
     options = JointOptions(options_of(arguments, arguments.method), arguments.pipeline, arguments.allow_stale)
-    with progress_bar("pipelines", disable=True if arguments.quiet else None) as progress:
-        planned = plan_jointly(model_of(arguments), cluster_of(arguments), options, progress)
-    return _Answer(lambda: joint_document(planned), lambda: joint_text(planned))
+    graph, cluster = model_of(arguments), cluster_of(arguments)
+    bar = progress_bar("pipelines", disable=True if arguments.quiet else None)
+    with interruptible() as asked, bar as progress:
+        planned = plan_jointly(graph, cluster, options, progress, asked.stop)
+    return _Answer(lambda: joint_document(planned), lambda: joint_text(planned), planned, asked)

@@ -17,6 +17,7 @@ import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.schedule import Schedule
@@ -89,6 +90,7 @@ class Explorer:
         recomputations: the ways that are allowed.
         make_interiors: how stages are searched; by default exactly.
         like: another explorer of the same model, cluster and workload, whose tables this one may share.
+        stop: when it is requested, what is being worked out is given up by StopRequestedError; what is known stays.
     """
 
     def __init__(
@@ -100,7 +102,9 @@ class Explorer:
         recomputations: tuple[str, ...] = RECOMPUTATIONS,
         make_interiors: Callable[..., Interiors] = Interiors,
         like: Explorer | None = None,
+        stop: Stop | None = None,
     ):
+        self.stop = stop or Stop()
         self.chain, self.cluster, self.workload = chain, cluster, workload
         self.limit_bytes, self.recomputations = limit_bytes, recomputations
         self._make, self._like = make_interiors, like
@@ -117,7 +121,7 @@ class Explorer:
     def interiors(self, mesh: StageMesh) -> Interiors:
         if mesh not in self._interiors:
             like = None if self._like is None else self._like.interiors(mesh)
-            self._interiors[mesh] = self._make(self.chain, mesh, self.cluster, self.workload, like)
+            self._interiors[mesh] = self._make(self.chain, mesh, self.cluster, self.workload, like, self.stop)
         return self._interiors[mesh]
 
     def units(self, mesh: StageMesh) -> Units:
@@ -178,6 +182,7 @@ class Explorer:
         """Per stage what all units would take there, without and with their all-reduces."""
         known: dict[tuple[StageMesh, int], tuple[np.ndarray, np.ndarray] | None] = {}
         for key in dict.fromkeys(setting.rows):
+            self.stop.check()
             try:
                 known[key] = self.units(key[0]).costs(setting.micro_batch, count, key[1])
             except UserError:  # some layer has no strategy at all on this mesh
@@ -214,6 +219,7 @@ class Explorer:
         assert costs is not None
         fills = bound_class(spec)[0] == "fill"
         for share in _PRICES:
+            self.stop.check()
             mine = rows[open_ones]
             found = bounds_under_limit(
                 mine,

@@ -7,12 +7,12 @@ Pure SBP, data parallelism, Megatron's equal stages under 1F1B, and what the pla
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.stopping import StopRequestedError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.pipelines.planners import Clock
@@ -85,7 +85,7 @@ def families_of(
     explored = _megatron(job, explorer)
     found = explored.best
     if found is None:
-        why = "no such plan fits the memory limit" if explored.finished else "none was found within the time limit"
+        why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
         yield FamilyFigures("Megatron + 1F1B", infeasible=why)
     else:
         inner = _common_strategy(found)
@@ -94,18 +94,27 @@ def families_of(
         if name == "wpipe" and not job.options.allow_stale:
             yield FamilyFigures(title, infeasible="asynchronous; offered with --allow-stale")
             continue
-        clock = Clock(_PAPER * job.time_limit_s)
+        clock = Clock(_PAPER * job.time_limit_s, job.stop)
         try:
             plan = paper_plan(job, name, clock)
         except UserError as error:
             yield FamilyFigures(title, infeasible=str(error))
+        except StopRequestedError:
+            yield FamilyFigures(title, infeasible=f"none was found {_before(job)}")
         else:
             yield figures_of(title, plan, describe(plan) + stopped(clock))
 
 
 def stopped(clock: Clock) -> str:
     """What is said of a plan whose planner's time was over."""
+    if clock.stop.is_requested:
+        return "; interrupted"
     return f"; stopped after {clock.limit_s:g} s" if clock.stopped else ""
+
+
+def _before(job: Job) -> str:
+    """When the search for a family's plan ended without one."""
+    return "before the search was interrupted" if job.stop.is_requested else "within the time limit"
 
 
 def _data_parallel(job: Job, whole: Planned | None) -> FamilyFigures:
@@ -140,15 +149,16 @@ def _data_parallel(job: Job, whole: Planned | None) -> FamilyFigures:
 
 def _megatron(job: Job, like: Explorer | None) -> Explored:
     """The best plan of equal Megatron stages under 1F1B, each setting at its best cut."""
-    explorer = Explorer(job.chain, job.cluster, job.workload, job.limit_bytes, job.recomputations, megatron, like)
+    explorer = Explorer(
+        job.chain, job.cluster, job.workload, job.limit_bytes, job.recomputations, megatron, like, job.stop
+    )
     settings = explorer.settings(
         job.options.base.micro_batch,
         False,
         lambda spec: spec.name == "1f1b" and dict(spec.options) != {"policy": "B"},
         uneven=False,
     )
-    deadline = time.process_time() + _MEGATRON * job.time_limit_s
-    return explore(explorer, settings, deadline=deadline, one_cut=True)
+    return explore(explorer, settings, deadline=Clock(_MEGATRON * job.time_limit_s, job.stop), one_cut=True)
 
 
 def _common_strategy(evaluation: Evaluation) -> str:
@@ -165,10 +175,12 @@ def paper_plan(job: Job, name: str, clock: Clock) -> Evaluation:
 
     Raises:
         UserError: there is none.
+        StopRequestedError: a stop was requested before there was one.
     """
     base = job.options.base
     if name == "wpipe" and job.chain.shares_weights:
         raise UserError("layers share a weight, whose copies asynchronous stages would update at different times")
+    clock.stop.check()
     plans = paper_plans(
         name, job.chain, job.cluster, job.workload, job.limit_bytes, base.recompute, base.micro_batch, clock
     )

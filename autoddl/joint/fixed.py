@@ -8,6 +8,7 @@ from functools import partial
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import Problem
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import CostTable
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import baselines
@@ -32,10 +33,11 @@ class FixedInteriors(Interiors):
         cluster: Cluster,
         workload: Workload,
         like: Interiors | None = None,
+        stop: Stop | None = None,
         *,
         names: tuple[str, ...],
     ):
-        super().__init__(chain, mesh, cluster, workload, like)
+        super().__init__(chain, mesh, cluster, workload, like, stop)
         self._names = names
 
     def _choice(

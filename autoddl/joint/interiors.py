@@ -25,10 +25,11 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import Problem
+from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.table import CostTable
 from autoddl.costmodel.workload import Workload
-from autoddl.search import smallest_memory, solve
+from autoddl.search import Status, smallest_memory, solve
 
 from .cutting import ENTRY, Chain
 from .interior import Interior, Need, Pricer
@@ -44,11 +45,19 @@ class Interiors:
     Args:
         workload: batch, precision and optimizer.
         like: others of the same model, mesh and workload, whose tables these may share.
+        stop: when it is requested, what is being searched for is given up by StopRequestedError; what is known stays.
     """
 
     def __init__(
-        self, chain: Chain, mesh: StageMesh, cluster: Cluster, workload: Workload, like: Interiors | None = None
+        self,
+        chain: Chain,
+        mesh: StageMesh,
+        cluster: Cluster,
+        workload: Workload,
+        like: Interiors | None = None,
+        stop: Stop | None = None,
     ):
+        self.stop = stop or Stop()
         self.chain, self.mesh, self.workload = chain, mesh, workload
         self.tables: StageTables = like.tables if like else StageTables(chain, mesh, cluster, workload)
         self._pricer: Pricer = like._pricer if like else Pricer(self.tables)
@@ -85,6 +94,7 @@ class Interiors:
     def _search(
         self, first: int, stop: int, recompute: str, micro_batch: int, need: Need | None, cutoff: float = math.inf
     ) -> Interior | None:
+        self.stop.check()
         layers_again = recompute == "layers"
         if need is None:
             if recompute == "stage":
@@ -131,7 +141,9 @@ class Interiors:
         self.num_searches += 1
         if budget is not None and budget <= 0:
             return None
-        result = solve(table, memory_limit=budget, cutoff=cutoff + _entry_cost(problem))
+        result = solve(table, memory_limit=budget, cutoff=cutoff + _entry_cost(problem), stop=self.stop)
+        if result.status is Status.INTERRUPTED:
+            raise StopRequestedError
         return result.choice if math.isfinite(result.cost) else None
 
     def _limited(
@@ -266,7 +278,7 @@ class Interiors:
             table = self.tables.limited_table(first, stop, layers_again, micro_batch, alive, need.versions)
         except UserError:
             return math.inf
-        return smallest_memory(table)[0] + extra
+        return smallest_memory(table, self.stop)[0] + extra
 
 
 _Roles = dict

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
 
 from .configuration import RECOMPUTATIONS
@@ -38,6 +39,7 @@ class Job:
     workload: Workload
     limit_bytes: float
     report: Report
+    stop: Stop = field(default_factory=Stop)
 
     @property
     def recomputations(self) -> tuple[str, ...]:
@@ -50,4 +52,4 @@ class Job:
         return DEFAULT_TIME_LIMIT_S if limit is None else limit
 
     def explorer(self) -> Explorer:
-        return Explorer(self.chain, self.cluster, self.workload, self.limit_bytes, self.recomputations)
+        return Explorer(self.chain, self.cluster, self.workload, self.limit_bytes, self.recomputations, stop=self.stop)

@@ -9,13 +9,13 @@ through by their least bounds, and the cuts of each too, until no bound is below
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Iterable, Sequence
 from itertools import accumulate
 
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.stopping import Deadline
 
 from .explorer import Explorer, Setting
 from .interiors import Need
@@ -23,16 +23,20 @@ from .interiors import Need
 __all__ = ["least_memory"]
 
 
-def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: float) -> tuple[float, bool]:
+def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: Deadline) -> tuple[float, bool]:
     """The bytes, infinite where no cut has a strategy for each of its layers; and whether nothing would do with less.
 
     Args:
-        deadline: of processor time, after which the least so far is given.
+        deadline: after which the least so far is given.
+
+    Raises:
+        StopRequestedError: a stop was requested before the least was known.
     """
     bounds: list[tuple[float, int, Setting]] = []
     is_whole = True
     for number, setting in enumerate(settings):
-        if time.process_time() > deadline:
+        deadline.stop.check()
+        if deadline.is_over:
             is_whole = False
             break
         least = explorer.least_memory(setting)
@@ -48,7 +52,8 @@ def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: floa
         for index in np.argsort(least, kind="stable"):
             if least[index] >= best:
                 break
-            if time.process_time() > deadline and math.isfinite(best):
+            deadline.stop.check()
+            if deadline.is_over and math.isfinite(best):
                 return best, False
             best = min(best, known.of_cut(setting, cuts[index].tolist(), best))
     return best, is_whole

@@ -100,6 +100,7 @@ def paper_plans(
 
     Raises:
         UserError: there is no such plan for these numbers, or none fits in memory, or none was found in time.
+        StopRequestedError: a stop was requested before one was found.
     """
     profile = profile_of(chain, cluster, workload)
     state = workload.bytes_per_parameter / workload.itemsize
@@ -118,6 +119,7 @@ def paper_plans(
     if recompute is False:
         plans = [plan for plan in plans if all(stage.recompute == "none" for stage in plan.configuration.stages)]
     if not plans:
+        clock.stop.check()
         raise fault or UserError(f"no {PLANNERS[name]} plan of {chain.graph.name} goes without recomputation")
     return sorted(plans, key=lambda plan: plan.planned_s)
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.pipelines.planners import Clock
 
@@ -41,13 +42,21 @@ _EQUAL, _NARROW, _NEAR = 0.5, 0.6, 0.75
 _LEAST_MEMORY = 0.5
 
 
-def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, report: Report = no_report) -> JointPlan:
+def plan_jointly(
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: JointOptions,
+    report: Report = no_report,
+    stop: Stop | None = None,
+) -> JointPlan:
     """The best pipeline with the best strategies inside its stages, and why.
 
     Args:
         report: told the best step so far, the least open bound and the number of simulations.
+        stop: when it is requested, the best plan until then is the answer (see :func:`autoddl.planner.make_plan`).
 
     Raises:
+        StopRequestedError: the stop was requested before any plan was known.
         InfeasibleError: nothing fits the memory limit.
         UserError: an option is out of range, or does not apply to joint plans.
     """
@@ -60,7 +69,7 @@ def plan_jointly(graph: LayerGraph, cluster: Cluster, options: JointOptions, rep
     workload = base_workload(cluster, base, recompute=False)
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
-    job = Job(graph, cluster, options, chain_of(graph), workload, limit, report)
+    job = Job(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())
     whole, fault = _without_pipeline(job)
     if options.pipeline != "auto":
         return _by_paper(job, whole, fault, start)
@@ -89,7 +98,7 @@ def _check(options: JointOptions) -> None:
 
 def _without_pipeline(job: Job) -> tuple[Planned | None, UserError | None]:
     try:
-        return make_plan(job.graph, job.cluster, job.options.base), None
+        return make_plan(job.graph, job.cluster, job.options.base, stop=job.stop), None
     except InfeasibleError as fault:
         return None, fault
     except UserError as fault:
@@ -109,7 +118,7 @@ def _one_stage(job: Job, planned: Planned) -> Evaluation:
 
 
 def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
-    base, explorer, begin = job.options.base, job.explorer(), time.process_time()
+    base, explorer, clock = job.options.base, job.explorer(), Clock(job.time_limit_s, job.stop)
     alone = None if whole is None else _one_stage(job, whole)
     stale = job.options.allow_stale
     notes: tuple[str, ...] = ()
@@ -123,30 +132,31 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: f
                 base.micro_batch, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1, uneven
             ),
             math.inf if best is None else best.step_s,
-            begin + share * job.time_limit_s,
+            clock.part(share),
             one_cut=True,
             report=job.report,
         )
         best, narrow = found.best or best, narrow + found.simulated
     if best is not None and best is not alone:
-        best = _near(job, explorer, best, stale, begin + _NEAR * job.time_limit_s) or best
+        best = _near(job, explorer, best, stale, clock.part(_NEAR)) or best
     wide = explore(
         explorer,
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
         math.inf if best is None else best.step_s,
-        begin + job.time_limit_s,
+        clock,
         report=job.report,
     )
     best = wide.best or best
     if best is None:
+        job.stop.check()
         if not wide.finished:
             raise UserError(
                 f"no plan of {job.graph.name} that fits was found within {job.time_limit_s:g} s; raise --time-limit"
             )
         raise _infeasible(job, explorer, whole, fault)
-    lower = min(best.step_s, wide.lower_bound_s)
-    if whole is not None:
-        lower = min(lower, whole.lower_bound)
+    lower = wide.lower_bound_s if whole is None else min(wide.lower_bound_s, whole.lower_bound)
+    # A stop may come before there is a bound of every setting.
+    lower = min(best.step_s, max(lower, _ideal_s(job)))
     optimal = lower >= best.step_s * (1 - 1e-9)
     families = tuple(families_of(job, whole, alone, fault, explorer))
     return JointPlan(
@@ -161,10 +171,11 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: f
         families=families,
         search_s=time.perf_counter() - start,
         notes=notes,
+        is_interrupted=job.stop.is_requested,
     )
 
 
-def _near(job: Job, explorer: Explorer, best: Evaluation, stale: bool, deadline: float) -> Evaluation | None:
+def _near(job: Job, explorer: Explorer, best: Evaluation, stale: bool, deadline: Deadline) -> Evaluation | None:
     """The best of all schedules on the devices of a good plan, at its micro-batch, half and twice that, if one is better."""
     mesh, size = best.configuration.mesh, best.configuration.workload.micro_batch
     everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
@@ -202,7 +213,7 @@ def _has_all_cuts(job: Job) -> bool:
 def _infeasible(job: Job, explorer: Explorer, whole: Planned | None, fault: UserError | None) -> UserError:
     """The error that nothing fits, with the least memory that a plan would do with."""
     settings = explorer.settings(job.options.base.micro_batch, job.options.allow_stale, lambda spec: True)
-    least, is_proven = least_memory(explorer, settings, time.process_time() + _LEAST_MEMORY * job.time_limit_s)
+    least, is_proven = least_memory(explorer, settings, Clock(_LEAST_MEMORY * job.time_limit_s, job.stop))
     if not math.isfinite(least):
         return fault or UserError(f"no stage of {job.graph.name} divides over the devices of {job.cluster.name}")
     told = format_memory_limit(least)
@@ -217,7 +228,7 @@ def _infeasible(job: Job, explorer: Explorer, whole: Planned | None, fault: User
 
 
 def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
-    name, clock = job.options.pipeline, Clock(job.time_limit_s)
+    name, clock = job.options.pipeline, Clock(job.time_limit_s, job.stop)
     try:
         best = paper_plan(job, name, clock)
     except UserError as error:
@@ -245,6 +256,7 @@ def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: f
         families=tuple(families_of(job, whole, alone, fault, None)),
         search_s=time.perf_counter() - start,
         notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{stopped(clock)}",) if clock.stopped else (),
+        is_interrupted=job.stop.is_requested,
     )
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import LayerGraph
 
-from ..planner import Options
+from ..planner import Options, end_of
 from .configuration import Configuration
 from .evaluation import Evaluation
 
@@ -85,6 +85,7 @@ class JointPlan:
         lower_bound_s: no configuration of the space has a shorter step.
         optimal: whether the plan reaches that bound.
         search_s: of everything.
+        is_interrupted: a stop was requested, so that something may have been left out.
     """
 
     graph: LayerGraph
@@ -99,10 +100,16 @@ class JointPlan:
     search_s: float
     notes: tuple[str, ...] = ()
     ruled_out: Mapping[str, int] = field(default_factory=dict)
+    is_interrupted: bool = False
 
     @property
     def configuration(self) -> Configuration:
         return self.evaluation.configuration
+
+    @property
+    def status(self) -> str:
+        """How the search ended, in the words of its document."""
+        return str(end_of(self.optimal, self.is_interrupted))
 
     @property
     def gap(self) -> float:

@@ -230,17 +230,18 @@ def _signed(seconds: float) -> str:
 
 def _certificate(planned: JointPlan) -> list[str]:
     considered = planned.considered
+    why, remedy = ("interrupted, ", "") if planned.is_interrupted else ("", "; raise --time-limit")
     if planned.options.pipeline != "auto":
         return [
             "Certificate",
-            f"  not proven: the plan of {PLANNERS[planned.options.pipeline]}'s planner; --pipeline auto searches more",
+            f"  not proven: {why}the plan of {PLANNERS[planned.options.pipeline]}'s planner; --pipeline auto searches more",
         ]
     if planned.optimal:
         verdict = f"proven: none of the {considered.configurations:,} configurations that fit has a shorter step"
     else:
         verdict = (
-            f"not proven: the best configuration may be up to {planned.gap:.2%} faster (lower bound "
-            f"{format_seconds(planned.lower_bound_s)}; {considered.configurations:,} configurations); raise --time-limit"
+            f"not proven: {why}the best configuration may be up to {planned.gap:.2%} faster (lower bound "
+            f"{format_seconds(planned.lower_bound_s)}; {considered.configurations:,} configurations){remedy}"
         )
     return [
         "Certificate",

@@ -5,24 +5,18 @@ from __future__ import annotations
 import math
 import time
 
+from autoddl.costmodel.stopping import Deadline, Stop
+
 __all__ = ["Clock"]
 
 
-class Clock:
-    """Runs from its making on.
+class Clock(Deadline):
+    """A deadline in processor time.
 
     Attributes:
         limit_s: seconds of processor time.
-        stopped: whether somebody was told that they are over, and left something out for that.
+        stopped: whether somebody was told that they are over, or that a stop is requested, and left something out for that.
     """
 
-    def __init__(self, limit_s: float = math.inf) -> None:
-        self.limit_s = limit_s
-        self.stopped = False
-        self._end = time.process_time() + limit_s
-
-    @property
-    def is_over(self) -> bool:
-        """Whether to stop."""
-        self.stopped = self.stopped or time.process_time() > self._end
-        return self.stopped
+    def __init__(self, limit_s: float = math.inf, stop: Stop | None = None) -> None:
+        super().__init__(limit_s, stop, time.process_time)

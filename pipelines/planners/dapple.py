@@ -263,11 +263,11 @@ def plan_dapple(
     seeds = _seeds(workload, network, sizes, shape, single, clock)
     bound = min((c.latency_s for c in seeds), default=float("inf"))
     found = _best_of_each_kind([*seeds, *_candidates(workload, network, sizes, shape, clock, bound * (1 + SLACK))])
-    plans = _ranked(simulations, found)
+    plans = _ranked(simulations, found, clock)
     if plans and plans[0].simulated_s > (1 + GAP) * found[0].latency_s:
         # What the estimate leaves out weighs: look at those plans that memory does not keep from filling the pipeline.
         full = _candidates(workload, network, sizes, shape, clock, plans[0].simulated_s, full_warm_up=True)
-        plans = sorted([*plans, *_ranked(simulations, full, plans[0].simulated_s)], key=_by_simulation)
+        plans = sorted([*plans, *_ranked(simulations, full, clock, plans[0].simulated_s)], key=_by_simulation)
     if not plans:
         raise workload.nothing_found("plan" if shape == Shape() else "plan of that shape", clock)
     return DappleResult(plans[0], tuple(plans), data_parallel)
@@ -325,11 +325,16 @@ def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
     return list(best.values())
 
 
-def _ranked(simulations: _Simulations, candidates: Iterable[Candidate], best: float = float("inf")) -> list[DapplePlan]:
-    """Simulate by ascending estimate until no later candidate can be better than ``best`` [s] and those before; best first."""
+def _ranked(
+    simulations: _Simulations, candidates: Iterable[Candidate], clock: Clock, best: float = float("inf")
+) -> list[DapplePlan]:
+    """Simulate by ascending estimate until no later candidate can be better than ``best`` [s] and those before; best first.
+
+    After a stop no more than one is simulated, so that there is a plan.
+    """
     plans: list[DapplePlan] = []
     for candidate in candidates:
-        if candidate.latency_s >= best or len(plans) == MOST_SIMULATED:
+        if candidate.latency_s >= best or len(plans) == MOST_SIMULATED or (plans and clock.stop.is_requested):
             break
         plans.append(simulations.plan(candidate))
         best = min(best, plans[-1].simulated_s)

@@ -3,7 +3,8 @@
 Common fields: ``planner``, ``profile``, ``cluster``, ``num_devices``, ``batch``, ``plan``, ``micro_batch``, ``num_micro_batches``,
 ``recompute``, ``stages`` (``layers``: their names, ``devices``: their numbers), ``latency_s`` (the planner's own estimate),
 ``simulated_s``, ``samples_per_s`` (by simulation), ``speedup_over_dp`` (simulated latency of data parallelism over the plan's;
-null where that does not fit in memory), ``memory_bytes`` (of the fullest device) and ``alternatives``: what else was simulated.
+null where that does not fit in memory), ``memory_bytes`` (of the fullest device), ``status`` (``complete``, or ``interrupted``: the
+best of what was looked at until then) and ``alternatives``: what else was simulated.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Result = Union[DappleResult, ChimeraResult, WPipeResult]
 MOST_ALTERNATIVES = 10
 
 
-def document_of(result: Result, workload: Workload) -> dict[str, Any]:
+def document_of(result: Result, workload: Workload, is_interrupted: bool = False) -> dict[str, Any]:
     """The result as a JSON document (fields: module's text)."""
     document: dict[str, Any] = {
         "format": "autoddl-pipeline",
@@ -33,6 +34,7 @@ def document_of(result: Result, workload: Workload) -> dict[str, Any]:
         "cluster": workload.cluster.name,
         "num_devices": workload.cluster.num_devices,
         "batch": workload.batch,
+        "status": "interrupted" if is_interrupted else "complete",
     }
     if isinstance(result, DappleResult):
         document.update(_dapple(result, workload))
@@ -169,6 +171,7 @@ def text_of(document: dict[str, Any]) -> str:
         f"  simulated {format_seconds(document['simulated_s'])}, estimated {format_seconds(document['latency_s'])}; "
         f"{document['samples_per_s']:.1f} samples/s; {compared}",
         f"  fullest device: {format_bytes(document['memory_bytes'])}",
+        *(["  interrupted: the best of what was looked at until then"] if document["status"] == "interrupted" else []),
         "",
     ]
     rows = [["stage", "layers", "", "devices"]]

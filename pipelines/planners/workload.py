@@ -177,7 +177,12 @@ class Workload:
         return (0, *reversed(cuts)) if num_stages > 1 else (0, count)
 
     def nothing_found(self, what: str, clock: Clock) -> PlannerError:
-        """The error that nothing fits, or that nothing was found in time."""
+        """The error that nothing fits, or that nothing was found in time.
+
+        Raises:
+            StopRequestedError: it was neither, but a stop was requested.
+        """
+        clock.stop.check()
         if clock.stopped:
             return PlannerError(
                 f"no {what} of {self.profile.name} was found within {clock.limit_s:g} s; give it more time"
