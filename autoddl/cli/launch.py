@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 
+from ..launching.beats import DEFAULT_HOST_TIMEOUT_S
+
 if TYPE_CHECKING:
     from ..launching.demands import Demands
     from ..launching.job import Job
@@ -78,6 +80,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     limits.add_argument(
         "--grace", type=float, default=10.0, metavar="S", help="for ranks to end after Ctrl-C (%(default)g)"
+    )
+    limits.add_argument(
+        "--host-timeout",
+        type=float,
+        default=DEFAULT_HOST_TIMEOUT_S,
+        metavar="S",
+        help="a host gives no sign of life (%(default)g)",
     )
     parser.set_defaults(arguments=[])
     _take_arguments_after_dashes(parser)
@@ -193,6 +202,7 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
 
 
 def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
+    from ..launching.beats import Beats
     from ..launching.job import Job
 
     script, plan = Path(arguments.script).absolute(), Path(arguments.plan).absolute()
@@ -212,6 +222,7 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
         "stall_timeout_s": arguments.stall_timeout,
         "start_timeout_s": arguments.start_timeout,
         "grace_s": arguments.grace,
+        "beats": Beats(arguments.host_timeout),
         "max_restarts": arguments.max_restarts,
         "with_oneflow": not arguments.without_oneflow,
         "forced": arguments.force,
@@ -263,7 +274,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.max_restarts < 0:
         raise UserError(f"--max-restarts is {arguments.max_restarts}, should be 0 or more")
-    for option in ("stall_timeout", "start_timeout", "grace"):
+    for option in ("stall_timeout", "start_timeout", "grace", "host_timeout"):
         value = getattr(arguments, option)
         if not 0 < value < float("inf"):
             raise UserError(f"--{option.replace('_', '-')} is {value:g}, should be a positive number of seconds")

@@ -32,7 +32,15 @@ __all__ = ["keep"]
 _END_SECONDS = 5.0  # how long killed processes may take to end
 _LOOKS_PER_TIMEOUT = 4
 # What a terminal or a scheduler sends to all processes is the launcher's to act on.
-_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGTSTP, signal.SIGTTIN, signal.SIGTTOU)
+_IGNORED = (
+    signal.SIGINT,
+    signal.SIGTERM,
+    signal.SIGHUP,
+    signal.SIGQUIT,
+    signal.SIGTSTP,
+    signal.SIGTTIN,
+    signal.SIGTTOU,
+)
 
 
 def keep(read_fd: int, write_fd: int, launcher_timeout_s: float = 0.0) -> None:
