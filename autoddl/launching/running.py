@@ -24,6 +24,7 @@ def run_job(
     say: Callable[[str], None],
     *,
     first_restart: int = 0,
+    on_urgent: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a job; a rank that fails has the job started anew, up to ``job.max_restarts`` times.
 
@@ -33,13 +34,14 @@ def run_job(
     Args:
         show: takes lines of ranks for the terminal; ``say`` what the launcher itself has to say.
         first_restart: how often the job was started before, by somebody else.
+        on_urgent: called when the user asks a second time to end; see `Interrupts`.
 
     Raises:
         UserError: a host cannot be reached, or has not what the job needs. RankError: a rank or a host failed once too often.
         Interrupted: SIGINT, SIGTERM or SIGHUP came.
     """
     output = RankOutput(job.log_dir, _host_names(job), show, say)
-    with Interrupts() as interrupts:
+    with Interrupts(on_urgent) as interrupts:
         for attempt in range(job.max_restarts + 1):
             try:
                 run_session(job, first_restart + attempt, output, interrupts, say)

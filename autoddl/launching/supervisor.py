@@ -126,6 +126,7 @@ class _Supervisor:
         self._ranks = LocalRanks(beats.launcher_timeout_s)
         self._logs: dict[int, _LogTail] = {}
         self._jobs: list[MemoryFile] = []
+        self._is_abandoned = False
         self._failed: set[int] = set()
         self._holder: socket.socket | None = None
         self._awaited_port: int | None = None
@@ -142,7 +143,8 @@ class _Supervisor:
             self._look()
 
     def _tell(self, kind: str, **values: Any) -> None:
-        self._sender.send({"kind": kind, **values})
+        if not self._is_abandoned:  # the ends of ranks are our own doing then
+            self._sender.send({"kind": kind, **values})
 
     def beat(self) -> None:
         """Tell the launcher that this process runs; from a thread of its own."""
@@ -269,6 +271,7 @@ class _Supervisor:
 
     def abandon(self, why: str) -> None:
         """End the ranks and this process at once; from any thread, at any moment."""
+        self._is_abandoned = True
         with contextlib.suppress(OSError):
             sys.stderr.write(f"{why}\n")
             sys.stderr.flush()
