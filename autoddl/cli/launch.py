@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import shlex
@@ -13,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
+
+from ..launching.beats import DEFAULT_HOST_TIMEOUT_S
 
 if TYPE_CHECKING:
     from ..launching.demands import Demands
@@ -79,6 +82,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     limits.add_argument(
         "--grace", type=float, default=10.0, metavar="S", help="for ranks to end after Ctrl-C (%(default)g)"
     )
+    limits.add_argument(
+        "--host-timeout",
+        type=float,
+        default=DEFAULT_HOST_TIMEOUT_S,
+        metavar="S",
+        help="a host gives no sign of life (%(default)g)",
+    )
     parser.set_defaults(arguments=[])
     _take_arguments_after_dashes(parser)
 
@@ -127,7 +137,7 @@ def _launch(arguments: argparse.Namespace) -> int:
 
     plan = load_plan(arguments.plan)
     demands = demands_of(plan)
-    if not Path(arguments.script).is_file():
+    if not os.path.isfile(arguments.script):
         raise UserError(f"script {arguments.script} does not exist")
     check_script(Path(arguments.script), plan)
     is_elsewhere = arguments.local or arguments.hosts or arguments.hostfile or arguments.slurm
@@ -153,7 +163,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     if arguments.dry_run:
         print(describe(job))
         return 0
-    run_job(job, _show, _say)
+    run_job(job, _show, _say, on_urgent=_mute)
     return 0
 
 
@@ -186,37 +196,47 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
         return 0
     restart = os.environ.get("AUTODDL_RESTART", "0")
     try:
-        run_job(job, _show, _say, first_restart=int(restart) if restart.isdigit() else 0)
+        first_restart = int(restart) if restart.isdigit() else 0
+        run_job(job, _show, _say, first_restart=first_restart, on_urgent=_mute)
     except Interrupted as interrupted:  # the launcher that started all ranks says so
         return 128 + interrupted.number
     return 0
 
 
 def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
+    from ..launching.beats import Beats
     from ..launching.job import Job
 
-    script, plan = Path(arguments.script).absolute(), Path(arguments.plan).absolute()
-    directory = Path(arguments.chdir or ".").absolute()
+    script, plan = _absolute(arguments.script), _absolute(arguments.plan)
+    directory = _absolute(arguments.chdir or ".")
     fields: dict[str, Any] = {
         "plan": plan,
         "script": script,
         "arguments": tuple(arguments.arguments),
         "demands": demands,
         "directory": directory,
-        "log_dir": Path(arguments.log_dir or _default_log_dir()).absolute(),
+        "log_dir": _absolute(arguments.log_dir or _default_log_dir()),
         "environment": _variables(arguments.env),
-        "checkpoints": Path(arguments.checkpoints).absolute() if arguments.checkpoints else None,
+        "checkpoints": _absolute(arguments.checkpoints) if arguments.checkpoints else None,
         "master_address": arguments.master_address,
         "python": arguments.python,
         "ssh": _words(arguments.ssh, "--ssh"),
         "stall_timeout_s": arguments.stall_timeout,
         "start_timeout_s": arguments.start_timeout,
         "grace_s": arguments.grace,
+        "beats": Beats(arguments.host_timeout),
         "max_restarts": arguments.max_restarts,
         "with_oneflow": not arguments.without_oneflow,
         "forced": arguments.force,
     }
     return Job(**{**fields, **more})
+
+
+def _absolute(path: str) -> Path:
+    try:
+        return Path(path).absolute()
+    except FileNotFoundError:
+        raise UserError("the current directory does not exist any more; go to another one") from None
 
 
 def _default_log_dir() -> str:
@@ -263,7 +283,7 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 def _check(arguments: argparse.Namespace) -> None:
     if arguments.max_restarts < 0:
         raise UserError(f"--max-restarts is {arguments.max_restarts}, should be 0 or more")
-    for option in ("stall_timeout", "start_timeout", "grace"):
+    for option in ("stall_timeout", "start_timeout", "grace", "host_timeout"):
         value = getattr(arguments, option)
         if not 0 < value < float("inf"):
             raise UserError(f"--{option.replace('_', '-')} is {value:g}, should be a positive number of seconds")
@@ -273,8 +293,17 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _show(line: str) -> None:
     # In one piece: ranks that joined share a terminal, and `print` may write the end of the line by itself.
-    sys.stdout.write(f"{line}\n")
+    encoding = sys.stdout.encoding or "utf-8"
+    sys.stdout.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
     sys.stdout.flush()
+
+
+def _mute() -> None:
+    """Show nothing more: what is being written goes nowhere, even where the main thread waits for its reader."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    with contextlib.suppress(OSError):  # it is no file
+        os.dup2(null, sys.stdout.fileno())
+    os.close(null)
 
 
 def _say(text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -20,9 +21,14 @@ class Interrupted(Exception):  # noqa: N818  # not an error
 
 
 class Interrupts:
-    """While entered, in the main thread, SIGINT, SIGTERM and SIGHUP only count; ``number`` is the first one's, 0 before."""
+    """While entered, in the main thread, SIGINT, SIGTERM and SIGHUP only count; ``number`` is the first one's, 0 before.
 
-    def __init__(self) -> None:
+    Args:
+        on_urgent: called with the second signal, at any moment: the main thread may be waiting for whoever reads its output.
+    """
+
+    def __init__(self, on_urgent: Callable[[], None] = lambda: None) -> None:
+        self._on_urgent = on_urgent
         self.number = 0
         self.count = 0
         self._before: dict[int, Any] = {}
@@ -45,3 +51,5 @@ class Interrupts:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.count += 1
         self.number = self.number or number
+        if self.count == 2:
+            self._on_urgent()

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .beats import Beats
 from .demands import Demands
 from .hosts import Placement
 
@@ -40,6 +41,7 @@ class Job:
         stall_timeout_s: how long a rank may wait for another in communication.
         start_timeout_s: how long the start may take until all ranks have joined.
         grace_s: how long ranks may take to end after an interrupt.
+        beats: how long hosts may be silent.
         with_oneflow: whether the script is a OneFlow job.
         forced: go on where hosts are not like the plan's cluster.
     """
@@ -61,6 +63,7 @@ class Job:
     stall_timeout_s: float = 60.0
     start_timeout_s: float = 180.0
     grace_s: float = 10.0
+    beats: Beats = field(default_factory=Beats)
     max_restarts: int = 0
     with_oneflow: bool = True
     forced: bool = False

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from typing import Any
 
-__all__ = ["LineReader", "Message", "write_line"]
+__all__ = ["LineReader", "LineSender", "Message", "write_line"]
 
 _MARK = b"@autoddl "
 
@@ -22,9 +23,70 @@ def write_line(fd: int, message: Message) -> None:
     Raises:
         BrokenPipeError: nobody reads any more.
     """
-    rest = memoryview(_MARK + json.dumps(message).encode() + b"\n")
+    rest = memoryview(_line(message))
     while rest:
         rest = rest[os.write(fd, rest) :]
+
+
+def _line(message: Message) -> bytes:
+    return _MARK + json.dumps(message).encode() + b"\n"
+
+
+class LineSender:
+    """Sends messages without ever waiting for the reader, who may be suspended: what the pipe does not take waits here.
+
+    Whoever sends has to call `flush` from time to time. All of it may be called from any thread.
+    """
+
+    def __init__(self, fd: int) -> None:
+        self._fd = fd
+        self._waiting = bytearray()
+        self._lock = threading.Lock()
+        os.set_blocking(fd, False)
+
+    @property
+    def num_waiting(self) -> int:
+        """How many bytes the pipe has not taken yet."""
+        return len(self._waiting)
+
+    def send(self, message: Message) -> None:
+        """Send one message behind those that wait.
+
+        Raises:
+            BrokenPipeError: nobody reads any more.
+        """
+        with self._lock:
+            self._waiting += _line(message)
+            self._write()
+
+    def beat(self) -> None:
+        """Give a sign of life: a message "alive", unless others wait, which are as good.
+
+        Raises:
+            BrokenPipeError: nobody reads any more.
+        """
+        with self._lock:
+            if not self._waiting:
+                self._waiting += _line({"do": "alive", "kind": "alive"})
+            self._write()
+
+    def flush(self) -> bool:
+        """Go on with what waits; whether nothing does any more.
+
+        Raises:
+            BrokenPipeError: nobody reads any more.
+        """
+        with self._lock:
+            self._write()
+            return not self._waiting
+
+    def _write(self) -> None:
+        while self._waiting:
+            try:
+                written = os.write(self._fd, self._waiting)
+            except BlockingIOError:
+                return
+            del self._waiting[:written]
 
 
 class LineReader:

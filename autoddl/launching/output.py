@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import IO
@@ -12,44 +14,75 @@ __all__ = ["RankOutput"]
 class RankOutput:
     """Takes the ranks' output.
 
+    A place that cannot be written to (a full disk, a read-only folder) is no reason to end a job: from then on nothing is kept.
+
     Args:
         folder: for the files ``rank<k>.log``.
         hosts: the name of each rank's host, "" where it need not be said.
         show: takes a line for the terminal.
+        warn: takes what is to be said when the files cannot be written, once.
     """
 
-    def __init__(self, folder: Path, hosts: Mapping[int, str], show: Callable[[str], None]) -> None:
+    def __init__(
+        self, folder: Path, hosts: Mapping[int, str], show: Callable[[str], None], warn: Callable[[str], None]
+    ) -> None:
         self._folder = folder
-        self._show = show
+        self._show, self._warn = show, warn
         self._prefixes = {rank: f"[rank {rank} @{host}]" if host else f"[rank {rank}]" for rank, host in hosts.items()}
         self._rests = dict.fromkeys(hosts, "")
-        self._files: dict[int, IO[str]] = {}
+        self._files: dict[int, IO[bytes]] = {}
+        self._is_kept = True
+        self._is_shown = True
 
-    def path(self, rank: int) -> Path:
-        """Where the output of a rank goes."""
-        return self._folder / f"rank{rank}.log"
+    def path(self, rank: int) -> Path | None:
+        """Where the output of a rank is kept, None where it is not."""
+        path = self._folder / f"rank{rank}.log"
+        return path if self._is_kept and path.exists() else None
 
     def write(self, rank: int, text: str) -> None:
         """Some of a rank's output, as it came."""
-        if rank not in self._files:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._files[rank] = self.path(rank).open("a", encoding="utf-8", errors="replace", newline="")
-        self._files[rank].write(text)
-        self._files[rank].flush()
+        if self._is_kept:
+            self._keep(rank, text)
         *lines, self._rests[rank] = (self._rests[rank] + text).split("\n")
         for line in lines:
             self._show_line(rank, line)
+
+    def _keep(self, rank: int, text: str) -> None:
+        path = self._folder / f"rank{rank}.log"
+        try:
+            if rank not in self._files:
+                self._folder.mkdir(parents=True, exist_ok=True)
+                self._files[rank] = path.open("ab", buffering=0)
+            rest = memoryview(text.encode(errors="replace"))
+            while rest:
+                rest = rest[os.write(self._files[rank].fileno(), rest) :]
+        except OSError as error:
+            self._is_kept = False
+            self._close()
+            self._warn(
+                f"{path} cannot be written ({error.strerror}): the ranks' output is shown, but no longer kept in files"
+            )
 
     def finish(self) -> None:
         """Show what was not ended by a new line."""
         for rank, rest in self._rests.items():
             if rest:
-                self._show_line(rank, rest)
                 self._rests[rank] = ""
+                self._show_line(rank, rest)
+        self._close()
+
+    def _close(self) -> None:
         for file in self._files.values():
-            file.close()
+            with contextlib.suppress(OSError):  # some file systems say only now that they are full
+                file.close()
         self._files.clear()
 
     def _show_line(self, rank: int, line: str) -> None:
+        if not self._is_shown:
+            return
         shown = line.rstrip("\r").rpartition("\r")[2]  # the last state of a progress bar
-        self._show(f"{self._prefixes[rank]} {shown}" if shown else self._prefixes[rank])
+        try:
+            self._show(f"{self._prefixes[rank]} {shown}" if shown else self._prefixes[rank])
+        except BaseException:
+            self._is_shown = False  # that ends the job, and must not hinder its end
+            raise

@@ -13,7 +13,7 @@ from .connection import supervisor_command
 from .interrupts import Interrupts
 from .job import Job
 from .output import RankOutput
-from .session import run_session
+from .session import HostError, run_session
 
 __all__ = ["describe", "run_job"]
 
@@ -24,6 +24,7 @@ def run_job(
     say: Callable[[str], None],
     *,
     first_restart: int = 0,
+    on_urgent: Callable[[], None] = lambda: None,
 ) -> None:
     """Run a job; a rank that fails has the job started anew, up to ``job.max_restarts`` times.
 
@@ -33,21 +34,30 @@ def run_job(
     Args:
         show: takes lines of ranks for the terminal; ``say`` what the launcher itself has to say.
         first_restart: how often the job was started before, by somebody else.
+        on_urgent: called when the user asks a second time to end; see `Interrupts`.
 
     Raises:
-        UserError: a host cannot be reached, or has not what the job needs. RankError: a rank failed once too often.
+        UserError: a host cannot be reached, or has not what the job needs. RankError: a rank or a host failed once too often.
         Interrupted: SIGINT, SIGTERM or SIGHUP came.
     """
-    output = RankOutput(job.log_dir, _host_names(job), show)
-    with Interrupts() as interrupts:
+    output = RankOutput(job.log_dir, _host_names(job), show, say)
+    with Interrupts(on_urgent) as interrupts:
         for attempt in range(job.max_restarts + 1):
             try:
                 run_session(job, first_restart + attempt, output, interrupts, say)
                 return
-            except RankError as error:
-                if isinstance(error, UserError) or attempt == job.max_restarts:
-                    raise
-                say(f"{error}; starting again ({attempt + 1} of {job.max_restarts})")
+            except (RankError, HostError) as error:
+                failure = _of_attempt(job, attempt, error)
+                if isinstance(failure, UserError) or attempt == job.max_restarts:
+                    raise failure from None
+                say(f"{failure}; starting again ({attempt + 1} of {job.max_restarts})")
+
+
+def _of_attempt(job: Job, attempt: int, error: RankError | HostError) -> RankError | HostError:
+    """The error as it counts: a host that could be reached before has failed since, which is no fault of the user's."""
+    if attempt > 0 and isinstance(error, HostError):
+        return RankError(str(error), job.placements[0].ranks[0], None)
+    return error
 
 
 def _host_names(job: Job) -> dict[int, str]:
@@ -69,6 +79,6 @@ def describe(job: Job) -> str:
     lines += [f"with {name}={shlex.quote(value)}" for name, value in job.rank_variables(0).items()]
     for placement in job.placements:
         ranks = " ".join(map(str, placement.ranks))
-        command = supervisor_command(placement.host, job.python, job.python, job.ssh)
+        command = supervisor_command(placement.host, job.python, job.python, job.ssh, job.beats)
         lines += [f"host {placement.host.name}: ranks {ranks}", f"  {shlex.join(command)}"]
     return "\n".join(lines)

@@ -2,7 +2,8 @@
 
 The order of the start is that of `autoddl.pipelines.runtime.launcher`: all ranks start, rank 0 loads OneFlow and listens, then
 the others load it. Several ranks often fail at once, on several hosts, one because of the other: a failure waits a moment for
-its cause, and the most telling one is reported.
+its cause, and the most telling one is reported. A host that gives no signs of life is lost, as one that hangs up is. When all
+ranks are done they leave together (`autoddl.pipelines.runtime.parting`).
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ import contextlib
 import selectors
 import socket
 import sys
-import threading
 import time
 from collections.abc import Callable
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.failures import FailureKind, RankError, RankFailure, RankUserError
 
+from .beats import Heart
 from .connection import Connection, supervisor_command
 from .demands import Difference, differences
 from .facts import HostFacts, gather_facts
@@ -27,23 +28,30 @@ from .job import Job, Rendezvous
 from .lines import Message
 from .output import RankOutput
 
-__all__ = ["run_session"]
+__all__ = ["HostError", "run_session"]
 
 _TICK_SECONDS = 0.1
-_BEAT_SECONDS = 5.0  # between signs of life to the supervisors
+_MOST_TICK_SECONDS = 1.0  # a longer pause was this process's own, and no silence of the others
 _SETTLE_SECONDS = 1.0  # how long a failure waits for the one that caused it
 _CONNECT_SECONDS = 45.0
 _WHERE_SECONDS = 5.0
+_PART_SECONDS = 5.0  # how long ranks that are done may take to stop using their network
 _END_SECONDS = 8.0  # how long supervisors may take to end their ranks before they are hung up on
+_HANG_UP_SECONDS = 3.0  # how long supervisors that were hung up on may take to end
+_URGENT_END_SECONDS, _URGENT_HANG_UP_SECONDS = 2.0, 0.2
 
 Say = Callable[[str], None]
+
+
+class HostError(UserError):
+    """A host cannot be reached."""
 
 
 def run_session(job: Job, restart: int, output: RankOutput, interrupts: Interrupts, say: Say) -> None:
     """Run the job to its end; returns when all ranks have finished, and in any case leaves no process behind.
 
     Raises:
-        UserError: a host cannot be reached, or has not what the job needs.
+        UserError: a host cannot be reached (`HostError`), or has not what the job needs.
         RankError: a rank failed (`RankUserError` where it refused what the user gave).
         Interrupted: the launcher was asked to end.
     """
@@ -67,12 +75,14 @@ class _Session:
         self._is_listening = False
         self._ready: set[int] = set()
         self._done: set[int] = set()
+        self._parted: set[int] = set()
         self._failures: list[RankFailure] = []
         self._positions: dict[str, Message] = {}
         self._ended: set[str] = set()
         self._lost: dict[str, str] = {}
-        self._is_closing = threading.Event()
-        self._heart = threading.Thread(target=self._beat, daemon=True)
+        self._pumped: float | None = None
+        # Whoever reads our output may make us wait: the supervisors are told all the same that we live.
+        self._heart = Heart(job.beats, self._beat)
         self._ranks = {rank for placement in job.placements for rank in placement.ranks}
 
     # ---- Starting ---------------------------------------------------------------------------------------------------
@@ -82,7 +92,7 @@ class _Session:
         job = self._job
         for placement in job.placements:
             host = placement.host
-            connection = Connection(host, supervisor_command(host, job.python, sys.executable, job.ssh))
+            connection = Connection(host, supervisor_command(host, job.python, sys.executable, job.ssh, job.beats))
             self._hosts.append((placement, connection))
             self._selector.register(connection, selectors.EVENT_READ, (placement, connection))
             connection.send("look", directory=str(job.directory), files=[str(job.plan), str(job.script)])
@@ -94,12 +104,12 @@ class _Session:
                 name, fault = next(iter(self._lost.items()))
                 more = len(self._lost) - 1
                 others = f" (and {more} more host{'s' if more > 1 else ''})" if more else ""
-                raise UserError(f"host {name} cannot be used: {fault}{others}")
+                raise HostError(f"host {name} cannot be used: {fault}{others}")
             if self._interrupts.number:
                 raise Interrupted(self._interrupts.number)
             if time.monotonic() > deadline:
                 silent = [p.host.name for p, _ in self._hosts if p.host.name not in self._facts]
-                raise UserError(f"host {silent[0]} cannot be used: it has not answered within {_CONNECT_SECONDS:g} s")
+                raise HostError(f"host {silent[0]} cannot be used: it has not answered within {_CONNECT_SECONDS:g} s")
 
     def check(self) -> None:
         """Refuse hosts that have not what the job needs."""
@@ -143,7 +153,7 @@ class _Session:
     def _rendezvous(self) -> Rendezvous:
         """Where rank 0 will listen: at a port that its host has reserved, at the address at which it was reached."""
         job, (placement, connection) = self._job, self._hosts[0]
-        connection.send("reserve")
+        connection.send("reserve", address="127.0.0.1" if job.is_here_alone else "")
         self._until(lambda: self._port is not None, time.monotonic() + _CONNECT_SECONDS, "no port could be reserved")
         assert self._port is not None
         address = job.master_address
@@ -199,6 +209,23 @@ class _Session:
                 self._selector.unregister(connection)
                 if placement.host.name not in self._ended:
                     self._note_loss(placement, connection.fault())
+        self._listen_for_silence()
+
+    def _listen_for_silence(self) -> None:
+        """Give up the hosts that have not been heard of for too long, all that has come having been read."""
+        now = time.monotonic()
+        passed = 0.0 if self._pumped is None else min(now - self._pumped, _MOST_TICK_SECONDS)
+        self._pumped = now
+        for placement, connection in self._hosts:
+            if not connection.is_open:
+                continue
+            connection.listened(passed)
+            # Before it has said anything the time to connect is the limit.
+            silence = connection.silence(self._job.beats) if placement.host.name in self._facts else ""
+            if silence:
+                self._selector.unregister(connection)
+                connection.abandon()
+                self._note_loss(placement, f"host {self._name(placement.host.name)} {silence}")
 
     def _note_loss(self, placement: Placement, fault: str) -> None:
         self._lost[placement.host.name] = fault
@@ -207,9 +234,9 @@ class _Session:
             self._failures.append(RankFailure(placement.ranks[0], FailureKind.KILLED, text))
 
     def _beat(self) -> None:
-        """Tell the supervisors that we live: in a thread of its own, since whoever reads our output may make it wait."""
-        while not self._is_closing.wait(_BEAT_SECONDS):
-            self._send_all("alive")
+        """Tell the supervisors that we live."""
+        for _, connection in self._hosts:
+            connection.beat()
 
     def _note(self, host: str, message: Message) -> None:
         kind = message["kind"]
@@ -222,6 +249,8 @@ class _Session:
             self._ready.add(message["rank"])
         elif kind == "done":
             self._done.add(message["rank"])
+        elif kind == "parted":
+            self._parted.add(message["rank"])
         elif kind == "facts":
             self._facts[host] = HostFacts.of_document(message["facts"])
         elif kind == "reserved":
@@ -263,7 +292,8 @@ class _Session:
         where = "" if self._job.is_here_alone else f" on {self._name(host.name)}"
         log = self._output.path(failure.rank)
         said = "" if failure.kind is FailureKind.STOPPED else notes
-        text = f"rank {failure.rank} of {self._job.num_ranks}{where} {failure.text}{said} (its output: {log})"
+        kept = "" if log is None else f" (its output: {log})"
+        text = f"rank {failure.rank} of {self._job.num_ranks}{where} {failure.text}{said}{kept}"
         return (RankUserError if failure.is_user_error else RankError)(text, failure.rank, log)
 
     def _name(self, host: str) -> str:
@@ -286,19 +316,40 @@ class _Session:
 
     def close(self) -> None:
         """End all ranks and hang up."""
-        if self._facts:
-            self._send_all("exit" if self._done >= self._ranks else "kill")
-            every = {placement.host.name for placement in self._job.placements}
+        is_urgent = self._interrupts.is_urgent
+        try:
+            if self._facts:
+                self._leave()
+        finally:
+            self._heart.stop()
+            for _, connection in self._hosts:
+                connection.hang_up()  # all of them, before the end of any is waited for
+            is_urgent |= self._interrupts.is_urgent
+            deadline = time.monotonic() + (_URGENT_HANG_UP_SECONDS if is_urgent else _HANG_UP_SECONDS)
+            for _, connection in self._hosts:
+                connection.close(deadline)
+            self._selector.close()
+            self._output.finish()
+
+    def _leave(self) -> None:
+        """Let ranks that are done leave, together; end others."""
+        every = {placement.host.name for placement in self._job.placements}
+        is_done = self._done >= self._ranks and not self._lost
+        if is_done:
+            self._send_all("part")
             self._pump_for(
-                2.0 if self._interrupts.is_urgent else _END_SECONDS, lambda: self._ended | set(self._lost) >= every
+                _PART_SECONDS,
+                lambda: self._parted >= self._ranks or bool(self._failures or self._lost or self._interrupts.is_urgent),
             )
-        self._is_closing.set()
-        if self._heart.is_alive():
-            self._heart.join(1.0)
-        for _, connection in self._hosts:
-            connection.close(0.2 if self._interrupts.is_urgent else 3.0)
-        self._selector.close()
-        self._output.finish()
+        self._send_all("exit" if is_done else "kill")
+        deadline = time.monotonic() + _END_SECONDS
+        urgent_deadline = time.monotonic() + _URGENT_END_SECONDS
+
+        def is_over() -> bool:
+            is_late = self._interrupts.is_urgent and time.monotonic() > urgent_deadline
+            return is_late or self._ended | set(self._lost) >= every
+
+        self._pump_for(deadline - time.monotonic(), is_over)
 
 
 def _host_variables(job: Job, placement: Placement) -> dict[str, str]:

@@ -27,6 +27,8 @@ __all__ = ["batch_script", "in_allocation", "launch_command", "run_steps", "step
 _START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
 _REFUSED = 2
 _TICK_SECONDS = 0.1
+_SUBMIT_SECONDS = 120.0  # sbatch itself tries for some time where the controller does not answer
+_STEP_END_SECONDS = 30.0  # how long Slurm may take to end a step, beside the ranks' own time
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
@@ -44,6 +46,7 @@ def launch_command(job: Job, *, max_restarts: int) -> list[str]:
         "--stall-timeout": f"{job.stall_timeout_s:g}",
         "--start-timeout": f"{job.start_timeout_s:g}",
         "--grace": f"{job.grace_s:g}",
+        "--host-timeout": f"{job.beats.host_timeout_s:g}",
         "--max-restarts": max_restarts,
     }
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
@@ -93,13 +96,19 @@ def submit(job: Job, script: str) -> tuple[str, Path]:
     Raises:
         UserError: there is no sbatch, or it refuses.
     """
-    job.log_dir.mkdir(parents=True, exist_ok=True)
     path = job.log_dir / "launch.sbatch"
+    try:
+        job.log_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror}); give another folder with --log-dir") from None
     write_atomically(path, script)
     try:
-        done = subprocess.run(["sbatch", "--parsable", str(path)], capture_output=True, text=True)
+        command = ["sbatch", "--parsable", str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_SUBMIT_SECONDS)
     except FileNotFoundError:
         raise UserError(f"there is no sbatch here; the script is in {path}") from None
+    except subprocess.TimeoutExpired:
+        raise UserError(f"sbatch has not answered within {_SUBMIT_SECONDS:g} s; the script is in {path}") from None
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         raise UserError(f"sbatch refuses {path}: {said}")
@@ -131,7 +140,8 @@ def run_steps(job: Job, say: Callable[[str], None]) -> int:
     """
     with Interrupts() as interrupts:
         for attempt in range(job.max_restarts + 1):
-            code = _run_step(step_command(job), {**os.environ, "AUTODDL_RESTART": str(attempt)}, interrupts)
+            environment = {**os.environ, "AUTODDL_RESTART": str(attempt)}
+            code = _run_step(step_command(job), environment, interrupts, job.grace_s + _STEP_END_SECONDS)
             if code in (0, _REFUSED):
                 return code
             if attempt == job.max_restarts:
@@ -140,16 +150,20 @@ def run_steps(job: Job, say: Callable[[str], None]) -> int:
     raise AssertionError("the last attempt returns")
 
 
-def _run_step(command: Sequence[str], environment: Mapping[str, str], interrupts: Interrupts) -> int:
+def _run_step(command: Sequence[str], environment: Mapping[str, str], interrupts: Interrupts, patience_s: float) -> int:
+    """Run one step; after an interrupt it may take ``patience_s`` to end."""
     try:
         step = subprocess.Popen(command, env=environment, start_new_session=True)
     except FileNotFoundError:
         raise UserError("this is an allocation of Slurm's (SLURM_JOB_ID is set), but there is no srun here") from None
-    told = 0
+    told, deadline = 0, float("inf")
     while step.poll() is None:
         if interrupts.count > told:
             told = interrupts.count
+            deadline = time.monotonic() + patience_s
             step.send_signal(signal.SIGTERM if told == 1 else signal.SIGKILL)
+        elif time.monotonic() > deadline:
+            step.kill()
         time.sleep(_TICK_SECONDS)
     if interrupts.number:
         raise Interrupted(interrupts.number)

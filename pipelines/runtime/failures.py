@@ -16,9 +16,9 @@ _MACHINERY = {str(Path(__file__).with_name(name)) for name in ("collectives.py",
 
 
 class RankError(RuntimeError):
-    """A rank failed, and all ranks were ended. ``rank`` says which one and ``log`` where its output is."""
+    """A rank failed, and all ranks were ended. ``rank`` says which one and ``log`` where its output is kept, if it is."""
 
-    def __init__(self, message: str, rank: int, log: Path) -> None:
+    def __init__(self, message: str, rank: int, log: Path | None) -> None:
         super().__init__(message)
         self.rank = rank
         self.log = log

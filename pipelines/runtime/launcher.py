@@ -14,8 +14,8 @@ every failure ends all ranks. A rank blocked in communication gives up by itself
 timeout, for which communication includes barriers and waiting for pending operations); one that is suspended is noticed after 3 s.
 Several ranks often fail at once, one because of the other; the most telling failure is reported.
 
-**Ending.** Ranks lead process groups, which are killed by number. A launcher that dies, even by SIGKILL, takes its ranks with
-it, because each watches its pipe.
+**Ending.** All that a rank started ends with it, wherever it went (see `keeper`). A launcher that dies, even by SIGKILL, takes its
+ranks with it, because they and their keepers watch its pipe. Ranks that are done leave together (see `parting`).
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ class RankPool:
         show_ranks: ranks whose standard output goes to the launcher's instead of their log.
 
     Raises:
-        UserError: the number of ranks is not positive, OneFlow or private networks are not available here.
+        UserError: the number of ranks is not positive, OneFlow or private networks are not available here, or the system has no
+            room for logs or processes.
         RankError: a rank failed while it started.
     """
 
@@ -87,8 +88,7 @@ class RankPool:
         self.num_ranks = num_ranks
         self.stall_timeout_s = stall_timeout_s
         self._is_log_dir_ours = log_dir is None
-        self.log_dir = Path(tempfile.mkdtemp(prefix="autoddl-ranks-") if log_dir is None else log_dir).resolve()
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self.log_dir = _made(log_dir)
         self._ranks = LocalRanks()
         self._unclaimed: list[RankMessage] = []  # messages that came before they were asked for
         self._num_jobs = 0
@@ -101,6 +101,9 @@ class RankPool:
                     for rank in range(num_ranks)
                 ]
                 self._start(environments, port, private_network, with_oneflow, start_timeout_s, show_ranks)
+        except OSError as error:  # no room for a log, too many processes
+            self._end()
+            raise UserError(f"ranks cannot be started: {error}") from error
         except BaseException as error:
             self._end(failed=isinstance(error, RankError))
             raise
@@ -113,7 +116,7 @@ class RankPool:
     @property
     def pids(self) -> list[int]:
         """The process of each rank, which is also its process group."""
-        return [rank.process.pid for rank in self._ranks]
+        return [rank.pid for rank in self._ranks if rank.pid is not None]
 
     def run(
         self,
@@ -170,8 +173,20 @@ class RankPool:
         """End the ranks, which should be idle; returns when no process is left."""
         if not self._is_open:
             return
+        self._part()
         self._ranks.leave(_EXIT_SECONDS)
         self._end()
+
+    def _part(self) -> None:
+        """Let the idle ranks stop using their network; one that cannot is ended as it is."""
+        self._ranks.part()
+        parted: set[int] = set()
+        deadline = time.monotonic() + _EXIT_SECONDS
+        while len(parted) < self.num_ranks and time.monotonic() < deadline:
+            messages, failures = self._ranks.look(_TICK_SECONDS)
+            if failures:
+                return
+            parted |= {rank for rank, kind, _ in messages if kind == "parted"}
 
     def __enter__(self) -> RankPool:
         return self
@@ -211,9 +226,9 @@ class RankPool:
         first = start(0, -1 if private_network else 0)
         if private_network:
             self._gather("hello", [first], deadline, what)
-        others = [start(rank, first.process.pid if private_network else 0) for rank in range(1, self.num_ranks)]
+        others = [start(rank, (first.pid or 0) if private_network else 0) for rank in range(1, self.num_ranks)]
         self._gather("hello", others if private_network else [first, *others], deadline, what)
-        while with_oneflow and self.num_ranks > 1 and not is_listening(first.process.pid, port):
+        while with_oneflow and self.num_ranks > 1 and not is_listening(first.pid, port):
             self._watch(deadline, what, [first, *others])
         for process in others:
             process.send("load")
@@ -353,6 +368,18 @@ def _check_possible(num_ranks: int, private_network: bool, with_oneflow: bool) -
         raise UserError(f"cannot start OneFlow ranks: {available.reason}")
     if private_network and not (available := namespace_available()):
         raise UserError(f"cannot give the ranks a network of their own: {available.reason}")
+
+
+def _made(log_dir: Path | None) -> Path:
+    """The folder for logs: that one, or a temporary one."""
+    try:
+        if log_dir is None:
+            return Path(tempfile.mkdtemp(prefix="autoddl-ranks-")).resolve()
+        log_dir.mkdir(parents=True, exist_ok=True)
+        return log_dir.resolve()
+    except OSError as error:
+        place = "a temporary folder" if log_dir is None else f"folder {log_dir}"
+        raise UserError(f"{place} for the output of ranks cannot be made ({error.strerror})") from None
 
 
 def _target_name(target: Target) -> str:

@@ -20,7 +20,6 @@ import os
 import platform
 import re
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -28,6 +27,7 @@ from types import ModuleType
 from autoddl.costmodel.errors import UserError
 
 from .availability import Availability
+from .memory_files import MemoryFile
 
 __all__ = ["is_available", "load_oneflow"]
 
@@ -138,12 +138,11 @@ def _captured_stderr() -> Iterator:
     """Divert file descriptor 2, where C++ writes, into a file; yields a function that returns what was written so far."""
     sys.stderr.flush()
     kept = os.dup(2)
-    with tempfile.TemporaryFile() as file:
-        os.dup2(file.fileno(), 2)
+    with contextlib.closing(MemoryFile()) as file:  # the disk of temporary files may be full
+        os.dup2(file.fd, 2)
 
         def transcript() -> str:
-            file.seek(0)
-            return file.read().decode(errors="replace")
+            return file.path.read_bytes().decode(errors="replace")
 
         try:
             yield transcript

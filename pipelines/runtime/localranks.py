@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from .descendants import end_descendants
 from .failures import FailureKind, RankFailure
 from .processes import RankProcess
 
@@ -22,13 +23,20 @@ RankMessage = tuple[int, str, Any]
 """Which rank said what kind of thing, and its value: see `rank`."""
 
 _POSITION_SECONDS = 2.0  # how long ranks may take to say where they stand; one inside of OneFlow alone never does
-_ORPHANS_SECONDS = 1.0  # how long the system may take to remove what ranks had started and was killed with them
+_KILL_SECONDS = 5.0  # how long the system may take to remove what was killed
+_MARK = "AUTODDL_STARTED_BY"  # in the environment of ranks and of all that they start
 
 
 class LocalRanks:
-    """The ranks of a job that are on this machine, in the order of their start."""
+    """The ranks of a job that are on this machine, in the order of their start.
 
-    def __init__(self) -> None:
+    Args:
+        launcher_timeout_s: how long this process may be suspended until its ranks end; for ever if 0.
+    """
+
+    def __init__(self, launcher_timeout_s: float = 0.0) -> None:
+        self._launcher_timeout_s = launcher_timeout_s
+        self._mark = f"{os.getpid()}-{os.urandom(8).hex()}"
         self._ranks: list[RankProcess] = []
         self._selector = selectors.DefaultSelector()
 
@@ -57,7 +65,16 @@ class LocalRanks:
     ) -> RankProcess:
         """Start a rank; see `RankProcess.start`."""
         process = RankProcess.start(
-            rank, num_ranks, log, environment, private_network, with_oneflow, shows_output, directory, cores
+            rank,
+            num_ranks,
+            log,
+            {**environment, _MARK: self._mark},
+            private_network,
+            with_oneflow,
+            shows_output,
+            directory,
+            cores,
+            self._launcher_timeout_s,
         )
         self._ranks.append(process)
         os.set_blocking(process.from_rank, False)
@@ -74,6 +91,8 @@ class LocalRanks:
             for kind, value in self._read(rank):
                 if kind == "raised":
                     failures.append(RankFailure.of_exception(rank.rank, *value))
+                elif kind == "pid":
+                    rank.pid = value
                 else:
                     messages.append((rank.rank, kind, value))
         failures += dead.values()
@@ -111,6 +130,12 @@ class LocalRanks:
     def _living(self) -> Sequence[RankProcess]:
         return [rank for rank in self._ranks if rank.death() is None]
 
+    def part(self) -> None:
+        """Have idle ranks stop using OneFlow's network, as all ranks of the job should before any of them leaves; each tells
+        ("parted") when it has."""
+        for rank in self._ranks:
+            rank.send("part")
+
     def leave(self, patience_s: float) -> None:
         """Let idle ranks leave by themselves; those that have not after ``patience_s`` are for `end`."""
         for rank in self._ranks:
@@ -120,10 +145,12 @@ class LocalRanks:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Kill all ranks and what they started, without waiting for their end."""
+        """Kill all ranks and everything that they started."""
+        keepers = [rank.keeper.pid for rank in self._ranks if rank.keeper.returncode is None]
+        if keepers:
+            end_descendants(keepers, _KILL_SECONDS, f"{_MARK}={self._mark}")
         for rank in self._ranks:
-            if rank.process.returncode is None:  # the number of a reaped process may be another's by now
-                rank.kill()
+            rank.kill_keeper()
 
     def end(self) -> None:
         """Kill and reap whatever is left of the ranks; returns when no process is left."""
@@ -132,9 +159,6 @@ class LocalRanks:
             with contextlib.suppress(KeyError):
                 self._selector.unregister(rank.from_rank)
             rank.reap()
-        deadline = time.monotonic() + _ORPHANS_SECONDS
-        while any(rank.has_group() for rank in self._ranks) and time.monotonic() < deadline:
-            time.sleep(0.01)
         self._selector.close()
 
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import os
 import pickle
+import select
 import struct
+import time
 from typing import Any
 
 __all__ = ["Inbox", "read_message", "write_message"]
@@ -25,18 +27,25 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def write_message(fd: int, value: Any) -> None:
-    """Write one message, waiting while the pipe is full.
+def write_message(fd: int, value: Any, patience_s: float | None = None) -> None:
+    """Write one message, waiting while the pipe is full: for ``patience_s`` at most if that is given and ``fd`` does not block.
 
     Raises:
         TypeError, AttributeError or pickle.PicklingError: ``value`` cannot be sent; nothing was written.
+        TimeoutError: the pipe is full and nobody reads.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
     body = buffer.getvalue()
     rest = memoryview(_LENGTH.pack(len(body)) + body)
+    deadline = None if patience_s is None else time.monotonic() + patience_s
     while rest:
-        rest = rest[os.write(fd, rest) :]
+        try:
+            rest = rest[os.write(fd, rest) :]
+        except BlockingIOError:
+            left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
+            if not select.select([], [fd], [], left_s)[1]:
+                raise TimeoutError("nobody reads the messages") from None
 
 
 def read_message(fd: int) -> Any:

@@ -1,8 +1,8 @@
 """The processes of ranks, seen from outside: their environment, their port, their state, and their end.
 
-Every rank leads a session of its own, so that its process group holds all that it started and nothing else, and so that
-Ctrl-C reaches the launcher alone. A dead rank stays unreaped (a zombie) until its group has been ended: until then its
-number cannot belong to anybody else.
+The launcher's child is the rank's `keeper`, which ends as the rank does when nothing is left of what the rank started. Both lead
+sessions of their own, so that Ctrl-C reaches the launcher alone. A keeper that has ended stays unreaped (a zombie) until `reap`:
+until then its number cannot belong to anybody else.
 """
 
 from __future__ import annotations
@@ -19,19 +19,25 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .descendants import is_stopped
 from .failures import RankFailure, last_position
 from .messages import Inbox, write_message
 from .rank import RankOptions
 
-__all__ = ["RankProcess", "is_listening", "rank_environment", "reserve_port", "share_of_cores"]
+__all__ = ["LOG_TAIL_BYTES", "RankProcess", "is_listening", "rank_environment", "reserve_port", "share_of_cores"]
 
 _START = (
     "import json, sys; paths, options = sys.argv[1:]; sys.argv[1:] = []; sys.path[:] = json.loads(paths); "
+    "from autoddl.pipelines.runtime.keeper import keep; "
+    "keep(*(json.loads(options)[name] for name in ('read_fd', 'write_fd', 'launcher_timeout_s'))); "
     "from autoddl.pipelines.runtime.rank import main; main(options)"
 )
 # A rank whose process is in state T for this long was stopped by somebody.
 _STOPPED_SECONDS = 3.0
-_LOG_TAIL_BYTES = 20_000
+_SEND_SECONDS = 10.0  # how long a rank may leave messages unread until the next one is dropped
+_REAP_SECONDS = 10.0  # how long a killed process may take to end
+LOG_TAIL_BYTES = 20_000
+"""How much of the end of a log is looked at after a rank's death."""
 
 
 def rank_environment(
@@ -98,17 +104,10 @@ def reserve_port(address: str = "127.0.0.1") -> socket.socket:
     return holder
 
 
-def _runs_in_group(entry: Path, group: int) -> bool:
-    """Whether a process, given as its folder in /proc, is in that process group and more than a zombie."""
-    try:
-        state, _, its_group = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-    except OSError:  # it has just gone
-        return False
-    return int(its_group) == group and state not in "ZX"
-
-
-def is_listening(pid: int, port: int) -> bool:
+def is_listening(pid: int | None, port: int) -> bool:
     """Whether somebody in the network namespace of process ``pid`` listens on ``port``; nothing is sent to find out."""
+    if pid is None:  # it is just starting
+        return False
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
@@ -120,13 +119,14 @@ def is_listening(pid: int, port: int) -> bool:
 
 @dataclass
 class RankProcess:
-    """One rank's process, its pipes and its log."""
+    """One rank's process, its keeper (our child), its pipes and its log. ``pid`` is the rank's, known once it says so."""
 
     rank: int
     log: Path
-    process: subprocess.Popen
+    keeper: subprocess.Popen
     to_rank: int
     from_rank: int
+    pid: int | None = None
     inbox: Inbox = field(default_factory=Inbox)
     stopped_since: float | None = None
 
@@ -141,15 +141,20 @@ class RankProcess:
         shows_output: bool,
         directory: Path | None = None,
         cores: Sequence[int] = (),
+        launcher_timeout_s: float = 0.0,
     ) -> RankProcess:
         """Start a rank, in ``directory`` and on ``cores`` where they are given; its output goes to ``log``, its standard output to
-        the launcher's own if ``shows_output``."""
+        the launcher's own if ``shows_output``. It ends when this process is suspended for longer than ``launcher_timeout_s``,
+        unless that is 0."""
         rank_end, to_rank = os.pipe()
         from_rank, launcher_end = os.pipe()
-        options = RankOptions(rank, num_ranks, rank_end, launcher_end, private_network, with_oneflow, tuple(cores))
+        os.set_blocking(to_rank, False)
+        options = RankOptions(
+            rank, num_ranks, rank_end, launcher_end, private_network, with_oneflow, tuple(cores), launcher_timeout_s
+        )
         try:
             with log.open("ab") as output:
-                process = subprocess.Popen(
+                keeper = subprocess.Popen(
                     [sys.executable, "-u", "-c", _START, json.dumps(sys.path), options.to_json()],
                     stdin=subprocess.DEVNULL,
                     stdout=None if shows_output else output,
@@ -166,16 +171,16 @@ class RankProcess:
         finally:
             os.close(rank_end)
             os.close(launcher_end)
-        return RankProcess(rank, log, process, to_rank, from_rank)
+        return RankProcess(rank, log, keeper, to_rank, from_rank)
 
     def send(self, kind: str, value: object = None) -> None:
-        """Send a short message; one to a rank that has died is dropped, since its death is noticed elsewhere."""
-        with contextlib.suppress(BrokenPipeError):
-            write_message(self.to_rank, (kind, value))
+        """Send a short message; one to a rank that has died or does not read is dropped, since that is noticed elsewhere."""
+        with contextlib.suppress(BrokenPipeError, TimeoutError):
+            write_message(self.to_rank, (kind, value), patience_s=_SEND_SECONDS)
 
     def death(self) -> RankFailure | None:
-        """Why the process ended, None while it lives; it is not reaped."""
-        ended = os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        """Why the rank ended, None while it lives; its keeper is not reaped."""
+        ended = os.waitid(os.P_PID, self.keeper.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
         by_signal = ended.si_code in (os.CLD_KILLED, os.CLD_DUMPED)
@@ -183,12 +188,8 @@ class RankProcess:
         return RankFailure.of_death(self.rank, number, code, self.log_tail())
 
     def is_stopped(self) -> bool:
-        """Whether the process is suspended at this moment."""
-        try:
-            stat = Path(f"/proc/{self.process.pid}/stat").read_text()
-        except OSError:
-            return False
-        return stat.rpartition(")")[2].split()[0] == "T"
+        """Whether the rank, or its keeper, is suspended at this moment."""
+        return (self.pid is not None and is_stopped(self.pid)) or is_stopped(self.keeper.pid)
 
     def stopped_for_long(self) -> bool:
         """Whether the process has been suspended for some seconds; to be asked regularly."""
@@ -204,14 +205,15 @@ class RankProcess:
         """The last part of the log."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _LOG_TAIL_BYTES))
+            file.seek(max(0, size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
 
     def ask_position(self) -> int:
         """Have the rank write into its log where its threads stand; where in the log that will begin."""
         before = self.log.stat().st_size
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.process.pid, signal.SIGUSR1)  # faulthandler writes all stacks
+        if self.pid is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGUSR1)  # faulthandler writes all stacks
         return before
 
     def position(self, asked_at: int) -> str:
@@ -226,22 +228,22 @@ class RankProcess:
         is_whole = dump.endswith((" in <module>\n", "  ...\n"))  # of the main thread, which comes last
         return last_position(dump) if is_whole else ""
 
-    def kill(self) -> None:
-        """End the process and all of its group, at once."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+    def signal(self, number: int) -> None:
+        """Send a signal to the rank and its process group."""
+        if self.pid is not None and self.death() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, number)
 
-    def has_group(self) -> bool:
-        """Whether anything that the rank started still runs, once the rank itself has been reaped."""
-        try:
-            os.killpg(self.process.pid, 0)
-        except ProcessLookupError:
-            return False
-        return any(_runs_in_group(entry, self.process.pid) for entry in Path("/proc").iterdir() if entry.name.isdigit())
+    def kill_keeper(self) -> None:
+        """End the keeper, below which nothing may be left (`end_descendants`); a rank that is left all the same ends with it."""
+        if self.keeper.returncode is None:  # the number of a reaped process may be another's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.keeper.pid, signal.SIGKILL)
 
     def reap(self) -> None:
         """Wait for the killed process, and close its pipes."""
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.keeper.wait(_REAP_SECONDS)
         for fd in (self.to_rank, self.from_rank):
             with contextlib.suppress(OSError):
                 os.close(fd)

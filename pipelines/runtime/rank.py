@@ -5,7 +5,11 @@ The launcher starts ``main`` with a JSON object of `RankOptions` and talks with 
     launcher                                   rank
     ("load", None)                             after its network is there: ("hello", None)
     ("job", path of the pickled job)           OneFlow loaded, all ranks joined: ("ready", None)
-    ("exit", None)                             ("report", value), then ("done", result) or ("raised", ...)
+                                               ("report", value), then ("done", result) or ("raised", ...)
+    ("part", None)                             no longer on OneFlow's network (see `parting`): ("parted", None)
+    ("exit", None)
+
+Before "hello" it says what its process is, ("pid", number): between the two is its `keeper`.
 
 A rank that raised stays where it is until it is ended: if it went away its connections would break, and the others would
 crash with errors that hide the first one. For the same reason a rank leaves by ``os._exit``: OneFlow's own shutdown waits for
@@ -39,9 +43,12 @@ from autoddl.costmodel.errors import UserError
 from .load import load_oneflow, preload_cuda_libraries
 from .messages import read_message, write_message
 from .network import create_namespace, join_namespace
+from .parting import leave_network, wait_for_departures
 from .turns import take_short_turns
 
 __all__ = ["RankOptions", "main", "report", "resolve_target", "run_script", "run_script_together", "write_job"]
+
+_DEPARTURE_SECONDS = 10.0  # how long ranks may take to leave that no launcher of ours ends together
 
 
 @dataclass(frozen=True)
@@ -50,7 +57,7 @@ class RankOptions:
 
     ``rank`` of ``num_ranks``; the file descriptors of its pipes; ``private_network``: 0 for the launcher's network, -1 to
     create a namespace, else the process to join; ``with_oneflow``: whether to load OneFlow; ``cores``: the only ones that it
-    may use, all where there are none.
+    may use, all where there are none; ``launcher_timeout_s``: how long the launcher may be suspended, for ever if 0.
     """
 
     rank: int
@@ -60,6 +67,7 @@ class RankOptions:
     private_network: int
     with_oneflow: bool
     cores: Sequence[int] = ()
+    launcher_timeout_s: float = 0.0
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
@@ -149,6 +157,10 @@ def _serve(launcher: _Launcher) -> None:
         kind, value = launcher.receive()
         if kind == "exit":
             return
+        if kind == "part":
+            leave_network()
+            launcher.send("parted")
+            continue
         _guarded(launcher, functools.partial(_run_job, launcher, value))
 
 
@@ -187,12 +199,14 @@ def write_job(path: Path, target: str, arguments: Sequence[Any]) -> None:
     """Put what a rank has to do into a file: a pipe would block on a rank that does not read.
 
     Raises:
-        UserError: the arguments cannot be pickled.
+        UserError: the arguments cannot be pickled, or the file cannot be written.
     """
     try:
         path.write_bytes(pickle.dumps((target, tuple(arguments)), protocol=pickle.HIGHEST_PROTOCOL))
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         raise UserError(f"the arguments of {target} cannot be sent to ranks: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written ({error.strerror})") from error
 
 
 # ---- Targets ------------------------------------------------------------------------------------------------------------
@@ -241,7 +255,13 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
 
 
 def run_script_together(path: str, arguments: Sequence[str]) -> None:
-    """As `run_script`, and wait then for the other ranks of the job: for ranks that no launcher keeps until all are done."""
+    """As `run_script`, and leave OneFlow's network together with the other ranks: for ranks that no launcher keeps until all are
+    done. Rank 0 serves the barriers, so it is the last to go."""
     run_script(path, arguments)
     if sys.modules.get("oneflow") is not None:
-        load_oneflow().comm.barrier()
+        barrier = load_oneflow().comm.barrier
+        barrier()  # all are done
+        leave_network()
+        barrier()  # nobody is on the network any more
+        if os.environ["RANK"] == "0":
+            wait_for_departures(int(os.environ["MASTER_PORT"]), _DEPARTURE_SECONDS)

@@ -41,7 +41,7 @@ def fail(rank, how, others="wait"):
 
             raise UserError("batch 17 is odd; take an even one")
         os.kill(os.getpid(), getattr(signal, how))
-    {"wait": wait, "sum_ranks": sum_ranks}[others]()
+    {"wait": wait, "sum_ranks": sum_ranks, "sleep": sleep}[others]()
 
 
 def recover(num_failures):
@@ -57,9 +57,75 @@ def recover(num_failures):
     print("done")
 
 
+def escape(rank="-1", how=""):
+    """Each rank starts children that leave its process group, its tree, or both, and keep nothing of its environment."""
+    for ways in (
+        (),
+        ("setsid",),
+        ("fork",),
+        ("setsid", "fork"),
+        ("fork", "setsid"),
+        ("setsid", "fork", "setsid", "fork"),
+    ):
+        _start_child(ways)
+    print("waiting", os.getpid(), flush=True)
+    if how == "success":
+        return
+    fail(rank, how, others="sleep")
+
+
+def _start_child(ways):
+    reader, writer = os.pipe()
+    if os.fork() == 0:
+        for way in ways:
+            if way == "setsid":
+                os.setsid()
+            elif os.fork() > 0:
+                os._exit(0)
+        os.write(writer, str(os.getpid()).encode())
+        os.execve("/bin/sleep", ["sleep", "600"], {})
+    print("child", os.read(reader, 100).decode(), flush=True)
+    os.close(reader)
+    os.close(writer)
+
+
+def sleep():
+    time.sleep(600)
+
+
+def misfortunes(*faults):
+    """Rank 1 meets with another fault in each attempt; `supervisor` is the process that watches over its host."""
+    if JOB.rank == 1:
+        with open("attempts", "a") as file:
+            file.write(str(JOB.restart))
+    if JOB.restart == len(faults):
+        return
+    whose, _, how = faults[JOB.restart].rpartition("-")
+    if JOB.rank == 1 and whose:
+        keeper = os.getppid()
+        supervisor = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill({"keeper": keeper, "supervisor": supervisor}[whose], getattr(signal, how))
+        sleep()
+    fail(1, how, others="sleep")
+
+
+def chatter():
+    """Says more than anybody reads."""
+    print("waiting", os.getpid(), flush=True)
+    while True:
+        print("x" * 1000)
+
+
+def write(num_bytes):
+    """That many bytes in lines of 100."""
+    for number in range(int(num_bytes) // 100):
+        print(f"{number:099}")
+
+
 def stubborn():
-    """Does not end on SIGINT, but says that it came."""
-    signal.signal(signal.SIGINT, lambda *_: print("not yet", flush=True))
+    """Does not end on signals, but says that one came."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: print("not yet", flush=True))
     print("waiting", os.getpid(), flush=True)
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
@@ -137,5 +203,20 @@ def train_plan(num_steps, fails_at="-1"):
             trainer.save(JOB.checkpoints)
 
 
-ACTIONS = (say, wait, fail, recover, stubborn, save, sum_ranks, train, train_plan)
+ACTIONS = (
+    say,
+    wait,
+    fail,
+    escape,
+    sleep,
+    misfortunes,
+    chatter,
+    write,
+    recover,
+    stubborn,
+    save,
+    sum_ranks,
+    train,
+    train_plan,
+)
 {action.__name__: action for action in ACTIONS}[sys.argv[1]](*sys.argv[2:])

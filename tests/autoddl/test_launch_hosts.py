@@ -71,6 +71,10 @@ def waiting(hosts: SshHosts, plan: Path, *words: str) -> Iterator[tuple[subproce
             process.kill()
 
 
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 def test_ranks_are_placed_in_the_plans_order(hosts, mlp_plan, tmp_path):
     done = launch(hosts, mlp_plan(2, 2), "--hosts", "host2,host1", "--without-oneflow", "--", "say", *NASTY)
     assert (done.returncode, done.stderr) == (0, "")
@@ -134,7 +138,7 @@ def test_a_rank_fails_while_the_others_communicate(hosts, mlp_plan, how, words):
 def test_a_host_that_is_lost_is_named(hosts, mlp_plan):
     """Its supervisor is killed, and with it the connection."""
     with waiting(hosts, mlp_plan(2, 2)) as (process, pids):
-        supervisor = int(Path(f"/proc/{pids[2]}/stat").read_text().rpartition(")")[2].split()[1])
+        supervisor = parent(parent(pids[2]))  # between the two is the rank's keeper
         os.kill(supervisor, signal.SIGKILL)
         _, err = process.communicate(timeout=30)
     assert process.returncode == 1

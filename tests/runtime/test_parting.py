@@ -1,0 +1,90 @@
+"""Ranks that stop using OneFlow's network do not notice that others leave; ranks that use it die of that."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from autoddl.pipelines.runtime.failures import FailureKind
+from autoddl.pipelines.runtime.launcher import RankPool
+from autoddl.pipelines.runtime.load import is_available
+from autoddl.pipelines.runtime.processes import is_listening, rank_environment, reserve_port
+
+JOBS = Path(__file__).with_name("launcher_jobs.py")
+ONEFLOW = is_available()
+pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)]
+
+
+@pytest.mark.fault(
+    "launch",
+    "ranks are done, and one leaves seconds before the others",
+    "none of these notices: all have stopped using OneFlow's network before any may leave",
+)
+@pytest.mark.parametrize("have_parted", [False, True])
+def test_others_go(tmp_path, have_parted):
+    """Without the first phase of leaving OneFlow aborts the process, which shows that this test can fail."""
+    with RankPool(2, log_dir=tmp_path) as pool:
+        assert [sums.tolist() for sums in pool.run(f"{JOBS}:do_while_others_communicate", -1, "")] == [[2.0] * 4] * 2
+        if have_parted:
+            pool._part()
+        os.kill(pool.pids[1], signal.SIGKILL)
+        stays = pool._ranks.of(0)
+        deadline = time.monotonic() + (2.0 if have_parted else 60.0)
+        while stays.death() is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        death = stays.death()
+    said = (tmp_path / "rank0.log").read_text()
+    if have_parted:
+        assert (death, said) == (None, "")
+    else:
+        assert death is not None and death.kind is FailureKind.CRASHED and "Check failed" in said
+
+
+TOGETHER = """
+import sys
+from autoddl.pipelines.runtime.load import load_oneflow
+load_oneflow()
+from autoddl.pipelines.runtime.rank import run_script_together
+run_script_together(sys.argv[1], [])
+import os
+os._exit(0)
+"""
+SCRIPT = """
+import oneflow as flow
+value = flow.ones(4)
+flow.comm.all_reduce(value)
+print(value.numpy()[0])
+"""
+
+
+def test_ranks_that_nobody_keeps_leave_together(tmp_path):
+    """As those of a job that Slurm started: each goes as soon as it may."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    with reserve_port() as holder, contextlib.ExitStack() as started:
+        port = holder.getsockname()[1]
+        processes = []
+        for rank in range(4):
+            process = subprocess.Popen(
+                [sys.executable, "-c", TOGETHER, str(tmp_path / "script.py")],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=rank_environment(rank, 4, port, 60.0, {}),
+            )
+            started.enter_context(process)
+            started.callback(process.kill)
+            processes.append(process)
+            deadline = time.monotonic() + 60
+            while not is_listening(processes[0].pid, port):  # the others would wait for 10 s
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        for process in processes:
+            out, err = process.communicate(timeout=120)
+            assert (process.returncode, out, err) == (0, "4.0\n", "")
