@@ -91,7 +91,8 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
     """Measure on ranks of this machine, a job for each number of ranks; how many samples were taken.
 
     Raises:
-        UserError: ranks cannot be started, one fails, or a sample cannot be written; the samples up to then are in the file.
+        UserError: ranks cannot be started, or a sample cannot be written.
+        RankError: a rank failed. In each case the samples up to then are in the file.
     """
     from autoddl.pipelines.runtime.failures import RankError
     from autoddl.pipelines.runtime.launcher import RankPool
@@ -129,7 +130,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
                     kept = (
                         f"the {len(file.samples)} samples in {file.path} are kept, and the same command continues them"
                     )
-                    raise UserError(f"{error}; {kept}") from error
+                    raise type(error)(f"{error}; {kept}", error.rank, error.log) from error
     return file.num_written - before
 
 

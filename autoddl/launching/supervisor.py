@@ -46,7 +46,6 @@ from .lines import LineReader, Message, write_line
 __all__ = ["SILENCE_SECONDS", "main"]
 
 SILENCE_SECONDS = 60.0
-_PREFIX, _LOCK = "autoddl-host-", "lock"
 _TICK_SECONDS = 0.05
 _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
 _OUTPUT_BYTES = 1 << 18  # at a time
@@ -98,10 +97,8 @@ class _Supervisor:
     def __init__(self, events_fd: int) -> None:
         self.commands: queue.Queue[Message] = queue.Queue()
         self._events_fd = events_fd
-        _sweep()
-        self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        self._lock = (self._directory / _LOCK).open("w")  # held as long as this process lives
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        self._work_folder = WorkFolder("host")
+        self._directory = self._work_folder.path
         self._ranks = LocalRanks()
         self._logs: dict[int, _LogTail] = {}
         self._failed: set[int] = set()
@@ -243,17 +240,6 @@ class _Supervisor:
         """Leave nothing behind."""
         self._ranks.kill()
         shutil.rmtree(self._directory, ignore_errors=True)
-
-
-def _sweep() -> None:
-    """Remove what supervisors left behind that were killed: folders whose lock nobody holds any more."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*"):
-        with (
-            contextlib.suppress(OSError),
-            (folder / _LOCK).open("r+") as lock,
-        ):  # there is none in one that is being made
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 class _LogTail:

@@ -8,7 +8,6 @@ are those of stale weights.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -74,7 +73,7 @@ def verify_pipeline(
     fitted = fit_pipeline(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in)
     scaled = fitted.scaled
     uncounted = why_uncounted(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="autoddl-verify-") as folder:
+    with WorkFolder("verify") as folder:
         task = task_of(scaled, function, options.seed, folder, uncounted)
         gradient_step = 0 if fitted.schedule.is_synchronous else NUM_STEPS - 1
         pipeline = PipelineTask(task, fitted.schedule, fitted.stages, gradient_step)

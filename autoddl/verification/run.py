@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -106,7 +105,7 @@ def verify(
     limits = options.limits or machine_limits(num_ranks)
     scaled = scale(plan.graph, plan.strategies, in_float32(plan.workload), limits, built_in)
     uncounted = why_uncounted(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="autoddl-verify-") as folder:
+    with WorkFolder("verify") as folder:
         task = task_of(scaled, function, options.seed, folder, uncounted)
         priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
         finish = functools.partial(

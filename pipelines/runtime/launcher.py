@@ -20,9 +20,7 @@ it, because each watches its pipe.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +35,7 @@ from .localranks import LocalRanks, RankMessage
 from .network import namespace_available
 from .processes import RankProcess, is_listening, rank_environment, reserve_port, share_of_cores
 from .rank import write_job
+from .workfolders import WorkFolder
 
 __all__ = ["RankPool", "Target", "launch", "launch_script"]
 
@@ -86,8 +85,8 @@ class RankPool:
         _check_possible(num_ranks, private_network, with_oneflow)
         self.num_ranks = num_ranks
         self.stall_timeout_s = stall_timeout_s
-        self._is_log_dir_ours = log_dir is None
-        self.log_dir = Path(tempfile.mkdtemp(prefix="autoddl-ranks-") if log_dir is None else log_dir).resolve()
+        self._work_folder = WorkFolder("ranks") if log_dir is None else None
+        self.log_dir = self._work_folder.path if log_dir is None else log_dir.resolve()
         self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ranks = LocalRanks()
         self._unclaimed: list[RankMessage] = []  # messages that came before they were asked for
@@ -303,8 +302,8 @@ class RankPool:
             return
         self._is_open = False
         self._ranks.end()
-        if self._is_log_dir_ours and not failed:
-            shutil.rmtree(self.log_dir, ignore_errors=True)
+        if self._work_folder is not None:
+            self._work_folder.keep() if failed else self._work_folder.remove()
 
 
 def launch(

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import numpy as np
 
-from autoddl.costmodel.documents import load_document, write_document
+from autoddl.costmodel.documents import load_document
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.writing import write_document
 
 __all__ = ["Checkpoint", "Entry", "find_checkpoint", "write_complete", "write_part"]
 
