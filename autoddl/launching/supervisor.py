@@ -22,14 +22,11 @@ from __future__ import annotations
 
 import codecs
 import contextlib
-import fcntl
 import os
 import queue
 import select
-import shutil
 import signal
 import socket
-import tempfile
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -39,6 +36,7 @@ from autoddl.pipelines.runtime.failures import RankFailure
 from autoddl.pipelines.runtime.localranks import LocalRanks
 from autoddl.pipelines.runtime.processes import is_listening, rank_environment, reserve_port, share_of_cores
 from autoddl.pipelines.runtime.rank import write_job
+from autoddl.pipelines.runtime.workfolders import WorkFolder
 
 from .facts import gather_facts
 from .lines import LineReader, Message, write_line
@@ -239,7 +237,7 @@ class _Supervisor:
     def clean(self) -> None:
         """Leave nothing behind."""
         self._ranks.kill()
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._work_folder.remove()
 
 
 class _LogTail:

@@ -18,6 +18,7 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_traffic import layer_steps, passes, stage_traffic
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES
+from autoddl.pipelines.runtime.workfolders import WorkFolder
 
 from ..plan import Plan
 from ..staging import stage_plans
@@ -74,7 +75,7 @@ def verify_pipeline(
     scaled = fitted.scaled
     uncounted = why_uncounted(num_ranks)
     with WorkFolder("verify") as folder:
-        task = task_of(scaled, function, options.seed, folder, uncounted)
+        task = task_of(scaled, function, options.seed, str(folder), uncounted)
         gradient_step = 0 if fitted.schedule.is_synchronous else NUM_STEPS - 1
         pipeline = PipelineTask(task, fitted.schedule, fitted.stages, gradient_step)
         say(f"starting {num_ranks} ranks")

@@ -15,6 +15,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
+from autoddl.pipelines.runtime.workfolders import WorkFolder
 
 from ..models import is_oneflow_model, resolve_model
 from ..models.builtin import BuiltIn, recognise
@@ -106,7 +107,7 @@ def verify(
     scaled = scale(plan.graph, plan.strategies, in_float32(plan.workload), limits, built_in)
     uncounted = why_uncounted(num_ranks)
     with WorkFolder("verify") as folder:
-        task = task_of(scaled, function, options.seed, folder, uncounted)
+        task = task_of(scaled, function, options.seed, str(folder), uncounted)
         priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
         finish = functools.partial(
             compare,
