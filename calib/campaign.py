@@ -96,10 +96,12 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
     """
     from autoddl.pipelines.runtime.failures import RankError
     from autoddl.pipelines.runtime.launcher import RankPool
+    from autoddl.pipelines.runtime.network import namespace_available
 
     from . import measure
 
     before, start = file.num_written, time.monotonic()
+    is_private = bool(namespace_available())  # where it can be, nobody else reaches OneFlow's ports
     for position, num_ranks in enumerate(options.ranks):
         settings = tuple(_settings(options, num_ranks))
         done = _done(file.samples, settings, num_ranks)
@@ -115,7 +117,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
         total = round(sum(max(0, options.repetitions - count) for count in done))
         with progress(f"{num_ranks} ranks", total, options.quiet) as bar:
             begun = time.monotonic()
-            with RankPool(num_ranks, stall_timeout_s=STALL_S) as pool:
+            with RankPool(num_ranks, private_network=is_private, stall_timeout_s=STALL_S) as pool:
                 if budget is not None:
                     budget = max(1.0, budget - (time.monotonic() - begun))
                 asked = measure.MeasureOptions(settings, options.repetitions, done, budget, seed=options.seed)

@@ -88,6 +88,7 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
         RankError: a rank failed.
     """
     from autoddl.pipelines.runtime.launcher import RankPool
+    from autoddl.pipelines.runtime.network import namespace_available
 
     from .measure import DISTURBED
     from .replay import RankOptions, Visit, rank_job
@@ -113,7 +114,8 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
             visits.append(visit)
             bar.update()
 
-        with RankPool(cluster.num_devices, stall_timeout_s=STALL_S) as pool:
+        is_private = bool(namespace_available())  # where it can be, nobody else reaches OneFlow's ports
+        with RankPool(cluster.num_devices, private_network=is_private, stall_timeout_s=STALL_S) as pool:
             pool.run(rank_job, options, on_report=keep)
     refused = {visit.candidate: visit.refused for visit in visits if visit.refused is not None}
     ran = [i for i in range(len(strategies)) if i not in refused]

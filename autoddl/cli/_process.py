@@ -1,13 +1,10 @@
-"""The process of a command: its standard streams, and Ctrl-C before and after the command's own work.
+"""The process of a command: its standard streams. (Ctrl-C: see `_interrupts`.)
 
 **Standard output** has one writer, whatever Python made of it.  It writes all of what it is given, also where a single write takes
 a part only (an unbuffered stream on a disk that fills up), and it remembers what could not be written: then the exit code is never
 0.  Characters that the terminal's encoding lacks are written as escapes.
 
 **Standard error** cannot fail: a message that nobody can read is no reason to end otherwise.
-
-**Ctrl-C** while modules are imported and arguments read, and while Python ends, takes effect at once: there is nothing to be put
-in order then.  While the command works it is a KeyboardInterrupt, or whatever the command makes of it.
 """
 
 from __future__ import annotations
@@ -18,17 +15,15 @@ import os
 import select
 import signal
 import sys
-import threading
-from collections.abc import Callable, Iterator
-from types import FrameType
+from collections.abc import Callable
 from typing import Any, TextIO
 
 from autoddl.costmodel.errors import UserError
 
+from ._interrupts import Interrupts
+
 __all__ = ["run"]
 
-_INTERRUPTED = 128 + signal.SIGINT
-_RETRY_S = 0.05
 #: What PYTHONIOENCODING may ask for; the others raise where a character is missing.
 _FORGIVING = ("backslashreplace", "replace", "ignore", "namereplace", "xmlcharrefreplace")
 
@@ -47,10 +42,9 @@ def run() -> int:
     """Run the command of ``sys.argv``; the exit code."""
     if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a shell
         return _run(contextlib.nullcontext)
-    signal.signal(signal.SIGINT, _leave)
-    code = _run(_working)
-    if code == _INTERRUPTED:  # has been said
-        signal.signal(signal.SIGINT, lambda number, frame: os._exit(code))
+    interrupts = Interrupts()
+    code = _run(interrupts.working)
+    interrupts.end(code)
     return code
 
 
@@ -65,37 +59,6 @@ def _run(working: Callable[[], contextlib.AbstractContextManager[object]]) -> in
     if output.failure is not None and code == 0:  # somebody took the error for one of theirs
         code = _running.report(output.failure)
     return code
-
-
-# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
-
-
-def _leave(number: int, frame: FrameType | None) -> None:
-    """Before and after the command's work: one line, and away, whatever is being imported or ended."""
-    with contextlib.suppress(OSError):
-        os.write(2, b"autoddl: interrupted\n")
-    os._exit(_INTERRUPTED)
-
-
-@contextlib.contextmanager
-def _working() -> Iterator[None]:
-    """Within it Ctrl-C is a KeyboardInterrupt."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    sys.unraisablehook = _raise_again
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, _leave)
-
-
-def _raise_again(unraisable: Any) -> None:
-    """Python drops what is raised in a destructor or a callback; an interrupt comes again, when the main thread is elsewhere."""
-    if not issubclass(unraisable.exc_type, KeyboardInterrupt):
-        sys.__unraisablehook__(unraisable)
-        return
-    again = threading.Timer(_RETRY_S, os.kill, (os.getpid(), signal.SIGINT))
-    again.daemon = True
-    again.start()
 
 
 # ---- Standard streams ------------------------------------------------------------------------------------------------

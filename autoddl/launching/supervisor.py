@@ -56,7 +56,7 @@ def main(*, is_remote: bool, silence_s: float = SILENCE_SECONDS) -> None:
     os.dup2(null, 0)  # neither ranks nor libraries may touch the conversation
     os.dup2(2, 1)
     os.close(null)
-    supervisor = _Supervisor(events_fd)
+    supervisor = _Supervisor(events_fd, is_remote)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, _abandoning(supervisor) if is_remote else _passing)
     threading.Thread(target=_listen, args=(commands_fd, supervisor, silence_s), daemon=True).start()
@@ -92,8 +92,9 @@ def _listen(fd: int, supervisor: _Supervisor, silence_s: float) -> None:
 
 
 class _Supervisor:
-    def __init__(self, events_fd: int) -> None:
+    def __init__(self, events_fd: int, is_remote: bool) -> None:
         self.commands: queue.Queue[Message] = queue.Queue()
+        self._is_remote = is_remote
         self._events_fd = events_fd
         self._work_folder = WorkFolder("host")
         self._directory = self._work_folder.path
@@ -124,7 +125,8 @@ class _Supervisor:
         self._tell("facts", facts=gather_facts(directory, files).document())
 
     def _do_reserve(self) -> None:
-        self._holder = reserve_port("")
+        # Others need not even see it; remote ranks meet at an address that is not known here.
+        self._holder = reserve_port("" if self._is_remote else "127.0.0.1")
         self._tell("reserved", port=self._holder.getsockname()[1])
 
     def _do_start(
