@@ -10,9 +10,10 @@ Nothing is imported before it is asked for: OneFlow only where something runs on
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
+TYPE_CHECKING = False  # what type checkers take for true; `typing` itself is not imported before Ctrl-C can be taken
 if TYPE_CHECKING:
+    from typing import Any
+
     from .applying import apply
     from .launching.context import launched
     from .plan import load_plan

@@ -16,11 +16,12 @@ from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.cluster import from_document as cluster_from_document
 from autoddl.costmodel.collectives import Collective
-from autoddl.costmodel.documents import Fields, canonical_hash, check_document, load_json, write_document
+from autoddl.costmodel.documents import Fields, canonical_hash, check_document, load_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.costmodel.writing import write_document
 
 from .joint.document import pipeline_fields, recompute_pipeline
 from .joint.evaluation import Evaluation

@@ -91,14 +91,17 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
     """Measure on ranks of this machine, a job for each number of ranks; how many samples were taken.
 
     Raises:
-        UserError: ranks cannot be started, one fails, or a sample cannot be written; the samples up to then are in the file.
+        UserError: ranks cannot be started, or a sample cannot be written.
+        RankError: a rank failed. In each case the samples up to then are in the file.
     """
     from autoddl.pipelines.runtime.failures import RankError
     from autoddl.pipelines.runtime.launcher import RankPool
+    from autoddl.pipelines.runtime.network import namespace_available
 
     from . import measure
 
     before, start = file.num_written, time.monotonic()
+    is_private = bool(namespace_available())  # where it can be, nobody else reaches OneFlow's ports
     for position, num_ranks in enumerate(options.ranks):
         settings = tuple(_settings(options, num_ranks))
         done = _done(file.samples, settings, num_ranks)
@@ -114,7 +117,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
         total = round(sum(max(0, options.repetitions - count) for count in done))
         with progress(f"{num_ranks} ranks", total, options.quiet) as bar:
             begun = time.monotonic()
-            with RankPool(num_ranks, stall_timeout_s=STALL_S) as pool:
+            with RankPool(num_ranks, private_network=is_private, stall_timeout_s=STALL_S) as pool:
                 if budget is not None:
                     budget = max(1.0, budget - (time.monotonic() - begun))
                 asked = measure.MeasureOptions(settings, options.repetitions, done, budget, seed=options.seed)
@@ -129,7 +132,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
                     kept = (
                         f"the {len(file.samples)} samples in {file.path} are kept, and the same command continues them"
                     )
-                    raise UserError(f"{error}; {kept}") from error
+                    raise type(error)(f"{error}; {kept}", error.rank, error.log) from error
     return file.num_written - before
 
 

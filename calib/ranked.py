@@ -84,10 +84,11 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
     """Run strategies on as many local ranks as the cluster has devices.
 
     Raises:
-        UserError: ranks cannot be started or one fails, or fewer than two strategies can be run.
+        UserError: ranks cannot be started, or fewer than two strategies can be run.
+        RankError: a rank failed.
     """
-    from autoddl.pipelines.runtime.failures import RankError
     from autoddl.pipelines.runtime.launcher import RankPool
+    from autoddl.pipelines.runtime.network import namespace_available
 
     from .measure import DISTURBED
     from .replay import RankOptions, Visit, rank_job
@@ -113,11 +114,9 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
             visits.append(visit)
             bar.update()
 
-        try:
-            with RankPool(cluster.num_devices, stall_timeout_s=STALL_S) as pool:
-                pool.run(rank_job, options, on_report=keep)
-        except RankError as error:
-            raise UserError(str(error)) from error
+        is_private = bool(namespace_available())  # where it can be, nobody else reaches OneFlow's ports
+        with RankPool(cluster.num_devices, private_network=is_private, stall_timeout_s=STALL_S) as pool:
+            pool.run(rank_job, options, on_report=keep)
     refused = {visit.candidate: visit.refused for visit in visits if visit.refused is not None}
     ran = [i for i in range(len(strategies)) if i not in refused]
     if len(ran) < 2:

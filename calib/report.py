@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +18,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.costmodel.writing import write_atomically
 
 from .clusterfile import Fit, quality_of
 from .fit import UNDISTURBED, HeldOut, LevelFit, points_of, predict
@@ -212,11 +215,20 @@ def saved(path: str | os.PathLike[str], num_rows: int, num_columns: int) -> Iter
     try:
         yield axes
         figure.tight_layout()
-        figure.savefig(path, dpi=120)
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be written ({getattr(error, 'strerror', None) or error})") from None
+        drawn = io.BytesIO()
+        figure.savefig(drawn, dpi=120, format=_format(path, figure.canvas.get_supported_filetypes()))
     finally:
         pyplot.close(figure)
+    write_atomically(path, drawn.getvalue())
+
+
+def _format(path: str | os.PathLike[str], known: Iterable[str]) -> str:
+    ending = Path(path).suffix.lstrip(".").lower() or "png"
+    if ending not in known:
+        raise UserError(
+            f"{path}: no picture can be written as {ending!r}; known endings are {', '.join(sorted(known))}"
+        )
+    return ending
 
 
 def draw(fit: Fit, path: str | os.PathLike[str]) -> None:

@@ -7,7 +7,8 @@
 - `strategy`: `Strategy`, `enumerate_strategies`; `layerwork`, `layoutprices`: what a layer and an edge do at their layouts.
 - `workload`: `Workload`, the batch, precision and optimizer; `assessment`: `assess`, time and memory of a whole plan.
 - `pricing`, `table`: `PriceBook`, `Problem` and the `CostTable` that the searches work on.
-- `calibration`: how well a cluster file's figures were measured; `documents`, `units`, `errors`: JSON, units, `UserError`.
+- `calibration`: how well a cluster file's figures were measured; `documents`, `writing`, `units`, `errors`: JSON, files, units,
+  `UserError`.
 - `stopping`: `Stop` and `Deadline`, which end searches early.
 
 It imports nothing else of the project, and nothing is imported here before it is asked for.

@@ -1,4 +1,7 @@
-"""JSON documents: every file that we read or write has a ``format`` and a ``version`` and is checked field by field."""
+"""JSON documents: every file that we read or write has a ``format`` and a ``version`` and is checked field by field.
+
+Writing them: `writing`.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import hashlib
 import json
 import math
 import os
-import tempfile
 import unicodedata
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,7 +16,7 @@ from typing import Any
 
 from .errors import UserError
 
-__all__ = ["Fields", "canonical_hash", "load_document", "load_json", "write_atomically", "write_document"]
+__all__ = ["Fields", "canonical_hash", "load_document", "load_json"]
 
 
 def _reject_constant(name: str) -> float:
@@ -169,54 +171,6 @@ def _show(value: Any) -> str:
     except (ValueError, RecursionError):  # nested too deeply, or a number too long
         text = f"a {type(value).__name__}"
     return text if len(text) <= 60 else text[:57] + "..."
-
-
-def write_atomically(path: str | os.PathLike[str], text: str) -> None:
-    """Write a text file: wholly, or not at all.  A link is followed; a device or a pipe is written to, never replaced.
-
-    Raises:
-        UserError: the place cannot be written to.
-    """
-    target = Path(os.path.realpath(path))
-    if target.exists() and not target.is_file() and not target.is_dir():
-        _write_through(path, text)
-        return
-    try:
-        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.", suffix=".part")
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(name, 0o666 & ~_umask())
-        os.replace(name, target)
-    except OSError as error:
-        os.unlink(name)
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-    except BaseException:
-        os.unlink(name)
-        raise
-
-
-def _write_through(path: str | os.PathLike[str], text: str) -> None:
-    try:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror})") from None
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
-
-
-def write_document(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
-    """Write a JSON document atomically, readable and diffable."""
-    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
 
 
 def canonical_hash(document: Any) -> str:

@@ -8,5 +8,7 @@ __all__ = ["UserError"]
 class UserError(ValueError):
     """A fault in what the user gave: one line that names the thing, its value and what would be right.
 
-    The command line prints the message and exits with 2; library users catch it as a ``ValueError``.
+    The command line prints the message and exits with ``exit_code``; library users catch it as a ``ValueError``.
     """
+
+    exit_code = 2

@@ -33,8 +33,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from .documents import Fields, canonical_hash, check_document, load_document, write_document
+from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError
+from .writing import write_document
 
 if TYPE_CHECKING:
     import networkx

@@ -43,8 +43,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autoddl.costmodel.documents import Fields, check_document, load_document, write_document
+from autoddl.costmodel.documents import Fields, check_document, load_document
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.writing import write_document
 
 __all__ = ["Cut", "Layer", "Profile", "ProfileError", "load_profile", "parse_graph", "profile_names", "write_profile"]
 

@@ -10,13 +10,13 @@ import argparse
 import os
 import re
 import sys
-import traceback
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes, to_si
 
+from ._running import OUR_FAULT, report
 from .fit import add_fit_arguments, finish
 
 if TYPE_CHECKING:
@@ -67,12 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
                 return 0
         except BaseException as error:
             # A rank that merely raised would wait for the others when it exits, and they for it.
-            if isinstance(error, UserError):
-                print(f"autoddl: {error}", file=sys.stderr, flush=True)
-            else:
-                traceback.print_exc()
+            code = report(error)
             sys.stderr.flush()
-            os._exit(2 if isinstance(error, UserError) else 1)
+            os._exit(1 if code == OUR_FAULT else code)
         file = SampleFile(path)
     else:
         file = SampleFile(path)

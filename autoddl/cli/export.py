@@ -33,7 +33,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, write."""
-    from autoddl.costmodel.documents import write_atomically
+    from autoddl.costmodel.writing import write_atomically
     from autoddl.pipelines.runtime.load import is_available
 
     from ..export import export

@@ -8,7 +8,7 @@ import os
 from typing import TYPE_CHECKING
 
 from autoddl.costmodel.cluster import Cluster, load_cluster
-from autoddl.costmodel.documents import write_document
+from autoddl.costmodel.writing import write_document
 
 if TYPE_CHECKING:
     from autoddl.calib.clusterfile import Fit
@@ -41,7 +41,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="C",
         help="the cluster that what was not measured is taken from: a file or a preset (%(default)s)",
     )
-    parser.add_argument("--name", help="of the cluster (that of the output file)")
+    parser.add_argument("--name", dest="cluster_name", metavar="NAME", help="of the cluster (that of the output file)")
     parser.add_argument(
         "--picture", metavar="FILE.svg", help="draw measured points and fitted lines (needs matplotlib)"
     )
@@ -70,7 +70,7 @@ def finish(fit: Fit, base: Cluster, arguments: argparse.Namespace) -> int:
     from autoddl.calib.report import draw, tables
 
     stem = os.path.basename(arguments.output).rpartition(".")[0] if arguments.output else ""
-    document = calibrated_document(fit, base, arguments.name or stem or f"{base.name} calibrated")
+    document = calibrated_document(fit, base, arguments.cluster_name or stem or f"{base.name} calibrated")
     if arguments.output:
         write_document(arguments.output, document)
     if arguments.picture:

@@ -111,18 +111,11 @@ def _take_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Launch; the exit code."""
-    from autoddl.pipelines.runtime.failures import RankError
-
     from ..launching.interrupts import Interrupted
 
     _check(arguments)
     try:
         return _launch(arguments)
-    except RankError as error:
-        if isinstance(error, UserError):
-            raise
-        _say(str(error))
-        return 1
     except Interrupted as interrupted:
         _say(f"interrupted by {interrupted}; all ranks have been ended")
         return 128 + interrupted.number

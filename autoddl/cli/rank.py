@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         ranking_document,
         ranking_tables,
     )
-    from autoddl.costmodel.documents import write_document
+    from autoddl.costmodel.writing import write_document
 
     from .fit import print_tables
 

@@ -29,7 +29,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, write."""
-    from autoddl.costmodel.documents import write_atomically
+    from autoddl.costmodel.writing import write_atomically
 
     from ..explain import explain, load_view
     from ..report import report_page

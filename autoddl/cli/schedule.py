@@ -7,8 +7,8 @@ import json
 import sys
 from typing import Any
 
-from autoddl.costmodel.documents import write_atomically
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.writing import write_atomically
 
 from ._options import by_option
 

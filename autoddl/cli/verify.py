@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
@@ -90,9 +89,9 @@ def run(arguments: argparse.Namespace) -> int:
                 found = verify(plan, arguments.ranks, **asked)
                 text, document, is_right = verification_text(found), verification_document(found), found.is_right
     except RankError as error:
-        if isinstance(error, UserError):
-            raise
-        return _failed(error, plan.graph.name, arguments.json)
+        if arguments.json and not isinstance(error, UserError):
+            print(json.dumps(_failed_document(error, plan.graph.name), indent=1))
+        raise
     print(json.dumps(document, indent=1, allow_nan=False) if arguments.json else text)
     return 0 if is_right else 1
 
@@ -104,16 +103,12 @@ def _progress(quiet: bool) -> Iterator[Progress]:
         yield bar.set_description_str
 
 
-def _failed(error: RankError, model: str, as_json: bool) -> int:
-    if as_json:
-        document = {
-            "format": "autoddl-verification",
-            "version": 1,
-            "model": model,
-            "verdict": "failed",
-            "rank": error.rank,
-            "error": str(error),
-        }
-        print(json.dumps(document, indent=1))
-    print(f"autoddl: {' '.join(str(error).split())}", file=sys.stderr)
-    return 1
+def _failed_document(error: RankError, model: str) -> dict[str, Any]:
+    return {
+        "format": "autoddl-verification",
+        "version": 1,
+        "model": model,
+        "verdict": "failed",
+        "rank": error.rank,
+        "error": str(error),
+    }

@@ -15,8 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from autoddl.costmodel.documents import write_atomically
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.writing import write_atomically
 
 from .interrupts import Interrupted, Interrupts
 from .job import Job

@@ -8,7 +8,6 @@ are those of stale weights.
 from __future__ import annotations
 
 import contextlib
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
@@ -19,6 +18,7 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_traffic import layer_steps, passes, stage_traffic
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
+from autoddl.pipelines.runtime.workfolders import WorkFolder
 
 from ..plan import Plan
 from ..staging import stage_plans
@@ -74,8 +74,8 @@ def verify_pipeline(
     fitted = fit_pipeline(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in)
     scaled = fitted.scaled
     uncounted = why_uncounted(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="autoddl-verify-") as folder:
-        task = task_of(scaled, function, options.seed, folder, uncounted)
+    with WorkFolder("verify") as folder:
+        task = task_of(scaled, function, options.seed, str(folder), uncounted)
         gradient_step = 0 if fitted.schedule.is_synchronous else NUM_STEPS - 1
         pipeline = PipelineTask(task, fitted.schedule, fitted.stages, gradient_step)
         say(f"starting {num_ranks} ranks")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
+from autoddl.pipelines.runtime.workfolders import WorkFolder
 
 from ..models import is_oneflow_model, resolve_model
 from ..models.builtin import BuiltIn, recognise
@@ -106,8 +106,8 @@ def verify(
     limits = options.limits or machine_limits(num_ranks)
     scaled = scale(plan.graph, plan.strategies, in_float32(plan.workload), limits, built_in)
     uncounted = why_uncounted(num_ranks)
-    with tempfile.TemporaryDirectory(prefix="autoddl-verify-") as folder:
-        task = task_of(scaled, function, options.seed, folder, uncounted)
+    with WorkFolder("verify") as folder:
+        task = task_of(scaled, function, options.seed, str(folder), uncounted)
         priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
         finish = functools.partial(
             compare,

@@ -18,6 +18,8 @@ _MACHINERY = {str(Path(__file__).with_name(name)) for name in ("collectives.py",
 class RankError(RuntimeError):
     """A rank failed, and all ranks were ended. ``rank`` says which one and ``log`` where its output is kept, if it is."""
 
+    exit_code = 1  # of a command
+
     def __init__(self, message: str, rank: int, log: Path | None) -> None:
         super().__init__(message)
         self.rank = rank
@@ -26,6 +28,8 @@ class RankError(RuntimeError):
 
 class RankUserError(RankError, UserError):
     """A rank raised a `UserError`: the fault is in what the user gave."""
+
+    exit_code = UserError.exit_code
 
 
 class FailureKind(enum.IntEnum):

@@ -20,9 +20,7 @@ ranks with it, because they and their keepers watch its pipe. Ranks that are don
 
 from __future__ import annotations
 
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +35,7 @@ from .localranks import LocalRanks, RankMessage
 from .network import namespace_available
 from .processes import RankProcess, is_listening, rank_environment, reserve_port, share_of_cores
 from .rank import write_job
+from .workfolders import WorkFolder
 
 __all__ = ["RankPool", "Target", "launch", "launch_script"]
 
@@ -87,8 +86,7 @@ class RankPool:
         _check_possible(num_ranks, private_network, with_oneflow)
         self.num_ranks = num_ranks
         self.stall_timeout_s = stall_timeout_s
-        self._is_log_dir_ours = log_dir is None
-        self.log_dir = _made(log_dir)
+        self._work_folder, self.log_dir = _log_folder(log_dir)
         self._ranks = LocalRanks()
         self._unclaimed: list[RankMessage] = []  # messages that came before they were asked for
         self._num_jobs = 0
@@ -318,8 +316,8 @@ class RankPool:
             return
         self._is_open = False
         self._ranks.end()
-        if self._is_log_dir_ours and not failed:
-            shutil.rmtree(self.log_dir, ignore_errors=True)
+        if self._work_folder is not None:
+            self._work_folder.keep() if failed else self._work_folder.remove()
 
 
 def launch(
@@ -370,13 +368,14 @@ def _check_possible(num_ranks: int, private_network: bool, with_oneflow: bool) -
         raise UserError(f"cannot give the ranks a network of their own: {available.reason}")
 
 
-def _made(log_dir: Path | None) -> Path:
-    """The folder for logs: that one, or a temporary one."""
+def _log_folder(log_dir: Path | None) -> tuple[WorkFolder | None, Path]:
+    """The folder for logs: that one, or a temporary one, which comes first."""
     try:
         if log_dir is None:
-            return Path(tempfile.mkdtemp(prefix="autoddl-ranks-")).resolve()
+            temporary = WorkFolder("ranks")
+            return temporary, temporary.path
         log_dir.mkdir(parents=True, exist_ok=True)
-        return log_dir.resolve()
+        return None, log_dir.resolve()
     except OSError as error:
         place = "a temporary folder" if log_dir is None else f"folder {log_dir}"
         raise UserError(f"{place} for the output of ranks cannot be made ({error.strerror})") from None

@@ -14,8 +14,8 @@ from autoddl.calib.report import errors_of_cluster, tables, tables_against
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
-from autoddl.costmodel.documents import write_document
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.writing import write_document
 
 from .synthetic import ring, samples_of
 

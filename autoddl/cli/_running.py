@@ -1,0 +1,153 @@
+"""Runs one command: its arguments read, its outputs checked, and whatever goes wrong told in one line and an exit code.
+
+Codes, of every command: 0 done; 1 a rank failed, or a verification is off; 2 what the user gave, which a place that cannot be
+written to is too; 128 + N ended by signal N, as shells have it (130 Ctrl-C; 141 the reader of the output has gone); 70 our own
+fault.  Errors that name their own code have it as ``exit_code``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import errno
+import importlib
+import os
+import pkgutil
+import re
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NoReturn
+
+from autoddl.costmodel.errors import UserError
+
+from .. import cli
+
+__all__ = ["INTERRUPTED", "OUR_FAULT", "USERS_FAULT", "report", "run_command"]
+
+USERS_FAULT, OUR_FAULT, INTERRUPTED = UserError.exit_code, 70, 128 + signal.SIGINT
+#: What a system says of a place: it is full, may not be written to, has a name that is too long, or is broken.
+_OF_PLACES = (
+    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EIO),
+    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+)
+_OUTPUTS = {"output": "-o", "picture": "--picture"}
+
+
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong with the arguments in one line; takes ``-5GB/s`` for a value, not for an option."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self._negative_number_matcher = re.compile(r"-\.?[0-9].*")
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(USERS_FAULT, f"autoddl: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
+    """The parser of the command that ``argv`` begins with; of all commands where it begins with none."""
+    parser = _Parser(prog="autoddl", description="Proven-optimal SBP layouts and pipeline schedules for large models.")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    commands = sorted(info.name for info in pkgutil.iter_modules(cli.__path__) if not info.name.startswith("_"))
+    # The other commands need not be loaded to run one.
+    for command in [argv[0]] if argv and argv[0] in commands else commands:
+        importlib.import_module(f"autoddl.cli.{command}").add_parser(subparsers)
+    return parser
+
+
+def run_command(
+    argv: Sequence[str], working: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
+) -> int:
+    """Run one command; the exit code.
+
+    Args:
+        working: entered while the command itself runs.
+    """
+    try:
+        try:
+            arguments = parser_of(argv).parse_args(argv)
+        except SystemExit as exit:  # --help, or what is wrong has been said
+            sys.stdout.flush()
+            return exit.code if isinstance(exit.code, int) else 0
+        _check_outputs(arguments)
+        with working():
+            code: int = importlib.import_module(f"autoddl.cli.{arguments.command}").run(arguments)
+            sys.stdout.flush()
+        return code
+    except (Exception, KeyboardInterrupt) as error:
+        if os.environ.get("AUTODDL_TRACEBACK") and _code_of(error) == OUR_FAULT:
+            raise
+        return report(error)
+
+
+def report(error: BaseException) -> int:
+    """Say in one line on stderr what went wrong; the exit code."""
+    code = _code_of(error)
+    message = _message_of(error, code)
+    if message:
+        print("autoddl: " + " ".join(message.split()), file=sys.stderr)
+    return code
+
+
+def _code_of(error: BaseException) -> int:
+    code = getattr(error, "exit_code", None)
+    if isinstance(code, int):
+        return code
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _OF_PLACES):
+        return USERS_FAULT
+    return USERS_FAULT if _is_nowhere() else OUR_FAULT
+
+
+def _message_of(error: BaseException, code: int) -> str:
+    if code == OUR_FAULT:
+        kind = type(error).__name__
+        return f"internal error, please report it: {kind}: {error} (AUTODDL_TRACEBACK=1 shows more)"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    if isinstance(error, MemoryError):
+        return "out of memory: this takes more than the machine has, or than a limit leaves (ulimit -v)"
+    if isinstance(error, OSError) and not hasattr(error, "exit_code") and error.errno in _OF_PLACES:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror}"
+    if not hasattr(error, "exit_code"):
+        return "the current folder has been removed; change to one that exists"
+    return str(error)
+
+
+def _is_nowhere() -> bool:
+    """Whether the current folder has been removed, where anything that needs it fails."""
+    try:
+        os.getcwd()
+    except OSError:
+        return True
+    return False
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """Refuse to write over what is read: a plan, a model, measurements. Found out before anything is computed."""
+    outputs = {name: getattr(arguments, name) for name in _OUTPUTS if getattr(arguments, name, None)}
+    if not outputs:
+        return
+    from autoddl.costmodel.writing import is_same_file
+
+    for name, path in outputs.items():
+        for other, value in _paths(arguments):
+            if other == name or not is_same_file(path, value):
+                continue
+            if other in outputs:
+                raise UserError(f"{_OUTPUTS[name]} and {_OUTPUTS[other]} are the same file {path}; name another one")
+            if os.path.isfile(value):
+                raise UserError(f"{_OUTPUTS[name]} {path} is the input {value}; name another file to write to")
+
+
+def _paths(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """What may be the path of a file among the arguments."""
+    for name, value in vars(arguments).items():
+        for each in value if isinstance(value, (list, tuple)) else [value]:
+            if isinstance(each, str) and each and name != "command":
+                yield name, each
+                if ".py:" in each:
+                    yield name, each.rpartition(":")[0]

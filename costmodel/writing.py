@@ -1,0 +1,132 @@
+"""Writing files: wholly, or not at all.
+
+**Replacing.**  The text goes into a new file in the same folder, which then takes the old one's place: a reader sees the one or the
+other, and a disk that fills up leaves the old one whole.  The new file gets the mode of the old one, and its owner where the
+system allows that.  A link is followed; a device or a pipe is written to, never replaced.
+
+**Left-overs.**  A process that is killed while it writes leaves the new file behind.  Each writer locks its own one as long as it
+lives; those that nobody holds are removed by the next writer into that folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import secrets
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .errors import UserError
+
+__all__ = ["is_same_file", "write_atomically", "write_document"]
+
+_PREFIX, _SUFFIX = ".autoddl-", ".part"  # not made of the file's own name, which may be as long as names can be
+_MOST_SHOWN = 100  # characters of a path in a message
+
+
+def write_document(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
+    """Write a JSON document atomically, readable and diffable.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    write_atomically(path, json.dumps(document, indent=1, allow_nan=False) + "\n")
+
+
+def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None:
+    """Write a file: wholly, or not at all.
+
+    Args:
+        content: text is written as UTF-8; halves of characters, which file names can contain, as escapes.
+
+    Raises:
+        UserError: the place cannot be written to.
+    """
+    data = content.encode("utf-8", errors="backslashreplace") if isinstance(content, str) else content
+    try:
+        old = _status(Path(path))
+        if old is None or stat.S_ISREG(old.st_mode):
+            _replace(Path(os.path.realpath(path)), old, data)
+        else:
+            with open(path, "wb") as file:  # raises where it is a folder
+                file.write(data)
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
+        reason = getattr(error, "strerror", None) or error
+        raise UserError(f"{_shown(path)}: cannot be written ({reason})") from None
+
+
+def is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
+    """Whether two paths lead to one file, which need not exist yet; links of both kinds are followed."""
+    try:
+        if os.path.exists(one) and os.path.exists(other):
+            return os.path.samefile(one, other)
+        return os.path.realpath(one) == os.path.realpath(other)
+    except (OSError, ValueError):
+        return False
+
+
+def _status(path: Path) -> os.stat_result | None:
+    try:
+        return path.stat()
+    except FileNotFoundError:
+        return None
+
+
+def _replace(target: Path, old: os.stat_result | None, data: bytes) -> None:
+    _sweep(target.parent)
+    # Nobody may read of the new file what they may not read of the old one.
+    with _part(target.parent, 0o666 if old is None else 0o600) as (handle, part):
+        with open(handle, "wb", closefd=False) as file:
+            file.write(data)
+        if old is not None:
+            with contextlib.suppress(PermissionError):  # only root gives files away
+                os.fchown(handle, old.st_uid, old.st_gid)
+            os.fchmod(handle, stat.S_IMODE(old.st_mode))
+        os.fsync(handle)
+        os.replace(part, target)
+
+
+@contextlib.contextmanager
+def _part(folder: Path, mode: int) -> Iterator[tuple[int, Path]]:
+    """A new locked file, removed where it has not been moved away."""
+    while True:
+        part = folder / f"{_PREFIX}{secrets.token_hex(8)}{_SUFFIX}"
+        handle = os.open(part, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode)
+        try:
+            with contextlib.suppress(OSError):  # some network file systems have no locks; nobody can take it there
+                fcntl.flock(handle, fcntl.LOCK_EX)
+            if not _is_at(handle, part):  # swept before it was locked
+                continue
+            try:
+                yield handle, part
+            finally:
+                part.unlink(missing_ok=True)
+            return
+        finally:
+            os.close(handle)
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    found = _status(path)
+    return found is not None and os.path.samestat(os.fstat(handle), found)
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what writers left in a folder that were killed."""
+    for part in folder.glob(f"{_PREFIX}*{_SUFFIX}"):
+        with contextlib.suppress(OSError):
+            handle = os.open(part, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                part.unlink()
+            finally:
+                os.close(handle)
+
+
+def _shown(path: str | os.PathLike[str]) -> str:
+    text = os.fspath(path)
+    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"
