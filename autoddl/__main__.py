@@ -15,9 +15,10 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, one_line
 
 from . import cli
+from .cli._options import number_option, whole_option
 
 __all__ = ["main"]
 
@@ -27,10 +28,12 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
+        self.register("type", int, whole_option)
+        self.register("type", float, number_option)
         self._negative_number_matcher = re.compile(r"-\.?[0-9].*")
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"autoddl: {' '.join(message.split())} (see {self.prog} --help)\n")
+        self.exit(2, f"autoddl: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -71,7 +74,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _fail(code: int, message: str) -> int:
-    print("autoddl: " + " ".join(message.split()), file=sys.stderr)
+    print(f"autoddl: {one_line(message)}", file=sys.stderr)
     return code
 
 

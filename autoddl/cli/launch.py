@@ -13,6 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import LARGEST_SECONDS, MOST_RESTARTS
+from autoddl.costmodel.reading import is_whole
 
 if TYPE_CHECKING:
     from ..launching.demands import Demands
@@ -186,7 +188,7 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
         return 0
     restart = os.environ.get("AUTODDL_RESTART", "0")
     try:
-        run_job(job, _show, _say, first_restart=int(restart) if restart.isdigit() else 0)
+        run_job(job, _show, _say, first_restart=int(restart) if is_whole(restart) else 0)
     except Interrupted as interrupted:  # the launcher that started all ranks says so
         return 128 + interrupted.number
     return 0
@@ -261,12 +263,14 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.max_restarts < 0:
-        raise UserError(f"--max-restarts is {arguments.max_restarts}, should be 0 or more")
+    if not 0 <= arguments.max_restarts <= MOST_RESTARTS:
+        raise UserError(f"--max-restarts is {arguments.max_restarts}, should be from 0 to {MOST_RESTARTS}")
     for option in ("stall_timeout", "start_timeout", "grace"):
         value = getattr(arguments, option)
-        if not 0 < value < float("inf"):
-            raise UserError(f"--{option.replace('_', '-')} is {value:g}, should be a positive number of seconds")
+        if not 0 < value <= LARGEST_SECONDS:
+            raise UserError(
+                f"--{option.replace('_', '-')} is {value:g}, should be more than 0 and at most {LARGEST_SECONDS:g} seconds"
+            )
     if arguments.slurm_option and not arguments.slurm:
         raise UserError("--slurm-option is for --slurm")
 
