@@ -32,6 +32,12 @@ class _Parser(argparse.ArgumentParser):
         self.register("type", float, number_option)
         self._negative_number_matcher = re.compile(r"-\.?[0-9].*")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse makes an empty list of ``--stages=--``.
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"autoddl: {one_line(message)} (see {self.prog} --help)\n")
 

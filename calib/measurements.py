@@ -36,7 +36,7 @@ from pathlib import Path
 
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.collectives import Collective
-from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.errors import UserError, quote, shortened
 from autoddl.costmodel.limits import (
     LARGEST_BYTES,
     LARGEST_SECONDS,
@@ -197,7 +197,7 @@ def _header(text: str) -> list[str]:
 def _read_csv(text: str, where: str) -> Iterable[Sample]:
     rows = csv_rows(text, where)
     header = [name.strip() for name in next(rows, (1, []))[1]]
-    named = quote(", ".join(header)) if header else "nothing"
+    named = shortened(", ".join(header)) or "nothing"
     missing = [name for name in _REQUIRED if name not in header]
     if missing:
         raise UserError(f"{where}: column {missing[0]!r} is missing; its first line names {named}")
@@ -259,16 +259,17 @@ def _integer(row: Mapping[str, str], name: str, at: str, minimum: int, maximum: 
     # Tables of other programs have whole numbers such as 1e6 and 16384.0.
     value = int(text) if is_whole(text) else parse_figure(text)
     if not minimum <= value <= maximum or value != int(value):
-        raise UserError(f"{at}: {name} is {quote(text)}, should be a whole number from {minimum} to {maximum}")
+        raise UserError(
+            f"{at}: {name} is {quote(text)}, should be a whole number of at least {minimum}, at most {maximum}"
+        )
     return int(value)
 
 
 def _seconds(text: str, at: str) -> float:
     value = parse_figure(text)
     if not SHORTEST_SECONDS <= value <= LARGEST_SECONDS:
-        raise UserError(
-            f"{at}: seconds is {quote(text)}, should be a time from {SHORTEST_SECONDS:g} to {LARGEST_SECONDS:g} s"
-        )
+        right = f"at most {LARGEST_SECONDS:g}" if value > LARGEST_SECONDS else "more than 0"
+        raise UserError(f"{at}: seconds is {quote(text)}, should be a time of {right} seconds")
     return value
 
 

@@ -23,16 +23,17 @@ A cluster is a JSON file: every number carries its unit and its source (datashee
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
 from .calibration import Calibration, calibration_from_fields, interval_of
 from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
-from .errors import UserError, quote
+from .errors import UserError, quote, shortened
 from .limits import MOST_DEVICES
 from .reading import is_whole, shown_path
 from .units import to_si
@@ -239,10 +240,11 @@ def _hashed(link: Link) -> list[Any]:
     return known
 
 
-def preset_names() -> list[str]:
+@cache
+def preset_names() -> tuple[str, ...]:
     """The clusters that come with AutoDDL."""
     files = resources.files("autoddl.costmodel.clusters").iterdir()
-    return sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+    return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
 
 
 def load_cluster(name: str | os.PathLike[str]) -> Cluster:
@@ -263,7 +265,7 @@ def load_cluster(name: str | os.PathLike[str]) -> Cluster:
 
 def _quantity(fields: Fields, name: str, quantity: str, unit_of: str | None = None) -> float:
     entry = fields.object(name)
-    value, unit = entry.number("value"), entry.text("unit")
+    value, unit = entry.number("value", maximum=math.inf), entry.text("unit")
     result = to_si(value, unit, unit_of or quantity, f"{fields.where}: {name}")
     lowest, highest = _RANGES[quantity]
     if not lowest <= result <= highest:
@@ -329,7 +331,7 @@ def _device(fields: Fields, excess_: float) -> Device:
     peak_flops = {name: _quantity(peaks, name, "compute") for name in peaks.value}
     if not peak_flops or set(peak_flops) - {"float32", "mixed"}:
         raise UserError(
-            f"{peaks.where}: names {quote(', '.join(sorted(peak_flops)))}, should name float32, mixed or both"
+            f"{peaks.where}: names {shortened(str(sorted(peak_flops)))}, should name float32, mixed or both"
         )
     device = Device(
         name=fields.text("name"),

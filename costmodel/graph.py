@@ -34,7 +34,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .documents import Fields, canonical_hash, check_document, load_document, write_document
-from .errors import UserError, quote
+from .errors import UserError, quote, shortened
 from .limits import LARGEST_FLOPS, LARGEST_TENSOR, MOST_DIMS, MOST_LAYERS
 
 if TYPE_CHECKING:
@@ -376,7 +376,7 @@ def _validate_layer(layer: Layer) -> None:
     given = set(layer.attributes)
     if expected != given:
         raise UserError(
-            f"layer {layer.name!r}: attributes of a {layer.kind} are {sorted(expected)}, not {quote(', '.join(sorted(given)))}"
+            f"layer {layer.name!r}: attributes of a {layer.kind} are {sorted(expected)}, not {shortened(str(sorted(given)))}"
         )
     for name, value in layer.attributes.items():
         if value < 1 and name not in ("causal", "padding"):

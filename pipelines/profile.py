@@ -39,6 +39,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -177,10 +178,11 @@ class Profile:
         return tuple(cuts)
 
 
-def profile_names() -> list[str]:
+@cache
+def profile_names() -> tuple[str, ...]:
     """The profiles that come with AutoDDL."""
     files = resources.files("autoddl.pipelines.profiles").iterdir()
-    return sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+    return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
 
 
 def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -> Profile:

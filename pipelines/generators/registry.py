@@ -81,20 +81,19 @@ def generate(
         raise GeneratorError(f"schedule {quote(name)} is unknown; known are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     at_least("num_stages", num_stages, 1)
-    if num_stages > MOST_STAGES:
-        raise GeneratorError(f"num_stages is {num_stages:,}; give at most {MOST_STAGES:,}")
     at_least("num_micro_batches", num_micro_batches, 1)
     if iterations is None:
         iterations = 1 if family.synchronous else STEADY_ITERATIONS
     at_least("iterations", iterations, 1)
     groups = options.get("groups")
     groups = groups if isinstance(groups, int) and groups > 1 else 1
-    if num_stages * groups > MOST_STAGES:
-        raise GeneratorError(f"num_stages x groups is {num_stages * groups:,}; give at most {MOST_STAGES:,}")
     passes = num_stages * groups * num_micro_batches * iterations
     if passes > most_passes:
         factors = f"num_stages x {'groups x ' if groups > 1 else ''}num_micro_batches x iterations"
         raise GeneratorError(f"{factors} is {passes:,}; give at most {most_passes:,}: the pattern repeats long before")
+    if num_stages * groups > MOST_STAGES:
+        factors = "num_stages x groups" if groups > 1 else "num_stages"
+        raise GeneratorError(f"{factors} is {num_stages * groups:,}; give at most {MOST_STAGES:,}")
     widths = (width,) * num_stages if isinstance(width, int) else tuple(width)
     if len(widths) != num_stages:
         raise GeneratorError(f"width has {len(widths)} numbers; give one, or {num_stages}, one per worker")

@@ -1,7 +1,7 @@
 """Every reader of user input, as commands on mutated input.
 
-A reader makes cases: the files, the command line and the environment of one run of a command.  Its seeds are valid; each case mutates
-one of them.  The commands are chosen so that input that is accepted is worked with: planned, fitted, drawn, compared.
+A reader makes cases: the files, the command line and the environment of one run of a command.  Its seeds are valid; each case
+mutates one of them.  The commands are chosen so that input that is accepted is worked with: planned, fitted, drawn, compared.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from autoddl.models import Transformer, bert, gpt, mlp, resolve_model
 __all__ = ["READERS", "Case"]
 
 _ON_TWO = ("--cluster", "dgx-a100", "--nodes", "1", "--devices-per-node", "2")
-_QUICK = ("--json", "--quiet", "--time-limit", "1", "--evaluations", "1000")
+_DIFF = ("diff", "input.json", "input.json", "--json")
+_QUICK = ("--batch", "4", "--micro-batch", "4", "--recompute", "never", "--json", "--quiet")
 
 
 @dataclass(frozen=True)
@@ -121,12 +122,17 @@ def _huggingface(rng: random.Random) -> Case:
     return Case(("plan", "config.json", *_ON_TWO, *_QUICK), {"config.json": broken_json(rng, rng.choice(_CONFIGS))})
 
 
+def _of_plan(rng: random.Random, plan: Any) -> Case:
+    argv = ("report", "input.json", "-o", "page.html", "--alternatives", "0") if rng.random() < 0.1 else _DIFF
+    return Case(argv, {"input.json": broken_json(rng, plan)})
+
+
 def _plan_document(rng: random.Random) -> Case:
-    return Case(("diff", "input.json", "input.json", "--json"), {"input.json": broken_json(rng, _plan())})
+    return _of_plan(rng, _plan())
 
 
 def _joint_document(rng: random.Random) -> Case:
-    return Case(("diff", "input.json", "input.json", "--json"), {"input.json": broken_json(rng, _joint_plan())})
+    return _of_plan(rng, _joint_plan())
 
 
 _PLANNER = ("--cluster", "dgx-a100", "--nodes", "1", "--devices-per-node", "2", "--batch", "4", "--json")
@@ -287,42 +293,42 @@ def _model(rng: random.Random) -> Case:
     return Case(("plan", "mlp:8,8" if ".py:" in small or small.startswith("-") else small, *_ON_TWO, *_QUICK))
 
 
-_OPTIONS: tuple[tuple[str, ...], ...] = (
-    ("schedule", "1f1b", "--stages=2", "--micro-batches=4", "--iterations=2", "--width=1,2", "--activation-limit=2.5", "--forward=1,2"),
-    ("schedule", "1f1b", "--stages=3", "--micro-batches=4", "--max-in-flight=2", "--policy=B", "--backward=2.5", "--transfer=0.1"),
-    ("schedule", "1f1b", "--stages=2", "--micro-batches=2", "--warm-up=2,1", "--width=2", "--all-reduce-time=0.5", "--update-time=1"),
-    ("schedule", "chimera", "--stages=4", "--micro-batches=4", "--pipelines=2", "--concatenation=direct", "--all-reduce=eager"),
-    ("schedule", "interleaved-1f1b", "--stages=2", "--micro-batches=4", "--groups=2", "--transfer-latency=0.1"),
-    ("schedule", "grouped-gpipe", "--stages=2", "--micro-batches=4", "--groups=2", "--recompute", "--recompute-time=1"),
-    ("schedule", "wpipe", "--stages=2", "--micro-batches=4", "--groups=2", "--iterations=3", "--format=text"),
-    ("schedule", "zero-bubble", "--stages=2", "--micro-batches=4", "--policy=H2", "--backward-input=1,0.5", "--format=svg"),
-    ("schedule", "gems", "--stages=2", "--micro-batches=4", "--forward=1e3", "--format=trace"),
-    ("schedule", "pipedream", "--stages=2", "--micro-batches=4", "--blocking-transfers", "--transfer=1"),
-    ("schedule", "list"),
-    ("plan", "mlp:8,8", "--cluster=dgx-a100", "--nodes=1", "--devices-per-node=2", "--batch=4", "--micro-batch=2", "--json", "--quiet"),
-    ("plan", "mlp:8,8", "--cluster=dgx-a100", "--nodes=1", "--devices-per-node=2", "--latency=2us", "--bandwidth=10GB/s", "--json"),
-    ("plan", "mlp:8,8", "--cluster=dgx-a100", "--nodes=1", "--devices-per-node=2", "--memory-limit=1.5", "--seed=1", "--json"),
-    ("plan", "mlp:8,8", "--cluster=dgx-a100", "--nodes=2", "--devices-per-node=2", "--evaluations=9", "--time-limit=1", "--json"),
-    ("plan", "gpt:1x64", "--cluster=dgx-a100", "--nodes=1", "--devices-per-node=2", "--heads=2", "--sequence=8", "--vocabulary=99", "--json"),
-    ("pipeline", "--profile=transformer:2x8x8", "--cluster=dgx-a100", "--nodes=1", "--devices-per-node=2", "--batch=4", "--json"),
-    ("pipeline", "--profile=transformer:4x8x8", "--cluster=dgx-a100", "--nodes=1", "--batch=8", "--devices-per-node=4", "--planner=chimera",
-     "--pipelines=2", "--stages=4", "--micro-batch=1", "--json"),
-    ("pipeline", "--profile=transformer:4x8x8", "--cluster=dgx-a100", "--nodes=1", "--devices-per-node=2", "--batch=4", "--widths=1:1",
-     "--stages=2", "--state-factor=4", "--memory-limit=1", "--json"),
-    # These need a plan, or ranks: their options are read, and then it is missing.
-    ("verify", "missing.json", "--ranks=2", "--tolerance=0.1", "--timeout=300", "--seed=1"),
-    ("explain", "missing.json", "--alternatives=2", "--time-limit=30"),
-    ("report", "missing.json", "-o", "out.html", "--alternatives=2", "--time-limit=3"),
-    ("launch", "missing.json", "missing.py", "--max-restarts=2", "--stall-timeout=60", "--start-timeout=9.5", "--grace=1", "--dry-run"),
-    ("train", "missing", "--stages=2", "--micro-batches=2", "--steps=5", "--width=1,2", "--learning-rate=1e-3", "--every=3", "--seed=1"),
-    ("calibrate", "--ranks=2,x", "--sizes=4KiB:16MiB", "--repetitions=10", "--budget=5", "--seed=1"),
-    ("calibrate", "--ranks=2,4", "--sizes=4KiB,0x", "--repetitions=10"),
-    ("rank", "missing", "--ranks=2", "--batch=4", "--strategies=4", "--rounds=1", "--repetitions=1", "--budget=5"),
+#: The last ones need a plan, or ranks: their options are read, and then something is missing.
+_OPTIONS = (
+    "schedule 1f1b --stages=2 --micro-batches=4 --iterations=2 --width=1,2 --activation-limit=2.5 --forward=1,2",
+    "schedule 1f1b --stages=3 --micro-batches=4 --max-in-flight=2 --policy=B --backward=2.5 --transfer=0.1",
+    "schedule 1f1b --stages=2 --micro-batches=2 --warm-up=2,1 --width=2 --all-reduce-time=0.5 --update-time=1",
+    "schedule chimera --stages=4 --micro-batches=4 --pipelines=2 --concatenation=direct --all-reduce=eager",
+    "schedule interleaved-1f1b --stages=2 --micro-batches=4 --groups=2 --transfer-latency=0.1",
+    "schedule grouped-gpipe --stages=2 --micro-batches=4 --groups=2 --recompute --recompute-time=1",
+    "schedule wpipe --stages=2 --micro-batches=4 --groups=2 --iterations=3 --format=text",
+    "schedule zero-bubble --stages=2 --micro-batches=4 --policy=H2 --backward-input=1,0.5 --format=svg",
+    "schedule gems --stages=2 --micro-batches=4 --forward=1e3 --format=trace",
+    "schedule pipedream --stages=2 --micro-batches=4 --blocking-transfers --transfer=1",
+    "schedule list",
+    "plan mlp:8,8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --batch=4 --micro-batch=2 --json --quiet",
+    "plan mlp:8,8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --latency=2us --bandwidth=10GB/s --json",
+    "plan mlp:8,8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --memory-limit=1.5 --seed=1 --json",
+    "plan mlp:8,8 --cluster=dgx-a100 --nodes=2 --devices-per-node=2 --evaluations=9 --time-limit=1 --json",
+    "plan gpt:1x64 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --heads=2 --sequence=8 --vocabulary=99 --json",
+    "pipeline --profile=transformer:2x8x8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --batch=4 --json",
+    "pipeline --profile=transformer:4x8x8 --cluster=dgx-a100 --nodes=1 --batch=8 --devices-per-node=4 --planner=chimera "
+    "--pipelines=2 --stages=4 --micro-batch=1 --json",
+    "pipeline --profile=transformer:4x8x8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --batch=4 --widths=1:1 "
+    "--stages=2 --state-factor=4 --memory-limit=1 --json",
+    "verify missing.json --ranks=2 --tolerance=0.1 --timeout=300 --seed=1",
+    "explain missing.json --alternatives=2 --time-limit=30",
+    "report missing.json -o out.html --alternatives=2 --time-limit=3",
+    "launch missing.json missing.py --max-restarts=2 --stall-timeout=60 --start-timeout=9.5 --grace=1 --dry-run",
+    "train missing --stages=2 --micro-batches=2 --steps=5 --width=1,2 --learning-rate=1e-3 --every=3 --seed=1",
+    "calibrate --ranks=2,x --sizes=4KiB:16MiB --repetitions=10 --budget=5 --seed=1",
+    "calibrate --ranks=2,4 --sizes=4KiB,0x --repetitions=10",
+    "rank missing --ranks=2 --batch=4 --strategies=4 --rounds=1 --repetitions=1 --budget=5",
 )  # fmt: skip
 
 
 def _options(rng: random.Random) -> Case:
-    argv = list(rng.choice(_OPTIONS))
+    argv = rng.choice(_OPTIONS).split()
     options = [i for i, word in enumerate(argv) if "=" in word]
     for i in rng.sample(options, min(len(options), rng.randint(1, 2))):
         name, _, value = argv[i].partition("=")
