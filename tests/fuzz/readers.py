@@ -311,10 +311,10 @@ _OPTIONS = (
     "plan mlp:8,8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --memory-limit=1.5 --seed=1 --json",
     "plan mlp:8,8 --cluster=dgx-a100 --nodes=2 --devices-per-node=2 --evaluations=9 --time-limit=1 --json",
     "plan gpt:1x64 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --heads=2 --sequence=8 --vocabulary=99 --json",
-    "pipeline --profile=transformer:2x8x8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --batch=4 --json",
-    "pipeline --profile=transformer:4x8x8 --cluster=dgx-a100 --nodes=1 --batch=8 --devices-per-node=4 --planner=chimera "
+    "pipeline --profile=transformer:2x8x8 --cluster=dgx-a100 --nodes 1 --devices-per-node 2 --batch=4 --json",
+    "pipeline --profile=transformer:4x8x8 --cluster=dgx-a100 --nodes 1 --batch=8 --devices-per-node 4 --planner=chimera "
     "--pipelines=2 --stages=4 --micro-batch=1 --json",
-    "pipeline --profile=transformer:4x8x8 --cluster=dgx-a100 --nodes=1 --devices-per-node=2 --batch=4 --widths=1:1 "
+    "pipeline --profile=transformer:4x8x8 --cluster=dgx-a100 --nodes 1 --devices-per-node 2 --batch=4 --widths=1:1 "
     "--stages=2 --state-factor=4 --memory-limit=1 --json",
     "verify missing.json --ranks=2 --tolerance=0.1 --timeout=300 --seed=1",
     "explain missing.json --alternatives=2 --time-limit=30",

@@ -40,7 +40,7 @@ from autoddl.costmodel.errors import UserError, one_line
 
 #: Parsers hold nothing of what they parsed; making one takes longer than most cases.
 _parser_of = functools.cache(command_line._parser)
-command_line._parser = lambda argv: _parser_of(argv[:1])
+command_line._parser = lambda argv: _parser_of(tuple(argv[:1]))
 
 MOST_SECONDS = 10.0
 MOST_BYTES = 2 * 10**9
@@ -94,7 +94,10 @@ def _environment(case: Case) -> Iterator[None]:
 def fault_of(case: Case, code: int, out: str, err: str) -> str | None:
     """What is wrong with the outcome; None where it is right."""
     if code == 0:
-        return _fault_of_output(out) or (f"success, but stderr says {err[:500]!r}" if err else None)
+        if err:
+            return f"success, but stderr says {err[:500]!r}"
+        # A dry run of a launch shows hosts' names as they are, also one that is called inf.
+        return None if case.argv[:1] == ("launch",) else _fault_of_output(out)
     if code != 2:
         return f"exit code {code}: {err[-2000:]}"
     lines = err.removesuffix("\n").split("\n")
