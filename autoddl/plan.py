@@ -19,6 +19,7 @@ from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.documents import Fields, canonical_hash, check_document, load_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
+from autoddl.costmodel.reading import is_whole
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.costmodel.writing import write_document
@@ -220,7 +221,7 @@ def _link(fields: Fields) -> Link:
         groups = own.object("groups") if "groups" in own else None
         for size in groups.value if groups else ():
             assert groups is not None
-            if not (size.isascii() and size.isdigit()):
+            if not is_whole(size):
                 raise UserError(f"{groups.where}: {size!r} should be the number of devices of a group")
             link.groups[known[name], int(size)] = _pair(groups.object(size))
     return link

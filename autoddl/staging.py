@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import MOST_TRAINING_PASSES
 from autoddl.pipelines.generators import generate
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Kind, Schedule
@@ -75,6 +76,7 @@ def make_schedule(
         iterations=1 if of.synchronous else num_steps,
         width=widths,
         recompute=any(recomputing),
+        most_passes=MOST_TRAINING_PASSES,
         **options,
     )
     workers = (

@@ -29,7 +29,6 @@ from __future__ import annotations
 
 import csv
 import io
-import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
@@ -37,7 +36,16 @@ from pathlib import Path
 
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.collectives import Collective
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote, shortened
+from autoddl.costmodel.limits import (
+    LARGEST_BYTES,
+    LARGEST_SECONDS,
+    LARGEST_TENSOR,
+    MOST_DEVICES,
+    MOST_SAMPLES,
+    SHORTEST_SECONDS,
+)
+from autoddl.costmodel.reading import csv_rows, is_whole, parse_figure, read_bytes, read_text, shown_path
 
 from .nccl import is_nccl_output, nccl_rows
 
@@ -107,16 +115,16 @@ class SampleFile:
         self.path = Path(path)
         self.num_written = 0
         try:
-            text = self.path.read_text(encoding="utf-8") if self.path.is_file() else ""
-            whole = text[: text.rfind("\n") + 1]
+            data = read_bytes(path) if self.path.is_file() else b""
+            size = data.rfind(b"\n") + 1
+            whole = data[:size].decode("utf-8")
             if whole and _header(whole) != list(COLUMNS):
                 raise UserError(
-                    f"{path}: its first line is not that of our samples ({','.join(COLUMNS)}); name another file"
+                    f"{path}: its first line is not that of our samples ({', '.join(COLUMNS)}); name another file"
                 )
-            self.samples = list(_read_csv(whole, str(path))) if whole else []
-            if whole != text:
-                with open(self.path, "r+", encoding="utf-8") as file:
-                    file.truncate(len(whole.encode()))
+            self.samples = list(_read_csv(whole, shown_path(path))) if whole else []
+            if size < len(data):
+                os.truncate(self.path, size)
             if not whole:
                 self._append(",".join(COLUMNS) + "\n")
         except (OSError, UnicodeDecodeError) as error:
@@ -160,17 +168,14 @@ def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
     Raises:
         UserError: the file cannot be read, a column is missing, a value is out of range (with its line), or it holds no samples.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    text, where = read_text(path), shown_path(path)
     if is_nccl_output(text):
-        rows = nccl_rows(text, str(path))
+        rows = nccl_rows(text, os.fspath(path), where)
         samples = [Sample(**row) for row in rows]  # type: ignore[arg-type]
     else:
-        samples = list(_read_csv(text, str(path)))
+        samples = list(_read_csv(text, where))
     if not samples:
-        raise UserError(f"{path}: holds no samples")
+        raise UserError(f"{where}: holds no samples")
     return numbered(samples)
 
 
@@ -190,91 +195,87 @@ def _header(text: str) -> list[str]:
 
 
 def _read_csv(text: str, where: str) -> Iterable[Sample]:
-    lines = csv.reader(io.StringIO(text))
-    try:
-        header = [name.strip() for name in next(lines, [])]
-        missing = [name for name in _REQUIRED if name not in header]
-        if missing:
-            raise UserError(
-                f"{where}: column {missing[0]!r} is missing; its first line names {', '.join(header) or 'nothing'}"
-            )
-        if len(set(header)) != len(header):
-            raise UserError(f"{where}: its first line names a column twice: {', '.join(header)}")
-        for row in lines:
-            if not row:
-                continue
-            at = f"{where}: line {lines.line_num}"
-            if len(row) != len(header):
-                raise UserError(f"{at}: has {len(row)} values, should have {len(header)}; was the file cut off?")
-            yield _sample(dict(zip(header, (value.strip() for value in row))), at)
-    except csv.Error as error:
-        raise UserError(f"{where}: line {lines.line_num}: not CSV ({error})") from None
+    rows = csv_rows(text, where)
+    header = [name.strip() for name in next(rows, (1, []))[1]]
+    named = shortened(", ".join(header)) or "nothing"
+    missing = [name for name in _REQUIRED if name not in header]
+    if missing:
+        raise UserError(f"{where}: column {missing[0]!r} is missing; its first line names {named}")
+    if len(set(header)) != len(header):
+        raise UserError(f"{where}: its first line names a column twice: {named}")
+    found = 0
+    for number, row in rows:
+        if not row:
+            continue
+        at = f"{where}: line {number}"
+        if len(row) != len(header):
+            raise UserError(f"{at}: has {len(row)} values, should have {len(header)}; was the file cut off?")
+        found += 1
+        if found > MOST_SAMPLES:
+            raise UserError(f"{at}: a file should have at most {MOST_SAMPLES:,} samples")
+        yield _sample(dict(zip(header, (value.strip() for value in row))), at)
 
 
 def _sample(row: Mapping[str, str], at: str) -> Sample:
     collective = row["collective"].lower().replace("_", "-").replace(" ", "-")
     if collective not in (*COLLECTIVES, *DEVICE_WORK):
         known = ", ".join((*COLLECTIVES, *DEVICE_WORK))
-        raise UserError(f"{at}: collective is {row['collective']!r}, should be one of {known}")
+        raise UserError(f"{at}: collective is {quote(row['collective'])}, should be one of {known}")
     is_device = collective in DEVICE_WORK
     level = row.get("level") or ("device" if is_device else "intra-node")
     if level not in LEVELS or (level == "device") != is_device:
         right = "device" if is_device else "intra-node or inter-node"
-        raise UserError(f"{at}: level of {collective} is {level!r}, should be {right}")
-    ranks = _integer(row, "ranks", at, 1 if is_device else 2)
+        raise UserError(f"{at}: level of {collective} is {quote(level)}, should be {right}")
+    ranks = _integer(row, "ranks", at, 1 if is_device else 2, MOST_DEVICES)
     sample = Sample(
         collective=collective,
         level=level,
         ranks=ranks,
-        bytes=_integer(row, "bytes", at, 1),
-        repetition=_integer(row, "repetition", at, 0, 0),
-        seconds=_seconds(row, at),
+        bytes=_integer(row, "bytes", at, 1, LARGEST_BYTES),
+        repetition=_integer(row, "repetition", at, 0, LARGEST_BYTES, 0),
+        seconds=_seconds(row["seconds"], at),
         host=row.get("host", ""),
         time=row.get("time", ""),
-        job_ranks=_integer(row, "job_ranks", at, 1, ranks),
-        ranks_per_node=_integer(row, "ranks_per_node", at, 1, 1 if level == "inter-node" else ranks),
-        cores=_integer(row, "cores", at, 0, 0),
-        stride=_integer(row, "stride", at, 1, 1),
+        job_ranks=_integer(row, "job_ranks", at, 1, MOST_DEVICES, ranks),
+        ranks_per_node=_integer(row, "ranks_per_node", at, 1, MOST_DEVICES, 1 if level == "inter-node" else ranks),
+        cores=_integer(row, "cores", at, 0, MOST_DEVICES, 0),
+        stride=_integer(row, "stride", at, 1, MOST_DEVICES, 1),
         shape=row.get("shape", ""),
         foreign=_fraction(row, at),
         versions=row.get("versions", ""),
     )
     if collective == "matmul":
         lengths = sample.shape.split("x")
-        if len(lengths) != 3 or not all(part.isascii() and part.isdigit() and int(part) for part in lengths):
-            raise UserError(f"{at}: shape of a matmul is {sample.shape!r}, should be MxKxN")
+        m, k, n = map(int, lengths) if len(lengths) == 3 and all(map(is_whole, lengths)) else (0, 0, 0)
+        if not 0 < max(m * k, k * n, m * n) <= LARGEST_TENSOR or not min(m, k, n):
+            raise UserError(f"{at}: shape of a matmul is {quote(sample.shape)}, should be MxKxN")
     return sample
 
 
-def _integer(row: Mapping[str, str], name: str, at: str, minimum: int, default: int | None = None) -> int:
+def _integer(row: Mapping[str, str], name: str, at: str, minimum: int, maximum: int, default: int | None = None) -> int:
     text = row.get(name, "")
     if not text and default is not None:
         return default
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not value >= minimum or not value < 2**63 or value != int(value):
-        raise UserError(f"{at}: {name} is {text!r}, should be a whole number of at least {minimum}")
+    # Tables of other programs have whole numbers such as 1e6 and 16384.0.
+    value = int(text) if is_whole(text) else parse_figure(text)
+    if not minimum <= value <= maximum or value != int(value):
+        raise UserError(
+            f"{at}: {name} is {quote(text)}, should be a whole number of at least {minimum}, at most {maximum}"
+        )
     return int(value)
 
 
-def _seconds(row: Mapping[str, str], at: str) -> float:
-    try:
-        value = float(row["seconds"])
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UserError(f"{at}: seconds is {row['seconds']!r}, should be a time of more than 0 seconds")
+def _seconds(text: str, at: str) -> float:
+    value = parse_figure(text)
+    if not SHORTEST_SECONDS <= value <= LARGEST_SECONDS:
+        right = f"at most {LARGEST_SECONDS:g}" if value > LARGEST_SECONDS else "more than 0"
+        raise UserError(f"{at}: seconds is {quote(text)}, should be a time of {right} seconds")
     return value
 
 
 def _fraction(row: Mapping[str, str], at: str) -> float:
     text = row.get("foreign", "")
-    try:
-        value = float(text) if text else 0.0
-    except ValueError:
-        value = math.nan
+    value = parse_figure(text) if text else 0.0
     if not 0 <= value <= 1:
-        raise UserError(f"{at}: foreign is {text!r}, should be a fraction from 0 to 1")
+        raise UserError(f"{at}: foreign is {quote(text)}, should be a fraction from 0 to 1")
     return value

@@ -20,7 +20,9 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Union
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import LARGEST_BYTES, LARGEST_SECONDS, MOST_DEVICES, SHORTEST_SECONDS
+from autoddl.costmodel.reading import is_whole, parse_figure
 
 __all__ = ["is_nccl_output", "nccl_rows"]
 
@@ -33,30 +35,36 @@ PROGRAMS = {
     "sendrecv": "point-to-point",
 }
 _PROGRAM = re.compile(r"\b([a-z_]+)_perf(?:_mpi)?\b")
-_RANK = re.compile(r"#\s+Rank\s+(\d+)\s+(?:Group\s+\d+\s+)?Pid\s+\d+\s+on\s+(\S+)\s+device\s+\d+")
+_RANK = re.compile(r"#\s+Rank\s+([0-9]{1,7})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device\s+[0-9]+")
 _HEADER = re.compile(r"#\s+size\s+count\s+type\b.*\btime\b.*\balgbw\b.*")
+_DATA = re.compile(r"[0-9]+\s+[0-9]+\s+[a-z]")
 #: What launchers put in front of a line: "[1,0]<stdout>:", "(worker, rank=1) ", "0: ".
-_PREFIX = re.compile(r"^(?:\[\d+,\d+\]<std(?:out|err)>:|\([^)]*\)\s|\d+:\s)+")
+_PREFIX = re.compile(r"^(?:\[[0-9]+,[0-9]+\]<std(?:out|err)>:|\([^)]*\)\s|[0-9]+:\s)+")
+_LONGEST_LINE = 1000
 
 Row = dict[str, Union[str, int, float]]
 
 
 def is_nccl_output(text: str) -> bool:
     """Whether a text has the table of nccl-tests in it."""
-    return any(_HEADER.match(_PREFIX.sub("", line).strip()) for line in text.splitlines())
+    return any(_HEADER.match(_stripped(line)) for line in text.splitlines())
 
 
-def nccl_rows(text: str, where: str) -> Iterator[Row]:
+def nccl_rows(text: str, path: str, where: str) -> Iterator[Row]:
     """The out-of-place times, as fields of a sample; one test after the other where a file holds several.
+
+    Args:
+        path: the file's, which may name the test.
+        where: the file in messages.
 
     Raises:
         UserError: the test or the ranks are not named before the table, a row is cut off, or its time is not positive.
     """
-    program = _of_name(where)
+    program = _of_name(path)
     hosts: dict[int, str] = {}
     columns: list[str] = []
     for number, raw in enumerate(text.splitlines(), 1):
-        line = _PREFIX.sub("", raw).strip()
+        line = _stripped(raw)
         at = f"{where}: line {number}"
         if found := [name for name in _PROGRAM.findall(line) if name in PROGRAMS]:
             program = found[-1]
@@ -66,17 +74,24 @@ def nccl_rows(text: str, where: str) -> Iterator[Row]:
             columns = []
         elif match := _RANK.match(line):
             hosts[int(match[1])] = match[2]
+            if len(hosts) > MOST_DEVICES:
+                raise UserError(f"{at}: more than {MOST_DEVICES} ranks are listed")
         elif _HEADER.match(line):
             columns = line.lstrip("# ").split()
-        elif columns and re.match(r"\d+\s+\d+\s+[a-z]", line):
+        elif columns and _DATA.match(line):
             row = _row(line.split(), columns, at)
             if row is not None:
                 size, seconds = row
                 yield _fields(program, hosts, size, seconds, at)
 
 
-def _of_name(where: str) -> str | None:
-    found = [name for name in PROGRAMS if name in PurePath(where).name.replace("-", "_")]
+def _stripped(line: str) -> str:
+    """A line without what launchers put in front of it; of long ones, which the tests do not print, the beginning."""
+    return _PREFIX.sub("", line[:_LONGEST_LINE]).strip()
+
+
+def _of_name(path: str) -> str | None:
+    found = [name for name in PROGRAMS if name in PurePath(path).name.replace("-", "_")]
     return found[0] if found else None
 
 
@@ -84,15 +99,14 @@ def _row(values: list[str], columns: list[str], at: str) -> tuple[int, float] | 
     """(bytes, seconds) of a row; None of one without bytes (small sizes are rounded down to nothing)."""
     if len(values) != len(columns):
         raise UserError(f"{at}: has {len(values)} values, should have {len(columns)}; was the file cut off?")
-    size = int(values[0])
+    size = int(values[0]) if is_whole(values[0]) else LARGEST_BYTES + 1
+    if size > LARGEST_BYTES:
+        raise UserError(f"{at}: size is {quote(values[0])}, should be at most {LARGEST_BYTES} bytes")
     text = values[columns.index("time")]
-    try:
-        microseconds = float(text)
-    except ValueError:
-        microseconds = -1.0
-    if not 0 < microseconds < 1e12:
-        raise UserError(f"{at}: time is {text!r}, should be more than 0 microseconds")
-    return (size, microseconds * 1e-6) if size else None
+    seconds = parse_figure(text) * 1e-6
+    if not SHORTEST_SECONDS <= seconds <= LARGEST_SECONDS:
+        raise UserError(f"{at}: time is {quote(text)}, should be more than 0 microseconds")
+    return (size, seconds) if size else None
 
 
 def _fields(program: str | None, hosts: dict[int, str], size: int, seconds: float, at: str) -> Row:

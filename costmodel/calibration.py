@@ -7,18 +7,21 @@ k-th values of all parameters belong together.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from .documents import Fields
-from .errors import UserError
+from .errors import UserError, quote
+from .limits import LARGEST_BYTES, LARGEST_FIGURE, MOST_DEVICES
 
 __all__ = ["Calibration", "Coverage", "FormTried", "Quality", "Replicates", "calibration_from_fields", "interval_of"]
 
-#: What replicates can be of: (level, terms).
-TERMS = {
-    "inter-node": ("latency", "slowness", "copy", "crowded latency", "crowded slowness"),
-    "intra-node": ("latency", "slowness", "copy", "crowded latency", "crowded slowness"),
-    "device": ("launch", "work", "memory", "crowding"),
+#: The largest value of each term that replicates can be of [s, s/B, s/FLOP, and of crowding 1]: as clusters' own quantities.
+_LINK_TERMS = {"latency": 1e3, "slowness": 1.0, "copy": 1.0, "crowded latency": 1e3, "crowded slowness": 1.0}
+TERMS: Mapping[str, Mapping[str, float]] = {
+    "inter-node": _LINK_TERMS,
+    "intra-node": _LINK_TERMS,
+    "device": {"launch": 1e3, "work": 1.0, "memory": 1.0, "crowding": 1e3},
 }
 #: What they can be of on a link, besides collectives: messages from one device to another.
 TRANSFER = "point-to-point"
@@ -105,7 +108,7 @@ def interval_of(entry: Fields) -> tuple[float, float]:
     """
     values = _numbers(entry, "interval")
     if len(values) != 2 or values[0] > values[1]:
-        raise UserError(f"{entry.where}: interval is {list(values)}, should be a lower and an upper end")
+        raise UserError(f"{entry.where}: interval is {quote(list(values[:9]))}, should be a lower and an upper end")
     return values[0], values[1]
 
 
@@ -127,29 +130,29 @@ def calibration_from_fields(fields: Fields) -> Calibration:
     )
     counts = {len(replicates.values) for replicates in calibration.replicates}
     if len(counts) > 1:
-        raise UserError(f"{fields.where}: replicates have {sorted(counts)} values, all should have as many")
+        raise UserError(f"{fields.where}: replicates have {quote(sorted(counts))} values, all should have as many")
     fields.finish()
     return calibration
 
 
-def _choice(entry: Fields, name: str, choices: tuple[str, ...]) -> str:
+def _choice(entry: Fields, name: str, choices: Iterable[str]) -> str:
     value = entry.text(name)
     if value not in choices:
         raise UserError(
-            f"{entry.where}: {name} is {value!r}, should be one of {', '.join(c or 'nothing' for c in choices)}"
+            f"{entry.where}: {name} is {quote(value)}, should be one of {', '.join(c or 'nothing' for c in choices)}"
         )
     return value
 
 
-def _numbers(entry: Fields, name: str) -> tuple[float, ...]:
+def _numbers(entry: Fields, name: str, maximum: float = LARGEST_FIGURE) -> tuple[float, ...]:
     # Each one is checked as a field of its own would be.
     values = entry.sequence(name)
     inner = Fields({str(i): value for i, value in enumerate(values)}, f"{entry.where}: {name}")
-    return tuple(inner.number(str(i)) for i in range(len(values)))
+    return tuple(inner.number(str(i), maximum=maximum) for i in range(len(values)))
 
 
 def _sizes(entry: Fields) -> tuple[int, int]:
-    smallest, largest = entry.integer("smallest_bytes"), entry.integer("largest_bytes")
+    smallest, largest = (entry.bounded(f"{end}_bytes", 0, LARGEST_BYTES) for end in ("smallest", "largest"))
     if smallest > largest:
         raise UserError(f"{entry.where}: smallest_bytes {smallest} should be at most largest_bytes {largest}")
     return smallest, largest
@@ -192,8 +195,8 @@ def _replicates(entry: Fields) -> Replicates:
     level = _choice(entry, "level", tuple(TERMS))
     collective = _choice(entry, "collective", ("", *_COLLECTIVES))
     term = _choice(entry, "term", TERMS[level])
-    group = entry.integer("group")
-    values = _numbers(entry, "values")
+    group = entry.bounded("group", 0, MOST_DEVICES)
+    values = _numbers(entry, "values", TERMS[level][term])
     if not values:
         raise UserError(f"{entry.where}: values is empty, should hold at least one number")
     entry.finish()

@@ -23,24 +23,25 @@ A cluster is a JSON file: every number carries its unit and its source (datashee
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
 from importlib import resources
 from typing import Any
 
 from .calibration import Calibration, calibration_from_fields, interval_of
 from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
-from .errors import UserError
+from .errors import UserError, quote, shortened
+from .limits import MOST_DEVICES
+from .reading import is_whole, shown_path
 from .units import to_si
 
 __all__ = ["Cluster", "Device", "Link", "load_cluster", "preset_names"]
 
 FORMAT = "autoddl-cluster"
 LEVEL_NAMES = ("inter-node", "intra-node")
-#: More devices than this are a mistake.
-MOST_DEVICES = 2**20
 #: What a quantity can be, in SI units: anything else is a mistake, and would make times infinite or zero.
 _RANGES = {
     "time": (0.0, 1e3),
@@ -239,10 +240,11 @@ def _hashed(link: Link) -> list[Any]:
     return known
 
 
-def preset_names() -> list[str]:
+@cache
+def preset_names() -> tuple[str, ...]:
     """The clusters that come with AutoDDL."""
     files = resources.files("autoddl.costmodel.clusters").iterdir()
-    return sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+    return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
 
 
 def load_cluster(name: str | os.PathLike[str]) -> Cluster:
@@ -257,13 +259,13 @@ def load_cluster(name: str | os.PathLike[str]) -> Cluster:
         with resources.as_file(source) as path:
             return from_document(load_document(path, FORMAT).value, text)
     if not os.path.exists(text):
-        raise UserError(f"cluster {text!r} is neither a file nor one of {', '.join(preset_names())}")
-    return from_document(load_document(text, FORMAT).value, text)
+        raise UserError(f"cluster {quote(text)} is neither a file nor one of {', '.join(preset_names())}")
+    return from_document(load_document(text, FORMAT).value, shown_path(text))
 
 
 def _quantity(fields: Fields, name: str, quantity: str, unit_of: str | None = None) -> float:
     entry = fields.object(name)
-    value, unit = entry.number("value"), entry.text("unit")
+    value, unit = entry.number("value", maximum=math.inf), entry.text("unit")
     result = to_si(value, unit, unit_of or quantity, f"{fields.where}: {name}")
     lowest, highest = _RANGES[quantity]
     if not lowest <= result <= highest:
@@ -299,7 +301,7 @@ def _link(fields: Fields, devices_per_node: int, excess_: float) -> Link:
         for name in table.value:
             if name not in {collective.value for collective in Collective}:
                 raise UserError(
-                    f"{table.where}: unknown collective {name!r}; known ones are {[c.value for c in Collective]}"
+                    f"{table.where}: unknown collective {quote(name)}; known ones are {[c.value for c in Collective]}"
                 )
             _collective(table.object(name), Collective(name), link, excess_, share)
     fields.finish()
@@ -314,8 +316,8 @@ def _collective(entry: Fields, collective: Collective, link: Link, excess_: floa
     if "groups" in entry:
         groups = entry.object("groups")
         for size in groups.value:
-            if not (size.isascii() and size.isdigit() and 2 <= int(size) <= MOST_DEVICES and size == str(int(size))):
-                raise UserError(f"{groups.where}: {size!r} should be the number of devices of a group, 2 or more")
+            if not (is_whole(size) and 2 <= int(size) <= MOST_DEVICES and size == str(int(size))):
+                raise UserError(f"{groups.where}: {quote(size)} should be the number of devices of a group, 2 or more")
             own = groups.object(size)
             link.groups[collective, int(size)] = _pair(own, excess_, share)
             own.finish()
@@ -328,7 +330,9 @@ def _device(fields: Fields, excess_: float) -> Device:
     peaks = fields.object("peak")
     peak_flops = {name: _quantity(peaks, name, "compute") for name in peaks.value}
     if not peak_flops or set(peak_flops) - {"float32", "mixed"}:
-        raise UserError(f"{peaks.where}: names {sorted(peak_flops)}, should name float32, mixed or both")
+        raise UserError(
+            f"{peaks.where}: names {shortened(str(sorted(peak_flops)))}, should name float32, mixed or both"
+        )
     device = Device(
         name=fields.text("name"),
         memory_bytes=_quantity(fields, "memory", "size"),

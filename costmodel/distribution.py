@@ -29,7 +29,7 @@ from functools import cache, lru_cache
 from itertools import product
 from math import prod
 
-from .errors import UserError
+from .errors import UserError, quote
 from .sbp import Broadcast, PartialSum, SBPState, Split, dual, parse_state
 
 __all__ = ["Axis", "Distribution", "canonical", "prime_factors"]
@@ -78,14 +78,14 @@ class Distribution:
         """
         body = re.fullmatch(r"\s*\((.*)\)\s*", text)
         if body is None:
-            raise UserError(f"distribution {text!r} is not of the form (S0:4, B:2, S1:8)")
+            raise UserError(f"distribution {quote(text)} is not of the form (S0:4, B:2, S1:8)")
         entries = []
         for level, part in enumerate(body[1].split("|")):
             for item in part.split(",") if part.strip() else []:
                 match = re.fullmatch(r"\s*(\S+?)\s*:\s*([1-9][0-9]{0,9})\s*(?:@\s*([1-9][0-9]{0,9}))?\s*", item)
                 if match is None:
                     raise UserError(
-                        f"distribution {text!r}: {item.strip()!r} is not of the form STATE:SIZE, such as S0:4"
+                        f"distribution {quote(text)}: {quote(item.strip())} is not of the form STATE:SIZE, such as S0:4"
                     )
                 entries.append((parse_state(match[1]), int(match[2]), match[3], level))
         if any(stride for _, _, stride, _ in entries):
@@ -102,7 +102,7 @@ class Distribution:
         for axis in sorted((axis for axis in self.axes if axis.size > 1), key=lambda axis: axis.stride):
             if axis.stride != expected:
                 raise UserError(
-                    f"distribution {text!r}: stride @{axis.stride} of the axis of size {axis.size} should be @{expected}"
+                    f"distribution {quote(text)}: stride @{axis.stride} of the axis of size {axis.size} should be @{expected}"
                 )
             expected *= axis.size
 

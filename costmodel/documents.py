@@ -11,12 +11,13 @@ import math
 import os
 import unicodedata
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
-from .errors import UserError
+from .errors import UserError, quote, shortened
+from .limits import LARGEST_FIGURE, LARGEST_WHOLE
+from .reading import read_text, shown_path
 
-__all__ = ["Fields", "canonical_hash", "load_document", "load_json"]
+__all__ = ["Fields", "canonical_hash", "load_document", "load_json", "show_json"]
 
 
 def _reject_constant(name: str) -> float:
@@ -29,7 +30,7 @@ def load_document(path: str | os.PathLike[str], form: str, version: int = 1) -> 
     Raises:
         UserError: the file cannot be read, is not JSON, or is of another format or version.
     """
-    return check_document(load_json(path), form, version, str(path))
+    return check_document(load_json(path), form, version, shown_path(path))
 
 
 def load_json(path: str | os.PathLike[str]) -> Any:
@@ -38,14 +39,19 @@ def load_json(path: str | os.PathLike[str]) -> Any:
     Raises:
         UserError: the file cannot be read, or is not JSON.
     """
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:  # ValueError: not UTF-8, or a path with a null character
-        raise UserError(f"{path}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    return parse_json(read_text(path), shown_path(path))
+
+
+def parse_json(text: str, where: str) -> Any:
+    """The value of a JSON text.
+
+    Raises:
+        UserError: it is not JSON.
+    """
     try:
         return json.loads(text, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not a JSON document ({error})") from None
+        raise UserError(f"{where}: not a JSON document ({error})") from None
 
 
 def check_document(value: Any, form: str, version: int, where: str) -> Fields:
@@ -56,7 +62,7 @@ def check_document(value: Any, form: str, version: int, where: str) -> Fields:
     """
     fields = Fields(value, where)
     if fields.text("format") != form:
-        raise UserError(f"{where}: format {value['format']!r} should be {form!r}")
+        raise UserError(f"{where}: format {quote(value['format'])} should be {form!r}")
     if fields.integer("version") != version:
         raise UserError(f"{where}: version {value['version']} is not supported, only {version} is")
     return fields
@@ -67,7 +73,7 @@ class Fields:
 
     def __init__(self, value: Any, where: str):
         if not isinstance(value, dict):
-            raise UserError(f"{where}: {_show(value)} should be an object")
+            raise UserError(f"{where}: {show_json(value)} should be an object")
         self.value = value
         self.where = where
         self._read: set[str] = set()
@@ -85,7 +91,7 @@ class Fields:
     def _typed(self, name: str, kinds: tuple[type, ...], what: str) -> Any:
         value = self.get(name)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be {what}")
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be {what}")
         return value
 
     def text(self, name: str) -> str:
@@ -95,7 +101,7 @@ class Fields:
     def _line(self, name: str, value: str) -> str:
         """Names and sources stand in messages and tables: no line breaks, no control characters, no halves of characters."""
         if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value):
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a text of one line")
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be a text of one line")
         return value
 
     def boolean(self, name: str) -> bool:
@@ -105,12 +111,25 @@ class Fields:
     def integer(self, name: str, minimum: int = 0) -> int:
         """A whole number of at least ``minimum``."""
         value = self._typed(name, (int,), "a whole number")
-        if not minimum <= value < 2**63:
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a whole number of at least {minimum}")
+        if not minimum <= value <= LARGEST_WHOLE:
+            raise UserError(
+                f"{self.where}: {name} is {show_json(value)}, should be a whole number of at least {minimum}"
+            )
         return value
 
-    def number(self, name: str, minimum: float = 0.0, exclusive: bool = False) -> float:
-        """A finite number of at least (or, if exclusive, more than) ``minimum``."""
+    def bounded(self, name: str, minimum: int, maximum: int) -> int:
+        """A whole number from ``minimum`` to ``maximum``."""
+        value = self._typed(name, (int,), "a whole number")
+        if not minimum <= value <= maximum:
+            raise UserError(
+                f"{self.where}: {name} is {show_json(value)}, should be a whole number from {minimum} to {maximum}"
+            )
+        return value
+
+    def number(
+        self, name: str, minimum: float = 0.0, exclusive: bool = False, maximum: float = LARGEST_FIGURE
+    ) -> float:
+        """A finite number of at least (or, if exclusive, more than) ``minimum``, and at most ``maximum``."""
         value = self._typed(name, (int, float), "a number")
         try:
             result = float(value)
@@ -118,7 +137,9 @@ class Fields:
             result = math.inf
         if not math.isfinite(result) or result < minimum or (exclusive and result == minimum):
             bound = f"more than {minimum:g}" if exclusive else f"at least {minimum:g}"
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a finite number of {bound}")
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be a finite number of {bound}")
+        if result > maximum:
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be at most {maximum:g}")
         return result
 
     def sequence(self, name: str) -> list[Any]:
@@ -129,9 +150,9 @@ class Fields:
         """A list of whole numbers of at least ``minimum``."""
         values = self.sequence(name)
         for value in values:
-            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**63:
+            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= LARGEST_WHOLE:
                 raise UserError(
-                    f"{self.where}: {name} holds {_show(value)}, should hold whole numbers of at least {minimum}"
+                    f"{self.where}: {name} holds {show_json(value)}, should hold whole numbers of at least {minimum}"
                 )
         return tuple(values)
 
@@ -140,7 +161,7 @@ class Fields:
         values = self.sequence(name)
         for value in values:
             if not isinstance(value, str):
-                raise UserError(f"{self.where}: {name} holds {_show(value)}, should hold strings")
+                raise UserError(f"{self.where}: {name} holds {show_json(value)}, should hold strings")
             self._line(name, value)
         return tuple(values)
 
@@ -161,16 +182,17 @@ class Fields:
         unknown = sorted(set(self.value) - self._read - set(ignored))
         if unknown:
             raise UserError(
-                f"{self.where}: unknown field {_show(unknown[0])}; known ones are {', '.join(sorted(self._read))}"
+                f"{self.where}: unknown field {show_json(unknown[0])}; known ones are {', '.join(sorted(self._read))}"
             )
 
 
-def _show(value: Any) -> str:
+def show_json(value: Any) -> str:
+    """A JSON value for a message: at most 60 characters of it."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):  # nested too deeply, or a number too long
         text = f"a {type(value).__name__}"
-    return text if len(text) <= 60 else text[:57] + "..."
+    return shortened(text)
 
 
 def canonical_hash(document: Any) -> str:

@@ -34,7 +34,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .documents import Fields, canonical_hash, check_document, load_document
-from .errors import UserError
+from .errors import UserError, quote, shortened
+from .limits import LARGEST_FLOPS, LARGEST_TENSOR, MOST_DIMS, MOST_LAYERS
 from .writing import write_document
 
 if TYPE_CHECKING:
@@ -43,9 +44,6 @@ if TYPE_CHECKING:
 __all__ = ["KINDS", "Layer", "LayerGraph", "Parameter", "load_graph"]
 
 FORMAT = "autoddl-graph"
-#: Beyond these (elements of a tensor, FLOPs of a layer and sample) sizes are mistakes.
-LARGEST_TENSOR = 2**62
-LARGEST_FLOPS = 1e30
 
 #: The attributes that each kind of layer has to have, all whole numbers.
 KINDS: Mapping[str, tuple[str, ...]] = {
@@ -332,6 +330,10 @@ def _layer(fields: Fields) -> Layer:
 def _validate(graph: LayerGraph) -> None:
     if not graph.layers:
         raise UserError(f"graph {graph.name!r} has no layers, should have at least one")
+    if len(graph.layers) > MOST_LAYERS:
+        raise UserError(
+            f"graph {quote(graph.name)} has {len(graph.layers):,} layers, should have at most {MOST_LAYERS:,}"
+        )
     position: dict[str, int] = {}
     for layer in graph.layers:
         if layer.name in position:
@@ -375,7 +377,7 @@ def _validate_layer(layer: Layer) -> None:
     given = set(layer.attributes)
     if expected != given:
         raise UserError(
-            f"layer {layer.name!r}: attributes of a {layer.kind} are {sorted(expected)}, not {sorted(given)}"
+            f"layer {layer.name!r}: attributes of a {layer.kind} are {sorted(expected)}, not {shortened(str(sorted(given)))}"
         )
     for name, value in layer.attributes.items():
         if value < 1 and name not in ("causal", "padding"):
@@ -383,6 +385,10 @@ def _validate_layer(layer: Layer) -> None:
     if not layer.input_shape or not layer.output_shape:
         raise UserError(f"layer {layer.name!r}: its input and output shape should have at least one dimension")
     for shape in (layer.input_shape, layer.output_shape, *(parameter.shape for parameter in layer.parameters)):
+        if len(shape) > MOST_DIMS:
+            raise UserError(
+                f"layer {layer.name!r}: a shape has {len(shape)} dimensions, should have at most {MOST_DIMS}"
+            )
         if math.prod(shape) > LARGEST_TENSOR:
             raise UserError(f"layer {layer.name!r}: shape {shape} should have at most {LARGEST_TENSOR} elements")
     if layer.flops > LARGEST_FLOPS:

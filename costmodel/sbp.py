@@ -15,7 +15,7 @@ import re
 from dataclasses import dataclass
 from typing import Union
 
-from .errors import UserError
+from .errors import UserError, quote
 
 __all__ = ["Broadcast", "PartialSum", "SBPState", "Split", "dual", "parse_state"]
 
@@ -66,7 +66,7 @@ def parse_state(text: str) -> SBPState:
     """
     match = re.fullmatch(r"S\(([0-9]{1,4})\)|S([0-9]{1,4})|([BP])", text.strip())
     if match is None:
-        raise UserError(f"SBP state {text.strip()!r} is not one of S0, S1, ..., B, P")
+        raise UserError(f"SBP state {quote(text.strip())} is not one of S0, S1, ..., B, P")
     if match[3]:
         return Broadcast() if match[3] == "B" else PartialSum()
     return Split(int(match[1] or match[2]))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from .errors import UserError
+from .errors import UserError, quote
 
 __all__ = ["format_bytes", "format_memory_limit", "format_ranges", "format_seconds", "to_si"]
 
@@ -38,7 +38,7 @@ def to_si(value: float, unit: str, quantity: str, what: str) -> float:
     """
     factors = _FACTORS[quantity]
     if unit not in factors:
-        raise UserError(f"{what}: unit {unit!r} is not a unit of {quantity} ({', '.join(factors)})")
+        raise UserError(f"{what}: unit {quote(unit)} is not a unit of {quantity} ({', '.join(factors)})")
     # Times are divided by a whole number: 5 us is exactly 5e-6 s then.
     return value / factors[unit] if quantity == "time" else value * factors[unit]
 

@@ -19,6 +19,7 @@ from typing import Any
 
 from .documents import Fields
 from .errors import UserError
+from .limits import LARGEST_BATCH
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Workload"]
 
@@ -26,8 +27,6 @@ __all__ = ["OPTIMIZERS", "PRECISIONS", "Workload"]
 PRECISIONS = {"float32": 4, "mixed": 2}
 #: Bytes of optimizer states per trained element.
 OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
-#: Larger batches are mistakes.
-LARGEST_BATCH = 2**40
 
 
 @dataclass(frozen=True)

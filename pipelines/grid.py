@@ -20,6 +20,10 @@ import csv
 import io
 from collections.abc import Sequence
 
+from autoddl.costmodel.errors import quote
+from autoddl.costmodel.limits import LARGEST_FIGURE, MOST_PASSES, MOST_STAGES, MOST_TASKS
+from autoddl.costmodel.reading import csv_rows, is_whole, parse_figure
+
 from .schedule import Kind, Part, Schedule, ScheduleTextError, Task, parse_task
 from .simulator import execute
 from .tasktable import tabulate
@@ -60,12 +64,13 @@ def from_csv(text: str) -> Schedule:
     """Read a schedule from its CSV grid. It is not validated.
 
     Raises:
-        ScheduleTextError: naming the line that cannot be read, or what is missing.
+        UserError: naming the line that cannot be read, what is missing, or what there is too much of.
     """
     header: dict[str, str] = {}
     pipelines: list[tuple[int, ...]] = []
     rows: list[tuple[Task, ...]] = []
-    for line, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+    num_tasks = 0
+    for line, cells in csv_rows(text, "schedule"):
         if not any(cells):
             continue
         head = cells[0]
@@ -76,14 +81,17 @@ def from_csv(text: str) -> Schedule:
             elif key in _KEYS:
                 header[key] = value
             else:
-                raise ScheduleTextError(f"line {line}: '{key}' is unknown; known are pipeline, {', '.join(_KEYS)}")
+                raise ScheduleTextError(f"line {line}: {quote(key)} is unknown; known are pipeline, {', '.join(_KEYS)}")
         elif head == f"{_ROW}{len(rows)}":
             try:
                 rows.append(tuple(parse_task(word) for cell in cells[1:] for word in cell.split()))
+                num_tasks += len(rows[-1])
+                if num_tasks > MOST_TASKS:
+                    raise ScheduleTextError(f"a schedule should have at most {MOST_TASKS:,} tasks")
             except ScheduleTextError as error:
                 raise ScheduleTextError(f"line {line}: {error}") from None
         else:
-            raise ScheduleTextError(f"line {line} begins with '{head}'; '{_ROW}{len(rows)}' is expected")
+            raise ScheduleTextError(f"line {line} begins with {quote(head)}; '{_ROW}{len(rows)}' is expected")
     return _assemble(header, pipelines, rows)
 
 
@@ -97,19 +105,26 @@ def _assemble(header: dict[str, str], pipelines: list[tuple[int, ...]], rows: li
     if not pipelines or not rows:
         raise ScheduleTextError(f"there is no line '{_MARK}pipeline,...' or no row '{_ROW}0,...'")
     num_stages = len(pipelines[0])
+    for what, count in (("stages", num_stages), ("pipelines", len(pipelines)), ("workers", len(rows))):
+        if count > MOST_STAGES:
+            raise ScheduleTextError(f"there are {count:,} {what}; give at most {MOST_STAGES:,}")
+    num_micro_batches = _whole(0, "micro-batches", header["micro-batches"])
+    if num_micro_batches * num_stages > MOST_PASSES:
+        raise ScheduleTextError(
+            f"micro-batches x stages is {num_micro_batches * num_stages:,}; give at most {MOST_PASSES:,}"
+        )
 
     def numbers(key: str, default: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(_whole(0, key, word) for word in header[key].split()) if key in header else default
 
     limits = header.get("activation-limits")
-    try:
-        activation_limits = None if limits is None else tuple(float(word) for word in limits.split())
-    except ValueError:
-        raise ScheduleTextError(f"activation-limits are '{limits}'; numbers are expected") from None
+    activation_limits = None if limits is None else tuple(map(parse_figure, limits.split()))
+    if activation_limits is not None and not all(0 <= limit <= LARGEST_FIGURE for limit in activation_limits):
+        raise ScheduleTextError(f"activation-limits are {quote(limits)}; numbers of at least 0 are expected")
     return Schedule(
         name=header["schedule"],
         num_stages=num_stages,
-        num_micro_batches=_whole(0, "micro-batches", header["micro-batches"]),
+        num_micro_batches=num_micro_batches,
         placement=tuple(pipelines),
         workers=tuple(rows),
         update_period=_whole(0, "update-period", header["update-period"]),
@@ -120,9 +135,9 @@ def _assemble(header: dict[str, str], pipelines: list[tuple[int, ...]], rows: li
 
 
 def _whole(line: int, key: str, text: str) -> int:
-    if not text.isdecimal():
+    if not is_whole(text):
         where = f"line {line}: " if line else ""
-        raise ScheduleTextError(f"{where}{key} has '{text}'; whole numbers are expected")
+        raise ScheduleTextError(f"{where}{key} has {quote(text)}; whole numbers are expected")
     return int(text)
 
 

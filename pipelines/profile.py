@@ -39,18 +39,30 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from autoddl.costmodel.documents import Fields, check_document, load_document
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.documents import Fields, check_document, load_document, parse_json, show_json
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import LARGEST_BATCH, LARGEST_BYTES, LARGEST_FIGURE, LARGEST_SECONDS, MOST_PROFILE_LAYERS
+from autoddl.costmodel.reading import parse_figure, read_text, shown_path, whole_number
 from autoddl.costmodel.writing import write_document
 
 __all__ = ["Cut", "Layer", "Profile", "ProfileError", "load_profile", "parse_graph", "profile_names", "write_profile"]
 
 FORMAT = "autoddl-profile"
 MILLISECOND = 1e-3
+
+#: What the figures of a layer are at most.
+_LARGEST = {
+    "forward_s": LARGEST_SECONDS,
+    "backward_s": LARGEST_SECONDS,
+    "activation_bytes": float(LARGEST_BYTES),
+    "parameter_bytes": float(LARGEST_BYTES),
+    "kept_bytes": float(LARGEST_BYTES),
+}
 
 
 class ProfileError(UserError):
@@ -104,22 +116,29 @@ class Profile:
 
     def __post_init__(self) -> None:
         if not self.layers:
-            raise ProfileError(f"profile {self.name} has no layers")
-        if self.micro_batch < 1:
-            raise ProfileError(f"profile {self.name}: micro-batch {self.micro_batch} should be at least 1")
+            raise ProfileError(f"profile {quote(self.name)} has no layers")
+        if len(self.layers) > MOST_PROFILE_LAYERS:
+            raise ProfileError(
+                f"profile {quote(self.name)} has {len(self.layers):,} layers, should have at most {MOST_PROFILE_LAYERS:,}"
+            )
+        if not 1 <= self.micro_batch <= LARGEST_BATCH:
+            raise ProfileError(
+                f"profile {quote(self.name)}: micro-batch {self.micro_batch} should be from 1 to {LARGEST_BATCH}"
+            )
         for layer in self.layers:
-            for field in ("forward_s", "backward_s", "activation_bytes", "parameter_bytes", "kept_bytes"):
+            for field, most in _LARGEST.items():
                 value = getattr(layer, field)
-                if not (math.isfinite(value) and value >= 0):
+                if not 0 <= value <= most:
                     raise ProfileError(
-                        f"profile {self.name}: {field} of layer {layer.name} is {value}, should be finite and at least 0"
+                        f"profile {quote(self.name)}: {field} of layer {quote(layer.name)} is {value}, "
+                        f"should be from 0 to {most:g}"
                     )
         if not sum(layer.forward_s + layer.backward_s for layer in self.layers):
-            raise ProfileError(f"profile {self.name}: no layer takes any time")
+            raise ProfileError(f"profile {quote(self.name)}: no layer takes any time")
         for producer, consumer in self.edges:
             if not 0 <= producer < consumer < len(self.layers):
                 raise ProfileError(
-                    f"profile {self.name}: edge {producer} -> {consumer} should lead from a layer to a later one "
+                    f"profile {quote(self.name)}: edge {producer} -> {consumer} should lead from a layer to a later one "
                     f"of 0 to {len(self.layers) - 1}"
                 )
 
@@ -148,8 +167,9 @@ class Profile:
             last_use[producer] = max(last_use[producer], consumer)
             trained[consumer] = trained[consumer] or trained[producer]
         cuts = []
+        crossing: list[int] = []
         for cut in range(self.num_layers + 1):
-            crossing = [i for i in range(cut) if last_use[i] >= cut]
+            crossing = [i for i in (*crossing, cut - 1) if i >= 0 and last_use[i] >= cut]
             cuts.append(
                 Cut(
                     sum(self.layers[i].activation_bytes for i in crossing),
@@ -159,10 +179,11 @@ class Profile:
         return tuple(cuts)
 
 
-def profile_names() -> list[str]:
+@cache
+def profile_names() -> tuple[str, ...]:
     """The profiles that come with AutoDDL."""
     files = resources.files("autoddl.pipelines.profiles").iterdir()
-    return sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json"))
+    return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
 
 
 def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -> Profile:
@@ -180,22 +201,19 @@ def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -
         with resources.as_file(source) as path:
             return _from_fields(load_document(path, FORMAT))
     path = Path(text)
-    if not path.exists():
-        raise ProfileError(f"profile {text!r} is neither a file nor one of {', '.join(profile_names())}")
-    try:
-        content = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ProfileError(f"{text}: cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    if not os.path.exists(text):  # not Path.exists, which raises OSError for texts too long to be a file's name
+        raise ProfileError(f"profile {quote(text)} is neither a file nor one of {', '.join(profile_names())}")
+    content, where = read_text(path), shown_path(path)
     if content.lstrip().startswith("{"):
-        return _from_fields(load_document(path, FORMAT))
+        return _from_fields(check_document(parse_json(content, where), FORMAT, 1, where))
     if micro_batch is None:
-        batch = re.search(r"pbs-(\d+)", path.name)
+        batch = re.search(r"pbs-([0-9]+)", path.name)
         if batch is None:
             raise ProfileError(
-                f"{text}: its name has no pbs-N; say with --profile-batch which micro-batch was profiled"
+                f"{where}: its name has no pbs-N; say with --profile-batch which micro-batch was profiled"
             )
-        micro_batch = int(batch.group(1))
-    return parse_graph(content, micro_batch, where=text, name=re.sub(r"-pbs-\d+$", "", path.stem))
+        micro_batch = whole_number(batch[1], f"{where}: micro-batch pbs-N", 1, LARGEST_BATCH)
+    return parse_graph(content, micro_batch, where=where, name=re.sub(r"-pbs-[0-9]+$", "", path.stem))
 
 
 # The JSON form
@@ -213,21 +231,28 @@ def from_document(value: Any, where: str) -> Profile:
 def _from_fields(fields: Fields) -> Profile:
     layers: list[Layer] = []
     for entry in fields.objects("layers"):
-        layers += _layers(entry)
+        layers += _layers(entry, MOST_PROFILE_LAYERS - len(layers))
     edges = [(i, i + 1) for i in range(len(layers) - 1)]
     if "edges" in fields:
         edges = []
         for pair in fields.sequence("edges"):
             if not (isinstance(pair, list) and len(pair) == 2 and all(type(end) is int for end in pair)):
-                raise ProfileError(f"{fields.where}: edges holds {pair!r}, should hold pairs of layer positions")
+                raise ProfileError(
+                    f"{fields.where}: edges holds {show_json(pair)}, should hold pairs of layer positions"
+                )
             edges.append((pair[0], pair[1]))
     profile = Profile(fields.text("name"), fields.integer("micro_batch", 1), tuple(layers), tuple(edges))
     fields.finish(ignored=("description",))
     return profile
 
 
-def _layers(entry: Fields) -> list[Layer]:
+def _layers(entry: Fields, most: int) -> list[Layer]:
+    """A layer as often as it says; ``most`` is how many more the profile may have."""
     repeat = entry.integer("repeat", 1) if "repeat" in entry else 1
+    if repeat > most:
+        raise ProfileError(
+            f"{entry.where}: repeat is {repeat}; with it the profile should have at most {MOST_PROFILE_LAYERS:,} layers"
+        )
     name = entry.text("name")
     layer = Layer(
         name=name,
@@ -302,31 +327,35 @@ def parse_graph(text: str, micro_batch: int, where: str = "graph", name: str = "
     nodes: dict[str, Layer] = {}
     edges: list[tuple[str, str, int]] = []
     for number, line in enumerate(text.splitlines(), start=1):
+        if len(nodes) > 2 * MOST_PROFILE_LAYERS:  # twice: inputs are nodes, but no layers
+            raise ProfileError(f"{where}: should have at most {MOST_PROFILE_LAYERS:,} layers")
         if not line.strip():
             continue
         place = f"{where}, line {number}"
         parts = [part.strip() for part in line.strip().split(" -- ")]
         if line[0].isspace():
             if len(parts) != 2 or not all(parts):
-                raise ProfileError(f"{place}: {line.strip()!r} should be an edge, such as 'node1 -- node2'")
+                raise ProfileError(f"{place}: {quote(line.strip())} should be an edge, such as 'node1 -- node2'")
             edges.append((parts[0], parts[1], number))
             continue
         if len(parts) < 3 or not all(parts):
-            raise ProfileError(f"{place}: {line.strip()!r} should be 'node -- name -- forward_compute_time=..., ...'")
+            raise ProfileError(
+                f"{place}: {quote(line.strip())} should be 'node -- name -- forward_compute_time=..., ...'"
+            )
         if parts[0] in nodes:
-            raise ProfileError(f"{place}: {parts[0]} is defined a second time")
+            raise ProfileError(f"{place}: {quote(parts[0])} is defined a second time")
         nodes[parts[0]] = _node(parts[1], parts[2], place)
     for producer, consumer, number in edges:
         for end in (producer, consumer):
             if end not in nodes:
-                raise ProfileError(f"{where}, line {number}: {end} is not a node of this graph")
+                raise ProfileError(f"{where}, line {number}: {quote(end)} is not a node of this graph")
     kept = [node for node, layer in nodes.items() if not layer.name.startswith("Input")]
     position = {node: i for i, node in enumerate(kept)}
     pairs = sorted({(position[a], position[b]) for a, b, _ in edges if a in position and b in position})
     order = _topological_order(len(kept), pairs)
     if len(order) < len(kept):
         looped = nodes[next(node for node in kept if position[node] not in set(order))].name
-        raise ProfileError(f"{where}: the edges run in a circle through or before layer {looped}")
+        raise ProfileError(f"{where}: the edges run in a circle through or before layer {quote(looped)}")
     rank = {i: place_in_order for place_in_order, i in enumerate(order)}
     return Profile(
         name=name,
@@ -341,7 +370,7 @@ def _node(name: str, text: str, place: str) -> Layer:
     for item in re.split(r",\s*(?![^\[]*\])", text):
         key, separator, value = item.partition("=")
         if not separator:
-            raise ProfileError(f"{place}: {item!r} should read 'field=number'")
+            raise ProfileError(f"{place}: {quote(item)} should read 'field=number'")
         values[key.strip()] = _number(key.strip(), value.strip(), place)
     missing = [field for field in _FIELDS if field not in values]
     if missing:
@@ -352,12 +381,9 @@ def _node(name: str, text: str, place: str) -> Layer:
 
 def _number(field: str, text: str, place: str) -> float:
     """A number, or PipeDream's list ``[a; b]`` of a layer with several outputs, which counts as their sum."""
-    try:
-        total = sum(float(part) for part in text.strip("[]").split(";"))
-    except ValueError:
-        raise ProfileError(f"{place}: {field} is {text!r}, should be a number") from None
-    if field in _FIELDS and not (math.isfinite(total) and total >= 0):
-        raise ProfileError(f"{place}: {field} is {text}, should be finite and at least 0")
+    total = sum(map(parse_figure, text.strip("[]").split(";")))
+    if math.isnan(total) or (field in _FIELDS and total < 0):
+        raise ProfileError(f"{place}: {quote(field)} is {quote(text)}, should be a number from 0 to {LARGEST_FIGURE:g}")
     return total
 
 

@@ -35,7 +35,8 @@ from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import MOST_DIGITS
 
 __all__ = ["Kind", "Part", "Replica", "Schedule", "ScheduleTextError", "Task", "parse_task"]
 
@@ -81,7 +82,8 @@ class Part(IntEnum):
 
 _LETTERS = "FBIWRAU"
 _SIZES = (1.0, 0.5, 0.5, 2.0)
-_TASK = re.compile(r"(?:(\d+):)?(\d+)([FBIWRAU])(\d+)(?:([ab])|\+(\d+))?")
+_WHOLE = rf"([0-9]{{1,{MOST_DIGITS}}})"
+_TASK = re.compile(rf"(?:{_WHOLE}:)?{_WHOLE}([FBIWRAU]){_WHOLE}(?:([ab])|\+{_WHOLE})?")
 
 
 class Task(NamedTuple):
@@ -109,7 +111,7 @@ def parse_task(text: str) -> Task:
     """
     match = _TASK.fullmatch(text.strip())
     if match is None:
-        raise ScheduleTextError(f"'{text}' is not a task; a task reads like 2F0, 1:3B4, 2F4+5, 2B5a, 2A0 or 2U0")
+        raise ScheduleTextError(f"{quote(text)} is not a task; a task reads like 2F0, 1:3B4, 2F4+5, 2B5a, 2A0 or 2U0")
     pipeline, stage, letter, micro_batch, half, second = match.groups()
     kind = Kind(_LETTERS.index(letter))
     part = Part.WHOLE
@@ -118,9 +120,9 @@ def parse_task(text: str) -> Task:
     elif second is not None:
         part = Part.PAIR
         if int(second) != int(micro_batch) + 1:
-            raise ScheduleTextError(f"'{text}': a pair is two consecutive micro-batches, as in 2F4+5")
+            raise ScheduleTextError(f"{quote(text)}: a pair is two consecutive micro-batches, as in 2F4+5")
     if part is not Part.WHOLE and not kind.is_compute:
-        raise ScheduleTextError(f"'{text}': an {'all-reduce' if letter == 'A' else 'update'} has a number alone")
+        raise ScheduleTextError(f"{quote(text)}: an {'all-reduce' if letter == 'A' else 'update'} has a number alone")
     return Task(kind, int(pipeline or 0), int(stage), int(micro_batch), part)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 from collections.abc import Iterator
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import LARGEST_OPTION, MOST_DIGITS
+from autoddl.costmodel.reading import is_whole, parse_figure
 
-__all__ = ["by_option"]
+__all__ = ["by_option", "number_option", "whole_option"]
 
 _OPTIONS = {
     "num_stages": "--stages",
@@ -32,6 +35,31 @@ def by_option() -> Iterator[None]:
         yield
     except UserError as error:
         raise UserError(_by_option(str(error))) from None
+
+
+def whole_option(text: str) -> int:
+    """The type of options that are whole numbers: stricter than ``int`` (:mod:`autoddl.costmodel.reading`).
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
+    word = text.strip()
+    digits = word[1:] if word[:1] in ("-", "+") else word
+    if not is_whole(digits):
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a whole number of at most {MOST_DIGITS} digits")
+    return -int(digits) if word.startswith("-") else int(digits)
+
+
+def number_option(text: str) -> float:
+    """The type of options that are numbers: finite ones.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is none.
+    """
+    value = parse_figure(text)
+    if not abs(value) <= LARGEST_OPTION:
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a number of at most {LARGEST_OPTION:g}")
+    return value
 
 
 def _by_option(message: str) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 
 from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.reading import parse_figure
 from autoddl.costmodel.units import to_si
 from autoddl.costmodel.workload import OPTIMIZERS, PRECISIONS
 from autoddl.search import METHODS
@@ -94,13 +96,10 @@ def _quantity(option: str, text: str | None, quantity: str) -> float | None:
     if text is None:
         return None
     match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
-    try:
-        value = float(match[1]) if match else None
-    except ValueError:
-        value = None
-    if match is None or value is None:
+    value = parse_figure(match[1]) if match else math.nan
+    if match is None or math.isnan(value):
         example = "2us" if quantity == "time" else "10GB/s"
-        raise UserError(f"{option} {text!r} is not a number with a unit, such as {example}")
+        raise UserError(f"{option} {quote(text)} is not a number with a unit, such as {example}")
     base = "s" if quantity == "time" else "B/s"
     return to_si(value, match[2] or base, quantity, option)
 

@@ -19,9 +19,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, one_line
 
 from .. import cli
+from ._options import number_option, whole_option
 
 __all__ = ["INTERRUPTED", "OUR_FAULT", "USERS_FAULT", "report", "run_command"]
 
@@ -39,10 +40,18 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
+        self.register("type", int, whole_option)
+        self.register("type", float, number_option)
         self._negative_number_matcher = re.compile(r"-\.?[0-9].*")
 
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # argparse makes an empty list of ``--stages=--``.
+        if action.option_strings and action.nargs is None and arg_strings == ["--"]:
+            raise argparse.ArgumentError(action, "expected one argument")
+        return super()._get_values(action, arg_strings)
+
     def error(self, message: str) -> NoReturn:
-        self.exit(USERS_FAULT, f"autoddl: {' '.join(message.split())} (see {self.prog} --help)\n")
+        self.exit(USERS_FAULT, f"autoddl: {one_line(message)} (see {self.prog} --help)\n")
 
 
 def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -86,7 +95,7 @@ def report(error: BaseException) -> int:
     code = _code_of(error)
     message = _message_of(error, code)
     if message:
-        print("autoddl: " + " ".join(message.split()), file=sys.stderr)
+        print(f"autoddl: {one_line(message)}", file=sys.stderr)
     return code
 
 

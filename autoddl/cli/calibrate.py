@@ -13,7 +13,9 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import LARGEST_BYTES, MOST_DEVICES
+from autoddl.costmodel.reading import parse_figure, whole_number
 from autoddl.costmodel.units import format_bytes, to_si
 
 from ._running import OUR_FAULT, report
@@ -103,16 +105,14 @@ def _options(arguments: argparse.Namespace) -> CampaignOptions:
 
 
 def _whole(option: str, text: str) -> int:
-    if not re.fullmatch(r"\s*[0-9]+\s*", text):
-        raise UserError(f"{option}: {text!r} should be a whole number")
-    return int(text)
+    return whole_number(text.strip(), option, 1, MOST_DEVICES)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
     if ":" in text:
         first, last = (_size(part) for part in text.split(":", 1))
         if first > last or first < 1:
-            raise UserError(f"--sizes {text!r}: {format_bytes(first)} should be at most {format_bytes(last)}")
+            raise UserError(f"--sizes {quote(text)}: {format_bytes(first)} should be at most {format_bytes(last)}")
         sizes = [first]
         while sizes[-1] * 4 <= last:
             sizes.append(sizes[-1] * 4)
@@ -123,5 +123,8 @@ def _sizes(text: str) -> tuple[int, ...]:
 def _size(text: str) -> int:
     match = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if match is None:
-        raise UserError(f"--sizes: {text!r} is not a number of bytes with a unit, such as 64KiB")
-    return round(to_si(float(match[1]), match[2] or "B", "size", "--sizes"))
+        raise UserError(f"--sizes: {quote(text)} is not a number of bytes with a unit, such as 64KiB")
+    size = to_si(parse_figure(match[1]), match[2] or "B", "size", "--sizes")
+    if not size <= LARGEST_BYTES:
+        raise UserError(f"--sizes: {quote(text)} should be at most {LARGEST_BYTES} bytes")
+    return round(size)

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import LARGEST_SECONDS, MOST_RESTARTS
+from autoddl.costmodel.reading import is_whole
 
 from ..launching.beats import DEFAULT_HOST_TIMEOUT_S
 
@@ -189,7 +191,7 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
         return 0
     restart = os.environ.get("AUTODDL_RESTART", "0")
     try:
-        first_restart = int(restart) if restart.isdigit() else 0
+        first_restart = int(restart) if is_whole(restart) else 0
         run_job(job, _show, _say, first_restart=first_restart, on_urgent=_mute)
     except Interrupted as interrupted:  # the launcher that started all ranks says so
         return 128 + interrupted.number
@@ -274,12 +276,14 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if arguments.max_restarts < 0:
-        raise UserError(f"--max-restarts is {arguments.max_restarts}, should be 0 or more")
+    if not 0 <= arguments.max_restarts <= MOST_RESTARTS:
+        raise UserError(f"--max-restarts is {arguments.max_restarts}, should be from 0 to {MOST_RESTARTS}")
     for option in ("stall_timeout", "start_timeout", "grace", "host_timeout"):
         value = getattr(arguments, option)
-        if not 0 < value < float("inf"):
-            raise UserError(f"--{option.replace('_', '-')} is {value:g}, should be a positive number of seconds")
+        if not 0 < value <= LARGEST_SECONDS:
+            raise UserError(
+                f"--{option.replace('_', '-')} is {value:g}, should be more than 0 and at most {LARGEST_SECONDS:g} seconds"
+            )
     if arguments.slurm_option and not arguments.slurm:
         raise UserError("--slurm-option is for --slurm")
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 from difflib import get_close_matches
-from pathlib import Path
 
 from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
 from autoddl.pipelines.profile import Profile, load_profile, profile_names
 
 from ._stopping import interruptible
@@ -97,18 +97,18 @@ def _profile(text: str, micro_batch: int | None, cluster: Cluster) -> Profile:
     if micro_batch is not None and (priced or text in known):
         raise UserError(f"--profile-batch {micro_batch} does not apply to {text}; it is for text graphs")
     if not priced:
-        if text not in known and not Path(text).exists():
-            close = get_close_matches(text.lower(), known, 1)
+        if text not in known and not os.path.exists(text):
+            close = get_close_matches(text[:60].lower(), known, 1)
             hint = f"; did you mean {close[0]!r}?" if close else ""
             raise UserError(
-                f"profile {text!r} is neither a file nor one of {', '.join(known)} nor "
+                f"profile {quote(text)} is neither a file nor one of {', '.join(known)} nor "
                 f"transformer:LAYERSxHIDDENxSEQUENCE, such as transformer:48x1024x128{hint}"
             )
         return load_profile(text, micro_batch)
-    sizes = re.fullmatch(r"transformer:(\d{1,9})x(\d{1,9})x(\d{1,9})", text)
+    sizes = re.fullmatch(r"transformer:([0-9]{1,9})x([0-9]{1,9})x([0-9]{1,9})", text)
     if sizes is None:
         raise UserError(
-            f"profile {text!r} should read transformer:LAYERSxHIDDENxSEQUENCE, such as transformer:48x1024x128"
+            f"profile {quote(text)} should read transformer:LAYERSxHIDDENxSEQUENCE, such as transformer:48x1024x128"
         )
     layers, hidden, sequence = map(int, sizes.groups())
     return transformer_profile(cluster, layers, hidden, sequence, micro_batch=1 if micro_batch is None else micro_batch)
@@ -119,8 +119,8 @@ def _widths(text: str | None, stages: int | None, planner: str) -> tuple[int, ..
         return None
     if planner != "dapple":
         raise UserError(f"--widths {text} is for the dapple planner; {planner} makes all its stages alike")
-    if re.fullmatch(r"\d{1,9}(:\d{1,9})*", text) is None:
-        raise UserError(f"--widths {text!r} should be numbers of devices, such as 8:8")
+    if re.fullmatch(r"[0-9]{1,9}(:[0-9]{1,9})*", text) is None:
+        raise UserError(f"--widths {quote(text)} should be numbers of devices, such as 8:8")
     widths = tuple(map(int, text.split(":")))
     if stages is not None and stages != len(widths):
         raise UserError(f"--widths {text} has {len(widths)} stages, --stages says {stages}")

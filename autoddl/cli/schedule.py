@@ -8,9 +8,10 @@ import sys
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.reading import read_text
 from autoddl.costmodel.writing import write_atomically
 
-from ._options import by_option
+from ._options import by_option, number_option, whole_option
 
 __all__ = ["add_parser", "run"]
 
@@ -104,13 +105,7 @@ def _schedule(arguments: argparse.Namespace) -> Any:
     from autoddl.pipelines.validate import validate
 
     if arguments.name.endswith(".csv"):
-        try:
-            with open(arguments.name, encoding="utf-8") as file:
-                text = file.read()
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
-            raise UserError(f"schedule {arguments.name} cannot be read: {reason}") from None
-        schedule = from_csv(text)
+        schedule = from_csv(read_text(arguments.name, "schedule"))
         validate(schedule)
         return schedule
     for option in ("stages", "micro_batches"):
@@ -232,15 +227,9 @@ def _listing(as_json: bool) -> str:
 
 def _numbers(text: str) -> Any:
     """A number, or a list of them."""
-    try:
-        values = [float(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is neither a number nor numbers separated by commas") from None
+    values = [number_option(word) for word in text.split(",")]
     return values[0] if len(values) == 1 else values
 
 
 def _whole_numbers(text: str) -> list[int]:
-    try:
-        return [int(word) for word in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"'{text}' is not whole numbers separated by commas") from None
+    return [whole_option(word) for word in text.split(",")]

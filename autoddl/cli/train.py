@@ -15,7 +15,7 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
-from ._options import by_option
+from ._options import by_option, whole_option
 
 __all__ = ["add_parser", "run"]
 
@@ -202,7 +202,7 @@ def _problem(arguments: argparse.Namespace) -> Any:
     from ..training import FileProblem
 
     text = _path("--text", arguments.text) if arguments.text else shipped_text()
-    transformer = re.fullmatch(rf"({'|'.join(FAMILIES)}):(\d{{1,4}})x(\d{{1,5}})", arguments.model)
+    transformer = re.fullmatch(rf"({'|'.join(FAMILIES)}):([0-9]{{1,4}})x([0-9]{{1,5}})", arguments.model)
     if transformer is not None:
         family, layers, width = transformer[1], int(transformer[2]), int(transformer[3])
         return TextModel(
@@ -217,7 +217,7 @@ def _problem(arguments: argparse.Namespace) -> Any:
     for option in ("heads", "sequence", "untied"):
         if getattr(arguments, option) not in (None, False):
             raise UserError(f"--{option} is for transformers, not for {arguments.model}")
-    perceptron = re.fullmatch(r"mlp:(\d{1,6}(?:,\d{1,6})*)", arguments.model)
+    perceptron = re.fullmatch(r"mlp:([0-9]{1,6}(?:,[0-9]{1,6})*)", arguments.model)
     if perceptron is not None:
         return TextPerceptron(text, tuple(map(int, perceptron[1].split(","))))
     if ".py:" not in arguments.model:
@@ -304,7 +304,4 @@ def _document(options: Any, result: Any) -> str:
 
 
 def _whole_numbers(text: str) -> tuple[int, ...]:
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number or several with commas between") from None
+    return tuple(map(whole_option, text.split(",")))

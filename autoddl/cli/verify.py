@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import LARGEST_SECONDS
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.failures import RankError
@@ -68,8 +69,8 @@ def run(arguments: argparse.Namespace) -> int:
     from ..verification.pipelines import verify_pipeline
 
     for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
-        if not 0 < value < float("inf"):
-            raise UserError(f"--{name} is {value:g}, should be a positive number")
+        if not 0 < value <= LARGEST_SECONDS:
+            raise UserError(f"--{name} is {value:g}, should be a positive number, at most {LARGEST_SECONDS:g}")
     if arguments.seed < 0:
         raise UserError(f"--seed is {arguments.seed}, should be 0 or more")
     options = VerifyOptions(

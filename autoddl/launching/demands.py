@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.reading import read_bytes
 from autoddl.costmodel.units import format_bytes
 
 from .facts import HostFacts
@@ -32,7 +33,7 @@ ONEFLOW_VERSION = "0.9.0"
 """The one that the runtime is written for and measured with."""
 
 
-_HEAD_CHARACTERS = 5_000  # of a script, where its origin stands
+_HEAD_BYTES = 5_000  # of a script, where its origin stands
 
 
 @dataclass(frozen=True)
@@ -104,10 +105,7 @@ def check_script(script: Path, plan: Plan) -> None:
     Raises:
         UserError: it cannot be read, or names another graph or cluster.
     """
-    try:
-        head = script.read_text(encoding="utf-8", errors="replace")[:_HEAD_CHARACTERS]
-    except OSError as error:
-        raise UserError(f"script {script} cannot be read ({error.strerror})") from None
+    head = read_bytes(script, "script")[:_HEAD_BYTES].decode("utf-8", errors="replace")
     for what in ("graph", "cluster"):
         expected = plan.document[f"{what}_hash"]
         found = re.search(rf"^#(?: Plan)? +{what} (sha256:[0-9a-f]{{64}})$", head, re.MULTILINE)

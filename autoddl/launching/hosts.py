@@ -14,9 +14,10 @@ import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import MOST_DEVICES, MOST_HOSTS
+from autoddl.costmodel.reading import is_whole, read_text, shown_path, whole_number
 
 __all__ = ["LOCALHOST", "Host", "Placement", "parse_hosts", "place", "read_hostfile", "renumbered"]
 
@@ -61,7 +62,7 @@ def parse_hosts(text: str) -> list[Host]:
     hosts = []
     for part in text.split(","):
         name, colon, slots = part.strip().partition(":")
-        if colon and slots.isdigit():
+        if colon and is_whole(slots):
             hosts.append(_host(name, slots, "--hosts"))
         else:
             hosts.append(_host(part.strip(), None, "--hosts"))
@@ -74,39 +75,39 @@ def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
     Raises:
         UserError: it cannot be read, or a line has another form.
     """
-    try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, ValueError) as error:
-        raise UserError(f"hostfile {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+    lines = read_text(path, "hostfile").splitlines()
+    shown = f"hostfile {shown_path(path)}"
     hosts = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
         if not words:
             continue
-        where = f"hostfile {path}, line {number}"
+        where = f"{shown}, line {number}"
         name, *rest = words
-        if len(rest) > 1 or (rest and not re.fullmatch(r"slots=\d+", rest[0])):
-            raise UserError(f"{where}: {line.strip()!r} should be: host [slots=N]")
+        if len(rest) > 1 or (rest and not re.fullmatch(r"slots=[0-9]+", rest[0])):
+            raise UserError(f"{where}: {quote(line.strip())} should be: host [slots=N]")
         hosts.append(_host(name, rest[0].partition("=")[2] if rest else None, where))
     if not hosts:
-        raise UserError(f"hostfile {path} names no host")
-    return _all_different(hosts, f"hostfile {path}")
+        raise UserError(f"{shown} names no host")
+    return _all_different(hosts, shown)
 
 
 def _host(name: str, slots: str | None, where: str) -> Host:
     if not _NAME.fullmatch(name):
-        raise UserError(f"{where}: {name!r} is not the name of a host")
-    num_slots = None if slots is None else int(slots)
-    if num_slots == 0:
-        raise UserError(f"{where}: host {name} has 0 slots, should have at least 1")
-    return Host(name, num_slots)
+        raise UserError(f"{where}: {quote(name)} is not the name of a host")
+    return Host(
+        name, None if slots is None else whole_number(slots, f"{where}: slots of {quote(name)}", 1, MOST_DEVICES)
+    )
 
 
 def _all_different(hosts: list[Host], where: str) -> list[Host]:
-    names = [host.name for host in hosts]
-    for name in names:
-        if names.count(name) > 1:
-            raise UserError(f"{where}: host {name} is given twice; one entry per node of the plan")
+    if len(hosts) > MOST_HOSTS:
+        raise UserError(f"{where}: {len(hosts):,} hosts should be at most {MOST_HOSTS:,}")
+    seen: set[str] = set()
+    for host in hosts:
+        if host.name in seen:
+            raise UserError(f"{where}: host {quote(host.name)} is given twice; one entry per node of the plan")
+        seen.add(host.name)
     return hosts
 
 

@@ -14,10 +14,13 @@ find the same one without talking: below those that the system gives to others.
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import MOST_DEVICES, MOST_HOSTS
+from autoddl.costmodel.reading import is_whole, whole_number
 
 from .demands import Demands
 from .job import Rendezvous
@@ -26,6 +29,7 @@ from .nodelist import expand_nodelist
 __all__ = ["Membership", "check_membership", "find_membership", "in_slurm_step"]
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 16_000
+_TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
 """Slurm numbers from here on the steps that are none of the user's: the batch script's, an interactive shell's."""
 
@@ -62,7 +66,7 @@ def find_membership(environ: Mapping[str, str]) -> Membership | None:
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
     """Whether this process is a task of ``srun``, rather than a shell or a batch script in an allocation."""
     step = environ.get("SLURM_STEP_ID", "")
-    return step.isdigit() and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ
+    return is_whole(step) and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ
 
 
 def _openmpi(environ: Mapping[str, str]) -> Membership:
@@ -126,29 +130,31 @@ def _member(
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not text.isascii() or not text.isdigit():
-        raise UserError(f"environment variable {name} is {text!r}, should be a whole number")
-    return int(text)
+    return whole_number(environ.get(name, ""), f"environment variable {name}", 0, MOST_DEVICES)
 
 
 def _port(environ: Mapping[str, str], seed: str) -> int:
     if environ.get("MASTER_PORT"):
-        port = _number(environ, "MASTER_PORT")
-        if not 0 < port < 65536:
-            raise UserError(f"environment variable MASTER_PORT is {port}, should be a port")
-        return port
+        return whole_number(environ["MASTER_PORT"], "environment variable MASTER_PORT", 1, 65535)
     return _FIRST_PORT + int(hashlib.sha256(seed.encode()).hexdigest(), 16) % _NUM_PORTS
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``2(x3),1`` is 2 2 2 1."""
+    """``2(x3),1`` is 2 2 2 1.
+
+    Raises:
+        UserError: it is of another form, or of more nodes than a job can have.
+    """
     sizes: list[int] = []
+    what = "environment variable SLURM_STEP_TASKS_PER_NODE"
     for part in text.split(",") if text else ():
-        size, _, times = part.partition("(x")
-        if not size.isdigit():
-            return []
-        sizes += [int(size)] * (int(times.rstrip(")")) if times else 1)
+        match = _TASKS.fullmatch(part)
+        if match is None:
+            raise UserError(f"{what} is {quote(text)}, should be like 2(x3),1")
+        times = whole_number(match[2] or "1", f"{what}: times", 1, MOST_HOSTS)
+        if len(sizes) + times > MOST_HOSTS:
+            raise UserError(f"{what} is {quote(text)}, of more than {MOST_HOSTS:,} nodes")
+        sizes += [whole_number(match[1], f"{what}: tasks", 0, MOST_DEVICES)] * times
     return sizes
 
 

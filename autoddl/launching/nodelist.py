@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
+from autoddl.costmodel.limits import MOST_DIGITS, MOST_HOSTS
 
 __all__ = ["expand_nodelist"]
 
 _PART = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
-_RANGE = re.compile(r"(\d+)(?:-(\d+))?")
+_RANGE = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}})(?:-([0-9]{{1,{MOST_DIGITS}}}))?")
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -23,29 +24,38 @@ def expand_nodelist(text: str) -> list[str]:
     while at < len(text):
         match = _PART.match(text, at)
         if match is None:
-            raise UserError(f"list of hosts {text!r} cannot be read; it should be like node[01-04,7]")
-        hosts += _expand(match[1], text)
+            raise UserError(f"list of hosts {quote(text)} cannot be read; it should be like node[01-04,7]")
+        hosts += _expand(match[1], text, MOST_HOSTS - len(hosts))
         at = match.end()
     if not hosts:
         raise UserError("the list of hosts is empty")
     return hosts
 
 
-def _expand(part: str, text: str) -> list[str]:
+def _expand(part: str, text: str, most: int) -> list[str]:
+    """The hosts of a part of the list; they are counted before they are made, so that they are at most ``most``."""
     before, bracket, rest = part.partition("[")
     if not bracket:
+        if most < 1:
+            raise _too_many(text)
         return [part]
     inside, _, after = rest.partition("]")
-    names = []
+    tails = _expand(after, text, most) if after else [""]
+    names: list[str] = []
     for piece in inside.split(","):
         match = _RANGE.fullmatch(piece)
         if match is None:
-            raise UserError(f"list of hosts {text!r}: {piece!r} should be a number or a range of numbers")
+            raise UserError(
+                f"list of hosts {quote(text)}: {quote(piece)} should be a number or a range of numbers of at most "
+                f"{MOST_DIGITS} digits"
+            )
         first, last = match[1], match[2] or match[1]
-        numbers = (str(number).zfill(len(first)) for number in range(int(first), int(last) + 1))
-        names += (
-            [before + number + tail for number in numbers for tail in _expand(after, text)]
-            if after
-            else [before + number for number in numbers]
-        )
+        numbers = range(int(first), int(last) + 1)
+        if int(last) - int(first) >= most or len(names) + len(numbers) * len(tails) > most:
+            raise _too_many(text)
+        names += [before + str(number).zfill(len(first)) + tail for number in numbers for tail in tails]
     return names
+
+
+def _too_many(text: str) -> UserError:
+    return UserError(f"list of hosts {quote(text)} names more than {MOST_HOSTS:,} hosts")

@@ -13,8 +13,10 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from autoddl.costmodel.documents import load_json
-from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
+from autoddl.costmodel.limits import MOST_LAYERS
+from autoddl.costmodel.reading import shown_path
 
 from .feedforward import VGG_FEATURES, mlp, vgg
 from .huggingface import HUGGINGFACE_TYPES, transformer_from_config
@@ -107,23 +109,27 @@ def _refuse_options(text: str, options: Mapping[str, int | None]) -> None:
     for option, value in options.items():
         if value is not None:
             raise UserError(
-                f"--{option} {value} does not apply to {text}; it is for built-in transformers and config.json files"
+                f"--{option} {value} does not apply to {quote(text)}; it is for built-in transformers and config.json files"
             )
 
 
 def _layers_and_width(text: str, sizes: str) -> tuple[int, int]:
     match = _SIZED.fullmatch(sizes)
     if match is None:
-        raise UserError(f"model {text!r} should be {text.partition(':')[0]}:LAYERSxWIDTH, such as gpt:24x1024")
+        raise UserError(f"model {quote(text)} should be {text.partition(':')[0]}:LAYERSxWIDTH, such as gpt:24x1024")
     return int(match[1]), int(match[2])
 
 
 def _mlp_widths(text: str, sizes: str) -> list[int]:
     widths = []
-    for entry in sizes.split(","):
+    entries = sizes.split(",")
+    if len(entries) > MOST_LAYERS:
+        raise UserError(f"model mlp has {len(entries):,} widths, should have at most {MOST_LAYERS:,}")
+    for entry in entries:
         if not _NUMBER.fullmatch(entry) or int(entry) > LARGEST_MLP_WIDTH:
             raise UserError(
-                f"model {text!r}: width {entry!r} should be a whole number from 1 to {LARGEST_MLP_WIDTH}, as in mlp:4096,1024,10"
+                f"model {quote(text)}: width {quote(entry)} should be a whole number from 1 to {LARGEST_MLP_WIDTH}, "
+                "as in mlp:4096,1024,10"
             )
         widths.append(int(entry))
     return widths
@@ -134,7 +140,7 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
     # os.path, not Path: a text too long for a file's name does not exist, instead of raising OSError.
     path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
     value = load_json(path)
-    where = str(path)
+    where = shown_path(path)
     if isinstance(value, dict) and "model_type" in value:
         family, model = transformer_from_config(value, where)
         return build_transformer(family, model, **options)
@@ -154,6 +160,6 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
 
 def _unknown(text: str) -> UserError:
     known = known_models()
-    close = get_close_matches(text.lower(), known, 1, cutoff=0.5)
+    close = get_close_matches(text[:60].lower(), known, 1, cutoff=0.5)
     hint = f"did you mean {close[0]!r}? " if close else ""
-    return UserError(f"model {text!r} is unknown; {hint}known are {', '.join((*known, *FORMS))}")
+    return UserError(f"model {quote(text)} is unknown; {hint}known are {', '.join((*known, *FORMS))}")

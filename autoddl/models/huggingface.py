@@ -13,12 +13,15 @@ from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
+from autoddl.costmodel.documents import show_json
 from autoddl.costmodel.errors import UserError
 
 from .transformers import LARGEST, Transformer
 
 __all__ = ["HUGGINGFACE_TYPES", "transformer_from_config"]
 
+#: Characters of a name that may be a misspelt one.
+_LONGEST_NAME = 60
 #: HuggingFace's activations, as the epilogue that they are.
 ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
@@ -121,10 +124,7 @@ class _Config:
         self._value, self._defaults, self._where = value, defaults, where
 
     def fault(self, name: str, value: Any, right: str) -> UserError:
-        text = json.dumps(value, default=str)
-        return UserError(
-            f"{self._where}: {name} is {text if len(text) <= 60 else text[:57] + '...'}, should be {right}"
-        )
+        return UserError(f"{self._where}: {name} is {show_json(value)}, should be {right}")
 
     def get(self, name: str) -> Any:
         return self._value.get(name, self._defaults[name])
@@ -173,10 +173,10 @@ def transformer_from_config(value: Any, where: str) -> tuple[str, Transformer]:
     if kind is None:
         raise UserError(f"{where}: field 'model_type' is missing, should be one of {', '.join(HUGGINGFACE_TYPES)}")
     if not isinstance(kind, str) or kind not in HUGGINGFACE_TYPES:
-        close = get_close_matches(str(kind), HUGGINGFACE_TYPES, 1)
+        close = get_close_matches(str(kind)[:_LONGEST_NAME], HUGGINGFACE_TYPES, 1)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
         raise UserError(
-            f"{where}: model_type is {json.dumps(kind)[:60]}, should be one of {', '.join(HUGGINGFACE_TYPES)}{hint}; "
+            f"{where}: model_type is {show_json(kind)}, should be one of {', '.join(HUGGINGFACE_TYPES)}{hint}; "
             f"other models can be extracted from OneFlow: autoddl extract FILE.py:FUNCTION"
         )
     found = HUGGINGFACE_TYPES[kind]

@@ -6,6 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+from autoddl.costmodel.errors import quote
+from autoddl.costmodel.limits import MOST_DEVICES, MOST_PASSES, MOST_STAGES
+
 from ..schedule import Schedule
 from ..validate import validate
 from . import chimera, gems, gpipe, interleaved, one_f_one_b, pipedream, wpipe, zero_bubble
@@ -35,9 +38,6 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
 STEADY_ITERATIONS = 4
 """Update periods of an asynchronous schedule where none are asked for: enough for every weight version to be alive."""
 
-LARGEST = 2**22
-"""Passes of a micro-batch through a stage: minutes and gigabytes of tasks. 128 workers with 1,000 micro-batches are 1/32 of it."""
-
 
 def families() -> tuple[Family, ...]:
     """All families, each with its name, a one-line summary and its options."""
@@ -54,6 +54,7 @@ def generate(
     recompute: bool = False,
     all_reduce: str = EAGER_SYNC_OPT,
     activation_limit: float | None = None,
+    most_passes: int = MOST_PASSES,
     **options: Any,
 ) -> Schedule:
     """A validated schedule.
@@ -69,6 +70,7 @@ def generate(
         all_reduce: when gradients are reduced over replicas: ``none`` (after all compute), ``eager`` (as soon as a
             stage's last backward is done), ``eager-sync-opt`` (eager where a bubble follows on that worker).
         activation_limit: the most micro-batches whose activations a worker may hold; more is an error.
+        most_passes: of a micro-batch through a stage that may be asked for: they take about 10 us and 1 kB each.
         options: of the family.
 
     Raises:
@@ -76,24 +78,29 @@ def generate(
         InvalidScheduleError: where the result breaks a rule, such as the activation limit.
     """
     if name not in FAMILIES:
-        raise GeneratorError(f"schedule {name!r} is unknown; known are {', '.join(FAMILIES)}")
+        raise GeneratorError(f"schedule {quote(name)} is unknown; known are {', '.join(FAMILIES)}")
     family = FAMILIES[name]
     at_least("num_stages", num_stages, 1)
     at_least("num_micro_batches", num_micro_batches, 1)
     if iterations is None:
         iterations = 1 if family.synchronous else STEADY_ITERATIONS
     at_least("iterations", iterations, 1)
-    passes = num_stages * num_micro_batches * iterations
-    if passes > LARGEST:
-        raise GeneratorError(
-            f"num_stages x num_micro_batches x iterations is {passes:,}; give at most {LARGEST:,}: "
-            "the pattern repeats long before"
-        )
+    groups = options.get("groups")
+    groups = groups if isinstance(groups, int) and groups > 1 else 1
+    passes = num_stages * groups * num_micro_batches * iterations
+    if passes > most_passes:
+        factors = f"num_stages x {'groups x ' if groups > 1 else ''}num_micro_batches x iterations"
+        raise GeneratorError(f"{factors} is {passes:,}; give at most {most_passes:,}: the pattern repeats long before")
+    if num_stages * groups > MOST_STAGES:
+        factors = "num_stages x groups" if groups > 1 else "num_stages"
+        raise GeneratorError(f"{factors} is {num_stages * groups:,}; give at most {MOST_STAGES:,}")
     widths = (width,) * num_stages if isinstance(width, int) else tuple(width)
     if len(widths) != num_stages:
         raise GeneratorError(f"width has {len(widths)} numbers; give one, or {num_stages}, one per worker")
     for one in widths:
         at_least("width", one, 1)
+    if sum(widths) > MOST_DEVICES:
+        raise GeneratorError(f"width makes {sum(widths):,} devices; give at most {MOST_DEVICES:,}")
     check_all_reduce_policy(all_reduce)
     given = {option: value for option, value in options.items() if value is not None}
     if not family.synchronous:

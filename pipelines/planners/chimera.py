@@ -135,6 +135,8 @@ def plan_chimera(
     devices, layers = workload.cluster.num_devices, workload.num_layers
     if num_stages is not None and num_stages > layers:
         raise PlannerError(f"{num_stages} stages are more than the {layers} layers of {workload.profile.name}")
+    if num_pipelines < 2 or num_pipelines % 2:
+        raise PlannerError(f"pipelines of chimera are {num_pipelines}, should be an even number of at least 2")
     depths = [d for d in divisors(devices) if d % 2 == 0 and d <= layers and d % num_pipelines == 0]
     if num_stages is not None:
         depths = [d for d in depths if d == num_stages]

@@ -16,6 +16,7 @@ In front an embedding (tokens and positions), behind a head (a product h -> voca
 from __future__ import annotations
 
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.limits import MOST_PROFILE_LAYERS
 
 from ..profile import Layer, Profile
 from .workload import PlannerError
@@ -52,6 +53,8 @@ def transformer_profile(
     ):
         if value < 1:
             raise PlannerError(f"{what} of a transformer is {value}, should be at least 1")
+    if num_layers + 2 > MOST_PROFILE_LAYERS:  # with the embedding and the head
+        raise PlannerError(f"layers of a transformer are {num_layers:,}, should be at most {MOST_PROFILE_LAYERS - 2:,}")
     precision = cluster.default_precision
     itemsize = 2 if precision == "mixed" else 4
     heads = heads or max(1, hidden // 64)

@@ -197,10 +197,17 @@ def test_what_is_wrong_is_named(config, expected):
     assert expected in fault(config)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1,", '{"model_type": "gpt2", "n_layer": NaN}', "\ufeff{}", "[" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[1,", '{"model_type": "gpt2", "n_layer": NaN}', "\0{}", "\u00b2", "[" * 100_000]
+)
 def test_broken_files(text, tmp_path):
-    with pytest.raises(UserError, match=r"config\.json: not a JSON document"):
+    with pytest.raises(UserError, match=r"config\.json: (not a JSON document|cannot be read .* is a NUL)"):
         resolve_model(write(tmp_path, text))
+
+
+def test_a_byte_order_mark_is_passed_over(tmp_path):
+    with pytest.raises(UserError, match="neither a 'format'"):
+        resolve_model(write(tmp_path, "\ufeff{}"))
 
 
 def test_files_of_neither_kind(tmp_path):

@@ -246,7 +246,7 @@ def test_fit_of_what_is_wrong(tmp_path, capsys):
         (["--sizes", "4KiB"], "sizes [4096] should be two at least"),
         (["--sizes", "1MiB:4KiB"], "--sizes '1MiB:4KiB': 1 MiB should be at most 4 KiB"),
         (["--sizes", "4parsec"], "--sizes: unit 'parsec' is not a unit of size"),
-        (["--ranks", "two"], "--ranks: 'two' should be a whole number"),
+        (["--ranks", "two"], "--ranks is 'two', should be a whole number"),
         (["--base", "nowhere"], "cluster 'nowhere' is neither a file nor one of"),
     ],
 )

@@ -23,7 +23,7 @@ def document_of(name: str) -> dict:
 
 
 def test_all_presets_are_there():
-    assert preset_names() == PRESETS
+    assert list(preset_names()) == PRESETS
 
 
 @pytest.mark.parametrize("name", PRESETS)

@@ -28,7 +28,7 @@ def graph(*lines: str) -> Profile:
 
 
 def test_the_profiles_that_come_with_autoddl() -> None:
-    assert profile_names() == ["bert-48", "vgg-19"]
+    assert list(profile_names()) == ["bert-48", "vgg-19"]
     vgg = load_profile("vgg-19")
     assert (vgg.micro_batch, vgg.num_layers) == (32, 25)
     assert sum(layer.parameter_bytes > 0 for layer in vgg.layers) == 19
@@ -114,16 +114,16 @@ def test_repeated_layers() -> None:
     [
         ([f"a -- x -- {NUMBERS}", "what is this"], "graph, line 2: 'what is this' should be 'node -- name"),
         ([f"a -- x -- {NUMBERS}", "\ta -- b -- c"], "graph, line 2: 'a -- b -- c' should be an edge"),
-        ([f"a -- x -- {NUMBERS}", "\ta -- b"], "graph, line 2: b is not a node of this graph"),
-        ([f"a -- x -- {NUMBERS}", f"a -- y -- {NUMBERS}"], "graph, line 2: a is defined a second time"),
+        ([f"a -- x -- {NUMBERS}", "\ta -- b"], "graph, line 2: 'b' is not a node of this graph"),
+        ([f"a -- x -- {NUMBERS}", f"a -- y -- {NUMBERS}"], "graph, line 2: 'a' is defined a second time"),
         (["a -- x -- forward_compute_time=1"], "graph, line 1: backward_compute_time is missing"),
-        ([f"a -- x -- {NUMBERS}".replace("=4", "=four")], "backward_compute_time is 'four', should be a number"),
-        ([f"a -- x -- {NUMBERS}".replace("=4", "=nan")], "backward_compute_time is nan, should be finite"),
-        ([f"a -- x -- {NUMBERS}".replace("=4", "=-1")], "backward_compute_time is -1, should be finite and at least 0"),
+        ([f"a -- x -- {NUMBERS}".replace("=4", "=four")], "'backward_compute_time' is 'four', should be a number"),
+        ([f"a -- x -- {NUMBERS}".replace("=4", "=nan")], "'backward_compute_time' is 'nan', should be a number from 0"),
+        ([f"a -- x -- {NUMBERS}".replace("=4", "=-1")], "'backward_compute_time' is '-1', should be a number from 0"),
         ([f"a -- x -- {NUMBERS}".replace("=4", "")], "line 1: 'backward_compute_time' should read 'field=number'"),
         (
             [f"a -- x -- {NUMBERS}", f"b -- y -- {NUMBERS}", "\ta -- b", "\tb -- a"],
-            "the edges run in a circle through or before layer x",
+            "the edges run in a circle through or before layer 'x'",
         ),
         ([f"a -- Input -- {NUMBERS}"], "has no layers"),
         (

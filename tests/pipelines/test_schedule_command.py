@@ -149,7 +149,7 @@ def test_output_goes_to_a_file(autoddl, tmp_path):
         (["gpipe", "--micro-batches", "3"], "--stages is missing"),
         (["gpipe", "--stages", "3"], "--micro-batches is missing"),
         (["nothing", "--stages", "3", "--micro-batches", "3"], "schedule 'nothing' is unknown; known are gpipe"),
-        (["/nowhere/x.csv"], "schedule /nowhere/x.csv cannot be read: No such file"),
+        (["/nowhere/x.csv"], "schedule /nowhere/x.csv cannot be read .No such file"),
         (["gpipe", "--stages", "2", "--micro-batches", "3", "--forward", "1,2,3"], "forward has 3 entries; give 2"),
         (["gpipe", "--stages", "2", "--micro-batches", "3", "--backward", "-1"], "backward.0. is -1.0"),
         (["gpipe", "--stages", "2", "--micro-batches", "3", "--activation-limit", "2"], "its limit is 2"),

@@ -162,7 +162,10 @@ HEADER = "# schedule,x\n# micro-batches,1\n# update-period,1\n# pipeline,0\n"
             "micro-batches has 'many'",
         ),
         ("# pipeline,0 x\n", "line 1: pipeline has 'x'; whole numbers are expected"),
-        (HEADER + "# activation-limits,lots\nworker 0,0F0", "activation-limits are 'lots'; numbers are expected"),
+        (
+            HEADER + "# activation-limits,lots\nworker 0,0F0",
+            "activation-limits are 'lots'; numbers of at least 0 are expected",
+        ),
     ],
 )
 def test_grids_that_cannot_be_read(text, message):

@@ -19,6 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import MOST_TEXT_BYTES
+from autoddl.costmodel.reading import read_bytes
 
 __all__ = ["FAMILIES", "Problem", "TextModel", "TextPerceptron", "shipped_text"]
 
@@ -176,10 +178,7 @@ def _gated(width: int) -> int:
 
 def _read(path: Path, num_bytes: int) -> np.ndarray:
     """The bytes of a text, at least ``num_bytes``, as integers."""
-    try:
-        data = np.frombuffer(path.read_bytes(), dtype=np.uint8).astype(np.int64)
-    except OSError as error:
-        raise UserError(f"text {path} cannot be read: {error.strerror}") from None
+    data = np.frombuffer(read_bytes(path, "text", MOST_TEXT_BYTES), dtype=np.uint8).astype(np.int64)
     if len(data) < num_bytes:
         raise UserError(f"text {path} has {len(data)} bytes; a sample takes {num_bytes}")
     return data

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import MOST_TRAINING_PASSES
 
 from ...generators import generate
 from ...schedule import Schedule
@@ -137,7 +138,11 @@ def train(
 def schedule_of(name: str, num_steps: int, **options: Any) -> Schedule:
     """The schedule of one run: of one step where it is synchronous, of ``num_steps`` where it is not."""
     schedule = generate(name, iterations=1, **options)
-    return schedule if schedule.is_synchronous else generate(name, iterations=num_steps, **options)
+    return (
+        schedule
+        if schedule.is_synchronous
+        else generate(name, iterations=num_steps, most_passes=MOST_TRAINING_PASSES, **options)
+    )
 
 
 def _check(options: TrainingOptions) -> None:
