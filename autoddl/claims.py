@@ -245,7 +245,10 @@ class _Claims:
         self.same("method", "joint" if pipeline == "auto" else pipeline)
         self.same("objective", "step")
         assert self.plan.pipeline is not None
-        for stage in self.plan.pipeline.configuration.stages:
+        stages = self.plan.pipeline.configuration.stages
+        if self.plan.workload.recompute and any(stage.recompute != "layers" for stage in stages):
+            raise self.fault("workload: recompute is true, its stages' is other")
+        for stage in stages:
             if self.options.recompute is not None and self.options.recompute != (stage.recompute != "none"):
                 raise self.fault(f"recompute is {show_json(self.options.recompute)}, its stages' is other", base.where)
         if not self.plan.pipeline.configuration.schedule.synchronous and not options.boolean("allow_stale"):
@@ -361,9 +364,8 @@ class _Claims:
 
     def check_families(self, pipeline: Fields) -> None:
         """The parts of their steps add up."""
-        for name in ("baselines", "candidates"):
-            if self.fields.get(name) not in ([], {}):
-                raise self.fault(f"{name} should be empty; a plan with a pipeline has families")
+        self.same("baselines", {})
+        self.same("candidates", [])
         seen: set[str] = set()
         for entry in pipeline.objects("families"):
             name = entry.text("name")
@@ -450,6 +452,13 @@ class _Claims:
         odds = [probability, *rivals.values()]
         if abs(sum(odds) - 1) > _TOLERANCE or len(rivals) != len(trust.objects("rivals")):
             raise self.fault("probabilities of the plan and its rivals should add up to 1", trust.where)
+        missing = [
+            name
+            for name, entry in self.fields.object("baselines").value.items()
+            if "mesh" in entry and name not in rivals
+        ]
+        if missing:
+            raise self.fault(f"rivals lack {missing[0]}, a baseline", trust.where)
         if any(abs(one * draws - round(one * draws)) > 1e-6 for one in odds):
             raise self.fault(f"probabilities should be multiples of 1 / {draws}", trust.where)
         if trust.get("measurement") is None:

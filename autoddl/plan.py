@@ -171,6 +171,9 @@ def _inputs(fields: Fields, where: str) -> Plan:
     if "links" in fields:
         cluster = _with_links(cluster, fields)
     workload = Workload.from_fields(fields.object("workload"))
+    if workload.precision not in cluster.device.peak_flops:
+        known = ", ".join(cluster.device.peak_flops)
+        raise UserError(f"{where}: workload: precision is {workload.precision!r}, its cluster's devices have {known}")
     strategies = _strategies(fields, graph, where)
     pipeline = None
     if "pipeline" in fields:

@@ -85,7 +85,7 @@ def pipeline_facts(evaluation: Evaluation) -> dict[str, Any]:
             "num_workers": spec.num_workers,
             "num_stages": spec.num_stages,
             "num_micro_batches": spec.num_micro_batches,
-            "num_pipelines": spec.num_pipelines,
+            "num_pipelines": schedule.num_pipelines,
             "groups": spec.groups,
             "synchronous": spec.synchronous,
             "width": widths if isinstance(widths, int) else list(widths),
