@@ -37,7 +37,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autoddl.calib.trust import outside_notes, usage_of
+from autoddl.calib.trust import SURE, outside_notes, usage_of
 from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
@@ -50,6 +50,7 @@ from .plandocument import (
     EDITED,
     MEMBERS,
     PIPELINE_CLAIMS,
+    SEAL,
     baseline_figures,
     hashes_of,
     unclaimed_document,
@@ -167,7 +168,7 @@ def check_claims(plan: Plan, fields: Fields, facts: Mapping[str, Any]) -> None:
             f"{fields.where}: memory_limit_bytes is {limit:g}, less than its memory_bytes {facts['memory_bytes']:g}"
         )
     if fields.get("status") == EDITED:
-        check_facts(fields, unclaimed_document(facts, objective, limit))
+        _check_unclaimed(fields, facts, unclaimed_document(facts, objective, limit))
         return
     claims = _Claims(plan, fields, objective, limit)
     claims.check_certificate()
@@ -180,6 +181,17 @@ def check_claims(plan: Plan, fields: Fields, facts: Mapping[str, Any]) -> None:
         claims.check_search(fields.object("pipeline"))
         claims.check_families(fields.object("pipeline"))
     claims.check_trust()
+
+
+def _check_unclaimed(fields: Fields, facts: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """A plan that was edited claims nothing."""
+    for name, value in expected.items():
+        if name not in facts and name not in SEAL:
+            _compare(fields.where, name, fields.get(name), value, 0.0)
+    if "pipeline" in facts:
+        pipeline = fields.object("pipeline")
+        for name in PIPELINE_CLAIMS:
+            _compare(pipeline.where, name, pipeline.get(name), expected["pipeline"][name], 0.0)
 
 
 class _Claims:
@@ -463,6 +475,8 @@ class _Claims:
             raise self.fault(f"probabilities should be multiples of 1 / {draws}", trust.where)
         if trust.get("measurement") is None:
             return
+        if probability >= SURE:
+            raise self.fault(f"measurement is given, but its probability is {probability:g}", trust.where)
         best = trust.object("measurement")
         _one_of(best, "rival", tuple(rivals))
         _one_of(best, "level", ("device", *(level.name for level in self.plan.cluster.levels)))

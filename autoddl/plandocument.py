@@ -38,6 +38,7 @@ __all__ = [
     "MEMBERS",
     "NOT_CLAIMED",
     "PIPELINE_CLAIMS",
+    "SEAL",
     "VERSION",
     "baseline_figures",
     "facts_of",
@@ -67,7 +68,8 @@ MEMBERS = (
 )  # fmt: skip
 #: The members of the member ``pipeline`` that are claims.
 PIPELINE_CLAIMS = ("search", "families")
-_SEAL = ("hashes", "content_hash")
+#: The members that seal the others.
+SEAL = ("hashes", "content_hash")
 _TOTALS = ("communication_s", "compute_s", "step_s", "memory_bytes", "sent_bytes")
 
 Truth = Union[Assessment, Evaluation]
@@ -86,7 +88,7 @@ def sealed(document: Mapping[str, Any]) -> dict[str, Any]:
 
 def hashes_of(document: Mapping[str, Any]) -> dict[str, str]:
     """The hash of every member but the seal's own."""
-    return {name: canonical_hash(value) for name, value in document.items() if name not in _SEAL}
+    return {name: canonical_hash(value) for name, value in document.items() if name not in SEAL}
 
 
 # ---- Facts ---------------------------------------------------------------------------------------------------------------------
