@@ -18,6 +18,7 @@ from autoddl.costmodel.limits import LARGEST_SECONDS, MOST_RESTARTS
 from autoddl.costmodel.reading import is_whole
 
 from ..launching.beats import DEFAULT_HOST_TIMEOUT_S
+from ._options import add_edited
 
 if TYPE_CHECKING:
     from ..launching.demands import Demands
@@ -91,6 +92,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="S",
         help="a host gives no sign of life (%(default)g)",
     )
+    add_edited(parser)
     parser.set_defaults(arguments=[])
     _take_arguments_after_dashes(parser)
 
@@ -130,7 +132,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from ..launching.slurm import batch_script, in_allocation, run_steps, step_command, submit
     from ..plan import load_plan
 
-    plan = load_plan(arguments.plan)
+    plan = load_plan(arguments.plan, arguments.edited)
     demands = demands_of(plan)
     if not os.path.isfile(arguments.script):
         raise UserError(f"script {arguments.script} does not exist")
@@ -209,6 +211,7 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
         "script": script,
         "arguments": tuple(arguments.arguments),
         "demands": demands,
+        "is_edited": arguments.edited,
         "directory": directory,
         "log_dir": _absolute(arguments.log_dir or _default_log_dir()),
         "environment": _variables(arguments.env),

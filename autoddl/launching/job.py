@@ -43,6 +43,7 @@ class Job:
         grace_s: how long ranks may take to end after an interrupt.
         beats: how long hosts may be silent.
         with_oneflow: whether the script is a OneFlow job.
+        is_edited: take a plan that was edited, without what was claimed of it.
         forced: go on where hosts are not like the plan's cluster.
     """
 
@@ -66,6 +67,7 @@ class Job:
     beats: Beats = field(default_factory=Beats)
     max_restarts: int = 0
     with_oneflow: bool = True
+    is_edited: bool = False
     forced: bool = False
 
     @property
@@ -82,6 +84,8 @@ class Job:
         variables = {"AUTODDL_PLAN": str(self.plan), "AUTODDL_RESTART": str(restart)}
         if self.checkpoints is not None:
             variables["AUTODDL_CHECKPOINTS"] = str(self.checkpoints)
+        if self.is_edited:
+            variables["AUTODDL_EDITED"] = "1"
         return {**variables, **self.environment}
 
     def local_rank(self, placement: Placement, rank: int) -> int:

@@ -74,6 +74,12 @@ def page_of(document, count=1):
     return report_page(explain(viewed(document), count=count))
 
 
+def page_with(document, claims, **changes):
+    """The page of a plan with claims that its reader would not believe, and with other changes to it."""
+    plan = plan_from_document(Fields(document, "plan"), "plan")
+    return report_page(explain(view_of(replace(plan, document={**document, **claims}, **changes)), count=0))
+
+
 def assert_is_dead(text: str) -> None:
     """Well-formed, self-contained, without anything that runs or is fetched."""
     page = Page(text)
@@ -182,7 +188,7 @@ def test_page_of_a_calibrated_cluster(small):
         },
         "notes": ["outside of what was measured"],
     }
-    shown = Page(page_of({**small, "trust": trust}, count=0)).shown
+    shown = Page(page_with(small, {"trust": trust})).shown
     for words in (
         "best with probability 75%",
         "costs 1.20%",
@@ -216,12 +222,11 @@ def test_very_many_layers_are_cut_short():
 # ------------------------------------------------------------------------------------------------------------ what it must not do
 
 
-def test_hostile_names_are_harmless(small):
-    graph = {**small["graph"], "name": HOSTILE, "sample": HOSTILE}
-    cluster = {**small["cluster"], "name": HOSTILE}
-    document = {**small, "model": HOSTILE, "graph": graph, "cluster": cluster, "notes": [HOSTILE], "method": HOSTILE}
-    document["baselines"] = {HOSTILE: next(iter(small["baselines"].values())), "x": {"infeasible": HOSTILE}}
-    text = page_of(document)
+def test_hostile_names_are_harmless():
+    document = gpt_plan(replace(gpt(SMALL), name=HOSTILE, sample=HOSTILE, notes=(HOSTILE,)))
+    cluster = replace(load_cluster("gcp-a100").resized(2, 2), name=HOSTILE)
+    rivals = {HOSTILE: next(iter(document["baselines"].values())), "x": {"infeasible": HOSTILE}}
+    text = page_with(document, {"method": HOSTILE, "baselines": rivals}, cluster=cluster)
     assert_is_dead(text)
     assert Page(text).shown.count("<script>alert(1)</script>") >= 5
 
