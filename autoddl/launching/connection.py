@@ -55,8 +55,8 @@ class Connection:
         self.host = host
         self.is_open = True
         self.silence_s = 0.0  # as far as somebody was listening: see `listened`
-        self._errors = MemoryFile()
         self._reader = LineReader()
+        self._errors = MemoryFile()
         try:
             self._process = subprocess.Popen(
                 command,

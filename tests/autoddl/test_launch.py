@@ -31,12 +31,8 @@ NASTY = ["a b", "it's", '"', "$(touch x)", "`touch x`", "a\nb", "", "--hosts", "
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, and not inside anybody's job."""
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_", "AUTODDL_")):
-            monkeypatch.delenv(name)
+def _here(outside_of_jobs: None) -> None:
+    """All tests."""
 
 
 def launch(plan: Path, *words: str) -> int:
