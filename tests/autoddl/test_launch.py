@@ -151,6 +151,12 @@ def losses_by_hand() -> list[float]:
 # ---- Failures -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "launch",
+    "a rank raises, exits, is killed, or refuses what the user gave",
+    "all ranks are ended; one line names the rank, its error and its log; a refusal is not tried again",
+    exit_code="1; 2 where it refused",
+)
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [
