@@ -55,8 +55,8 @@ class Connection:
         self.host = host
         self.is_open = True
         self.silence_s = 0.0  # as far as somebody was listening: see `listened`
-        self._errors = MemoryFile()
         self._reader = LineReader()
+        self._errors = MemoryFile()
         try:
             self._process = subprocess.Popen(
                 command,
@@ -137,7 +137,7 @@ class Connection:
     def abandon(self) -> None:
         """End it without its help: a supervisor here with all that it started; the connection to one elsewhere, which ends its
         ranks when it notices."""
-        if self.is_open and self.host.is_local:
+        if self.host.is_local and self._process.poll() is None:
             end_descendants([self._process.pid], _KILL_SECONDS)
         self._process.kill()
         self.is_open = False
@@ -156,7 +156,6 @@ class Connection:
         try:
             self._process.wait(max(0.0, deadline - time.monotonic()))
         except subprocess.TimeoutExpired:
-            self.is_open = True
             self.abandon()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(_KILL_SECONDS)

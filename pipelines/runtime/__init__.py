@@ -2,7 +2,9 @@
 
 - `load`: OneFlow with its CUDA libraries, and whether it is there; `availability`: a yes, or a no with its reason.
 - `launcher`: `RankPool`, `launch`, `launch_script` start ranks on this machine, give them work, watch and end them; `rank` is
-  what runs in each of them (`report` sends values while a job goes on), `failures` what goes wrong.
+  what runs in each of them (`report` sends values while a job goes on), `failures` what goes wrong. `keeper` is the process above a
+  rank that ends all that the rank started (`descendants`); `parting` is how ranks that are done leave. `memory_files`: where they
+  write that must not depend on a disk.
 - `mesh`: ranks as a mesh, `RankAxis` and the groups along it; `collectives`: differentiable collectives along one axis.
 - `network`, `wire`: a network of their own for the ranks of a job, and the bytes that they really send.
 - `applied`: `AppliedModule`, a model that trains at the strategies of a plan (`autoddl.apply` makes it). Below it `program`

@@ -30,7 +30,7 @@ from .messages import write_message
 __all__ = ["keep"]
 
 _END_SECONDS = 5.0  # how long killed processes may take to end
-_LOOKS_PER_TIMEOUT = 4
+_LOOKS_PER_TIMEOUT, _MOST_TICK_SECONDS = 4, 60.0
 # What a terminal or a scheduler sends to all processes is the launcher's to act on.
 _IGNORED = (
     signal.SIGINT,
@@ -81,7 +81,7 @@ class _Keeper:
         poll = select.poll()
         poll.register(self._read_fd, 0)  # no events but POLLHUP and POLLERR, which always come
         poll.register(self._woken, select.POLLIN)
-        tick = None if self._timeout_s == 0 else 1000 * self._timeout_s / _LOOKS_PER_TIMEOUT
+        tick = None if self._timeout_s == 0 else 1000 * min(self._timeout_s / _LOOKS_PER_TIMEOUT, _MOST_TICK_SECONDS)
         while True:
             status = self._reap()
             if status is not None:

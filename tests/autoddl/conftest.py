@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,3 +26,12 @@ def mlp_plan(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, int], P
         return path
 
     return make
+
+
+@pytest.fixture
+def outside_of_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In an empty folder, and not inside anybody's job."""
+    monkeypatch.chdir(tmp_path)
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_", "AUTODDL_")):
+            monkeypatch.delenv(name)

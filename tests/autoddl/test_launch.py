@@ -31,12 +31,8 @@ NASTY = ["a b", "it's", '"', "$(touch x)", "`touch x`", "a\nb", "", "--hosts", "
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, and not inside anybody's job."""
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_", "AUTODDL_")):
-            monkeypatch.delenv(name)
+def _here(outside_of_jobs: None) -> None:
+    """All tests."""
 
 
 def launch(plan: Path, *words: str) -> int:
@@ -155,6 +151,12 @@ def losses_by_hand() -> list[float]:
 # ---- Failures -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault(
+    "launch",
+    "a rank raises, exits, is killed, or refuses what the user gave",
+    "all ranks are ended; one line names the rank, its error and its log; a refusal is not tried again",
+    exit_code="1; 2 where it refused",
+)
 @pytest.mark.parametrize(
     ("how", "code", "words"),
     [

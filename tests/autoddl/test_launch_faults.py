@@ -24,6 +24,7 @@ from autoddl.launching.hosts import LOCALHOST, Host, Placement
 from autoddl.pipelines.runtime.load import is_available
 
 from .test_launch import SCRIPT, START, launch, shown, wait_until_gone
+from .test_launch_hosts import parent
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 ONEFLOW = is_available()
@@ -38,20 +39,12 @@ PATIENCE_S = 90.0
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, and not inside anybody's job."""
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_", "AUTODDL_")):
-            monkeypatch.delenv(name)
+def _here(outside_of_jobs: None) -> None:
+    """All tests."""
 
 
 def command(plan: Path, *words: str) -> list[str]:
     return [sys.executable, "-c", START, "launch", str(plan), str(SCRIPT), *words]
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def is_running(pid: int) -> bool:

@@ -135,6 +135,9 @@ def test_a_rank_fails_while_the_others_communicate(hosts, mlp_plan, how, words):
     assert err.startswith(f"autoddl: rank 2 of 4 on host2 {words}") and err.count("\n") == 1
 
 
+@pytest.mark.fault(
+    "launch", "the supervisor of a remote host is killed", "the host is named, and all ranks are ended", exit_code=1
+)
 def test_a_host_that_is_lost_is_named(hosts, mlp_plan):
     """Its supervisor is killed, and with it the connection."""
     with waiting(hosts, mlp_plan(2, 2)) as (process, pids):
@@ -145,6 +148,12 @@ def test_a_host_that_is_lost_is_named(hosts, mlp_plan):
     assert err.startswith("autoddl: rank 2 of 4 on host2 was lost with its host: ") and err.count("\n") == 1
 
 
+@pytest.mark.fault(
+    "launch",
+    "the network to a host breaks",
+    "ssh gives it up (here after 2 s, by default 15), the host is named; its own ranks end by silence",
+    exit_code=1,
+)
 def test_a_network_that_breaks_is_noticed(hosts, mlp_plan):
     """By ssh, which asks the host from time to time; the host's own end is told by the network when that is back."""
     ssh = f"{hosts.ssh} -o ServerAliveInterval=1 -o ServerAliveCountMax=2"
@@ -176,6 +185,7 @@ def test_ctrl_c_reaches_remote_ranks(hosts, mlp_plan):
     assert err == "autoddl: interrupted by SIGINT; all ranks have been ended\n"
 
 
+@pytest.mark.fault("launch", "the launcher is killed, with ranks on remote hosts", "nothing is left on any host")
 def test_nothing_outlives_a_killed_launcher(hosts, mlp_plan):
     """Of ranks, their children, supervisors and ssh: looked at by the fixture."""
     with waiting(hosts, mlp_plan(2, 2)) as (process, _):
@@ -186,6 +196,7 @@ def test_nothing_outlives_a_killed_launcher(hosts, mlp_plan):
 # ---- Refusals ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.fault("launch", "a host cannot be reached at the start", "one line names it and says why", exit_code=2)
 @pytest.mark.parametrize(
     ("second", "message"),
     [

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,8 @@ import pytest
 from autoddl.pipelines.runtime.load import is_available
 
 from .several_hosts import SshHosts, hosts_available
-from .test_launch import SCRIPT, START, shown
+from .test_launch import shown
+from .test_launch_hosts import command, parent
 
 HOSTS = hosts_available("sshd", "ssh", "ssh-keygen")
 ONEFLOW = is_available()
@@ -41,11 +41,6 @@ def _idle(hosts: SshHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> I
     hosts.wait_until_idle(PATIENCE_S)
 
 
-def command(hosts: SshHosts, plan: Path, *words: str) -> list[str]:
-    start = [sys.executable, "-c", START, "launch", str(plan), str(SCRIPT), "--ssh", hosts.ssh, "--log-dir", "logs"]
-    return hosts.command("login", *start, *words)
-
-
 @contextlib.contextmanager
 def waiting(hosts: SshHosts, plan: Path, *words: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
     """A rank on each of two hosts that waits, with children that escaped; and the supervisor of the second host."""
@@ -65,10 +60,6 @@ def waiting(hosts: SshHosts, plan: Path, *words: str) -> Iterator[tuple[subproce
             yield process, parent(parent(pids[1]))
         finally:
             process.kill()
-
-
-def parent(pid: int) -> int:
-    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 def wait_for_end(process: subprocess.Popen[str]) -> tuple[int, str]:

@@ -39,11 +39,8 @@ NUM_STEPS = 3
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In an empty folder, and not inside anybody's job."""
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE", "SLURM_JOB_ID", "SLURM_STEP_ID", "OMPI_COMM_WORLD_RANK", "AUTODDL_PLAN"):
-        monkeypatch.delenv(name, raising=False)
+def _here(outside_of_jobs: None) -> None:
+    """All tests."""
 
 
 def pipeline(path: Path, nodes: int = 1, devices: int = 4, mesh: StageMesh | None = None) -> str:

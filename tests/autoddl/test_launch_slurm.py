@@ -41,11 +41,8 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmHosts]:
 
 
 @pytest.fixture(autouse=True)
-def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in list(os.environ):
-        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_", "AUTODDL_")):
-            monkeypatch.delenv(name)
+def _here(outside_of_jobs: None) -> None:
+    """All tests."""
 
 
 def command(plan: Path, *words: str) -> list[str]:

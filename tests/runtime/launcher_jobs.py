@@ -116,9 +116,12 @@ def return_from_afar():
 
 
 def start_children():
-    """Two processes of our own that outlive us unless somebody ends our group."""
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    return [subprocess.Popen(command).pid for _ in range(2)]
+    """Two processes of our own that outlive us unless somebody ends them: one in our process group, and one that left it, our
+    session, and the tree below us."""
+    command = ["sleep", "600"]
+    code = f"import subprocess; print(subprocess.Popen({command}, start_new_session=True, stdout=-3, stderr=-3).pid)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    return [subprocess.Popen(command).pid, int(done.stdout)]
 
 
 def large(num_bytes):

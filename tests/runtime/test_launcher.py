@@ -270,15 +270,39 @@ def test_mistakes_that_are_seen_before_anything_is_sent(pool):
 # ---- No process is left -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ending", ["close", "failure"])
+@pytest.mark.parametrize("ending", ["close", "raise", "SIGKILL"])
 def test_children_of_ranks_end_with_them(tmp_path, ending):
     with plain_pool(2, tmp_path) as pool:
         children = list(itertools.chain(*pool.run(f"{JOBS}:start_children")))
         assert len(children) == 4 and all(is_alive(pid) for pid in children)
-        if ending == "failure":
+        if ending != "close":
             with pytest.raises(RankError):
-                pool.run(f"{JOBS}:do_on", 0, "raise")
+                pool.run(f"{JOBS}:do_on", 0, ending)
     wait_until_gone(children)
+
+
+def test_the_launchers_own_orphans_are_none_of_our_business(tmp_path):
+    """Only what ranks started is ended."""
+    code = "import subprocess; print(subprocess.Popen(['sleep', '600'], stdout=-3, stderr=-3).pid)"  # -3: DEVNULL
+    with plain_pool(1, tmp_path) as pool:
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+        orphan = int(done.stdout)
+        assert pool.run(f"{JOBS}:square", 3) == [(0, 9)]
+    try:
+        assert is_alive(orphan)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+
+
+def test_places_that_cannot_be_written_to(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        UserError, match=r"folder .*/file/logs for the output of ranks cannot be made \(Not a directory\)"
+    ):
+        RankPool(1, with_oneflow=False, log_dir=tmp_path / "file" / "logs")
+    (tmp_path / "rank0.log").mkdir()
+    with pytest.raises(UserError, match=r"ranks cannot be started: .*rank0\.log"):
+        RankPool(1, with_oneflow=False, log_dir=tmp_path)
 
 
 LAUNCHER = """
