@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -23,15 +24,18 @@ __all__ = ["Interrupts"]
 
 _EXIT_CODE = 128 + signal.SIGINT
 _DELAY_S = 0.05
-_MOST_DELAYS = 100  # an import that takes longer is a user's file that computes, which can be interrupted
+_LONGEST_IMPORT_S = 60.0  # one that takes longer is a user's file that computes, which can be interrupted
 
 
 class Interrupts:
     """Takes Ctrl-C from now on, in the main thread of a process that is there for one command."""
 
     def __init__(self) -> None:
-        self._num_delays = 0
-        self._is_held_back = False
+        self._held_back_since: float | None = None
+        self._timer: threading.Timer | None = None  # of the interrupt that is held back now
+        self._comes_again = False
+        self._has_worked = False
+        self._lock = threading.Lock()
         signal.signal(signal.SIGINT, _leave)
 
     @contextlib.contextmanager
@@ -43,7 +47,9 @@ class Interrupts:
             yield
         finally:
             signal.signal(signal.SIGINT, _leave)
-            if self._is_held_back:  # the command ended before it came again
+            with self._lock:
+                self._has_worked = True
+            if self._timer is not None:  # the command ended before it came again
                 raise KeyboardInterrupt
 
     def end(self, code: int) -> None:
@@ -52,10 +58,15 @@ class Interrupts:
             signal.signal(signal.SIGINT, lambda number, frame: os._exit(_EXIT_CODE))
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        if _is_importing(frame) and self._num_delays < _MOST_DELAYS:
-            self._hold_back()
-        else:
+        is_users, self._comes_again = not self._comes_again, False
+        since = self._held_back_since
+        if since is not None and (is_users or time.monotonic() - since > _LONGEST_IMPORT_S):  # a second Ctrl-C
+            self._forget()
             raise KeyboardInterrupt
+        if not _is_importing(frame):
+            self._forget()
+            raise KeyboardInterrupt
+        self._hold_back()
 
     def _on_unraisable(self, unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
@@ -64,15 +75,27 @@ class Interrupts:
             sys.__unraisablehook__(unraisable)
 
     def _hold_back(self) -> None:
-        self._num_delays += 1
-        self._is_held_back = True
-        timer = threading.Timer(_DELAY_S, self._send_again)
-        timer.daemon = True
-        timer.start()
+        if self._held_back_since is None:
+            self._held_back_since = time.monotonic()
+        self._timer = threading.Timer(_DELAY_S, self._send_again)
+        self._timer.daemon = True
+        self._timer.start()
+
+    def _forget(self) -> None:
+        self._held_back_since = None
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _send_again(self) -> None:
-        self._is_held_back = False
-        os.kill(os.getpid(), signal.SIGINT)
+        with self._lock:
+            if self._has_worked:
+                return
+            if signal.getsignal(signal.SIGINT) == self._interrupt:
+                self._comes_again = True
+            else:  # the command's own handler takes it
+                self._timer = None
+            os.kill(os.getpid(), signal.SIGINT)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
