@@ -60,13 +60,14 @@ AnyShard = TypeVar("AnyShard", Shard, PipelineShard)
 def with_recount(shards: Sequence[AnyShard], again: Counted) -> list[AnyShard]:
     """The shards with the smaller of both counts of each section, as the first rank read it: what else a machine does while bytes
     are counted adds to them."""
-    first = shards[0]
+    result, first = list(shards), shards[0]
     sections = [
         replace(section, payload_bytes=_smaller(section.payload_bytes, counted))
         for section, counted in zip(first.sections, again.section_bytes)
     ]
     step_bytes = _smaller(first.step_bytes, again.step_bytes)
-    return [replace(first, sections=tuple(sections), step_bytes=step_bytes), *shards[1:]]
+    result[0] = replace(first, sections=tuple(sections), step_bytes=step_bytes)
+    return result
 
 
 def _smaller(count: int | None, again: int) -> int | None:

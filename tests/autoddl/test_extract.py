@@ -90,6 +90,7 @@ def check_same(module, inputs, built: LayerGraph) -> None:
 # ---- The built-in families --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=5, deadline=None)
 @given(
     layers=st.integers(1, 3),
@@ -432,6 +433,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
 """
 
 
+@pytest.mark.slow
 def test_gpt_of_17_billion_parameters_needs_little_memory(tmp_path):
     (tmp_path / "large.py").write_text(LARGE)
     saved = tmp_path / "graph.json"

@@ -25,6 +25,8 @@ from autoddl.pipelines.schedule import Kind
 from autoddl.planner import InfeasibleError, Options
 from autoddl.search import solve
 
+pytestmark = pytest.mark.slow
+
 RECOMPUTATIONS = ("none", "layers", "stage")
 THREE = gpt(Transformer("three", 3, 64, 4, 8, 128))
 LONG = gpt(Transformer("long", 3, 32, 4, 64, 64))

@@ -84,7 +84,10 @@ def test_options_that_make_no_sense(options, message):
 @pytest.mark.ranks
 @needs_oneflow
 def test_calibrate_then_plan(tmp_path):
-    """A few sizes on 2 ranks; the cluster file that comes of it; more repetitions of the same samples; a plan with its trust."""
+    """A few sizes on 2 ranks; the cluster file that comes of it; more repetitions of the same samples; a plan with its trust.
+
+    Slow, because ranks start twice, and measure each collective at each size.
+    """
     output, samples = tmp_path / "mine.json", tmp_path / "mine.csv"
     small = ["--ranks", "2", "--sizes", "16KiB,256KiB", "--quiet", "-o", str(output)]
     done = run("calibrate", *small, "--repetitions", "1", "--picture", str(tmp_path / "mine.svg"))

@@ -19,6 +19,8 @@ from autoddl.costmodel.writing import write_document
 
 from .synthetic import ring, samples_of
 
+pytestmark = pytest.mark.slow
+
 LOCAL = load_cluster("local-cpu")
 ODD = {2: 1.0, 4: 5.0, 8: 2.0}
 

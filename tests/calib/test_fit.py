@@ -16,6 +16,8 @@ from autoddl.costmodel.errors import UserError
 
 from .synthetic import SIZES, ring, samples_of
 
+pytestmark = pytest.mark.slow
+
 LATENCY, SLOWNESS = Key("", 0, "latency"), Key("", 0, "slowness")
 FORM = {form.name: form for form in FORMS}
 

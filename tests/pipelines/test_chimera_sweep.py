@@ -12,6 +12,8 @@ from autoddl.pipelines.generators import generate
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
 
+pytestmark = pytest.mark.slow
+
 
 def pairs_of(num_stages):
     return [f for f in range(1, num_stages // 2 + 1) if num_stages // 2 % f == 0]

@@ -10,6 +10,8 @@ from autoddl.pipelines.generators import generate
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("num_workers", "num_micro_batches", "limit_s"),

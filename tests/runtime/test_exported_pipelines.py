@@ -153,6 +153,7 @@ def test_delayed_weights_are_those_of_the_runtime(counted_ranks, tmp_path, name)
 
 @pytest.mark.ranks
 def test_a_pipeline_is_a_script_that_trains_saves_and_loads(tmp_path):
+    """Slow, because OneFlow starts seven times."""
     if not (available := is_available()):
         pytest.skip(available.reason)
     plan = pipelined(MLP, schedule("1f1b", 2, policy="A"), (2, 2), StageMesh(1, 1), shape=(1, 2))

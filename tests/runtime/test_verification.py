@@ -193,6 +193,30 @@ def test_a_wrong_price_is_found(counted_ranks, capsys, monkeypatch, plan_file):
     assert code == 1 and "<- off" in out and "Off in " in out
 
 
+class NoisyRanks:
+    """Ranks in whose first counts of a step somebody else sent something."""
+
+    def __init__(self, pool, num_noisy):
+        self.pool, self.num_noisy, self.num_recounts = pool, num_noisy, 0
+
+    def run(self, job, *arguments, **options):
+        results = self.pool.run(job, *arguments, **options)
+        if job.endswith((":run_plan", ":count_again")):
+            self.num_recounts += job.endswith(":count_again")
+            if self.num_noisy > 0:
+                results[0] = replace(results[0], step_bytes=results[0].step_bytes + 10**6)
+            self.num_noisy -= 1
+        return results
+
+
+@pytest.mark.parametrize(("num_noisy", "num_recounts"), [(3, 3), (5, 4)])
+def test_bytes_are_counted_again_before_they_are_called_off(counted_ranks, num_noisy, num_recounts):
+    noisy = NoisyRanks(counted_ranks(2), num_noisy)
+    found = verify(RIGHT["mlp on 2"], 2, options=FULL_SIZE, pool=noisy)
+    assert noisy.num_recounts == num_recounts
+    assert found.are_bytes_off == (num_noisy > num_recounts) == (not found.is_right)
+
+
 def test_values_beyond_the_tolerance_are_named(counted_ranks, capsys, monkeypatch, plan_file):
     code, document = verified_json(capsys, monkeypatch, counted_ranks(4), plan_file, 4, "--tolerance", "1e-12")
     assert code == 1

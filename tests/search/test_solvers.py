@@ -49,6 +49,7 @@ def check(table: CostTable, limit: float | None, truth: Truth, result: Result, t
         assert result.cost <= truth.cost + allowed, "claimed optimal, but is not"
 
 
+@pytest.mark.slow
 @given(tables(), memory_limits())
 @settings(max_examples=300, deadline=None)
 def test_exact_agrees_with_brute_force(table: CostTable, where: float | None) -> None:
@@ -59,6 +60,7 @@ def test_exact_agrees_with_brute_force(table: CostTable, where: float | None) ->
     assert result.status is (Status.OPTIMAL if math.isfinite(truth.cost) else Status.INFEASIBLE)
 
 
+@pytest.mark.slow
 @given(tables(), memory_limits())
 @settings(max_examples=150, deadline=None)
 def test_exhaustive_agrees_with_brute_force(table: CostTable, where: float | None) -> None:
@@ -80,6 +82,7 @@ def test_integer_program_agrees_with_brute_force(table: CostTable, where: float 
     assert result.status is (Status.OPTIMAL if math.isfinite(truth.cost) else Status.INFEASIBLE)
 
 
+@pytest.mark.slow
 @given(tables(), memory_limits(), st.sampled_from(HEURISTICS), st.integers(0, 3), st.integers(1, 200))
 @settings(max_examples=200, deadline=None)
 def test_heuristics_keep_what_they_promise(
@@ -125,6 +128,7 @@ def test_smallest_memory(table: CostTable) -> None:
             assert exact(table, memory_limit=least - 1).smallest_memory_bytes == least
 
 
+@pytest.mark.slow
 @given(tables(), memory_limits())
 @settings(max_examples=100, deadline=None)
 def test_lower_bound_is_one(table: CostTable, where: float | None) -> None:
@@ -172,6 +176,7 @@ def test_a_cutoff_ends_the_search_early_but_never_wrongly(table: CostTable, wher
         assert result.optimal or result.lower_bound >= cutoff * (1 - 1e-9)
 
 
+@pytest.mark.slow
 def test_mini_buckets_bound_the_optimum() -> None:
     from autoddl.search import lagrangian
 

@@ -156,6 +156,7 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_synchronous_schedules_equal_one_device(ranks, reference, num_stages):
+    """Every family and option, for some updates each: slow with eight ranks, where they have to share the cores."""
     cases = synchronous(num_stages)
     for (label, one), (reports, parameters) in zip(cases.items(), run(ranks, list(cases.values()))):
         try:
