@@ -72,7 +72,7 @@ class Hosts:
 
     def _wait_for_namespace(self, name: str) -> None:
         ours = os.readlink("/proc/self/ns/net")
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 90
         while os.readlink(f"/proc/{self._holders[name].pid}/ns/net") == ours:
             assert time.monotonic() < deadline
             time.sleep(0.01)
@@ -126,7 +126,7 @@ class Hosts:
                         found.add(int(entry.name))
         return found
 
-    def wait_until_idle(self, patience_s: float = 10.0, besides: Sequence[int] = ()) -> None:
+    def wait_until_idle(self, patience_s: float = 60.0, besides: Sequence[int] = ()) -> None:
         """Fail when something that a job started on any host is still there."""
         deadline = time.monotonic() + patience_s
         while left := {pid for name in self.names for pid in self.processes(name)} - set(besides):
@@ -185,7 +185,7 @@ class SshHosts(Hosts):
         )
         log = self.folder / f"sshd_{name}.log"
         self.start(name, SSHD, "-D", "-e", "-f", str(config), log=log)
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 90
         while "Server listening" not in log.read_text():
             assert time.monotonic() < deadline, log.read_text()
             time.sleep(0.02)
@@ -264,13 +264,13 @@ class SlurmHosts(Hosts):
             *files,
             log=self.folder / "munged.out",
         )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 90
         while not socket.exists():
             assert time.monotonic() < deadline, (self.folder / "munged.out").read_text()
             time.sleep(0.05)
 
     def _wait_until_up(self, num_nodes: int) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         states: list[str] = []
         while states.count("idle") < num_nodes:
             assert time.monotonic() < deadline, (states, (self.folder / "slurmctld.log").read_text()[-3000:])
@@ -278,7 +278,7 @@ class SlurmHosts(Hosts):
             done = self.slurm("sinfo", "--noheader", "--Node", "--format=%t")
             states = done.stdout.split()
 
-    def slurm(self, *words: str, timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    def slurm(self, *words: str, timeout_s: float = 180.0) -> subprocess.CompletedProcess[str]:
         """Run something on login that speaks with Slurm."""
         return subprocess.run(
             self.command(self.names[0], *words),

@@ -15,11 +15,12 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.costmodel.errors import UserError
+from autoddl.launching import supervisor
 from autoddl.launching.demands import Demands, demands_of, differences
 from autoddl.launching.facts import HostFacts, gather_facts
 from autoddl.launching.hosts import LOCALHOST, Host, Placement, parse_hosts, place, read_hostfile
 from autoddl.launching.joining import check_membership, find_membership
-from autoddl.launching.lines import LineReader, write_line
+from autoddl.launching.lines import LineReader, LineSender, Message, write_line
 from autoddl.launching.output import RankOutput
 from autoddl.plan import load_plan
 
@@ -300,7 +301,7 @@ def test_a_supervisor_that_is_left_alone_ends_its_ranks(mlp_plan, tmp_path, end)
             supervisor.terminate()
         elif end == "hanging up":
             supervisor.stdin.close()
-        assert supervisor.wait(20) == 1
+        assert supervisor.wait(90) == 1
         deadline = time.monotonic() + 30
         while Path(f"/proc/{match[1]}").exists():
             assert time.monotonic() < deadline
@@ -338,3 +339,33 @@ def test_output_is_shown_line_by_line_and_kept_as_it_is(tmp_path):
     assert shown[-1] == "[rank 1] no end"
     assert (tmp_path / "logs" / "rank0.log").read_text() == "one\ntwo\n\n"
     assert (tmp_path / "logs" / "rank1.log").read_bytes() == b"10%\r20%\r30%\nno end"
+
+
+def test_sending_never_waits_for_the_reader():
+    """What a full pipe does not take waits, in order; signs of life only where nothing else does."""
+    read_end, write_end = os.pipe()
+    sender, reader = LineSender(write_end), LineReader()
+    sender.beat()
+    for number in range(40):
+        sender.send({"number": number, "text": "x" * 10_000})
+    sender.beat()
+    assert sender.num_waiting > 0 and not sender.flush()
+    got: list[Message] = []
+    while len(got) < 41:
+        got += reader.feed(os.read(read_end, 1 << 16))
+        sender.flush()
+    assert got[0]["kind"] == "alive" and [message["number"] for message in got[1:]] == list(range(40))
+    assert sender.num_waiting == 0
+    os.close(read_end)
+    with pytest.raises(BrokenPipeError):
+        sender.beat()
+    os.close(write_end)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+def test_output_that_nobody_reads_is_bounded(monkeypatch):
+    monkeypatch.setattr(supervisor, "_MOST_UNREAD_BYTES", 1000)
+    log = supervisor._LogTail()
+    log.path.write_text("a" * 500 + "b" * 1000)
+    assert log.read(False) == "\n[autoddl: 500 bytes are left out, which nobody read in time]\n" + "b" * 1000
+    assert log.read(True) == ""
