@@ -15,6 +15,7 @@ __all__ = [
     "LARGEST_SECONDS",
     "LARGEST_TENSOR",
     "LARGEST_WHOLE",
+    "LONGEST_HOST_NAME",
     "MOST_DEVICES",
     "MOST_DIGITS",
     "MOST_DIMS",
@@ -86,6 +87,8 @@ LARGEST_BATCH = 2**40
 MOST_DEVICES = 2**20
 #: Hosts of a job: names of a list of nodes, tasks per node.
 MOST_HOSTS = 2**16
+#: Characters of a host's name with its user: names of the DNS have 253.
+LONGEST_HOST_NAME = 320
 #: Times that a failed job is started anew.
 MOST_RESTARTS = 10**6
 
