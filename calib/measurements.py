@@ -268,8 +268,9 @@ def _integer(row: Mapping[str, str], name: str, at: str, minimum: int, maximum: 
 def _seconds(text: str, at: str) -> float:
     value = parse_figure(text)
     if not SHORTEST_SECONDS <= value <= LARGEST_SECONDS:
-        right = f"at most {LARGEST_SECONDS:g}" if value > LARGEST_SECONDS else "more than 0"
-        raise UserError(f"{at}: seconds is {quote(text)}, should be a time of {right} seconds")
+        raise UserError(
+            f"{at}: seconds is {quote(text)}, should be a time of more than 0 and at most {LARGEST_SECONDS:g} seconds"
+        )
     return value
 
 

@@ -12,16 +12,23 @@ from dataclasses import dataclass
 
 from .documents import Fields
 from .errors import UserError, quote
-from .limits import LARGEST_BYTES, LARGEST_FIGURE, MOST_DEVICES
+from .limits import LARGEST_BYTES, LARGEST_FIGURE, MOST_DEVICES, RANGES
 
 __all__ = ["Calibration", "Coverage", "FormTried", "Quality", "Replicates", "calibration_from_fields", "interval_of"]
 
-#: The largest value of each term that replicates can be of [s, s/B, s/FLOP, and of crowding 1]: as clusters' own quantities.
-_LINK_TERMS = {"latency": 1e3, "slowness": 1.0, "copy": 1.0, "crowded latency": 1e3, "crowded slowness": 1.0}
+_TIME, _SLOWNESS, _FACTOR = (RANGES[quantity][1] for quantity in ("time", "slowness", "factor"))
+_LINK_TERMS = {
+    "latency": _TIME,
+    "slowness": _SLOWNESS,
+    "copy": _SLOWNESS,
+    "crowded latency": _TIME,
+    "crowded slowness": _SLOWNESS,
+}
+#: What replicates can be of: for each level its terms, with the largest value of each (of work: 1 s per FLOP).
 TERMS: Mapping[str, Mapping[str, float]] = {
     "inter-node": _LINK_TERMS,
     "intra-node": _LINK_TERMS,
-    "device": {"launch": 1e3, "work": 1.0, "memory": 1.0, "crowding": 1e3},
+    "device": {"launch": _TIME, "work": 1.0, "memory": _SLOWNESS, "crowding": _FACTOR},
 }
 #: What they can be of on a link, besides collectives: messages from one device to another.
 TRANSFER = "point-to-point"

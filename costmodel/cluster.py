@@ -34,7 +34,7 @@ from .calibration import Calibration, calibration_from_fields, interval_of
 from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
-from .limits import MOST_DEVICES
+from .limits import MOST_DEVICES, RANGES
 from .reading import is_whole, shown_path
 from .units import to_si
 
@@ -42,16 +42,6 @@ __all__ = ["Cluster", "Device", "Link", "load_cluster", "preset_names"]
 
 FORMAT = "autoddl-cluster"
 LEVEL_NAMES = ("inter-node", "intra-node")
-#: What a quantity can be, in SI units: anything else is a mistake, and would make times infinite or zero.
-_RANGES = {
-    "time": (0.0, 1e3),
-    "size": (1.0, 1e18),
-    "rate": (1.0, 1e18),
-    "compute": (1.0, 1e24),
-    "ratio": (1e-6, 1.0),
-    "factor": (0.0, 1e3),
-    "slowness": (0.0, 1.0),
-}
 
 
 @dataclass(frozen=True)
@@ -207,7 +197,7 @@ class Cluster:
             ("latency", latency_s, "time", "s"),
             ("bandwidth", bandwidth, "rate", "bytes/s"),
         ):
-            lowest, highest = _RANGES[quantity]
+            lowest, highest = RANGES[quantity]
             if value is not None and not lowest <= value <= highest:
                 raise UserError(f"{name} {value:g} {unit} should be from {lowest:g} to {highest:g} {unit}")
         if latency_s is None and bandwidth is None:
@@ -267,7 +257,7 @@ def _quantity(fields: Fields, name: str, quantity: str, unit_of: str | None = No
     entry = fields.object(name)
     value, unit = entry.number("value", maximum=math.inf), entry.text("unit")
     result = to_si(value, unit, unit_of or quantity, f"{fields.where}: {name}")
-    lowest, highest = _RANGES[quantity]
+    lowest, highest = RANGES[quantity]
     if not lowest <= result <= highest:
         raise UserError(
             f"{fields.where}: {name} is {value:g} {unit}, should be from {lowest:g} to {highest:g} in SI units"

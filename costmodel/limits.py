@@ -11,10 +11,13 @@ __all__ = [
     "LARGEST_BYTES",
     "LARGEST_FIGURE",
     "LARGEST_FLOPS",
+    "LARGEST_MLP_WIDTH",
     "LARGEST_OPTION",
     "LARGEST_SECONDS",
+    "LARGEST_SIZES",
     "LARGEST_TENSOR",
     "LARGEST_WHOLE",
+    "LONGEST_HOST_NAME",
     "MOST_DEVICES",
     "MOST_DIGITS",
     "MOST_DIMS",
@@ -32,6 +35,7 @@ __all__ = [
     "MOST_TEXT_BYTES",
     "MOST_TRAINING_PASSES",
     "PIPE_WAIT_S",
+    "RANGES",
     "SHORTEST_SECONDS",
 ]
 
@@ -73,8 +77,24 @@ SHORTEST_SECONDS = 1e-12
 
 # Models and training
 
-#: Layers of a graph: 10,000 blocks, the most that a built-in model has, of 12 layers each, and what stands around them.
-MOST_LAYERS = 2**17
+#: Layers of a graph: 4,096 blocks, the most that a built-in model has, of 12 layers each, and what stands around them: more are
+#: not planned within seconds.
+MOST_LAYERS = 2**16
+#: Sizes of a transformer; within them every count fits 63 bits.
+LARGEST_SIZES = {
+    "layers": 2**12,
+    "width": 2**20,
+    "heads": 2**20,
+    "kv_heads": 2**20,
+    "head_dim": 2**20,
+    "intermediate": 2**24,
+    "sequence": 2**20,
+    "positions": 2**24,
+    "vocabulary": 2**27,
+    "types": 2**20,
+}
+#: Features of a layer of a perceptron.
+LARGEST_MLP_WIDTH = 2**30
 #: Layers of a profile, repetitions counted: planners compare all pairs of cuts.
 MOST_PROFILE_LAYERS = 2_000
 #: Samples per step.
@@ -82,10 +102,23 @@ LARGEST_BATCH = 2**40
 
 # Clusters and hosts
 
+#: What a quantity of a cluster can be, in SI units: anything else would make times infinite or zero.
+RANGES = {
+    "time": (0.0, 1e3),
+    "size": (1.0, 1e18),
+    "rate": (1.0, 1e18),
+    "compute": (1.0, 1e24),
+    "ratio": (1e-6, 1.0),
+    "factor": (0.0, 1e3),
+    "slowness": (0.0, 1.0),
+}
+
 #: Devices of a cluster.
 MOST_DEVICES = 2**20
 #: Hosts of a job: names of a list of nodes, tasks per node.
 MOST_HOSTS = 2**16
+#: Characters of a host's name with its user: names of the DNS have 253.
+LONGEST_HOST_NAME = 320
 #: Times that a failed job is started anew.
 MOST_RESTARTS = 10**6
 

@@ -15,13 +15,13 @@ from pathlib import Path
 from autoddl.costmodel.documents import load_json
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
-from autoddl.costmodel.limits import MOST_LAYERS
+from autoddl.costmodel.limits import LARGEST_MLP_WIDTH, LARGEST_SIZES, MOST_LAYERS
 from autoddl.costmodel.reading import shown_path
 
 from .feedforward import VGG_FEATURES, mlp, vgg
 from .huggingface import HUGGINGFACE_TYPES, transformer_from_config
 from .named import FAMILIES, TRANSFORMERS, build_transformer, sized_transformer
-from .transformers import LARGEST, Transformer, bert, gpt, llama, pad_vocabulary
+from .transformers import Transformer, bert, gpt, llama, pad_vocabulary
 
 __all__ = [
     "Transformer",
@@ -39,7 +39,6 @@ __all__ = [
 _FUNCTION = re.compile(r".+\.py:\w+")
 _SIZED = re.compile(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})")
 _NUMBER = re.compile(r"[1-9][0-9]{0,9}")
-LARGEST_MLP_WIDTH = 2**30
 FORMS = (
     *(f"{family}:LAYERSxWIDTH" for family in FAMILIES),
     "mlp:WIDTH,WIDTH,...",
@@ -75,8 +74,8 @@ def resolve_model(
     """
     options = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
     for option, value in options.items():
-        if value is not None and not 1 <= value <= LARGEST[option]:
-            raise UserError(f"--{option} is {value}, should be a whole number from 1 to {LARGEST[option]}")
+        if value is not None and not 1 <= value <= LARGEST_SIZES[option]:
+            raise UserError(f"--{option} is {value}, should be a whole number from 1 to {LARGEST_SIZES[option]}")
     if text in TRANSFORMERS:
         family, model = TRANSFORMERS[text]
         return build_transformer(family, model, **options)

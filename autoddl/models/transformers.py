@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.limits import LARGEST_SIZES
 
 from .layers import (
     BLOCK_INPUT,
@@ -26,19 +27,6 @@ from .layers import (
 __all__ = ["Transformer", "bert", "gpt", "llama", "pad_vocabulary"]
 
 VOCABULARY_MULTIPLE = 128
-#: Sizes beyond these are mistakes; within them every count fits 63 bits.
-LARGEST = {
-    "layers": 10_000,
-    "width": 2**20,
-    "heads": 2**20,
-    "kv_heads": 2**20,
-    "head_dim": 2**20,
-    "intermediate": 2**24,
-    "sequence": 2**20,
-    "positions": 2**24,
-    "vocabulary": 2**27,
-    "types": 2**20,
-}
 
 
 def pad_vocabulary(vocabulary: int) -> int:
@@ -85,7 +73,7 @@ class Transformer:
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        for field, largest in LARGEST.items():
+        for field, largest in LARGEST_SIZES.items():
             value = getattr(self, field)
             if field in ("layers", "width", "heads", "sequence", "vocabulary", "types") and value < 1:
                 raise UserError(f"{self.name}: {field} is {value}, should be at least 1")

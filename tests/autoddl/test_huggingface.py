@@ -178,7 +178,7 @@ def test_fields_that_change_shapes():
         ({"model_type": "lama"}, "did you mean 'llama'"),
         ({"model_type": 7}, "model_type is 7"),
         ({"model_type": "t5"}, "should be one of gpt2"),
-        ({"model_type": "gpt2", "n_layer": "12"}, 'n_layer is "12", should be a whole number from 1 to 10000'),
+        ({"model_type": "gpt2", "n_layer": "12"}, 'n_layer is "12", should be a whole number from 1 to 4096'),
         ({"model_type": "gpt2", "n_layer": True}, "n_layer is true"),
         ({"model_type": "gpt2", "n_layer": None}, "n_layer is null"),
         ({"model_type": "gpt2", "n_layer": 0}, "n_layer is 0"),

@@ -313,7 +313,7 @@ def test_functions_of_files_are_recognised():
         ("gpt:2", {}, "LAYERSxWIDTH"),
         ("gpt:0x64", {}, "LAYERSxWIDTH"),
         ("gpt:-1x64", {}, "LAYERSxWIDTH"),
-        ("gpt:99999999x64", {}, "layers is 99999999, should be at most 10000"),
+        ("gpt:99999999x64", {}, "layers is 99999999, should be at most 4096"),
         ("gpt:2x100", {}, "multiple of 64"),
         ("gpt:2x64", {"heads": 5}, "such as 4"),
         ("gpt:2x64", {"sequence": 0}, "--sequence is 0"),

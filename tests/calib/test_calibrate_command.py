@@ -236,7 +236,7 @@ def test_fit_of_what_is_wrong(tmp_path, capsys):
     path.write_text("collective,ranks,bytes,seconds\nall-reduce,2,10,-1\n")
     assert main(["fit", str(path)]) == 2
     assert capsys.readouterr().err == (
-        f"autoddl: {path}: line 2: seconds is '-1', should be a time of more than 0 seconds\n"
+        f"autoddl: {path}: line 2: seconds is '-1', should be a time of more than 0 and at most 1e+09 seconds\n"
     )
     SampleFile(tmp_path / "one.csv").append([Sample("all-reduce", "intra-node", 2, 4096, i, 1e-3) for i in range(5)])
     assert main(["fit", str(tmp_path / "one.csv")]) == 2
