@@ -85,9 +85,13 @@ class RankPool:
         _check_possible(num_ranks, private_network, with_oneflow)
         self.num_ranks = num_ranks
         self.stall_timeout_s = stall_timeout_s
-        self._work_folder = None if log_dir is not None else WorkFolder("ranks")
-        self.log_dir = log_dir.resolve() if self._work_folder is None else self._work_folder.path
-        self.log_dir.mkdir(parents=True, exist_ok=True)
+        self._work_folder: WorkFolder | None = None
+        if log_dir is None:
+            self._work_folder = WorkFolder("ranks")
+            self.log_dir = self._work_folder.path
+        else:
+            self.log_dir = log_dir.resolve()
+            self.log_dir.mkdir(parents=True, exist_ok=True)
         self._ranks = LocalRanks()
         self._unclaimed: list[RankMessage] = []  # messages that came before they were asked for
         self._num_jobs = 0
