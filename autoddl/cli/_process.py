@@ -64,8 +64,28 @@ def _run(working: Callable[[], contextlib.AbstractContextManager[object]]) -> in
 # ---- Standard streams ------------------------------------------------------------------------------------------------
 
 
-class _Output(io.RawIOBase):
+class _Standard(io.RawIOBase):
+    """One of the standard files, to be written to; it is never closed."""
+
+    number: int
+
+    def writable(self) -> bool:
+        """It is."""
+        return True
+
+    def fileno(self) -> int:
+        """Its number."""
+        return self.number
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self.number)
+
+
+class _Output(_Standard):
     """Standard output: fails once, and then takes everything without a word, so that nothing fails again when Python ends."""
+
+    number = 1
 
     def __init__(self, is_closed: bool) -> None:
         self._is_closed = is_closed
@@ -92,21 +112,11 @@ class _Output(io.RawIOBase):
             except BlockingIOError:  # another program has set the terminal so
                 select.select([], [1], [])
 
-    def writable(self) -> bool:
-        """It is."""
-        return True
 
-    def fileno(self) -> int:
-        """Of standard output."""
-        return 1
-
-    def isatty(self) -> bool:
-        """Whether it is a terminal."""
-        return os.isatty(1)
-
-
-class _Messages(io.RawIOBase):
+class _Messages(_Standard):
     """Standard error: takes everything, and writes what can be written."""
+
+    number = 2
 
     def write(self, data: Any) -> int:
         """Write the data where that is possible."""
@@ -116,18 +126,6 @@ class _Messages(io.RawIOBase):
                 rest = rest[os.write(2, rest) :]
         return len(data)
 
-    def writable(self) -> bool:
-        """It is."""
-        return True
-
-    def fileno(self) -> int:
-        """Of standard error."""
-        return 2
-
-    def isatty(self) -> bool:
-        """Whether it is a terminal."""
-        return os.isatty(2)
-
 
 def _fill_standard_files() -> None:
     """Open what is closed among the standard files: else the next file that is opened takes its number, and its output."""
@@ -136,9 +134,9 @@ def _fill_standard_files() -> None:
     os.close(handle)
 
 
-def _text(raw: io.RawIOBase, before: TextIO | None) -> TextIO:
+def _text(raw: _Standard, before: TextIO | None) -> TextIO:
     """A text stream in place of Python's own, in its encoding."""
-    at_once = raw.fileno() == 2 or raw.isatty() or bool(getattr(before, "write_through", False))
+    at_once = raw.number == 2 or raw.isatty() or bool(getattr(before, "write_through", False))
     errors = getattr(before, "errors", None)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),

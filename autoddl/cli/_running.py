@@ -76,13 +76,13 @@ def run_command(
     try:
         try:
             arguments = parser_of(argv).parse_args(argv)
-        except SystemExit as exit:  # --help, or what is wrong has been said
+            _check_outputs(arguments)
+            with working():
+                code: int = importlib.import_module(f"autoddl.cli.{arguments.command}").run(arguments)
+                sys.stdout.flush()
+        except SystemExit as exit:  # after --help, or what there was to say has been said
             sys.stdout.flush()
-            return exit.code if isinstance(exit.code, int) else 0
-        _check_outputs(arguments)
-        with working():
-            code: int = importlib.import_module(f"autoddl.cli.{arguments.command}").run(arguments)
-            sys.stdout.flush()
+            code = exit.code if isinstance(exit.code, int) else 0
         return code
     except (Exception, KeyboardInterrupt) as error:
         if os.environ.get("AUTODDL_TRACEBACK") and _code_of(error) == OUR_FAULT:

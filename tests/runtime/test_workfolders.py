@@ -71,3 +71,24 @@ def test_what_is_not_ours_stays(tmp_path):
         names = {entry.name for entry in tmp_path.iterdir()} - {folder.name}
     assert names == {"elsewhere", "autoddl-link", "autoddl-being-made", "other-folder"}
     assert (elsewhere / "folder" / "lock").exists()
+
+
+POOL = """
+import signal
+from autoddl.pipelines.runtime.launcher import RankPool
+with RankPool(2, with_oneflow=False) as pool:
+    print(pool.log_dir, flush=True)
+    signal.pause()
+"""
+
+
+@pytest.mark.ranks
+@pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
+def test_the_logs_of_a_killed_pool_are_swept():
+    with subprocess.Popen([sys.executable, "-c", POOL], stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        left = Path(holder.stdout.readline().strip())
+        os.kill(holder.pid, signal.SIGKILL)
+    assert (left / "rank0.log").exists()
+    with WorkFolder("verify"):
+        assert not left.exists()
