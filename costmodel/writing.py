@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 from .errors import UserError
+from .reading import shown_path
 
 __all__ = ["is_same_file", "write_atomically", "write_document"]
 
 _PREFIX, _SUFFIX = ".autoddl-", ".part"  # not made of the file's own name, which may be as long as names can be
-_MOST_SHOWN = 100  # characters of a path in a message
 
 
 def write_document(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ def write_atomically(path: str | os.PathLike[str], content: str | bytes) -> None
                 file.write(data)
     except (OSError, ValueError) as error:  # ValueError: a path with a NUL character
         reason = getattr(error, "strerror", None) or error
-        raise UserError(f"{_shown(path)}: cannot be written ({reason})") from None
+        raise UserError(f"{shown_path(path)}: cannot be written ({reason})") from None
 
 
 def is_same_file(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> bool:
@@ -125,8 +125,3 @@ def _sweep(folder: Path) -> None:
                 part.unlink()
             finally:
                 os.close(handle)
-
-
-def _shown(path: str | os.PathLike[str]) -> str:
-    text = os.fspath(path)
-    return text if len(text) <= _MOST_SHOWN else f"{text[: _MOST_SHOWN // 2]}...{text[-_MOST_SHOWN // 2 :]}"

@@ -204,8 +204,8 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
     from ..launching.beats import Beats
     from ..launching.job import Job
 
-    script, plan = _absolute(arguments.script), _absolute(arguments.plan)
-    directory = _absolute(arguments.chdir or ".")
+    script, plan = Path(arguments.script).absolute(), Path(arguments.plan).absolute()
+    directory = Path(arguments.chdir or ".").absolute()
     fields: dict[str, Any] = {
         "plan": plan,
         "script": script,
@@ -213,9 +213,9 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
         "demands": demands,
         "is_edited": arguments.edited,
         "directory": directory,
-        "log_dir": _absolute(arguments.log_dir or _default_log_dir()),
+        "log_dir": Path(arguments.log_dir or _default_log_dir()).absolute(),
         "environment": _variables(arguments.env),
-        "checkpoints": _absolute(arguments.checkpoints) if arguments.checkpoints else None,
+        "checkpoints": Path(arguments.checkpoints).absolute() if arguments.checkpoints else None,
         "master_address": arguments.master_address,
         "python": arguments.python,
         "ssh": _words(arguments.ssh, "--ssh"),
@@ -228,13 +228,6 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
         "forced": arguments.force,
     }
     return Job(**{**fields, **more})
-
-
-def _absolute(path: str) -> Path:
-    try:
-        return Path(path).absolute()
-    except FileNotFoundError:
-        raise UserError("the current directory does not exist any more; go to another one") from None
 
 
 def _default_log_dir() -> str:
@@ -293,8 +286,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _show(line: str) -> None:
     # In one piece: ranks that joined share a terminal, and `print` may write the end of the line by itself.
-    encoding = sys.stdout.encoding or "utf-8"
-    sys.stdout.write(f"{line}\n".encode(encoding, "backslashreplace").decode(encoding))
+    sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 

@@ -93,7 +93,6 @@ def run(arguments: argparse.Namespace) -> int:
     """Train, with a line per step in the bar; print the result."""
     from tqdm import tqdm
 
-    from autoddl.pipelines.runtime.failures import RankError
     from autoddl.pipelines.runtime.pipeline.saving import warn_on_stderr
     from autoddl.pipelines.runtime.pipeline.training import train
 
@@ -109,12 +108,8 @@ def run(arguments: argparse.Namespace) -> int:
             with bar.external_write_mode(file=sys.stderr):  # above the bar, not in it
                 warn_on_stderr(text)
 
-        try:
-            with by_option():
-                result = train(options, on_step, on_warning=warn, stall_timeout_s=_STALL_TIMEOUT_S)
-        except RankError as error:
-            print(f"autoddl: {' '.join(str(error).split())}", file=sys.stderr)
-            return 1
+        with by_option():
+            result = train(options, on_step, on_warning=warn, stall_timeout_s=_STALL_TIMEOUT_S)
     print(_document(options, result) if arguments.json else _text(options, result, arguments.timeline))
     if result.unsaved:
         raise UserError(

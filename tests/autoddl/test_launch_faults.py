@@ -470,7 +470,7 @@ def test_a_deleted_directory(mlp_plan, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert launch(mlp_plan(1, 2), "--", "say") == 2
-    assert capsys.readouterr().err == "autoddl: the current directory does not exist any more; go to another one\n"
+    assert capsys.readouterr().err == "autoddl: the current folder has been removed; change to one that exists\n"
 
 
 def test_a_batch_script_that_cannot_be_written(mlp_plan, capsys):
