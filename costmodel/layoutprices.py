@@ -57,7 +57,7 @@ class LayoutPrices:
         undivided = (shape[0] % table[:, :, 2] != 0) | (shape[1] % table[:, :, 3] != 0)
         for a, b in zip(*np.nonzero(undivided)):
             fixed[a, b], per_byte[a, b], *_ = self._price(sources[a], targets[b], shape)
-        return workload.num_micro_batches * fixed + workload.batch * elements * workload.itemsize * per_byte
+        return workload.num_micro_batches * fixed + float(workload.batch * elements * workload.itemsize) * per_byte
 
     def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
         """For each pair of layouts the price of a tensor that always divides."""
