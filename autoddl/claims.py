@@ -265,14 +265,15 @@ class _Claims:
                 raise self.fault(f"recompute is {show_json(self.options.recompute)}, its stages' is other", base.where)
         if not self.plan.pipeline.configuration.schedule.synchronous and not options.boolean("allow_stale"):
             raise self.fault("allow_stale is false, its schedule is asynchronous", options.where)
-        self._check_asked(base)
+        self._check_asked(base, by_paper=pipeline in PLANNERS)
 
-    def _check_asked(self, options: Fields) -> None:
-        """What both kinds of plans were asked for."""
+    def _check_asked(self, options: Fields, by_paper: bool = False) -> None:
+        """What both kinds of plans were asked for; ``by_paper`` of a plan that a paper's planner chose."""
         workload, cluster = self.plan.workload, self.plan.cluster
         asked = base_workload(cluster, self.options, workload.recompute)
-        if self.options.micro_batch is not None:
-            asked = replace(asked, micro_batch=self.options.micro_batch)
+        size = self.options.micro_batch
+        # Papers count the samples of one of the replicas of a worker, which their plans decide the number of.
+        if size is not None and (not by_paper or size < 1 or workload.micro_batch % size):
             self.same("micro_batch", workload.micro_batch, options)
         asked = replace(asked, micro_batch=workload.micro_batch)
         if asked != workload:

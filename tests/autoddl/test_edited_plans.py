@@ -365,8 +365,16 @@ def test_commands_refuse_an_edited_plan_or_drop_its_claims(tmp_path, capsys, mon
         assert "was edited (" not in error, name
         assert code == 0 or name in ("verify", "train"), (name, error)
         assert name != "launch" or "AUTODDL_EDITED" in out
-    with pytest.raises(SystemExit):
-        main(["explain", plan, "--edit me"])
+    assert main(["launch", plan, "train.py", "--slurm", "--dry-run", "--edited"]) == 0
+    assert "--edited" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("planner", ["dapple", "chimera"])
+def test_plans_of_papers_planners_are_read(planner):
+    """Their micro-batch is that of a replica, the workload's that of all of a worker."""
+    options = JointOptions(Options(batch=16, micro_batch=4, time_limit_s=5.0), planner)
+    planned = plan_jointly(mlp((64, 64, 64, 64)), load_cluster("dgx-a100").resized(1, 4), options)
+    assert loaded(json.loads(json.dumps(joint_document(planned)))).is_claimed
 
 
 def test_plans_of_older_versions_are_refused(document):
