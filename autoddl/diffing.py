@@ -163,8 +163,8 @@ def _options(view: PlanView) -> dict[str, str]:
         "objective": view.objective,
         "method": view.method,
         "memory limit": format_bytes(view.memory_limit_bytes),
-        "plans to choose from": _space(view.space_size),
-        "certificate": "proven optimal" if view.optimal else f"gap at most {view.gap:.2%}",
+        "plans to choose from": "not counted" if view.certificate is None else _space(view.certificate.space_size),
+        "certificate": view.verdict,
     }
 
 

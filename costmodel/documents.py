@@ -14,7 +14,7 @@ from typing import Any
 
 from .errors import UserError
 
-__all__ = ["Fields", "canonical_hash", "load_document", "load_json", "write_atomically", "write_document"]
+__all__ = ["Fields", "canonical_hash", "load_document", "load_json", "show_json", "write_atomically", "write_document"]
 
 
 def _reject_constant(name: str) -> float:
@@ -65,7 +65,7 @@ class Fields:
 
     def __init__(self, value: Any, where: str):
         if not isinstance(value, dict):
-            raise UserError(f"{where}: {_show(value)} should be an object")
+            raise UserError(f"{where}: {show_json(value)} should be an object")
         self.value = value
         self.where = where
         self._read: set[str] = set()
@@ -83,7 +83,7 @@ class Fields:
     def _typed(self, name: str, kinds: tuple[type, ...], what: str) -> Any:
         value = self.get(name)
         if not isinstance(value, kinds) or (isinstance(value, bool) and bool not in kinds):
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be {what}")
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be {what}")
         return value
 
     def text(self, name: str) -> str:
@@ -93,7 +93,7 @@ class Fields:
     def _line(self, name: str, value: str) -> str:
         """Names and sources stand in messages and tables: no line breaks, no control characters, no halves of characters."""
         if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value):
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a text of one line")
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be a text of one line")
         return value
 
     def boolean(self, name: str) -> bool:
@@ -104,7 +104,9 @@ class Fields:
         """A whole number of at least ``minimum``."""
         value = self._typed(name, (int,), "a whole number")
         if not minimum <= value < 2**63:
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a whole number of at least {minimum}")
+            raise UserError(
+                f"{self.where}: {name} is {show_json(value)}, should be a whole number of at least {minimum}"
+            )
         return value
 
     def number(self, name: str, minimum: float = 0.0, exclusive: bool = False) -> float:
@@ -116,7 +118,7 @@ class Fields:
             result = math.inf
         if not math.isfinite(result) or result < minimum or (exclusive and result == minimum):
             bound = f"more than {minimum:g}" if exclusive else f"at least {minimum:g}"
-            raise UserError(f"{self.where}: {name} is {_show(value)}, should be a finite number of {bound}")
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be a finite number of {bound}")
         return result
 
     def sequence(self, name: str) -> list[Any]:
@@ -129,7 +131,7 @@ class Fields:
         for value in values:
             if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value < 2**63:
                 raise UserError(
-                    f"{self.where}: {name} holds {_show(value)}, should hold whole numbers of at least {minimum}"
+                    f"{self.where}: {name} holds {show_json(value)}, should hold whole numbers of at least {minimum}"
                 )
         return tuple(values)
 
@@ -138,7 +140,7 @@ class Fields:
         values = self.sequence(name)
         for value in values:
             if not isinstance(value, str):
-                raise UserError(f"{self.where}: {name} holds {_show(value)}, should hold strings")
+                raise UserError(f"{self.where}: {name} holds {show_json(value)}, should hold strings")
             self._line(name, value)
         return tuple(values)
 
@@ -159,11 +161,12 @@ class Fields:
         unknown = sorted(set(self.value) - self._read - set(ignored))
         if unknown:
             raise UserError(
-                f"{self.where}: unknown field {_show(unknown[0])}; known ones are {', '.join(sorted(self._read))}"
+                f"{self.where}: unknown field {show_json(unknown[0])}; known ones are {', '.join(sorted(self._read))}"
             )
 
 
-def _show(value: Any) -> str:
+def show_json(value: Any) -> str:
+    """A value of a document as it stands in a message: JSON, cut short."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):  # nested too deeply, or a number too long

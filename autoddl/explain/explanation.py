@@ -66,9 +66,8 @@ def explain(view: PlanView, *, count: int = 3, layer: str | None = None, time_li
     if view.plan.pipeline is not None:
         return _of_pipeline(view, count, layer, time_limit_s)
     plan = view.plan
-    problem, chosen = problem_of(
-        plan.graph, plan.cluster, plan.workload, plan.strategies, view.objective, view.space_size
-    )
+    space_size = None if view.certificate is None else view.certificate.space_size
+    problem, chosen = problem_of(plan.graph, plan.cluster, plan.workload, plan.strategies, view.objective, space_size)
     choices, price = explain_choices(
         problem,
         chosen,
@@ -76,7 +75,7 @@ def explain(view: PlanView, *, count: int = 3, layer: str | None = None, time_li
         count=count,
         variables=None if layer is None else matching(problem, layer),
         time_limit_s=time_limit_s,
-        is_optimal=view.optimal,
+        is_optimal=view.certificate is not None and view.certificate.optimal,
     )
     return Explanation(view, (ChoiceSection("", (0,), choices),), price)
 

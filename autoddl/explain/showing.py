@@ -21,7 +21,7 @@ _NAMED = 0.05
 
 
 def explanation_document(explained: Explanation) -> dict[str, Any]:
-    """The JSON document; seconds per step, bytes on each device."""
+    """The JSON document; seconds per step, bytes on each device; ``optimal`` is null of a plan that was edited."""
     view, price = explained.view, explained.memory_price
     return {
         "format": FORMAT,
@@ -30,7 +30,7 @@ def explanation_document(explained: Explanation) -> dict[str, Any]:
         "objective": view.objective,
         "cost_s": view.cost_s,
         "step_s": view.step_s,
-        "optimal": view.optimal,
+        "optimal": None if view.certificate is None else view.certificate.optimal,
         "scope": explained.scope,
         "time": [asdict(part) for part in view.parts],
         "memory_bytes": view.memory_bytes,
@@ -96,11 +96,10 @@ def explanation_text(explained: Explanation) -> str:
 
 
 def _heading(view: PlanView) -> list[str]:
-    certificate = "proven optimal" if view.optimal else f"gap at most {view.gap:.2%}"
     what = (
         "" if view.objective == "step" else f", of it {format_seconds(view.communication_s)} communication (minimised)"
     )
-    return [view.heading, f"  {format_seconds(view.step_s)} per step{what}, {certificate}"]
+    return [view.heading, f"  {format_seconds(view.step_s)} per step{what}, {view.verdict}"]
 
 
 def _time(view: PlanView) -> list[str]:

@@ -1,7 +1,7 @@
 """A plan as its readers see it: the figures that `explain`, `diff` and `report` share, of plans with a pipeline and without.
 
-Everything comes from the plan as :func:`autoddl.plan.load_plan` has checked it; what the document says besides (baselines, the
-certificate, trust) is read field by field, so that a foreign or broken document ends in one line.
+Everything comes from the plan as :func:`autoddl.plan.load_plan` has checked it.  What was claimed of a plan that was edited is not
+there: it has no certificate and no rivals.
 """
 
 from __future__ import annotations
@@ -20,9 +20,11 @@ from autoddl.costmodel.workload import OPTIMIZERS
 
 from ..joint.evaluation import Evaluation, stage_workload
 from ..plan import Plan, assessment_of, load_plan
+from ..plandocument import NOT_CLAIMED
 from .resources import LOCAL, ResourceBook
 
 __all__ = [
+    "Certificate",
     "DeviceMemory",
     "LayerGroup",
     "Part",
@@ -126,25 +128,45 @@ class Rival:
 
 
 @dataclass(frozen=True)
+class Certificate:
+    """What the search proved, and how.
+
+    Attributes:
+        optimal: whether no plan of the space is better.
+        lower_bound_s: on what is minimised.
+        gap: how much better another plan could be at most, relative to this one.
+        search_s: what the search took.
+        space_size: plans to choose from; 0 where nobody counted them, as those of a paper's planner.
+    """
+
+    optimal: bool
+    lower_bound_s: float
+    gap: float
+    search_s: float
+    space_size: int
+
+    @property
+    def verdict(self) -> str:
+        """In a few words."""
+        return "proven optimal" if self.optimal else f"gap at most {self.gap:.2%}"
+
+
+@dataclass(frozen=True)
 class PlanView:
     """A plan's figures; seconds are per training step, bytes those of the fullest (busiest) device.
 
     Attributes:
-        space_size: plans to choose from; 0 where nobody counted them, as those of a paper's planner.
+        certificate: None of a plan that was edited.
     """
 
     plan: Plan
     model: str
     method: str
     objective: str
-    optimal: bool
+    certificate: Certificate | None
     step_s: float
     compute_s: float
     communication_s: float
-    lower_bound_s: float
-    gap: float
-    search_s: float
-    space_size: int
     memory_bytes: float
     memory_limit_bytes: float
     sent_bytes: float
@@ -163,6 +185,11 @@ class PlanView:
     def cost_s(self) -> float:
         """What was minimised."""
         return self.communication_s if self.objective == "communication" else self.step_s
+
+    @property
+    def verdict(self) -> str:
+        """What is proven, in a few words."""
+        return NOT_CLAIMED if self.certificate is None else self.certificate.verdict
 
     @property
     def heading(self) -> str:
@@ -197,13 +224,13 @@ class PlanView:
         return min((r for r in self.rivals if not r.infeasible), key=lambda rival: rival.step_s, default=None)
 
 
-def load_view(path: str | os.PathLike[str]) -> PlanView:
-    """Read a plan.
+def load_view(path: str | os.PathLike[str], edited: bool = False) -> PlanView:
+    """Read a plan, as :func:`autoddl.plan.load_plan` does.
 
     Raises:
-        UserError: as :func:`autoddl.plan.load_plan`, or a field that only readers look at is malformed.
+        UserError: as :func:`autoddl.plan.load_plan`.
     """
-    return view_of(load_plan(path), os.fspath(path))
+    return view_of(load_plan(path, edited), os.fspath(path))
 
 
 def view_of(plan: Plan, where: str = "the plan") -> PlanView:
@@ -218,14 +245,10 @@ def view_of(plan: Plan, where: str = "the plan") -> PlanView:
         model=fields.text("model"),
         method=fields.text("method"),
         objective=fields.text("objective"),
-        optimal=fields.boolean("optimal"),
+        certificate=_certificate(fields) if plan.is_claimed else None,
         step_s=fields.number("step_s"),
         compute_s=fields.number("compute_s"),
         communication_s=fields.number("communication_s"),
-        lower_bound_s=fields.number("lower_bound_s"),
-        gap=fields.number("gap"),
-        search_s=fields.number("search_s"),
-        space_size=_large(fields, "space_size", 1 if plan.pipeline is None else 0),
         memory_bytes=fields.number("memory_bytes"),
         memory_limit_bytes=fields.number("memory_limit_bytes"),
         sent_bytes=fields.number("sent_bytes"),
@@ -237,12 +260,14 @@ def view_of(plan: Plan, where: str = "the plan") -> PlanView:
     )
 
 
-def _large(fields: Fields, name: str, minimum: int) -> int:
-    """A whole number of any size: spaces have hundreds of digits."""
-    value = fields.get(name)
-    if isinstance(value, int) and not isinstance(value, bool) and value >= minimum:
-        return value
-    return fields.integer(name, minimum)
+def _certificate(fields: Fields) -> Certificate:
+    return Certificate(
+        optimal=fields.boolean("optimal"),
+        lower_bound_s=fields.number("lower_bound_s"),
+        gap=fields.number("gap"),
+        search_s=fields.number("search_s"),
+        space_size=fields.get("space_size"),  # of any size: spaces have hundreds of digits
+    )
 
 
 # ------------------------------------------------------------------------------------------------------------ where time goes

@@ -1,4 +1,6 @@
-"""The member ``pipeline`` of a plan's document: written from an evaluation, read back as a configuration, checked anew.
+"""The member ``pipeline`` of a plan's document: written from an evaluation, read back as a configuration.
+
+The reader evaluates the configuration anew, and :mod:`autoddl.plan` compares the member that this makes with the one that it read.
 
 =====================  =============================================================================================================
 field                  what it is
@@ -18,7 +20,8 @@ stages                 per stage: layers (names), num_units, recompute, workers,
 boundaries             per boundary: forward_s, backward_s, nbytes of a micro-batch
 timeline               step_s, compute_s, inner_communication_s, exposed_transfer_s, exposed_all_reduce_s, bubble_s (of the busiest
                        worker), busiest (its number), bubble_ratio (mean of all)
-search                 space, counts, lower_bound_s, optimal, gap (:class:`.result.Considered`)
+search                 space, counts, lower_bound_s, optimal, gap (:class:`.result.Considered`); pipeline, allow_stale as they were
+                       asked for; null where the plan was edited
 families               per family: name, description, infeasible or its figures
 =====================  =============================================================================================================
 """
@@ -32,7 +35,7 @@ from functools import reduce
 from typing import Any
 
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.documents import Fields, show_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
@@ -43,11 +46,18 @@ from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, Stag
 from .cutting import ENTRY, Chain, chain_of
 from .evaluation import Evaluation, StageFigures, evaluate
 from .meshes import Division, Meshes, StageMesh
-from .result import Considered, FamilyFigures
+from .result import Considered, FamilyFigures, JointOptions
 
-__all__ = ["pipeline_fields", "read_configuration", "recompute_pipeline"]
+__all__ = [
+    "family_fields",
+    "pipeline_facts",
+    "read_configuration",
+    "read_splits",
+    "recompute_pipeline",
+    "search_fields",
+]
 
-#: The figures of the timeline that are checked when a plan is read.
+#: The figures of the timeline that are an evaluation's own.
 _TIMELINE = (
     "step_s",
     "compute_s",
@@ -64,10 +74,8 @@ def data_parallel_width(evaluation: Evaluation) -> int:
     return common
 
 
-def pipeline_fields(
-    evaluation: Evaluation, considered: Considered, families: tuple[FamilyFigures, ...], search: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The document's member (fields: module's docstring)."""
+def pipeline_facts(evaluation: Evaluation) -> dict[str, Any]:
+    """The document's member without ``search`` and ``families``: what follows from a configuration (module's docstring)."""
     configuration, schedule = evaluation.configuration, evaluation.schedule
     spec, mesh, cluster, widths = configuration.schedule, configuration.mesh, evaluation.cluster, configuration.widths
     return {
@@ -77,7 +85,7 @@ def pipeline_fields(
             "num_workers": spec.num_workers,
             "num_stages": spec.num_stages,
             "num_micro_batches": spec.num_micro_batches,
-            "num_pipelines": spec.num_pipelines,
+            "num_pipelines": schedule.num_pipelines,
             "groups": spec.groups,
             "synchronous": spec.synchronous,
             "width": widths if isinstance(widths, int) else list(widths),
@@ -102,8 +110,16 @@ def pipeline_fields(
             "busiest": evaluation.busiest,
             "bubble_ratio": evaluation.timeline.bubble_ratio,
         },
-        "search": {**asdict(considered), **search},
-        "families": [_family_fields(figures) for figures in families],
+    }
+
+
+def search_fields(considered: Considered, certificate: Mapping[str, Any], options: JointOptions) -> dict[str, Any]:
+    """The member's ``search``; ``certificate`` holds lower_bound_s, optimal and gap."""
+    return {
+        **asdict(considered),
+        **certificate,
+        "pipeline": options.pipeline,
+        "allow_stale": options.allow_stale,
     }
 
 
@@ -131,7 +147,8 @@ def _stage_fields(evaluation: Evaluation, number: int, figures: StageFigures) ->
     }
 
 
-def _family_fields(figures: FamilyFigures) -> dict[str, Any]:
+def family_fields(figures: FamilyFigures) -> dict[str, Any]:
+    """An entry of the member's ``families``."""
     if figures.infeasible is not None:
         return {"name": figures.name, "infeasible": figures.infeasible}
     fields = asdict(figures)
@@ -154,6 +171,10 @@ def read_configuration(
             f"{where}: mesh is {mesh}, which does not tile {cluster.num_nodes} x {cluster.devices_per_node} devices"
         )
     spec = _schedule(fields.object("schedule"))
+    if spec.num_micro_batches != workload.num_micro_batches:
+        raise UserError(
+            f"{where}: schedule has {spec.num_micro_batches} micro-batches, the workload has {workload.num_micro_batches}"
+        )
     if spec.num_workers != mesh.num_workers(cluster):
         raise UserError(
             f"{where}: schedule has {spec.num_workers} workers, mesh {mesh} makes {mesh.num_workers(cluster)}"
@@ -172,7 +193,7 @@ def read_configuration(
             raise UserError(f"{entry.where}: layers should be the {len(own)} from {own[0]!r} to {own[-1]!r}")
         chosen = {name: strategies[name] for name in own}
         if number:
-            chosen[ENTRY] = Strategy(_splits(entry))
+            chosen[ENTRY] = Strategy(read_splits(entry, "entry"))
         stages.append(StageChoice(num_units, recompute, chosen))
         first += num_units
     if first != chain.num_units or len(stages) != spec.num_stages:
@@ -212,11 +233,12 @@ def _schedule(fields: Fields) -> PipelineSchedule:
     )
 
 
-def _splits(entry: Fields) -> tuple[tuple[int, int, int], ...]:
+def read_splits(entry: Fields, name: str) -> tuple[tuple[int, int, int], ...]:
+    """The [p0, p1, p2] of a strategy, one for each network level."""
     splits = []
-    for split in entry.sequence("entry"):
-        if not (isinstance(split, list) and len(split) == 3 and all(type(p) is int and p > 0 for p in split)):
-            raise UserError(f"{entry.where}: entry holds {split!r}, should hold [p0, p1, p2]")
+    for split in entry.sequence(name):
+        if not (isinstance(split, list) and len(split) == 3 and all(type(p) is int and 0 < p < 2**31 for p in split)):
+            raise UserError(f"{entry.where}: {name} holds {show_json(split)}, should hold [p0, p1, p2]")
         splits.append((split[0], split[1], split[2]))
     return tuple(splits)
 
@@ -224,32 +246,14 @@ def _splits(entry: Fields) -> tuple[tuple[int, int, int], ...]:
 def recompute_pipeline(
     fields: Fields, graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
 ) -> Evaluation:
-    """Read a document's member and compute its figures anew.
+    """Read a document's member and compute its figures.
 
     Raises:
-        UserError: a field is malformed, or a figure is not what its plan makes it.
+        UserError: a field is malformed, or the configuration cannot be.
     """
     chain = chain_of(graph)
     configuration = read_configuration(fields, chain, cluster, workload, strategies)
     try:
-        evaluation = evaluate(chain, cluster, configuration)
+        return evaluate(chain, cluster, configuration)
     except UserError as error:
         raise UserError(f"{fields.where}: {error}") from None
-    timeline = fields.object("timeline")
-    for name in _TIMELINE:
-        _check(timeline, name, getattr(evaluation, name), evaluation.step_s)
-    for number, entry in enumerate(fields.objects("stages")):
-        for name in ("forward_s", "backward_s", "recompute_s", "all_reduce_s"):
-            _check(entry, name, getattr(evaluation.stages[number], name), evaluation.step_s)
-    for entry, memory, worker in zip(fields.objects("workers"), evaluation.memory, range(len(evaluation.memory))):
-        _check(entry, "memory_bytes", memory, memory)
-        if list(entry.integers("ranks")) != list(configuration.mesh.ranks(cluster, worker)):
-            raise UserError(f"{entry.where}: ranks are not those of worker {worker} of mesh {configuration.mesh}")
-    return evaluation
-
-
-def _check(fields: Fields, name: str, truth: float, scale: float) -> None:
-    value = fields.number(name)
-    # Differences of large sums keep their absolute precision.
-    if not math.isclose(value, truth, rel_tol=1e-9, abs_tol=1e-9 * scale):
-        raise UserError(f"{fields.where}: {name} is {value!r}, its plan makes it {truth!r}; plan again")

@@ -97,6 +97,14 @@ def _header(view: PlanView, sections: list[Section]) -> Markup:
     )
 
 
+def _certificate(view: PlanView) -> tuple[str, str]:
+    """A figure and what it is."""
+    proof = view.certificate
+    if proof is None:
+        return ("none", "the plan was edited")
+    return ("optimal", "proven") if proof.optimal else (f"{proof.gap:.2%}", "gap at most")
+
+
 def _figures(view: PlanView) -> list[Markup]:
     sample = view.plan.graph.sample
     share = view.communication_s / view.step_s if view.step_s else 0.0
@@ -107,7 +115,7 @@ def _figures(view: PlanView) -> list[Markup]:
         ("Of peak FLOP/s", f"{view.utilisation:.0%}", "used"),
         ("Communication", f"{share:.1%}", f"{format_seconds(view.communication_s)} of the step"),
         ("Memory", format_bytes(view.memory_bytes), f"of {format_bytes(view.memory_limit_bytes)} per device"),
-        ("Certificate", *(("optimal", "proven") if view.optimal else (f"{view.gap:.2%}", "gap at most"))),
+        ("Certificate", *_certificate(view)),
     ]
     if rival is not None and view.step_s:
         ratio = rival.step_s / view.step_s

@@ -7,6 +7,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..explain import PlanView
 from ..explain.view import Rival
+from ..plandocument import NOT_CLAIMED
 from .charts import Segment, bar
 from .markup import Content, Markup, element, join
 from .sections import Section, facts, paragraph, scrolling, swatch, table
@@ -83,21 +84,26 @@ def _rival_row(rival: Rival, step_s: float, longest: float) -> tuple[Content, ..
 
 def certificate_section(view: PlanView) -> Section:
     """What is proven."""
-    what = "communication time" if view.objective == "communication" else "step time"
-    size = f"{view.space_size:,}" if view.space_size < 10**9 else f"10{_raised(len(str(view.space_size)) - 1)}"
-    if not view.space_size:
+    what, proof = "communication time" if view.objective == "communication" else "step time", view.certificate
+    if proof is None:
+        lead = (
+            "Its figures are computed anew; its bounds, baselines and trust were the search's, of the plan as it was."
+        )
+        return Section("certificate", "Certificate", NOT_CLAIMED.capitalize(), (paragraph(lead, class_="lead"),))
+    size = f"{proof.space_size:,}" if proof.space_size < 10**9 else f"10{_raised(len(str(proof.space_size)) - 1)}"
+    if not proof.space_size:
         size, finding = "not counted", f"Not proven: what {view.method}'s planner chose; see what --pipeline auto finds"
-    elif view.optimal:
+    elif proof.optimal:
         finding = f"Proven: none of the {size} plans that fit has a smaller {what}"
     else:
-        finding = f"Not proven: the best of {size} plans may be up to {view.gap:.2%} better"
+        finding = f"Not proven: the best of {size} plans may be up to {proof.gap:.2%} better"
     content = [
         facts(
             [
-                ("Search", f"{view.method}, {format_seconds(view.search_s)}"),
+                ("Search", f"{view.method}, {format_seconds(proof.search_s)}"),
                 (what[0].upper() + what[1:], format_seconds(view.cost_s)),
-                ("Lower bound", format_seconds(view.lower_bound_s)),
-                ("Space", f"{size} plans" if view.space_size else size),
+                ("Lower bound", format_seconds(proof.lower_bound_s)),
+                ("Space", f"{size} plans" if proof.space_size else size),
             ]
         )
     ]
@@ -158,7 +164,10 @@ def trust_section(view: PlanView) -> Section:
     """How far the prediction can be trusted."""
     known, calibration = view.fields.get("trust"), view.plan.cluster.calibration
     if known is None:
-        if calibration is None:
+        if not view.plan.is_claimed:
+            finding = NOT_CLAIMED.capitalize()
+            text = "Plan again to learn how probable it is that this plan is the best one."
+        elif calibration is None:
             finding = f"{view.plan.cluster.name} is not calibrated: its figures are taken as given"
             text = (
                 "Calibrate the cluster (autoddl calibrate) to learn how probable it is that this plan is the best one."

@@ -69,12 +69,13 @@ def pipeline_plan(
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(stages)))
     step_s = evaluation.step_s
     families = (
-        FamilyFigures("pure SBP", "mesh 1 x 4", None, 1.5 * step_s, step_s, 0.5 * step_s, 0.5 * step_s, 0.0, 1e9),
+        FamilyFigures("pure SBP", "mesh 1 x 4", None, 1.5 * step_s, step_s, 0.3 * step_s, 0.2 * step_s, 0.0, 1e9),
         FamilyFigures("DAPPLE", "2 stages", None, 1.2 * step_s, step_s, 0.1 * step_s, 0.0, 0.1 * step_s, 2e9),
         FamilyFigures("WPipe", infeasible="asynchronous; offered with --allow-stale"),
     )
     considered = Considered("1f1b and chimera on all meshes", 10, 5, 1, 2, 2, 6)
+    asked = Options(workload.batch, workload.micro_batch, precision=precision, memory_limit_bytes=70 * 2.0**30)
     found = JointPlan(
-        graph, cluster, JointOptions(), 70 * 2**30, evaluation, 0.9 * step_s, False, considered, families, 0.1
+        graph, cluster, JointOptions(asked), 70 * 2.0**30, evaluation, 0.9 * step_s, False, considered, families, 0.1
     )
     return joint_document(found)

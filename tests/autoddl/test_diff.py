@@ -15,6 +15,7 @@ from autoddl.diffing import compare, difference_document, difference_text
 from autoddl.explain import view_of
 from autoddl.models import mlp
 from autoddl.plan import plan_from_document
+from autoddl.plandocument import sealed
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 
@@ -50,7 +51,7 @@ def test_a_plan_does_not_differ_from_itself(small):
 
 
 def test_how_it_was_found_counts_but_not_how_long(small):
-    assert compare(viewed(small), viewed({**small, "search_s": 99.0, "evaluations": 7})).is_empty
+    assert compare(viewed(small), viewed(sealed({**small, "search_s": 99.0, "evaluations": 7}))).is_empty
     other = viewed(gpt_plan(method="coordinate-descent"))
     assert changed(compare(viewed(small), other).options)["method"] == ("exact", "coordinate-descent")
 
