@@ -1,14 +1,15 @@
-"""Messages of the library with its arguments named as the options of the command line."""
+"""Options that several commands have, and messages of the library with its arguments named as options of the command line."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import re
 from collections.abc import Iterator
 
 from autoddl.costmodel.errors import UserError
 
-__all__ = ["by_option"]
+__all__ = ["add_edited", "by_option"]
 
 _OPTIONS = {
     "num_stages": "--stages",
@@ -23,6 +24,16 @@ _UNMISTAKABLE = "|".join(name for name in _OPTIONS if "_" in name)
 #: Names that are no words wherever they are; those that are where they begin a message, or are listed as options.
 _ARGUMENT = re.compile(rf"(?<!['\w])(?:{_UNMISTAKABLE})(?![\w'])|^(?:{_NAMES})(?= is | has )")
 _LISTED = re.compile(rf"(?<= has no option )(?:{_NAMES})(?=; )|(?<=; it has )(?:{_NAMES})(?:, (?:{_NAMES}))*$")
+
+
+def add_edited(parser: argparse.ArgumentParser) -> None:
+    """Let a plan in that was edited."""
+    parser.add_argument(
+        "--edited",
+        action="store_true",
+        help="take a plan also if it was edited: compute its figures anew, and drop what was claimed of it (optimality, bounds, "
+        "baselines, trust)",
+    )
 
 
 @contextlib.contextmanager

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from ._options import add_edited
+
 __all__ = ["add_parser", "run"]
 
 
@@ -17,6 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("before", metavar="A.json", help="what `autoddl plan -o` wrote")
     parser.add_argument("after", metavar="B.json", help="the same, of another plan")
+    add_edited(parser)
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 where they differ")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -26,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..diffing import compare, difference_document, difference_text
     from ..explain import load_view
 
-    found = compare(load_view(arguments.before), load_view(arguments.after))
+    found = compare(load_view(arguments.before, arguments.edited), load_view(arguments.after, arguments.edited))
     if arguments.json:
         print(json.dumps(difference_document(found), indent=1, allow_nan=False))
     else:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 
+from ._options import add_edited
+
 __all__ = ["add_parser", "run"]
 
 
@@ -22,6 +24,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument(
         "--time-limit", type=float, default=30.0, metavar="SECONDS", help="after it regrets are bounds (%(default)g)"
     )
+    add_edited(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
@@ -30,7 +33,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..explain import explain, explanation_document, explanation_text, load_view
 
     explained = explain(
-        load_view(arguments.plan),
+        load_view(arguments.plan, arguments.edited),
         count=arguments.alternatives,
         layer=arguments.layer,
         time_limit_s=arguments.time_limit,

@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from ..export import FORMS
+from ._options import add_edited
 
 __all__ = ["add_parser", "run"]
 
@@ -22,6 +23,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
     parser.add_argument("--to", dest="form", choices=FORMS, required=True, help="the form")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to (standard output)")
+    add_edited(parser)
     parser.add_argument(
         "--model",
         default="",
@@ -40,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..models import is_oneflow_model, resolve_model
     from ..plan import load_plan
 
-    plan = load_plan(arguments.plan)
+    plan = load_plan(arguments.plan, arguments.edited)
     if arguments.form == "oneflow" and is_oneflow_model(arguments.model) and is_available():
         plan.check_graph(resolve_model(arguments.model))
     text = export(plan, arguments.form, model=arguments.model)

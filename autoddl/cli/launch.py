@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 
+from ._options import add_edited
+
 if TYPE_CHECKING:
     from ..launching.demands import Demands
     from ..launching.job import Job
@@ -79,6 +81,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     limits.add_argument(
         "--grace", type=float, default=10.0, metavar="S", help="for ranks to end after Ctrl-C (%(default)g)"
     )
+    add_edited(parser)
     parser.set_defaults(arguments=[])
     _take_arguments_after_dashes(parser)
 
@@ -125,7 +128,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from ..launching.slurm import batch_script, in_allocation, run_steps, step_command, submit
     from ..plan import load_plan
 
-    plan = load_plan(arguments.plan)
+    plan = load_plan(arguments.plan, arguments.edited)
     demands = demands_of(plan)
     if not Path(arguments.script).is_file():
         raise UserError(f"script {arguments.script} does not exist")
@@ -202,6 +205,7 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
         "script": script,
         "arguments": tuple(arguments.arguments),
         "demands": demands,
+        "is_edited": arguments.edited,
         "directory": directory,
         "log_dir": Path(arguments.log_dir or _default_log_dir()).absolute(),
         "environment": _variables(arguments.env),

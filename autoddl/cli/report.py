@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from ._options import add_edited
+
 __all__ = ["add_parser", "run"]
 
 
@@ -17,6 +19,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
     parser.add_argument("-o", "--output", required=True, metavar="REPORT.html", help="write the page")
+    add_edited(parser)
     parser.add_argument("--alternatives", type=int, default=2, metavar="K", help="per choice, 0 for none (%(default)s)")
     parser.add_argument(
         "--time-limit",
@@ -34,7 +37,9 @@ def run(arguments: argparse.Namespace) -> int:
     from ..explain import explain, load_view
     from ..report import report_page
 
-    explained = explain(load_view(arguments.plan), count=arguments.alternatives, time_limit_s=arguments.time_limit)
+    explained = explain(
+        load_view(arguments.plan, arguments.edited), count=arguments.alternatives, time_limit_s=arguments.time_limit
+    )
     page = report_page(explained)
     write_atomically(arguments.output, page)
     print(f"Written to {arguments.output} ({len(page.encode()) / 1e3:,.0f} kB); open it in a browser")

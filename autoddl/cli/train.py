@@ -11,7 +11,7 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
-from ._options import by_option
+from ._options import add_edited, by_option
 
 __all__ = ["add_parser", "run"]
 
@@ -78,6 +78,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
     how.add_argument("--checkpoints", metavar="DIR", help="save there, and go on from the newest one there")
     how.add_argument("--every", type=int, default=10, metavar="STEPS", help="between checkpoints (%(default)s)")
+    add_edited(parser)
     parser.add_argument("--timeline", action="store_true", help="show the last run beside its simulation")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
@@ -158,7 +159,7 @@ def _planned(arguments: argparse.Namespace, steps_per_run: int) -> tuple[Any, An
         if getattr(arguments, option) != default:
             name = {"num_pipelines": "pipelines"}.get(option, option.replace("_", "-"))
             raise UserError(f"--{name} is for models; a plan says it itself")
-    plan = load_plan(arguments.model)
+    plan = load_plan(arguments.model, arguments.edited)
     stages, schedule = stage_plans(plan), schedule_of_plan(plan, steps_per_run)
     built_in = recognise(plan.graph)
     if built_in is None or built_in.family not in FAMILIES or not isinstance(built_in.sizes, Transformer):
@@ -171,6 +172,8 @@ def _planned(arguments: argparse.Namespace, steps_per_run: int) -> tuple[Any, An
 
 def _problem(arguments: argparse.Namespace) -> Any:
     """What MODEL and its options say."""
+    if arguments.edited:
+        raise UserError(f"--edited is for plans, {arguments.model} is a model")
     from autoddl.pipelines.runtime.pipeline.problems import FAMILIES, TextModel, TextPerceptron, shipped_text
 
     from ..training import FileProblem

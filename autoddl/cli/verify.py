@@ -13,6 +13,8 @@ from tqdm import tqdm
 
 from autoddl.costmodel.errors import UserError
 
+from ._options import add_edited
+
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.failures import RankError
 
@@ -43,6 +45,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         metavar="MODEL",
         help="the model, as for `autoddl plan`; FILE.py:FUNCTION where it is none that is built in",
     )
+    add_edited(parser)
     parser.add_argument(
         "--tolerance",
         type=float,
@@ -79,7 +82,7 @@ def run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
         limits=Limits() if arguments.full_size else None,
     )
-    plan = load_plan(arguments.plan)
+    plan = load_plan(arguments.plan, arguments.edited)
     try:
         with _progress(arguments.quiet) as say:
             asked = {"model": arguments.model, "options": options, "progress": say}

@@ -29,6 +29,7 @@ class Launched:
         plan_path: the plan that the job was launched with.
         restart: how often the job was started before.
         checkpoints: where its checkpoints are to be, None where the user did not say.
+        is_edited: whether the plan was edited, and is taken all the same.
     """
 
     rank: int
@@ -37,12 +38,13 @@ class Launched:
     plan_path: Path
     restart: int
     checkpoints: Path | None
+    is_edited: bool = False
 
     def load_plan(self) -> Plan:
         """The plan."""
         from ..plan import load_plan
 
-        return load_plan(self.plan_path)
+        return load_plan(self.plan_path, self.is_edited)
 
     def trainer(
         self, module: Any, make_optimizer: OptimizerFactory, batch: BatchSource, **options: Any
@@ -79,4 +81,5 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
         plan_path=Path(environ["AUTODDL_PLAN"]),
         restart=int(environ.get("AUTODDL_RESTART", "0")),
         checkpoints=Path(checkpoints) if checkpoints else None,
+        is_edited="AUTODDL_EDITED" in environ,
     )

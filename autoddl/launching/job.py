@@ -41,6 +41,7 @@ class Job:
         start_timeout_s: how long the start may take until all ranks have joined.
         grace_s: how long ranks may take to end after an interrupt.
         with_oneflow: whether the script is a OneFlow job.
+        is_edited: take a plan that was edited, without what was claimed of it.
         forced: go on where hosts are not like the plan's cluster.
     """
 
@@ -63,6 +64,7 @@ class Job:
     grace_s: float = 10.0
     max_restarts: int = 0
     with_oneflow: bool = True
+    is_edited: bool = False
     forced: bool = False
 
     @property
@@ -79,6 +81,8 @@ class Job:
         variables = {"AUTODDL_PLAN": str(self.plan), "AUTODDL_RESTART": str(restart)}
         if self.checkpoints is not None:
             variables["AUTODDL_CHECKPOINTS"] = str(self.checkpoints)
+        if self.is_edited:
+            variables["AUTODDL_EDITED"] = "1"
         return {**variables, **self.environment}
 
     def local_rank(self, placement: Placement, rank: int) -> int:

@@ -48,7 +48,8 @@ def launch_command(job: Job, *, max_restarts: int) -> list[str]:
     }
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
     words += [f"--env={name}={value}" for name, value in job.environment.items()]
-    words += [name for name, given in (("--force", job.forced), ("--without-oneflow", not job.with_oneflow)) if given]
+    flags = (("--edited", job.is_edited), ("--force", job.forced), ("--without-oneflow", not job.with_oneflow))
+    words += [name for name, given in flags if given]
     return [job.python, "-c", _START, "launch", str(job.plan), str(job.script), *words, "--", *job.arguments]
 
 
