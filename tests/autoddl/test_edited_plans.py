@@ -28,7 +28,7 @@ from autoddl.planner import Options, make_plan
 from autoddl.report import report_page
 from autoddl.trusting import trust_of
 
-from ..costmodel.mutations import places
+from ..fuzz.mutations import places
 from .sample_plans import gpt_plan, written
 
 Document = dict[str, Any]
