@@ -28,7 +28,7 @@ from autoddl.models import Transformer, bert, gpt, mlp, resolve_model
 __all__ = ["READERS", "Case"]
 
 _ON_TWO = ("--cluster", "dgx-a100", "--nodes", "1", "--devices-per-node", "2")
-_DIFF = ("diff", "input.json", "input.json", "--json")
+_DIFF = ("diff", "input.json", "input.json", "--json", "--edited")
 _QUICK = ("--batch", "4", "--micro-batch", "4", "--recompute", "never", "--json", "--quiet")
 
 
@@ -142,7 +142,9 @@ def _huggingface(rng: random.Random) -> Case:
 
 
 def _of_plan(rng: random.Random, plan: Any) -> Case:
-    argv = ("report", "input.json", "-o", "page.html", "--alternatives", "0") if rng.random() < 0.1 else _DIFF
+    argv = (
+        ("report", "input.json", "-o", "page.html", "--alternatives", "0", "--edited") if rng.random() < 0.1 else _DIFF
+    )
     return Case(argv, {"input.json": broken_json(rng, plan)})
 
 

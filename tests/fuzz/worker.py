@@ -35,12 +35,13 @@ os.environ.update({f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "M
 from mutations import MARKER
 from readers import READERS, Case
 
-import autoddl.__main__ as command_line
+from autoddl.__main__ import main as command_line
+from autoddl.cli import _running
 from autoddl.costmodel.errors import UserError, one_line
 
 #: Parsers hold nothing of what they parsed; making one takes longer than most cases.
-_parser_of = functools.cache(command_line._parser)
-command_line._parser = lambda argv: _parser_of(tuple(argv[:1]))
+_parser_of = functools.cache(_running.parser_of)
+_running.parser_of = lambda argv: _parser_of(tuple(argv[:1]))
 
 MOST_SECONDS = 10.0
 MOST_BYTES = 2 * 10**9
@@ -69,7 +70,7 @@ def run(case: Case) -> tuple[int, str, str]:
 
 def _command(case: Case) -> int:
     if case.call is None:
-        return command_line.main(case.argv)
+        return command_line(case.argv)
     try:
         print(case.call())
     except UserError as error:
@@ -102,6 +103,8 @@ def fault_of(case: Case, code: int, out: str, err: str) -> str | None:
         return f"exit code {code}: {err[-2000:]}"
     lines = err.removesuffix("\n").split("\n")
     line = lines[-1]
+    if line.startswith("autoddl: out of memory"):
+        return f"it took more than {MOST_BYTES / 1e9:g} GB: {line}"
     if len(lines) > 1 and not case.last_line_only:
         return f"stderr has {len(lines)} lines"
     if not line.startswith("autoddl: ") or len(line) <= len("autoddl: "):
@@ -151,7 +154,7 @@ def check(reader: str, seed: int, number: int) -> tuple[str | None, int, float]:
 
 
 def _limit_memory() -> None:
-    """2 GB beyond what the modules take: allocations behind it fail, and what then ends in exit code 70 is a fault."""
+    """2 GB beyond what the modules take: allocations behind it fail, and what then ends for lack of memory is a fault."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
     most = pages * resource.getpagesize() + MOST_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
