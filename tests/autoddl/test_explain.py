@@ -263,7 +263,7 @@ def test_what_users_get_wrong(tmp_path, capsys, small):
     assert "has no layer 'nowhere'; its choices are" in refused(capsys, "explain", path, "--layer", "nowhere")
     assert "alternatives is -1" in refused(capsys, "explain", path, "--alternatives", "-1")
     assert "time limit 0" in refused(capsys, "explain", path, "--time-limit", "0")
-    assert "time limit nan" in refused(capsys, "explain", path, "--time-limit", "nan")
+    assert "--time-limit: 'nan' is not a number" in refused(capsys, "explain", path, "--time-limit", "nan")
     assert "cannot be read" in refused(capsys, "explain", tmp_path / "none.json")
     (tmp_path / "cut.json").write_text((tmp_path / "plan.json").read_text()[:500])
     assert "not a JSON document" in refused(capsys, "explain", tmp_path / "cut.json")
