@@ -6,7 +6,7 @@ import re
 
 from .limits import MOST_SHOWN, MOST_SHOWN_EACH
 
-__all__ = ["UserError", "one_line", "quote", "shortened"]
+__all__ = ["UserError", "one_line", "printable", "quote", "shortened"]
 
 #: What may be the user's in a message: quoted text, and words longer than any of ours.
 _INPUT = re.compile(r"(?<!\w)'.*?'(?!\w)|(?<!\w)\".*?\"(?!\w)|\S{32,}")
@@ -40,13 +40,18 @@ def shortened(text: str, most: int = MOST_SHOWN_EACH) -> str:
     return text[: most - 3 - half] + "..." + text[len(text) - half :]
 
 
+def printable(message: str) -> str:
+    """A message on one line, without control characters, of at most 1,200 characters."""
+    characters = (c if c.isprintable() or c.isspace() else repr(c)[1:-1] for c in message)
+    return shortened(" ".join("".join(characters).split()), _LONGEST_MESSAGE)
+
+
 def one_line(message: str) -> str:
-    """A message as it is printed: on one line, without control characters, with at most 200 characters of the user's input.
+    """A message about the user's input as it is printed: `printable`, with at most 200 characters of that input.
 
     Input is what stands in quotes, and words of 32 characters or more; the longest of them are shortened until all fit.
     """
-    characters = (c if c.isprintable() or c.isspace() else repr(c)[1:-1] for c in message)
-    text = " ".join("".join(characters).split())
+    text = printable(message)
     parts = [match.span() for match in _INPUT.finditer(text)]
     lengths = [stop - start for start, stop in parts]
     if sum(lengths) > MOST_SHOWN:
@@ -61,4 +66,4 @@ def one_line(message: str) -> str:
             shown += min(stop - start, most)
             at = stop
         text = "".join(pieces) + text[at:]
-    return shortened(text, _LONGEST_MESSAGE)
+    return text

@@ -19,7 +19,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from autoddl.costmodel.errors import UserError, one_line
+from autoddl.costmodel.errors import UserError, one_line, printable
 
 from .. import cli
 from ._options import number_option, whole_option
@@ -95,7 +95,9 @@ def report(error: BaseException) -> int:
     code = _code_of(error)
     message = _message_of(error, code)
     if message:
-        print(f"autoddl: {one_line(message)}", file=sys.stderr)
+        # What ranks say of themselves is no input: their errors, and the places of their logs, are shown in full.
+        shown = one_line(message) if isinstance(error, UserError) else printable(message)
+        print(f"autoddl: {shown}", file=sys.stderr)
     return code
 
 

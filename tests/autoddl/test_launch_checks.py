@@ -49,8 +49,8 @@ def test_a_hostfile_is_read(tmp_path):
     [
         ("a slots=x\n", "line 1: 'a slots=x' should be: host [slots=N]"),
         ("a\nb c\n", "line 2: 'b c' should be: host [slots=N]"),
-        ("a slots=0\n", "host a has 0 slots"),
-        ("a\na\n", "host a is given twice"),
+        ("a slots=0\n", "slots of 'a' is '0', should be a whole number from 1"),
+        ("a\na\n", "host 'a' is given twice"),
         ("-x\n", "'-x' is not the name of a host"),
         ("a@b@c\n", "is not the name of a host"),
         ("# none\n", "names no host"),
@@ -250,7 +250,7 @@ def test_processes_that_nobody_made_ranks():
         ({**PLAIN, "MASTER_PORT": ""}, "RANK and WORLD_SIZE are set, MASTER_PORT is not"),
         ({**PLAIN, "RANK": "x"}, "environment variable RANK is 'x', should be a whole number"),
         ({**PLAIN, "RANK": "4"}, "the environment says that this is rank 4 of 4"),
-        ({**PLAIN, "MASTER_PORT": "70000"}, "MASTER_PORT is 70000, should be a port"),
+        ({**PLAIN, "MASTER_PORT": "70000"}, "MASTER_PORT is '70000', should be a whole number from 1 to 65535"),
         ({**OPENMPI, "MASTER_ADDR": ""}, "MASTER_ADDR is not set; give it: mpirun -x MASTER_ADDR=HOST"),
     ],
 )
