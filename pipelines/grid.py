@@ -21,7 +21,7 @@ import io
 from collections.abc import Sequence
 
 from autoddl.costmodel.errors import quote
-from autoddl.costmodel.limits import LARGEST_FIGURE, MOST_PASSES, MOST_STAGES, MOST_TASKS
+from autoddl.costmodel.limits import LARGEST_FIGURE, MOST_PASSES, MOST_SHOWN_EACH, MOST_STAGES, MOST_TASKS
 from autoddl.costmodel.reading import csv_rows, is_whole, parse_figure
 
 from .schedule import Kind, Part, Schedule, ScheduleTextError, Task, parse_task
@@ -102,6 +102,10 @@ def _assemble(header: dict[str, str], pipelines: list[tuple[int, ...]], rows: li
     for key in ("schedule", "micro-batches", "update-period"):
         if key not in header:
             raise ScheduleTextError(f"the line '{_MARK}{key},...' is missing")
+    if len(header["schedule"]) > MOST_SHOWN_EACH:  # every message about the schedule begins with its name
+        raise ScheduleTextError(
+            f"the name {quote(header['schedule'])} is too long; give at most {MOST_SHOWN_EACH} characters"
+        )
     if not pipelines or not rows:
         raise ScheduleTextError(f"there is no line '{_MARK}pipeline,...' or no row '{_ROW}0,...'")
     num_stages = len(pipelines[0])
