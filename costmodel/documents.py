@@ -100,7 +100,10 @@ class Fields:
 
     def _line(self, name: str, value: str) -> str:
         """Names and sources stand in messages and tables: no line breaks, no control characters, no halves of characters."""
-        if any(unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value):
+        # Printable is none of them, and soon found out.
+        if not value.isprintable() and any(
+            unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value
+        ):
             raise UserError(f"{self.where}: {name} is {show_json(value)}, should be a text of one line")
         return value
 

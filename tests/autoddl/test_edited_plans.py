@@ -204,6 +204,7 @@ def assert_names(error: UserError, path: Path, what: str) -> None:
     assert ("hash" if path[0] in ("hashes", "content_hash") else str(path[0])) in text, (path, what, text)
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "documents",
     "a plan is edited in a single field",
@@ -234,6 +235,7 @@ def is_forged(document: Document) -> bool:
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "documents",
     "a plan is edited in a single field, and its hashes are forged",
@@ -252,6 +254,7 @@ def fits(path: Path, pattern: str) -> bool:
     return fnmatch.fnmatchcase(".".join(map(str, path)), pattern)
 
 
+@pytest.mark.slow
 def test_the_list_has_no_more_than_forgers_need():
     """Every entry is believed of some plan: what is checked one day is taken off the list.  All places are tried, over 10 s on a
     busy machine."""

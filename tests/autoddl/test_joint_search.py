@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import cache
 from itertools import combinations, product
 
 import numpy as np
@@ -95,10 +96,25 @@ def most_in_flight(schedule, pipeline, stage):
     return most
 
 
+def _cached_by_identity(function):
+    """Results are kept by the first argument and by the identity of the second one, a dictionary, which is kept too."""
+    known = {}
+
+    def cached(first, second):
+        key = (first, id(second))
+        if key not in known:
+            known[key] = (function(first, second), second)
+        return known[key][0]
+
+    return cached
+
+
 class Stage:
     """One stage on one mesh at one micro-batch: every way to run it, searched for at once and without memory of others."""
 
     def __init__(self, chain, first, stop, devices, workload):
+        self.best, self.figures = cache(self._best), _cached_by_identity(self._figures)
+        self.memory_of_options = cache(self._memory_of_options)
         self.graph = chain.stage(first, stop)
         self.devices, self.workload = devices, workload
         self.problems = {}
@@ -106,7 +122,7 @@ class Stage:
             own = Workload(workload.batch, workload.micro_batch, workload.precision, workload.optimizer, again)
             self.problems[again] = PriceBook(self.graph.graph, devices, own).problem(own.batch, own.micro_batch)
 
-    def figures(self, recompute, strategies):
+    def _figures(self, recompute, strategies):
         own = Workload(
             self.workload.batch,
             self.workload.micro_batch,
@@ -136,7 +152,28 @@ class Stage:
         in_flight = alive * self.input_bytes() + kept if recompute == "stage" else alive * kept
         return state + in_flight + buffer
 
-    def best(self, recompute, alive, versions, budget):
+    def _memory_of_options(self, again):
+        """Of every variable the bytes of state, and of what a micro-batch keeps, of each of its options."""
+        problem, found = self.problems[again], []
+        for variable in problem.variables:
+            state, kept = np.zeros(len(variable.options)), np.zeros(len(variable.options))
+            for name in variable.layers:
+                layer = self.graph.graph[name]
+                for option in range(len(state)):
+                    work = layer_work(
+                        layer,
+                        variable.strategy(name, option),
+                        self.devices,
+                        problem.workload,
+                        self.workload.micro_batch,
+                        not self.graph.graph.inputs(name),
+                    )
+                    state[option] += work.state_bytes
+                    kept[option] += work.kept_bytes
+            found.append((state, kept))
+        return found
+
+    def _best(self, recompute, alive, versions, budget):
         """The optimum within the budget; without one where it is None."""
         problem = self.problems[recompute == "layers"]
         table = problem.table
@@ -146,22 +183,10 @@ class Stage:
             if budget <= 0:
                 return None
             factor = 1 + (versions - 1) * self.workload.itemsize / self.workload.bytes_per_parameter
-            memory = []
-            for variable in problem.variables:
-                column = np.zeros(len(variable.options))
-                for name in variable.layers:
-                    layer = self.graph.graph[name]
-                    for option in range(len(column)):
-                        work = layer_work(
-                            layer,
-                            variable.strategy(name, option),
-                            self.devices,
-                            problem.workload,
-                            self.workload.micro_batch,
-                            not self.graph.graph.inputs(name),
-                        )
-                        column[option] += work.state_bytes * factor + alive * work.kept_bytes
-                memory.append(np.ceil(column - 1e-6))
+            memory = [
+                np.ceil(state * factor + alive * kept - 1e-6)
+                for state, kept in self.memory_of_options(recompute == "layers")
+            ]
             table = type(table)(table.names, table.cost, tuple(memory), table.buffer, table.edges)
         found = solve(table, memory_limit=budget)
         return None if found.choice is None or math.isinf(found.cost) else problem.strategies(found.choice)

@@ -2,6 +2,7 @@
 
 A reader makes cases: the files, the command line and the environment of one run of a command.  Its seeds are valid; each case
 mutates one of them.  The commands are chosen so that input that is accepted is worked with: planned, fitted, drawn, compared.
+Where that work takes much longer than reading, a share of the cases is a command, and the others are what it reads with.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.distribution import Distribution
 from autoddl.costmodel.sbp import parse_state
 from autoddl.models import Transformer, bert, gpt, mlp, resolve_model
+from autoddl.pipelines.profile import load_profile, to_document
 
 __all__ = ["READERS", "Case"]
 
 _ON_TWO = ("--cluster", "dgx-a100", "--nodes", "1", "--devices-per-node", "2")
-_DIFF = ("diff", "input.json", "input.json", "--json", "--edited")
 _QUICK = ("--batch", "4", "--micro-batch", "4", "--recompute", "never", "--json", "--quiet")
 
 
@@ -73,7 +74,7 @@ def _plan() -> Any:
 
 @cache
 def _joint_plan() -> Any:
-    argv = ("plan", "mlp:8,8,8,8", *_ON_TWO, "--batch", "8", "--quiet", "--pipeline", "auto")
+    argv = ("plan", "mlp:8,8,8", *_ON_TWO, "--batch", "4", "--quiet", "--pipeline", "auto")
     return json.loads(_made(*argv, "--bandwidth", "1MB/s"))
 
 
@@ -81,8 +82,8 @@ _ON_CLUSTER = ("plan", "mlp:8,8", "--cluster", "input.json", *_QUICK)
 
 
 def _used(rng: random.Random, argv: tuple[str, ...], files: Mapping[str, bytes], read: Callable[[], str]) -> Case:
-    """A command for a third of the files; the others are read alone, for planning takes longer than all the rest."""
-    return Case(argv, files) if rng.random() < 1 / 3 else Case(files=files, call=read)
+    """A command for an eighth of the files; the others are read alone, for planning takes longer than all the rest."""
+    return Case(argv, files) if rng.random() < 1 / 8 else Case(files=files, call=read)
 
 
 def _graph(rng: random.Random) -> Case:
@@ -142,10 +143,22 @@ def _huggingface(rng: random.Random) -> Case:
 
 
 def _of_plan(rng: random.Random, plan: Any) -> Case:
-    argv = (
-        ("report", "input.json", "-o", "page.html", "--alternatives", "0", "--edited") if rng.random() < 0.1 else _DIFF
-    )
-    return Case(argv, {"input.json": broken_json(rng, plan)})
+    """Compared with itself: by the command, which reads it twice, or read once. Of some a page is made."""
+    data, roll, edited = broken_json(rng, plan), rng.random(), rng.random() < 0.7
+    options = ("--edited",) if edited else ()
+    if roll < 0.05:
+        return Case(("report", "input.json", "-o", "page.html", "--alternatives", "0", *options), {"input.json": data})
+    if roll < 0.2:
+        return Case(("diff", "input.json", "input.json", "--json", *options), {"input.json": data})
+    return Case(files={"input.json": data}, call=lambda: _compared("input.json", edited))
+
+
+def _compared(path: str, edited: bool) -> str:
+    from autoddl.diffing import compare, difference_document
+    from autoddl.explain import load_view
+
+    view = load_view(path, edited)
+    return json.dumps(difference_document(compare(view, view)), allow_nan=False)
 
 
 def _plan_document(rng: random.Random) -> Case:
@@ -169,9 +182,11 @@ _PROFILE = {
 
 def _profile(rng: random.Random) -> Case:
     planner = rng.choice(("dapple", "dapple", "chimera", "wpipe"))
-    return Case(
+    return _used(
+        rng,
         ("pipeline", "--profile", "input.json", "--planner", planner, *_PLANNER),
         {"input.json": broken_json(rng, _PROFILE)},
+        lambda: json.dumps(to_document(load_profile("./input.json")), allow_nan=False),
     )
 
 
@@ -188,7 +203,12 @@ node4 -- Linear(4, 4) -- forward_compute_time=1.2e1, backward_compute_time=5, ac
 
 def _text_graph(rng: random.Random) -> Case:
     argv = ("pipeline", "--profile", "graph.txt", "--profile-batch", "2", *_PLANNER)
-    return Case(argv, {"graph.txt": broken_text(rng, _TEXT_GRAPH)})
+    return _used(
+        rng,
+        argv,
+        {"graph.txt": broken_text(rng, _TEXT_GRAPH)},
+        lambda: json.dumps(to_document(load_profile("./graph.txt", 2)), allow_nan=False),
+    )
 
 
 @cache
@@ -247,7 +267,18 @@ def _nccl(rng: random.Random) -> Case:
     return Case(("fit", "input.txt", "--against", "dgx-a100"), {"input.txt": broken_text(rng, _NCCL)})
 
 
+@cache
+def _read_launched_plan_once() -> None:
+    """The plan of a launch is the same in all cases, and takes longer to check than what is mutated."""
+    from autoddl import plan as module
+
+    load = module.load_plan
+    load_once = cache(load)
+    module.load_plan = lambda path, edited=False: (load_once if path == "plan.json" else load)(path, edited)
+
+
 def _launch(rng: random.Random, argv: tuple[str, ...], files: Mapping[str, bytes], environ: Mapping[str, str]) -> Case:
+    _read_launched_plan_once()
     plan = json.dumps(_plan()).encode()
     always = {"plan.json": plan, "script.py": b"# a script\n"}
     return Case(("launch", "plan.json", "script.py", "--dry-run", *argv), {**always, **files}, environ)

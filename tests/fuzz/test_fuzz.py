@@ -36,6 +36,7 @@ def _run(*arguments: str) -> tuple[int, list[str], str]:
     return done.returncode, done.stdout.splitlines(), done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", _readers())
 @pytest.mark.fault(
     "input",
@@ -44,6 +45,7 @@ def _run(*arguments: str) -> tuple[int, list[str], str]:
     exit_code="0 or 2",
 )
 def test_mutated_input(reader, request, record_property):
+    """2,000 cases of each reader; those of plans, which are priced anew, take over 10 s."""
     num_cases = request.config.getoption("--fuzz-cases")
     code, lines, stderr = _run(reader, "--cases", str(num_cases))
     assert code == 0, "\n".join([*lines[:200], stderr[-4000:]])

@@ -180,14 +180,16 @@ def main() -> int:
         del os.environ[name]
     numbers = range(arguments.first, arguments.first + arguments.cases) if arguments.only is None else [arguments.only]
     signal.signal(signal.SIGPROF, _out_of_time)
-    faults, codes, slowest = [], {0: 0, 2: 0}, (0.0, -1)
+    faults, codes, slowest, armed = [], {0: 0, 2: 0}, (0.0, -1), -1.0
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         READERS[arguments.reader](random.Random(0))  # the seeds are made now
         _limit_memory()
         for number in numbers:
             # A case that waits, which takes no processor time, ends everything, with the place where it waits.
-            faulthandler.dump_traceback_later(arguments.most_silent_s, exit=True)
+            if time.monotonic() > armed + 1.0:  # it starts a thread, which takes as long as some cases
+                armed = time.monotonic()
+                faulthandler.dump_traceback_later(arguments.most_silent_s, exit=True)
             fault, code, seconds = check(arguments.reader, arguments.seed, number)
             codes[code] = codes.get(code, 0) + 1
             slowest = max(slowest, (seconds, number))

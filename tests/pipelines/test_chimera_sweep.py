@@ -1,7 +1,7 @@
-"""Chimera for every even D up to 32, every f that divides D/2 and every N from 1 to 4 D.
+"""Chimera for even D up to 32, every f that divides D/2 and every N from 1 to 4 D.
 
-All 456 cases up to D = 12 here; beyond that the numbers of micro-batches at which the structure changes, and every
-forty-first of the others. ``tests/bench/bench_schedules.py`` goes through all 3,888.
+All 456 cases up to D = 12 here; beyond that, of the D with the most divisors, the numbers of micro-batches at which the structure
+changes. ``tests/bench/bench_schedules.py`` goes through all 3,888.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def micro_batches_of(num_stages):
     if num_stages <= 12:
         return range(1, 4 * num_stages + 1)
     edges = {k * num_stages + shift for k in (1, 2, 4) for shift in (-1, 0, 1)} | {1, 2, num_stages // 2}
-    return sorted(n for n in edges | set(range(3, 4 * num_stages, 41)) if n <= 4 * num_stages)
+    return sorted(n for n in edges if n <= 4 * num_stages)
 
 
 def slots(num_stages, num_micro_batches, f):
@@ -35,7 +35,7 @@ def slots(num_stages, num_micro_batches, f):
     return 2 * num_stages * units + 2 * num_stages + 2 * -(-rest // (2 * f)) - 2
 
 
-@pytest.mark.parametrize("num_stages", range(2, 33, 2))
+@pytest.mark.parametrize("num_stages", [*range(2, 13, 2), 16, 18, 24, 32])
 def test_every_chimera_is_valid_and_idles_no_more_than_it_must(num_stages):
     unit = Times.of(num_stages, forward=1, backward=1)
     for f in pairs_of(num_stages):

@@ -23,17 +23,25 @@ class Truth:
 
 
 def brute_force(table: CostTable, memory_limit: float | None) -> Truth:
-    """Every assignment, one after the other."""
+    """All assignments at once, each an element of an array with one axis per variable."""
+
+    def along(values: np.ndarray, *axes: int) -> np.ndarray:
+        """One value per option of some variables, to be added to those of all assignments."""
+        order = sorted(range(len(axes)), key=axes.__getitem__)
+        return values.transpose(order).reshape([len(c) if k in axes else 1 for k, c in enumerate(table.cost)])
+
+    cost = np.zeros([len(costs) for costs in table.cost])
+    resident, largest_buffer = cost.copy(), cost.copy()
+    for k in range(len(table.cost)):
+        cost = cost + along(table.cost[k], k)
+        resident = resident + along(table.memory[k], k)
+        largest_buffer = np.maximum(largest_buffer, along(table.buffer[k], k))
+    for edge in table.edges:
+        cost = cost + along(np.asarray(edge.cost), edge.source, edge.target)
+    memory = np.where(np.isfinite(cost), resident + largest_buffer, math.inf)
     limit = math.inf if memory_limit is None else memory_limit
-    best = smallest = math.inf
-    for choice in itertools.product(*(range(len(costs)) for costs in table.cost)):
-        cost = table.evaluate(choice)
-        if math.isfinite(cost):
-            memory = table.peak_memory(choice)
-            smallest = min(smallest, memory)
-            if memory <= limit:
-                best = min(best, cost)
-    return Truth(best, smallest)
+    fitting = np.where(memory <= limit, cost, math.inf)
+    return Truth(float(fitting.min(initial=math.inf)), float(memory.min(initial=math.inf)))
 
 
 def random_table(
