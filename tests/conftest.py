@@ -13,6 +13,7 @@ import autoddl
 
 from .distributing import Scheduling, mark_ranks, tell_units
 from .faults import PAGE, Fault, of_mark, page_with
+from .sharedranks import counted_ranks, lent_ranks, ranks  # noqa: F401 - fixtures of all tests
 from .watchdog import Watchdog
 
 #: A test that takes longer says why in its docstring.
