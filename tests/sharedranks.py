@@ -55,8 +55,11 @@ def counted_ranks(ranks: Callable[[int], RankPool]) -> Callable[[int], RankPool]
 def lent_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
     """Commands that are called in this process run on the shared pools in place of pools of their own, which they leave open.
 
-    For what commands compute and say. How they start ranks, and what they do when one fails, takes ranks of their own.
+    For what commands compute and say. How they start ranks, and what they do when one fails, takes ranks of their own. Skips where
+    there can be none.
     """
+    if not (available := is_available()):
+        pytest.skip(available.reason)
 
     def lend(num_ranks: int, **_options: Any) -> contextlib.nullcontext[RankPool]:
         return contextlib.nullcontext(ranks(num_ranks))
