@@ -117,7 +117,7 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
 
     def add(name: str, num_micro_batches: int, model: str = "sequential", **options: Any) -> None:
         label = "-".join([name, str(num_micro_batches), model, *map(str, options.values())])
-        iterations = options.pop("iterations", 2 if num_stages == 8 else STEPS)
+        iterations = options.pop("iterations", STEPS if num_stages == 2 else 2)
         sizes = options.pop("sizes", None)
         schedule = generate(
             name, num_stages=num_stages, num_micro_batches=num_micro_batches, iterations=iterations, **options
