@@ -11,8 +11,9 @@ import pytest
 
 import autoddl
 
-from .distributing import Scheduling, mark_ranks, tell_units
+from .distributing import Scheduling, mark_ranks, tell_unit
 from .faults import PAGE, Fault, of_mark, page_with
+from .sharedranks import counted_ranks, lent_ranks, ranks  # noqa: F401 - fixtures of all tests
 from .watchdog import Watchdog
 
 #: A test that takes longer says why in its docstring.
@@ -115,7 +116,7 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", None)
     if worker:
-        tell_units(session.items, Path(worker["folder"]), worker["workerid"])
+        tell_unit(session.items, Path(worker["folder"]), worker["workerid"])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:

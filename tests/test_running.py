@@ -31,7 +31,7 @@ def suite(tmp_path: Path) -> Path:
     """A repository of its own, with this one's way to run tests and none of its tests."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "docs").mkdir()
-    for name in ("conftest.py", "distributing.py", "faults.py", "watchdog.py"):
+    for name in ("conftest.py", "distributing.py", "faults.py", "sharedranks.py", "watchdog.py"):
         shutil.copy(ROOT / "tests" / name, tmp_path / "tests")
     shutil.copy(ROOT / "pyproject.toml", tmp_path)
     shutil.copytree(ROOT / ".ci", tmp_path / ".ci")
@@ -54,7 +54,7 @@ def closing_line(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_tests_of_ranks_run_one_at_a_time(suite):
-    """Those on pools in one worker, those with processes of their own in one; the other ones are shared by all workers."""
+    """Those on pools and those with processes of their own, in one worker; the other ones are shared by all workers."""
     tests = """
 @pytest.fixture
 def ranks():
@@ -66,12 +66,12 @@ def note(what, worker_id):
 
 @pytest.mark.parametrize("number", range(3))
 def test_with_the_fixture(ranks, worker_id, number):
-    note("pools", worker_id)
+    note("ranks", worker_id)
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("number", range(4))
 def test_with_the_mark(worker_id, number):
-    note("processes", worker_id)
+    note("ranks", worker_id)
     time.sleep(0.5)
 
 @pytest.mark.parametrize("number", range(20))
@@ -82,9 +82,8 @@ def test_others(worker_id, number):
     done = run_suite(suite, tests, "-v")
     assert done.returncode == 0 and re.fullmatch(r"=+ 27 passed in [\d.]+s =+", closing_line(done)), done.stdout
     lines = (suite / "tests" / "test_these.py.log").read_text().split("\n")[:-1]
-    for unit, count in (("pools", 3), ("processes", 4)):
-        workers = [line for line in lines if line.startswith(unit)]
-        assert len(workers) == count and len(set(workers)) == 1
+    workers = [line for line in lines if line.startswith("ranks")]
+    assert len(workers) == 7 and len(set(workers)) == 1
     assert sum(line.startswith("others") for line in lines) == 20
     fast = run_suite(suite, tests, "-m", "not ranks")
     assert "20 passed" in closing_line(fast)

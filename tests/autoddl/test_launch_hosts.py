@@ -92,7 +92,7 @@ def test_ranks_are_placed_in_the_plans_order(hosts, mlp_plan, tmp_path):
 def test_a_plan_is_trained_on_two_hosts(hosts, mlp_plan):
     """Rank 0 is found at the address at which ssh reached its host; the losses are those of the same steps in numpy."""
     Path("hostfile").write_text("# mine\nhost1 slots=2\nroot@host2 slots=4\n")
-    done = launch(hosts, mlp_plan(2, 2), "--hostfile", "hostfile", "--", "train")
+    done = launch(hosts, mlp_plan(2, 1), "--hostfile", "hostfile", "--", "train")
     assert (done.returncode, done.stderr) == (0, "")
     for lines in shown(done.stdout).values():
         (line,) = [line for line in lines if line.startswith("losses")]

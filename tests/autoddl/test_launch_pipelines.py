@@ -122,25 +122,25 @@ def test_a_slurm_script_says_that_its_folder_is_needed(tmp_path, capsys):
 def test_a_pipeline_is_trained_and_goes_on_after_a_failure(tmp_path, expected):
     """It saves a checkpoint after each step, loses a rank before the third, and ends as if nothing had been."""
     options = ["--max-restarts", "1", "--checkpoints", "saved"]
-    done = run(pipeline(tmp_path / "plan.json"), SCRIPT, *options, "--", "train_plan", str(NUM_STEPS), "2")
+    plan = pipeline(tmp_path / "plan.json", 1, 2, StageMesh(1, 1))
+    done = run(plan, SCRIPT, *options, "--", "train_plan", str(NUM_STEPS), "2")
     assert losses(done.stdout) == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == NUM_STEPS
     assert "raised RuntimeError: lost" in done.stderr and done.stderr.count("starting again") == 1
 
 
 @needs_oneflow
-def test_an_exported_pipeline_is_launched(tmp_path):
+def test_an_exported_pipeline_is_launched(lent_ranks, tmp_path, capsys):
     """Its losses are those of `autoddl train` of the plan, on the same text with the same seed."""
-    plan, text = pipeline(tmp_path / "plan.json"), tmp_path / "text"
+    plan, text = pipeline(tmp_path / "plan.json", 1, 2, StageMesh(1, 1)), tmp_path / "text"
     text.write_bytes(bytes(range(256)) * 8)
     assert main(["export", plan, "--to", "oneflow", "-o", "model.py"]) == 0
     options = ["--steps", "2", "--seed", "3", "--learning-rate", "0.002"]
     out = run(plan, Path("model.py"), "--", *options, "--text", str(text)).stdout
     found = [float(line.partition("loss ")[2]) for line in shown(out)[0]]
-    command = [sys.executable, "-c", START, "train", plan, "--text", str(text), *options, "--json", "--quiet"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert found == pytest.approx(json.loads(done.stdout)["losses"], abs=2e-6)
+    capsys.readouterr()
+    assert main(["train", plan, "--text", str(text), *options, "--json", "--quiet"]) == 0
+    assert found == pytest.approx(json.loads(capsys.readouterr().out)["losses"], abs=2e-6)
 
 
 @pytest.fixture(scope="module")

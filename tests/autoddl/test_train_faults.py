@@ -55,7 +55,7 @@ def flip(path: Path) -> None:
     "training goes on from the one before it, with the same losses; a warning names the damaged one",
     exit_code=0,
 )
-def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(trained, tmp_path, capsys):
+def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(trained, lent_ranks, tmp_path, capsys):
     command, saved, losses = trained
     directory = tmp_path / "saved"
     shutil.copytree(saved, directory)

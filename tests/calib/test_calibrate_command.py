@@ -81,12 +81,10 @@ def test_options_that_make_no_sense(options, message):
 # ---- Real ranks ------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
-@needs_oneflow
-def test_calibrate_then_plan(tmp_path):
+def test_calibrate_then_plan(lent_ranks, tmp_path, capsys):
     """A few sizes on 2 ranks; the cluster file that comes of it; more repetitions of the same samples; a plan with its trust.
 
-    Slow, because ranks start twice, and measure each collective at each size.
+    Slow, because ranks start, and measure each collective at each size.
     """
     output, samples = tmp_path / "mine.json", tmp_path / "mine.csv"
     small = ["--ranks", "2", "--sizes", "16KiB,256KiB", "--quiet", "-o", str(output)]
@@ -104,16 +102,17 @@ def test_calibrate_then_plan(tmp_path):
     cluster = load_cluster(output)
     assert cluster.calibration is not None and cluster.calibration.num_samples == len(first)
     # What is there is kept, and only what is missing is measured.
-    done = run("calibrate", *small, "--repetitions", "4", "--json")
-    assert done.returncode == 0, done.stderr
+    assert main(["calibrate", *small, "--repetitions", "2", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
     second = read_samples(samples)
     assert [replace(s, repetition=0) for s in second[: len(first)]] == [replace(s, repetition=0) for s in first]
     assert len(second) > len(first)
-    assert all(sum(t.setting == s.setting for t in second) >= 4 for s in second)
-    assert json.loads(done.stdout)["calibration"]["num_samples"] == len(second)
-    planned = run("plan", "mlp:256,512,256", "--cluster", str(output), "--devices-per-node", "2", "--json", "--quiet")
-    assert planned.returncode == 0, planned.stderr
-    plan = json.loads(planned.stdout)
+    assert all(sum(t.setting == s.setting for t in second) >= 2 for s in second)
+    assert document["calibration"]["num_samples"] == len(second)
+    assert (
+        main(["plan", "mlp:256,512,256", "--cluster", str(output), "--devices-per-node", "2", "--json", "--quiet"]) == 0
+    )
+    plan = json.loads(capsys.readouterr().out)
     assert 0 <= plan["trust"]["probability"] <= 1 and plan["trust"]["draws"] == 100
 
 
@@ -158,14 +157,10 @@ def test_samples_that_cannot_be_written_end_the_run(tmp_path):
     assert time.monotonic() - start < 120
 
 
-@pytest.mark.ranks
-@needs_oneflow
-def test_rank_runs_strategies():
-    done = run(
-        "rank", "mlp:64,128,32", "--ranks", "2", "--strategies", "4", "--rounds", "2", "--repetitions", "1", "--json", "--quiet"
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    document = json.loads(done.stdout)
+def test_rank_runs_strategies(lent_ranks, capsys):
+    small = ["--ranks", "2", "--strategies", "4", "--rounds", "2", "--repetitions", "1"]
+    assert main(["rank", "mlp:64,128,32", *small, "--json", "--quiet"]) == 0
+    document = json.loads(capsys.readouterr().out)
     assert set(document["scores"]) == {"communication", "step"} and not document["refused"]
     assert len(document["strategies"]) == 4
     for strategy in document["strategies"]:

@@ -105,8 +105,6 @@ CASES: dict[str, Callable[[], Case]] = {
     "gpt on 2x2, recomputed": lambda: random_case("gpt", GPT, (2, 2), 3, recompute=True),
     "gpt on 4, summa": lambda: random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True),
     "bert on 4": lambda: random_case("bert", BERT, (4,), 7),
-    "bert on 2x2, recomputed": lambda: random_case("bert", BERT, (2, 2), 8, recompute=True),
-    "llama on 4": lambda: random_case("llama", LLAMA, (4,), 9),
     "llama on 2x2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2, 2), 10, recompute=True),
     "vgg on 2": lambda: random_case("vgg", Pictures(11, image=32, classes=16, hidden=64), (2,), 11, optimizer="sgd"),
 }

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -153,7 +151,7 @@ def test_delayed_weights_are_those_of_the_runtime(counted_ranks, tmp_path, name)
 
 @pytest.mark.ranks
 def test_a_pipeline_is_a_script_that_trains_saves_and_loads(tmp_path):
-    """Slow, because OneFlow starts seven times."""
+    """Slow, because OneFlow starts six times."""
     if not (available := is_available()):
         pytest.skip(available.reason)
     plan = pipelined(MLP, schedule("1f1b", 2, policy="A"), (2, 2), StageMesh(1, 1), shape=(1, 2))
@@ -178,5 +176,3 @@ def test_a_pipeline_is_a_script_that_trains_saves_and_loads(tmp_path):
     assert loaded < losses[0] and loaded != losses[0]
     failed = run_script(path, 2, "--load", str(files[0]))
     assert failed[1].returncode == 1 and "the state_dict lacks 'fc3.weight'" in failed[1].stderr
-    alone = subprocess.run([sys.executable, "-I", str(path)], capture_output=True, text=True, timeout=60)
-    assert alone.returncode == 1 and alone.stderr == "this model is for 2 ranks, WORLD_SIZE is 1\n"

@@ -63,7 +63,7 @@ def check(pairs, results, shape):
 def test_values_forward_and_backward(ranks, num_ranks, shape):
     if num_ranks == 6:
         shape = tuple(3 * length for length in shape)
-    pairs = random_pairs(num_ranks, 40 if num_ranks < 8 else 25, num_ranks, shape)
+    pairs = random_pairs(num_ranks, 25, num_ranks, shape)
     texts = [(str(source), str(target)) for source, target in pairs]
     check(pairs, ranks(num_ranks).run(f"{JOBS}:move_pairs", texts, shape, False), shape)
 

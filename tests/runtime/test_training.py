@@ -13,7 +13,7 @@ from autoddl.planner import Options, make_plan
 
 JOBS = Path(__file__).with_name("training_jobs.py")
 TEXT = Path(__file__).with_name("sonnets.txt")
-SIZES = Transformer("gpt", layers=2, width=64, heads=4, sequence=32, vocabulary=128)
+SIZES = Transformer("gpt", layers=1, width=64, heads=4, sequence=32, vocabulary=128)
 NUM_STEPS, BATCH = 50, 16
 
 

@@ -72,12 +72,11 @@ RIGHT = {
     "mlp on 2": mlp_plan((on((2, 1, 1)), on((1, 2, 1)), on((1, 1, 2))), optimizer="sgd"),
     "mlp on 4": mlp_plan((on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))), batch=128, micro_batch=64),
     "mlp on 4, summa": mlp_plan((on((2, 2, 1), summa=True), on((1, 2, 2)), on((2, 2, 1))), optimizer="momentum"),
-    "mlp on 8": mlp_plan((on((2, 2, 2)), on((1, 2, 4)), on((4, 1, 2)))),
+    "mlp on 2 x 4": mlp_plan((on((2, 1, 1), (1, 2, 2)), on((1, 2, 1), (1, 1, 4)), on((1, 1, 2), (4, 1, 1)))),
     "gpt on 2, optimal": gpt_plan("optimal", (2,)),
     "gpt on 4, optimal": gpt_plan("optimal", (4,), recompute=True),
     "gpt on 4, megatron": gpt_plan("megatron", (4,)),
     "gpt on 2 x 2, optimal": gpt_plan("optimal", (2, 2)),
-    "gpt on 2 x 4, optimal": gpt_plan("optimal", (2, 4)),
 }
 
 

@@ -24,7 +24,7 @@ from ..sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("pipeline_jobs.py")
 TIMEOUT_S = 240
-STEPS = 5
+STEPS = 3
 
 Ranks = Callable[[int], RankPool]
 
@@ -117,7 +117,7 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
 
     def add(name: str, num_micro_batches: int, model: str = "sequential", **options: Any) -> None:
         label = "-".join([name, str(num_micro_batches), model, *map(str, options.values())])
-        iterations = options.pop("iterations", STEPS)
+        iterations = options.pop("iterations", STEPS if num_stages == 2 else 2)
         sizes = options.pop("sizes", None)
         schedule = generate(
             name, num_stages=num_stages, num_micro_batches=num_micro_batches, iterations=iterations, **options
@@ -211,7 +211,7 @@ def double_grouped(stage: int, num_stages: int, number: int, period: int) -> int
     return number // period if stage >= num_stages // 2 else max(0, number // period - 1)
 
 
-UPDATES = 10
+UPDATES = 6
 
 
 def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
@@ -231,7 +231,7 @@ def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
     result = []
     for rule, name, n, options in families:
         # Weights of eight stages are seven updates old in pipedream, one in the others.
-        updates = 4 if d == 8 and name != "pipedream" else UPDATES
+        updates = UPDATES if d < 8 else 9 if name == "pipedream" else 3
         schedule = generate(name, num_stages=d, num_micro_batches=n, iterations=updates, **options)
         result.append((rule, schedule))
     return result

@@ -38,7 +38,7 @@ from ..sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("stage_plan_jobs.py")
 TIMEOUT_S = 240
-STEPS = 5
+STEPS = 3
 
 FAMILIES = [
     ("gpipe", {}),
@@ -422,12 +422,11 @@ def test_transformers_with_weights_that_stages_share(ranks):
 
 
 def test_eight_ranks(ranks):
-    """Two stages of 2 x 2 ranks; three of 2, 4 and 2; Chimera on four of 2."""
+    """Chimera on two stages of 2 x 2 ranks, and on four of 2; three stages of 2, 4 and 2."""
     rng, cases = random.Random(4), []
     first, second = pieces_of(gpt(GPT), ["h.1"])
     both = [StagePlan({layer.name: two_by_two(layer) for layer in half}) for half in (first, second)]
-    for name in ("1f1b", "chimera"):
-        cases.append(gpt_case(generate(name, num_stages=2, num_micro_batches=4, width=4), both, runs=STEPS))
+    cases.append(gpt_case(generate("chimera", num_stages=2, num_micro_batches=4, width=4), both, runs=STEPS))
     layers = mlp(MLP_WIDTHS).layers
     three = [random_plan(part, p, 12, rng) for part, p in zip((layers[:1], layers[1:3], layers[3:]), (2, 4, 2))]
     cases.append(mlp_case(generate("1f1b", num_stages=3, num_micro_batches=4, width=(2, 4, 2)), three, runs=STEPS))
@@ -463,7 +462,7 @@ def test_asynchronous_schedules_have_their_update_semantics(ranks):
     rng, cases, versions = random.Random(5), [], []
     for name, rule in (("pipedream", pipedream), ("pipedream-2bw", two_buffered), ("wpipe", double_grouped)):
         schedule = generate(
-            name, num_stages=2, num_micro_batches=1 if name == "pipedream" else 2, width=2, iterations=10
+            name, num_stages=2, num_micro_batches=1 if name == "pipedream" else 2, width=2, iterations=6
         )
         depth = schedule.num_stages
         layers, each = mlp(MLP_WIDTHS).layers, 4 // depth

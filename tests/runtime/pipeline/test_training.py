@@ -127,12 +127,11 @@ class KilledError(Exception):
     """In the middle of a job."""
 
 
-@pytest.mark.ranks
 @pytest.mark.parametrize("name", ["chimera", "wpipe"])
-def test_a_killed_job_goes_on_with_the_same_losses(oneflow, text, tmp_path, name):
+def test_a_killed_job_goes_on_with_the_same_losses(lent_ranks, text, tmp_path, name):
     more = {"steps_per_run": 2, "steps_per_checkpoint": 2}
     told = []
-    whole = train(options(text, name, **more), told.append, start_timeout_s=120)
+    whole = train(options(text, name, **more), told.append)
     assert [step.number for step in told] == [1, 2, 3, 4, 5, 6]
     assert tuple(step.loss for step in told) == whole.losses
 
@@ -148,8 +147,7 @@ def test_a_killed_job_goes_on_with_the_same_losses(oneflow, text, tmp_path, name
     assert rest.losses == pytest.approx(whole.losses[4:], rel=1e-6)
 
 
-@pytest.mark.ranks
-def test_the_command(oneflow, text, capsys):
+def test_the_command(lent_ranks, text, capsys):
     command = ["train", "gpt:2x16", "--text", str(text), "--sequence", "8", "--steps", "3"]
     assert main([*command, "--schedule", "chimera", "--json"]) == 0
     document = json.loads(capsys.readouterr().out)

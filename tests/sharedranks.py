@@ -1,13 +1,22 @@
+"""Ranks that all tests of a session share: starting one takes a second of computing."""
+
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
+
+__all__ = ["counted_ranks", "lent_ranks", "ranks"]
+
+#: Where commands take the pools from that they start.
+_USERS = ("pipelines.runtime.launcher", "pipelines.runtime.pipeline.training", "verification.run")
 
 
 @pytest.fixture(scope="session")
@@ -40,3 +49,20 @@ def counted_ranks(ranks: Callable[[int], RankPool]) -> Callable[[int], RankPool]
     if not available:
         pytest.skip(available.reason)
     return ranks
+
+
+@pytest.fixture
+def lent_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that are called in this process run on the shared pools in place of pools of their own, which they leave open.
+
+    For what commands compute and say. How they start ranks, and what they do when one fails, takes ranks of their own. Skips where
+    there can be none.
+    """
+    if not (available := is_available()):
+        pytest.skip(available.reason)
+
+    def lend(num_ranks: int, **_options: Any) -> contextlib.nullcontext[RankPool]:
+        return contextlib.nullcontext(ranks(num_ranks))
+
+    for user in _USERS:
+        monkeypatch.setattr(f"autoddl.{user}.RankPool", lend)
