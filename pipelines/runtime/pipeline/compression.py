@@ -11,8 +11,8 @@ so that no value overflows, and for every value
 
     |y - x| <= max(2^-11 |x|, 2^-39 max |x|)
 
-Where rounding would make zero of a value that is none (one below some 2^-39 of the largest), or where something is not finite, the
-tensor goes in full precision. Tensors of other types than single precision are never compressed.
+Where rounding would make zero of a value that is none (one below some 2^-39 of the largest), where something is not finite, or would
+not be after rounding (the largest values of single precision round up to 2^128), the tensor goes in full precision. Tensors of other types than single precision are never compressed.
 
 **What is sent** is 32-bit words, in two parts, because the receiver has to know how much comes before it knows the values:
 
@@ -38,6 +38,7 @@ __all__ = ["FULL", "Encoded", "decode", "encode", "has_rest", "num_words", "num_
 FULL = -(2**31)
 """In the place of e: the tensor is in full precision."""
 _TOP = 15
+_LARGEST_EXPONENT = 128  # e of the largest values of single precision
 
 
 class Encoded(NamedTuple):
@@ -91,6 +92,8 @@ def _compressed(flat: np.ndarray) -> tuple[int, np.ndarray] | None:
         return None
     _, exponent = np.frexp(largest)
     half = np.ldexp(flat, _TOP - int(exponent)).astype(np.float16)
+    if exponent == _LARGEST_EXPONENT and np.abs(half).max() == 2**_TOP:  # 2^128 is infinite
+        return None
     return (int(exponent), half) if _num_not_zero(half, np.uint16) == _num_not_zero(flat, np.uint32) else None
 
 

@@ -62,6 +62,7 @@ def test_values_of_11_bits_come_back_as_they_were(numbers, exponent, spread):
     ("values", "is_compressed"),
     [
         ([3.4e38, -1e30], True),  # beyond half precision's 65,504: the scaler takes care of that
+        ([3.401993e38], False),  # it would round up to 2^128
         ([3.4e38, 1.0], False),  # the 1 would become 0
         ([1e-40, 3e-42], True),  # no normal numbers in single precision either
         ([1.0, 2.0**-38], True),

@@ -107,7 +107,7 @@ def test_measured_times_give_the_same_simulation(name):
         (["gpt:2x16", "--micro-batches", "0"], "--micro-batches is 0; give a whole number of at least 1"),
         (["gpt:2x16", "--heads", "3"], "width 16 does not divide into 3 heads"),
         (["gpt:2x16", "--steps", "0"], "--steps is 0"),
-        (["gpt:2x16", "--text", "nowhere"], "cannot be read: No such file"),
+        (["gpt:2x16", "--text", "nowhere"], "cannot be read (No such file"),
         (
             ["gpt:2x16", "--schedule", "wpipe", "--checkpoints", "c", "--steps", "15", "--every", "10"],
             "15 steps are not made up of runs of 10",
