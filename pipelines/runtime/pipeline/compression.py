@@ -11,9 +11,9 @@ so that no value overflows, and for every value
 
     |y - x| <= max(2^-11 |x|, 2^-39 max |x|)
 
-Where rounding would make zero of a value that is none (one below some 2^-39 of the largest), or where something is not finite, before
-or after rounding (the largest values of single precision round up to 2^128), the tensor goes in full precision. Tensors of other
-types than single precision are never compressed.
+Where rounding would make zero of a value that is none (one below some 2^-39 of the largest), or where something is not finite,
+before or after rounding (the largest values of single precision round up to 2^128), the tensor goes in full precision. Tensors of
+other types than single precision are never compressed.
 
 **What is sent** is 32-bit words, in two parts, because the receiver has to know how much comes before it knows the values:
 
