@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.failures import FailureKind, RankError, RankFailure, RankUserError
+from autoddl.pipelines.runtime.failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
 
 from .beats import Heart
 from .connection import Connection, supervisor_command
@@ -243,8 +243,9 @@ class _Session:
         if kind == "output":
             self._output.write(message["rank"], message["text"])
         elif kind == "failed":
-            failure = FailureKind(message["failure"])
-            self._failures.append(RankFailure(message["rank"], failure, message["text"], message["refused"]))
+            kind_of_failure, text, refused = FailureKind(message["failure"]), message["text"], message["refused"]
+            failure = RankFailure(message["rank"], kind_of_failure, text, refused, message["position"])
+            self._failures.append(failure)
         elif kind == "ready":
             self._ready.add(message["rank"])
         elif kind == "done":
@@ -285,7 +286,8 @@ class _Session:
             for answer in self._positions.values():
                 if answer["suspended"] is not None:
                     failure = RankFailure(answer["suspended"], FailureKind.STOPPED, "is stopped, as by SIGSTOP")
-                notes += "".join(f"; rank {rank} stands at {position}" for rank, position in answer["positions"])
+            living = {rank: text for answer in self._positions.values() for rank, text in answer["positions"]}
+            notes = positions_text(living, self._failures)
         if failure.kind is FailureKind.WAITED:
             notes = f" (more than {self._job.stall_timeout_s:g} s){notes}"
         host = next(placement.host for placement in self._job.placements if failure.rank in placement.ranks)

@@ -255,6 +255,7 @@ class _Supervisor:
             failure=int(failure.kind),
             text=failure.text,
             refused=failure.is_user_error,
+            position=failure.position,
         )
 
     def _tell_output(self, final: bool = False) -> None:

@@ -5,12 +5,21 @@ from __future__ import annotations
 import enum
 import re
 import signal
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from autoddl.costmodel.errors import UserError
 
-__all__ = ["FailureKind", "RankError", "RankFailure", "RankUserError", "last_position", "waited_too_long"]
+__all__ = [
+    "FailureKind",
+    "RankError",
+    "RankFailure",
+    "RankUserError",
+    "last_position",
+    "positions_text",
+    "waited_too_long",
+]
 
 _MACHINERY = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "messages.py", "rank.py", "wire.py")}
 
@@ -39,19 +48,25 @@ class FailureKind(enum.IntEnum):
     RAISED = 1
     EXITED = 2
     STOPPED = 3  # suspended by SIGSTOP or the like
-    CRASHED = 4  # ended by a signal of its own making: OneFlow aborts when a connection to another rank breaks
+    CRASHED = 4  # ended by a signal of its own making
     WAITED = 5  # blocked for longer than the stall timeout in communication that another rank did not join
-    TIMEOUT = 6  # did not finish in time
+    CUT_OFF = 6  # crashed because another rank had gone: OneFlow aborts when a connection breaks
+    TIMEOUT = 7  # did not finish in time
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure; ``text`` continues the sentence "rank 3 of 4 ..."."""
+    """One rank's failure; ``text`` continues the sentence "rank 3 of 4 ...".
+
+    Attributes:
+        position: where in the user's code a rank stood that was cut off; "" where it is not known, and of other failures.
+    """
 
     rank: int
     kind: FailureKind
     text: str
     is_user_error: bool = False
+    position: str = ""
 
     @staticmethod
     def of_exception(rank: int, type_name: str, text: str, is_user_error: bool) -> RankFailure:
@@ -77,9 +92,18 @@ class RankFailure:
             place = f" at {position}" if position else ""
             cause = _last_error_line(log_tail)
             said = f": {cause}" if cause else ""
-            return RankFailure(rank, FailureKind.CRASHED, f"crashed with {_signal_name(signal_number)}{place}{said}")
+            text = f"crashed with {_signal_name(signal_number)}{place}{said}"
+            if _lost_another(log_tail):
+                return RankFailure(rank, FailureKind.CUT_OFF, text, position=position)
+            return RankFailure(rank, FailureKind.CRASHED, text)
         hint = ", perhaps for lack of memory" if signal_number == signal.SIGKILL else ""
         return RankFailure(rank, FailureKind.KILLED, f"was killed by {_signal_name(signal_number)}{hint}")
+
+
+def positions_text(living: Mapping[int, str], failures: Iterable[RankFailure]) -> str:
+    """Where ranks stand, to be appended to a message: living ones by their number, and those that were cut off meanwhile."""
+    standing = {failure.rank: failure.position for failure in failures if failure.position} | dict(living)
+    return "".join(f"; rank {rank} stands at {position}" for rank, position in sorted(standing.items()))
 
 
 def waited_too_long(text: str) -> bool:
@@ -90,6 +114,11 @@ def waited_too_long(text: str) -> bool:
     """
     words = ("cond_.wait_for(lck, seconds", "blocking instructions", "timeout_error")
     return any(word in text for word in words) or bool(re.search(r"^Timeout \(\d+:\d\d:\d\d", text, re.MULTILINE))
+
+
+def _lost_another(log_tail: str) -> bool:
+    """Whether OneFlow says that a connection to another rank broke: its control service's (gRPC's), or its data network's."""
+    return bool(re.search(r"rpc_client\.cpp.*\(14 vs\. 0\)|Machine \d+ lost|io_event_poller", log_tail))
 
 
 def last_position(dump: str) -> str:

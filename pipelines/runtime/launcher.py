@@ -29,7 +29,7 @@ from typing import Any, Union
 
 from autoddl.costmodel.errors import UserError
 
-from .failures import FailureKind, RankError, RankFailure, RankUserError
+from .failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
 from .load import is_available
 from .localranks import LocalRanks, RankMessage
 from .network import namespace_available
@@ -274,38 +274,42 @@ class RankPool:
         tick = _TICK_SECONDS if deadline is None else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
         messages, failures = self._ranks.look(tick)
         if failures:
-            raise self._error(self._first_cause(failures))
+            raise self._error(*self._causes(failures))
         is_late = deadline is not None and time.monotonic() >= deadline
         if is_late and all(kind == "report" for _, kind, _ in messages):  # reports are no reason to wait on
             raise self._error(RankFailure(awaited[0].rank, FailureKind.TIMEOUT, f"is late: {what}"))
         return messages
 
-    def _first_cause(self, failures: Sequence[RankFailure]) -> RankFailure:
-        """The most telling failure among these and those that come soon after."""
+    def _causes(self, failures: Sequence[RankFailure]) -> list[RankFailure]:
+        """These failures and those that come soon after, the most telling one first."""
         begun, known = time.monotonic(), list(failures)
         while True:
-            cause = min(known, key=lambda failure: failure.kind)
-            patience = _DEATH_SECONDS if cause.kind is FailureKind.CRASHED else _SETTLE_SECONDS
+            known.sort(key=lambda failure: failure.kind)
+            is_consequence = known[0].kind in (FailureKind.CRASHED, FailureKind.CUT_OFF)
+            patience = _DEATH_SECONDS if is_consequence else _SETTLE_SECONDS
             left = begun + patience - time.monotonic()
             if left <= 0:
-                return cause
+                return known
             time.sleep(min(left, 0.02))
             known += self._ranks.look(0.0)[1]
 
-    def _error(self, failure: RankFailure) -> RankError:
-        """What to raise for a failure, the ranks being still there to be asked where they stand."""
-        notes: list[str] = []
+    def _error(self, failure: RankFailure, *others: RankFailure) -> RankError:
+        """What to raise for a failure, the ranks being still there to be asked where they stand.
+
+        Args:
+            others: less telling failures.
+        """
+        notes = ""
         if failure.kind in (FailureKind.WAITED, FailureKind.TIMEOUT):
             suspended = self._ranks.suspended()
             if suspended is not None:
                 failure = suspended
             else:
-                notes = [f"rank {rank} stands at {position}" for rank, position in self._ranks.positions().items()]
+                notes = positions_text(self._ranks.positions(), others)
         if failure.kind is FailureKind.WAITED:
             failure = RankFailure(failure.rank, failure.kind, f"{failure.text} (more than {self.stall_timeout_s:g} s)")
         log = self._ranks.of(failure.rank).log
-        standing = "; ".join(["", *notes])
-        message = f"rank {failure.rank} of {self.num_ranks} {failure.text}{standing} (its output: {log})"
+        message = f"rank {failure.rank} of {self.num_ranks} {failure.text}{notes} (its output: {log})"
         return (RankUserError if failure.is_user_error else RankError)(message, failure.rank, log)
 
     # ---- Ending -----------------------------------------------------------------------------------------------------

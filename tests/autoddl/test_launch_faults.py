@@ -23,6 +23,7 @@ from autoddl.launching.connection import Connection
 from autoddl.launching.hosts import LOCALHOST, Host, Placement
 from autoddl.pipelines.runtime.load import is_available
 
+from ..processes import is_running
 from .test_launch import SCRIPT, START, launch, shown, wait_until_gone
 from .test_launch_hosts import parent
 
@@ -45,12 +46,6 @@ def _here(outside_of_jobs: None) -> None:
 
 def command(plan: Path, *words: str) -> list[str]:
     return [sys.executable, "-c", START, "launch", str(plan), str(SCRIPT), *words]
-
-
-def is_running(pid: int) -> bool:
-    with contextlib.suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    return False
 
 
 def wait_until_dead(pids: set[int]) -> None:

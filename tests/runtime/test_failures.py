@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from autoddl.pipelines.runtime.failures import FailureKind, RankFailure, last_position, waited_too_long
+from autoddl.pipelines.runtime.failures import FailureKind, RankFailure, last_position, positions_text, waited_too_long
 
 TRANSFER_TIMEOUT = """terminate called after throwing an instance of 'oneflow::RuntimeException'
   what():  \x1b[1m\x1b[38;2;255;000;000mError\x1b[0m: Check failed: cond_.wait_for(lck, seconds, [this]() { return cnt_val_ == 0; })
@@ -51,9 +51,19 @@ def test_deaths(number, code, log, kind, words):
     assert RankFailure.of_death(2, number, code, log) == RankFailure(2, kind, words)
 
 
+def test_a_rank_that_was_cut_off_says_where_it_stood():
+    """It is the other one, which waited in vain and left, that tells what happened; but this one stood where it was awaited."""
+    stack = 'Thread 0x01 (most recent call first):\n  File "/x/net.py", line 9 in forward\n'
+    cut_off = RankFailure.of_death(1, signal.SIGABRT, 0, LOST_CONNECTION + stack)
+    waited = RankFailure.of_death(0, signal.SIGABRT, 0, TRANSFER_TIMEOUT)
+    assert min(cut_off, waited, key=lambda failure: failure.kind) is waited
+    text = positions_text({2: "/x/net.py:4 in backward"}, [waited, cut_off])
+    assert text == "; rank 1 stands at /x/net.py:9 in forward; rank 2 stands at /x/net.py:4 in backward"
+
+
 def test_the_cause_of_a_crash_is_found_above_the_stacks():
     failure = RankFailure.of_death(0, signal.SIGABRT, 0, LOST_CONNECTION)
-    assert failure.kind is FailureKind.CRASHED
+    assert failure.kind is FailureKind.CUT_OFF
     assert "rpc_client.cpp:40] Check failed" in failure.text
     assert "\n" not in failure.text
     said = "terminate called after throwing an instance of 'std::out_of_range'\n  what():  map::at\nFatal Python error: Aborted\n"

@@ -193,7 +193,7 @@ def test_a_crash_waits_for_the_death_that_caused_it(pool, monkeypatch, kind, nam
         return [], [killed] if time.monotonic() >= ends else []
 
     monkeypatch.setattr(pool._ranks, "look", look)
-    assert pool._first_cause([RankFailure(0, kind, "is gone")]).rank == named
+    assert pool._causes([RankFailure(0, kind, "is gone")])[0].rank == named
 
 
 def test_a_users_error_stays_a_users_error(pool):

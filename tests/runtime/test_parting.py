@@ -44,7 +44,7 @@ def test_others_go(tmp_path, have_parted):
     if have_parted:
         assert (death, said) == (None, "")
     else:
-        assert death is not None and death.kind is FailureKind.CRASHED and "Check failed" in said
+        assert death is not None and death.kind is FailureKind.CUT_OFF and "Check failed" in said
 
 
 TOGETHER = """

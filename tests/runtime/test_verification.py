@@ -27,6 +27,7 @@ from autoddl.search.baselines import baselines
 from autoddl.verification import Limits, VerifyOptions, comparing, run, verify
 from autoddl.verification.prediction import predicted_steps
 
+from ..processes import is_running
 from .sent_bytes import Sent, check_sent
 
 available = is_available()
@@ -340,7 +341,7 @@ def test_a_rank_that_fails_is_named_soon_and_nothing_is_left(users_plan, tmp_pat
     document = json.loads(done.stdout)
     assert document["verdict"] == "failed" and words in document["error"]
     pids = [int(file.name[4:]) for file in tmp_path.glob("pid-*")]
-    assert pids and not [pid for pid in pids if Path(f"/proc/{pid}").exists()]
+    assert pids and not [pid for pid in pids if is_running(pid)]
 
 
 # ---- Refusals --------------------------------------------------------------------------------------------------------------------
