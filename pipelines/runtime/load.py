@@ -29,7 +29,7 @@ from autoddl.costmodel.errors import UserError
 from .availability import Availability
 from .memory_files import MemoryFile
 
-__all__ = ["is_available", "load_oneflow"]
+__all__ = ["is_available", "load_oneflow", "preload_libraries"]
 
 # Dependencies first: cublas needs cublasLt, every cudnn_* needs cudnn, *_train needs *_infer.
 _CUDA_LIBRARIES = (
@@ -99,8 +99,21 @@ def load_oneflow() -> ModuleType:
         ) from error
 
 
+def preload_libraries() -> None:
+    """Load the libraries that OneFlow's import needs, and its own: the slow part of it, which needs no other rank.
+
+    Nothing is said here of what is missing: the import does that.
+    """
+    preload_cuda_libraries()
+    found = importlib.util.find_spec("oneflow")
+    for folder in (found.submodule_search_locations or []) if found else []:
+        for path in Path(folder).glob("_oneflow_internal.*.so"):
+            with contextlib.suppress(OSError):
+                ctypes.CDLL(str(path))
+
+
 def preload_cuda_libraries() -> None:
-    """Load the CUDA libraries of the NVIDIA wheels, as far as they are installed; the slow part that needs no other rank."""
+    """Load the CUDA libraries of the NVIDIA wheels, as far as they are installed."""
     for directory in _nvidia_directories():
         for name in _CUDA_LIBRARIES:
             path = directory / name

@@ -40,7 +40,7 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 
-from .load import load_oneflow, preload_cuda_libraries
+from .load import load_oneflow, preload_libraries
 from .messages import read_message, write_message
 from .network import create_namespace, join_namespace
 from .parting import leave_network, wait_for_departures
@@ -145,7 +145,7 @@ def _start(options: RankOptions) -> None:
     if options.with_oneflow:
         import numpy  # noqa: F401  # these two take long and need nobody: done while rank 0 comes up
 
-        preload_cuda_libraries()
+        preload_libraries()
     if options.rank > 0:
         _launcher.receive()  # "load": a rank that looks for rank 0 too early sleeps for 10 s before it looks again
     if options.with_oneflow:
