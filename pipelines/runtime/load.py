@@ -106,9 +106,9 @@ def preload_libraries() -> None:
     """
     preload_cuda_libraries()
     found = importlib.util.find_spec("oneflow")
-    for folder in (found.submodule_search_locations or []) if found else []:
-        for path in Path(folder).glob("_oneflow_internal.*.so"):
-            with contextlib.suppress(OSError):
+    with _captured_stderr(), contextlib.suppress(OSError):  # it speaks of devices that are not there
+        for folder in (found.submodule_search_locations or []) if found else []:
+            for path in Path(folder).glob("_oneflow_internal.*.so"):
                 ctypes.CDLL(str(path))
 
 
