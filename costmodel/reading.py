@@ -17,7 +17,7 @@ import os
 import re
 import select
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from . import limits
 from .errors import UserError, quote, shortened
@@ -156,13 +156,3 @@ def figure(text: str, what: str, least: float = 0.0, most: float = limits.LARGES
     if not least <= value <= most:
         raise UserError(f"{what} is {quote(text)}, should be a number from {least:g} to {most:g}")
     return value
-
-
-def check_rows(rows: Sequence[object], most: int, where: str, what: str) -> None:
-    """Refuse a list of more than ``most`` entries.
-
-    Raises:
-        UserError: it is longer.
-    """
-    if len(rows) > most:
-        raise UserError(f"{where}: {len(rows):,} {what} should be at most {most:,}")

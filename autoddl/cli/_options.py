@@ -29,7 +29,7 @@ _LISTED = re.compile(rf"(?<= has no option )(?:{_NAMES})(?=; )|(?<=; it has )(?:
 
 
 def add_edited(parser: argparse.ArgumentParser) -> None:
-    """Let a plan in that was edited."""
+    """Add the option ``--edited``, of all commands that read plans."""
     parser.add_argument(
         "--edited",
         action="store_true",
