@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import fcntl
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -14,7 +16,8 @@ __all__ = ["RankOutput"]
 class RankOutput:
     """Takes the ranks' output.
 
-    A place that cannot be written to (a full disk, a read-only folder) is no reason to end a job: from then on nothing is kept.
+    A place that cannot be written to (a full disk, a read-only folder, another job's files) is no reason to end a job: from then on
+    nothing is kept.
 
     Args:
         folder: for the files ``rank<k>.log``.
@@ -53,15 +56,15 @@ class RankOutput:
             if rank not in self._files:
                 self._folder.mkdir(parents=True, exist_ok=True)
                 self._files[rank] = path.open("ab", buffering=0)
+                _claim(self._files[rank])
             rest = memoryview(text.encode(errors="replace"))
             while rest:
                 rest = rest[os.write(self._files[rank].fileno(), rest) :]
         except OSError as error:
             self._is_kept = False
             self._close()
-            self._warn(
-                f"{path} cannot be written ({error.strerror}): the ranks' output is shown, but no longer kept in files"
-            )
+            reason = "another job is writing it" if error.errno == errno.EWOULDBLOCK else error.strerror
+            self._warn(f"{path} cannot be written ({reason}): the ranks' output is shown, but no longer kept in files")
 
     def finish(self) -> None:
         """Show what was not ended by a new line."""
@@ -86,3 +89,17 @@ class RankOutput:
         except BaseException:
             self._is_shown = False  # that ends the job, and must not hinder its end
             raise
+
+
+def _claim(file: IO[bytes]) -> None:
+    """Keep other launches from writing a file as long as it is open.
+
+    Raises:
+        BlockingIOError: one of them does.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:  # some network file systems have no locks
+        pass

@@ -341,6 +341,33 @@ def test_output_is_shown_line_by_line_and_kept_as_it_is(tmp_path):
     assert (tmp_path / "logs" / "rank1.log").read_bytes() == b"10%\r20%\r30%\nno end"
 
 
+@pytest.mark.fault(
+    "launch",
+    "two launches with the same --log-dir at the same time",
+    "one warning of the second names the file; its ranks' output is shown but not kept, and both jobs go on",
+)
+def test_files_that_another_job_writes_are_left_to_it(tmp_path):
+    shown: list[str] = []
+    warnings: list[str] = []
+    first = RankOutput(tmp_path, {0: ""}, shown.append, pytest.fail)
+    second = RankOutput(tmp_path, {0: ""}, shown.append, warnings.append)
+    first.write(0, "one\n")
+    second.write(0, "two\n")
+    second.write(0, "two\n")
+    assert shown == ["[rank 0] one", "[rank 0] two", "[rank 0] two"]
+    reason = "another job is writing it"
+    assert warnings == [
+        f"{tmp_path}/rank0.log cannot be written ({reason}): the ranks' output is shown, but no longer kept in files"
+    ]
+    assert second.path(0) is None
+    first.finish()
+    assert (tmp_path / "rank0.log").read_text() == "one\n"
+    third = RankOutput(tmp_path, {0: ""}, shown.append, pytest.fail)
+    third.write(0, "three\n")
+    third.finish()
+    assert (tmp_path / "rank0.log").read_text() == "one\nthree\n"
+
+
 def test_sending_never_waits_for_the_reader():
     """What a full pipe does not take waits, in order; signs of life only where nothing else does."""
     read_end, write_end = os.pipe()
