@@ -282,6 +282,9 @@ def _check(arguments: argparse.Namespace) -> None:
             )
     if arguments.slurm_option and not arguments.slurm:
         raise UserError("--slurm-option is for --slurm")
+    path = arguments.checkpoints
+    if path and os.path.exists(path) and not os.path.isdir(path):
+        raise UserError(f"--checkpoints {path} is a file, should be a folder")
 
 
 def _show(line: str) -> None:

@@ -254,6 +254,7 @@ def test_nothing_outlives_a_killed_launcher(mlp_plan):
         (["--grace", "nan"], "--grace: 'nan' is not a number of at most"),
         (["--env", "1=2"], "--env '1=2' should be NAME=VALUE"),
         (["--env", "NOT_SET_AT_ALL"], "--env NOT_SET_AT_ALL: it has no value here"),
+        (["--checkpoints", __file__], f"--checkpoints {__file__} is a file, should be a folder"),
         (["--slurm-option=--partition=x"], "--slurm-option is for --slurm"),
         (["--ssh", ""], "--ssh is empty, should be a command"),
         (["--ssh", "ssh '"], "cannot be read: No closing quotation"),
