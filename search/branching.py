@@ -138,75 +138,114 @@ def explore(
     Choices that cost ``cutoff`` or more are of no interest: where it finishes with such an incumbent, or with none and a finite
     bound, the bound says that all are.  It goes on from where ``start``, of the same instance and limit, ended.
     """
-    deadline = deadline or Deadline()
-    limit = math.inf if memory_limit is None else memory_limit
-    order = itertools.count()
-    incumbent = start.incumbent if start else None
-    heap = [(node.bound, next(order), node) for node in (start.open if start else ())]
-    heapq.heapify(heap)
-    nodes = start.nodes if start else 0
-
-    def best() -> float:
-        return min(incumbent.cost if incumbent else math.inf, cutoff)
-
-    def consider(point: Point) -> None:
-        nonlocal incumbent
-        if point.peak <= limit and point.cost < (incumbent.cost if incumbent else math.inf):
-            incumbent = point
-
-    def push(bound: float, interval: Interval, dual: Dual) -> None:
-        heapq.heappush(heap, (bound, next(order), OpenNode(bound, interval, dual)))
-
-    def open_node(interval: Interval, inherited: float) -> None:
-        nonlocal nodes
-        if interval.lowest > interval.highest:
-            return
-        nodes += 1
-        dual = solve_dual(instance, interval, memory_limit, cutoff=best(), stop=deadline.stop)
-        for point in dual.points:
-            consider(point)
-        if dual.bound < math.inf:
-            push(max(dual.bound, inherited), interval, dual)
-
-    def split(interval: Interval, buffer: float, bound: float) -> None:
-        below = int(np.searchsorted(instance.buffers, buffer)) - 1
-        open_node(Interval(interval.lowest, float(instance.buffers[below])), bound)
-        open_node(Interval(buffer, interval.highest), bound)
-
-    def ended(bound: float, finished: bool) -> Exploration:
-        cost = incumbent.cost if incumbent else math.inf
-        return Exploration(min(bound, cost), incumbent, nodes, finished, tuple(node for *_, node in sorted(heap)))
-
-    if start is None:
-        highest = float(instance.buffers[-1]) if len(instance.buffers) else 0.0
-        open_node(Interval(instance.lowest_buffer, highest), -math.inf)
-    while heap and heap[0][0] < best():
-        bound, _, node = heap[0]
-        report(incumbent.cost if incumbent else math.inf, bound)
-        interval, dual = node.interval, node.dual
-        out_of_time = deadline.is_over
-        above = [point.buffer for point in dual.ends if point.buffer > interval.lowest]
-        if above and instance.plan.exact and (close is not None or nodes < _BOUND_NODES) and not out_of_time:
-            heapq.heappop(heap)
-            split(interval, min(above), bound)
+    tree = _Tree(instance, memory_limit, deadline or Deadline(), cutoff, start)
+    while (node := tree.best_node()) is not None:
+        report(tree.cost, node.bound)
+        out_of_time = tree.deadline.is_over
+        above = [point.buffer for point in node.dual.ends if point.buffer > node.interval.lowest]
+        worth_splitting = close is not None or tree.nodes < _BOUND_NODES
+        if above and instance.plan.exact and worth_splitting and not out_of_time:
+            tree.pop()
+            tree.split(node.interval, min(above), node.bound)
             continue
         if close is None or out_of_time:
-            return ended(bound, finished=False)
+            return tree.exploration(node.bound, finished=False)
         try:
-            proven, point = close(node, best())
+            proven, point = close(node, tree.least_cost)
         except OutOfTimeError as stop:
-            consider(stop.point)
-            others = min((entry[0] for entry in heap[1:]), default=math.inf)
-            return ended(min(max(bound, stop.bound), others), finished=False)
-        heapq.heappop(heap)
-        proven = max(bound, proven)
+            tree.consider(stop.point)
+            tree.pop()
+            tree.push(OpenNode(max(node.bound, stop.bound), node.interval, node.dual))
+            return tree.exploration(tree.bound, finished=False)
+        tree.pop()
+        proven = max(node.bound, proven)
         if point is None:
-            push(proven, interval, dual)
-        else:
-            consider(point)
-            if point.peak > limit:
-                split(interval, point.buffer, proven)
-    return ended(heap[0][0] if heap else math.inf, finished=True)
+            tree.push(OpenNode(proven, node.interval, node.dual))
+            continue
+        tree.consider(point)
+        if point.peak > tree.limit:
+            tree.split(node.interval, point.buffer, proven)
+    return tree.exploration(tree.bound, finished=True)
+
+
+class _Tree:
+    """The open nodes, and the best choice within the limit that was met so far.
+
+    Args:
+        start: the nodes and the choice to begin with; the one node of all choices where there is none.
+    """
+
+    def __init__(
+        self,
+        instance: Instance,
+        memory_limit: float | None,
+        deadline: Deadline,
+        cutoff: float,
+        start: Exploration | None,
+    ) -> None:
+        self.deadline, self.limit = deadline, math.inf if memory_limit is None else memory_limit
+        self.incumbent = start.incumbent if start else None
+        self.nodes = start.nodes if start else 0
+        self._instance, self._memory_limit, self._cutoff = instance, memory_limit, cutoff
+        self._order = itertools.count()
+        self._heap: list[tuple[float, int, OpenNode]] = []
+        for node in start.open if start else ():
+            self.push(node)
+        if start is None:
+            highest = float(instance.buffers[-1]) if len(instance.buffers) else 0.0
+            self._open(Interval(instance.lowest_buffer, highest), -math.inf)
+
+    @property
+    def cost(self) -> float:
+        """Of the incumbent; ``inf`` where there is none."""
+        return self.incumbent.cost if self.incumbent else math.inf
+
+    @property
+    def least_cost(self) -> float:
+        """What a choice has to be below to be of interest."""
+        return min(self.cost, self._cutoff)
+
+    @property
+    def bound(self) -> float:
+        """Of all open nodes; ``inf`` where there is none."""
+        return self._heap[0][0] if self._heap else math.inf
+
+    def best_node(self) -> OpenNode | None:
+        """The node with the least bound; None where it is of no interest."""
+        return self._heap[0][2] if self.bound < self.least_cost else None
+
+    def pop(self) -> None:
+        """Take the best node away."""
+        heapq.heappop(self._heap)
+
+    def push(self, node: OpenNode) -> None:
+        heapq.heappush(self._heap, (node.bound, next(self._order), node))
+
+    def consider(self, point: Point) -> None:
+        """A choice that was met: the incumbent if it fits and is the best."""
+        if point.peak <= self.limit and point.cost < self.cost:
+            self.incumbent = point
+
+    def split(self, interval: Interval, buffer: float, bound: float) -> None:
+        """Open the choices of an interval whose largest buffer is below ``buffer``, and the others."""
+        below = int(np.searchsorted(self._instance.buffers, buffer)) - 1
+        self._open(Interval(interval.lowest, float(self._instance.buffers[below])), bound)
+        self._open(Interval(buffer, interval.highest), bound)
+
+    def _open(self, interval: Interval, inherited: float) -> None:
+        if interval.lowest > interval.highest:
+            return
+        self.nodes += 1
+        dual = solve_dual(self._instance, interval, self._memory_limit, cutoff=self.least_cost, stop=self.deadline.stop)
+        for point in dual.points:
+            self.consider(point)
+        if dual.bound < math.inf:
+            self.push(OpenNode(max(dual.bound, inherited), interval, dual))
+
+    def exploration(self, bound: float, finished: bool) -> Exploration:
+        """What is known, with a bound on all choices that are left."""
+        left = tuple(node for *_, node in sorted(self._heap, key=lambda entry: entry[:2]))
+        return Exploration(min(bound, self.cost), self.incumbent, self.nodes, finished, left)
 
 
 def least_memory(instance: Instance, stop: Stop) -> Point | None:
