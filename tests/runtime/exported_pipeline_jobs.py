@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.util
+import io
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -84,8 +87,21 @@ def _of_run(batch: Any, first: int, number: int) -> tuple[np.ndarray, np.ndarray
     return batch(first + number)
 
 
+def run_as_script(file: str, arguments: Sequence[str]) -> tuple[str, str]:
+    """The file's command on ranks that are there: what it prints, and why it fails."""
+    exported, output = module_of(file), io.StringIO()
+    with mock.patch("sys.argv", [file, *arguments]), contextlib.redirect_stdout(output):
+        try:
+            exported.main(exported.arguments())
+        except ValueError as error:
+            return output.getvalue(), str(error)
+    return output.getvalue(), ""
+
+
 def train_alone(built_in: BuiltIn, plan: Plan, num_steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
-    """The same steps on one device: losses and final values."""
+    """The same steps on one device, the first rank: losses and final values."""
+    if flow.env.get_rank():
+        return [], {}
     assert plan.pipeline is not None
     module = initialize(build_module(built_in), SEED)
     optimizer, per_step = flow.optim.SGD(module.parameters(), lr=RATE), plan.workload.num_micro_batches

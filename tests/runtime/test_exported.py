@@ -190,8 +190,13 @@ def test_a_model_that_computes_something_else_is_noticed(ranks, tmp_path):
 # ---- Files as scripts ----------------------------------------------------------------------------------------------------------
 
 
-def run_script(path: Path, num_ranks: int, *arguments: str) -> list[subprocess.CompletedProcess[str]]:
-    """The script on ranks started by hand: with the variables that any launcher sets, isolated from what is installed by users."""
+def run_script(
+    path: Path, num_ranks: int, *arguments: str, fails_alone: int | None = None
+) -> list[subprocess.CompletedProcess[str]]:
+    """The script on ranks started by hand: with the variables that any launcher sets, isolated from what is installed by users.
+
+    Where one rank ``fails_alone``, the others are killed then: they would wait for it until OneFlow gives up.
+    """
     with reserve_port() as reserved:
         port = reserved.getsockname()[1]
     variables = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(num_ranks)}
@@ -206,6 +211,10 @@ def run_script(path: Path, num_ranks: int, *arguments: str) -> list[subprocess.C
         while rank == 0 and not is_listening(processes[0].pid, port) and time.monotonic() < deadline:
             time.sleep(0.05)
     try:
+        if fails_alone is not None:
+            processes[fails_alone].wait()
+            for process in processes:
+                process.kill()
         return [
             subprocess.CompletedProcess(command, process.wait(), *process.communicate(timeout=90))
             for process in processes

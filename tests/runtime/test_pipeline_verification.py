@@ -17,10 +17,12 @@ import autoddl
 from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
 from autoddl.models.builtin import recognise
+from autoddl.models.feedforward import mlp
 from autoddl.models.transformers import Transformer, gpt
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
@@ -43,9 +45,9 @@ from .sent_bytes import Sent, check_sent
 MODEL = Transformer("gpt", layers=2, width=64, heads=4, sequence=16, vocabulary=256)
 
 
-def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), model: Transformer = MODEL) -> Plan:
+def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), graph: LayerGraph | None = None) -> Plan:
     """Stages of two devices each, at their cheapest strategies but for one layer, so that something is sent inside too."""
-    graph = gpt(model)
+    graph = graph or gpt(MODEL)
     cluster, mesh = load_cluster("dgx-a100").resized(1, 2 * schedule.num_workers), StageMesh(1, 2)
     workload = Workload(4 * schedule.num_micro_batches, 4, "mixed", "adam")
     chain, choices = chain_of(graph), []
@@ -56,7 +58,7 @@ def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), model: 
         problem = prices.problem(workload.batch, 4)
         strategies = dict(problem.strategies(solve(problem.table).choice))
         for name in strategies:
-            if name.endswith("mlp.c_fc"):
+            if name.endswith(("mlp.c_fc", "fc2")):
                 strategies[name] = replace(strategies[name], splits=((1, 2, 1),))
         choices.append(StageChoice(num_units, recomputing[stage] if recomputing else "none", strategies))
         first += num_units
@@ -65,16 +67,26 @@ def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), model: 
     return Plan(graph, cluster, workload, strategies, {}, evaluation)
 
 
-def untied_plan(schedule: PipelineSchedule) -> Plan:
-    return plan_of(schedule, model=replace(MODEL, layers=schedule.num_stages, tied=False))
+def delayed_plan(name: str, groups: int = 1) -> Plan:
+    """Of a perceptron, none of whose weights is in two stages."""
+    return plan_of(PipelineSchedule(name, 2, 2, groups=groups, synchronous=False), graph=mlp([64] * 9))
 
 
-def test_a_plan_with_a_pipeline_is_verified(counted_ranks):
-    plan = plan_of(PipelineSchedule("1f1b", 2, 4), ("layers", "stage"))
+@pytest.fixture(scope="module")
+def recomputing() -> Plan:
+    return plan_of(PipelineSchedule("1f1b", 2, 2), ("layers", "stage"))
+
+
+@pytest.fixture(scope="module")
+def verified(counted_ranks, recomputing) -> PipelineVerification:
+    return verify_pipeline(recomputing, 4, pool=counted_ranks(4))
+
+
+def test_a_plan_with_a_pipeline_is_verified(counted_ranks, recomputing, verified):
+    plan, found = recomputing, verified
     assert [stage.recompute for stage in stage_plans(plan)] == [True, False]
-    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
     assert found.faults == () and found.is_right and found.changes == ()
-    assert found.between.sent_bytes == found.between.predicted_bytes == 2 * 4 * 4 * 16 * 64 * 4
+    assert found.between.sent_bytes == found.between.predicted_bytes == 2 * 2 * 4 * 16 * 64 * 4
     assert [[layer.name for layer in layers] for layers in found.layers] == [
         list(stage.strategies) for stage in found.stages
     ]
@@ -103,9 +115,8 @@ def sent_by(found: PipelineVerification) -> list[Sent]:
     return [run, *(Sent(n, p.sent_bytes, p.predicted_bytes, num_readings=0) for n, p in split.phases.items())]
 
 
-def test_what_is_off_is_said(counted_ranks):
-    plan = plan_of(PipelineSchedule("1f1b", 2, 4))
-    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
+def test_what_is_off_is_said(verified):
+    found = verified
     split = next(layer for layer in found.layers[1] if layer.name.endswith("mlp.c_fc"))
     phases = {**split.phases, "forward": replace(split.phases["forward"], missing=("a step",), sent_bytes=1e6)}
     layers = tuple(
@@ -131,15 +142,9 @@ def test_what_is_off_is_said(counted_ranks):
     assert pipeline_text(off).count("<- off") >= 2 and "Off in 7 places" in pipeline_text(off)
 
 
-@pytest.mark.parametrize(
-    ("schedule", "delays"),
-    [
-        (PipelineSchedule("pipedream-2bw", 2, 4, synchronous=False), (1, 1)),
-        (PipelineSchedule("wpipe", 2, 4, groups=2, synchronous=False), (1, 1, 0, 0)),
-    ],
-)
-def test_asynchronous_schedules_equal_one_device_with_their_delays(counted_ranks, schedule, delays):
-    plan = untied_plan(schedule)
+@pytest.mark.parametrize(("name", "groups", "delays"), [("pipedream-2bw", 1, (1, 1)), ("wpipe", 2, (1, 1, 0, 0))])
+def test_asynchronous_schedules_equal_one_device_with_their_delays(counted_ranks, name, groups, delays):
+    plan = delayed_plan(name, groups)
     found = verify_pipeline(plan, 4, pool=counted_ranks(4))
     assert found.schedule.delays == delays and found.schedule.num_updates == 3
     assert found.faults == () and found.gradient_step == 3
@@ -154,7 +159,7 @@ def test_asynchronous_schedules_equal_one_device_with_their_delays(counted_ranks
 def test_weights_that_are_not_as_old_as_they_should_be_are_found(ranks, monkeypatch):
     """One device that has no delays does something else from the second step on."""
     monkeypatch.setattr("autoddl.verification.pipelines._JOB", f"{Path(__file__).with_name('undelayed_job.py')}")
-    plan = untied_plan(PipelineSchedule("pipedream-2bw", 2, 4, synchronous=False))
+    plan = delayed_plan("pipedream-2bw")
     found = verify_pipeline(plan, 4, pool=ranks(4))
     assert found.loss_errors[0] < 1e-5 < min(found.loss_errors[1:])
     assert max(check.error for check in found.gradients) > 1e-4
@@ -163,12 +168,10 @@ def test_weights_that_are_not_as_old_as_they_should_be_are_found(ranks, monkeypa
 # ---- Fewer ranks, a smaller model -----------------------------------------------------------------------------------------
 
 
-def deep_plan(num_blocks: int = 8, num_stages: int = 4, **sizes) -> Plan:
-    """Stages of two ranks and two blocks each."""
-    model = Transformer(
-        "gpt", **{"layers": num_blocks, "width": 64, "heads": 4, "sequence": 16, "vocabulary": 256, **sizes}
-    )
-    return plan_of(PipelineSchedule("1f1b", num_stages, 16), ("none", "layers", "none", "none")[:num_stages], model)
+def deep_plan(num_blocks: int = 8, num_micro_batches: int = 16, **sizes) -> Plan:
+    """Four stages of two ranks, with as many blocks each."""
+    graph = gpt(replace(MODEL, layers=num_blocks, **sizes))
+    return plan_of(PipelineSchedule("1f1b", 4, num_micro_batches), ("none", "layers", "none", "none"), graph)
 
 
 def test_a_plan_of_a_large_model_is_scaled_down_with_its_stages_and_strategies():
@@ -202,9 +205,9 @@ def test_inner_stages_are_left_out_where_there_are_fewer_ranks(counted_ranks):
     ]
     planned = stage_plans(plan)
     assert [stage.recompute for stage in fitted.stages] == [planned[i].recompute for i in (0, 1, 3)]
-    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
+    found = verify_pipeline(deep_plan(4, 2), 4, pool=counted_ranks(4))
     assert found.faults == () and found.schedule.num_stages == 2
-    assert [str(change) for change in found.changes][:2] == ["stages 4 -> 2", "blocks 8 -> 4"]
+    assert [str(change) for change in found.changes][:2] == ["stages 4 -> 2", "blocks 4 -> 2"]
 
 
 def test_plans_that_cannot_be_brought_to_so_many_ranks_say_so():
@@ -253,11 +256,11 @@ def test_what_cannot_be_verified_or_applied():
 
 def test_a_plan_with_a_pipeline_is_trained(ranks):
     """It learns more of a text than that all bytes are equally likely."""
-    plan = plan_of(PipelineSchedule("chimera", 2, 4))
+    plan = plan_of(PipelineSchedule("chimera", 2, 2))
     data = TextModel(shipped_text(), "gpt", MODEL.layers, MODEL.width, MODEL.heads, MODEL.sequence)
     problem = PlanProblem(data, recognise(plan.graph), plan.graph, stage_plans(plan))
     problem.check()
-    options = TrainingOptions(problem, schedule_of_plan(plan, 8), num_steps=8, micro_batch=4, learning_rate=1e-2)
+    options = TrainingOptions(problem, schedule_of_plan(plan, 4), num_steps=4, micro_batch=4, learning_rate=1e-2)
     job = "autoddl.pipelines.runtime.pipeline.training_job:train_on_rank"
     report = combine(options.schedule, ranks(4).run(job, options, timeout_s=240))
     assert all(0 < loss < math.log(256) for loss in report.losses)

@@ -10,6 +10,8 @@ import autoddl
 from autoddl.pipelines.runtime.load import load_oneflow
 
 flow = load_oneflow()
+#: High, so that few steps show that it learns.
+LEARNING_RATE = 1e-2
 
 
 def train_on_text(plan_path: str, sizes: Any, batches: list[np.ndarray]) -> dict[str, list[float]]:
@@ -18,7 +20,7 @@ def train_on_text(plan_path: str, sizes: Any, batches: list[np.ndarray]) -> dict
     ``batches``: (samples, sequence + 1) characters each.
     """
     applied = autoddl.apply(made(sizes), autoddl.load_plan(plan_path))
-    optimizer = flow.optim.AdamW(applied.parameters(), lr=3e-3, eps=1e-6)
+    optimizer = flow.optim.AdamW(applied.parameters(), lr=LEARNING_RATE, eps=1e-6)
     losses: dict[str, list[float]] = {"plan": []}
     for batch in batches:
         losses["plan"].append(applied.train_step(batch[:, :-1], batch[:, 1:]))
@@ -39,7 +41,7 @@ def made(sizes: Any) -> Any:
 
 
 def on_one_device(module: Any, batches: list[np.ndarray], num_parts: int) -> list[float]:
-    optimizer = flow.optim.AdamW(module.parameters(), lr=3e-3, eps=1e-6)
+    optimizer = flow.optim.AdamW(module.parameters(), lr=LEARNING_RATE, eps=1e-6)
     losses = []
     for batch in batches:
         total = 0.0

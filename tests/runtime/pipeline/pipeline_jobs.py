@@ -29,14 +29,11 @@ WIDTH = 12
 
 def chain(model: str) -> Chain:
     """``gpt`` (4 layers, tied), ``gpt-untied``, ``mlp`` (8), ``sequential`` (8, some without parameters), ``wide-range`` (8, every
-    second one spreads magnitudes), ``deep`` (16)."""
+    second one spreads magnitudes)."""
     if model.startswith("gpt"):
         return chain_of(initialize(GPT(**GPT_SIZES, tied=model == "gpt"), seed=3))
     if model == "mlp":
         return chain_of(initialize(MLP([WIDTH] * 9), seed=3))
-    if model == "deep":
-        linear = [nn.Linear(WIDTH, WIDTH) for _ in range(16)]
-        return chain_of(initialize(nn.Sequential(*linear), seed=3), loss=nn.functional.mse_loss)
     if model == "wide-range":
         return wide_range(4, WIDTH)
     layers = [nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 2 * WIDTH)]
@@ -282,7 +279,7 @@ def be_killed(case: dict[str, Any], victim: int) -> None:
     trainer = trainer_of(case)
     trainer.run()
     if flow.env.get_rank() == victim:
-        threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGKILL)).start()
     while True:
         trainer.run()
 

@@ -51,12 +51,13 @@ def trainer_of(case: Mapping[str, Any]) -> PipelineTrainer:
 
 def train(cases: Sequence[Mapping[str, Any]]) -> list[Any]:
     """For each case: the reports of its runs, this rank's parameters after them, and what all ranks sent in the last run."""
-    results = []
+    results, baseline = [], None
     for case in cases:
         trainer = trainer_of(case)
         reports = [trainer.run() for _ in range(case.get("runs", 1) - 1)]
         if case.get("counts"):
-            report, traffic = measure(trainer.run, measure_baseline())
+            baseline = baseline or measure_baseline()
+            report, traffic = measure(trainer.run, baseline)
         else:
             report, traffic = trainer.run(), None
         results.append(([*reports, report], trainer.parameters(), traffic and traffic.payload_bytes))

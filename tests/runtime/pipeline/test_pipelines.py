@@ -24,7 +24,7 @@ from ..sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("pipeline_jobs.py")
 TIMEOUT_S = 240
-STEPS = 3
+STEPS = 2
 
 Ranks = Callable[[int], RankPool]
 
@@ -111,28 +111,32 @@ def case(model: str, schedule: Schedule, **more: Any) -> dict[str, Any]:
 
 
 def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
-    """Every family at every depth; its options at one of the two smaller ones, with fewer, as many and more micro-batches than
-    stages."""
-    cases = {}
+    """Every family on two and on four ranks; its options on one of them, with fewer, as many and more micro-batches than stages.
+    One family on eight ranks."""
+    cases: dict[str, dict[str, Any]] = {}
 
     def add(name: str, num_micro_batches: int, model: str = "sequential", **options: Any) -> None:
         label = "-".join([name, str(num_micro_batches), model, *map(str, options.values())])
-        iterations = options.pop("iterations", STEPS if num_stages == 2 else 2)
+        iterations = options.pop("iterations", STEPS if num_stages == 2 else 1)
         sizes = options.pop("sizes", None)
         schedule = generate(
             name, num_stages=num_stages, num_micro_batches=num_micro_batches, iterations=iterations, **options
         )
         cases[label] = case(model, schedule, sizes=sizes)
+        if iterations == 1:  # a first step of Adam is that of any gradient with these signs
+            cases[label]["optimizer"] = ("SGD", 0.25)
 
     d = num_stages
-    few, model, twice = (3, "mlp", "deep") if d == 8 else (d, "gpt", "sequential")
-    add("gpipe", few, recompute=True)
-    add("1f1b", few + 1, model)
+    if d == 8:
+        add("chimera", 3, "mlp", iterations=STEPS)
+        return cases
+    add("gpipe", d, recompute=True)
+    add("1f1b", d + 1, "gpt" if d == 2 else "sequential", iterations=STEPS)
     add("gems", 3)
-    add("chimera", few, model)
-    add("grouped-gpipe", few, twice)
-    add("interleaved-1f1b", d, twice, recompute=True)
-    add("zero-bubble", few + 1, model)
+    add("chimera", d, "gpt", iterations=STEPS)
+    add("grouped-gpipe", d)
+    add("interleaved-1f1b", d, recompute=True)
+    add("zero-bubble", d + 1, "gpt" if d == 2 else "sequential", iterations=STEPS)
     if d == 2:
         add("gpipe", 2)
         add("1f1b", 4, policy="B")
@@ -141,22 +145,22 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
         add("chimera", 2, "mlp", sizes=(1, 7))
         add("chimera", 2, recompute=True, all_reduce="eager")
         add("chimera", 1)
-        add("chimera", 4, "gpt", concatenation="doubling", recompute=True, iterations=2)
-        add("chimera", 4, concatenation="halving", iterations=2)
+        add("chimera", 4, "gpt", concatenation="doubling", recompute=True)
+        add("chimera", 4, concatenation="halving")
         add("zero-bubble", 2, policy="H2", recompute=True)
     if d == 4:
         add("1f1b", 4, sizes=(1, 5, 1, 1))
-        add("chimera", 3, all_reduce="none")
-        add("chimera", 9, iterations=2)
-        add("chimera", 12, concatenation="doubling", iterations=2)
-        add("chimera", 4, num_pipelines=4)
+        add("chimera", 3, all_reduce="none", iterations=STEPS)
+        add("chimera", 9)
+        add("chimera", 12, concatenation="doubling")
+        add("chimera", 4, num_pipelines=4, iterations=STEPS)
         add("chimera", 6, num_pipelines=4)
     return cases
 
 
 @pytest.mark.parametrize("num_stages", [2, 4, 8])
 def test_synchronous_schedules_equal_one_device(ranks, reference, num_stages):
-    """Every family and option, for some updates each: slow with eight ranks, where they have to share the cores."""
+    """Every family and option, for some updates each."""
     cases = synchronous(num_stages)
     for (label, one), (reports, parameters) in zip(cases.items(), run(ranks, list(cases.values()))):
         try:
@@ -167,7 +171,7 @@ def test_synchronous_schedules_equal_one_device(ranks, reference, num_stages):
 
 def test_runs_go_on_from_each_other(ranks, reference):
     """A schedule of one iteration, run again and again."""
-    one = case("sequential", generate("chimera", num_stages=2, num_micro_batches=2), runs=STEPS)
+    one = case("sequential", generate("chimera", num_stages=2, num_micro_batches=2), runs=3)
     ((reports, parameters),) = run(ranks, [one])
     check(reports, parameters, *reference(one))
 
@@ -175,16 +179,18 @@ def test_runs_go_on_from_each_other(ranks, reference):
 @pytest.mark.parametrize("widths", [(2, 2), (1, 3), (3, 1)])
 def test_replicated_stages_split_their_micro_batches(ranks, reference, widths):
     """Two stages on four ranks, of equal and unequal widths: split, concatenation, and sums over replicas."""
+    families = [
+        ("chimera", "sequential", 2, {}),
+        ("chimera", "sequential", 4, {"concatenation": "halving"}),
+        ("gpipe", "sequential", 2, {"recompute": True}),
+    ]
+    if widths != (3, 1):
+        families.append(("1f1b", "gpt", 3, {}))
     cases = [
         case(
             model, generate(name, num_stages=2, num_micro_batches=n, width=widths, iterations=STEPS, **options), rows=12
         )
-        for name, model, n, options in (
-            ("1f1b", "gpt", 3, {}),
-            ("chimera", "sequential", 2, {}),
-            ("chimera", "sequential", 4, {"concatenation": "halving"}),
-            ("gpipe", "sequential", 2, {"recompute": True}),
-        )
+        for name, model, n, options in families
     ]
     for one, (reports, parameters) in zip(cases, run(ranks, cases)):
         check(reports, parameters, *reference(one))
@@ -211,15 +217,12 @@ def double_grouped(stage: int, num_stages: int, number: int, period: int) -> int
     return number // period if stage >= num_stages // 2 else max(0, number // period - 1)
 
 
-UPDATES = 6
-
-
 def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
     """Every family at every depth, with the rule for its weight versions."""
     d = num_stages
-    families = [
+    families: list[tuple[Rule, str, int, dict[str, Any]]] = [
         (pipedream, "pipedream", 1, {"recompute": True}),
-        (two_buffered, "pipedream-2bw", d if d == 8 else d + 1, {}),
+        (two_buffered, "pipedream-2bw", d + 1, {}),
         (double_grouped, "wpipe", d, {}),
     ]
     if d == 2:
@@ -230,20 +233,19 @@ def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
         ]
     result = []
     for rule, name, n, options in families:
-        # Weights of eight stages are seven updates old in pipedream, one in the others.
-        updates = UPDATES if d < 8 else 9 if name == "pipedream" else 3
+        # Weights of the first stage are as many updates old in pipedream as there are stages behind it, one in the others.
+        updates = d + 2 if name == "pipedream" else 4
         schedule = generate(name, num_stages=d, num_micro_batches=n, iterations=updates, **options)
         result.append((rule, schedule))
     return result
 
 
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
+@pytest.mark.parametrize("num_stages", [2, 4])
 def test_asynchronous_schedules_have_their_update_semantics(ranks, reference, num_stages):
     cases, versions = [], []
     for rule, schedule in asynchronous(num_stages):
         depth = schedule.num_stages
-        model, rate = ("deep", 0.1) if depth == 16 else ("sequential", 0.25)
-        cases.append(case(model, schedule, optimizer=("SGD", rate)))
+        cases.append(case("sequential", schedule, optimizer=("SGD", 0.25)))
         versions.append(
             [
                 [rule(stage, depth, number, schedule.update_period) for stage in range(depth)]
@@ -295,8 +297,8 @@ def test_as_many_graphs_alive_as_the_simulator_says(ranks):
             ("chimera", {"concatenation": "doubling"}),
             ("interleaved-1f1b", {}),
             ("zero-bubble", {}),
-            ("wpipe", {}),
-            ("pipedream", {}),
+            ("wpipe", {"iterations": 2}),
+            ("pipedream", {"iterations": 1}),
         )
     ]
     results = ranks(4).run(f"{JOBS}:count_alive", schedules, timeout_s=TIMEOUT_S)
@@ -308,14 +310,17 @@ def test_as_many_graphs_alive_as_the_simulator_says(ranks):
 
 
 def test_recomputed_stages_keep_one_graph(ranks):
-    schedules = [generate(name, num_stages=4, num_micro_batches=4, recompute=True) for name in ("gpipe", "wpipe")]
+    schedules = [
+        generate(name, num_stages=4, num_micro_batches=4, recompute=True, **options)
+        for name, options in (("gpipe", {}), ("wpipe", {"iterations": 2}))
+    ]
     for by_rank in zip(*ranks(4).run(f"{JOBS}:count_alive", schedules, timeout_s=TIMEOUT_S)):
         assert set(by_rank) == {(1, 1, 0)}
 
 
 def test_bytes_on_the_wire(counted_ranks):
     """Boundaries and sums of gradients: what the ranks really sent, within 3 % of the prediction."""
-    width, rows = 256, 128
+    width, rows = 128, 32
     boundary_bytes, gradient_bytes = 4 * width * rows, 4 * width * width
     schedules = [
         generate(name, num_stages=4, num_micro_batches=4, **options)
@@ -324,7 +329,7 @@ def test_bytes_on_the_wire(counted_ranks):
             ("chimera", {}),
             ("interleaved-1f1b", {}),
             ("zero-bubble", {}),
-            ("wpipe", {}),
+            ("wpipe", {"iterations": 2}),
         )
     ]
     schedules.append(generate("1f1b", num_stages=2, num_micro_batches=4, width=2))
@@ -372,8 +377,7 @@ def test_what_cannot_be_compressed_arrives_as_it_was(ranks):
     """Activations in full precision, in their two parts; gradients compressed."""
     schedule = generate("1f1b", num_stages=4, num_micro_batches=4)
     one = case("wide-range", schedule)
-    (((full,), _),) = run(ranks, [one])
-    (((report,), _),) = run(ranks, [{**one, "compress": True}])
+    ((full,), _), ((report,), _) = run(ranks, [one, {**one, "compress": True}])
     assert report.losses == full.losses
     assert report.num_uncompressed == 3 * 4 and full.num_uncompressed == 0
     num_messages = 2 * 3 * 4
@@ -382,14 +386,14 @@ def test_what_cannot_be_compressed_arrives_as_it_was(ranks):
 
 def test_compressed_bytes_on_the_wire(counted_ranks):
     """Half the bytes between stages, within 3 %; all of them for activations that need full precision."""
-    width, rows = 256, 384
+    width, rows = 256, 96
     boundary_bytes, gradient_bytes = 4 * width * rows, 4 * width * width
     cases = []
     for name, is_wide, options in (
         ("1f1b", False, {}),
         ("1f1b", True, {}),
         ("chimera", False, {"concatenation": "halving"}),
-        ("wpipe", False, {}),
+        ("wpipe", False, {"iterations": 2}),
         ("gpipe", True, {"width": (1, 3)}),
     ):
         num_stages = len(options.get("width", range(4)))
@@ -433,11 +437,11 @@ def test_a_killed_rank_is_named(tmp_path):
     available = is_available()
     if not available:
         pytest.skip(available.reason)
-    one = case("sequential", generate("chimera", num_stages=4, num_micro_batches=8))
-    with RankPool(4, log_dir=tmp_path) as pool:
+    one = case("sequential", generate("chimera", num_stages=2, num_micro_batches=8))
+    with RankPool(2, log_dir=tmp_path) as pool:
         begin = time.monotonic()
-        with pytest.raises(RankError, match="rank 2 of 4 was killed by SIGKILL"):
-            pool.run(f"{JOBS}:be_killed", one, 2, timeout_s=60)
+        with pytest.raises(RankError, match="rank 1 of 2 was killed by SIGKILL"):
+            pool.run(f"{JOBS}:be_killed", one, 1, timeout_s=60)
         assert time.monotonic() - begin < 60
         assert not pool.is_open
 

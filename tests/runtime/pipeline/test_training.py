@@ -12,7 +12,6 @@ import pytest
 from autoddl.__main__ import main
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines import Times, generate, simulate
-from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, TextPerceptron, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine, measured_times
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedule_of, train
@@ -29,14 +28,7 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.fixture
-def oneflow() -> None:
-    available = is_available()
-    if not available:
-        pytest.skip(available.reason)
-
-
-def options(text: Path, name: str = "1f1b", num_steps: int = 6, **more) -> TrainingOptions:
+def options(text: Path, name: str = "1f1b", num_steps: int = 4, **more) -> TrainingOptions:
     schedule = schedule_of(name, more.pop("steps_per_run", num_steps), num_stages=2, num_micro_batches=2)
     problem = TextModel(text, "gpt", layers=2, width=16, heads=2, sequence=8, tied=schedule.is_synchronous)
     return TrainingOptions(problem, schedule, num_steps, micro_batch=2, **more)
@@ -127,24 +119,28 @@ class KilledError(Exception):
     """In the middle of a job."""
 
 
-@pytest.mark.parametrize("name", ["chimera", "wpipe"])
-def test_a_killed_job_goes_on_with_the_same_losses(lent_ranks, text, tmp_path, name):
+@pytest.mark.parametrize(("name", "is_killed"), [("chimera", False), ("wpipe", True)])
+def test_a_job_goes_on_with_the_same_losses(lent_ranks, text, tmp_path, name, is_killed):
+    """From its last checkpoint: one that ended, and one that was killed a step later (which takes the ranks with it)."""
     more = {"steps_per_run": 2, "steps_per_checkpoint": 2}
     told = []
     whole = train(options(text, name, **more), told.append)
-    assert [step.number for step in told] == [1, 2, 3, 4, 5, 6]
+    assert [step.number for step in told] == [1, 2, 3, 4]
     assert tuple(step.loss for step in told) == whole.losses
 
     def kill(step):
-        if step.number == 5:
+        if step.number == 3:
             raise KilledError
 
     kept = {**more, "checkpoints": tmp_path / "checkpoints"}
-    with pytest.raises(KilledError):
-        train(options(text, name, **kept), kill)
+    if is_killed:
+        with pytest.raises(KilledError):
+            train(options(text, name, **kept), kill)
+    else:
+        train(options(text, name, 2, **kept))
     rest = train(options(text, name, **kept))
-    assert rest.first_step == 4
-    assert rest.losses == pytest.approx(whole.losses[4:], rel=1e-6)
+    assert rest.first_step == 2
+    assert rest.losses == pytest.approx(whole.losses[2:], rel=1e-6)
 
 
 def test_the_command(lent_ranks, text, capsys):
@@ -183,12 +179,12 @@ def no_targets():
 
 
 def test_other_families_and_models_of_ones_own(ranks, tmp_path):
-    """All learn: the losses of the last steps are less than those of the first ones, and do not depend on the schedule."""
+    """All learn: the losses of the last three steps are less than those of the first three, and do not depend on the schedule."""
     (tmp_path / "own.py").write_text(OWN_MODEL)
     own = FileProblem(f"{tmp_path}/own.py:classes")
     sizes = {"layers": 1, "width": 16, "heads": 2, "sequence": 8}
     cases = [
-        (problem, generate(name, num_stages=2, num_micro_batches=2, iterations=20))
+        (problem, generate(name, num_stages=2, num_micro_batches=2, iterations=8))
         for problem, name in (
             (TextModel(shipped_text(), "bert", **sizes), "gpipe"),
             (TextModel(shipped_text(), "llama", **sizes, tied=False), "1f1b"),
@@ -198,7 +194,7 @@ def test_other_families_and_models_of_ones_own(ranks, tmp_path):
         )
     ]
     options = [
-        TrainingOptions(problem, schedule, schedule.num_updates, learning_rate=0.02) for problem, schedule in cases
+        TrainingOptions(problem, schedule, schedule.num_updates, learning_rate=0.05) for problem, schedule in cases
     ]
     results = ranks(2).run(f"{JOBS}:learn", options, timeout_s=120)
     losses = [
@@ -206,7 +202,7 @@ def test_other_families_and_models_of_ones_own(ranks, tmp_path):
         for (_, schedule), reports in zip(cases, zip(*(reports for reports in results)))
     ]
     for (problem, _), of_one in zip(cases, losses):
-        assert sum(of_one[-6:]) < 0.9 * sum(of_one[:6]), problem
+        assert sum(of_one[-3:]) < 0.9 * sum(of_one[:3]), problem
     assert losses[-1] == pytest.approx(losses[-2], rel=1e-4)
     faulty = [FileProblem(f"{tmp_path}/own.py:{function}") for function in ("no_chain", "no_targets", "nothing")]
     (messages,) = ranks(1).run(f"{JOBS}:what_is_wrong_with", faulty, timeout_s=60)
@@ -218,8 +214,7 @@ def test_other_families_and_models_of_ones_own(ranks, tmp_path):
     assert all(word in message for word, message in zip(words, messages)) and len(messages) == 3
 
 
-@pytest.mark.ranks
-def test_asynchronous_schedules_want_untied_weights(oneflow, text, capsys):
+def test_asynchronous_schedules_want_untied_weights(lent_ranks, text, capsys):
     assert main(["train", "gpt:4x16", "--text", str(text), "--schedule", "wpipe", "--steps", "2"]) == 2
     error = capsys.readouterr().err
     assert "stages 0 and 3 share weights, which schedule wpipe updates at different times; untie them" in error
