@@ -11,6 +11,7 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 from autoddl.pipelines.runtime.network import create_namespace, join_namespace, read_loopback
 from autoddl.pipelines.runtime.wire import HEADER_BYTES
@@ -48,4 +49,5 @@ def visit(pid: int, port: int) -> None:
 
 
 if __name__ == "__main__":
-    {"send": send, "visit": visit}[sys.argv[1]](*map(int, sys.argv[2:]))
+    actions: dict[str, Callable[..., None]] = {"send": send, "visit": visit}
+    actions[sys.argv[1]](*map(int, sys.argv[2:]))
