@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
+import socket
+import struct
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.rank import report
@@ -63,6 +67,22 @@ def do_while_others_communicate(rank, action):
     return all_reduce(flow.ones(4), axis).numpy()
 
 
+def do_while_others_wait(rank, action, wait):
+    """``rank`` gets into trouble; the others wait for it from the first: in an all-reduce or in a barrier. Needs OneFlow."""
+    import oneflow as flow
+
+    from autoddl.pipelines.runtime.collectives import all_reduce
+    from autoddl.pipelines.runtime.mesh import RankAxis
+    from autoddl.pipelines.runtime.wire import synchronize
+
+    if rank == RANK:
+        trouble(action)
+    if wait == "barrier":
+        synchronize()
+    else:
+        all_reduce(flow.ones(4), RankAxis(NUM_RANKS, 1, NUM_RANKS)).numpy()
+
+
 def wait_for_the_wrong_rank():
     """Everybody receives from everybody's next and nobody sends. Needs OneFlow."""
     import oneflow as flow
@@ -72,13 +92,14 @@ def wait_for_the_wrong_rank():
     return receive((4,), flow.float32, (RANK + 1) % NUM_RANKS).numpy()
 
 
-def stand_in_a_barrier(rank):
-    """All but ``rank`` wait in a barrier. Needs OneFlow."""
-    from autoddl.pipelines.runtime.wire import synchronize
-
-    if rank == RANK:
-        time.sleep(600)
-    synchronize()
+def let_connections_break():
+    """From now on the others' ends of our connections break as soon as we have gone, as when a host is lost."""
+    at_once = struct.pack("ii", 1, 0)
+    for entry in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the folder's own
+            if os.readlink(entry).startswith("socket:"):
+                with socket.socket(fileno=os.dup(int(entry.name))) as connection:
+                    connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
 
 
 def trouble(action):

@@ -27,16 +27,17 @@ COMMANDS = {
 
 @pytest.fixture(autouse=True)
 def _killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rank of every pool is killed as soon as it has something to do. It need not have loaded OneFlow for that."""
+    """The last rank of every pool is killed as soon as it has something to do. Nobody need have loaded OneFlow for that, so the
+    others just wait."""
     monkeypatch.chdir(tmp_path)
     start, run_each = RankPool.__init__, RankPool.run_each
 
     def start_without_oneflow(self: RankPool, *arguments: Any, **options: Any) -> None:
         start(self, *arguments, **{**options, "with_oneflow": False, "private_network": False})
 
-    def kill_and_run(self: RankPool, *arguments: Any, **options: Any) -> list[Any]:
+    def kill_and_run(self: RankPool, *_arguments: Any, **options: Any) -> list[Any]:
         os.kill(self.pids[-1], signal.SIGKILL)
-        return run_each(self, *arguments, **options)
+        return run_each(self, "time:sleep", [(600.0,)] * self.num_ranks, **options)
 
     monkeypatch.setattr(RankPool, "__init__", start_without_oneflow)
     monkeypatch.setattr(RankPool, "run_each", kill_and_run)

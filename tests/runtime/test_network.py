@@ -25,9 +25,8 @@ def run(*arguments: str) -> str:
 
 
 @needs_namespace
-@pytest.mark.parametrize("num_bytes", [1, 1000, 40_500])
-def test_the_payload_is_counted_exactly(num_bytes):
-    assert run(str(SCRIPT), "send", str(num_bytes)) == f"{num_bytes}\n"
+def test_the_payload_is_counted_exactly():
+    assert run(str(SCRIPT), "send", "1", "1000", "40500") == "1\n1000\n40500\n"
 
 
 @needs_namespace
