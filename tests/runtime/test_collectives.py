@@ -18,7 +18,8 @@ from .sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("collective_jobs.py")
 MESHES = [(2,), (4,), (2, 2), (8,), (2, 4), (2, 2, 2)]
-AXES = [pytest.param(axis, id=f"{mesh}[{i}]") for mesh in MESHES for i, axis in enumerate(RankMesh(mesh).axes)]
+#: Each once: meshes have some in common.
+AXES = {axis: f"{mesh}[{i}]" for mesh in MESHES for i, axis in enumerate(RankMesh(mesh).axes)}
 
 
 # ---- What each operation means: all ranks' inputs of one group in, all ranks' outputs out --------------------------------
@@ -85,7 +86,7 @@ def calls_along(axis, generator):
             yield operation, axis, dims, inputs, gradients
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", AXES, ids=AXES.values())
 def test_values_and_gradients(ranks, axis):
     calls = list(calls_along(axis, np.random.default_rng(0)))
     results = ranks(axis.num_ranks).run(f"{JOBS}:apply_and_differentiate", calls, timeout_s=60)
@@ -160,7 +161,7 @@ SENT_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", AXES, ids=AXES.values())
 def test_bytes_are_those_of_theory(counted_ranks, axis):
     shape = (8 * 4, 8 * 8, 96)  # 0.8 MB of float32: a message of an eighth of it is 98 KB
     calls = [
