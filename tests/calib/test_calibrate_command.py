@@ -225,8 +225,9 @@ def test_inside_a_launcher_s_job(tmp_path):
 
 def test_fit_and_compare_with_a_later_session(tmp_path, capsys):
     first, later = tmp_path / "first.csv", tmp_path / "later.csv"
-    SampleFile(first).append(samples_of(ring(50e-6, 1e-9), noise=0.01, repetitions=3))
-    SampleFile(later).append(samples_of(lambda *what: 1.25 * ring(50e-6, 1e-9)(*what), 1, noise=0.01, repetitions=3))
+    SampleFile(first).append(samples_of(ring(50e-6, 1e-9), jobs=(2, 4), noise=0.01, repetitions=3))
+    slower = samples_of(lambda *what: 1.25 * ring(50e-6, 1e-9)(*what), 1, jobs=(2, 4), noise=0.01, repetitions=3)
+    SampleFile(later).append(slower)
     output = tmp_path / "mine.json"
     assert main(["fit", str(first), "-o", str(output)]) == 0
     assert "taken" in capsys.readouterr().out

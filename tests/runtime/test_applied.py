@@ -221,7 +221,6 @@ TRANSFORMERS = {
     "gpt on 4": random_case("gpt", ONE_BLOCK, (4,), 2),
     "gpt on 2x2, recomputed": random_case("gpt", ONE_BLOCK, (2, 2), 3, recompute=True),
     "gpt on 4, summa": random_case("gpt", ONE_BLOCK, (4,), 4, summa=True),
-    "gpt on 2x4": random_case("gpt", ONE_BLOCK, (2, 4), 6),
     "bert on 2": random_case("bert", BERT, (2,), 7),
     "llama on 2": random_case("llama", LLAMA, (2,), 9),
     "llama on 4, recomputed": random_case("llama", replace(LLAMA, kv_heads=2), (4,), 9, recompute=True),
@@ -241,10 +240,12 @@ def test_transformers_at_random_strategies(ranks, name):
 
 
 @pytest.mark.parametrize(
-    ("which", "level_sizes"), [("optimal", (4,)), ("optimal", (2, 2)), ("megatron", (2, 2))], ids=str
+    ("which", "sizes", "level_sizes"),
+    [("optimal", ONE_BLOCK, (4,)), ("optimal", ONE_BLOCK, (2, 2)), ("megatron", GPT, (2, 2))],
+    ids=["optimal-(4,)", "optimal-(2, 2)", "megatron-(2, 2)"],
 )
-def test_gpt_at_optimal_and_megatron_plans(counted_ranks, which, level_sizes):
-    graph = gpt(GPT)
+def test_gpt_at_optimal_and_megatron_plans(counted_ranks, which, sizes, level_sizes):
+    graph = gpt(sizes)
     cluster = cluster_of({"": on(*((size, 1, 1) for size in level_sizes))})
     if which == "optimal":
         options = Options(batch=8, micro_batch=8, precision="float32", recompute=False, objective="communication")
@@ -252,7 +253,7 @@ def test_gpt_at_optimal_and_megatron_plans(counted_ranks, which, level_sizes):
     else:
         members = [b for b in baselines(graph, level_sizes) if b.name == "megatron"]
         strategies = next(b.strategies for b in members if {s.p0 for s in b.strategies.values()} == {2})
-    case = Case("gpt", GPT, graph, strategies, Workload(8, 8, "float32"))
+    case = Case("gpt", sizes, graph, strategies, Workload(8, 8, "float32"))
     check_pass(case, counted_ranks, counts_pass=True)
 
 

@@ -119,7 +119,7 @@ def collective_calls(draw):
     return operation, axis, dims, [whole_numbers(generator, shape, dtype) for _ in range(axis.num_ranks)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=collective_calls())
 def test_any_shape_and_type(ranks, call):
     operation, axis, dims, inputs = call
@@ -163,14 +163,14 @@ SENT_BACKWARD = {
 
 @pytest.mark.parametrize("axis", AXES, ids=AXES.values())
 def test_bytes_are_those_of_theory(counted_ranks, axis):
-    shape = (8 * 4, 8 * 8, 96)  # 0.8 MB of float32: a message of an eighth of it is 98 KB
+    shape = (8 * 4, 8 * 8, 48)  # 0.4 MB of float32: a message of an eighth of it is 49 KB
     calls = [
         ("all_gather", axis, (2,), shape),
         ("reduce_scatter", axis, (1,), shape),
         ("all_reduce", axis, (), shape),
         ("all_to_all", axis, (2, 0), shape),
     ]
-    if axis.size == axis.num_ranks:  # once for each number of ranks: all that is local, other dimensions
+    if axis.size == axis.num_ranks == 4:  # once: all that is local, other dimensions
         calls += [
             ("all_gather", axis, (0,), shape),
             ("reduce_scatter", axis, (0,), shape),
@@ -229,7 +229,7 @@ def test_groups_may_differ_in_history(ranks):
     ]
     choose, generator = random.Random(3), np.random.default_rng(3)
     calls = []
-    for _ in range(150):
+    for _ in range(100):
         mesh = choose.choice(meshes)
         operation, dims = choose.choice([("all_gather", (1,)), ("all_reduce", ()), ("reduce_scatter", (0,))])
         inputs = [whole_numbers(generator, (12, choose.choice([1, 500]))) for _ in range(4)]
