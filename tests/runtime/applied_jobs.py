@@ -195,7 +195,7 @@ def train(
     strategies: Mapping[str, Strategy],
     workload: Workload,
     optimizers: list[str],
-    num_steps: int = 3,
+    num_steps: int = 2,
 ) -> dict[str, dict[str, float]]:
     """For each optimizer the relative errors of losses and parameters after some steps in micro-batches.
 

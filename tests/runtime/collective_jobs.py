@@ -8,7 +8,7 @@ import oneflow as flow
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime import collectives
 from autoddl.pipelines.runtime.mesh import RankAxis
-from autoddl.pipelines.runtime.wire import measure, measure_baseline
+from autoddl.pipelines.runtime.wire import Meter, measure, measure_baseline
 
 
 def apply_and_differentiate(calls):
@@ -41,14 +41,12 @@ def on_members(calls):
 def count_bytes(calls):
     """For each call (operation, axis, dims, shape): the traffic of all ranks, forward and backward."""
     counted = []
-    baseline = measure_baseline()
+    meter = Meter()
     for operation, axis, dims, shape in calls:
         x = flow.ones(*shape, requires_grad=True)
-        y, forward = measure(
-            lambda x=x, op=operation, axis=axis, dims=dims: getattr(collectives, op)(x, axis, *dims), baseline
-        )
+        y, forward = meter(lambda x=x, op=operation, axis=axis, dims=dims: getattr(collectives, op)(x, axis, *dims))
         gradient = flow.ones(*y.shape)
-        _, backward = measure(lambda y=y, gradient=gradient: y.backward(gradient), baseline)
+        _, backward = meter(lambda y=y, gradient=gradient: y.backward(gradient))
         counted.append((forward, backward))
     return counted
 

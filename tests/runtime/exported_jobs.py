@@ -20,6 +20,7 @@ from autoddl.verification.rank_job import build_module, make_batch, relative_err
 
 flow = load_oneflow()
 SEED = 3
+NUM_STEPS = 2  # what the first one leaves behind, an optimizer's moments, say, is used in the second
 
 
 def module_of_file(path: str) -> Any:
@@ -42,7 +43,7 @@ def train_both(
     """Some steps of the applied plan and of the exported file, with the same values and data."""
     plain = initialize(build_module(built_in), SEED)
     exported = module_of_file(file)
-    batches = [make_batch(built_in, workload.batch, np.random.default_rng([5, step])) for step in range(3)]
+    batches = [make_batch(built_in, workload.batch, np.random.default_rng([5, step])) for step in range(NUM_STEPS)]
     for batch in batches:
         if batch[1].ndim == 2 and batch[1].dtype == np.int64:
             batch[1][:, 0] = -100  # targets that do not count
@@ -64,7 +65,7 @@ def train_users(
     plain, examples = exported.plain_model(*function.rsplit(":", 1))
     batches = [
         tuple(exported.like(example, workload.batch, np.random.default_rng([5, step])) for example in examples)
-        for step in range(3)
+        for step in range(NUM_STEPS)
     ]
     applied = AppliedModule(plain, graph, strategies, workload)
     model = exported.build(plain=plain)

@@ -41,16 +41,20 @@ def _same_but_partial(lying: Distribution, a: int, b: int) -> bool:
     )
 
 
-def move_pairs(pairs: list[tuple[str, str]], shape: tuple[int, ...], measured: bool) -> list[dict[str, Any]]:
-    """For each pair of distributions what this rank holds after, forward and backward, and the traffic."""
+def move_pairs(
+    pairs: list[tuple[str, str]], shape: tuple[int, ...], num_ranks: int, measured: bool
+) -> list[dict[str, Any]]:
+    """For each pair of distributions over the first ranks what this rank holds after, forward and backward, and the traffic."""
     from autoddl.pipelines.runtime.moving import move_tensor
     from autoddl.pipelines.runtime.stepping import Stepper
-    from autoddl.pipelines.runtime.wire import measure, measure_baseline
+    from autoddl.pipelines.runtime.wire import Meter
 
     flow = load_oneflow()
-    rank, world = flow.env.get_rank(), flow.env.get_world_size()
-    stepper = Stepper(world)
-    baseline = measure_baseline() if measured else None
+    rank = flow.env.get_rank()
+    if rank >= num_ranks:
+        return []
+    stepper = Stepper(num_ranks)
+    meter = Meter() if measured else None
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 997
     gradient = (np.arange(np.prod(shape), dtype=np.float32).reshape(shape) * 7) % 991
     results = []
@@ -66,17 +70,13 @@ def move_pairs(pairs: list[tuple[str, str]], shape: tuple[int, ...], measured: b
             return y
 
         with stepper.logging() as log:
-            if baseline is None:
-                y, payload = section(), None
-            else:
-                y, traffic = measure(section, baseline)
-                payload = traffic.payload_bytes
+            y, traffic = (section(), None) if meter is None else meter(section)
         expected = steps(route, value.nbytes)
         results.append(
             {
                 "forward": y.numpy(),
                 "backward": x.grad.numpy(),
-                "payload": payload,
+                "payload": traffic.payload_bytes if traffic else None,
                 "ran": [str(step) for step in log],
                 "expected": [*map(str, expected), *(str(step.adjoint()) for step in reversed(expected))],
                 "sent_bytes": 2 * sum(step.sent_bytes for step in expected),

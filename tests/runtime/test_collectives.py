@@ -18,7 +18,8 @@ from .sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("collective_jobs.py")
 MESHES = [(2,), (4,), (2, 2), (8,), (2, 4), (2, 2, 2)]
-AXES = [pytest.param(axis, id=f"{mesh}[{i}]") for mesh in MESHES for i, axis in enumerate(RankMesh(mesh).axes)]
+#: Each once: meshes have some in common.
+AXES = {axis: f"{mesh}[{i}]" for mesh in MESHES for i, axis in enumerate(RankMesh(mesh).axes)}
 
 
 # ---- What each operation means: all ranks' inputs of one group in, all ranks' outputs out --------------------------------
@@ -85,7 +86,7 @@ def calls_along(axis, generator):
             yield operation, axis, dims, inputs, gradients
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", AXES, ids=AXES.values())
 def test_values_and_gradients(ranks, axis):
     calls = list(calls_along(axis, np.random.default_rng(0)))
     results = ranks(axis.num_ranks).run(f"{JOBS}:apply_and_differentiate", calls, timeout_s=60)
@@ -118,7 +119,7 @@ def collective_calls(draw):
     return operation, axis, dims, [whole_numbers(generator, shape, dtype) for _ in range(axis.num_ranks)]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(call=collective_calls())
 def test_any_shape_and_type(ranks, call):
     operation, axis, dims, inputs = call
@@ -160,16 +161,16 @@ SENT_BACKWARD = {
 }
 
 
-@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("axis", AXES, ids=AXES.values())
 def test_bytes_are_those_of_theory(counted_ranks, axis):
-    shape = (8 * 4, 8 * 8, 96)  # 0.8 MB of float32: a message of an eighth of it is 98 KB
+    shape = (8 * 4, 8 * 8, 48)  # 0.4 MB of float32: a message of an eighth of it is 49 KB
     calls = [
         ("all_gather", axis, (2,), shape),
         ("reduce_scatter", axis, (1,), shape),
         ("all_reduce", axis, (), shape),
         ("all_to_all", axis, (2, 0), shape),
     ]
-    if axis.size == axis.num_ranks:  # once for each number of ranks: all that is local, other dimensions
+    if axis.size == axis.num_ranks == 4:  # once: all that is local, other dimensions
         calls += [
             ("all_gather", axis, (0,), shape),
             ("reduce_scatter", axis, (0,), shape),
@@ -228,7 +229,7 @@ def test_groups_may_differ_in_history(ranks):
     ]
     choose, generator = random.Random(3), np.random.default_rng(3)
     calls = []
-    for _ in range(150):
+    for _ in range(100):
         mesh = choose.choice(meshes)
         operation, dims = choose.choice([("all_gather", (1,)), ("all_reduce", ()), ("reduce_scatter", (0,))])
         inputs = [whole_numbers(generator, (12, choose.choice([1, 500]))) for _ in range(4)]

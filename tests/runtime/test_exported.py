@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
@@ -37,6 +36,7 @@ MODELS = Path(__file__).with_name("exported_models.py")
 GPT = Transformer("gpt", layers=2, width=64, heads=8, sequence=16, vocabulary=128)
 BERT = Transformer("bert", layers=1, width=64, heads=4, sequence=16, vocabulary=128)
 LLAMA = replace(GPT, name="llama", layers=1, kv_heads=4, intermediate=128, activation="silu", tied=False)
+VGG = Pictures(11, image=32, classes=16, hidden=64)
 
 
 @dataclass(frozen=True)
@@ -73,6 +73,8 @@ def random_case(
     seed: int,
     summa: bool = False,
     tied: bool = True,
+    batch: int = 16,
+    micro_batch: int = 8,
     **workload: Any,
 ) -> Case:
     """A random strategy for every layer that divides it: of each role of a block one, where ``tied``; shared weights transposed."""
@@ -82,7 +84,7 @@ def random_case(
         return (layer.block, layer.role) if layer.block and tied else layer.name
 
     strategies = random_strategies(built_in.graph(), level_sizes, seed, summa, role_of)
-    return Case(built_in, strategies, Workload(16, 8, "float32", **workload))
+    return Case(built_in, strategies, Workload(batch, micro_batch, "float32", **workload))
 
 
 def on(*splits: tuple[int, int, int], summa: bool = False) -> Strategy:
@@ -100,13 +102,12 @@ CASES: dict[str, Callable[[], Case]] = {
     "mlp on 4": lambda: perceptron(on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))),
     "mlp on 4, summa": lambda: perceptron(on((2, 2, 1), summa=True), on((1, 2, 2)), on((2, 2, 1), summa=True)),
     "mlp on 2x2": lambda: perceptron(on((2, 1, 1), (1, 2, 1)), on((1, 1, 2), (1, 2, 1)), on((1, 2, 1), (2, 1, 1))),
-    "gpt on 2": lambda: random_case("gpt", GPT, (2,), 1),
-    "gpt on 4": lambda: random_case("gpt", GPT, (4,), 2, tied=False),
-    "gpt on 2x2, recomputed": lambda: random_case("gpt", GPT, (2, 2), 3, recompute=True),
-    "gpt on 4, summa": lambda: random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True),
-    "bert on 4": lambda: random_case("bert", BERT, (4,), 7),
-    "llama on 2x2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2, 2), 10, recompute=True),
-    "vgg on 2": lambda: random_case("vgg", Pictures(11, image=32, classes=16, hidden=64), (2,), 11, optimizer="sgd"),
+    "gpt on 2": lambda: random_case("gpt", GPT, (2,), 2, tied=False),
+    "gpt on 2x2, recomputed": lambda: random_case("gpt", replace(GPT, layers=1), (2, 2), 3, batch=8, recompute=True),
+    "gpt on 4, summa": lambda: random_case("gpt", replace(GPT, layers=1), (4,), 4, summa=True, batch=8),
+    "bert on 4": lambda: random_case("bert", BERT, (4,), 7, batch=8),
+    "llama on 2, recomputed": lambda: random_case("llama", replace(LLAMA, layers=2), (2,), 10, recompute=True),
+    "vgg on 2": lambda: random_case("vgg", VGG, (2,), 11, batch=2, micro_batch=2, optimizer="sgd"),
 }
 
 
@@ -130,10 +131,10 @@ def check(run: Callable[[], list[dict[str, Any]]]) -> None:
 
 
 def sent_by(results: list[dict[str, Any]]) -> list[Sent]:
-    """The bytes of a step of the file, beside those of the applied plan."""
-    theirs, mine = map(median, results[0]["bytes"])
-    assert theirs > 0
-    return [Sent("a step", mine, theirs)]
+    """The bytes of each step of the file, beside those of the applied plan."""
+    steps = list(zip(*results[0]["bytes"]))
+    assert all(theirs > 0 for theirs, _ in steps)
+    return [Sent(f"step {i}", mine, theirs) for i, (theirs, mine) in enumerate(steps)]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -146,42 +147,46 @@ def test_losses_values_and_bytes_are_those_of_the_applied_plan(counted_ranks, tm
 # ---- Users' models -------------------------------------------------------------------------------------------------------------
 
 
-def users_case(name: str, level_sizes: tuple[int, ...], seed: int) -> tuple[LayerGraph, dict[str, Strategy]]:
-    """The graph of one of the users' models, extracted in a process of its own, and random strategies."""
-    code = "import sys; from autoddl.__main__ import main; sys.exit(main(sys.argv[1:]))"
-    arguments = ["extract", f"{MODELS}:{name}", "--json"]
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def users_graphs() -> dict[str, LayerGraph]:
+    """The graphs of the users' models, extracted in a process of their own."""
+    names = "transformer", "pictures"
+    code = "import sys; from autoddl.__main__ import main; sys.exit(any([main(['extract', m, '--json']) for m in sys.argv[1:]]))"
+    command = [sys.executable, "-c", code, *(f"{MODELS}:{name}" for name in names)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    graph, rng, strategies = graph_from_document(json.loads(done.stdout), name), random.Random(seed), {}
+    first, end = json.JSONDecoder().raw_decode(done.stdout)
+    documents = first, json.loads(done.stdout[end:])
+    return {name: graph_from_document(document, name) for name, document in zip(names, documents)}
+
+
+def users_case(graph: LayerGraph, level_sizes: tuple[int, ...], seed: int, **workload: Any) -> Case:
+    """One of the users' models at random strategies."""
+    rng, strategies = random.Random(seed), {}
     for layer in graph.layers:
         options = [s for s in enumerate_strategies(layer, level_sizes) if 8 % s.p0 == 0]
         strategies[layer.name] = rng.choice(options)
-    return graph, strategies
+    return Case(BuiltIn("", Perceptron(())), strategies, Workload(16, 8, "float32", **workload))
 
 
-@pytest.mark.parametrize(("name", "level_sizes", "seed"), [("transformer", (2, 2), 2), ("pictures", (4,), 3)])
-def test_users_models_are_wrapped(counted_ranks, tmp_path, name, level_sizes, seed):
-    pool = counted_ranks(4)
-    graph, strategies = users_case(name, level_sizes, seed)
-    case = Case(
-        BuiltIn("", Perceptron(())),
-        strategies,
-        Workload(16, 8, "float32", optimizer="sgd", recompute=name == "pictures"),
-    )
+@pytest.mark.parametrize(
+    ("name", "level_sizes", "seed", "recompute"), [("transformer", (2,), 2, False), ("pictures", (2, 2), 3, True)]
+)
+def test_users_models_are_wrapped(counted_ranks, users_graphs, tmp_path, name, level_sizes, seed, recompute):
+    graph = users_graphs[name]
+    case = users_case(graph, level_sizes, seed, optimizer="sgd", recompute=recompute)
     path = tmp_path / "exported.py"
     path.write_text(oneflow_text(case.plan(graph), f"{MODELS}:{name}"))
-    arguments = f"{MODELS}:{name}", graph, strategies, case.workload, str(path), True
-    check(lambda: pool.run(f"{JOBS}:train_users", *arguments))
+    arguments = f"{MODELS}:{name}", graph, case.strategies, case.workload, str(path), True
+    check(lambda: counted_ranks(case.num_ranks).run(f"{JOBS}:train_users", *arguments))
 
 
-def test_a_model_that_computes_something_else_is_noticed(ranks, tmp_path):
+def test_a_model_that_computes_something_else_is_noticed(ranks, users_graphs, tmp_path):
     """The plan is for other scores than the model's: the file says so before it trains."""
-    pool = ranks(2)
-    graph, strategies = users_case("transformer", (2,), 1)
-    case = Case(BuiltIn("", Perceptron(())), strategies, Workload(16, 8, "float32"))
+    graph = users_graphs["transformer"]
     path = tmp_path / "exported.py"
-    path.write_text(oneflow_text(case.plan(graph), f"{MODELS}:transformer"))
-    said = pool.run(f"{JOBS}:check_users", f"{MODELS}:transformer", f"{MODELS}:scaled", str(path))
+    path.write_text(oneflow_text(users_case(graph, (2,), 1).plan(graph), f"{MODELS}:transformer"))
+    said = ranks(2).run(f"{JOBS}:check_users", f"{MODELS}:transformer", f"{MODELS}:scaled", str(path))
     for of_rank in said:
         assert of_rank[0] is None
         assert re.fullmatch(r"the annotated model's loss is [\d.]+, the plain one's [\d.]+: they differ", of_rank[1])
