@@ -13,7 +13,7 @@ from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
 
-__all__ = ["counted_ranks", "lent_ranks", "ranks"]
+__all__ = ["counted_ranks", "lending", "lent_ranks", "ranks"]
 
 #: Where commands take the pools from that they start.
 _USERS = ("pipelines.runtime.launcher", "pipelines.runtime.pipeline.training", "verification.run")
@@ -51,8 +51,21 @@ def counted_ranks(ranks: Callable[[int], RankPool]) -> Callable[[int], RankPool]
     return ranks
 
 
+@contextlib.contextmanager
+def lending(ranks: Callable[[int], RankPool]) -> Iterator[None]:
+    """Meanwhile commands that are called in this process run on the shared pools, see `lent_ranks`."""
+
+    def lend(num_ranks: int, **_options: Any) -> contextlib.nullcontext[RankPool]:
+        return contextlib.nullcontext(ranks(num_ranks))
+
+    with pytest.MonkeyPatch.context() as patch:
+        for user in _USERS:
+            patch.setattr(f"autoddl.{user}.RankPool", lend)
+        yield
+
+
 @pytest.fixture
-def lent_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch) -> None:
+def lent_ranks(ranks: Callable[[int], RankPool]) -> Iterator[None]:
     """Commands that are called in this process run on the shared pools in place of pools of their own, which they leave open.
 
     For what commands compute and say. How they start ranks, and what they do when one fails, takes ranks of their own. Skips where
@@ -60,9 +73,5 @@ def lent_ranks(ranks: Callable[[int], RankPool], monkeypatch: pytest.MonkeyPatch
     """
     if not (available := is_available()):
         pytest.skip(available.reason)
-
-    def lend(num_ranks: int, **_options: Any) -> contextlib.nullcontext[RankPool]:
-        return contextlib.nullcontext(ranks(num_ranks))
-
-    for user in _USERS:
-        monkeypatch.setattr(f"autoddl.{user}.RankPool", lend)
+    with lending(ranks):
+        yield

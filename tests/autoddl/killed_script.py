@@ -1,9 +1,10 @@
 """What the ranks run in the test of kills: they train the plan, a checkpoint after each step, and one dies as it is told.
 
-    killed_script.py STEPS ["[damage ]RANK:EVENT" ...]
+    killed_script.py STEPS ["[damage ]RANK:SAVE:PART" ...]
 
-Of attempt n the nth word says which rank kills itself, and when: before the call of that number, from 0, of the functions below,
-which change the disk. Where the word begins with ``damage``, rank 0 shortens a part of the newest checkpoint first.
+Of attempt n the nth word says which rank kills itself, and when: in the attempt's save of that number, from 1, once it has done
+this part of the calls that the save before it took, of the functions below, which change the disk. Where the word begins with
+``damage``, rank 0 shortens a part of the newest checkpoint first.
 """
 
 from __future__ import annotations
@@ -15,36 +16,32 @@ from pathlib import Path
 
 import numpy as np
 import oneflow as flow
+from plan_training import run_steps, trainer_of
 
 import autoddl
-from autoddl.models.builtin import recognise
-from autoddl.pipelines.runtime.models import initialize
-from autoddl.verification.rank_job import build_module, make_batch
 
 JOB = autoddl.launched()
 NUM_STEPS, WORDS = int(sys.argv[1]), sys.argv[2:]
-num_events = 0
-
-
-def pass_by():
-    global num_events
-    if word.split()[-1:] == [f"{JOB.rank}:{num_events}"]:
-        os.kill(os.getpid(), signal.SIGKILL)
-    num_events += 1
+word = WORDS[JOB.restart] if JOB.restart < len(WORDS) else "-1:0:0"
+rank, number, part = map(float, word.split()[-1].split(":"))
+saves = [0]  # calls in each
 
 
 def watched(function):
     def call(*arguments, **options):
-        pass_by()
+        if rank == JOB.rank and number == len(saves) and saves[-1] == int(part * saves[-2]):
+            os.kill(os.getpid(), signal.SIGKILL)
+        saves[-1] += 1
         return function(*arguments, **options)
 
     return call
 
 
-word = WORDS[JOB.restart] if JOB.restart < len(WORDS) else ""
-for module, names in ((os, ("fsync", "rename", "mkdir", "unlink", "rmdir")), (np.lib.format, ("write_array",))):
-    for name in names:
-        setattr(module, name, watched(getattr(module, name)))
+def save():
+    assert trainer.save(JOB.checkpoints)
+    saves.append(0)
+
+
 if word.startswith("damage") and JOB.rank == 0:
     newest = max(JOB.checkpoints.glob("step-*"))
     os.truncate(newest / "rank-1.npz", 1000)
@@ -52,17 +49,10 @@ if word.startswith("damage") and JOB.rank == 0:
 flow.comm.barrier()
 
 plan = JOB.load_plan()
-built_in = recognise(plan.graph)
-trainer = JOB.trainer(
-    initialize(build_module(built_in), 1),
-    lambda weights: flow.optim.Adam(weights, lr=0.01, eps=1e-3),
-    lambda number: make_batch(built_in, plan.workload.micro_batch, np.random.default_rng([3, number])),
-)
+trainer = trainer_of(plan, JOB.trainer)
 trainer.restore(JOB.checkpoints)
-while trainer.num_updates < NUM_STEPS:
-    losses = trainer.run().losses
-    if losses:
-        mean = sum(losses.values()) / plan.workload.num_micro_batches
-        print("step", trainer.num_updates, f"{mean:.7f}", flush=True)
-    assert trainer.save(JOB.checkpoints)
-print("events", num_events, *sorted(path.name for path in Path(JOB.checkpoints).iterdir()), flush=True)
+for module, names in ((os, ("fsync", "rename", "mkdir", "unlink", "rmdir")), (np.lib.format, ("write_array",))):
+    for name in names:
+        setattr(module, name, watched(getattr(module, name)))
+run_steps(trainer, plan, NUM_STEPS, save)
+print("left", *sorted(path.name for path in Path(JOB.checkpoints).iterdir()), flush=True)

@@ -29,9 +29,10 @@ def wait(*_):
 
 
 def fail(rank, how, others="wait"):
-    """One rank gets into trouble while the others wait, or (``sum_ranks``) communicate."""
+    """One rank gets into trouble (``A,B``: of another kind in the second attempt) while the others do something else."""
     if JOB.rank == int(rank):
         print("in trouble", flush=True)
+        how = how.split(",")[JOB.restart if "," in how else 0]
         if how == "raise":
             raise ValueError("17 is not even")
         if how == "exit":
@@ -45,33 +46,31 @@ def fail(rank, how, others="wait"):
 
 
 def recover(num_failures):
-    """Do ten steps, a checkpoint after each; rank 1 fails after every third one, so often."""
+    """Do ten steps, a checkpoint after each; the last rank fails after every third one, so often."""
     path = JOB.checkpoints / f"rank{JOB.rank}"
     path.parent.mkdir(exist_ok=True)
     first = int(path.read_text()) if path.exists() else 0
     print(f"attempt {JOB.restart} begins at {first}")
     for step in range(first + 1, 11):
         path.write_text(str(step))
-        if JOB.rank == 1 and step % 3 == 0 and JOB.restart < int(num_failures):
+        if JOB.rank == JOB.num_ranks - 1 and step % 3 == 0 and JOB.restart < int(num_failures):
             raise RuntimeError(f"lost at step {step}")
     print("done")
 
 
 def escape(rank="-1", how=""):
-    """Each rank starts children that leave its process group, its tree, or both, and keep nothing of its environment."""
-    for ways in (
-        (),
-        ("setsid",),
-        ("fork",),
-        ("setsid", "fork"),
-        ("fork", "setsid"),
-        ("setsid", "fork", "setsid", "fork"),
-    ):
-        _start_child(ways)
+    """One rank gets into trouble, or all are done (``success``), while all have children that escaped."""
+    for child in start_children():
+        print("child", child)
     print("waiting", os.getpid(), flush=True)
-    if how == "success":
-        return
-    fail(rank, how, others="sleep")
+    if how != "success":
+        fail(rank, how, others="sleep")
+
+
+def start_children():
+    """Children that leave this process's group, its tree, or both, and keep nothing of its environment."""
+    ways = ("", "setsid", "fork", "setsid fork", "fork setsid", "setsid fork setsid fork")
+    return [_start_child(each.split()) for each in ways]
 
 
 def _start_child(ways):
@@ -84,36 +83,53 @@ def _start_child(ways):
                 os._exit(0)
         os.write(writer, str(os.getpid()).encode())
         os.execve("/bin/sleep", ["sleep", "600"], {})
-    print("child", os.read(reader, 100).decode(), flush=True)
+    pid = int(os.read(reader, 100))
     os.close(reader)
     os.close(writer)
+    return pid
 
 
 def sleep():
-    time.sleep(600)
+    """Ends on SIGINT, having written something down."""
+    try:
+        time.sleep(600)
+    except KeyboardInterrupt:
+        Path(f"saved{JOB.rank}").write_text("saved")
+        print("saved", flush=True)
 
 
 def misfortunes(*faults):
-    """Rank 1 meets with another fault in each attempt; `supervisor` is the process that watches over its host."""
-    if JOB.rank == 1:
-        with open("attempts", "a") as file:
-            file.write(str(JOB.restart))
-    if JOB.restart == len(faults):
+    """The last rank meets with another fault in each attempt, while all have children that escaped, until there is none left.
+
+    ``keeper`` and ``supervisor`` are the processes above it. Before that each rank writes down its supervisor, itself, its keeper
+    and its children.
+    """
+    keeper = os.getppid()
+    supervisor = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
+    JOB.checkpoints.mkdir(exist_ok=True)
+    files = [JOB.checkpoints / f"attempt{JOB.restart}-rank{rank}" for rank in range(JOB.num_ranks)]
+    own = files[JOB.rank].with_suffix(".new")
+    own.write_text(" ".join(map(str, (supervisor, os.getpid(), keeper, *start_children()))))
+    own.rename(files[JOB.rank])
+    while not all(file.exists() for file in files):
+        time.sleep(0.01)
+    fault = (*faults, "success")[JOB.restart]
+    if fault == "success":
         return
-    whose, _, how = faults[JOB.restart].rpartition("-")
-    if JOB.rank == 1 and whose:
-        keeper = os.getppid()
-        supervisor = int(Path(f"/proc/{keeper}/stat").read_text().rpartition(")")[2].split()[1])
+    last = JOB.num_ranks - 1
+    whose, _, how = fault.rpartition("-")
+    if JOB.rank == last and whose:
         os.kill({"keeper": keeper, "supervisor": supervisor}[whose], getattr(signal, how))
         sleep()
-    fail(1, how, others="sleep")
+    fail(last, how, others="sleep")
 
 
 def chatter():
     """Says more than anybody reads."""
     print("waiting", os.getpid(), flush=True)
-    while True:
+    for _ in range(1000):
         print("x" * 1000)
+    sleep()
 
 
 def write(num_bytes):
@@ -130,16 +146,6 @@ def stubborn():
     deadline = time.monotonic() + 600
     while time.monotonic() < deadline:
         time.sleep(0.1)
-
-
-def save():
-    """Ends on SIGINT, having written something down."""
-    print("waiting", os.getpid(), flush=True)
-    try:
-        time.sleep(600)
-    except KeyboardInterrupt:
-        Path(f"saved{JOB.rank}").write_text("saved")
-        print("saved", flush=True)
 
 
 def sum_ranks():
@@ -173,34 +179,12 @@ def train():
     print("losses", *(f"{loss:.7f}" for loss in losses))
 
 
-def train_plan(num_steps, fails_at="-1"):
-    """Steps of the plan's built-in model, with a pipeline or without; a checkpoint after each. Losses where they are known."""
-    import numpy as np
-    import oneflow as flow
-
-    from autoddl.models.builtin import recognise
-    from autoddl.pipelines.runtime.models import initialize
-    from autoddl.verification.rank_job import build_module, make_batch
+def train_plan(num_steps):
+    """Steps of the plan's built-in model, with a pipeline or without; losses where they are known."""
+    from plan_training import run_steps, trainer_of
 
     plan = JOB.load_plan()
-    built_in = recognise(plan.graph)
-    trainer = JOB.trainer(
-        initialize(build_module(built_in), 1),
-        lambda weights: flow.optim.Adam(weights, lr=0.01, eps=1e-3),
-        lambda number: make_batch(built_in, plan.workload.micro_batch, np.random.default_rng([3, number])),
-    )
-    if JOB.checkpoints is not None:
-        trainer.restore(JOB.checkpoints)
-    while trainer.num_updates < int(num_steps):
-        if JOB.rank == 1 and JOB.restart == 0 and trainer.num_updates == int(fails_at):
-            raise RuntimeError("lost")
-        losses = trainer.run().losses
-        if losses:
-            print(
-                "step", trainer.num_updates, f"{sum(losses.values()) / plan.workload.num_micro_batches:.7f}", flush=True
-            )
-        if JOB.checkpoints is not None:
-            trainer.save(JOB.checkpoints)
+    run_steps(trainer_of(plan, JOB.trainer), plan, int(num_steps))
 
 
 ACTIONS = (
@@ -214,7 +198,6 @@ ACTIONS = (
     write,
     recover,
     stubborn,
-    save,
     sum_ranks,
     train,
     train_plan,

@@ -21,7 +21,7 @@ from autoddl.planner import Options, make_plan
 from autoddl.search import solve
 from autoddl.trusting import trust_of
 
-__all__ = ["SMALL", "gpt_plan", "pipeline_plan", "written"]
+__all__ = ["SMALL", "cpu_pipeline", "gpt_plan", "pipeline_plan", "written"]
 
 SMALL = Transformer("small", layers=2, width=64, heads=4, sequence=32, vocabulary=256)
 
@@ -79,3 +79,9 @@ def pipeline_plan(
         graph, cluster, JointOptions(asked), 70 * 2.0**30, evaluation, 0.9 * step_s, False, considered, families, 0.1
     )
     return joint_document(found)
+
+
+def cpu_pipeline(path: Path, nodes: int = 1, devices: int = 4, mesh: StageMesh | None = None) -> str:
+    """The file of a pipeline of two stages for CPU ranks, of two micro-batches of 4."""
+    cluster = load_cluster("local-cpu").resized(nodes, devices)
+    return written(path, pipeline_plan(num_micro_batches=2, cluster=cluster, mesh=mesh, precision="float32"))

@@ -89,9 +89,10 @@ class Hosts:
             self.run(name, "ip", "address", "add", f"{self.addresses[name]}/24", "dev", "eth0")
             self.run(name, "ip", "link", "set", "eth0", "up")
 
-    def command(self, name: str, *words: str) -> list[str]:
-        """A command line that runs another one on a host, in the present working directory."""
-        return ["nsenter", "-t", str(self._holders[name].pid), "-n", "-u", "-m", f"--wd={os.getcwd()}", "--", *words]
+    def command(self, name: str, *words: str, folder: Path | None = None) -> list[str]:
+        """A command line that runs another one on a host, in a folder or the present working directory."""
+        directory = f"--wd={folder or os.getcwd()}"
+        return ["nsenter", "-t", str(self._holders[name].pid), "-n", "-u", "-m", directory, "--", *words]
 
     def run(self, name: str, *words: str) -> str:
         """Run something on a host; its output."""
@@ -174,6 +175,10 @@ class SshHosts(Hosts):
             "  GlobalKnownHostsFile /dev/null\n  StrictHostKeyChecking yes\n  User root\n"
         )
         self.ssh = f"ssh -F {config}"
+
+    def launch_options(self, *names: str) -> list[str]:
+        """Of a launch on these hosts."""
+        return ["--ssh", self.ssh, "--hosts", ",".join(names), "--log-dir", "logs"]
 
     def _start_sshd(self, name: str, key: Path, authorized: Path) -> None:
         self.run(name, "mount", "-t", "tmpfs", "none", "/run")

@@ -2,32 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
-import signal
-import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 import autoddl
 from autoddl.__main__ import main
 from autoddl.costmodel.errors import UserError
-from autoddl.pipelines.runtime.load import is_available
+from autoddl.launching import session
+
+from .launches import NASTY, SCRIPT, shown, wait_until_gone
 
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
-
-SCRIPT = Path(__file__).with_name("launched_script.py")
-START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
-ONEFLOW = is_available()
-needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
-NASTY = ["a b", "it's", '"', "$(touch x)", "`touch x`", "a\nb", "", "--hosts", "--", "*", "\\", "ü"]
 
 
 @pytest.fixture(autouse=True)
@@ -40,54 +30,15 @@ def launch(plan: Path, *words: str) -> int:
     return main(["launch", str(plan), str(SCRIPT), "--without-oneflow", "--log-dir", "logs", *words])
 
 
-def shown(out: str) -> dict[int, list[str]]:
-    """The lines of each rank."""
-    lines: dict[int, list[str]] = {}
-    for line in out.splitlines():
-        match = re.fullmatch(r"\[rank (\d+)(?: @\S+)?\] ?(.*)", line)
-        assert match, line
-        lines.setdefault(int(match[1]), []).append(match[2])
-    return lines
-
-
-def processes_with(text: str) -> set[int]:
-    """Processes that have this in their environment or command line."""
-    found = set()
-    for entry in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            if text.encode() in (entry / "environ").read_bytes() + (entry / "cmdline").read_bytes():
-                found.add(int(entry.name))
-    return found - {os.getpid()}
-
-
-def wait_until_gone(text: str, patience_s: float = 30.0) -> None:
-    deadline = time.monotonic() + patience_s
-    while left := processes_with(text):
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def started(plan: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
-    """The command in a process of its own, all ranks of which wait; afterwards nothing may be left of it."""
-    command = [sys.executable, "-c", START, "launch", str(plan), str(SCRIPT), "--without-oneflow", "--log-dir", "logs"]
-    with subprocess.Popen([*command, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        try:
-            assert process.stdout is not None
-            for _ in range(2):
-                assert "waiting" in process.stdout.readline()
-            yield process
-        finally:
-            process.kill()
-            wait_until_gone(str(plan))
-
-
 # ---- What ranks are given -----------------------------------------------------------------------------------------------
 
 
 def test_ranks_get_arguments_environment_and_folder(mlp_plan, capsys, tmp_path, monkeypatch):
+    """A folder called autoddl there hides nothing."""
+    Path("autoddl").mkdir()
+    Path("autoddl", "__init__.py").write_text("raise RuntimeError('the wrong one')")
     monkeypatch.setenv("COLOUR", "mauve")
-    assert launch(mlp_plan(1, 2), "--env", "COLOUR", "--", "say", *NASTY) == 0
+    assert launch(mlp_plan(1, 2), "--env", "COLOUR", "--chdir", ".", "--", "say", *NASTY) == 0
     lines = shown(capsys.readouterr().out)
     assert sorted(lines) == [0, 1]
     for rank in range(2):
@@ -102,12 +53,6 @@ def test_ranks_get_arguments_environment_and_folder(mlp_plan, capsys, tmp_path, 
     wait_until_gone(str(mlp_plan(1, 2)))
 
 
-def test_a_folder_called_autoddl_hides_nothing(mlp_plan, capsys):
-    Path("autoddl").mkdir()
-    Path("autoddl", "__init__.py").write_text("raise RuntimeError('the wrong one')")
-    assert launch(mlp_plan(1, 1), "--chdir", ".", "--", "say") == 0
-
-
 def test_what_scripts_are_told(monkeypatch):
     with pytest.raises(UserError, match="start it with: autoddl launch"):
         autoddl.launched()
@@ -117,35 +62,6 @@ def test_what_scripts_are_told(monkeypatch):
     job = autoddl.launched()
     assert (job.rank, job.num_ranks, job.local_rank, job.restart) == (3, 4, 1, 2)
     assert (job.plan_path, job.checkpoints) == (Path("/p"), None)
-
-
-@needs_oneflow
-def test_a_plan_is_trained_on_its_ranks(mlp_plan, capsys):
-    """The losses are those of the same steps in numpy."""
-    assert main(["launch", str(mlp_plan(1, 2)), str(SCRIPT), "--", "train"]) == 0
-    lines = shown(capsys.readouterr().out)
-    for rank in range(2):
-        (line,) = [line for line in lines[rank] if line.startswith("losses")]
-        assert [float(word) for word in line.split()[1:]] == pytest.approx(losses_by_hand(), rel=1e-5)
-
-
-def losses_by_hand() -> list[float]:
-    """Three steps of gradient descent on mean (relu(x W1^T) W2^T - t)^2, as `launched_script.train` does them."""
-    generator = np.random.default_rng(2)
-    first = 0.1 * generator.standard_normal((128, 64)).astype(np.float32)
-    second = 0.1 * generator.standard_normal((64, 128)).astype(np.float32)
-    inputs, targets = (generator.standard_normal((32, 64)).astype(np.float32) for _ in range(2))
-    losses = []
-    for _ in range(3):
-        before = inputs @ first.T
-        hidden = np.maximum(before, 0)
-        error = hidden @ second.T - targets
-        losses.append(float(np.mean(error**2)))
-        slope = 2 * error / error.size
-        gradient = (slope @ second * (before > 0)).T @ inputs
-        second = second - slope.T @ hidden
-        first = first - gradient
-    return losses
 
 
 # ---- Failures -------------------------------------------------------------------------------------------------------------
@@ -166,7 +82,8 @@ def losses_by_hand() -> list[float]:
         ("refuse", 2, "autoddl: rank 1 of 2 refused: batch 17 is odd; take an even one"),
     ],
 )
-def test_one_rank_fails(mlp_plan, capsys, tmp_path, how, code, words):
+def test_one_rank_fails(mlp_plan, capsys, tmp_path, monkeypatch, how, code, words):
+    monkeypatch.setattr(session, "_SETTLE_SECONDS", 0.1)  # no other rank fails, for which to wait
     begun = time.monotonic()
     assert launch(mlp_plan(1, 2), "--max-restarts", "3" if how == "refuse" else "0", "--", "fail", "1", how) == code
     assert time.monotonic() - begun < 60
@@ -181,6 +98,7 @@ def test_one_rank_fails(mlp_plan, capsys, tmp_path, how, code, words):
 
 
 def test_a_job_goes_on_from_its_checkpoint(mlp_plan, capsys):
+    """That more failures than restarts end it is shown in test_launch_faults.py."""
     assert launch(mlp_plan(1, 2), "--max-restarts", "2", "--checkpoints", "saved", "--", "recover", "1") == 0
     captured = capsys.readouterr()
     lines = [line for line in shown(captured.out)[1] if line.startswith(("attempt", "done"))]
@@ -188,54 +106,6 @@ def test_a_job_goes_on_from_its_checkpoint(mlp_plan, capsys):
     assert re.sub(r" \(its output: [^)]*\)", "", captured.err) == (
         "autoddl: rank 1 of 2 raised RuntimeError: lost at step 3; starting again (1 of 2)\n"
     )
-
-
-def test_a_job_that_fails_too_often(mlp_plan, capsys):
-    assert launch(mlp_plan(1, 2), "--max-restarts", "1", "--checkpoints", "saved", "--", "recover", "2") == 1
-    assert (
-        capsys.readouterr().err.splitlines()[-1].startswith("autoddl: rank 1 of 2 raised RuntimeError: lost at step 6")
-    )
-
-
-# ---- Interrupts -------------------------------------------------------------------------------------------------------------
-
-
-def test_ctrl_c_reaches_all_ranks(mlp_plan, tmp_path):
-    with started(mlp_plan(1, 2), "--", "save") as process:
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=90)
-    assert process.returncode == 130
-    assert out.count("saved") == 2
-    assert (tmp_path / "saved0").exists() and (tmp_path / "saved1").exists()
-    assert err == "autoddl: interrupted by SIGINT; all ranks have been ended\n"
-
-
-def test_a_second_ctrl_c_kills(mlp_plan):
-    with started(mlp_plan(1, 2), "--grace", "600", "--", "stubborn") as process:
-        process.send_signal(signal.SIGINT)
-        assert process.stdout is not None
-        for _ in range(2):
-            assert "not yet" in process.stdout.readline()
-        begun = time.monotonic()
-        process.send_signal(signal.SIGINT)
-        process.wait(timeout=90)
-        assert time.monotonic() - begun < 60
-    assert process.returncode == 130
-
-
-def test_ranks_that_ignore_ctrl_c_are_killed_after_a_while(mlp_plan):
-    with started(mlp_plan(1, 2), "--grace", "0.5", "--", "stubborn") as process:
-        process.send_signal(signal.SIGTERM)
-        process.wait(timeout=90)
-    assert process.returncode == 143
-
-
-def test_nothing_outlives_a_killed_launcher(mlp_plan):
-    with started(mlp_plan(1, 2), "--", "wait") as process:
-        assert len(processes_with(str(mlp_plan(1, 2)))) >= 5  # the launcher, the ranks and their children
-        process.kill()
-        process.wait()
-        wait_until_gone(str(mlp_plan(1, 2)))
 
 
 # ---- Refusals -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -24,7 +23,7 @@ from autoddl.launching.lines import LineReader, LineSender, Message, write_line
 from autoddl.launching.output import RankOutput
 from autoddl.plan import load_plan
 
-from .test_launch import SCRIPT
+from .launches import SCRIPT, wait_until_ended
 
 GIB = 2**30
 
@@ -302,10 +301,7 @@ def test_a_supervisor_that_is_left_alone_ends_its_ranks(mlp_plan, tmp_path, end)
         elif end == "hanging up":
             supervisor.stdin.close()
         assert supervisor.wait(90) == 1
-        deadline = time.monotonic() + 30
-        while Path(f"/proc/{match[1]}").exists():
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        wait_until_ended([int(match[1])])
         if end == "silence":
             supervisor.stdin.close()
 

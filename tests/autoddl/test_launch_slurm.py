@@ -24,8 +24,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.launching.nodelist import expand_nodelist
 from autoddl.pipelines.runtime.load import is_available
 
+from .launches import NASTY, SCRIPT, launch_command, losses_by_hand, shown
 from .several_hosts import SlurmHosts, hosts_available
-from .test_launch import NASTY, SCRIPT, START, losses_by_hand, shown
 
 SLURM = hosts_available("slurmctld", "slurmd", "munged", "srun", "sbatch")
 ONEFLOW = is_available()
@@ -43,10 +43,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SlurmHosts]:
 @pytest.fixture(autouse=True)
 def _here(outside_of_jobs: None) -> None:
     """All tests."""
-
-
-def command(plan: Path, *words: str) -> list[str]:
-    return [sys.executable, "-c", START, "launch", str(plan), str(SCRIPT), *words]
 
 
 def without_slurms_words(err: str) -> list[str]:
@@ -73,7 +69,7 @@ def wait_for_job(cluster: SlurmHosts, job: str, patience_s: float = 60.0) -> str
 def test_a_submitted_job_trains_a_plan(cluster, mlp_plan):
     """Written, submitted, run: the batch script starts the step, whose tasks join; the losses are those of numpy."""
     words = ["--slurm", "--log-dir", "my logs", "--slurm-option=--time=5", "--", "train"]
-    submitted = cluster.slurm(*command(mlp_plan(2, 1), *words))
+    submitted = cluster.slurm(*launch_command(mlp_plan(2, 1), *words))
     assert submitted.returncode == 0, submitted.stderr
     number = submitted.stdout.split(":")[0].removeprefix("job ")
     assert wait_for_job(cluster, number, 120) == "COMPLETED"
@@ -90,7 +86,7 @@ def test_a_submitted_job_trains_a_plan(cluster, mlp_plan):
 @needs_slurm
 def test_an_allocation_starts_again_from_the_checkpoint(cluster, mlp_plan):
     words = ["--without-oneflow", "--max-restarts", "1", "--checkpoints", "saved", "--", "recover", "1"]
-    done = cluster.slurm("salloc", "-N2", "-n2", *command(mlp_plan(2, 1), *words))
+    done = cluster.slurm("salloc", "-N2", "-n2", *launch_command(mlp_plan(2, 1), *words))
     assert done.returncode == 0, done.stderr
     assert shown(done.stdout)[1][-2:] == ["attempt 1 begins at 3", "done"]
     failure, *others, again = without_slurms_words(done.stderr)
@@ -101,14 +97,16 @@ def test_an_allocation_starts_again_from_the_checkpoint(cluster, mlp_plan):
 
 @needs_slurm
 def test_tasks_get_arguments_as_they_are(cluster, mlp_plan, tmp_path):
-    done = cluster.slurm("salloc", "-N2", "-n4", *command(mlp_plan(2, 2), "--without-oneflow", "--", "say", *NASTY))
+    done = cluster.slurm(
+        "salloc", "-N1", "-n2", *launch_command(mlp_plan(1, 2), "--without-oneflow", "--", "say", *NASTY)
+    )
     assert done.returncode == 0, done.stderr
     lines = shown(done.stdout)
-    assert sorted(lines) == [0, 1, 2, 3]
+    assert sorted(lines) == [0, 1]
     for rank, (line,) in lines.items():
         said = json.loads(line)
         assert (said["words"], said["cwd"]) == (NASTY, str(tmp_path))
-        assert (said["RANK"], said["LOCAL_RANK"]) == (str(rank), str(rank % 2))
+        assert (said["RANK"], said["LOCAL_RANK"]) == (str(rank), str(rank))
     assert not Path("x").exists()
 
 
@@ -116,7 +114,7 @@ def test_tasks_get_arguments_as_they_are(cluster, mlp_plan, tmp_path):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (["-N2", "-n2"], "the plan is for 4 ranks, Slurm started 2"),
+        (["-N1", "-n1"], "the plan is for 4 ranks, Slurm started 1"),
         (
             ["-N2", "-n4", "--distribution=cyclic"],
             "the plan has rank 1 as number 1 of node 0, Slurm made it its number 0 of node 1",
@@ -124,17 +122,18 @@ def test_tasks_get_arguments_as_they_are(cluster, mlp_plan, tmp_path):
     ],
 )
 def test_a_step_that_is_not_the_plans(cluster, mlp_plan, step, message):
-    done = cluster.slurm("srun", *step, *command(mlp_plan(2, 2), "--without-oneflow", "--", "say"))
+    done = cluster.slurm("srun", *step, *launch_command(mlp_plan(2, 2), "--without-oneflow", "--", "say"))
     assert done.returncode != 0
     said = without_slurms_words(done.stderr)
-    assert any(line.startswith(f"autoddl: {message}") for line in said)
+    assert any(line.startswith(f"autoddl: {message}") for line in said), done.stderr
     assert len(said) <= 2
 
 
 @needs_slurm
-@pytest.mark.parametrize("how", ["interrupt", "cancel"])
-def test_a_job_that_is_ended_leaves_nothing(cluster, mlp_plan, how):
-    start = ["salloc", "-N2", "-n2", *command(mlp_plan(2, 1), "--without-oneflow", "--", "wait")]
+@pytest.mark.parametrize(("how", "num_nodes"), [("interrupt", 2), ("cancel", 1)])
+def test_a_job_that_is_ended_leaves_nothing(cluster, mlp_plan, how, num_nodes):
+    words = launch_command(mlp_plan(num_nodes, 1), "--without-oneflow", "--", "wait")
+    start = ["salloc", f"-N{num_nodes}", f"-n{num_nodes}", *words]
     with subprocess.Popen(
         cluster.command("login", *start),
         stdout=subprocess.PIPE,
@@ -143,7 +142,7 @@ def test_a_job_that_is_ended_leaves_nothing(cluster, mlp_plan, how):
         env={**os.environ, **cluster.environment},
     ) as process:
         assert process.stdout is not None
-        for _ in range(2):
+        for _ in range(num_nodes):
             assert "waiting" in process.stdout.readline()
         if how == "cancel":
             number = cluster.slurm("squeue", "--noheader", "--format=%i").stdout.split()[0]
@@ -220,11 +219,12 @@ sys.exit(max(abs(task.wait()) for task in started))
 def test_the_batch_script_with_a_stand_in(mlp_plan, capsys, tmp_path):
     words = ["--slurm", "--dry-run", "--without-oneflow", "--max-restarts", "1", "--checkpoints", "my checkpoints"]
     options = ["--slurm-option=--partition=gpu", "--slurm-option=--comment=it's mine"]
-    assert main(["launch", str(mlp_plan(2, 1)), str(SCRIPT), *words, *options, "--", "recover", "1"]) == 0
-    text = capsys.readouterr().out
-    asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert "#SBATCH --nodes=2" in asked and "#SBATCH --ntasks-per-node=1" in asked
-    assert "#SBATCH --partition=gpu" in asked and not any("gpus" in line for line in asked)
+    for num_nodes in (2, 1):
+        assert main(["launch", str(mlp_plan(num_nodes, 1)), str(SCRIPT), *words, *options, "--", "recover", "1"]) == 0
+        text = capsys.readouterr().out
+        asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+        assert f"#SBATCH --nodes={num_nodes}" in asked and "#SBATCH --ntasks-per-node=1" in asked
+        assert "#SBATCH --partition=gpu" in asked and not any("gpus" in line for line in asked)
     assert not Path("autoddl-logs").exists()
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -233,9 +233,9 @@ def test_the_batch_script_with_a_stand_in(mlp_plan, capsys, tmp_path):
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
-    assert shown(done.stdout)[1][-2:] == ["attempt 1 begins at 3", "done"]
+    assert shown(done.stdout)[0][-2:] == ["attempt 1 begins at 3", "done"]
     assert Path("steps").read_text() == "ss"
-    assert Path("my checkpoints", "rank1").read_text() == "10"
+    assert Path("my checkpoints", "rank0").read_text() == "10"
     assert "--kill-on-bad-exit=1" in json.loads(Path("options.json").read_text())
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import os
 import random
@@ -11,36 +13,39 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autoddl.__main__ import main
-from autoddl.costmodel.cluster import load_cluster
 from autoddl.joint.meshes import StageMesh
+from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.checkpoint import checkpoints_in, open_checkpoint
 
-from .sample_plans import pipeline_plan, written
-from .test_launch import START, processes_with, shown, wait_until_gone
+from ..sharedranks import lending
+from .launches import BRISK, START, launch_command, processes_with, shown, wait_until_gone
+from .sample_plans import cpu_pipeline
 
 ONEFLOW = is_available()
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)]
-SCRIPT = Path(__file__).with_name("killed_script.py")
+Trained = tuple[list[str], Path, list[float]]
 TEXT = "In the beginning was the pipe, and the pipe was without bubbles, and void. " * 20
 PATIENCE_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path, list[float]]:
+def trained(ranks: Callable[[int], RankPool], tmp_path_factory: pytest.TempPathFactory) -> Trained:
     """A command, its checkpoints of steps 2 and 4, and the losses of the four steps."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text").write_text(TEXT)
     command = ["train", "gpt:2x16", "--text", str(folder / "text"), "--sequence", "8", "--every", "2", "--json"]
-    words = [*command, "--steps", "4", "--checkpoints", str(folder / "saved")]
-    done = subprocess.run([sys.executable, "-c", START, *words], capture_output=True, text=True, timeout=PATIENCE_S)
-    assert (done.returncode, done.stderr) == (0, "")
-    return command, folder / "saved", json.loads(done.stdout)["losses"]
+    out, err = io.StringIO(), io.StringIO()
+    with lending(ranks), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = main([*command, "--steps", "4", "--checkpoints", str(folder / "saved")])
+    assert (code, err.getvalue()) == (0, "")
+    return command, folder / "saved", json.loads(out.getvalue())["losses"]
 
 
 def flip(path: Path) -> None:
@@ -153,11 +158,11 @@ def test_a_killed_rank_of_train(tmp_path, capsys):
     "its ranks are ended; the next start goes on from the newest checkpoint",
     exit_code="130, 143",
 )
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_training(trained, tmp_path, number):
+@pytest.mark.parametrize(("number", "num_ranks"), [(signal.SIGINT, 2), (signal.SIGTERM, 1)])
+def test_an_interrupted_training(trained, tmp_path, number, num_ranks):
     command, _, _ = trained
     directory = tmp_path / "saved"
-    words = [*command, "--steps", "1000000", "--checkpoints", str(directory)]
+    words = [*command, "--steps", "1000000", "--checkpoints", str(directory), "--stages", str(num_ranks)]
     environment = {**os.environ, "MARK": str(directory)}  # by which ranks are found
     options = {"stdout": subprocess.DEVNULL, "stderr": subprocess.PIPE, "text": True, "env": environment}
     with subprocess.Popen([sys.executable, "-c", START, *words], **options) as process:
@@ -166,7 +171,7 @@ def test_an_interrupted_training(trained, tmp_path, number):
             while not list(directory.glob("step-*")):
                 assert process.poll() is None and time.monotonic() < deadline
                 time.sleep(0.05)
-            assert len(processes_with(str(directory))) >= 3
+            assert len(processes_with(str(directory))) >= 1 + num_ranks
             process.send_signal(number)
             _, error = process.communicate(timeout=PATIENCE_S)
         finally:
@@ -182,44 +187,35 @@ def test_an_interrupted_training(trained, tmp_path, number):
 NUM_STEPS = 4
 
 
-def launched(plan: str, checkpoints: str, *words: str) -> tuple[dict[int, list[str]], list[float], str]:
-    """What the ranks say, the losses of all steps (the same whenever a step is done), and what the launcher says."""
-    options = ["--max-restarts", str(len(words)), "--checkpoints", checkpoints, "--log-dir", f"{checkpoints}-logs"]
-    command = [sys.executable, "-c", START, "launch", plan, str(SCRIPT), *options, "--", str(NUM_STEPS), *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
-    assert done.returncode == 0, done.stderr
-    lines, losses = shown(done.stdout), {}
-    for line in (line for of_rank in lines.values() for line in of_rank if line.startswith("step")):
-        _, step, loss = line.split()
-        assert losses.setdefault(step, loss) == loss, line
-    return lines, [float(losses[str(step)]) for step in range(1, NUM_STEPS + 1)], done.stderr
-
-
 @pytest.mark.fault(
     "training",
     "a rank of `autoddl launch --max-restarts` is killed while it writes a checkpoint, twice, and the newest one is damaged",
     "the job goes on from the newest whole one each time, and its losses are those of an undisturbed one",
     exit_code=0,
 )
-def test_kills_while_checkpoints_are_written(tmp_path, monkeypatch):
+def test_kills_while_checkpoints_are_written(tmp_path, monkeypatch, losses_alone):
     """Kills at random moments of a save, of either rank, and damage between two attempts.
 
-    It takes 15 s: ranks are started four times, once for the undisturbed job. Every single moment is tried without ranks, in
-    test_saving.py.
+    It takes 10 s: two ranks are started three times. Every single moment is tried without ranks, in test_saving.py. The undisturbed
+    job is one of a single rank without a pipeline.
     """
     monkeypatch.chdir(tmp_path)
-    cluster = load_cluster("local-cpu").resized(1, 2)
-    plan = written(tmp_path / "plan.json", pipeline_plan(cluster=cluster, mesh=StageMesh(1, 1), precision="float32"))
-    lines, losses, _ = launched(plan, "undisturbed")
-    assert len(set(losses)) == NUM_STEPS
-    ends = {rank: of_rank[-1].split() for rank, of_rank in lines.items()}
-    assert all(end[0] == "events" and end[2:] == ["step-00000003", "step-00000004"] for end in ends.values())
-    per_save = {rank: int(end[1]) // NUM_STEPS for rank, end in ends.items()}
     rng = random.Random(11)
-    words = [f"1:{rng.randrange(2 * per_save[1], 3 * per_save[1])}", f"damage 0:{rng.randrange(per_save[0])}"]
-    lines, disturbed, said = launched(plan, "disturbed", *words)
-    assert disturbed == pytest.approx(losses, rel=1e-6)
-    assert said.count("was killed by SIGKILL") == 2 == said.count("starting again")
+    words = [f"1:3:{rng.random()}", f"damage 0:2:{rng.random()}"]
+    options = ["--max-restarts", "2", "--checkpoints", "saved", "--log-dir", "logs", "--", str(NUM_STEPS), *words]
+    plan = cpu_pipeline(tmp_path / "plan.json", 1, 2, StageMesh(1, 1))
+    command = launch_command(plan, *options, script=Path(__file__).with_name("killed_script.py"), start=BRISK)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE_S)
+    assert done.returncode == 0, done.stderr
+    lines = shown(done.stdout)
+    found: dict[int, float] = {}
+    for _, step, loss in (line.split() for of_rank in lines.values() for line in of_rank if line.startswith("step")):
+        assert found.setdefault(int(step), float(loss)) == float(loss)  # whenever the step is done
+    losses = losses_alone(NUM_STEPS)
+    assert [found[step] for step in range(1, NUM_STEPS + 1)] == pytest.approx(losses, rel=1e-5)
+    assert len(set(losses)) == NUM_STEPS
+    assert done.stderr.count("was killed by SIGKILL") == 2 == done.stderr.count("starting again")
     warnings = [line for line in lines[0] if line.startswith("autoddl: warning: ")]
     assert warnings and all("is damaged and passed over: rank-1.npz has 1000 bytes" in line for line in warnings)
-    assert ends[0][2:] == lines[0][-1].split()[2:]
+    for of_rank in lines.values():
+        assert of_rank[-1] == "left step-00000003 step-00000004"
