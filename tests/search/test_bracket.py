@@ -16,7 +16,7 @@ from .test_solvers import check, limit_of
 
 
 @given(tables(), memory_limits())
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_bracket_holds_the_optimum(table: CostTable, where: float | None) -> None:
     limit = limit_of(table, where)
     truth, free = brute_force(table, limit), brute_force(table, None)
@@ -29,7 +29,7 @@ def test_a_bracket_holds_the_optimum(table: CostTable, where: float | None) -> N
 
 
 @given(tables(), memory_limits(), st.floats(0.5, 1.5))
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_a_search_goes_on_from_what_is_known(table: CostTable, where: float | None, part: float) -> None:
     """Whatever cutoff the bracket was content with, and however often it is used."""
     limit = limit_of(table, where)
@@ -42,7 +42,7 @@ def test_a_search_goes_on_from_what_is_known(table: CostTable, where: float | No
 
 
 @given(tables(), memory_limits(), st.floats(0.5, 1.5))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_with_a_cutoff_too(table: CostTable, where: float | None, part: float) -> None:
     limit = limit_of(table, where)
     truth = brute_force(table, limit)

@@ -38,8 +38,8 @@ def limits_of(table: CostTable) -> list[float]:
     return [limit for limit in limits if limit > 0] or [0.5]  # where nothing takes memory any limit will do
 
 
-@settings(max_examples=60, deadline=None)
-@given(tables())
+@settings(max_examples=30, deadline=None)
+@given(tables(largest_space=600))
 def test_marginals_are_exact_without_a_limit(table):
     found = marginals(table)
     assert found.is_exact and found.multiplier == 0
@@ -47,8 +47,8 @@ def test_marginals_are_exact_without_a_limit(table):
         np.testing.assert_allclose(mine, true, rtol=1e-12)
 
 
-@settings(max_examples=60, deadline=None)
-@given(tables(), st.integers(0, 20))
+@settings(max_examples=40, deadline=None)
+@given(tables(largest_space=600), st.integers(0, 20))
 def test_marginals_bound_what_fits_and_know_what_does_not(table, which):
     limits = limits_of(table)
     limit = limits[which % len(limits)]
@@ -60,8 +60,8 @@ def test_marginals_bound_what_fits_and_know_what_does_not(table, which):
         assert np.isinf(true[np.isinf(mine)]).all()
 
 
-@settings(max_examples=60, deadline=None)
-@given(tables(), st.integers(0, 20), st.integers(1, 4))
+@settings(max_examples=40, deadline=None)
+@given(tables(largest_space=600), st.integers(0, 20), st.integers(1, 4))
 def test_the_nearest_are_those_of_brute_force(table, which, count):
     limits = limits_of(table)
     limit = limits[which % len(limits)]

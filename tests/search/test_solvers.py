@@ -50,7 +50,7 @@ def check(table: CostTable, limit: float | None, truth: Truth, result: Result, t
 
 
 @given(tables(largest_space=200), memory_limits())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_brute_force_is_every_assignment(table: CostTable, where: float | None) -> None:
     limit = limit_of(table, where)
     best = smallest = math.inf
@@ -64,7 +64,7 @@ def test_brute_force_is_every_assignment(table: CostTable, where: float | None) 
 
 
 @given(tables(), memory_limits())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 def test_exact_agrees_with_brute_force(table: CostTable, where: float | None) -> None:
     limit = limit_of(table, where)
     truth = brute_force(table, limit)
@@ -74,7 +74,7 @@ def test_exact_agrees_with_brute_force(table: CostTable, where: float | None) ->
 
 
 @given(tables(), memory_limits())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_exhaustive_agrees_with_brute_force(table: CostTable, where: float | None) -> None:
     limit = limit_of(table, where)
     truth = brute_force(table, limit)
@@ -85,7 +85,7 @@ def test_exhaustive_agrees_with_brute_force(table: CostTable, where: float | Non
 
 
 @given(tables(largest_space=300), memory_limits())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_integer_program_agrees_with_brute_force(table: CostTable, where: float | None) -> None:
     limit = limit_of(table, where)
     truth = brute_force(table, limit)
@@ -96,7 +96,7 @@ def test_integer_program_agrees_with_brute_force(table: CostTable, where: float 
 
 @pytest.mark.slow
 @given(tables(), memory_limits(), st.sampled_from(HEURISTICS), st.integers(0, 3), st.integers(1, 200))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=75, deadline=None)
 def test_heuristics_keep_what_they_promise(
     table: CostTable, where: float | None, method: str, seed: int, budget: int
 ) -> None:
@@ -115,7 +115,7 @@ def test_heuristics_keep_what_they_promise(
 
 
 @given(tables(), memory_limits(), st.integers(1, 100))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_exhaustive_search_that_is_stopped_has_a_valid_bound(
     table: CostTable, where: float | None, budget: int
 ) -> None:
@@ -126,7 +126,7 @@ def test_exhaustive_search_that_is_stopped_has_a_valid_bound(
 
 
 @given(tables())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_smallest_memory(table: CostTable) -> None:
     truth = brute_force(table, None)
     least, choice = smallest_memory(table)
@@ -141,7 +141,7 @@ def test_smallest_memory(table: CostTable) -> None:
 
 
 @given(tables(), memory_limits())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_lower_bound_is_one(table: CostTable, where: float | None) -> None:
     limit = limit_of(table, where)
     truth = brute_force(table, limit)
@@ -152,7 +152,7 @@ def test_lower_bound_is_one(table: CostTable, where: float | None) -> None:
 
 @pytest.mark.slow
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4, deadline=None)
 def test_wide_graphs_are_solved_by_the_integer_program(seed: int, where: float) -> None:
     """Eliminates what the program is there to avoid."""
     from autoddl.search import lagrangian
@@ -174,7 +174,7 @@ def test_wide_graphs_are_solved_by_the_integer_program(seed: int, where: float) 
 
 
 @given(tables(), memory_limits(), st.floats(0.5, 2.0))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_a_cutoff_ends_the_search_early_but_never_wrongly(table: CostTable, where: float | None, factor: float) -> None:
     limit = limit_of(table, where)
     truth = brute_force(table, limit)
