@@ -20,7 +20,7 @@ from pathlib import Path
 
 __all__ = ["leave_network", "wait_for_departures"]
 
-_ESTABLISHED = "01"
+_ESTABLISHED, _LISTENING = "01", "0A"  # as /proc/net/tcp has them
 _TICK_SECONDS = 0.02
 
 
@@ -55,26 +55,34 @@ def _target(fd: int) -> str:
     return ""
 
 
-def wait_for_departures(port: int, patience_s: float) -> bool:
-    """For the rank whose control service listens on ``port``: wait until no other process is connected to it; False after
-    ``patience_s``."""
+def wait_for_departures(patience_s: float) -> bool:
+    """For the rank that serves OneFlow's control service: wait until no other process is connected to a port on which this one
+    listens; False after ``patience_s``."""
     deadline = time.monotonic() + patience_s
-    while _num_peers(port):
+    while _num_visitors():
         if time.monotonic() > deadline:
             return False
         time.sleep(_TICK_SECONDS)
     return True
 
 
-def _num_peers(port: int) -> int:
-    """How many connections to ``port`` of this process come from another one."""
+def _num_visitors() -> int:
+    """How many connections to ports on which this process listens come from other processes."""
     own = {_target(int(entry.name)) for entry in Path("/proc/self/fd").iterdir()}
-    ends = []
+    served, connections = set(), []
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
                 fields = line.split()
-                if fields[3] == _ESTABLISHED and f"socket:[{fields[9]}]" in own:
-                    ends.append((fields[1], fields[2]))
-    local = {here for here, _ in ends}
-    return sum(int(here.rpartition(":")[2], 16) == port and there not in local for here, there in ends)
+                if f"socket:[{fields[9]}]" in own:
+                    here, there, state = fields[1:4]
+                    if state == _LISTENING:
+                        served.add(_port(here))
+                    elif state == _ESTABLISHED:
+                        connections.append((here, there))
+    ours = {here for here, _ in connections}
+    return sum(_port(here) in served and there not in ours for here, there in connections)
+
+
+def _port(address: str) -> str:
+    return address.rpartition(":")[2]

@@ -264,4 +264,4 @@ def run_script_together(path: str, arguments: Sequence[str]) -> None:
         leave_network()
         barrier()  # nobody is on the network any more
         if os.environ["RANK"] == "0":
-            wait_for_departures(int(os.environ["MASTER_PORT"]), _DEPARTURE_SECONDS)
+            wait_for_departures(_DEPARTURE_SECONDS)

@@ -54,8 +54,15 @@ import os, sys, time
 from autoddl.pipelines.runtime.load import load_oneflow
 load_oneflow()
 from autoddl.pipelines.runtime.rank import run_script_together
-run_script_together(sys.argv[1], [])
-time.sleep(0.5 if os.environ["RANK"] == "0" else 0)  # while the other goes
+script = sys.argv[1]
+run_script_together(script, [])
+here = os.path.dirname(script)
+if os.environ["RANK"] == "0":  # the last one
+    print(sorted(name for name in os.listdir(here) if name.startswith("gone")))
+    time.sleep(0.5)  # while the other goes
+else:
+    time.sleep(0.5)
+    open(os.path.join(here, "gone" + os.environ["RANK"]), "w").close()
 os._exit(0)
 """
 SCRIPT = f"""
@@ -69,7 +76,7 @@ resolve_target("{JOBS}:let_connections_break")()
 
 
 def test_ranks_that_nobody_keeps_leave_together(tmp_path):
-    """As those of a job that Slurm started: each goes as soon as it may, and what its going does to the others is seen."""
+    """As those of a job that Slurm started: each goes as soon as it may, rank 0 last, and what its going does to it is seen."""
     (tmp_path / "script.py").write_text(SCRIPT)
     with reserve_port() as holder, contextlib.ExitStack() as started:
         port = holder.getsockname()[1]
@@ -89,6 +96,5 @@ def test_ranks_that_nobody_keeps_leave_together(tmp_path):
             while rank == 0 and not is_listening(process.pid, port):  # the other would wait for 10 s
                 assert time.monotonic() < deadline
                 time.sleep(0.02)
-        for process in processes:
-            out, err = process.communicate(timeout=120)
-            assert (process.returncode, out, err) == (0, "2.0\n", "")
+        for process, said in zip(processes, ("2.0\n['gone1']\n", "2.0\n")):
+            assert (*process.communicate(timeout=120), process.returncode) == (said, "", 0)
