@@ -46,14 +46,14 @@ def fail(rank, how, others="wait"):
 
 
 def recover(num_failures):
-    """Do ten steps, a checkpoint after each; rank 1 fails after every third one, so often."""
+    """Do ten steps, a checkpoint after each; the last rank fails after every third one, so often."""
     path = JOB.checkpoints / f"rank{JOB.rank}"
     path.parent.mkdir(exist_ok=True)
     first = int(path.read_text()) if path.exists() else 0
     print(f"attempt {JOB.restart} begins at {first}")
     for step in range(first + 1, 11):
         path.write_text(str(step))
-        if JOB.rank == 1 and step % 3 == 0 and JOB.restart < int(num_failures):
+        if JOB.rank == JOB.num_ranks - 1 and step % 3 == 0 and JOB.restart < int(num_failures):
             raise RuntimeError(f"lost at step {step}")
     print("done")
 

@@ -19,6 +19,7 @@ def trainer_of(plan: Any, make: Callable[..., Any]) -> Any:
     from autoddl.verification.rank_job import build_module, make_batch
 
     built_in = recognise(plan.graph)
+    assert built_in is not None
     return make(
         initialize(build_module(built_in), 1),
         lambda weights: flow.optim.Adam(weights, lr=0.01, eps=1e-3),

@@ -104,7 +104,7 @@ def test_an_exported_pipeline_is_launched(lent_ranks, tmp_path, capsys):
 
 @needs_oneflow
 def test_a_pipeline_is_trained_over_ssh(hosts, tmp_path, losses_alone):
-    """Each worker has a rank on both hosts. What it learns is what a plan of one rank learns."""
+    """Each worker has a rank on both hosts. What it learns is what a plan of one rank learns. Four ranks may take over 10 s."""
     plan = cpu_pipeline(tmp_path / "plan.json", 2, 2, StageMesh(2, 1))
     words = [*hosts.launch_options("host1", "host2"), "--", "train_plan", str(NUM_STEPS)]
     command = hosts.command("login", *launch_command(plan, *words))

@@ -114,22 +114,26 @@ def test_tasks_get_arguments_as_they_are(cluster, mlp_plan, tmp_path):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (["-N1", "-n1"], "the plan is for 2 ranks, Slurm started 1"),
-        (["-N2", "-n2"], "the plan has rank 1 as number 1 of node 0, Slurm made it its number 0 of node 1"),
+        (["-N1", "-n1"], "the plan is for 4 ranks, Slurm started 1"),
+        (
+            ["-N2", "-n4", "--distribution=cyclic"],
+            "the plan has rank 1 as number 1 of node 0, Slurm made it its number 0 of node 1",
+        ),
     ],
 )
 def test_a_step_that_is_not_the_plans(cluster, mlp_plan, step, message):
-    done = cluster.slurm("srun", *step, *launch_command(mlp_plan(1, 2), "--without-oneflow", "--", "say"))
+    done = cluster.slurm("srun", *step, *launch_command(mlp_plan(2, 2), "--without-oneflow", "--", "say"))
     assert done.returncode != 0
     said = without_slurms_words(done.stderr)
-    assert any(line.startswith(f"autoddl: {message}") for line in said)
+    assert any(line.startswith(f"autoddl: {message}") for line in said), done.stderr
     assert len(said) <= 2
 
 
 @needs_slurm
-@pytest.mark.parametrize("how", ["interrupt", "cancel"])
-def test_a_job_that_is_ended_leaves_nothing(cluster, mlp_plan, how):
-    start = ["salloc", "-N2", "-n2", *launch_command(mlp_plan(2, 1), "--without-oneflow", "--", "wait")]
+@pytest.mark.parametrize(("how", "num_nodes"), [("interrupt", 2), ("cancel", 1)])
+def test_a_job_that_is_ended_leaves_nothing(cluster, mlp_plan, how, num_nodes):
+    words = launch_command(mlp_plan(num_nodes, 1), "--without-oneflow", "--", "wait")
+    start = ["salloc", f"-N{num_nodes}", f"-n{num_nodes}", *words]
     with subprocess.Popen(
         cluster.command("login", *start),
         stdout=subprocess.PIPE,
@@ -138,7 +142,7 @@ def test_a_job_that_is_ended_leaves_nothing(cluster, mlp_plan, how):
         env={**os.environ, **cluster.environment},
     ) as process:
         assert process.stdout is not None
-        for _ in range(2):
+        for _ in range(num_nodes):
             assert "waiting" in process.stdout.readline()
         if how == "cancel":
             number = cluster.slurm("squeue", "--noheader", "--format=%i").stdout.split()[0]
@@ -215,11 +219,12 @@ sys.exit(max(abs(task.wait()) for task in started))
 def test_the_batch_script_with_a_stand_in(mlp_plan, capsys, tmp_path):
     words = ["--slurm", "--dry-run", "--without-oneflow", "--max-restarts", "1", "--checkpoints", "my checkpoints"]
     options = ["--slurm-option=--partition=gpu", "--slurm-option=--comment=it's mine"]
-    assert main(["launch", str(mlp_plan(2, 1)), str(SCRIPT), *words, *options, "--", "recover", "1"]) == 0
-    text = capsys.readouterr().out
-    asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
-    assert "#SBATCH --nodes=2" in asked and "#SBATCH --ntasks-per-node=1" in asked
-    assert "#SBATCH --partition=gpu" in asked and not any("gpus" in line for line in asked)
+    for num_nodes in (2, 1):
+        assert main(["launch", str(mlp_plan(num_nodes, 1)), str(SCRIPT), *words, *options, "--", "recover", "1"]) == 0
+        text = capsys.readouterr().out
+        asked = [line for line in text.splitlines() if line.startswith("#SBATCH")]
+        assert f"#SBATCH --nodes={num_nodes}" in asked and "#SBATCH --ntasks-per-node=1" in asked
+        assert "#SBATCH --partition=gpu" in asked and not any("gpus" in line for line in asked)
     assert not Path("autoddl-logs").exists()
     programs = tmp_path / "bin"
     programs.mkdir()
@@ -228,9 +233,9 @@ def test_the_batch_script_with_a_stand_in(mlp_plan, capsys, tmp_path):
     environment = {**os.environ, "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "17"}
     done = subprocess.run(["bash", "-c", text], capture_output=True, text=True, timeout=180, env=environment)
     assert done.returncode == 0, done.stderr
-    assert shown(done.stdout)[1][-2:] == ["attempt 1 begins at 3", "done"]
+    assert shown(done.stdout)[0][-2:] == ["attempt 1 begins at 3", "done"]
     assert Path("steps").read_text() == "ss"
-    assert Path("my checkpoints", "rank1").read_text() == "10"
+    assert Path("my checkpoints", "rank0").read_text() == "10"
     assert "--kill-on-bad-exit=1" in json.loads(Path("options.json").read_text())
 
 
