@@ -1,7 +1,7 @@
 """The table of docs/faults.md: one row for each test that is marked as the test of a fault.
 
     @pytest.mark.fault("launch", "a rank is killed", "all ranks are ended; the message names the rank and its log", exit_code=1)
-    def test_a_killed_rank_ends_the_job(...): ...
+    def test_one_rank_fails(...): ...
 
 ``make faults`` runs these tests and writes the table. The seconds are those of the test's call; a test that does more than to
 cause the fault and wait for its end tells them itself: ``record_property("seconds", 1.5)``.  `test_faults_page.py` compares the

@@ -13,7 +13,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autoddl.pipelines.runtime.availability import Availability
@@ -292,11 +292,3 @@ class SlurmHosts(Hosts):
             timeout=timeout_s,
             env={**os.environ, **self.environment},
         )
-
-
-@contextlib.contextmanager
-def closing(hosts: Hosts) -> Iterator[Hosts]:
-    try:
-        yield hosts
-    finally:
-        hosts.close()
