@@ -84,7 +84,7 @@ STALE: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
     ),
 }
 #: Of those that communicate much a run is enough.
-ONE_RUN = ("chimera", "chimera, pairs", "wpipe")
+ONE_RUN = ("1f1b", "chimera", "chimera, pairs", "wpipe")
 
 
 def exported(plan: Plan, folder: Path) -> str:

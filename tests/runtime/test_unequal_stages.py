@@ -28,7 +28,7 @@ def test_a_plan_of_unequal_stages_runs(counted_ranks, tmp_path, capsys):
         "--vocabulary",
         "768",
         "--batch",
-        "12",
+        "6",
         "--micro-batch",
         "3",
     ]
@@ -46,7 +46,7 @@ def test_a_plan_of_unequal_stages_runs(counted_ranks, tmp_path, capsys):
     data = TextModel(shipped_text(), "gpt", 2, 96, 6, 64)
     problem = PlanProblem(data, recognise(plan.graph), plan.graph, stage_plans(plan))
     problem.check()
-    options = TrainingOptions(problem, schedule_of_plan(plan, 4), num_steps=4, micro_batch=3, learning_rate=1e-2)
+    options = TrainingOptions(problem, schedule_of_plan(plan, 2), num_steps=2, micro_batch=3, learning_rate=1e-2)
     job = "autoddl.pipelines.runtime.pipeline.training_job:train_on_rank"
     report = combine(options.schedule, counted_ranks(4).run(job, options, timeout_s=120))
-    assert len(report.losses) == 4 and report.losses[-1] < math.log(768)
+    assert len(report.losses) == 2 and report.losses[-1] < math.log(768)

@@ -111,8 +111,7 @@ def case(model: str, schedule: Schedule, **more: Any) -> dict[str, Any]:
 
 
 def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
-    """Every family on two and on four ranks; its options on one of them, with fewer, as many and more micro-batches than stages.
-    One family on eight ranks."""
+    """Every family on two and on four ranks; its options on one of them, with fewer, as many and more micro-batches than stages."""
     cases: dict[str, dict[str, Any]] = {}
 
     def add(name: str, num_micro_batches: int, model: str = "sequential", **options: Any) -> None:
@@ -127,9 +126,6 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
             cases[label]["optimizer"] = ("SGD", 0.25)
 
     d = num_stages
-    if d == 8:
-        add("chimera", 3, "mlp", iterations=STEPS)
-        return cases
     add("gpipe", d, recompute=True)
     add("1f1b", d + 1, "gpt" if d == 2 else "sequential", iterations=STEPS)
     add("gems", 3)
@@ -158,7 +154,7 @@ def synchronous(num_stages: int) -> dict[str, dict[str, Any]]:
     return cases
 
 
-@pytest.mark.parametrize("num_stages", [2, 4, 8])
+@pytest.mark.parametrize("num_stages", [2, 4])
 def test_synchronous_schedules_equal_one_device(ranks, reference, num_stages):
     """Every family and option, for some updates each."""
     cases = synchronous(num_stages)
@@ -234,7 +230,7 @@ def asynchronous(num_stages: int) -> list[tuple[Rule, Schedule]]:
     result = []
     for rule, name, n, options in families:
         # Weights of the first stage are as many updates old in pipedream as there are stages behind it, one in the others.
-        updates = d + 2 if name == "pipedream" else 4
+        updates = d + 2 if name == "pipedream" else 3
         schedule = generate(name, num_stages=d, num_micro_batches=n, iterations=updates, **options)
         result.append((rule, schedule))
     return result
@@ -320,7 +316,7 @@ def test_recomputed_stages_keep_one_graph(ranks):
 
 def test_bytes_on_the_wire(counted_ranks):
     """Boundaries and sums of gradients: what the ranks really sent, within 3 % of the prediction."""
-    width, rows = 128, 32
+    width, rows = 128, 64
     boundary_bytes, gradient_bytes = 4 * width * rows, 4 * width * width
     schedules = [
         generate(name, num_stages=4, num_micro_batches=4, **options)
@@ -393,7 +389,6 @@ def test_compressed_bytes_on_the_wire(counted_ranks):
         ("1f1b", False, {}),
         ("1f1b", True, {}),
         ("chimera", False, {"concatenation": "halving"}),
-        ("wpipe", False, {"iterations": 2}),
         ("gpipe", True, {"width": (1, 3)}),
     ):
         num_stages = len(options.get("width", range(4)))
