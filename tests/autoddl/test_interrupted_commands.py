@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import signal
 import subprocess
@@ -13,7 +15,11 @@ from typing import NamedTuple
 
 import pytest
 
+from autoddl.__main__ import main
 from autoddl.plan import load_plan
+
+#: Each test starts a command.
+pytestmark = pytest.mark.slow
 
 COMMAND = Path(__file__).with_name("interrupted_command.py")
 GPT = ["gpt:4x64", "--heads", "4", "--sequence", "32", "--vocabulary", "256", "--cluster", "gcp-a100"]
@@ -60,11 +66,6 @@ def interrupted(
         process.wait()
 
 
-def autoddl(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "autoddl", *arguments]
-    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=120, check=False)
-
-
 def one_line(ended: Ended) -> str:
     assert ended.err.startswith("autoddl: interrupted") and ended.err.count("\n") == 1, ended.err
     assert "Traceback" not in ended.out + ended.err
@@ -77,8 +78,9 @@ def check_plan(path: Path, status: str = "interrupted") -> None:
     assert document["status"] == status and document["optimal"] == (status == "optimal")
     assert 0 <= document["lower_bound_s"] <= document["step_s"]
     assert document["gap"] == pytest.approx(1 - document["lower_bound_s"] / document["step_s"])
-    explained = autoddl("explain", str(path))
-    assert explained.returncode == 0 and explained.stderr == ""
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()) as err:
+        assert main(["explain", str(path)]) == 0
+    assert err.getvalue() == ""
 
 
 @pytest.mark.fault(
@@ -186,7 +188,11 @@ def test_an_interrupted_pipeline_is_printed(record_property, name):
     one_line(ended)
     assert ended.out.startswith(f"{name} plan ") and "  interrupted: the best of what was looked at" in ended.out
     record_property("seconds", ended.seconds)
-    document = json.loads(interrupted(PLANNERS[name], [*arguments, "--json"]).out)
+
+
+def test_an_interrupted_pipeline_says_so_as_json_too():
+    arguments = ["pipeline", "--profile", "bert-48", "--cluster", "v100-a", "--batch", "64", "--planner", "wpipe"]
+    document = json.loads(interrupted(PLANNERS["wpipe"], [*arguments, "--json"]).out)
     assert document["status"] == "interrupted" and document["simulated_s"] > 0
 
 

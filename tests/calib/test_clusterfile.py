@@ -22,6 +22,8 @@ from .synthetic import ring, samples_of
 pytestmark = pytest.mark.slow
 
 LOCAL = load_cluster("local-cpu")
+#: Of the bootstrap, for the documents below; a hundred show no more.
+DRAWS = 8
 ODD = {2: 1.0, 4: 5.0, 8: 2.0}
 
 
@@ -40,8 +42,16 @@ FORMULAS = {
 }
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_draws():
+    with pytest.MonkeyPatch.context() as patch:
+        for module in ("fit", "device"):
+            patch.setattr(f"autoddl.calib.{module}.DRAWS", DRAWS)
+        yield
+
+
 @pytest.fixture(scope="module")
-def documents():
+def documents(few_draws):
     """For each form its fit and its cluster document (data without noise)."""
     found = {}
     for name, (seconds, cores) in FORMULAS.items():
@@ -96,7 +106,7 @@ def test_the_file_says_what_was_measured(documents):
     assert [form.form for form in calibration.forms if form.is_taken] == ["group + crowding"]
     assert max(quality.held_out_error for quality in calibration.quality) < 1e-3
     assert {quality.ranks_per_node for quality in calibration.quality} == {2, 4, 8}
-    assert {len(replicates.values) for replicates in calibration.replicates} == {100}
+    assert {len(replicates.values) for replicates in calibration.replicates} == {DRAWS}
     # The level that was not measured is the base's.
     assert cluster.links[0] == LOCAL.links[0]
 

@@ -69,11 +69,17 @@ def test_fit_stays_non_negative():
     assert fitted[1] == 0 and 1e-3 < fitted[0] < 4e-3
 
 
+@pytest.fixture
+def few_draws(monkeypatch):
+    """For tests that look at no interval."""
+    monkeypatch.setattr("autoddl.calib.fit.DRAWS", 3)
+
+
 def test_known_parameters_lie_in_the_interval_nine_times_out_of_ten():
-    """5 % noise, a tenth of the samples 2 to 20 times too slow; 95 % intervals of both parameters over 30 data sets."""
+    """5 % noise, a tenth of the samples 2 to 20 times too slow; 95 % intervals of both parameters over 15 data sets."""
     alpha, beta = 50e-6, 1e-9
     hits, errors = [], []
-    for seed in range(30):
+    for seed in range(15):
         points = points_of(
             samples_of(ring(alpha, beta), seed, jobs=(2, 4), sizes=SIZES[::2], outliers=0.1, repetitions=12),
             "intra-node",
@@ -95,15 +101,18 @@ def chosen(seconds, **options) -> str:
     return fit_level(points_of(samples_of(seconds, **options), "intra-node"), "intra-node").form.name
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_one_pair_where_one_pair_is_enough():
     assert chosen(ring(50e-6, 1e-9)) == "level"
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_collectives_of_their_own_where_they_differ():
     slower = {Collective.ALL_TO_ALL: 4.0, Collective.ALL_REDUCE: 0.5}
     assert chosen(lambda c, p, n, job: slower.get(c, 1.0) * ring(50e-6, 1e-9)(c, p, n, job)) == "collective"
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_copying_where_it_costs():
     """Each byte is copied once more, however many ranks there are: seconds = ring + 2 ns n."""
     fit = fit_level(
@@ -116,6 +125,7 @@ def test_copying_where_it_costs():
         assert fit.parameters[Key(collective.value, 0, "slowness")] == pytest.approx(1e-9, rel=0.15)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_crowding_where_ranks_exceed_cores():
     """2, 4 and 8 ranks on 2 cores are 0, 1 and 3 ranks per core too many; both terms grow by their own amount for each."""
 
@@ -129,6 +139,7 @@ def test_crowding_where_ranks_exceed_cores():
     assert fit.parameters[Key("", 0, "crowded slowness")] == pytest.approx(0.7e-9, rel=0.05)
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_group_sizes_of_their_own_where_no_formula_holds():
     odd = {2: 1.0, 4: 5.0, 8: 2.0}
     assert (
@@ -147,6 +158,7 @@ def test_held_out_sizes_are_not_seen():
     assert np.median([error for size, error in errors.items() if size != 4**9]) < 0.05
 
 
+@pytest.mark.usefixtures("few_draws")
 def test_transfers_have_their_own_line():
     samples = samples_of(ring(50e-6, 1e-9), jobs=(2,))
     for size in (1024, 65536, 2**22):

@@ -1,6 +1,6 @@
 """Chimera for even D up to 32, every f that divides D/2 and every N from 1 to 4 D.
 
-All 456 cases up to D = 12 here; beyond that, of the D with the most divisors, the numbers of micro-batches at which the structure
+All cases up to D = 8 here; beyond that, of the D with the most divisors, the numbers of micro-batches at which the structure
 changes. ``tests/bench/bench_schedules.py`` goes through all 3,888.
 """
 
@@ -20,9 +20,10 @@ def pairs_of(num_stages):
 
 
 def micro_batches_of(num_stages):
-    if num_stages <= 12:
+    if num_stages <= 8:
         return range(1, 4 * num_stages + 1)
-    edges = {k * num_stages + shift for k in (1, 2, 4) for shift in (-1, 0, 1)} | {1, 2, num_stages // 2}
+    units = (1, 2, 4) if num_stages <= 16 else (1, 2)
+    edges = {k * num_stages + shift for k in units for shift in (-1, 0, 1)} | {1, 2, num_stages // 2}
     return sorted(n for n in edges if n <= 4 * num_stages)
 
 

@@ -14,10 +14,9 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize(
-    ("num_workers", "num_micro_batches", "limit_s"),
-    [(64, 512, 2.0), (128, 1000, 10.0)],
+    ("name", "num_workers", "num_micro_batches", "limit_s"),
+    [("1f1b", 64, 512, 2.0), ("chimera", 64, 512, 2.0), ("zero-bubble", 64, 512, 2.0), ("chimera", 128, 1000, 10.0)],
 )
-@pytest.mark.parametrize("name", ["1f1b", "chimera", "zero-bubble"])
 def test_large_schedules(name, num_workers, num_micro_batches, limit_s):
     begin = time.process_time()
     schedule = generate(name, num_stages=num_workers, num_micro_batches=num_micro_batches)
