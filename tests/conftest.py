@@ -23,8 +23,10 @@ _WATCHDOG = pytest.StashKey[Watchdog]()
 _WORKERS_DIR = pytest.StashKey[Path]()
 
 # A busy machine is no fault of a test's. What is found at random belongs to whoever develops, not to a run that judges a change.
+# Examples are as many as show a fault at once if it is common; rarer ones are found over many runs.
 hypothesis.settings.register_profile(
     "busy machine",
+    max_examples=50,
     deadline=None,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
     derandomize=bool(os.environ.get("CI")),

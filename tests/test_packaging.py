@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import functools
 import importlib.metadata
 import json
 import platform
@@ -28,6 +29,8 @@ ONEFLOW_AREAS = (
     "autoddl/export/parts/",
 )
 PRINTING_AREAS = ("autoddl/cli/", "autoddl/__main__.py")
+#: Several tests look at the same sources.
+parsed = functools.cache(ast.parse)
 IS_ONEFLOW_PYTHON = (
     sys.implementation.name == "cpython"
     and sys.version_info[:2] == (3, 10)
@@ -76,7 +79,7 @@ def floor_of(name: str) -> str | None:
 def import_faults(path: Path, text: str) -> list[str]:
     """Breaches of the import rules in one module."""
     own, faults = path.parts[0], []
-    for name, relative in imported_names(path, ast.parse(text)):
+    for name, relative in imported_names(path, parsed(text)):
         floor = floor_of(name)
         if floor is None:
             top = name.split(".")[0]
@@ -269,7 +272,7 @@ def test_only_the_command_line_prints():
     for path in sources():
         if path.as_posix().startswith(PRINTING_AREAS):
             continue
-        calls = [node for node in ast.walk(ast.parse((ROOT / path).read_text())) if isinstance(node, ast.Call)]
+        calls = [node for node in ast.walk(parsed((ROOT / path).read_text())) if isinstance(node, ast.Call)]
         lines = [call.lineno for call in calls if ast.unparse(call.func) == "print"]
         assert lines == [], f"{path} prints"
 

@@ -14,6 +14,9 @@ import pytest
 
 from .faults import ROOT
 
+#: Each test runs pytest.
+pytestmark = pytest.mark.slow
+
 PREAMBLE = "from __future__ import annotations\nimport os, signal, subprocess, sys, time\nimport pytest\n"
 #: Runs until it is killed; on SIGUSR1 it writes its stack into its log, as ranks do.
 CHILD = """
@@ -85,8 +88,8 @@ def test_others(worker_id, number):
     workers = [line for line in lines if line.startswith("ranks")]
     assert len(workers) == 7 and len(set(workers)) == 1
     assert sum(line.startswith("others") for line in lines) == 20
-    fast = run_suite(suite, tests, "-m", "not ranks")
-    assert "20 passed" in closing_line(fast)
+    fast = run_suite(suite, tests, "-m", "not ranks", "-n", "0", "--collect-only", "-q")
+    assert "20/27 tests collected" in fast.stdout
 
 
 #: The child is started by the test before, which takes its time.
@@ -122,6 +125,17 @@ def test_after(number):
 def test_others(number):
     pass
 """
+#: Where no Python thread can run, faulthandler's own does.
+KEEPS_THE_LOCK = """
+import ctypes
+
+@pytest.mark.timeout(2)
+def test_hangs_with_the_lock():
+    keeps_the_lock()
+
+def keeps_the_lock():
+    ctypes.PyDLL(None).sleep(1000)
+"""
 
 
 def is_gone(pid: int) -> bool:
@@ -133,9 +147,10 @@ def is_gone(pid: int) -> bool:
 
 
 def test_a_test_that_hangs_fails_with_all_stacks_and_the_others_run(suite):
-    done = run_suite(suite, HANGS)
+    done = run_suite(suite, HANGS + KEEPS_THE_LOCK)
     assert done.returncode == 1
-    assert re.fullmatch(r"=+ 1 failed, 9 passed in [\d.]+s =+", closing_line(done)), done.stdout
+    assert re.fullmatch(r"=+ 2 failed, 9 passed in [\d.]+s =+", closing_line(done)), done.stdout
+    assert "Timeout (0:00:02" in done.stdout and "in keeps_the_lock" in done.stdout
     assert "FAILED tests/test_these.py::test_hangs" in done.stdout
     assert "tests/test_these.py::test_hangs took more than 1 s" in done.stdout
     for function in ("in hangs_here", "in test_hangs", "in waits_for_ever"):
@@ -152,25 +167,6 @@ def test_a_test_that_hangs_in_one_process_ends_the_run_with_all_stacks(suite):
         assert said in done.stderr
     (pid,) = map(int, (suite / "tests" / "test_these.py.log").read_text().split())
     assert is_gone(pid)
-
-
-def test_a_test_that_keeps_the_lock_is_ended_too(suite):
-    """Where no Python thread can run, faulthandler's own does."""
-    tests = """
-import ctypes
-
-def test_hangs():
-    keeps_the_lock()
-
-def keeps_the_lock():
-    ctypes.PyDLL(None).sleep(1000)
-
-def test_others():
-    pass
-"""
-    done = run_suite(suite, tests, "-o", "timeout=2")
-    assert done.returncode == 1 and "1 failed, 1 passed" in closing_line(done)
-    assert "Timeout (0:00:02" in done.stdout and "in keeps_the_lock" in done.stdout
 
 
 def test_slow_tests_that_do_not_say_why_are_listed(suite):
@@ -225,5 +221,5 @@ def test_the_page_of_faults_is_written_from_the_reports_of_all_workers(suite, nu
 
 def test_the_page_stays_where_a_test_of_a_fault_fails(suite):
     before = (suite / "docs" / "faults.md").read_text()
-    done = run_suite(suite, FAULTS.replace("time.sleep(0.5)", "raise ValueError"), "--faults")
+    done = run_suite(suite, FAULTS.replace("time.sleep(0.5)", "raise ValueError"), "--faults", "-n", "0")
     assert done.returncode == 1 and (suite / "docs" / "faults.md").read_text() == before

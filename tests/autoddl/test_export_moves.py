@@ -119,7 +119,7 @@ def ends(draw):
     return tuple(canonical(tuple(draw(st.sampled_from(splits(size))) for size in sizes)) for _ in range(2))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(ends())
 def test_written_moves_bring_every_element_to_its_place(pair):
     check(*pair)

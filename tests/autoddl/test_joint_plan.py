@@ -411,6 +411,7 @@ def test_faults_are_one_line(capsys, arguments, said):
     assert said in error and error.count("\n") == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("graph", "devices", "options"),
     [

@@ -20,6 +20,9 @@ from autoddl.report import report_page
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 
+#: Every start of the browser takes a second.
+pytestmark = pytest.mark.slow
+
 NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
 
 OPTIONS = (
@@ -98,11 +101,13 @@ addEventListener("load", () => {
 </script>
 """
 
-#: Windows are at least 500 pixels wide, so the page is looked at in a frame; what the script saw is handed out of it.
-FRAME = """<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark">
-<iframe style="width:%dpx;height:900px;border:0" srcdoc="%s"
-  onload="document.body.append(this.contentDocument.getElementById('probe').cloneNode(true))"></iframe>
+#: Windows are at least 500 pixels wide, so pages are looked at in frames; what the script saw is handed out of them.
+SHELL = '<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark">\n'
+FRAME = """<iframe style="display:block;width:%dpx;height:900px;border:0" srcdoc="%s"
+  onload="this.after(this.contentDocument.getElementById('probe').cloneNode(true))"></iframe>
 """
+#: A4 less margins of 14 mm, at 96 pixels per inch.
+PAPER = round((210 - 28) / 25.4 * 96)
 
 
 @pytest.fixture(scope="module")
@@ -137,23 +142,28 @@ def browse(browser: str, folder: Path, page: Path, *options: str) -> subprocess.
     )  # fmt: skip
 
 
-def probed(browser: str, folder: Path, page: Path, width: int, *options: str, on_paper: bool = False) -> dict:
-    """What the script saw in a window of that width; with ``on_paper`` under the rules for printing."""
+def framed(page: Path, width: int) -> str:
+    """The page with the script, in a frame of that width; in one of paper's under the rules for printing."""
     text = page.read_text(encoding="utf-8")
     text, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', lambda _: PROBE, text)
     assert count == 1
-    if on_paper:
+    if width == PAPER:
         text = (
             text.replace("@media print", "@media all")
             .replace("@page", "@media none")
             .replace("prefers-color-scheme", "x")
         )
+    return FRAME % (width, html.escape(text))
+
+
+def probed(browser: str, folder: Path, frames: list[str], *options: str) -> list[dict]:
+    """What the script saw in each frame."""
     copy = folder / "copy.html"
-    copy.write_text(FRAME % (width, html.escape(text)), encoding="utf-8")
+    copy.write_text(SHELL + "".join(frames), encoding="utf-8")
     dom = browse(browser, folder, copy, "--window-size=1400,900", *options, "--dump-dom").stdout
-    match = re.search(r'<pre id="probe">(.*?)</pre>\s*</body>', dom, re.DOTALL)
-    assert match, dom[-2000:]
-    return json.loads(html.unescape(match[1]))
+    found = re.findall(r'<pre id="probe">(.*?)</pre>', dom, re.DOTALL)
+    assert len(found) == len(frames), dom[-2000:]
+    return [json.loads(html.unescape(one)) for one in found]
 
 
 def assert_is_right(seen: dict, width: int, sections: set[str]) -> None:
@@ -172,32 +182,25 @@ DARK = "--blink-settings=preferredColorScheme=0"
 
 
 @pytest.mark.parametrize(
-    "name, width, options",
+    ("looked_at", "options"),
     [
-        ("plain", 390, ()),
-        ("plain", 1280, (DARK,)),
-        ("piped", 390, (DARK,)),
-        ("piped", 1280, ()),
-        ("both", 1280, (DARK,)),
+        ((("plain", 390), ("piped", 1280), ("piped", PAPER)), ()),
+        ((("plain", 1280), ("piped", 390), ("both", 1280)), (DARK,)),
     ],
+    ids=["light", "dark"],
 )
-def test_on_a_screen(browser, tmp_path, pages, name, width, options):
-    seen = probed(browser, tmp_path, pages[name], width, *options)
-    assert seen["dark"] == bool(options)
-    assert_is_right(seen, width, SECTIONS | ({"pipeline"} if name != "plain" else set()))
-    if name != "plain":
-        assert seen["marks"] > 20
-    if width == 1280:  # nothing needs scrolling there
-        assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
-
-
-def test_on_paper(browser, tmp_path, pages):
-    """A4 less margins of 14 mm, at 96 pixels per inch: boxes do not scroll on paper, so all of it has to fit."""
-    width = round((210 - 28) / 25.4 * 96)
-    seen = probed(browser, tmp_path, pages["piped"], width, on_paper=True)
-    seen["small"] = []  # paper is read from nearer
-    assert_is_right(seen, width, SECTIONS | {"pipeline"})
-    assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
+def test_on_screens_and_on_paper(browser, tmp_path, pages, looked_at, options):
+    """Boxes do not scroll on paper, so all of it has to fit."""
+    frames = [framed(pages[name], width) for name, width in looked_at]
+    for (name, width), seen in zip(looked_at, probed(browser, tmp_path, frames, *options)):
+        assert seen["dark"] == bool(options)
+        if width == PAPER:
+            seen["small"] = []  # paper is read from nearer
+        assert_is_right(seen, width, SECTIONS | ({"pipeline"} if name != "plain" else set()))
+        if name != "plain":
+            assert seen["marks"] > 20
+        if width != 390:  # nothing needs scrolling there
+            assert all(inner <= outer + 1 for _, outer, inner in seen["boxes"]), seen["boxes"]
 
 
 def test_print(browser, tmp_path, pages):

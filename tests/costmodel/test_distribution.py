@@ -61,7 +61,7 @@ def test_no_state(text):
 
 
 @given(distributions())
-@settings(max_examples=300)
+@settings(max_examples=100)
 def test_distributions_print_and_parse(distribution):
     read = D(str(distribution))
     assert read.without_unit_axes() == distribution.without_unit_axes()
@@ -111,7 +111,7 @@ def test_text_that_is_no_distribution(text, message):
 
 
 @given(distributions(max_dim=1), st.tuples(st.integers(1, 3), st.integers(1, 3)))
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_slices_tile_the_tensor(distribution, extra):
     """Every element lies on exactly as many ranks as the axes that do not split have members; each rank holds as much."""
     shape = tuple(size * more for size, more in zip(distribution.split_sizes(2), extra))
@@ -125,7 +125,7 @@ def test_slices_tile_the_tensor(distribution, extra):
 
 
 @given(distributions(max_dim=1))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_primary_ranks_hold_every_slice_once(distribution):
     shape = distribution.split_sizes(2)
     for kind in (Broadcast, PartialSum):

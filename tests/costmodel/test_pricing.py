@@ -96,7 +96,7 @@ def test_tables_are_the_assessment(model, cluster):
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 4, 5, 6, 8, 10]))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_small_micro_batches_have_no_way_between_some_layouts(seed, micro_batch):
     """Where few samples leave few digits, routes differ from those of large tensors, or do not exist: the table knows."""
     rng = random.Random(seed)
@@ -110,7 +110,7 @@ def test_small_micro_batches_have_no_way_between_some_layouts(seed, micro_batch)
 @given(
     st.floats(0, 100), st.floats(1, 1e18), st.integers(0, 2**30), st.sampled_from(["mlp", "gpt"]), st.integers(0, 2**32)
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_latency_does_not_swallow_bandwidth(latency_s, bandwidth, more, model, seed):
     """Slopes are differences of prices: they have to keep their digits beside any latency."""
     cluster = CLUSTERS["2 x 4"].with_links(latency_s, bandwidth)

@@ -101,7 +101,7 @@ def distributions(draw, num_ranks: int, num_dims: int, num_levels: int = 1) -> D
 
 
 @given(st.data())
-@settings(max_examples=250, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_random_pairs_arrive_with_the_bytes_that_are_priced(data):
     num_ranks = data.draw(st.sampled_from([2, 3, 4, 5, 6, 7, 8, 9, 10, 12, 15, 16, 18, 20, 24]))
     num_dims = data.draw(st.integers(1, 3))
@@ -112,7 +112,7 @@ def test_random_pairs_arrive_with_the_bytes_that_are_priced(data):
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_two_levels_cut_at_the_same_place(data):
     outer, inner = data.draw(st.sampled_from([(2, 2), (2, 4), (4, 2), (3, 4), (2, 6), (4, 4)]))
     states = st.sampled_from(all_states(2))
@@ -281,7 +281,7 @@ def elements_to_receive(source: Distribution, target: Distribution, shape: tuple
 
 
 @given(st.data())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_nothing_sends_less_than_it_must(data):
     num_ranks = data.draw(st.sampled_from([4, 6, 8, 12]))
     source, target = (data.draw(distributions(num_ranks, 2)) for _ in range(2))

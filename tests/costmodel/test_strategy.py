@@ -164,7 +164,7 @@ def offers(draw: st.DrawFn) -> tuple[list[Strategy], tuple[bool, ...]]:
 
 
 @given(offers())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_alike_strategies_are_each_of_them_at_once(offer):
     strategies, sized = offer
     groups = list(alike(strategies, sized))
@@ -187,7 +187,7 @@ def test_alike_strategies_are_each_of_them_at_once(offer):
 
 
 @given(offers())
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_there_are_no_more_groups_than_sequences_of_steps(offer):
     """Two strategies stand apart only where some axis is there for one alone, or has another size on a sized level."""
     strategies, sized = offer

@@ -24,7 +24,7 @@ def by_class(draw: st.DrawFn) -> ByClass:
 
 
 @given(by_class())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_classes_are_the_matrix_that_they_stand_for(costs: ByClass) -> None:
     expected = np.array([[costs.between[row, column] for column in costs.columns] for row in costs.rows])
     assert np.array_equal(costs.matrix, expected)
@@ -36,7 +36,7 @@ def test_classes_are_the_matrix_that_they_stand_for(costs: ByClass) -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 6), st.booleans())
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_an_assignment_costs_the_exact_sum(seed: int, num: int, shared: bool) -> None:
     """Rounded once, in whatever order variables and edges come, and whether or not they share their arrays."""
     rng = np.random.default_rng(seed)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import copy
 import json
-import marshal
 import random
 import re
 from typing import Any
@@ -41,28 +40,33 @@ _NUMBER = re.compile(r"[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _DEPTHS = (100, 900, 990, 1000, 100_000)
 
 
-def _places(document: Any) -> list[tuple[Any, Any]]:
-    """Where the values inside a document are: objects and lists with the keys of their members."""
-    found: list[tuple[Any, Any]] = []
-    unseen = [document]
-    while unseen:
-        holder = unseen.pop()
-        for key, child in holder.items() if isinstance(holder, dict) else enumerate(holder):
-            found.append((holder, key))
-            if isinstance(child, (dict, list)):
-                unseen.append(child)
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The paths of all values inside a document, its own among them."""
+    found: list[tuple[Any, ...]] = []
+    _collect(value, path, found)
     return found
+
+
+def _collect(value: Any, path: tuple[Any, ...], found: list[tuple[Any, ...]]) -> None:
+    found.append(path)
+    if isinstance(value, (dict, list)):
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            _collect(child, (*path, key), found)
 
 
 def mutated_document(rng: random.Random, document: Any) -> Any:
     """The document after one to three replacements, deletions, additions, duplications, swaps or scalings."""
-    if rng.random() < 0.01:
-        return copy.deepcopy(rng.choice(REPLACEMENTS))
-    document = marshal.loads(marshal.dumps(document))  # a copy, much faster than copy.deepcopy
+    document = json.loads(json.dumps(document))  # a copy, faster than copy.deepcopy
     for _ in range(rng.randint(1, 3)):
-        found = _places(document)
-        if found:
-            _change(rng, *rng.choice(found))
+        path = rng.choice(places(document))
+        if not path:
+            if rng.random() < 0.2:
+                return copy.deepcopy(rng.choice(REPLACEMENTS))
+            continue
+        holder = document
+        for key in path[:-1]:
+            holder = holder[key]
+        _change(rng, holder, path[-1])
     return document
 
 

@@ -181,7 +181,7 @@ def test_a_cycle_over_several_workers_names_all_of_them():
     assert ">1:1F1<" in str(caught.value) and ">1F0<" in str(caught.value)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(
     st.sampled_from([family.name for family in families()]),
     st.randoms(use_true_random=False),

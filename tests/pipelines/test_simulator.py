@@ -169,7 +169,7 @@ def cases(draw):
     return schedule, times
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(cases())
 def test_makespan_is_the_longest_path(case):
     schedule, times = case
@@ -185,7 +185,7 @@ def test_makespan_is_the_longest_path(case):
     assert timeline.makespan >= smallest * through * (1 - 1e-12)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(cases())
 def test_every_task_takes_its_time_and_workers_do_one_at_a_time(case):
     schedule, times = case
@@ -199,7 +199,7 @@ def test_every_task_takes_its_time_and_workers_do_one_at_a_time(case):
                 now = end
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(cases())
 def test_the_critical_path_is_as_long_as_the_schedule(case):
     """Its tasks are in order, and without transfers their times add up to the makespan."""
@@ -373,7 +373,7 @@ def test_all_reduces_in_free_regions_hide_no_more_than_there_is():
     assert end(region + 4) == base + 4
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.sampled_from([(4, 4, 2), (4, 8, 2), (8, 8, 4), (6, 3, 2)]),
     st.sampled_from(["none", "eager", "eager-sync-opt"]),

@@ -75,11 +75,11 @@ def test_the_paper_s_decision_for_bert_48() -> None:
 
 def test_configurations_fit_and_add_up() -> None:
     cluster = PIZ_DAINT.resized(16)
-    workload = Workload(transformer_profile(cluster, 64, 1312, 632, vocabulary=50257), cluster, 512)
+    workload = Workload(transformer_profile(cluster, 64, 1312, 632, vocabulary=50257), cluster, 128)
     result = plan_chimera(workload)
     for found in result.configurations:
         assert found.width * found.depth == 16
-        assert found.micro_batch * found.num_micro_batches * found.width == 512
+        assert found.micro_batch * found.num_micro_batches * found.width == 128
         assert found.memory_bytes <= cluster.device.memory_bytes
         held = sorted(device for devices in found.placements for device in devices)
         assert held == sorted([*range(16)] * found.num_pipelines)

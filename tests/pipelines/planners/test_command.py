@@ -53,7 +53,7 @@ def test_the_table_names_stages_and_devices(capsys: pytest.CaptureFixture[str]) 
 
 
 def test_alternatives_are_shown_once_and_say_how_they_differ(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ("--profile", "vgg-19", "--cluster", "v100-a", "--batch", "256")
+    words = ("--profile", "vgg-19", "--cluster", "v100-a", "--batch", "128")
     for planner, how in (("dapple", "policy B"), ("chimera", "(direct, recomputed)"), ("wpipe", "recomputed")):
         assert run(*words, "--planner", planner) == 0
         rows = capsys.readouterr().out.split("\nalternative ")[1].splitlines()[1:]

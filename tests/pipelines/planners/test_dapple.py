@@ -137,7 +137,7 @@ def formula(workload, network, layers, cuts_bytes, bounds, placements, size, sca
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 10**6),
     st.integers(1, 5),
