@@ -133,6 +133,7 @@ def distributions(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]
     return archive, wheel
 
 
+@pytest.mark.slow
 def test_wheel_holds_all_files_of_the_folders_and_nothing_else(distributions):
     files = [path.relative_to(ROOT) for floor in FLOORS for path in (ROOT / floor).rglob("*") if path.is_file()]
     expected = {packaged_name(path) for path in files if "__pycache__" not in path.parts}
@@ -147,6 +148,7 @@ def test_wheel_holds_all_files_of_the_folders_and_nothing_else(distributions):
     assert "autoddl = autoddl.__main__:main" in entry_points
 
 
+@pytest.mark.slow
 def test_wheel_asks_for_oneflow_where_it_exists(distributions):
     markers = pytest.importorskip("packaging.requirements")
     with zipfile.ZipFile(distributions[1]) as wheel:
@@ -228,6 +230,7 @@ def test_import_rules_allow_what_is_right(path, line):
     assert import_faults(Path(path), line) == []
 
 
+@pytest.mark.slow
 def test_everything_but_the_oneflow_parts_imports_without_oneflow():
     """Every module outside OneFlow's areas, and every package, with OneFlow made impossible to import."""
     names = [

@@ -354,7 +354,7 @@ def check_that_they_get_through(plan: Plan, programs: list[list[str]]) -> None:
     assert done == every
 
 
-@pytest.mark.parametrize("model", ["gpt", "gpt3-13b"])
+@pytest.mark.parametrize("model", ["gpt", pytest.param("gpt3-13b", marks=pytest.mark.slow)])
 def test_a_pipeline_is_clean_and_its_instructions_get_through(tmp_path, model):
     """A plan of every day, and both directions of a small one."""
     if model == "gpt":
@@ -425,6 +425,7 @@ def test_every_step_of_the_plan_stands_in_the_file_with_its_price(plan_of):
             assert re.search(r"#.* (ns|us|ms|s), [\d.]+ (B|KiB|MiB|GiB)$", line), line
 
 
+@pytest.mark.slow
 def test_a_block_is_written_once_however_often_it_is_repeated():
     graph = resolve_model("gpt3-13b")
     planned = make_plan(graph, load_cluster("dgx-a100").resized(2, 4), Options(batch=64, quiet=True))
@@ -465,8 +466,8 @@ def test_names_and_notes_of_a_document_are_harmless(plan_of, text):
     hostile = export(renamed(plain, text, (text,)), "oneflow")
     assert ast.dump(ast.parse(hostile)) == expected  # comments are all that differs
     hostile.encode()
-    for form in FORMS:
-        if "\ud800" not in text or form in ("dot", "oneflow", "graphml"):
+    for form in set(FORMS) - {"oneflow"}:
+        if "\ud800" not in text or form in ("dot", "graphml"):
             export(renamed(plain, text, (text,)), form).encode("utf-8")
 
 

@@ -115,6 +115,7 @@ def test_gpt_and_bert_are_as_built_in(layers, heads, head_dim, sequence, vocabul
     check_same(Bert(*sizes, inner=inner or None, tied=tied), inputs, bert(model))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(
     layers=st.integers(1, 3),
@@ -141,6 +142,7 @@ def test_llama_is_as_built_in(layers, kv_heads, groups, half, inner, sequence, b
     check_same(module, (tokens(batch, sequence), tokens(batch, sequence)), llama(model))
 
 
+@pytest.mark.slow
 @settings(max_examples=3, deadline=None)
 @given(widths=st.lists(st.integers(1, 40), min_size=2, max_size=5), batch=st.integers(1, 3))
 def test_perceptron_is_as_built_in(widths, batch):
@@ -184,6 +186,7 @@ def products(module, inputs) -> float:
     return total / traced.batch
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", WHOLE)
 def test_nothing_is_lost(name):
     """All FLOPs and all parameters of the module are in the graph, each once; what is not used is named."""

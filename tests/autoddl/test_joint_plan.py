@@ -445,6 +445,7 @@ def test_papers_plans_are_those_of_their_planners():
     assert rows["WPipe"].infeasible == "asynchronous; offered with --allow-stale"
 
 
+@pytest.mark.slow
 def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
     """Its clock is over after some questions; the plan until then is taken, and named for what it is."""
     asked = []

@@ -41,6 +41,7 @@ def is_one_line(text: str) -> bool:
 # ---- Standard output -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fault("output", "standard output is a full disk", "one line says so", exit_code=2)
 @needs_dev_full
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
@@ -54,6 +55,7 @@ def test_a_full_disk(words, unbuffered):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "output",
     "a disk is full after a part of the output",
@@ -75,6 +77,7 @@ def test_a_part_of_the_output_is_not_taken_for_all(tmp_path, unbuffered):
     assert (done.returncode, done.stderr) == (2, "autoddl: standard output cannot be written (File too large)\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["buffered", "unbuffered"])
 def test_all_of_a_large_output_is_written(tmp_path, unbuffered):
     """A pipe takes 64 kB at once."""
@@ -87,6 +90,7 @@ def _closed(number: int) -> Any:
     return lambda: os.close(number)
 
 
+@pytest.mark.slow
 @pytest.mark.fault("output", "standard output is closed", "one line says so", exit_code=2)
 @pytest.mark.parametrize("words", [LIST, ("schedule", "--help")], ids=["list", "help"])
 def test_closed_standard_output(words):
@@ -94,6 +98,7 @@ def test_closed_standard_output(words):
     assert (done.returncode, done.stderr) == (2, "autoddl: standard output cannot be written (it is closed)\n")
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_where_standard_output_is_closed(tmp_path):
     """The number of the closed file is not given to the next one that is opened, which would get the output."""
     path = tmp_path / "schedule.csv"
@@ -103,6 +108,7 @@ def test_nothing_is_lost_where_standard_output_is_closed(tmp_path):
     assert path.read_text() == run(*words).stdout
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "output", "standard error is closed, or a full disk", "the command does what it would do; its code tells"
 )
@@ -116,6 +122,7 @@ def test_standard_error_that_cannot_be_written(how):
         assert (wrong.returncode, wrong.stdout) == (2, "")  # the message is not among the output either
 
 
+@pytest.mark.slow
 def test_a_progress_bar_on_a_terminal_that_has_gone():
     """As after the window was closed: the plan is made all the same."""
     ours, theirs = os.openpty()
@@ -125,10 +132,12 @@ def test_a_progress_bar_on_a_terminal_that_has_gone():
     assert done.returncode == 0 and "proven" in done.stdout
 
 
+@pytest.mark.slow
 def test_closed_standard_input():
     assert run(*LIST, preexec_fn=_closed(0)).returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.fault(
     "output", "the reader of the output has gone (a pager, head)", "the command ends without a word", exit_code=141
 )
@@ -143,6 +152,7 @@ def test_the_reader_has_gone(words, unbuffered):
     assert (done.returncode, done.stderr) == (141, "")
 
 
+@pytest.mark.slow
 @pytest.mark.fault("output", "a name that the terminal's encoding lacks", "it is written with escapes", exit_code=0)
 @pytest.mark.parametrize(
     "env",
@@ -165,6 +175,7 @@ def test_names_beyond_ascii(tmp_path, env):
     assert missing.returncode == 2 and is_one_line(missing.stderr)
 
 
+@pytest.mark.slow
 def test_a_file_name_that_is_no_text(tmp_path):
     path = os.fsencode(tmp_path) + b"/\xff.json"
     command = [sys.executable, "-m", "autoddl", *PLAN, "-o", path]
@@ -175,6 +186,7 @@ def test_a_file_name_that_is_no_text(tmp_path):
 # ---- Places --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.fault("output", "the current folder has been removed", "one line says so", exit_code=2)
 @pytest.mark.parametrize("words", [("-o", "plan.json"), ("-o", "./new/plan.json")])
 def test_a_removed_folder(tmp_path, words):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import io
 import json
 import os
 import subprocess
@@ -53,10 +55,18 @@ def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return err
 
 
+@pytest.fixture(scope="module")
+def small_text(tmp_path_factory) -> str:
+    path = tmp_path_factory.mktemp("small") / "plan.json"
+    with contextlib.redirect_stdout(io.StringIO()):
+        assert main([*map(str, SMALL), "-o", str(path)]) == 0
+    return path.read_text()
+
+
 @pytest.fixture()
-def small_plan(tmp_path, capsys) -> Path:
+def small_plan(tmp_path, small_text) -> Path:
     path = tmp_path / "plan.json"
-    assert run(capsys, *SMALL, "-o", str(path))[0] == 0
+    path.write_text(small_text)
     return path
 
 

@@ -45,7 +45,7 @@ def _least_bytes(message: str) -> float:
 
 @pytest.mark.parametrize("objective", ["step", "communication"])
 @pytest.mark.parametrize("batch", [12])
-@pytest.mark.parametrize("tightness", [1.02, 1.2, 1.6, 100])
+@pytest.mark.parametrize("tightness", [1.02, 1.4, 100])
 @pytest.mark.parametrize("graph", [mlp([96, 3072, 96]), LONG], ids=["mlp", "long"])
 def test_sweep_finds_the_best_of_all(graph, objective, batch, tightness):
     with pytest.raises(InfeasibleError) as error:
@@ -65,6 +65,7 @@ def test_sweep_finds_the_best_of_all(graph, objective, batch, tightness):
         assert candidate.lower_bound <= truth[candidate.micro_batch, candidate.recompute] * (1 + 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("tightness", [1.02, 1.3])
 def test_untied_plans_are_the_best_of_all_settings(tightness):
     """The proof speaks of every micro-batch with and without recomputation, not only of those that tied plans leave open."""
@@ -192,6 +193,7 @@ def test_perceptron_of_the_paper_on_128_devices():
     assert plans["exhaustive"].evaluations == plans["exact"].result.space_size == 36**4
 
 
+@pytest.mark.slow
 def test_gpt3_untied_on_1024_devices_is_solved_and_proven():
     planned = make_plan(
         resolve_model("gpt3-175b"),

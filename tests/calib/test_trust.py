@@ -120,6 +120,7 @@ def calibrated(request) -> Cluster:
 GRAPH = mlp([64, 256, 128, 32])
 
 
+@pytest.mark.slow
 def test_draws_price_plans_as_the_cluster_of_the_draw_does(calibrated):
     """Sums of terms times draws, and the plan assessed anew on the k-th cluster, are the same."""
     workload = Workload(64, 16)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 from math import inf, isfinite
@@ -83,16 +84,15 @@ def random_choice(problem: Problem, rng: random.Random) -> tuple[int, ...]:
 def test_tables_are_the_assessment(model, cluster):
     rng = random.Random(f"{model} {cluster.name}")
     finite = 0
-    for recompute in (False, True):
-        for untied in (False, True):
-            precision = rng.choice(list(cluster.device.peak_flops))
-            workload = Workload(1, 1, precision, rng.choice(["sgd", "adam"]), recompute)
-            book = PriceBook(MODELS[model], cluster, workload, untied, summa=rng.random() < 0.5)
-            batch = 12 * cluster.num_devices
-            for micro_batch in (batch, batch // 2, batch // 3, cluster.num_devices):
-                problem = book.problem(batch, micro_batch, rng.choice(OBJECTIVES))
-                finite += sum(agree(problem, random_choice(problem, rng)) for _ in range(3))
-    assert finite > 20
+    for recompute, untied in rng.sample([*itertools.product((False, True), repeat=2)], 2):
+        precision = rng.choice(list(cluster.device.peak_flops))
+        workload = Workload(1, 1, precision, rng.choice(["sgd", "adam"]), recompute)
+        book = PriceBook(MODELS[model], cluster, workload, untied, summa=rng.random() < 0.5)
+        batch = 12 * cluster.num_devices
+        for micro_batch in (batch, batch // 2, batch // 3, cluster.num_devices):
+            problem = book.problem(batch, micro_batch, rng.choice(OBJECTIVES))
+            finite += sum(agree(problem, random_choice(problem, rng)) for _ in range(3))
+    assert finite > 10
 
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 4, 5, 6, 8, 10]))
@@ -110,7 +110,7 @@ def test_small_micro_batches_have_no_way_between_some_layouts(seed, micro_batch)
 @given(
     st.floats(0, 100), st.floats(1, 1e18), st.integers(0, 2**30), st.sampled_from(["mlp", "gpt"]), st.integers(0, 2**32)
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_latency_does_not_swallow_bandwidth(latency_s, bandwidth, more, model, seed):
     """Slopes are differences of prices: they have to keep their digits beside any latency."""
     cluster = CLUSTERS["2 x 4"].with_links(latency_s, bandwidth)
@@ -227,6 +227,7 @@ def test_parallel_edges_are_added_up(untied):
         assert sum(agree(problem, random_choice(problem, rng)) for _ in range(30)) > 5
 
 
+@pytest.mark.slow
 def test_large_model_and_cluster():
     """GPT-3 175B on 128 x 8: the table agrees there too, and its space is what it should be."""
     graph = resolve_model("gpt3-175b")

@@ -56,6 +56,7 @@ def test_mutated_input(reader, request, record_property):
     assert num_cases < 500 or min(facts["codes"]["0"], facts["codes"]["2"]) > num_cases / 100, facts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "said"),
     [

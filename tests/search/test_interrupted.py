@@ -124,6 +124,7 @@ print("left")
 """
 
 
+@pytest.mark.slow
 def test_the_integer_program_is_left_while_it_runs() -> None:
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")

@@ -242,6 +242,7 @@ def solutions(graph, cluster, workload, objective, limit, untied=True, summa=Fal
         yield method, problem, solve(problem.table, method=method, memory_limit=limit, evaluations=None, seed=1)
 
 
+@pytest.mark.slow
 @given(
     small_graphs(),
     st.sampled_from(["step", "communication"]),

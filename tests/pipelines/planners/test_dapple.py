@@ -257,6 +257,7 @@ def test_faults(call, fault: str) -> None:
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.slow
 def test_many_devices_are_planned_in_time() -> None:
     workload = Workload(load_profile("bert-48"), load_cluster("v100-b").resized(32), 64)
     result = plan_dapple(workload)
