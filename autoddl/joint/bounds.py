@@ -11,6 +11,9 @@ stage,
 Whichever stage it finishes last is reduced after all that work: with ``whole`` in place of N(s) c(s) of one of its stages, the
 one that this adds least to, and the forwards' share of the second sum alone, of which nothing is counted, the same holds.  (2)
 
+Where backwards are of half a micro-batch (Chimera's halving), the last one goes back with half the work, F + B / 2 >= c / 2: half
+of the second sum is counted.
+
 Where the backward is split, c counts it as often as it is gone through, and weight parts may come after the last gradient has
 gone: only the forwards' share of the second sum holds, and none of it is counted.  Asynchronous schedules have no beginning and no
 end: their period is at least the work alone.
@@ -57,18 +60,27 @@ __all__ = [
     "homes",
     "micro_batches_of",
     "refined_bound",
+    "share_of_way",
     "sums_of_cuts",
 ]
+
+#: How much of the second sum of (1) is counted, where any is.
+_SHARES_OF_WAY = {"fill": 1.0, "halving": 0.5}
 
 
 def bound_class(spec: PipelineSchedule) -> tuple[str, int, int]:
     """Schedules of one class have the same bounds before the search."""
-    kind = "fill"
+    kind = "halving" if dict(spec.options).get("concatenation") == "halving" else "fill"
     if spec.name in ("zero-bubble", "gems"):
         kind = spec.name
     elif not spec.synchronous:
         kind = "period"
     return (kind, spec.groups, spec.num_pipelines)
+
+
+def share_of_way(of: tuple[str, int, int]) -> float:
+    """How much of what a micro-batch takes in the stages before a worker's first, there and back, counts in a class of schedules."""
+    return _SHARES_OF_WAY.get(of[0], 0.0)
 
 
 @lru_cache(maxsize=512)
@@ -127,13 +139,12 @@ def bounds_of_cuts(
     bound = np.zeros(len(busy))
     if not len(busy):
         return bound
-    before = np.cumsum(busy, axis=1) - busy
+    before = share_of_way(of) * (np.cumsum(busy, axis=1) - busy)
     counts = micro_batches_of(num_workers, num_micro_batches, num_pipelines)
     for held in homes(num_workers, groups, num_pipelines):
         parts = [busy[:, s] * counts[pipeline] for pipeline, s in held]
         work = sum(parts)
-        filled = work + before[:, min(s for _, s in held)] if kind == "fill" else work
-        np.maximum(bound, filled, out=bound)
+        np.maximum(bound, work + before[:, min(s for _, s in held)], out=bound)
         if kind != "period":
             reduced = [work - part + wholes[counts[pipeline]][:, s] for part, (pipeline, s) in zip(parts, held)]
             np.maximum(bound, np.minimum.reduce(reduced), out=bound)
@@ -152,7 +163,7 @@ def bounds_under_limit(
     recomputations: Sequence[str],
     limit_bytes: float,
     price: float,
-    busy: np.ndarray | None,
+    busy: np.ndarray,
 ) -> np.ndarray:
     """(5) in place of the work of (1) and (2), for every cut.
 
@@ -160,7 +171,7 @@ def bounds_under_limit(
         units: per stage those of its mesh.
         needs: per stage (micro-batches in flight, weight versions).
         held: per worker its (pipeline, stage) pairs.
-        busy: of every cut and stage, where what comes before a stage counts; None where not.
+        busy: of every cut and stage.
     """
     counts = micro_batches_of(spec.num_workers, spec.num_micro_batches, spec.num_pipelines)
     stops = np.cumsum(cuts, axis=1)
@@ -182,7 +193,7 @@ def bounds_under_limit(
             whole = np.minimum(whole, known[key][1][stops[:, s]] - known[key][1][starts[:, s]] + extra)
         return plain, whole
 
-    before = None if busy is None else np.cumsum(busy, axis=1) - busy
+    before = share_of_way(bound_class(spec)) * (np.cumsum(busy, axis=1) - busy)
     bound = np.zeros(len(cuts))
     done: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     for pairs in held:
@@ -191,7 +202,7 @@ def bounds_under_limit(
                 done[s, counts[pipeline]] = stage(s, counts[pipeline])
         parts = [done[s, counts[pipeline]] for pipeline, s in pairs]
         work = sum(plain for plain, _ in parts) - price * limit_bytes
-        filled = work if before is None else work + before[:, min(s for _, s in pairs)]
+        filled = work + before[:, min(s for _, s in pairs)]
         reduced = np.minimum.reduce([work - plain + whole for plain, whole in parts])
         bound = np.maximum(bound, np.maximum(filled, reduced))
     return bound * ROUNDING
@@ -211,7 +222,7 @@ def refined_bound(spec: PipelineSchedule, interiors: Sequence[Interior], flights
     reduce = np.array([one.all_reduce_s for one in interiors])
     before = np.concatenate([[0.0], np.cumsum(forward)])[:-1]
     trips = np.concatenate([[0.0], np.cumsum(forward + backward)])
-    kind, groups, num_pipelines = bound_class(spec)
+    kind, groups, num_pipelines = of = bound_class(spec)
     counts = micro_batches_of(spec.num_workers, count, num_pipelines)
     bound = 0.0
     for held in homes(spec.num_workers, groups, num_pipelines):
@@ -220,7 +231,7 @@ def refined_bound(spec: PipelineSchedule, interiors: Sequence[Interior], flights
         work = float(sum(counts[pipeline] * busy[s] for pipeline, s in held))
         if kind != "period":
             # Whichever of its stages a worker finishes last is reduced after all its work.
-            back = float(trips[first] - before[first]) if kind == "fill" else 0.0
+            back = share_of_way(of) * float(trips[first] - before[first])
             work += float(before[first]) + max(back, float(reduce[stages].min()))
         bound = max(bound, work)
     if kind == "gems":

@@ -217,7 +217,6 @@ class Explorer:
         assert needs is not None
         costs = self._unit_costs(setting, 1)
         assert costs is not None
-        fills = bound_class(spec)[0] == "fill"
         for share in _PRICES:
             self.stop.check()
             mine = rows[open_ones]
@@ -231,7 +230,7 @@ class Explorer:
                 self.recomputations,
                 self.limit_bytes,
                 share * best_s / self.limit_bytes,
-                sums_of_cuts(mine, [busy for busy, _ in costs]) if fills else None,
+                sums_of_cuts(mine, [busy for busy, _ in costs]),
             )
             bounds[open_ones] = np.maximum(bounds[open_ones], found)
             open_ones = open_ones[bounds[open_ones] < best_s * (1 - SAME)]

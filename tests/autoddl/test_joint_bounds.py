@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoddl.joint.bounds import bound_class, bounds_of_cuts, micro_batches_of, refined_bound, sums_of_cuts
@@ -86,6 +86,7 @@ def test_refined_bounds_are_below_the_simulation(depth, count, drawn, again):
     st.floats(0.34, 0.5),
     st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=4, max_size=4),
 )
+@example(4, 6, [2.0, 1.0, 1.0, 1.0, 3.0, 0.5], 0.5, [0.5] * 4)  # half a micro-batch goes back in half the time
 def test_bounds_of_cuts_are_below_the_simulation(depth, count, busy, share, speeds):
     """Forwards take ``share`` of a unit's time, all-reduces nothing; workers of schedules in one direction are unequal."""
     for spec, schedule in every_schedule(depth, count, stale=False):
