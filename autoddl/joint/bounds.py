@@ -79,7 +79,7 @@ def bound_class(spec: PipelineSchedule) -> tuple[str, int, int]:
 
 
 def share_of_way(of: tuple[str, int, int]) -> float:
-    """How much of what a micro-batch takes in the stages before a worker's first, there and back, counts in a class of schedules."""
+    """How much of what a micro-batch takes in the stages before a worker's first, there and back, counts for a class."""
     return _SHARES_OF_WAY.get(of[0], 0.0)
 
 
