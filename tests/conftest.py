@@ -11,7 +11,7 @@ import pytest
 
 import autoddl
 
-from .distributing import Scheduling, mark_ranks, tell_unit
+from .distributing import Scheduling, mark_ranks, tell_units
 from .faults import PAGE, Fault, of_mark, page_with
 from .sharedranks import counted_ranks, lent_ranks, ranks  # noqa: F401 - fixtures of all tests
 from .watchdog import Watchdog
@@ -44,7 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", "fault(area, fault, outcome, exit_code=None): a row of docs/faults.md")
-    config.addinivalue_line("markers", "ranks: starts ranks, or other processes that need the machine for themselves")
+    config.addinivalue_line("markers", "ranks(unit='ranks'): starts ranks; tests of a unit run one at a time")
     config.addinivalue_line("markers", "slow: takes seconds of computing; `make test-fast` leaves it out")
     worker = getattr(config, "workerinput", None)
     # The real stderr: pytest captures nothing yet.
@@ -121,11 +121,11 @@ def pytest_configure_node(node: Any) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     worker = getattr(session.config, "workerinput", None)
     if worker:
-        tell_unit(session.items, Path(worker["folder"]), worker["workerid"])
+        tell_units(session.items, Path(worker["folder"]), worker["workerid"])
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Tests of ranks one at a time (see `distributing`); another ``--dist`` is the user's affair."""
+    """Tests of ranks in two streams (see `distributing`); another ``--dist`` is the user's affair."""
     return Scheduling(config, log, config.stash[_WORKERS_DIR]) if config.getvalue("dist") == "loadgroup" else None
 
 

@@ -1,9 +1,13 @@
-"""How tests are shared among the workers of pytest-xdist: those that start ranks run one at a time, all others in parallel.
+"""How tests are shared among the workers of pytest-xdist: those that start ranks as two streams, all others as they come.
 
-Tests of ranks form one unit of work, of which a worker takes the whole, in order. So the pools that they share are started once,
-and ranks do not wait for ranks of another test: while OneFlow waits it spins, which costs as much as work.
+Tests of ranks form units of work, of which a worker takes the whole, in order. So what they share, pools or hosts, is started once,
+and pools do not get into each other's way: while OneFlow waits it spins, which costs as much as work. There are two such units,
+because a launch mostly waits for processes to start and to end:
 
-The process that shares the tests out knows their names alone. So every worker leaves the names of the unit's tests in a file.
+- ``ranks``: tests of what ranks compute (the mark ``ranks``, and the fixtures of `sharedranks`);
+- ``launches``: tests of how jobs start and end (the mark ``ranks("launches")``).
+
+The process that shares the tests out knows their names alone. So every worker leaves the units' tests in a file.
 (pytest-xdist's own way to name a unit, ``--dist loadgroup``, adds it to the tests' names; with pytest 9.2 it has no effect.)
 """
 
@@ -17,29 +21,29 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
-__all__ = ["Scheduling", "mark_ranks", "tell_unit"]
+__all__ = ["Scheduling", "mark_ranks", "tell_units"]
 
 _FIXTURES = {"ranks", "counted_ranks"}
-_FILE = "unit.json"
-_UNIT = "ranks"
+_FILE = "units.json"
 
 
 def mark_ranks(items: list[pytest.Item]) -> None:
     """Mark the tests that use the fixtures of ranks."""
     for item in items:
-        if _FIXTURES & set(getattr(item, "fixturenames", ())):
+        if _FIXTURES & set(getattr(item, "fixturenames", ())) and not item.get_closest_marker("ranks"):
             item.add_marker("ranks")
 
 
-def tell_unit(items: list[pytest.Item], folder: Path, worker: str) -> None:
-    """In a worker: leave the names of the tests that are run one at a time."""
+def tell_units(items: list[pytest.Item], folder: Path, worker: str) -> None:
+    """In a worker: leave the unit of each test that belongs to one."""
+    marks = {item.nodeid: mark for item in items if (mark := item.get_closest_marker("ranks"))}
     own = folder / f"{worker}.{_FILE}"
-    own.write_text(json.dumps([item.nodeid for item in items if item.get_closest_marker("ranks")]), encoding="utf-8")
+    own.write_text(json.dumps({name: next(iter(mark.args), "ranks") for name, mark in marks.items()}), encoding="utf-8")
     os.replace(own, folder / _FILE)  # all workers write the same
 
 
 class Scheduling(LoadScopeScheduling):
-    """The unit of tests of ranks, which is begun first; every other test is a unit of its own.
+    """The units of tests of ranks, which are begun first; every other test is a unit of its own.
 
     A test that ends its worker is not run again: pytest-xdist 3.8 gives the unit to the next worker with that test at its head, and
     a test that hangs would do so as often as workers may be replaced.
@@ -52,13 +56,13 @@ class Scheduling(LoadScopeScheduling):
     def __init__(self, config: pytest.Config, log: Any, folder: Path):
         super().__init__(config, log)
         self._folder = folder
-        self._of_ranks: frozenset[str] | None = None
+        self._units: dict[str, str] | None = None
 
     def _split_scope(self, nodeid: str) -> str:
         """The unit of a test."""
-        if self._of_ranks is None:
-            self._of_ranks = frozenset(json.loads((self._folder / _FILE).read_text(encoding="utf-8")))
-        return _UNIT if nodeid in self._of_ranks else nodeid
+        if self._units is None:
+            self._units = json.loads((self._folder / _FILE).read_text(encoding="utf-8"))
+        return self._units.get(nodeid, nodeid)
 
     def remove_node(self, node: Any) -> str | None:
         """Take a worker's tests back; returns the one that it was running."""

@@ -56,8 +56,8 @@ def closing_line(done: subprocess.CompletedProcess[str]) -> str:
     return done.stdout.rstrip().splitlines()[-1]
 
 
-def test_tests_of_ranks_run_one_at_a_time(suite):
-    """Those on pools and those with processes of their own, in one worker; the other ones are shared by all workers."""
+def test_tests_of_ranks_run_in_two_streams(suite):
+    """Those on pools and those with processes of their own, each in one worker; the other ones are shared by all workers."""
     tests = """
 @pytest.fixture
 def ranks():
@@ -77,19 +77,26 @@ def test_with_the_mark(worker_id, number):
     note("ranks", worker_id)
     time.sleep(0.5)
 
+@pytest.mark.ranks("launches")
+@pytest.mark.parametrize("number", range(3))
+def test_launches(worker_id, number):
+    note("launches", worker_id)
+    time.sleep(0.5)
+
 @pytest.mark.parametrize("number", range(20))
 def test_others(worker_id, number):
     note("others", worker_id)
     time.sleep(0.05)
 """
     done = run_suite(suite, tests, "-v")
-    assert done.returncode == 0 and re.fullmatch(r"=+ 27 passed in [\d.]+s =+", closing_line(done)), done.stdout
+    assert done.returncode == 0 and re.fullmatch(r"=+ 30 passed in [\d.]+s =+", closing_line(done)), done.stdout
     lines = (suite / "tests" / "test_these.py.log").read_text().split("\n")[:-1]
-    workers = [line for line in lines if line.startswith("ranks")]
-    assert len(workers) == 7 and len(set(workers)) == 1
+    for unit, count in (("ranks", 7), ("launches", 3)):
+        workers = [line for line in lines if line.startswith(unit)]
+        assert len(workers) == count and len(set(workers)) == 1
     assert sum(line.startswith("others") for line in lines) == 20
     fast = run_suite(suite, tests, "-m", "not ranks", "-n", "0", "--collect-only", "-q")
-    assert "20/27 tests collected" in fast.stdout
+    assert "20/30 tests collected" in fast.stdout
 
 
 #: The child is started by the test before, which takes its time.

@@ -17,7 +17,7 @@ from autoddl.launching import session
 
 from .launches import NASTY, SCRIPT, shown, wait_until_gone
 
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
+pytestmark = [pytest.mark.ranks("launches"), pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 
 
 @pytest.fixture(autouse=True)

@@ -259,7 +259,7 @@ def test_what_says_nothing(environ, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks("launches")
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
 def test_one_rank_joins(mlp_plan, capsys, monkeypatch, tmp_path):
     """With another rank's number, and the restart that its launcher counted."""
@@ -276,7 +276,7 @@ def test_one_rank_joins(mlp_plan, capsys, monkeypatch, tmp_path):
 # ---- Supervisors --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.ranks
+@pytest.mark.ranks("launches")
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
 @pytest.mark.parametrize("end", ["silence", "signal", "hanging up"])
 def test_a_supervisor_that_is_left_alone_ends_its_ranks(mlp_plan, tmp_path, end):

@@ -44,7 +44,7 @@ from .launches import (
 )
 from .test_launch import launch
 
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
+pytestmark = [pytest.mark.ranks("launches"), pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 ONEFLOW = is_available()
 needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
 CAN_MOUNT = (

@@ -19,7 +19,7 @@ from .launches import NASTY, PATIENCE_S, Started, launch_command, losses_by_hand
 from .several_hosts import SshHosts
 
 ONEFLOW = is_available()
-pytestmark = [pytest.mark.ranks, pytest.mark.usefixtures("idle_hosts")]
+pytestmark = [pytest.mark.ranks("launches"), pytest.mark.usefixtures("idle_hosts")]
 needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
 
 

@@ -25,7 +25,7 @@ from autoddl.plan import load_plan
 from .launches import PATIENCE_S, SCRIPT, launch_command, shown
 from .sample_plans import cpu_pipeline
 
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
+pytestmark = [pytest.mark.ranks("launches"), pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 ONEFLOW = is_available()
 needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
 NUM_STEPS = 2

@@ -31,7 +31,7 @@ SLURM = hosts_available("slurmctld", "slurmd", "munged", "srun", "sbatch")
 ONEFLOW = is_available()
 needs_slurm = pytest.mark.skipif(not SLURM, reason=SLURM.reason)
 needs_oneflow = pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
+pytestmark = [pytest.mark.ranks("launches"), pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")]
 
 
 @pytest.fixture(scope="module")

@@ -29,7 +29,7 @@ from .launches import BRISK, START, launch_command, processes_with, shown, wait_
 from .sample_plans import cpu_pipeline
 
 ONEFLOW = is_available()
-pytestmark = [pytest.mark.ranks, pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)]
+pytestmark = [pytest.mark.ranks("launches"), pytest.mark.skipif(not ONEFLOW, reason=ONEFLOW.reason)]
 Trained = tuple[list[str], Path, list[float]]
 TEXT = "In the beginning was the pipe, and the pipe was without bubbles, and void. " * 20
 PATIENCE_S = 300.0
