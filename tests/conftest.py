@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from dataclasses import astuple
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +44,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    _take_signals()
     config.addinivalue_line("markers", "fault(area, fault, outcome, exit_code=None): a row of docs/faults.md")
     config.addinivalue_line("markers", "ranks(unit='ranks'): starts ranks; tests of a unit run one at a time")
     config.addinivalue_line("markers", "slow: takes seconds of computing; `make test-fast` leaves it out")
@@ -51,6 +53,18 @@ def pytest_configure(config: pytest.Config) -> None:
     file = Path(worker["folder"], worker["workerid"]) if worker else os.dup(2)
     output = open(file, "wb")  # noqa: SIM115 - until the process ends
     config.stash[_WATCHDOG] = Watchdog(output)
+
+
+def _take_signals() -> None:
+    """Let processes of tests be interrupted, also where a script (``make test &``) or nohup had this one ignore it."""
+    defaults = {
+        signal.SIGINT: signal.default_int_handler,
+        signal.SIGQUIT: signal.SIG_DFL,
+        signal.SIGHUP: signal.SIG_DFL,
+    }
+    for number, default in defaults.items():
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, default)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
