@@ -60,27 +60,21 @@ __all__ = [
     "homes",
     "micro_batches_of",
     "refined_bound",
-    "share_of_way",
     "sums_of_cuts",
 ]
 
-#: How much of the second sum of (1) is counted, where any is.
-_SHARES_OF_WAY = {"fill": 1.0, "halving": 0.5}
+#: How much of the second sum of (1) counts, by the kind of a class.
+_SHARES_OF_WAY = {"fill": 1.0, "halving": 0.5, "zero-bubble": 0.0, "gems": 0.0, "period": 0.0}
 
 
 def bound_class(spec: PipelineSchedule) -> tuple[str, int, int]:
     """Schedules of one class have the same bounds before the search."""
-    kind = "halving" if dict(spec.options).get("concatenation") == "halving" else "fill"
+    kind = "halving" if spec.halves_backwards else "fill"
     if spec.name in ("zero-bubble", "gems"):
         kind = spec.name
     elif not spec.synchronous:
         kind = "period"
     return (kind, spec.groups, spec.num_pipelines)
-
-
-def share_of_way(of: tuple[str, int, int]) -> float:
-    """How much of what a micro-batch takes in the stages before a worker's first, there and back, counts for a class."""
-    return _SHARES_OF_WAY.get(of[0], 0.0)
 
 
 @lru_cache(maxsize=512)
@@ -139,7 +133,7 @@ def bounds_of_cuts(
     bound = np.zeros(len(busy))
     if not len(busy):
         return bound
-    before = share_of_way(of) * (np.cumsum(busy, axis=1) - busy)
+    before = _SHARES_OF_WAY[kind] * (np.cumsum(busy, axis=1) - busy)
     counts = micro_batches_of(num_workers, num_micro_batches, num_pipelines)
     for held in homes(num_workers, groups, num_pipelines):
         parts = [busy[:, s] * counts[pipeline] for pipeline, s in held]
@@ -193,7 +187,7 @@ def bounds_under_limit(
             whole = np.minimum(whole, known[key][1][stops[:, s]] - known[key][1][starts[:, s]] + extra)
         return plain, whole
 
-    before = share_of_way(bound_class(spec)) * (np.cumsum(busy, axis=1) - busy)
+    before = _SHARES_OF_WAY[bound_class(spec)[0]] * (np.cumsum(busy, axis=1) - busy)
     bound = np.zeros(len(cuts))
     done: dict[object, tuple[np.ndarray, np.ndarray]] = {}
     for pairs in held:
@@ -222,7 +216,7 @@ def refined_bound(spec: PipelineSchedule, interiors: Sequence[Interior], flights
     reduce = np.array([one.all_reduce_s for one in interiors])
     before = np.concatenate([[0.0], np.cumsum(forward)])[:-1]
     trips = np.concatenate([[0.0], np.cumsum(forward + backward)])
-    kind, groups, num_pipelines = of = bound_class(spec)
+    kind, groups, num_pipelines = bound_class(spec)
     counts = micro_batches_of(spec.num_workers, count, num_pipelines)
     bound = 0.0
     for held in homes(spec.num_workers, groups, num_pipelines):
@@ -231,7 +225,7 @@ def refined_bound(spec: PipelineSchedule, interiors: Sequence[Interior], flights
         work = float(sum(counts[pipeline] * busy[s] for pipeline, s in held))
         if kind != "period":
             # Whichever of its stages a worker finishes last is reduced after all its work.
-            back = share_of_way(of) * float(trips[first] - before[first])
+            back = _SHARES_OF_WAY[kind] * float(trips[first] - before[first])
             work += float(before[first]) + max(back, float(reduce[stages].min()))
         bound = max(bound, work)
     if kind == "gems":

@@ -66,6 +66,11 @@ class PipelineSchedule:
         """Whether a backward pass comes in two parts, that of the input and that of the weights."""
         return self.name == "zero-bubble"
 
+    @property
+    def halves_backwards(self) -> bool:
+        """Whether backward passes are of half a micro-batch (Chimera's backward halving)."""
+        return dict(self.options).get("concatenation") == "halving"
+
     def backward_passes(self, stage: int) -> int:
         """How often a stage is gone back through for each micro-batch.
 

@@ -354,7 +354,7 @@ class Explorer:
         The same as ``evaluation(...).step_s``, from what is known of the stages already.
         """
         spec, mesh, cluster = setting.schedule, setting.mesh, self.cluster
-        if dict(spec.options).get("concatenation") == "halving":
+        if spec.halves_backwards:
             half, odd = divmod(setting.micro_batch, 2)
             if odd or any(half % strategy.p0 for one in stages for strategy in one.strategies):
                 return None
