@@ -1,11 +1,17 @@
-"""Processes that a test knows by their numbers: whether they still run, and who started them."""
+"""Processes of tests: how one of ours is started, and, of one known by its number, whether it still runs and who started it."""
 
 from __future__ import annotations
 
 import contextlib
+import time
+from collections.abc import Iterable
 from pathlib import Path
 
-__all__ = ["is_running", "parent"]
+__all__ = ["PATIENCE_S", "START", "is_running", "parent", "wait_until_ended"]
+
+#: The command line of the installed package, for `python -c`, wherever it is started.
+START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
+PATIENCE_S = 120.0
 
 
 def is_running(pid: int) -> bool:
@@ -13,6 +19,14 @@ def is_running(pid: int) -> bool:
     with contextlib.suppress(OSError):
         return _status(pid)[0] not in "ZX"
     return False
+
+
+def wait_until_ended(pids: Iterable[int]) -> None:
+    """Of these processes, whatever they have in their environment."""
+    deadline = time.monotonic() + PATIENCE_S
+    while left := {pid for pid in pids if is_running(pid)}:
+        assert time.monotonic() < deadline, f"left behind: {left}"
+        time.sleep(0.02)
 
 
 def parent(pid: int) -> int:

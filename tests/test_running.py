@@ -7,12 +7,12 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from .faults import ROOT
+from .processes import wait_until_ended
 
 #: Each test runs pytest.
 pytestmark = pytest.mark.slow
@@ -145,14 +145,6 @@ def keeps_the_lock():
 """
 
 
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended, or does so soon."""
-    deadline = time.monotonic() + 60
-    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return not Path(f"/proc/{pid}").exists()
-
-
 def test_a_test_that_hangs_fails_with_all_stacks_and_the_others_run(suite):
     done = run_suite(suite, HANGS + KEEPS_THE_LOCK)
     assert done.returncode == 1
@@ -164,7 +156,7 @@ def test_a_test_that_hangs_fails_with_all_stacks_and_the_others_run(suite):
         assert function in done.stdout
     assert "rank 7" in done.stdout and "rank.log:\nready\n" in done.stdout
     (pid,) = map(int, (suite / "tests" / "test_these.py.log").read_text().split())  # it ran once
-    assert is_gone(pid)
+    wait_until_ended([pid])
 
 
 def test_a_test_that_hangs_in_one_process_ends_the_run_with_all_stacks(suite):
@@ -173,7 +165,7 @@ def test_a_test_that_hangs_in_one_process_ends_the_run_with_all_stacks(suite):
     for said in ("test_hangs took more than 1 s", "in hangs_here", "in waits_for_ever"):
         assert said in done.stderr
     (pid,) = map(int, (suite / "tests" / "test_these.py.log").read_text().split())
-    assert is_gone(pid)
+    wait_until_ended([pid])
 
 
 def test_slow_tests_that_do_not_say_why_are_listed(suite):

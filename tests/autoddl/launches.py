@@ -9,14 +9,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
 
-from ..processes import is_running, parent
+from ..processes import PATIENCE_S, START, parent, wait_until_ended
 
 __all__ = [
     "BRISK",
@@ -39,11 +39,9 @@ __all__ = [
 ]
 
 SCRIPT = Path(__file__).with_name("launched_script.py")
-START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
 #: A failure waits for others that it may come from. Where one rank alone can fail that is time lost.
 BRISK = START.replace("sys.exit", "import autoddl.launching.session as s; s._SETTLE_SECONDS = 0.1; sys.exit")
 NASTY = ["a b", "it's", '"', "$(touch x)", "`touch x`", "a\nb", "", "--hosts", "--", "*", "\\", "ü"]
-PATIENCE_S = 120.0
 
 
 def forget_jobs(patch: pytest.MonkeyPatch) -> None:
@@ -114,14 +112,6 @@ def wait_until_gone(text: str, patience_s: float = PATIENCE_S) -> None:
     while left := processes_with(text):
         assert time.monotonic() < deadline, f"left behind: {left}"
         time.sleep(0.05)
-
-
-def wait_until_ended(pids: Iterable[int]) -> None:
-    """Of these processes, whatever they have in their environment."""
-    deadline = time.monotonic() + PATIENCE_S
-    while left := {pid for pid in pids if is_running(pid)}:
-        assert time.monotonic() < deadline, f"left behind: {left}"
-        time.sleep(0.02)
 
 
 # ---- Launches that wait -------------------------------------------------------------------------------------------------

@@ -16,10 +16,11 @@ from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.network import namespace_available
 from autoddl.pipelines.runtime.processes import reserve_port
 
+from ..processes import START
+
 pytestmark = [pytest.mark.ranks, pytest.mark.skipif(sys.platform != "linux", reason="sockets are read in /proc")]
 
 NAMESPACES = namespace_available()
-START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
 SCRIPT = "import sys, time; print('waiting', flush=True); time.sleep(600)"
 LISTENING = "0A"
 
