@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from .cluster import Cluster
-from .collectives import Collective, Step
+from .collectives import ADJOINT, Collective, Step
 from .distribution import Axis, canonical
 from .errors import UserError
 from .redistribution import redistribute
@@ -38,13 +38,23 @@ class LayoutPrices:
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
         self._tables: dict[object, np.ndarray] = {}
-        self._known: dict[object, tuple[float, float, int, int]] = {}
+        self._known: dict[object, tuple[float, float, float, float, int, int]] = {}
         self._collectives: dict[tuple[Collective, Axis], tuple[float, float]] = {}
 
     def costs(
         self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
     ) -> np.ndarray:
         """Seconds per step, forward and backward, between every pair of layouts; inf where there is no way.
+
+        Args: as of :meth:`phases`.
+        """
+        forward, backward = self.phases(tensor, sources, targets, workload)
+        return workload.num_micro_batches * (forward + backward)
+
+    def phases(
+        self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Seconds per micro-batch of the forward and of the backward pass, between every pair of layouts; inf without a way.
 
         Args:
             tensor: (features, elements per sample).
@@ -53,11 +63,12 @@ class LayoutPrices:
         features, elements = tensor
         shape = (workload.micro_batch, features)
         table = self._table(sources, targets)
-        fixed, per_byte = table[:, :, 0].copy(), table[:, :, 1].copy()
-        undivided = (shape[0] % table[:, :, 2] != 0) | (shape[1] % table[:, :, 3] != 0)
+        prices = table[:, :, :4].copy()
+        undivided = (shape[0] % table[:, :, 4] != 0) | (shape[1] % table[:, :, 5] != 0)
         for a, b in zip(*np.nonzero(undivided)):
-            fixed[a, b], per_byte[a, b], *_ = self._price(sources[a], targets[b], shape)
-        return workload.num_micro_batches * fixed + float(workload.batch * elements * workload.itemsize) * per_byte
+            prices[a, b] = self._price(sources[a], targets[b], shape)[:4]
+        nbytes = float(workload.micro_batch * elements * workload.itemsize)
+        return prices[:, :, 0] + nbytes * prices[:, :, 1], prices[:, :, 2] + nbytes * prices[:, :, 3]
 
     def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
         """For each pair of layouts the price of a tensor that always divides."""
@@ -67,37 +78,38 @@ class LayoutPrices:
             self._tables[sources, targets] = np.array(rows)
         return self._tables[sources, targets]
 
-    def _price(self, source: Layout, target: Layout, shape: tuple[int, int]) -> tuple[float, float, int, int]:
-        """(seconds, seconds per byte of the tensor) there and back, and what its two dimensions have to divide by."""
+    def _price(
+        self, source: Layout, target: Layout, shape: tuple[int, int]
+    ) -> tuple[float, float, float, float, int, int]:
+        """(seconds, seconds per byte of the tensor) there, and back, and what its two dimensions have to divide by."""
         if source == target:
-            return 0.0, 0.0, 1, 1
+            return 0.0, 0.0, 0.0, 0.0, 1, 1
         key = (source, target, *(math.gcd(length, self.cluster.num_devices**2) for length in shape))
         if key not in self._known:
             try:
                 route = redistribute(canonical(source), canonical(target), shape)
             except UserError:
-                self._known[key] = (math.inf, math.inf, 1, 1)
+                self._known[key] = (math.inf,) * 4 + (1, 1)
             else:
-                sending = [
-                    (fraction, self._there_and_back(move.collective, move.axis))
+                moves = [
+                    (fraction, move.collective, move.axis)
                     for part in route
                     for move, fraction in zip(part.moves, part.fractions)
                     if move.collective is not None
                 ]
-                fixed = sum(latency for _, (latency, _) in sending)
-                per_byte = sum(fraction * slowness for fraction, (_, slowness) in sending)
+                prices: list[float] = []
+                for back in (False, True):
+                    terms = [(share, self._affine(ADJOINT[kind] if back else kind, axis)) for share, kind, axis in moves]
+                    prices += [sum(latency for _, (latency, _) in terms), sum(f * slow for f, (_, slow) in terms)]
                 parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
-                self._known[key] = (fixed, per_byte, parts[0], parts[1])
+                self._known[key] = (prices[0], prices[1], prices[2], prices[3], parts[0], parts[1])
         return self._known[key]
 
-    def _there_and_back(self, collective: Collective, axis: Axis) -> tuple[float, float]:
-        """(seconds, seconds per byte) of a collective along an axis and of its adjoint in the backward pass."""
+    def _affine(self, collective: Collective, axis: Axis) -> tuple[float, float]:
+        """(seconds, seconds per byte) of a collective along an axis."""
         key = (collective, axis)
         if key not in self._collectives:
-            fixed, many = (
-                communication_time(self.cluster, (step, step.adjoint()))
-                for step in (Step(collective, axis, 0.0), Step(collective, axis, MANY))
-            )
+            fixed, many = (self.cluster.time(Step(collective, axis, nbytes)) for nbytes in (0.0, MANY))
             self._collectives[key] = (fixed, (many - fixed) / MANY)
         return self._collectives[key]
 

@@ -36,10 +36,19 @@ from .strategy import Strategy, alike, enumerate_strategies, transposed
 from .table import ByClass, CostTable, Edge
 from .workload import Workload
 
-__all__ = ["Objective", "Offer", "PriceBook", "Problem", "Variable", "edge_shape", "edge_steps"]
+__all__ = [
+    "Coefficients",
+    "Objective",
+    "Offer",
+    "PhaseEdge",
+    "Phases",
+    "PriceBook",
+    "Problem",
+    "Variable",
+    "edge_shape",
+    "edge_steps",
+]
 
-#: (fixed, slope, once) of communication or of compute, one entry per option.
-Affine = tuple[np.ndarray, np.ndarray, np.ndarray]
 Objective = str
 #: What a search minimises: the time of a step, or (as the paper does) of its communication alone.
 OBJECTIVES = ("step", "communication")
@@ -172,6 +181,59 @@ class Problem:
         return tuple(choice)
 
 
+@dataclass(frozen=True, eq=False)
+class Coefficients:
+    """A variable's options, for a micro-batch of b samples: seconds forward[0] + b forward[1], and so on.
+
+    Attributes:
+        forward, backward: shape (2, options): fixed, and per sample.
+        gradient, state: seconds and bytes per step.
+        kept: bytes per sample.
+    """
+
+    offer: Offer
+    forward: np.ndarray
+    backward: np.ndarray
+    gradient: np.ndarray
+    state: np.ndarray
+    kept: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class PhaseEdge:
+    """Redistributions between two variables, of one micro-batch: seconds forward and backward by classes of options."""
+
+    source: int
+    target: int
+    forward: ByClass
+    backward: ByClass
+
+
+@dataclass(frozen=True, eq=False)
+class Phases:
+    """What every option does to the passes of one micro-batch, to the update and to memory; one array per variable.
+
+    Where a :class:`Problem` has one cost of a step, this tells its parts: a pipeline's step depends on each of them.
+
+    Attributes:
+        forward, backward: seconds of one micro-batch.
+        gradient: seconds per step of the gradients' all-reduce.
+        state: bytes of parameters, gradients and optimizer.
+        kept: bytes that one micro-batch keeps from its forward to its backward pass.
+        buffer: bytes that exist only while a layer runs.
+        edges: redistributions between variables.
+    """
+
+    variables: tuple[Variable, ...]
+    forward: tuple[np.ndarray, ...]
+    backward: tuple[np.ndarray, ...]
+    gradient: tuple[np.ndarray, ...]
+    state: tuple[np.ndarray, ...]
+    kept: tuple[np.ndarray, ...]
+    buffer: tuple[np.ndarray, ...]
+    edges: tuple[PhaseEdge, ...]
+
+
 def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
     """The tensor on an edge as redistributions see it: samples by features (images: all elements of one)."""
     features = producer.features if len(producer.output_shape) <= 2 else producer.output_elements
@@ -300,6 +362,53 @@ class PriceBook:
         edges = partial(self._edges, columns, workload)
         return Problem(self.graph, self.cluster, workload, objective, variables, alone, edges)
 
+    def phases(self, micro_batch: int, objective: Objective = "step") -> Phases:
+        """The parts of the costs of one micro-batch.
+
+        Raises:
+            UserError: the samples of a micro-batch do not divide over any strategy of some layer.
+        """
+        workload = replace(self.workload, batch=micro_batch, micro_batch=micro_batch)
+        shared: dict[object, tuple[Offer, tuple[np.ndarray, ...]]] = {}
+        offers, columns, variables = [], [], []
+        for variable, prices in zip(self.variables, self._variable_prices):
+            key = (prices, variable.offer)
+            if key not in shared:
+                kept = self._kept(variable, micro_batch, self.summa)
+                each = prices.coefficients(variable.offer, objective)
+                of_one = (
+                    each.forward[0] + micro_batch * each.forward[1],
+                    each.backward[0] + micro_batch * each.backward[1],
+                    each.gradient,
+                    each.state,
+                    micro_batch * each.kept,
+                    (prices.buffer_fixed + micro_batch * prices.buffer_slope).max(axis=0),
+                )
+                shared[key] = self._narrow(variable.offer, kept), tuple(column[kept] for column in of_one)
+            offers.append(shared[key][0])
+            columns.append(shared[key][1])
+            variables.append(Variable(variable.name, variable.layers, offers[-1], variable.swapped))
+        return Phases(tuple(variables), *zip(*columns), self._phase_edges(offers, workload))
+
+    def coefficients(self, objective: Objective = "step") -> tuple[Coefficients, ...]:
+        """Per variable what its options cost for any number of samples."""
+        return tuple(prices.coefficients(v.offer, objective) for v, prices in zip(self.variables, self._variable_prices))
+
+    def _phase_edges(self, offers: Sequence[Offer], workload: Workload) -> tuple[PhaseEdge, ...]:
+        known: dict[object, tuple[ByClass, ByClass]] = {}
+        edges = []
+        for (i, j), tensors in self._variable_edges.items():
+            key = (tensors, offers[i], offers[j])
+            if key not in known:
+                (sources, rows), (targets, cols) = offers[i].layouts, offers[j].layouts
+                forward, backward = (
+                    sum(count * self._moves.phases(tensor, sources, targets, workload)[way] for tensor, count in tensors)
+                    for way in (0, 1)
+                )
+                known[key] = ByClass(np.asarray(forward), rows, cols), ByClass(np.asarray(backward), rows, cols)
+            edges.append(PhaseEdge(i, j, *known[key]))
+        return tuple(edges)
+
     def _kept(self, variable: Variable, micro_batch: int, summa: bool) -> np.ndarray:
         """Which options divide the samples of a micro-batch."""
         kept = np.flatnonzero((micro_batch % variable.offer.p0 == 0) & (~variable.offer.summa | summa))
@@ -414,10 +523,15 @@ def _common_options(
 
 @dataclass(frozen=True, eq=False)
 class _Prices:
-    """Affine prices of a variable's options (arrays of one entry per option)."""
+    """Affine prices of a variable's options (arrays of one entry per option).
 
-    communication: Affine
-    compute: Affine
+    Attributes:
+        times: (fixed, slope) of forward and backward communication, and of forward and backward compute; shape (8, options).
+        gradient: seconds per step.
+    """
+
+    times: np.ndarray
+    gradient: np.ndarray
     state_bytes: np.ndarray
     kept_bytes: np.ndarray
     #: One row per different layer: the largest of affine functions is not affine.
@@ -426,13 +540,9 @@ class _Prices:
 
     def scaled(self, count: int) -> _Prices:
         """Of ``count`` equal layers: buffers are transient, so they are not added up."""
-
-        def times(affine: Affine) -> Affine:
-            return (affine[0] * count, affine[1] * count, affine[2] * count)
-
         return _Prices(
-            times(self.communication),
-            times(self.compute),
+            self.times * count,
+            self.gradient * count,
             self.state_bytes * count,
             self.kept_bytes * count,
             self.buffer_fixed,
@@ -441,13 +551,9 @@ class _Prices:
 
     def plus(self, other: _Prices) -> _Prices:
         """Of two layers that share the choice."""
-
-        def both(a: Affine, b: Affine) -> Affine:
-            return (a[0] + b[0], a[1] + b[1], a[2] + b[2])
-
         return _Prices(
-            both(self.communication, other.communication),
-            both(self.compute, other.compute),
+            self.times + other.times,
+            self.gradient + other.gradient,
             self.state_bytes + other.state_bytes,
             self.kept_bytes + other.kept_bytes,
             np.concatenate((self.buffer_fixed, other.buffer_fixed)),
@@ -455,8 +561,16 @@ class _Prices:
         )
 
     def cost(self, num_micro_batches: int, batch: int, objective: Objective) -> np.ndarray:
-        parts = [self.communication] if objective == "communication" else [self.communication, self.compute]
-        return sum(num_micro_batches * fixed + batch * slope + once for fixed, slope, once in parts)  # type: ignore[return-value]
+        rows = np.split(self.times, 2)[: 1 if objective == "communication" else 2]
+        each = sum(num_micro_batches * (fixed + more) + batch * (slope + steep) for fixed, slope, more, steep in rows)
+        return np.asarray(each + self.gradient)
+
+    def coefficients(self, offer: Offer, objective: Objective) -> Coefficients:
+        """What a pass of a micro-batch takes, forward and backward."""
+        forward, backward = self.times[0:2], self.times[2:4]
+        if objective != "communication":
+            forward, backward = forward + self.times[4:6], backward + self.times[6:8]
+        return Coefficients(offer, forward, backward, self.gradient, self.state_bytes, self.kept_bytes)
 
     def memory(self, micro_batch: int) -> np.ndarray:
         return np.ceil(self.state_bytes + micro_batch * self.kept_bytes)
@@ -472,7 +586,7 @@ _TWO_POINTS = np.array([[0.0], [MANY]])
 def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
     is_first = not book.graph.inputs(layer.name)
     strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
-    columns = np.zeros((10, len(strategies)))
+    columns = np.zeros((13, len(strategies)))
     for group in alike(strategies, book.cluster.sized_levels):
         work = layer_work(layer, group, book.cluster, book.workload, _TWO_POINTS, is_first)
         at = (2, len(group.indices))
@@ -481,17 +595,24 @@ def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
             fixed, many = np.broadcast_to(value, at)
             return fixed, (many - fixed) / MANY
 
-        columns[0:2, group.indices] = affine(communication_time(book.cluster, (*work.forward, *work.backward)))
-        columns[2, group.indices] = communication_time(book.cluster, work.gradient)
-        columns[3:5, group.indices] = affine(work.forward_s + work.backward_s)
-        columns[6, group.indices] = work.state_bytes
-        columns[7, group.indices] = affine(work.kept_bytes)[1]
-        columns[8:10, group.indices] = affine(work.buffer_bytes)
+        for row, value in enumerate(
+            (
+                communication_time(book.cluster, work.forward),
+                communication_time(book.cluster, work.backward),
+                work.forward_s,
+                work.backward_s,
+            )
+        ):
+            columns[2 * row : 2 * row + 2, group.indices] = affine(value)
+        columns[8, group.indices] = communication_time(book.cluster, work.gradient)
+        columns[9, group.indices] = work.state_bytes
+        columns[10, group.indices] = affine(work.kept_bytes)[1]
+        columns[11:13, group.indices] = affine(work.buffer_bytes)
     return _Prices(
-        communication=(columns[0], columns[1], columns[2]),
-        compute=(columns[3], columns[4], columns[5]),
-        state_bytes=columns[6],
-        kept_bytes=columns[7],
-        buffer_fixed=columns[8:9],
-        buffer_slope=columns[9:10],
+        times=columns[:8],
+        gradient=columns[8],
+        state_bytes=columns[9],
+        kept_bytes=columns[10],
+        buffer_fixed=columns[11:12],
+        buffer_slope=columns[12:13],
     )

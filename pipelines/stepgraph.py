@@ -1,0 +1,222 @@
+"""The step of a synchronous schedule as a longest path, for any times: fast to evaluate, with the path itself.
+
+What the simulator works out (:mod:`.simulator`) is the longest path of a directed acyclic graph that the schedule alone decides on:
+tasks, transfers and all-reduces are its nodes, each begins when the last of what lets it has ended, and takes a multiple of one of
+the *terms*: forward, backward, recomputation and all-reduce of a stage, transfer over a boundary there and back.  So a step is
+
+    step(t) = max over paths P of  sum over terms k of  n(P, k) t(k)                                                          (1)
+
+with n(P, k) how often P passes through the term (a pair counts twice, a half half).  A path that is the longest for some times is a
+lower bound, linear in the times, for all: a cutting plane.
+
+Holds where transfers and all-reduces run beside compute (the defaults of :class:`.times.Times`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .schedule import Kind, Schedule
+from .tasktable import NONE, producers, tabulate
+
+__all__ = ["StepGraph", "Terms"]
+
+
+class Terms:
+    """Where the terms of S stages stand in a vector of 6 S - 2 numbers: forward, backward, recompute, all-reduce, S each, then
+    transfers forward and back, S - 1 each."""
+
+    def __init__(self, num_stages: int) -> None:
+        self.num_stages = num_stages
+        self.forward, self.backward, self.recompute, self.all_reduce = (
+            slice(k * num_stages, (k + 1) * num_stages) for k in range(4)
+        )
+        first = 4 * num_stages
+        self.transfer_forward = slice(first, first + num_stages - 1)
+        self.transfer_backward = slice(first + num_stages - 1, first + 2 * (num_stages - 1))
+        self.count = first + 2 * (num_stages - 1)
+
+
+class StepGraph:
+    """The graph of one schedule.
+
+    Args:
+        schedule: synchronous and valid.
+        passes: per stage how often a whole backward pass goes through it; times are of one.
+        input_passes: per stage how often before the gradient of its input is there.
+    """
+
+    def __init__(self, schedule: Schedule, passes: Sequence[int], input_passes: Sequence[int]) -> None:
+        assert schedule.is_synchronous
+        self.terms = Terms(schedule.num_stages)
+        builder = _Builder(schedule, self.terms, passes, input_passes)
+        self._first, self._second, self._term, self._times = builder.sorted()
+        self.num_nodes = len(self._term)
+
+    def step(self, times: np.ndarray) -> tuple[float, np.ndarray]:
+        """The makespan, and n(P, .) of a longest path P; both of shape and order of :class:`Terms`."""
+        durations = (np.append(times, 0.0)[self._term] * self._times).tolist()
+        ends, before = [0.0] * (len(durations) + 1), [0] * (len(durations) + 1)
+        node = 0
+        for first, second, duration in zip(self._first, self._second, durations):
+            node += 1
+            start, other = ends[first], ends[second]
+            if other > start:
+                start, first = other, second
+            ends[node] = start + duration
+            before[node] = first
+        node = max(range(len(ends)), key=ends.__getitem__)
+        step, path = ends[node], []
+        while node:
+            path.append(node - 1)
+            node = before[node]
+        counts = np.bincount(self._term[path], weights=self._times[path], minlength=self.terms.count + 1)
+        return step, counts[:-1]
+
+    def steps(self, times: np.ndarray) -> np.ndarray:
+        """The makespans for many times at once; shape (terms, many) -> (many,)."""
+        padded = np.vstack([times, np.zeros((1, times.shape[1]))])
+        ends = np.zeros((self.num_nodes + 1, times.shape[1]))
+        node = 0
+        for first, second, term, count in zip(self._first, self._second, self._term.tolist(), self._times.tolist()):
+            node += 1
+            end = ends[node]
+            np.maximum(ends[first], ends[second], out=end)
+            if count == 1.0:
+                end += padded[term]
+            elif count:
+                end += count * padded[term]
+        return np.asarray(ends.max(axis=0))
+
+
+class _Builder:
+    """Nodes with at most two that let them, in an order in which these come first (see :meth:`sorted`)."""
+
+    def __init__(
+        self, schedule: Schedule, terms: Terms, passes: Sequence[int], input_passes: Sequence[int]
+    ) -> None:
+        self.schedule, self.table = schedule, tabulate(schedule)
+        self.before: list[list[int]] = []
+        self.term: list[int] = []
+        self.times: list[float] = []
+        size = np.where(
+            self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0
+        ).tolist()
+        self._tasks(terms, passes, input_passes, size)
+        self._inputs(terms, size)
+
+    def _node(self, term: int, times: float) -> int:
+        self.before.append([])
+        self.term.append(term)
+        self.times.append(times)
+        return len(self.term) - 1
+
+    def _tasks(
+        self, terms: Terms, passes: Sequence[int], input_passes: Sequence[int], size: Sequence[float]
+    ) -> None:
+        """Tasks behind each other on their workers, and the all-reduces that they launch and wait for."""
+        nothing = terms.count
+        self.node_of: list[int] = []
+        self.groups: dict[tuple[int, int], int] = {}
+        number = 0
+        for tasks in self.schedule.workers:
+            previous = stream = NONE
+            for kind, _, stage, micro_batch, _ in tasks:
+                share = size[number]
+                if kind == Kind.ALL_REDUCE:
+                    group = self._group(terms, stage, micro_batch)
+                    self.before[group] += [node for node in (previous, stream) if node != NONE]
+                    stream = group
+                    self.node_of.append(group)
+                elif kind == Kind.UPDATE:
+                    node = self._node(nothing, 0.0)
+                    self.before[node] += [previous] * (previous != NONE)
+                    if (stage, micro_batch) in self.groups:
+                        self.before[node].append(self.groups[stage, micro_batch])
+                    previous = node
+                    self.node_of.append(node)
+                else:
+                    term, times = nothing, 0.0
+                    if kind == Kind.FORWARD:
+                        term, times = terms.forward.start + stage, share
+                    elif kind == Kind.RECOMPUTE:
+                        term, times = terms.recompute.start + stage, share
+                    else:
+                        whole, part = passes[stage], input_passes[stage]
+                        count = whole if kind == Kind.BACKWARD else part if kind == Kind.BACKWARD_INPUT else whole - part
+                        term, times = terms.backward.start + stage, share * count
+                    node = self._node(term, times)
+                    self.before[node] += [previous] * (previous != NONE)
+                    previous = node
+                    self.node_of.append(node)
+                number += 1
+
+    def _group(self, terms: Terms, stage: int, update: int) -> int:
+        if (stage, update) not in self.groups:
+            self.groups[stage, update] = self._node(terms.all_reduce.start + stage, 1.0)
+        return self.groups[stage, update]
+
+    def _inputs(self, terms: Terms, size: Sequence[float]) -> None:
+        """What arrives from other stages, on links that carry one transfer at a time in the sender's order."""
+        schedule, arrival = self.schedule, list(self.node_of)
+        number = 0
+        for worker, tasks in enumerate(schedule.workers):
+            on_link: dict[int, int] = {}
+            for task in tasks:
+                destination = schedule.destination_of(task)
+                if destination is not None and destination != worker:
+                    if task.kind is Kind.FORWARD:
+                        term = terms.transfer_forward.start + task.stage
+                    else:
+                        term = terms.transfer_backward.start + task.stage - 1
+                    node = self._node(term, size[number])
+                    self.before[node].append(self.node_of[number])
+                    if destination in on_link:
+                        self.before[node].append(on_link[destination])
+                    on_link[destination] = arrival[number] = node
+                number += 1
+        for source, target in zip(*(column.tolist() for column in producers(schedule, self.table))):
+            self.before[self.node_of[target]].append(arrival[source])
+
+    def sorted(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray]:
+        """Per node the two (numbered from 1; 0: none) that let it, its term, and how often it takes it.
+
+        Where more than two let a node, others of no duration stand before it.
+        """
+        nothing = max(self.term, default=0) if not self.term else None
+        after: list[list[int]] = [[] for _ in self.before]
+        waiting = [len(nodes) for nodes in self.before]
+        for node, nodes in enumerate(self.before):
+            for other in nodes:
+                after[other].append(node)
+        ready = [node for node, count in enumerate(waiting) if not count]
+        place = [0] * len(self.before)
+        first: list[int] = []
+        second: list[int] = []
+        term: list[int] = []
+        times: list[float] = []
+        del nothing
+        none = 6 * self.schedule.num_stages - 2
+
+        def put(a: int, b: int, of: int, count: float) -> int:
+            first.append(a)
+            second.append(b)
+            term.append(of)
+            times.append(count)
+            return len(first)
+
+        while ready:
+            node = ready.pop()
+            lets = [place[other] for other in self.before[node]]
+            while len(lets) > 2:
+                lets.append(put(lets.pop(), lets.pop(), none, 0.0))
+            lets += [0] * (2 - len(lets))
+            place[node] = put(lets[0], lets[1], self.term[node], self.times[node])
+            for later in after[node]:
+                waiting[later] -= 1
+                if not waiting[later]:
+                    ready.append(later)
+        assert all(place), "the schedule comes to a standstill"
+        return first, second, np.array(term, dtype=np.intp), np.array(times)
