@@ -362,11 +362,14 @@ class PriceBook:
         edges = partial(self._edges, columns, workload)
         return Problem(self.graph, self.cluster, workload, objective, variables, alone, edges)
 
-    def phases(self, micro_batch: int, objective: Objective = "step") -> Phases:
+    def phases(self, micro_batch: int, objective: Objective = "step", part: int | None = None) -> Phases:
         """The parts of the costs of one micro-batch.
 
+        Args:
+            part: the samples that every strategy has to divide, where passes are of less than a micro-batch.
+
         Raises:
-            UserError: the samples of a micro-batch do not divide over any strategy of some layer.
+            UserError: the samples do not divide over any strategy of some layer.
         """
         workload = replace(self.workload, batch=micro_batch, micro_batch=micro_batch)
         shared: dict[object, tuple[Offer, tuple[np.ndarray, ...]]] = {}
@@ -374,7 +377,7 @@ class PriceBook:
         for variable, prices in zip(self.variables, self._variable_prices):
             key = (prices, variable.offer)
             if key not in shared:
-                kept = self._kept(variable, micro_batch, self.summa)
+                kept = self._kept(variable, part or micro_batch, self.summa)
                 each = prices.coefficients(variable.offer, objective)
                 of_one = (
                     each.forward[0] + micro_batch * each.forward[1],

@@ -28,7 +28,7 @@ import numpy as np
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import ByClass
 
-__all__ = ["Front", "Guide", "TooManyError", "VectorEdge", "VectorTable", "front", "undominated"]
+__all__ = ["Front", "Guide", "TooManyError", "VectorEdge", "VectorTable", "front", "least", "undominated"]
 
 #: Entries of the largest table over open variables, and rows, that are worked with.
 MOST_ENTRIES = 4_000_000
@@ -71,6 +71,17 @@ class VectorTable:
     @property
     def num_components(self) -> int:
         return self.sums[0].shape[1]
+
+    def evaluate(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sums and sizes of choices, shape (rows, variables) -> (rows, components), (rows,)."""
+        sums = sum(values[choices[:, v]] for v, values in enumerate(self.sums))
+        sums = np.array(sums, dtype=float)
+        for edge in self.edges:
+            rows, columns = choices[:, edge.source], choices[:, edge.target]
+            for component, costs in edge.parts:
+                sums[:, component] += costs.between[costs.rows[rows], costs.columns[columns]]
+        sizes = np.max([sizes[choices[:, v]] for v, sizes in enumerate(self.sizes)], axis=0)
+        return sums, np.asarray(sizes)
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
@@ -255,41 +266,38 @@ def undominated(group: np.ndarray, values: np.ndarray) -> np.ndarray:
 
 
 def _remaining(steps: Sequence[_Step], weights: np.ndarray) -> list[np.ndarray]:
-    """For each step the least ``weights . sums`` of all variables from it on, for each assignment of ``before``; a last 0."""
+    """For each step the least ``w . sums`` of all variables from it on, for each assignment of ``before``; a last 0.
+
+    Args:
+        weights: shape (weights, components); the answers have a first axis of that length, too.
+    """
     sizes = {step.variable: step.options.num_classes for step in steps}
-    found: list[np.ndarray] = [np.zeros([sizes[v] for v in steps[-1].after])]
+    many = len(weights)
+    found: list[np.ndarray] = [np.zeros([many, *(sizes[v] for v in steps[-1].after)])]
     for step in reversed(steps):
         held = (*step.before, step.variable)
-        later = found[-1]
-        whole = later.reshape([sizes[v] if v in step.after else 1 for v in held])
-        whole = whole + _own(step, weights)
+        whole = found[-1].reshape([many, *(sizes[v] if v in step.after else 1 for v in held)])
+        own = np.minimum.reduceat(weights @ step.options.sums.T, step.options.first, axis=1)
+        whole = whole + own.reshape([many, *(1,) * len(step.before), -1])
         for at, component, costs in step.links:
-            if weights[component]:
-                shape = [1] * len(held)
-                shape[at], shape[-1] = costs.shape
-                whole = whole + (weights[component] * costs).reshape(shape)
-            elif np.isinf(costs).any():
-                shape = [1] * len(held)
-                shape[at], shape[-1] = costs.shape
-                whole = whole + np.where(np.isinf(costs), np.inf, 0.0).reshape(shape)
-        whole = np.broadcast_to(whole, [sizes[v] for v in held])
+            shape = [1] * len(held)
+            shape[at], shape[-1] = costs.shape
+            part = weights[:, component, None, None] * np.where(np.isinf(costs), 0.0, costs)
+            if np.isinf(costs).any():
+                part = np.where(np.isinf(costs), np.inf, part)
+            whole = whole + part.reshape([many, *shape])
+        whole = np.broadcast_to(whole, [many, *(sizes[v] for v in held)])
         found.append(whole.min(axis=-1))
     return found[::-1]
 
 
-def _own(step: _Step, weights: np.ndarray) -> np.ndarray:
-    """The least of every class of a step's variable."""
-    return np.minimum.reduceat(step.options.sums @ weights, step.options.first)
-
-
-def least(table: VectorTable, weights: Sequence[float]) -> float:
-    """The least ``weights . sums`` of any choice; inf where there is none.
+def least(table: VectorTable, weights: np.ndarray) -> np.ndarray:
+    """The least ``w . sums`` of any choice, for each row w; inf where there is none; shape (rows, components) -> (rows,).
 
     Raises:
         TooManyError
     """
-    steps = table.steps
-    return float(_remaining(steps, np.array(weights))[0])
+    return np.asarray(_remaining(table.steps, weights)[0])
 
 
 # ----------------------------------------------------------------------------------------------------------------- the front
@@ -325,7 +333,7 @@ def front(
     steps = table.steps
     num = table.num_components
     compared = list(range(num))
-    all_guides = [(np.array(guide.weights), guide.threshold) for guide in guides]
+    all_guides = [(np.array(guide.weights, dtype=float), guide.threshold) for guide in guides]
     bounded = limit is not None
     if limit is not None:
         component, most = limit
@@ -337,14 +345,17 @@ def front(
             compared.remove(component)
     if not all_guides:
         all_guides.append((np.zeros(num), 0.0))
-    remaining = [_remaining(steps, weights) for weights, _ in all_guides]
+    remaining = _remaining(steps, np.array([weights for weights, _ in all_guides]))
     caps = [threshold + _TOLERANCE * abs(threshold) for _, threshold in all_guides]
+    if any(least_ > cap for least_, cap in zip(remaining[0], caps)):
+        nothing = np.zeros((0, len(steps)), dtype=np.intp)
+        return Front(nothing, np.zeros((0, num)), np.zeros(0))
     rows = _Rows(np.zeros((1, 0), dtype=np.intp), np.zeros((1, num)), np.zeros(1))
     trail: list[tuple[int, np.ndarray, np.ndarray]] = []
     for number, step in enumerate(steps):
         if stop is not None:
             stop.check()
-        togo = [table_[number + 1] for table_ in remaining]
+        togo = list(remaining[number + 1])
         rows, parents, options = _extended(rows, step, all_guides, caps, togo, compared, limit if bounded else None, most_rows)
         trail.append((step.variable, parents, options))
     choices = np.zeros((len(rows.sizes), len(steps)), dtype=np.intp)

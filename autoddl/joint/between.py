@@ -13,15 +13,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from math import prod
 from typing import Protocol
+
+import numpy as np
 
 from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.crossing import crossing
-from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.distribution import Axis, canonical
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.layerwork import LayerWork, all_reduce_steps
+from autoddl.costmodel.layoutprices import Layout
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -30,7 +34,7 @@ from autoddl.pipelines.schedule import Schedule
 from .cutting import StageGraph
 from .meshes import Meshes, StageMesh
 
-__all__ = ["Boundary", "PricedLayer", "boundary_of", "own_gradient_bytes", "replicated_all_reduce_s", "shared_seconds"]
+__all__ = ["Boundary", "PricedLayer", "boundary_of", "least_crossing_s", "own_gradient_bytes", "replicated_all_reduce_s", "shared_seconds"]
 
 
 @dataclass(frozen=True)
@@ -60,11 +64,13 @@ def own_gradient_bytes(layer: PricedLayer, workload: Workload) -> float:
     return layer.work.state_bytes * workload.itemsize / workload.bytes_per_parameter
 
 
-def replicated_all_reduce_s(layer: PricedLayer, num_workers: int, link: Link, devices: Cluster, nbytes: float) -> float:
+def replicated_all_reduce_s(
+    layer: Layer, strategy: Strategy, num_workers: int, link: Link, devices: Cluster, nbytes: float
+) -> float:
     """All-reduce of ``nbytes`` of gradients per device over a layer's slices of the samples and over workers joined by ``link``."""
     if not nbytes:
         return 0.0
-    axes = () if layer.strategy.summa else layer.strategy.axes(0, layer.layer.kind == "embedding")
+    axes = () if strategy.summa else strategy.axes(0, layer.kind == "embedding")
     slices = prod(axis.size for axis in axes)
     between = link.time(Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices))
     if slices == 1:
@@ -101,44 +107,67 @@ def shared_seconds(
 def boundary_of(
     mesh: Meshes,
     cluster: Cluster,
-    schedule: Schedule,
+    placement: Sequence[Sequence[int]],
     number: int,
     exit_layer: Layer,
-    source: Strategy,
-    target: Strategy,
+    source: Layout,
+    target: Layout,
     workload: Workload,
 ) -> Boundary:
-    """What crosses from stage ``number`` to the next one: its last layer's output, from its layout to the wanted one."""
-    together = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in schedule.placement)
-    ends = [mesh.mesh_of(schedule.placement[0][stage]) for stage in (number, number + 1)]
+    """What crosses from stage ``number`` to the next one: its last layer's output, from its layout to the wanted one.
+
+    Args:
+        placement: ``[pipeline][stage] -> worker``.
+    """
+    together = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in placement)
+    ends = [mesh.mesh_of(placement[0][stage]) for stage in (number, number + 1)]
     samples, features = edge_shape(exit_layer, workload.micro_batch)
     nbytes = workload.micro_batch * exit_layer.output_elements * workload.itemsize
-    per_element = nbytes / (samples * features)
-    shape = (samples, features)
-    there, back = (source, target), (target, source)
+    tensor = (samples, features, nbytes / (samples * features))
+    inter, intra = cluster.links
+    links = (inter.latency_s, inter.bandwidth), (intra.latency_s, intra.bandwidth)
     return Boundary(
-        _crossing_seconds(ends, cluster, together, there, shape, per_element),
-        _crossing_seconds(ends[::-1], cluster, together, back, shape, per_element),
+        _crossing_seconds(ends[0], ends[1], links, together, source, target, tensor),
+        _crossing_seconds(ends[1], ends[0], links, together, target, source, tensor),
         nbytes,
     )
 
 
-def _crossing_seconds(
-    meshes: Sequence[StageMesh],
-    cluster: Cluster,
-    share_nodes: bool,
-    strategies: tuple[Strategy, Strategy],
-    shape: tuple[int, int],
-    per_element: float,
-) -> float:
-    """Of one micro-batch from one worker to another (formula: module's docstring)."""
+def least_crossing_s(
+    ends: tuple[StageMesh, StageMesh], cluster: Cluster, share_nodes: bool, nbytes: np.ndarray
+) -> np.ndarray:
+    """No layouts let tensors of so many bytes cross in less: some rank has at least the mean to send, or to receive, over its
+    links of both levels at once."""
     inter, intra = cluster.links
-    (sender, receiver), (source, target) = meshes, strategies
-    if sender == receiver and source.rows_and_features == target.rows_and_features:
-        link = intra if share_nodes else inter
-        return link.latency_s + shape[0] * shape[1] * per_element / sender.num_devices / link.bandwidth
+    latency, bandwidth = inter.latency_s, inter.bandwidth
+    if share_nodes:
+        latency = min(latency, intra.latency_s)
+        bandwidth = intra.bandwidth + (inter.bandwidth if max(end.nodes for end in ends) > 1 else 0.0)
+    return np.asarray(latency + nbytes / (min(end.num_devices for end in ends) * bandwidth))
+
+
+@lru_cache(maxsize=1 << 16)
+def _crossing_seconds(
+    sender: StageMesh,
+    receiver: StageMesh,
+    links: tuple[tuple[float, float], tuple[float, float]],
+    share_nodes: bool,
+    source: Layout,
+    target: Layout,
+    tensor: tuple[int, int, float],
+) -> float:
+    """Of one micro-batch from one worker to another (formula: module's docstring).
+
+    Args:
+        links: (latency, bandwidth) between and inside nodes.
+        tensor: samples, features, bytes of an element.
+    """
+    samples, features, per_element = tensor
+    if sender == receiver and source == target:
+        latency, bandwidth = links[share_nodes]
+        return latency + samples * features * per_element / sender.num_devices / bandwidth
     loads: dict[tuple[bool, bool, int], list[float]] = {}
-    for piece in crossing(source.activations, target.activations, shape):
+    for piece in crossing(canonical(source), canonical(target), (samples, features)):
         nodes = piece.source // sender.devices_per_node, piece.destination // receiver.devices_per_node
         inside = share_nodes and nodes[0] == nodes[1]
         for end in ((inside, False, piece.source), (inside, True, piece.destination)):
@@ -146,6 +175,5 @@ def _crossing_seconds(
             load[0] += 1
             load[1] += piece.num_elements * per_element
     return max(
-        (intra if inside else inter).latency_s * messages + sent / (intra if inside else inter).bandwidth
-        for (inside, _, _), (messages, sent) in loads.items()
+        links[inside][0] * messages + sent / links[inside][1] for (inside, _, _), (messages, sent) in loads.items()
     )

@@ -17,6 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 
+import numpy as np
+
 from autoddl.costmodel.graph import Layer, LayerGraph
 
 __all__ = ["ENTRY", "Chain", "StageGraph", "chain_of"]
@@ -103,6 +105,13 @@ class Chain:
         return self.graph.layers[self.starts[first] : self.starts[stop]]
 
     @cached_property
+    def entering(self) -> np.ndarray:
+        """Elements of one sample of the tensor that crosses before each unit, 0 before the first and behind the last one; shape
+        (units + 1,)."""
+        inner = [self.graph.layers[start - 1].output_elements for start in self.starts[1:-1]]
+        return np.array([0, *inner, 0], dtype=float)
+
+    @cached_property
     def signatures(self) -> tuple[Hashable, ...]:
         """Per unit what decides on its costs: equal units are alike."""
         position = {layer.name: i for i, layer in enumerate(self.graph.layers)}
@@ -153,6 +162,11 @@ class Chain:
     def shares_weights(self) -> bool:
         """Whether layers share a weight (which may then come into different stages)."""
         return bool(self._ties)
+
+    def ends_of_ties(self) -> tuple[tuple[int, int], ...]:
+        """Of every shared weight the first and the last unit that hold it."""
+        unit_of = np.searchsorted(np.array(self.starts), np.arange(len(self.graph.layers)), side="right") - 1
+        return tuple(tuple(sorted(int(unit_of[place]) for place in pair)) for pair in self._tied_positions)  # type: ignore[misc]
 
     def stage(self, first: int, stop: int) -> StageGraph:
         """Units ``first`` to ``stop - 1`` as a graph of their own."""

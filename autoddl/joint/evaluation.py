@@ -264,7 +264,14 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     schedule = configuration.schedule.schedule(configuration.widths, recomputing)
     boundaries = tuple(
         boundary_of(
-            mesh, cluster, schedule, b, graph.exit, here.strategies[graph.exit.name], there.strategies[ENTRY], workload
+            mesh,
+            cluster,
+            schedule.placement,
+            b,
+            graph.exit,
+            here.strategies[graph.exit.name].rows_and_features,
+            there.strategies[ENTRY].rows_and_features,
+            workload,
         )
         for b, (graph, here, there) in enumerate(zip(graphs, choices, choices[1:]))
     )
@@ -371,7 +378,9 @@ def _all_reduce_seconds(
         return sum(layer.gradient_communication_s for layer in layers)
     link, devices = mesh.link_between(cluster, workers), mesh.mesh_of(workers[0]).devices(cluster)
     return sum(
-        replicated_all_reduce_s(layer, len(workers), link, devices, own_gradient_bytes(layer, workload))
+        replicated_all_reduce_s(
+            layer.layer, layer.strategy, len(workers), link, devices, own_gradient_bytes(layer, workload)
+        )
         for layer in layers
     )
 

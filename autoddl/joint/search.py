@@ -1,46 +1,36 @@
-"""The joint search: best first over settings and cuts, by the bounds of :mod:`.bounds`, until no open one can be better.
+"""The joint search: best first over settings, by ever sharper bounds, until no open one can be better.
 
-1.  *Settings* (devices of the workers, schedule, micro-batch) are bounded over all their cuts, from the cheapest strategies of
-    single layers.
-2.  A setting that is taken up is split in its *cuts*.
-3.  A cut that is taken up has its stages searched (:mod:`.interiors`), without regard to memory and then under the memory that its
-    schedule leaves each, and is bounded anew with what they really take.
-4.  If that is still below the best plan, the schedule is simulated: its makespan is the configuration's step.
+1.  Every *setting* (devices of the workers, schedule, micro-batch) is bounded over all its cuts by the balance of its work
+    (:mod:`.bounds`).
+2.  The one of the least bound is taken up and *settled* (:mod:`.settle`): its best plan is found, if it is better than what is
+    known, or shown not to exist.
 
-Whatever is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space`
-with the stages' interiors of :mod:`.interiors`.  If the time limit, or a stop, comes first, the least open bound says how far it
-can be from that.
+What is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space`.  If the time
+limit, or a stop, comes first, the least open bound says how far it can be from that.
 """
 
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
-from .bounds import bound_class, refined_bound
+from .bounds import balance, bound_class
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
-from .interiors import Interior
-from .meshes import Meshes
+from .settle import Settling, UnsettledError
+from .terrain import PRICES, Bound, Terrain
 
 __all__ = ["Explored", "explore"]
 
-
-@dataclass(frozen=True, order=True)
-class _Node:
-    """A setting that is open, or a cut of it, or that with its stages searched without (``fits``: with) regard to memory."""
-
-    bound: float
-    serial: int
-    setting: Setting = field(compare=False)
-    cut: tuple[int, ...] | None = field(default=None, compare=False)
-    stages: tuple[Interior, ...] | None = field(default=None, compare=False)
-    fits: bool = field(default=False, compare=False)
+#: Seconds that one setting may take, the first time and when others have had theirs.
+_SLICES_S = (0.3, 2.0, 4.0, 1e9)
+#: What a float's rounding may take away from a bound.
+_ROUNDING = 1 - 1e-9
 
 
 @dataclass
@@ -49,13 +39,13 @@ class Explored:
 
     best: Evaluation | None = None
     lower_bound_s: float = math.inf
-    configurations: int = 0
     settings: int = 0
-    out_of_memory: int = 0
+    impossible: int = 0
+    settled: int = 0
+    given_up: int = 0
     simulated: int = 0
-    opened: set[Setting] = field(default_factory=set)
-    fitting: set[Setting] = field(default_factory=set)
     finished: bool = True
+    opened: list[Setting] = field(default_factory=list)
 
     @property
     def optimal(self) -> bool:
@@ -67,116 +57,121 @@ def explore(
     settings: Iterable[Setting],
     known_s: float = math.inf,
     deadline: Deadline | None = None,
-    one_cut: bool = False,
     report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
 ) -> Explored:
     """The best configuration of these settings, if one is better than ``known_s``.
 
     Args:
         deadline: when to end with the best so far.  Its stop should be the explorer's, so that what is under way can end, too.
-        one_cut: look at each setting's cut of least bound alone.
-        report: told the best step, the least open bound and the number of simulations.
+        report: told the best step, the least open bound and the number of plans that were worked out.
     """
-    search = _Search(explorer, known_s, one_cut, report)
-    search.run(settings, deadline or Deadline())
-    return search.found
-
-
-class _Search:
-    """One exploration: what is open, and what has been found."""
-
-    def __init__(
-        self, explorer: Explorer, known_s: float, one_cut: bool, report: Callable[[float, float, int], None]
-    ) -> None:
-        self.explorer, self.one_cut, self.report = explorer, one_cut, report
-        self.found, self.best_s = Explored(), known_s
-        self._heap: list[_Node] = []
-        self._serials: Iterator[int] = itertools.count()
-
-    def run(self, settings: Iterable[Setting], deadline: Deadline) -> None:
-        """Best first, until no open node can be better, or the deadline is over."""
-        found = self.found
-        try:
-            bounded = list(_bounded(self.explorer, settings, found))
-        except StopRequestedError:
-            # Of the settings that are left not even a bound is known.
-            found.finished, found.lower_bound_s = False, 0.0
-            return
-        self._heap = [_Node(bound, next(self._serials), setting) for bound, setting in bounded]
-        heapq.heapify(self._heap)
-        while self._heap and self._is_open(self._heap[0].bound):
+    found, best_s = Explored(), known_s
+    deadline = deadline or Deadline()
+    queue: list[tuple[float, int, bool, Setting]] = []
+    hard: list[tuple[float, int, bool, Setting]] = []
+    slices = 0
+    try:
+        queue = list(_bounded(explorer, settings, found))
+        heapq.heapify(queue)
+        while queue and queue[0][0] < best_s * (1 - SAME):
             if deadline.is_over:
                 found.finished = False
                 break
-            node = heapq.heappop(self._heap)
-            try:
-                self._look_at(node)
-            except StopRequestedError:
-                heapq.heappush(self._heap, node)
-                found.finished = False
-                break
-        found.lower_bound_s = min(self.best_s, self._heap[0].bound if self._heap else math.inf)
-        found.out_of_memory = len(found.opened - found.fitting)
-
-    def _is_open(self, bound: float) -> bool:
-        return bound < self.best_s * (1 - SAME)
-
-    def _look_at(self, node: _Node) -> None:
-        """Replace a node by what is in it, or simulate it.
-
-        Raises:
-            StopRequestedError: before that was done.
-        """
-        explorer, found = self.explorer, self.found
-        if node.cut is None:
-            # All of them before any is pushed: where that is interrupted, the setting stays open as it is.
-            cuts = list(explorer.open_cuts(node.setting, self.best_s, self.one_cut))
-            found.opened.add(node.setting)
-            for bound, cut in cuts:
-                heapq.heappush(self._heap, _Node(bound, next(self._serials), node.setting, cut))
-            return
-        if not node.fits:
-            finer = _finer(explorer, node, self.best_s)
-            if finer is not None and self._is_open(finer.bound):
-                found.fitting.add(node.setting)
-                heapq.heappush(self._heap, replace(finer, serial=next(self._serials)))
-            return
-        assert node.stages is not None
-        step = explorer.simulated(node.setting, node.cut, node.stages)
-        if step is None:
-            return
-        found.simulated += 1
-        if step < self.best_s:
-            found.best = explorer.evaluation(node.setting, node.cut, node.stages)
-            self.best_s = found.best.step_s
-        self.report(self.best_s, node.bound, found.simulated)
+            bound, number, is_sharp, setting = queue[0]
+            report(best_s, min([bound, *(row[0] for row in hard)]), found.simulated)
+            if not is_sharp:
+                heapq.heapreplace(queue, (max(bound, _sharper(explorer, setting, best_s)), number, True, setting))
+                continue
+            look = min(slices, 2)
+            result, best_s, own = _settle(explorer, setting, best_s, _slice(deadline, _SLICES_S[slices]), found, look)
+            heapq.heappop(queue)
+            found.best = result or found.best
+            if own >= best_s * (1 - SAME):
+                found.settled += 1
+            else:
+                hard.append((max(bound, own * _ROUNDING), number, True, setting))
+            if not queue or not queue[0][0] < best_s * (1 - SAME):
+                # What took too long has another try, with more time.
+                slices += 1
+                queue, hard = [row for row in (*queue, *hard) if row[0] < best_s * (1 - SAME)], []
+                heapq.heapify(queue)
+                if slices == len(_SLICES_S):
+                    found.finished = not (queue and queue[0][0] < best_s * (1 - SAME))
+                    found.given_up = len(queue)
+                    break
+    except StopRequestedError:
+        found.finished = False
+        if not queue:
+            found.lower_bound_s = 0.0
+            return found
+    found.lower_bound_s = min([best_s, *(row[0] for row in (*hard, *queue[:1]))])
+    return found
 
 
-def _finer(explorer: Explorer, node: _Node, best_s: float) -> _Node | None:
-    """With its stages' best interiors without regard to memory, which bound those that fit, or with these.
+def _slice(deadline: Deadline, seconds: float) -> Deadline:
+    """A deadline in so many seconds, or the other one if that is before."""
+    return Deadline(min(seconds, deadline.left_s), deadline.stop, time.process_time)
 
-    None where there are none, or none that could be better than the best plan.
+
+def _bounded(
+    explorer: Explorer, settings: Iterable[Setting], found: Explored
+) -> Iterator[tuple[float, int, bool, Setting]]:
+    """(bound, number, False, setting) of all settings that have a plan, by balance and without memory.
+
+    Raises:
+        StopRequestedError: before all have one.
     """
-    assert node.cut is not None
-    setting, fits = node.setting, node.stages is not None
-    stages = explorer.stages(setting, node.cut, best_s) if fits else explorer.best_free(setting, node.cut)
-    needs = explorer.needs(setting)
-    if stages is None or needs is None:
-        return None
-    bound = refined_bound(setting.schedule, stages, needs.in_flight)
-    return replace(node, bound=max(node.bound, bound), stages=stages, fits=fits)
-
-
-def _bounded(explorer: Explorer, settings: Iterable[Setting], found: Explored) -> Iterator[tuple[float, Setting]]:
-    """Settings with what the best of their cuts takes at least; those without a strategy for some layer left out."""
-    known: dict[tuple[Meshes, int, tuple[str, int, int]], float] = {}
-    for setting in settings:
+    known: dict[object, float] = {}
+    for number, setting in enumerate(settings):
         explorer.stop.check()
         found.settings += 1
-        found.configurations += len(setting.cuts(explorer.chain.num_units))
-        key = (setting.mesh, setting.micro_batch, bound_class(setting.schedule))
-        if key not in known:
-            rows = explorer.bounds_of_cuts(setting)
-            known[key] = math.inf if rows is None or not len(rows) else float(rows.min())
-        if known[key] < math.inf:
-            yield known[key], setting
+        needs = explorer.needs(setting.schedule)
+        spec = setting.schedule
+        key = (setting.mesh, setting.micro_batch, setting.part, bound_class(spec), spec.num_pipelines)
+        if needs is not None and key not in known:
+            terrain = Terrain(explorer, setting, explorer.recomputations, needs)
+            known[key] = terrain.quick(Bound(balance(spec, setting.widths)), 0.0, (0.0,)) * _ROUNDING
+        if needs is None or known[key] == math.inf:
+            found.impossible += 1
+        else:
+            yield known[key], number, False, setting
+
+
+def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
+    """The bound of a setting with memory at a price, as far as that is known to be of use."""
+    needs = explorer.needs(setting.schedule)
+    assert needs is not None
+    if not math.isfinite(best_s):
+        return 0.0
+    terrain = Terrain(explorer, setting, explorer.recomputations, needs)
+    return terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES) * _ROUNDING
+
+
+def _settle(
+    explorer: Explorer, setting: Setting, best_s: float, deadline: Deadline, found: Explored, look: int
+) -> tuple[Evaluation | None, float, float]:
+    """The best plan that is better, the best step, and what no plan of the setting is below: that step, where it is settled."""
+    best: Evaluation | None = None
+    bounds = []
+    for ways, again, must in _courses(explorer, setting):
+        settling = Settling(explorer, setting, ways, explorer.course(setting, again), must, best_s, deadline, look)
+        try:
+            settling.run()
+        except UnsettledError:
+            bounds.append(settling.bound_s)
+        found.simulated += settling.simulated
+        if settling.best is not None:
+            best, best_s = settling.best, settling.best_s
+    return best, best_s, min([best_s, *bounds])
+
+
+def _courses(explorer: Explorer, setting: Setting) -> list[tuple[tuple[str, ...], bool, bool]]:
+    """(ways of recomputation, with tasks for it or without, whether one stage has to have them) to look at."""
+    ways = explorer.recomputations
+    if "stage" not in ways:
+        return [(ways, False, False)]
+    if setting.schedule.num_stages == setting.schedule.num_workers and setting.schedule.num_pipelines == 1:
+        # All else is in the same place, whether some stages run their forward passes again or not.
+        return [(ways, True, False)]
+    others = tuple(way for way in ways if way != "stage")
+    return [(others, False, False), (ways, True, True)] if others else [(ways, True, False)]

@@ -1,0 +1,419 @@
+"""What the cuts of one setting cost at least: a layered graph of *arcs*, of which a way through is a cut.
+
+An arc (s, i, j) is stage s with the units i to j - 1.  For every bound of the setting (a long path of its schedule, with prices of
+memory, see :mod:`.bounds`) it has the least that any way to run the stage takes, and what crosses the boundary behind it.  Three
+grades, each finer and dearer than the one before:
+
+0. separable: what the units take, redistributions for nothing;
+1. whole: the stage with its redistributions, memory at a price;
+2. rows: its front within the memory limit, as far as it can be of use (:mod:`.stages`).
+
+Arcs that are on no way below the threshold are closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from autoddl.costmodel.layoutprices import Layout
+from autoddl.pipelines.stepgraph import Terms
+from autoddl.search.fronts import TooManyError
+
+from .between import boundary_of, least_crossing_s
+from .bounds import least_of_cuts, placement_of
+from .explorer import Explorer, Setting
+from .meshes import StageMesh
+from .needs import Needs
+from .stages import Need, Passes, Rows, Stages, Wanted, joined
+
+__all__ = ["Arc", "Bound", "Terrain"]
+
+#: Prices of a byte at which memory is bounded: this part of the threshold per limit, at a stage of mean weight.
+PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
+#: With how many of them rows are looked for.
+_GUIDES = 2
+
+
+@dataclass(frozen=True, eq=False)
+class Bound:
+    """A linear lower bound on steps.
+
+    Attributes:
+        weights: in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+        price: of a byte on every worker [s]; None: every arc takes the best of several (:data:`PRICES`) by itself, which holds where
+            each worker has one stage alone; else none.
+    """
+
+    weights: np.ndarray
+    price: float | None = None
+
+
+@dataclass(eq=False)
+class Arc:
+    """What is known of one stage of some units.
+
+    Attributes:
+        grade: see the module's docstring.
+        rows: of grade 2, with the numbers of the layouts at both sides in the whole setting.
+    """
+
+    grade: int
+    rows: Rows | None = None
+    entry: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    exit: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    ways: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+
+    @property
+    def memory_rows(self) -> np.ndarray:
+        """Bytes of every row."""
+        return np.zeros(0) if self.rows is None else self.rows.memory
+
+
+class Terrain:
+    """The arcs of one setting.
+
+    Args:
+        ways: of recomputation that are on offer.
+        needs: what its schedule asks of memory.
+    """
+
+    def __init__(self, explorer: Explorer, setting: Setting, ways: Sequence[str], needs: Needs):
+        self.explorer, self.setting, self.ways, self.needs = explorer, setting, tuple(ways), needs
+        self.spec = setting.schedule
+        self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
+        self.passes: tuple[Passes, ...] = explorer.passes(setting)
+        self.stages: tuple[Stages, ...] = tuple(explorer.stages(mesh) for mesh in setting.meshes)
+        self.need = [Need(k, v) for k, v in zip(needs.in_flight, needs.versions)]
+        self.is_alone = all(len(held) == 1 for held in needs.homes)
+        self.terms = Terms(self.num_stages)
+        self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)
+        self.limit = explorer.limit_bytes
+        self._shares = np.ones(self.num_stages)
+        for held in needs.homes:
+            for _, stage in held:
+                self._shares[stage] = max(self._shares[stage], float(len(held)))
+        self._in_flight = np.array(needs.in_flight)
+        self._copies = np.array([1 + (v - 1) * one.per_version for v, one in zip(needs.versions, self.stages)])
+        self._alike: dict[tuple[int, Passes], list[int]] = {}
+        first: dict[StageMesh, int] = {}
+        for stage, (mesh, passes) in enumerate(zip(setting.meshes, self.passes)):
+            self._alike.setdefault((first.setdefault(mesh, stage), passes), []).append(stage)
+        self._layouts: dict[Layout, int] = {}
+        self._layout: list[Layout] = []
+        self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
+        self.arcs: dict[tuple[int, int, int], Arc] = {}
+        self._least: list[np.ndarray] | None = None
+        self._transfers = self._least_transfers()
+
+    # -------------------------------------------------------------------------------------------------- what passes between
+
+    def _least_transfers(self) -> np.ndarray:
+        """The least seconds of every boundary where the stage behind it begins with a unit; shape (stages - 1, units + 1)."""
+        explorer, setting = self.explorer, self.setting
+        nbytes = setting.micro_batch * explorer.workload.itemsize * explorer.chain.entering
+        found = np.zeros((self.num_stages - 1, self.num_units + 1))
+        for b in range(self.num_stages - 1):
+            together = all(
+                setting.mesh.share_nodes(explorer.cluster, (workers[b], workers[b + 1])) for workers in self.placement
+            )
+            found[b] = least_crossing_s((setting.meshes[b], setting.meshes[b + 1]), explorer.cluster, together, nbytes)
+        return found
+
+    def crossing(self, boundary: int, unit: int, source: int, target: int) -> tuple[float, float]:
+        """Seconds forward and back of what crosses a boundary before a unit, between two layouts (by number)."""
+        key = (boundary, unit, source, target)
+        if key not in self._crossings:
+            explorer, setting = self.explorer, self.setting
+            chain = explorer.chain
+            between = boundary_of(
+                setting.mesh,
+                explorer.cluster,
+                self.placement,
+                boundary,
+                chain.graph.layers[chain.starts[unit] - 1],
+                self._layout[source],
+                self._layout[target],
+                replace(explorer.workload, micro_batch=setting.micro_batch),
+            )
+            self._crossings[key] = between.forward_s, between.backward_s
+        return self._crossings[key]
+
+    def has_crossing(self, boundary: int, unit: int, source: int, target: int) -> bool:
+        """Whether it is worked out."""
+        return (boundary, unit, source, target) in self._crossings
+
+    def share(self, stage: int) -> float:
+        """The bytes of a device that are a stage's where all stages of its worker have as many."""
+        return float(self.limit / self._shares[stage])
+
+    def known_crossings(self, boundary: int, unit: int, source: int, targets: np.ndarray) -> np.ndarray:
+        """By how much those that are worked out are above the least, forward and back; shape (targets, 2)."""
+        least = self._transfers[boundary, unit]
+        found = np.zeros((len(targets), 2))
+        for target in np.unique(targets).tolist():
+            known = self._crossings.get((boundary, unit, source, target))
+            if known is not None:
+                found[targets == target] = max(0.0, known[0] - least), max(0.0, known[1] - least)
+        return found
+
+    def least_transfer(self, boundary: int, unit: int) -> float:
+        """Forward, and as much back."""
+        return float(self._transfers[boundary, unit])
+
+    def _numbered(self, layouts: Sequence[Layout], classes: np.ndarray) -> np.ndarray:
+        """Numbers of layouts in the whole setting for their classes in one table."""
+        numbers = []
+        for layout in layouts:
+            if layout not in self._layouts:
+                self._layouts[layout] = len(self._layout)
+                self._layout.append(layout)
+            numbers.append(self._layouts[layout])
+        return np.array(numbers, dtype=np.intp)[classes] if layouts else np.full(len(classes), -1)
+
+    def sides_of(self, row: Rows) -> tuple[int, int]:
+        """The numbers of the layouts at both sides of a stage that is run by one row; -1 for none."""
+        table = row.origin[0][0]
+        return int(self._numbered(table.entries, row.entry)[0]), int(self._numbered(table.exits, row.exit)[0])
+
+    # ------------------------------------------------------------------------------------------------------- separable
+
+    def _vectors(self, weights: np.ndarray, way: str, price: np.ndarray) -> np.ndarray:
+        """What a stage's components count for in a bound, at a price of a byte for every stage; shape (stages, 5)."""
+        terms = self.terms
+        forward = weights[terms.forward] + (weights[terms.recompute] if way == "stage" else 0.0)
+        alive = np.ones(self.num_stages) if way == "stage" else self._in_flight
+        return np.column_stack(
+            [forward, weights[terms.backward], weights[terms.all_reduce], price * self._copies, price * alive]
+        )
+
+    def _prices(self, bound: Bound, threshold: float) -> list[np.ndarray]:
+        """The prices of a byte that a bound is taken at, for every stage."""
+        none = np.zeros(self.num_stages)
+        if bound.price is not None or not self.is_alone or not np.isfinite(threshold):
+            return [none + (bound.price or 0.0)]
+        # A byte is worth more where a second is.
+        busy = bound.weights[self.terms.forward] + bound.weights[self.terms.backward]
+        return [none] + [part * threshold / self.limit * busy / (busy.mean() or 1.0) for part in PRICES]
+
+    def _of_units(self, way: str, vectors: np.ndarray) -> np.ndarray | None:
+        """The least of every unit at every stage's vector; shape (stages, units); None where some layer has no strategy."""
+        found = np.empty((self.num_stages, self.num_units))
+        for (number, passes), stages in self._alike.items():
+            units = self.stages[number].units
+            least = units.least(way == "layers", passes.replicas, passes.micro_batch, passes.part, vectors[stages])
+            if least is None:
+                return None
+            found[stages] = least
+        return found
+
+    def quick(self, bound: Bound, threshold: float, parts: Sequence[float] = (0.0, *PRICES)) -> float:
+        """The least of a bound over all cuts, stages by their units; inf where some layer has no strategy.
+
+        Args:
+            parts: the prices of a byte to take the best of, in thresholds per limit.
+        """
+        best, terms = 0.0, self.terms
+        crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
+        for part in parts:
+            price = np.full(self.num_stages, part * threshold / self.limit if part else 0.0)
+            # Without a price of memory nothing is gained by recomputation.
+            ways = self.ways if part else tuple(way for way in self.ways if way == "none") or self.ways
+            of_ways = [self._of_units(way, self._vectors(bound.weights, way, price)) for way in ways]
+            if any(one is None for one in of_ways):
+                return np.inf
+            least = np.minimum.reduce([one for one in of_ways if one is not None])
+            constant = float((price * self.limit / self._shares).sum())
+            best = max(best, least_of_cuts(list(least), crossing * self._transfers) - constant)
+        return best
+
+    def _entering(self, stage: int) -> np.ndarray:
+        """Bytes of what enters a stage that begins with each unit, of one micro-batch; shape (units,)."""
+        size, devices = self.setting.micro_batch, self.setting.meshes[stage].num_devices
+        return np.asarray(size * self.explorer.workload.itemsize / devices * self.explorer.chain.entering[:-1])
+
+    def costs(self, bound: Bound, threshold: float) -> list[np.ndarray]:
+        """For every stage the bound's part of every arc, with what crosses behind it; shape (units + 1, units + 1) each."""
+        terms, size = self.terms, self.num_units + 1
+        found = [np.zeros((size, size)) for _ in range(self.num_stages)]
+        for price in self._prices(bound, threshold):
+            best = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
+            for way in self.ways if price.any() else self.ways[:1]:
+                least = self._of_units(way, self._vectors(bound.weights, way, price))
+                if least is None:
+                    return [np.full((size, size), np.inf) for _ in range(self.num_stages)]
+                sums = np.zeros((self.num_stages, size))
+                np.cumsum(least, axis=1, out=sums[:, 1:])
+                known: dict[bytes, np.ndarray] = {}
+                for stage, line in enumerate(sums):
+                    key = line.tobytes()
+                    if key not in known:
+                        known[key] = line[None, :] - line[:, None]
+                    cost = known[key]
+                    if way == "stage" and price[stage]:
+                        cost = cost.copy()
+                        cost[:-1] += (price[stage] * self._in_flight[stage] * self._entering(stage))[:, None]
+                    best[stage] = np.minimum(best[stage], cost)
+            for stage in range(self.num_stages):
+                found[stage] = np.maximum(found[stage], best[stage] - price[stage] * self.limit / self._shares[stage])
+        crossing = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
+        for stage in range(self.num_stages):
+            if stage < self.num_stages - 1:
+                found[stage] += crossing[stage] * self._transfers[stage][None, :]
+            found[stage][self._closed[stage]] = np.inf
+        for (stage, first, stop), arc in self.arcs.items():
+            if np.isfinite(found[stage][first, stop]):
+                found[stage][first, stop] = max(
+                    found[stage][first, stop], self.arc_cost(bound, threshold, stage, first, stop, arc)
+                )
+        return found
+
+    @cached_property
+    def _closed(self) -> list[np.ndarray]:
+        """Arcs of every stage that leave no unit for some other one."""
+        found = []
+        units, last = self.num_units, self.num_stages - 1
+        i, j = np.indices((units + 1, units + 1))
+        for stage in range(self.num_stages):
+            closed = (i >= j) | (i < stage) | (units - j < last - stage)
+            closed |= (i != 0) if stage == 0 else (i == 0)
+            closed |= (j != units) if stage == last else (j == units)
+            found.append(closed)
+        return found
+
+    # ------------------------------------------------------------------------------------------------------ finer grades
+
+    def grade(self, stage: int, first: int, stop: int) -> int:
+        """How much is known of an arc."""
+        arc = self.arcs.get((stage, first, stop))
+        return 0 if arc is None else arc.grade
+
+    def of_units(self, weights: np.ndarray) -> np.ndarray:
+        """What every unit comes to at least in a bound at every stage, memory for nothing; shape (stages, units)."""
+        none = np.zeros(self.num_stages)
+        parts = [self._of_units(way, self._vectors(weights, way, none)) for way in self.ways[:1]]
+        return np.minimum.reduce([part for part in parts if part is not None])
+
+    @property
+    def least_transfers(self) -> np.ndarray:
+        """The least seconds of every boundary wherever it is, each way."""
+        return np.asarray(self._transfers[:, 1:-1].min(axis=1, initial=np.inf)) if self.num_units > 1 else np.zeros(0)
+
+    def at_least(self, bound: Bound, cut: Sequence[tuple[int, int]], threshold: float) -> np.ndarray:
+        """Forward, backward, recompute and all-reduce seconds of every unit at every stage where a bound is the least for a cut;
+        shape (4, stages, units).
+
+        Each stage has the price of memory that bounds it best, and the way of recomputation that is then the least.
+        """
+        firsts, stops = np.array(cut).T
+        stages = np.arange(self.num_stages)
+        best = np.full(self.num_stages, -np.inf)
+        chosen: list[tuple[str, np.ndarray]] = [(self.ways[0], np.zeros(5))] * self.num_stages
+        for price in self._prices(bound, threshold):
+            values = np.full(self.num_stages, np.inf)
+            mine: list[tuple[str, np.ndarray]] = list(chosen)
+            for way in self.ways if price.any() else self.ways[:1]:
+                vectors = self._vectors(bound.weights, way, price)
+                least = self._of_units(way, vectors)
+                assert least is not None
+                sums = np.concatenate([np.zeros((self.num_stages, 1)), np.cumsum(least, axis=1)], axis=1)
+                value = sums[stages, stops] - sums[stages, firsts]
+                if way == "stage":
+                    entering = np.array([self._entering(stage)[first] for stage, first in zip(stages.tolist(), firsts)])
+                    value = value + price * self._in_flight * entering
+                for stage in np.flatnonzero(value < values).tolist():
+                    mine[stage] = way, vectors[stage]
+                values = np.minimum(values, value)
+            values = values - price * self.limit / self._shares
+            for stage in np.flatnonzero(values > best).tolist():
+                chosen[stage] = mine[stage]
+            best = np.maximum(best, values)
+        found = np.zeros((4, self.num_stages, self.num_units))
+        for way in dict.fromkeys(way for way, _ in chosen):
+            for (number, passes), alike in self._alike.items():
+                own = [stage for stage in alike if chosen[stage][0] == way]
+                if not own:
+                    continue
+                weights = np.array([chosen[stage][1] for stage in own])
+                units = self.stages[number].units
+                each = units.vectors(way == "layers", passes.replicas, passes.micro_batch, passes.part, weights)
+                found[0][own], found[1][own], found[3][own] = each[:, :, 0], each[:, :, 1], each[:, :, 2]
+                if way == "stage":
+                    found[2][own] = each[:, :, 0]
+        return found
+
+    def is_closed(self, stage: int, first: int, stop: int) -> bool:
+        """Whether it is known that an arc has no row of use."""
+        arc = self.arcs.get((stage, first, stop))
+        return arc is not None and arc.rows is not None and not len(arc.rows)
+
+    def refine(self, stage: int, first: int, stop: int) -> Arc:
+        """An arc of grade 0 to grade 1."""
+        arc = Arc(1)
+        self.arcs[stage, first, stop] = arc
+        return arc
+
+    def arc_cost(self, bound: Bound, threshold: float, stage: int, first: int, stop: int, arc: Arc) -> float:
+        """A bound's part of an arc of a finer grade, with the least that crosses behind it."""
+        terms, weights = self.terms, bound.weights
+        after = 0.0
+        if stage < self.num_stages - 1:
+            after = (weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]) * float(
+                self._transfers[stage, stop]
+            )
+        if arc.rows is not None:
+            return float(self.row_costs(bound, stage, arc).min(initial=np.inf)) + after
+        prices = self._prices(bound, threshold)
+        values = np.full(len(prices), np.inf)
+        bytes_in = self._in_flight[stage] * self.stages[stage].tables.input_bytes(first, stop, self.setting.micro_batch)
+        own = np.array([price[stage] for price in prices])
+        for way in self.ways:
+            vectors = np.array([self._vectors(bound.weights, way, price)[stage] for price in prices])
+            found = self.stages[stage].least(first, stop, way, self.passes[stage], vectors)
+            values = np.minimum(values, found + (own * bytes_in if way == "stage" else 0.0))
+        return float((values - own * self.limit / self._shares[stage]).max()) + after
+
+    def row_costs(self, bound: Bound, stage: int, arc: Arc) -> np.ndarray:
+        """A bound's part of every row of an arc, without what crosses behind it."""
+        rows, terms, weights = arc.rows, self.terms, bound.weights
+        assert rows is not None
+        own = [weights[part][stage] for part in (terms.forward, terms.backward, terms.recompute, terms.all_reduce)]
+        found = rows.times @ np.array(own)
+        if bound.price:
+            found = found + bound.price * (rows.memory - self.limit / self._shares[stage])
+        return np.asarray(found)
+
+    def load(self, stage: int, first: int, stop: int, wanted: Sequence[Wanted], limit: float) -> Arc:
+        """An arc's rows: grade 2.
+
+        Raises:
+            TooManyError
+        """
+        found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
+        parts: list[Rows] = []
+        for way in self.ways:
+            mine = found.rows(first, stop, way, passes, need, wanted, limit)
+            if mine is not None and len(mine):
+                parts.append(mine)
+        if not parts:
+            arc = Arc(2, found_nothing)
+        else:
+            rows = joined(parts)
+            entry = np.concatenate([self._numbered(part.origin[0][0].entries, part.entry) for part in parts])
+            exit_ = np.concatenate([self._numbered(part.origin[0][0].exits, part.exit) for part in parts])
+            ways = np.concatenate([np.full(len(part), self.ways.index(part.origin[0][1])) for part in parts])
+            if stage == self.num_stages - 1:
+                exit_ = np.full(len(rows), -1)  # nothing follows
+            arc = Arc(2, rows, entry, exit_, ways)
+        self.arcs[stage, first, stop] = arc
+        return arc
+
+
+_NONE = np.zeros(0)
+#: No way to run a stage.
+found_nothing = Rows(np.zeros((0, 4)), _NONE, _NONE, np.zeros((0, 0)), _NONE, _NONE, ())
+
+__all__ += ["TooManyError"]
