@@ -145,7 +145,7 @@ SHAPES = {
     "untied and summa": ((1, 4), (2, 2)),
 }
 #: Parts of the way from the least memory to that of the best plan without a limit.
-LIMITS = (0.99, 0.8, 0.6, 0.4, 0.2, 0.1, 0.0, -0.1)
+LIMITS = (0.99, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0, -0.1)
 
 
 def random_machine(dice: random.Random, kind: str, batch: int) -> Machine:
@@ -156,8 +156,11 @@ def random_machine(dice: random.Random, kind: str, batch: int) -> Machine:
     def times(low: float, high: float) -> float:
         return float(f"{10 ** dice.uniform(low, high):.2g}")
 
+    # Where memory is limited networks are slow: on fast ones a plan without a pipeline always spreads everything.
+    fastest = 0 if kind == "limited" else 1.5
+
     def link() -> tuple[float, float]:
-        return dice.choice((0, 0, times(-3, -1), times(-1, 0.5))) * compute_s, times(-1.5, 1.5) * flops / batch
+        return dice.choice((0, 0, times(-3, -1), times(-1, 0.5))) * compute_s, times(-1.5, fastest) * flops / batch
 
     links = link()
     return Machine(
@@ -269,7 +272,7 @@ def judge(case: Solved) -> None:
 
 
 #: How often an instance is drawn for one whose best plan is of interest.
-DRAWS = 3
+DRAWS = 4
 
 
 def test_joint_plan_lets_a_gradient_be_reduced_behind_the_backward_pass() -> None:
