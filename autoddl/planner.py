@@ -36,6 +36,7 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.pricing import PriceBook, Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
@@ -525,14 +526,9 @@ def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Worklo
     return Workload(batch, batch, precision, options.optimizer, recompute)
 
 
-def micro_batches(workload: Workload, options: Options) -> Iterator[int]:
-    """The micro-batches to consider, largest first."""
-    if options.micro_batch is not None:
-        yield replace(workload, micro_batch=options.micro_batch).micro_batch
-        return
-    small = [number for number in range(1, math.isqrt(workload.batch) + 1) if workload.batch % number == 0]
-    yield from (workload.batch // number for number in small)
-    yield from (number for number in reversed(small) if number * number < workload.batch)
+def micro_batches(workload: Workload, options: Options) -> list[int]:
+    """The micro-batches to consider, largest first; whether a given one divides the batch is for the price book to see."""
+    return divisors(workload.batch)[::-1] if options.micro_batch is None else [options.micro_batch]
 
 
 def _baseline_figures(books: _Books, options: Options, limit: float, stop: Stop) -> Iterator[BaselineFigures]:

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.units import format_bytes
 
 from ..generators import generate
@@ -30,7 +31,7 @@ from .clock import Clock
 from .dapple_search import Candidate, DeviceStates, Shape, search
 from .latency import StageCost, corrected_latency, latency, printed_latency
 from .network import Network, Placement, place_fresh_first
-from .workload import PlannerError, Workload, divisors
+from .workload import PlannerError, Workload
 
 __all__ = ["DapplePlan", "DappleResult", "PlannedStage", "chain_of_stages", "evaluate", "plan_dapple", "simulated"]
 

@@ -256,7 +256,10 @@ def test_bad_commands(capsys, arguments, message):
             ["--batch", "1000000000000000000"],
             "argument --batch: '1000000000000000000' is not a whole number of at most 18 digits",
         ),
-        (["--batch", "8", "--micro-batch", "3"], "micro-batch 3 does not divide the batch of 8"),
+        (
+            ["--batch", "8", "--micro-batch", "3"],
+            "micro-batch 3 does not divide the batch of 8; the nearest micro-batches that work are 2 and 4",
+        ),
         (["--memory-limit", "0"], "memory limit 0 GiB should be"),
         (["--memory-limit", "-3"], "memory limit -3 GiB should be"),
         (["--memory-limit", "nan"], "argument --memory-limit: 'nan' is not a number of at most 1e+18"),
