@@ -92,6 +92,7 @@ class Options:
         untied: a choice of its own for every repetition of a block.
         summa: offer Summa meshes to linear layers.
         seed: of the random methods.
+        temperature_s: constant, of Metropolis-Hastings; it anneals where it is None.
         evaluations, time_limit_s: budgets of one search; where they are None the method's own, and 20 s.
         quiet: no progress bar.
     """
@@ -107,6 +108,7 @@ class Options:
     untied: bool = False
     summa: bool = False
     seed: int = 0
+    temperature_s: float | None = None
     evaluations: int | None = None
     time_limit_s: float | None = None
     quiet: bool = True
@@ -245,6 +247,12 @@ def _limit_of(cluster: Cluster, options: Options) -> float:
         limit = USABLE_MEMORY * cluster.device.memory_bytes
     if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
         raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
+    if options.temperature_s is not None and options.method != "metropolis-hastings":
+        raise UserError(
+            f"temperature {options.temperature_s:g} s is for metropolis-hastings; {options.method} has none"
+        )
+    if options.temperature_s is not None and not 0 < options.temperature_s < math.inf:
+        raise UserError(f"temperature {options.temperature_s:g} should be a finite number of more than 0 s")
     if options.evaluations is not None and options.evaluations < 1:
         raise UserError(f"evaluations {options.evaluations} should be at least 1")
     if not 0 <= options.seed < 2**63:
@@ -464,6 +472,7 @@ class _Sweep:
                 method=options.method,
                 memory_limit=self.limit,
                 seed=options.seed,
+                temperature=options.temperature_s,
                 evaluations=options.evaluations,
                 time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
                 cutoff=self.known,

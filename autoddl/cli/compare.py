@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     for method in methods:
         if method not in METHODS:
             raise UserError(f"--methods names {method!r}, should name some of {', '.join(METHODS)}")
+    if arguments.temperature is not None and "metropolis-hastings" not in methods:
+        raise UserError("--temperature is for metropolis-hastings, which --methods does not name")
     graph, cluster = model_of(arguments), cluster_of(arguments)
     with interruptible("a plan") as asked:
         exact = make_plan(graph, cluster, options_of(arguments, "exact"), stop=asked.stop)

@@ -188,6 +188,17 @@ def test_text_of_a_method_without_proof(capsys):
     assert code == 0 and "not proven" in out and "--method exact" in out
 
 
+def test_a_constant_temperature(capsys):
+    hot = ["plan", *SMALL[1:], "--method", "metropolis-hastings", "--evaluations", "40"]
+    documents = [plan_json(capsys, *hot, *words) for words in ([], ["--temperature", "100s"], ["--temperature", "1e2"])]
+    assert [one["options"]["temperature_s"] for one in documents] == [None, 100.0, 100.0]
+    assert documents[1]["step_s"] == documents[2]["step_s"]
+    where = ["mlp:64,32,16", "--cluster", "local-cpu", "--batch", "16", "--quiet", "--temperature", "1ms"]
+    assert run(capsys, "compare", *where)[0] == 0
+    code, _, err = run(capsys, "compare", *where, "--methods", "exact")
+    assert code == 2 and "--temperature is for metropolis-hastings, which --methods does not name" in err
+
+
 def test_compare(capsys):
     arguments = ["compare", "mlp:64,32,16", "--cluster", "local-cpu", "--batch", "16", "--quiet"]
     code, out, err = run(capsys, *arguments)
@@ -268,6 +279,9 @@ def test_bad_commands(capsys, arguments, message):
         (["--time-limit", "inf"], "argument --time-limit: 'inf' is not a number of at most 1e+18"),
         (["--evaluations", "0", "--method", "random"], "evaluations 0 should be at least 1"),
         (["--seed", "-1", "--method", "random"], "seed -1 should be"),
+        (["--temperature", "1ms"], "--temperature is for --method metropolis-hastings; exact has none"),
+        (["--method", "metropolis-hastings", "--temperature", "0"], "temperature 0 should be a finite number"),
+        (["--method", "metropolis-hastings", "--temperature", "1GB"], "unit 'GB' is not a unit of time"),
         (["--precision", "float16"], "argument --precision: invalid choice: 'float16'"),
         (["-o", "no/such/folder/plan.json"], "no/such/folder/plan.json: cannot be written (No such file or directory)"),
         (["-o", "."], ".: cannot be written"),
