@@ -60,7 +60,12 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
         "--communication-only", action="store_true", help="minimise communication time alone, as the paper does"
     )
     group.add_argument("--untied", action="store_true", help="a choice of its own for every repetition of a block")
-    group.add_argument("--summa", action="store_true", help="offer Summa meshes to linear layers too")
+    group.add_argument(
+        "--summa",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="offer Summa meshes to linear layers too, as is usual without a pipeline, or do not",
+    )
     group.add_argument("--seed", type=int, default=0, help="of the random methods (%(default)s)")
     group.add_argument(
         "--temperature",

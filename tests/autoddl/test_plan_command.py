@@ -184,8 +184,34 @@ def test_text_shows_layers_totals_baselines_and_certificate(capsys):
 
 
 def test_text_of_a_method_without_proof(capsys):
-    code, out, _ = run(capsys, *SMALL, "--method", "random", "--evaluations", "3")
+    where = ["plan", "mlp:512,2048,512", "--cluster", "piz-daint", "--nodes", "8", "--batch", "64", "--quiet"]
+    code, out, _ = run(capsys, *where, "--method", "random", "--evaluations", "3")
     assert code == 0 and "not proven" in out and "--method exact" in out
+    assert "which found nothing better than megatron" in out
+
+
+#: Little memory, so that Summa, which keeps nothing twice, is best.
+TIGHT = ["mlp:64,128,64,64", "--cluster", "local-cpu", "--nodes", "1", "--devices-per-node", "4", "--batch", "64"]
+TIGHT += ["--memory-limit", "0.0001155", "--quiet"]
+
+
+def test_summa_is_offered_and_what_is_left_out_is_said(capsys, tmp_path):
+    path = str(tmp_path / "plan.json")
+    for wish in ([], ["--summa"]):
+        code, out, _ = run(capsys, "plan", *TIGHT, *wish, "-o", path)
+        assert code == 0 and "(2,2,1) summa" in out and "1.00x" in out and "left out" not in out
+        assert all(layer.summa for layer in load_plan(path).strategies.values())
+    code, out, _ = run(capsys, "plan", *TIGHT, "--no-summa", "-o", path)
+    certificate = out.split("Certificate\n")[1].splitlines()[0]
+    # 3.3188 ms against 2.8015 ms.
+    assert certificate.endswith(
+        "has a smaller step time; Summa meshes are left out, --summa includes them (the step of summa is 18.5% faster)"
+    )
+    assert not any(layer.summa for layer in load_plan(path).strategies.values())
+    code, out, _ = run(capsys, "compare", *TIGHT, "--no-summa", "--methods", "exact")
+    assert "Summa meshes are left out, --summa includes them (the step of summa is 18.5% faster)" in out
+    code, out, _ = run(capsys, "compare", *TIGHT, "--methods", "exact,random", "--evaluations", "1")
+    assert "left out" not in out and "as summa: nothing better was found" in out
 
 
 def test_a_constant_temperature(capsys):
@@ -197,6 +223,12 @@ def test_a_constant_temperature(capsys):
     assert run(capsys, "compare", *where)[0] == 0
     code, _, err = run(capsys, "compare", *where, "--methods", "exact")
     assert code == 2 and "--temperature is for metropolis-hastings, which --methods does not name" in err
+
+
+def test_a_plan_for_communication_says_whose_step_is_faster(capsys):
+    code, out, _ = run(capsys, "plan", *TIGHT, "--communication-only")
+    certificate = out.split("Certificate\n")[1].splitlines()[0]
+    assert code == 0 and certificate.endswith("; the step of summa is 18.5% faster: leave out --communication-only")
 
 
 def test_compare(capsys):
