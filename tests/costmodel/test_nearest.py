@@ -60,7 +60,7 @@ def named(message: str) -> tuple[str, list[int]]:
     return found[1], [int(number) for number in found.groups()[1:] if number]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(DEVICES)), st.integers(1, 60), st.integers(1, 70))
 def test_what_is_named_is_the_nearest_that_works(model: str, number: int, batch: int, micro_batch: int) -> None:
     try:
