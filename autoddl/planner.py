@@ -26,16 +26,16 @@ from __future__ import annotations
 
 import contextlib
 import heapq
-import itertools
 import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
-from autoddl.costmodel.assessment import Assessment, assess
+from autoddl.costmodel.assessment import Assessment
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.pricing import PriceBook, Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
@@ -53,8 +53,9 @@ from autoddl.search import (
     smallest_memory,
     solve,
 )
-from autoddl.search.baselines import BASELINES, Baseline, baselines
 from autoddl.search.verify import Claim, verify
+
+from .rivals import BaselineFigures, baseline_figures
 
 __all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
 
@@ -62,12 +63,10 @@ __all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planne
 DEFAULT_BATCH_PER_DEVICE = 8
 #: Seconds that one search may take where no limit is given: an answer with a gap is better than none.
 DEFAULT_TIME_LIMIT_S = 20.0
+#: Plans whose costs differ by less, relatively, are as good as each other.
+_SAME = 1e-9
 #: The part of a device's memory that a plan may fill where no limit is given.
 USABLE_MEMORY = 0.9
-
-
-#: Why a family has no plan that a stop cut short.
-_INTERRUPTED = "the search was interrupted before it was looked at"
 
 
 class InfeasibleError(UserError):
@@ -89,8 +88,9 @@ class Options:
         optimizer: ``sgd``, ``momentum`` or ``adam``.
         recompute: always (True), never (False), or whatever is better (None).
         untied: a choice of its own for every repetition of a block.
-        summa: offer Summa meshes to linear layers.
+        summa: offer Summa meshes to linear layers (joint plans have none).
         seed: of the random methods.
+        temperature_s: constant, of Metropolis-Hastings; it anneals where it is None.
         evaluations, time_limit_s: budgets of one search; where they are None the method's own, and 20 s.
         quiet: no progress bar.
     """
@@ -104,8 +104,9 @@ class Options:
     optimizer: str = "adam"
     recompute: bool | None = None
     untied: bool = False
-    summa: bool = False
+    summa: bool = True
     seed: int = 0
+    temperature_s: float | None = None
     evaluations: int | None = None
     time_limit_s: float | None = None
     quiet: bool = True
@@ -123,23 +124,12 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class BaselineFigures:
-    """The best member of a baseline's family, or why none is feasible."""
-
-    name: str
-    infeasible: str | None = None
-    mesh: str = ""
-    workload: Workload | None = None
-    strategies: dict[str, Strategy] = field(default_factory=dict)
-    assessment: Assessment | None = None
-
-
-@dataclass(frozen=True)
 class Planned:
     """The planner's answer.
 
     ``result`` is the search's at the chosen micro-batch; ``lower_bound`` and ``optimal`` speak of the whole sweep;
-    ``is_interrupted``: a stop was requested, so that something may have been left out.
+    ``is_interrupted``: a stop was requested, so that something may have been left out; ``taken_from``: the baseline whose plan it
+    is, where the searches found none better; empty where they did.
     """
 
     graph: LayerGraph
@@ -157,6 +147,7 @@ class Planned:
     evaluations: int
     search_s: float
     is_interrupted: bool = False
+    taken_from: str = ""
 
     @property
     def cost(self) -> float:
@@ -173,6 +164,28 @@ class Planned:
         """How much better another plan could be at most, relative to this one."""
         return 0.0 if self.optimal else max(0.0, (self.cost - self.lower_bound) / self.cost)
 
+    @property
+    def left_out(self) -> str:
+        """What the options left out that could be better, and the option that includes it; empty where there is nothing."""
+        said = []
+        faster = {
+            one.name: self.assessment.step_s / one.assessment.step_s - 1
+            for one in self.baselines
+            if one.assessment is not None and one.assessment.step_s < self.assessment.step_s * (1 - _SAME)
+        }
+        if not self.options.summa:
+            by = f" (the step of summa is {_percent(faster['summa'])} faster)" if "summa" in faster else ""
+            said.append(f"Summa meshes are left out, --summa includes them{by}")
+        others = {name: by for name, by in faster.items() if name != "summa" or self.options.summa}
+        if others and self.options.objective == "communication":
+            name = max(others, key=others.__getitem__)
+            said.append(f"the step of {name} is {_percent(others[name])} faster: leave out --communication-only")
+        return "; ".join(said)
+
+
+def _percent(part: float) -> str:
+    return f"{part:.1%}" if part >= 5e-4 else "less than 0.1%"
+
 
 def end_of(optimal: bool, is_interrupted: bool) -> Status:
     """The status of a whole sweep: a proof counts more than what came after it."""
@@ -180,11 +193,18 @@ def end_of(optimal: bool, is_interrupted: bool) -> Status:
 
 
 def make_plan(
-    graph: LayerGraph, cluster: Cluster, options: Options, with_baselines: bool = True, stop: Stop | None = None
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: Options,
+    with_baselines: bool = True,
+    stop: Stop | None = None,
+    known: Sequence[BaselineFigures] = (),
 ) -> Planned:
-    """The best plan that the options allow, verified against the layer graph.
+    """The best plan that the options allow, verified against the layer graph; never worse than a baseline that it could choose.
 
     Args:
+        with_baselines: whether there is anything to compare with, and to begin with.
+        known: the baselines, where a plan of the same options has them already, but for the method's.
         stop: when it is requested, the best plan until then is the answer, with a bound that holds.  Ctrl-C requests nothing by
             itself: without a handler for it, it is a `KeyboardInterrupt`, and there is no plan.
 
@@ -195,7 +215,9 @@ def make_plan(
     """
     stop, limit = stop or Stop(), _limit_of(cluster, options)
     books = _Books(graph, cluster)
-    figures = tuple(_baseline_figures(books, options, limit, stop)) if with_baselines else ()
+    figures = tuple(known)
+    if with_baselines and not figures:
+        figures = tuple(baseline_figures(graph, cluster, books.problems(options, untied=False), limit, stop))
     sweep = _Sweep(books, options, limit, figures, stop)
     best = sweep.run()
     choice = best.result.choice
@@ -232,6 +254,7 @@ def make_plan(
         evaluations=sweep.evaluations,
         search_s=sweep.search_s,
         is_interrupted=stop.is_requested,
+        taken_from=best.taken_from,
     )
 
 
@@ -244,6 +267,12 @@ def _limit_of(cluster: Cluster, options: Options) -> float:
         limit = USABLE_MEMORY * cluster.device.memory_bytes
     if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
         raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
+    if options.temperature_s is not None and options.method != "metropolis-hastings":
+        raise UserError(
+            f"temperature {options.temperature_s:g} s is for metropolis-hastings; {options.method} has none"
+        )
+    if options.temperature_s is not None and not 0 < options.temperature_s < math.inf:
+        raise UserError(f"temperature {options.temperature_s:g} should be a finite number of more than 0 s")
     if options.evaluations is not None and options.evaluations < 1:
         raise UserError(f"evaluations {options.evaluations} should be at least 1")
     if not 0 <= options.seed < 2**63:
@@ -255,8 +284,11 @@ def _limit_of(cluster: Cluster, options: Options) -> float:
 
 @dataclass(frozen=True)
 class _Found:
+    """The result of a search; ``taken_from``: the baseline that it is, where it is one."""
+
     problem: Problem
     result: Result
+    taken_from: str = ""
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,11 +302,12 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Met:
-    """A plan that fits, met outside of the searches."""
+    """A plan that fits, met outside of the searches: the baseline of that name, or a bracket's."""
 
     cost: float
     workload: Workload
     strategies: Mapping[str, Strategy]
+    name: str = ""
 
     @property
     def setting(self) -> tuple[int, bool]:
@@ -284,7 +317,7 @@ class _Met:
 def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _Met | None:
     """The best baseline of those that the search could choose, too."""
     plans = [
-        _Met(one.assessment.cost(options.objective), one.workload, one.strategies)
+        _Met(one.assessment.cost(options.objective), one.workload, one.strategies, one.name)
         for one in figures
         if one.assessment is not None and one.workload is not None and (one.name != "summa" or options.summa)
     ]
@@ -324,7 +357,7 @@ class _Books:
 
 def _just_above(cost: float) -> float:
     """A cost that a plan as good as one of this cost is below, also where that is 0."""
-    return cost * (1 + 1e-9) + 1e-15
+    return cost * (1 + _SAME) + 1e-15
 
 
 class _Sweep:
@@ -333,8 +366,8 @@ class _Sweep:
     def __init__(self, books: _Books, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop):
         self.books, self.options, self.limit, self.stop = books, options, limit, stop
         self.graph, self.cluster = books.graph, books.cluster
-        #: The cheapest plan that was met outside of searches: a baseline's, until a bracket has a better one.
-        self.met = _cheapest(figures, options)
+        #: The best baseline, and the cheapest plan that was met outside of searches: that one, until a bracket has a better one.
+        self.baseline = self.met = _cheapest(figures, options)
         #: A plan of this cost is known to exist: what is not below it need not be searched.
         self.known = math.inf if self.met is None else _just_above(self.met.cost)
         #: Optima, or bounds, without the limit.
@@ -376,34 +409,41 @@ class _Sweep:
         return best
 
     def _best(self, settings: Sequence[_Setting]) -> _Found | None:
-        """What the searches found; what was met before, where they were cut short and found nothing better."""
+        """What the searches found; what was met before, where they found nothing better.
+
+        A bracket's plan counts for the exact method, which made it, and where a search was interrupted before it had any: of
+        another method it would say nothing.
+        """
         found, met = self.best, self.met
-        if met is None or (found is not None and (self.options.method != "exact" or found.result.cost <= met.cost)):
+        if self.options.method != "exact" and (found is not None or not self.stop.is_requested):
+            met = self.baseline
+        if met is None or (found is not None and found.result.cost < _just_above(met.cost)):
             return found
-        if not self.stop.is_requested and self.options.method != "exact":
-            return None  # a method that looked everywhere and found nothing is not given the plan of another one
         workload = met.workload
         problem = next((one.problem for one in settings if one.problem.workload == workload), None)
         if problem is None:  # the stop came before its setting was priced
             book = self.books.book(workload, self.options.untied)
             problem = book.problem(workload.batch, workload.micro_batch, self.options.objective, self.options.summa)
         choice = problem.choice(met.strategies)
-        bounds = [one.lower_bound for one in self.candidates if (one.micro_batch, one.recompute) == met.setting]
         cost = problem.table.evaluate(choice)
         status = Status.INTERRUPTED if self.stop.is_requested else Status.LIMIT_REACHED
+        bounds = [one.lower_bound for one in self.candidates if (one.micro_batch, one.recompute) == met.setting]
+        bound = min(cost, *bounds) if bounds else 0.0
+        self.candidates = [one for one in self.candidates if (one.micro_batch, one.recompute) != met.setting]
+        self._record(problem, str(status), bound, cost)
         result = Result(
             method=self.options.method,
             status=status,
             choice=choice,
             cost=cost,
-            lower_bound=min(cost, *bounds) if bounds else 0.0,
+            lower_bound=bound,
             memory_bytes=problem.table.peak_memory(choice),
             space_size=problem.table.space_size,
             evaluations=0,
             seconds=self.search_s,
             memory_limit_bytes=self.limit,
         )
-        return _Found(problem, result)
+        return _Found(problem, result, met.name)
 
     def _settings(self) -> Iterator[_Setting]:
         """Every setting with its separable bound.
@@ -463,6 +503,7 @@ class _Sweep:
                 method=options.method,
                 memory_limit=self.limit,
                 seed=options.seed,
+                temperature=options.temperature_s,
                 evaluations=options.evaluations,
                 time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
                 cutoff=self.known,
@@ -525,61 +566,6 @@ def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Worklo
     return Workload(batch, batch, precision, options.optimizer, recompute)
 
 
-def micro_batches(workload: Workload, options: Options) -> Iterator[int]:
-    """The micro-batches to consider, largest first."""
-    if options.micro_batch is not None:
-        yield replace(workload, micro_batch=options.micro_batch).micro_batch
-        return
-    small = [number for number in range(1, math.isqrt(workload.batch) + 1) if workload.batch % number == 0]
-    yield from (workload.batch // number for number in small)
-    yield from (number for number in reversed(small) if number * number < workload.batch)
-
-
-def _baseline_figures(books: _Books, options: Options, limit: float, stop: Stop) -> Iterator[BaselineFigures]:
-    """The best feasible member of every family over micro-batches and recomputation, of those before the stop."""
-    offered = itertools.takewhile(lambda _: not stop.is_requested, books.problems(options, untied=False))
-    problems = [problem for problem in offered if isinstance(problem, Problem)]
-    members = list(baselines(books.graph, books.cluster.level_sizes))
-    for name in BASELINES:
-        yield _best_member(name, [member for member in members if member.name == name], problems, limit, stop)
-
-
-def _best_member(
-    name: str, members: list[Baseline], problems: list[Problem], limit: float, stop: Stop
-) -> BaselineFigures:
-    """The cheapest member of a family that fits, or why none does."""
-    why = "no mesh of this shape on these devices"
-    least = math.inf
-    fitting: list[tuple[float, int, Baseline, Problem]] = []
-    for member, problem in itertools.product(members, problems):
-        if stop.is_requested:
-            why = _INTERRUPTED
-            break
-        try:
-            choice = problem.choice(member.strategies)
-        except UserError as fault:
-            if least == math.inf:
-                why = str(fault)
-            continue
-        memory = problem.alone.peak_memory(choice)
-        if memory <= limit:
-            fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem))
-        elif memory < least:
-            least = memory
-            why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
-    best, cost = BaselineFigures(name, infeasible=why), math.inf
-    # Redistributions only add to what the layers cost alone, and most members need none.
-    for alone, _, member, problem in sorted(fitting, key=lambda one: one[:2]):
-        if alone >= cost or (best.assessment is not None and stop.is_requested):
-            break
-        try:
-            assessment = assess(problem.graph, problem.cluster, problem.workload, member.strategies)
-        except UserError as fault:
-            # There is no way between the layouts of some layers.
-            if best.assessment is None:
-                best = BaselineFigures(name, infeasible=str(fault))
-            continue
-        if assessment.cost(problem.objective) < cost:
-            cost = assessment.cost(problem.objective)
-            best = BaselineFigures(name, None, member.mesh, problem.workload, member.strategies, assessment)
-    return best
+def micro_batches(workload: Workload, options: Options) -> list[int]:
+    """The micro-batches to consider, largest first; whether a given one divides the batch is for the price book to see."""
+    return divisors(workload.batch)[::-1] if options.micro_batch is None else [options.micro_batch]

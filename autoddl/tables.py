@@ -180,4 +180,8 @@ def certificate(planned: Planned) -> list[str]:
             f"not proven: {why}the best assignment may be up to {planned.gap:.2%} better "
             f"(lower bound {format_seconds(planned.lower_bound)}; {size} assignments){remedy}"
         )
+    if planned.left_out:
+        verdict += f"; {planned.left_out}"
+    if planned.taken_from:
+        found += f", which found nothing better than {planned.taken_from}"
     return ["Certificate", f"  {verdict}", f"  {found}; cost and memory recomputed from the layer graph"]

@@ -31,6 +31,8 @@ from .errors import UserError
 from .graph import Layer, LayerGraph
 from .layerwork import layer_work
 from .layoutprices import MANY, Layout, LayoutPrices, communication_time
+from .limits import LARGEST_BATCH
+from .nearest import divisors, nearest_batches, nearest_that_work
 from .redistribution import redistribute, steps
 from .strategy import Strategy, alike, enumerate_strategies, transposed
 from .table import ByClass, CostTable, Edge
@@ -291,6 +293,7 @@ class PriceBook:
         self.variables: tuple[Variable, ...] = twin.variables if twin else _variables(graph, cluster, untied, summa)
         self._prices: dict[object, _Prices] = {}
         self._narrowed: dict[tuple[Offer, bytes], Offer] = twin._narrowed if twin else {}
+        self._working: dict[int, list[int]] = twin._working if twin else {}  # micro-batches of a batch
         # What does not depend on how layers are tied, or on recomputation, is worked out once for all books of a family.
         self._moves: LayoutPrices = like._moves if like else LayoutPrices(cluster)
         self._layer_prices: dict[object, _Prices] = like._layer_prices if like else {}
@@ -329,8 +332,11 @@ class PriceBook:
         """The cost table of one batch and micro-batch, with or without the book's Summa meshes (with, where it has any).
 
         Raises:
-            UserError: the samples of a micro-batch do not divide over any strategy of some layer.
+            UserError: the micro-batch does not divide the batch, or its samples do not over any strategy of some layer.
         """
+        if 0 < micro_batch <= LARGEST_BATCH and batch % micro_batch:
+            fault = f"micro-batch {micro_batch} does not divide the batch of {batch}"
+            raise UserError(f"{fault}; {self._nearest(batch, micro_batch)}")
         workload = replace(self.workload, batch=batch, micro_batch=micro_batch)
         num = workload.num_micro_batches
         # Equal variables share their options and arrays: a deep model is put together in no time, and searches recognise
@@ -340,7 +346,7 @@ class PriceBook:
         for variable, prices in zip(self.variables, self._variable_prices):
             key = (prices, variable.offer)
             if key not in shared:
-                kept = self._kept(variable, micro_batch, self.summa if summa is None else summa)
+                kept = self._kept(variable, workload, self.summa if summa is None else summa)
                 shared[key] = _Column(
                     self._narrow(variable.offer, kept),
                     prices.cost(num, batch, objective)[kept],
@@ -371,13 +377,13 @@ class PriceBook:
         Raises:
             UserError: the samples do not divide over any strategy of some layer.
         """
-        workload = replace(self.workload, batch=micro_batch, micro_batch=micro_batch)
+        workload = replace(self.workload, micro_batch=micro_batch)
         shared: dict[object, tuple[Offer, tuple[np.ndarray, ...]]] = {}
         offers, columns, variables = [], [], []
         for variable, prices in zip(self.variables, self._variable_prices):
             key = (prices, variable.offer)
             if key not in shared:
-                kept = self._kept(variable, part or micro_batch, self.summa)
+                kept = self._kept(variable, replace(workload, micro_batch=part or micro_batch), self.summa)
                 each = prices.coefficients(variable.offer, objective)
                 of_one = (
                     each.forward[0] + micro_batch * each.forward[1],
@@ -412,15 +418,36 @@ class PriceBook:
             edges.append(PhaseEdge(i, j, *known[key]))
         return tuple(edges)
 
-    def _kept(self, variable: Variable, micro_batch: int, summa: bool) -> np.ndarray:
+    def _kept(self, variable: Variable, workload: Workload, summa: bool) -> np.ndarray:
         """Which options divide the samples of a micro-batch."""
+        micro_batch = workload.micro_batch
         kept = np.flatnonzero((micro_batch % variable.offer.p0 == 0) & (~variable.offer.summa | summa))
         if len(kept) == 0:
-            layer = self.graph[variable.layers[0]]
-            raise no_strategy(
-                layer, self.cluster, f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s"
-            )
+            why = f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s"
+            fault = _no_strategy(self.graph[variable.layers[0]], self.cluster, why)
+            raise UserError(f"{fault}; {self._nearest(workload.batch, micro_batch)}")
         return kept
+
+    @cached_property
+    def _slices(self) -> tuple[tuple[int, ...], ...]:
+        """For every different offer into how many slices its options cut the samples; offers that take any number are left out."""
+        found = {id(variable.offer): variable.offer for variable in self.variables}
+        slices = {tuple(np.unique(offer.p0).tolist()) for offer in found.values()}
+        return tuple(sorted(numbers for numbers in slices if numbers[0] > 1))
+
+    def _divides(self, samples: int) -> bool:
+        """Whether every layer has a strategy that divides so many samples: as a micro-batch, and so as a batch of one or more."""
+        return all(any(samples % number == 0 for number in numbers) for numbers in self._slices)
+
+    def _nearest(self, batch: int, micro_batch: int) -> str:
+        """The nearest micro-batches of the batch that work; where it has none, the nearest batches."""
+        if batch not in self._working:
+            self._working[batch] = [size for size in divisors(batch) if self._divides(size)]
+        if self._working[batch]:
+            return nearest_that_work("micro-batch", micro_batch, self._working[batch])
+        given = micro_batch if self._divides(micro_batch) else 1
+        batches = nearest_batches(batch, self._divides, self.cluster.num_devices, given)
+        return nearest_that_work("batch", batch, batches)
 
     def _narrow(self, offer: Offer, kept: np.ndarray) -> Offer:
         """Some of the options; micro-batches that keep the same ones share one object."""
@@ -461,13 +488,11 @@ class PriceBook:
         return tuple(edges)
 
 
-def no_strategy(layer: Layer, cluster: Cluster, why: str) -> UserError:
-    """The error where a layer is left without a strategy: layer, shape and device count."""
+def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
+    """A layer that is left without a strategy: layer, shape and device count."""
     shape = " x ".join(map(str, cluster.level_sizes))
     devices = f"{cluster.num_devices} devices" + (f" ({shape})" if len(cluster.level_sizes) > 1 else "")
-    return UserError(
-        f"{layer.describe()} has no strategy on {devices} {why}; try another number of devices or another batch"
-    )
+    return f"{layer.describe()} has no strategy on {devices} {why}"
 
 
 # --------------------------------------------------------------------------------------------------------------- variables
@@ -501,7 +526,7 @@ def _variable(
         members = {graph[name].signature(): graph[name] for name in names}
         known[key] = Offer(_common_options(list(members.values()), swapped, cluster, summa))
     if not known[key].options:
-        raise no_strategy(first, cluster, "that divides its shape")
+        raise UserError(f"{_no_strategy(first, cluster, 'that divides its shape')}; try another number of devices")
     if len(names) == 1:
         name = names[0]
     elif first.block:

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import groupby
 
 from .errors import UserError, quote
 
-__all__ = ["format_bytes", "format_memory_limit", "format_ranges", "format_seconds", "to_si"]
+__all__ = [
+    "abridged",
+    "format_bytes",
+    "format_memory_limit",
+    "format_ranges",
+    "format_seconds",
+    "format_values",
+    "to_si",
+]
+
+#: The runs of numbers, and the values per worker, that one line shows.
+MOST_RUNS, MOST_VALUES = 8, 32
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -72,11 +84,57 @@ def format_memory_limit(nbytes: float) -> str:
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 5``: numbers in ascending order with runs joined."""
+    """``0-3, 5``: numbers in ascending order with runs joined.
+
+    Where there are more than :data:`MOST_RUNS`, a pattern that repeats is shown once, and of others the first ones and the last.
+
+    >>> format_ranges([0, 1, 2, 3, 5])
+    '0-3, 5'
+    >>> format_ranges(sorted([*range(0, 2048, 8), *range(7, 2048, 8)]))
+    '0, 7 of every 8 up to 2047'
+    """
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][1] + 1:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    return ", ".join(f"{first}" if first == last else f"{first}-{last}" for first, last in runs)
+    if len(runs) > MOST_RUNS:
+        pattern, period = _repeated(numbers)
+        if pattern < len(numbers):
+            return f"{format_ranges(numbers[:pattern])} of every {period} up to {numbers[-1]}"
+    return ", ".join(abridged([f"{first}" if first == last else f"{first}-{last}" for first, last in runs], MOST_RUNS))
+
+
+def _repeated(numbers: Sequence[int]) -> tuple[int, int]:
+    """How many numbers there are until they come again, each larger by the same (the second number); all where they never do."""
+    count = len(numbers)
+    for pattern in range(1, count // 2 + 1):
+        period = numbers[pattern] - numbers[0]
+        if period > numbers[pattern - 1] - numbers[0] and all(
+            numbers[i + pattern] - numbers[i] == period for i in range(count - pattern)
+        ):
+            return (pattern, period) if count % pattern == 0 else (count, 0)
+    return count, 0
+
+
+def abridged(words: Sequence[str], most: int) -> list[str]:
+    """At most ``most`` words, by leaving out what stands before the last one.
+
+    >>> abridged(["0", "2", "4", "6", "8"], 4)
+    ['0', '2', '...', '8']
+    """
+    return list(words) if len(words) <= most else [*words[: most - 2], "...", words[-1]]
+
+
+def format_values(values: Sequence[float]) -> str:
+    """``8 7 6``: a value per worker; where they are more than :data:`MOST_VALUES`, equal neighbours are one: ``1 (512 times)``.
+
+    >>> format_values([4] * 1022 + [2, 1])
+    '4 (1,022 times) 2 1'
+    """
+    words = [f"{value:g}" for value in values]
+    if len(words) > MOST_VALUES:
+        runs = [(word, len(list(run))) for word, run in groupby(words)]
+        words = [word if count == 1 else f"{word} ({count:,} times)" for word, count in runs]
+    return " ".join(abridged(words, MOST_VALUES))

@@ -20,6 +20,7 @@ from typing import Any
 from .documents import Fields
 from .errors import UserError
 from .limits import LARGEST_BATCH
+from .nearest import divisors, nearest_that_work
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Workload"]
 
@@ -55,7 +56,8 @@ class Workload:
             if value > LARGEST_BATCH:
                 raise UserError(f"{name} {value} should be at most {LARGEST_BATCH}")
         if self.batch % self.micro_batch:
-            raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}")
+            nearest = nearest_that_work("micro-batch", self.micro_batch, divisors(self.batch))
+            raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}; {nearest}")
         if self.precision not in PRECISIONS:
             raise UserError(f"precision {self.precision!r} is not one of {', '.join(PRECISIONS)}")
         if self.optimizer not in OPTIMIZERS:

@@ -67,6 +67,7 @@ def solve(
     evaluations: int | None = None,
     time_limit: float | None = None,
     seed: int = 0,
+    temperature: float | None = None,
     cutoff: float = math.inf,
     progress: Progress = silent,
     known: Bracket | None = None,
@@ -74,12 +75,13 @@ def solve(
 ) -> Result:
     """The best choice that ``method`` finds within the limit on peak memory [bytes].
 
-    ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods, and
-    with a ``cutoff`` [s] exact does not look for choices that cost as much or more; from what is ``known`` of the table
-    within the limit (:func:`bracket`) it goes on.  When a ``stop`` is requested it ends as at its time limit: with its best
-    choice, a valid bound, and the status INTERRUPTED.  Without one, Ctrl-C is a `KeyboardInterrupt` as everywhere in Python.
+    ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods, a
+    constant ``temperature`` [s] for Metropolis-Hastings, and with a ``cutoff`` [s] exact does not look for choices that cost as
+    much or more; from what is ``known`` of the table within the limit (:func:`bracket`) it goes on.  When a ``stop`` is requested
+    it ends as at its time limit: with its best choice, a valid bound, and the status INTERRUPTED.  Without one, Ctrl-C is a
+    `KeyboardInterrupt` as everywhere in Python.
 
-    Raises: SearchError, for an unknown method or a limit that is not positive.
+    Raises: SearchError, for an unknown method, a limit that is not positive, or a temperature of another method.
     """
     if method not in METHODS:
         raise SearchError(f"method {method!r} is not one of {', '.join(METHODS)}")
@@ -89,6 +91,10 @@ def solve(
         "progress": progress,
         "stop": stop,
     }
+    if temperature is not None:
+        if method != "metropolis-hastings":
+            raise SearchError(f"temperature {temperature:g} is for metropolis-hastings; {method} has none")
+        options["temperature"] = temperature
     if method == "exact":
         options["cutoff"] = cutoff
         options["known"] = known

@@ -8,9 +8,10 @@ candidate option of coordinate descent, every proposal of Metropolis-Hastings, e
 sweep changes nothing; keep the best, restart.
 
 **Metropolis-Hastings.**  The chain's law is P(S) ~ exp(-b Cost(S)).  A proposal changes one variable to another of its options, all
-with the same probability, so it is accepted with min(1, exp(-b (Cost(new) - Cost(old)))).  The inverse temperature b rises
-geometrically over the budget (simulated annealing): from 1 / the median change of cost at the start, where most proposals are
-accepted, to 1 / a ten-thousandth of the cost, where none that matters is.
+with the same probability, so it is accepted with min(1, P(new) / P(old)) = min(1, exp(-b (Cost(new) - Cost(old)))); one over the
+memory limit never.  With a ``temperature`` [s], b = 1 / temperature throughout, as in the paper.  Without one b rises geometrically
+over the budget (simulated annealing): from 1 / the median change of cost at the start, where most proposals are accepted, to 1 / a
+ten-thousandth of the cost, where none that matters is.
 
 **Random.**  Independent uniform choices: the baseline.
 """
@@ -21,7 +22,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import numpy as np
@@ -34,10 +35,10 @@ from .exact import smallest_memory
 from .moves import Assignment, random_start
 from .progress import Progress, silent
 from .report import check_limits, infeasible, unless_stopped, unproven
-from .result import PROOF_TOLERANCE, Result, Status
+from .result import PROOF_TOLERANCE, Result, SearchError, Status
 from .separable import separable_bound
 
-__all__ = ["coordinate_descent", "metropolis_hastings", "random_search"]
+__all__ = ["acceptance", "chain", "coordinate_descent", "metropolis_hastings", "random_search"]
 
 #: Evaluations where no budget is given: this many for each option of each variable.
 _EVALUATIONS_PER_OPTION = 100
@@ -178,9 +179,29 @@ def _best_option(driver: _Driver, current: Assignment, variable: int) -> bool:
     return True
 
 
-@_heuristic("metropolis-hastings")
-def metropolis_hastings(driver: _Driver, seed: int) -> None:
-    """Metropolis-Hastings with rising b (module docstring)."""
+def metropolis_hastings(
+    table: CostTable,
+    *,
+    memory_limit: float | None = None,
+    evaluations: int | None = None,
+    time_limit: float | None = None,
+    seed: int = 0,
+    temperature: float | None = None,
+    progress: Progress = silent,
+    stop: Stop | None = None,
+) -> Result:
+    """Metropolis-Hastings at a constant temperature [s], or with rising b where there is none (module docstring).
+
+    Raises: SearchError, for a limit or a temperature that is not positive.
+    """
+    if temperature is not None and not 0 < temperature < math.inf:
+        raise SearchError(f"temperature {temperature:g} should be a finite number of seconds of more than 0")
+    driver = _Driver(table, memory_limit, evaluations, time_limit, progress, stop)
+    return driver.run("metropolis-hastings", lambda: _walk(driver, seed, temperature))
+
+
+def _walk(driver: _Driver, seed: int, temperature: float | None) -> None:
+    """One chain from a random start until the budget is spent."""
     table, generator = driver.table, random.Random(seed)
     start = random_start(table, generator, driver.memory_limit, driver.deadline.stop)
     if start is None:
@@ -188,38 +209,67 @@ def metropolis_hastings(driver: _Driver, seed: int) -> None:
     driver.spend()
     current = Assignment(table, start, driver.memory_limit)
     driver.consider(current.cost, current.choice)
-    movable = [v for v, costs in enumerate(table.cost) if len(costs) > 1]
-    if movable:
-        _anneal(driver, current, movable, generator, driver.left)
-
-
-def _anneal(driver: _Driver, current: Assignment, movable: list[int], generator: random.Random, steps: int) -> None:
-    """One chain of ``steps`` proposals."""
-    warm_up = max(1, steps // 20)
-    changes: list[float] = []
-    temperature = growth = 0.0
-    for step in range(steps):
-        variable = movable[generator.randrange(len(movable))]
-        old = current.choice[variable]
-        option = generator.randrange(len(current.table.cost[variable]) - 1)
-        option += option >= old  # another one than the present
+    for accepted in chain(current, generator, driver.left, temperature):
         driver.spend()
-        difference = current.difference(variable, option)
-        if step < warm_up:
-            changes.append(abs(difference))
-        if step == warm_up - 1:
-            finite = [change for change in changes if math.isfinite(change)]
-            temperature = float(np.median(finite)) if finite else 0.0
-            cold = _COLD * current.cost
-            if temperature > cold > 0:
-                growth = (cold / temperature) ** (1 / max(1, steps - warm_up))
-        # Not a number: from one impossible choice to another; taken, to get away from there.
-        better = not difference > 0
-        accepted = better or (temperature > 0 and generator.random() < math.exp(-difference / temperature))
-        if accepted and current.fits(variable, option):
-            current.change(variable, option, difference)
+        if accepted:
             driver.consider(current.cost, current.choice)
-        temperature *= growth or 1.0
+
+
+def acceptance(difference: float, temperature: float) -> float:
+    """The probability that a change of the cost by ``difference`` [s] is accepted: min(1, exp(-difference / temperature)).
+
+    >>> acceptance(-1.0, 2.0), round(acceptance(2.0, 2.0), 4), acceptance(1.0, 0.0)
+    (1.0, 0.3679, 0.0)
+    """
+    # Not a number: from one impossible choice to another; taken, to get away from there.
+    if not difference > 0:
+        return 1.0
+    return math.exp(-difference / temperature) if temperature > 0 else 0.0
+
+
+def chain(current: Assignment, generator: random.Random, steps: int, temperature: float | None) -> Iterator[bool]:
+    """Propose ``steps`` changes of ``current``, which is what it is after each; whether that was accepted.
+
+    Args:
+        temperature: of all steps [s]; None for annealing.
+    """
+    movable = [v for v, costs in enumerate(current.table.cost) if len(costs) > 1]
+    cooling = _Cooling(steps) if temperature is None else None
+    for _ in range(steps if movable else 0):
+        variable = movable[generator.randrange(len(movable))]
+        option = generator.randrange(len(current.table.cost[variable]) - 1)
+        option += option >= current.choice[variable]  # another one than the present
+        difference = current.difference(variable, option)
+        now = cooling.next(difference, current.cost) if cooling else temperature
+        better = not difference > 0
+        accepted = better or (now is not None and now > 0 and generator.random() < acceptance(difference, now))
+        accepted = accepted and current.fits(variable, option)
+        if accepted:
+            current.change(variable, option, difference)
+        yield accepted
+
+
+class _Cooling:
+    """The temperatures of ``steps`` proposals (module docstring); 0 while the changes of cost at the start are being looked at."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps, self._warm_up = steps, max(1, steps // 20)
+        self._changes: list[float] = []
+        self._temperature, self._growth = 0.0, 1.0
+
+    def next(self, difference: float, cost: float) -> float:
+        """The temperature [s] of the next proposal, which changes ``cost`` by ``difference``."""
+        if len(self._changes) == self._warm_up:
+            self._temperature *= self._growth
+            return self._temperature
+        self._changes.append(abs(difference))
+        if len(self._changes) == self._warm_up:
+            finite = [change for change in self._changes if math.isfinite(change)]
+            self._temperature = float(np.median(finite)) if finite else 0.0
+            cold = _COLD * cost
+            if self._temperature > cold > 0:
+                self._growth = (cold / self._temperature) ** (1 / max(1, self._steps - self._warm_up))
+        return self._temperature
 
 
 @_heuristic("random")

@@ -60,8 +60,18 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
         "--communication-only", action="store_true", help="minimise communication time alone, as the paper does"
     )
     group.add_argument("--untied", action="store_true", help="a choice of its own for every repetition of a block")
-    group.add_argument("--summa", action="store_true", help="offer Summa meshes to linear layers too")
+    group.add_argument(
+        "--summa",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="offer Summa meshes to linear layers too, as is usual without a pipeline, or do not",
+    )
     group.add_argument("--seed", type=int, default=0, help="of the random methods (%(default)s)")
+    group.add_argument(
+        "--temperature",
+        metavar="T",
+        help="of metropolis-hastings, constant, such as 10ms (a bare number is in seconds); without it it anneals",
+    )
     group.add_argument("--evaluations", type=int, metavar="K", help="budget of one search")
     group.add_argument(
         "--time-limit",
@@ -104,6 +114,11 @@ def _quantity(option: str, text: str | None, quantity: str) -> float | None:
     return to_si(value, match[2] or base, quantity, option)
 
 
+def _temperature(arguments: argparse.Namespace) -> float | None:
+    """The constant temperature of Metropolis-Hastings, in seconds."""
+    return _quantity("--temperature", arguments.temperature, "time")
+
+
 def options_of(arguments: argparse.Namespace, method: str) -> Options:
     """The planner's options."""
     limit = arguments.memory_limit
@@ -119,6 +134,7 @@ def options_of(arguments: argparse.Namespace, method: str) -> Options:
         untied=arguments.untied,
         summa=arguments.summa,
         seed=arguments.seed,
+        temperature_s=_temperature(arguments) if method == "metropolis-hastings" else None,
         evaluations=arguments.evaluations,
         time_limit_s=arguments.time_limit,
         quiet=arguments.quiet,

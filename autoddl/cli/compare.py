@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.cluster import Cluster
@@ -47,6 +47,8 @@ def run(arguments: argparse.Namespace) -> int:
     for method in methods:
         if method not in METHODS:
             raise UserError(f"--methods names {method!r}, should name some of {', '.join(METHODS)}")
+    if arguments.temperature is not None and "metropolis-hastings" not in methods:
+        raise UserError("--temperature is for metropolis-hastings, which --methods does not name")
     graph, cluster = model_of(arguments), cluster_of(arguments)
     with interruptible("a plan") as asked:
         exact = make_plan(graph, cluster, options_of(arguments, "exact"), stop=asked.stop)
@@ -58,7 +60,8 @@ def run(arguments: argparse.Namespace) -> int:
                 too_many = f"{exact.result.space_size:.1e} assignments are too many to enumerate"
                 rows.append({"name": method, "infeasible": too_many})
             else:
-                rows.append(_row_of(method, graph, cluster, options_of(arguments, method), asked.stop))
+                options = options_of(arguments, method)
+                rows.append(_row_of(method, graph, cluster, options, exact.baselines, asked.stop))
     rows += map(_baseline_row, exact.baselines)
     if arguments.json:
         document = {
@@ -76,14 +79,21 @@ def run(arguments: argparse.Namespace) -> int:
     return asked.exit_code("these are the best plans until then")
 
 
-def _row_of(method: str, graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop) -> dict[str, Any]:
-    """What a method other than exact finds, of its own."""
+def _row_of(
+    method: str,
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: Options,
+    baselines: Sequence[BaselineFigures],
+    stop: Stop,
+) -> dict[str, Any]:
+    """What a method other than exact finds, of its own or, where that is not better, of a baseline's."""
     from ..planner import make_plan
 
     found = None
     if not stop.is_requested:
         with contextlib.suppress(StopRequestedError):
-            found = make_plan(graph, cluster, options, with_baselines=False, stop=stop)
+            found = make_plan(graph, cluster, options, stop=stop, known=baselines)
     if found is None or (found.is_interrupted and not found.evaluations):
         return {"name": method, "infeasible": "interrupted before it had a plan"}
     return _search_row(method, found)
@@ -100,6 +110,7 @@ def _search_row(method: str, planned: Planned) -> dict[str, Any]:
         "optimal": planned.optimal,
         "evaluations": planned.evaluations,
         "search_s": planned.search_s,
+        **({"taken_from": planned.taken_from} if planned.taken_from else {}),
     }
 
 
@@ -142,6 +153,8 @@ def _text(exact: Planned, rows: list[dict[str, Any]]) -> Iterator[str]:
     for row in rows:
         if "infeasible" in row:
             yield f"  {row['name']}: {row['infeasible']}"
+    if exact.left_out:
+        yield f"  {exact.left_out}"
 
 
 def _remark(row: dict[str, Any]) -> str:
@@ -149,4 +162,5 @@ def _remark(row: dict[str, Any]) -> str:
     if "mesh" in row:
         return str(row["mesh"])
     interrupted = ", interrupted" if row["status"] == "interrupted" else ""
-    return "proven optimal" if row["optimal"] else f"gap {row['gap']:.2%}{interrupted}"
+    taken_from = f", as {row['taken_from']}: nothing better was found" if "taken_from" in row else ""
+    return "proven optimal" if row["optimal"] else f"gap {row['gap']:.2%}{interrupted}{taken_from}"

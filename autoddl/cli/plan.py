@@ -56,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan, write, print."""
     if arguments.pipeline is None and arguments.allow_stale:
         raise UserError("--allow-stale is for pipelines; add --pipeline auto, or leave it out")
+    if arguments.temperature is not None and arguments.method != "metropolis-hastings":
+        raise UserError(f"--temperature is for --method metropolis-hastings; {arguments.method} has none")
     answer = _without_pipeline(arguments) if arguments.pipeline is None else _with_pipeline(arguments)
     document = answer.document() if arguments.output or arguments.json else {}
     if arguments.output:

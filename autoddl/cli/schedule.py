@@ -9,6 +9,7 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import read_text
+from autoddl.costmodel.units import format_values
 from autoddl.costmodel.writing import write_atomically
 
 from ._options import by_option, number_option, whole_option
@@ -195,9 +196,9 @@ def _summary(facts: dict[str, Any]) -> str:
         f"makespan           {facts['makespan']:.6g}",
         f"bubble ratio       {facts['bubble_ratio']:.4f}",
         f"critical path      {path['forward']} forwards, {path['backward']} backwards",
-        f"peak activations   {' '.join(f'{peak:g}' for peak in facts['peak_activations'])} (micro-batches, per worker)",
-        f"weight versions    {' '.join(map(str, facts['weight_versions']))} (per worker)",
-        f"weight copies      {' '.join(map(str, facts['weight_copies']))} (versions over all stages of a worker)",
+        f"peak activations   {format_values(facts['peak_activations'])} (micro-batches, per worker)",
+        f"weight versions    {format_values(facts['weight_versions'])} (per worker)",
+        f"weight copies      {format_values(facts['weight_copies'])} (versions over all stages of a worker)",
     ]
     if "steady_state" in facts:
         settled = facts["steady_state"]

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import format_values
 
 from ._options import add_edited, by_option, whole_option
 
@@ -240,8 +241,8 @@ def _text(options: Any, result: Any, timeline: bool) -> str:
         f"steps              {result.first_step + 1} to {result.first_step + len(result.losses)}",
         f"loss               {result.losses[0]:.4f} to {result.losses[-1]:.4f}",
         f"{f'{options.problem.unit} per second':18} {result.units_per_s:,.0f}",
-        f"peak activations   {' '.join(f'{peak:g}' for peak in result.last_run.peak_activations)} (micro-batches, per worker)",
-        f"weight versions    {' '.join(map(str, result.last_run.peak_versions))} (of one stage, per worker)",
+        f"peak activations   {format_values(result.last_run.peak_activations)} (micro-batches, per worker)",
+        f"weight versions    {format_values(result.last_run.peak_versions)} (of one stage, per worker)",
         f"between stages     {_sent(options, result.last_run)}",
     ]
     return "\n".join(lines + (_timelines(result.last_run.timeline) if timeline else []))

@@ -154,6 +154,13 @@ def _dapple(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
             found = True
             yield PaperPlan(configuration, plan.simulated_s)
     if not found:
+        widths = [devices // count for count in divisors(devices) if count <= wish.chain.num_units]
+        given = wish.micro_batch is not None
+        profiled.require_division(
+            f"divide over stages of {' or '.join(map(str, widths))} devices",
+            lambda batch, size: batch % size == 0 and any((size if given else batch) % width == 0 for width in widths),
+            wish.micro_batch,
+        )
         raise fault or profiled.does_not_fit("DAPPLE plan of rectangles of devices")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import LayerGraph
@@ -20,7 +20,8 @@ class JointOptions:
     """What the user asks of the joint planner, beside the planner's options.
 
     Attributes:
-        base: batch, micro-batch, precision, optimizer, recomputation, memory limit, time limit.
+        base: batch, micro-batch, precision, optimizer, recomputation, memory limit, time limit.  Summa meshes are not in the joint
+            space: whatever it says of them, they are not offered.
         pipeline: ``auto``, or the planner of a paper: ``dapple``, ``chimera``, ``wpipe``.
         allow_stale: offer asynchronous schedules, whose weights lag behind.
         time_limit_s: of the whole search.
@@ -29,6 +30,9 @@ class JointOptions:
     base: Options = field(default_factory=Options)
     pipeline: str = "auto"
     allow_stale: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "base", replace(self.base, summa=False))
 
 
 @dataclass(frozen=True)

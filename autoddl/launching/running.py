@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import format_ranges
 from autoddl.pipelines.runtime.failures import RankError
 
 from .connection import supervisor_command
@@ -78,7 +79,7 @@ def describe(job: Job) -> str:
     lines = [f"{job.num_ranks} ranks of {script}", f"in {job.directory}"]
     lines += [f"with {name}={shlex.quote(value)}" for name, value in job.rank_variables(0).items()]
     for placement in job.placements:
-        ranks = " ".join(map(str, placement.ranks))
+        ranks = format_ranges(placement.ranks)
         command = supervisor_command(placement.host, job.python, job.python, job.ssh, job.beats)
         lines += [f"host {placement.host.name}: ranks {ranks}", f"  {shlex.join(command)}"]
     return "\n".join(lines)

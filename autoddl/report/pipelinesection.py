@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 from autoddl.pipelines.schedule import Kind
 
 from ..explain import PlanView
@@ -79,7 +79,7 @@ def _stages(view: PlanView) -> Markup:
         rows.append(
             (
                 f"{number}",
-                ", ".join(map(str, workers)),
+                format_ranges(sorted(workers)),
                 f"{len(figures.graph.layers)}",
                 choice.recompute,
                 format_seconds(figures.forward_s),

@@ -104,6 +104,7 @@ def certificate_section(view: PlanView) -> Section:
                 (what[0].upper() + what[1:], format_seconds(view.cost_s)),
                 ("Lower bound", format_seconds(proof.lower_bound_s)),
                 ("Space", f"{size} plans" if proof.space_size else size),
+                *_left_out(view),
             ]
         )
     ]
@@ -112,6 +113,12 @@ def certificate_section(view: PlanView) -> Section:
     else:
         content += _considered(view.fields.object("pipeline").object("search"))
     return Section("certificate", "Certificate", finding, tuple(content))
+
+
+def _left_out(view: PlanView) -> list[tuple[str, str]]:
+    """What the options kept out of the space."""
+    is_whole = view.plan.pipeline is not None or view.fields.object("options").boolean("summa")
+    return [] if is_whole else [("Left out", "Summa meshes; --summa includes them")]
 
 
 def _raised(number: int) -> str:

@@ -30,6 +30,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from autoddl.costmodel.nearest import divisors
+
 from ..critical import critical_path
 from ..generators import generate
 from ..memory import peak_activations, peak_stashed_inputs
@@ -39,7 +41,7 @@ from ..timeline import Timeline, free_regions
 from ..times import Times
 from .clock import Clock
 from .network import Grid, Network
-from .workload import PlannerError, Workload, divisors
+from .workload import PlannerError, Workload
 
 __all__ = ["ChimeraConfiguration", "ChimeraResult", "performance_model", "plan_chimera", "rabenseifner_s"]
 
@@ -146,8 +148,12 @@ def plan_chimera(
             f"{wanted} for Chimera on {devices} devices of {workload.cluster.name}; D should be even, divide the devices, be a "
             f"multiple of the {num_pipelines} pipelines and at most the {layers} layers"
         )
-    if micro_batch is not None:
-        workload.micro_batches(micro_batch)
+    widths = [devices // depth for depth in depths]
+    workload.require_division(
+        f"divide over {' or '.join(map(str, widths))} replicas of a pipeline",
+        lambda batch, size: any(batch % (width * size) == 0 for width in widths),
+        micro_batch,
+    )
     network, clock = Network(workload.cluster), clock or Clock()
     recomputations = (True,) if workload.recompute else (False, True)
     plain = replace(workload, recompute=False)
@@ -158,10 +164,6 @@ def plan_chimera(
         for configuration in _configurations(plain, network, depth, num_pipelines, recompute, micro_batch, clock)
     ]
     if not found:
-        if all(workload.batch % (devices // depth) for depth in depths):
-            raise PlannerError(
-                f"batch {workload.batch} is not divisible by any width of {[devices // d for d in depths]}"
-            )
         raise workload.nothing_found("Chimera configuration", clock)
     ranked = sorted(found, key=lambda c: (c.simulated_s, c.model_s, c.depth))
     return ChimeraResult(ranked[0], min(found, key=lambda c: (c.model_s, c.depth)), tuple(ranked))

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.units import format_bytes
 
 from ..generators import generate
@@ -28,9 +29,9 @@ from ..simulator import simulate
 from ..times import Times
 from .clock import Clock
 from .dapple_search import Candidate, DeviceStates, Shape, search
-from .latency import StageCost, corrected_latency, latency, printed_latency
+from .latency import StageCost, corrected_latency, latency
 from .network import Network, Placement, place_fresh_first
-from .workload import PlannerError, Workload, divisors
+from .workload import PlannerError, Workload
 
 __all__ = ["DapplePlan", "DappleResult", "PlannedStage", "chain_of_stages", "evaluate", "plan_dapple", "simulated"]
 
@@ -77,10 +78,8 @@ class DapplePlan:
     """DAPPLE's early-backward policy, ``A`` or ``B``."""
     latency_s: float
     """The planner's estimate of one iteration."""
-    printed_latency_s: float
-    """The paper's formula as printed."""
     corrected_latency_s: float
-    """The paper's formula with the pivot's last backward added instead of subtracted."""
+    """The paper's formula with the ends that a timeline shows; as it is printed it can be below 0 (:mod:`.latency`)."""
     simulated_s: float
 
     @property
@@ -149,7 +148,6 @@ class _Simulations:
             stages=stages,
             policy=policy,
             latency_s=latency(chain, candidate.num_micro_batches),
-            printed_latency_s=printed_latency(chain, candidate.num_micro_batches),
             corrected_latency_s=corrected_latency(chain, candidate.num_micro_batches),
             simulated_s=simulated(self.schedules[key], chain),
         )

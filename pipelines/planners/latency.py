@@ -17,7 +17,8 @@ gradients over its replicas (0 for communication stages), x_s = F_s + B_s.
 its last backward. So a stage behind it ends its last one at T_w + T_s - sum_{Q < a < s} B_a at the latest, stage Q itself
 at T_w + T_s + B_Q, a stage before it B_a later for each stage between: at s = Q the printed formula subtracts what must be
 added, and for s > Q it subtracts B_Q and B_s too much. A single stage shows it: M x + AR is right, (M - 1) x + F - B + AR is
-printed. :func:`corrected_latency` keeps the printed pivot and has these ends.
+printed, which is below 0 for one micro-batch with B > F + AR: no latency. :func:`corrected_latency` keeps the printed pivot and has
+these ends; it is at least T_w + T_s + B_Q.
 
 **The planner's estimate**, :func:`latency`, keeps the ends of the stages up to the pivot and takes the pivot that makes it longest:
 
@@ -91,7 +92,7 @@ def printed_pivot(stages: Sequence[StageCost], num_micro_batches: int) -> int:
 
 
 def printed_latency(stages: Sequence[StageCost], num_micro_batches: int) -> float:
-    """The paper's L as it is printed; for comparison (module's text)."""
+    """The paper's L as it is printed, which can be below 0; for comparison (module's text)."""
     pivot = printed_pivot(stages, num_micro_batches)
     ends = []
     for s, stage in enumerate(stages):

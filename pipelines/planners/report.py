@@ -4,7 +4,8 @@ Common fields: ``planner``, ``profile``, ``cluster``, ``num_devices``, ``batch``
 ``recompute``, ``stages`` (``layers``: their names, ``devices``: their numbers), ``latency_s`` (the planner's own estimate),
 ``simulated_s``, ``samples_per_s`` (by simulation), ``speedup_over_dp`` (simulated latency of data parallelism over the plan's;
 null where that does not fit in memory), ``memory_bytes`` (of the fullest device), ``status`` (``complete``, or ``interrupted``: the
-best of what was looked at until then) and ``alternatives``: what else was simulated.
+best of what was looked at until then) and ``alternatives``: what else was simulated.  Dapple's has ``corrected_latency_s`` too: the
+paper's formula with the ends that a timeline shows (:mod:`.latency`).
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def _dapple(result: DappleResult, workload: Workload) -> dict[str, Any]:
         "stages": stages,
         "speedup_over_dp": result.speedup_over_dp,
         "memory_bytes": max(stage.memory_bytes for stage in plan.stages),
-        "printed_latency_s": plan.printed_latency_s,
+        "corrected_latency_s": plan.corrected_latency_s,
         "alternatives": [_dapple_row(other) for other in result.simulated[1 : MOST_ALTERNATIVES + 1]],
     }
 

@@ -15,13 +15,14 @@ Recomputation runs the stage's forward once more as part of its backward.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.nearest import divisors, nearest_batches, nearest_that_work
 from autoddl.costmodel.units import format_bytes
 
 from ..profile import Profile
@@ -139,14 +140,37 @@ class Workload:
             PlannerError: the given one does not divide the batch.
         """
         if given is not None:
-            if given < 1 or self.batch % given:
-                near = [d for d in divisors(self.batch) if d <= max(given, 1)]
-                raise PlannerError(
-                    f"batch {self.batch} is not divisible by micro-batch {given}; {near[-1]} would be right"
-                )
+            self.require_division("divide into micro-batches", lambda batch, size: batch % size == 0, given)
             return [given]
         least = min(self.profile.micro_batch, self.batch)
         return [size for size in divisors(self.batch) if size >= least]
+
+    def require_division(self, how: str, works: Callable[[int, int], bool], micro_batch: int | None) -> None:
+        """Refuse a batch, or the micro-batch that is given of it, by naming the nearest ones that work.
+
+        Args:
+            how: what they have to do.
+            works: whether a batch in micro-batches of a size, one sample where none is given, does it; multiples of the devices
+                do in some.
+
+        Raises:
+            PlannerError: they do not.
+        """
+        batch, size = self.batch, 1 if micro_batch is None else micro_batch
+        if size > 0 and batch % size == 0 and works(batch, size):
+            return
+        fault = f"batch {batch} in micro-batches of {size}" if size > 1 else f"batch {batch}"
+        fault += f" should {how}"
+        if size < 1 or batch % size:
+            fault = f"micro-batch {size} does not divide the batch of {batch}"
+        sizes = [each for each in divisors(batch) if micro_batch is not None and works(batch, each)]
+        if sizes:
+            raise PlannerError(f"{fault}; {nearest_that_work('micro-batch', size, sizes)}")
+        size, reach = max(size, 1), self.cluster.num_devices
+        batches = nearest_batches(batch, lambda other: works(other, size), reach, size)
+        if not batches:  # in no micro-batches of that size
+            batches = nearest_batches(batch, lambda other: any(works(other, each) for each in divisors(other)), reach)
+        raise PlannerError(f"{fault}; {nearest_that_work('batch', batch, batches)}")
 
     def balanced_cuts(self, num_stages: int) -> tuple[int, ...]:
         """Where to cut (with both ends) so that the slowest of ``num_stages`` stages is as fast as can be.
@@ -199,9 +223,3 @@ class Workload:
 
 def _running_sums(values: Sequence[float]) -> np.ndarray:
     return np.concatenate([[0.0], np.cumsum(values)])
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]

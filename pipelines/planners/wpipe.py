@@ -22,6 +22,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from autoddl.costmodel.nearest import divisors
+
 from ..generators import generate
 from ..memory import peak_activations, peak_stashed_inputs, weight_versions
 from ..schedule import Schedule
@@ -30,7 +32,7 @@ from ..timeline import steady_state
 from ..times import Times
 from .clock import Clock
 from .network import Grid, Network
-from .workload import PlannerError, Workload, divisors
+from .workload import PlannerError, Workload
 
 __all__ = ["WPipeConfiguration", "WPipeResult", "plan_wpipe"]
 
@@ -108,8 +110,11 @@ def plan_wpipe(
     depths = [d for d in divisors(devices) if 2 * d <= layers and depth in (None, d)]
     if not depths:
         raise PlannerError(f"depth {depth} for WPipe should divide the {devices} devices of {workload.cluster.name}")
-    if micro_batch is not None:
-        workload.micro_batches(micro_batch)
+    workload.require_division(
+        f"be micro-batch * M * w with M >= d, for some d w = {devices} with d = {' or '.join(map(str, depths))}",
+        lambda batch, size: any(_num_micro_batches(batch, devices // d, size) >= d for d in depths),
+        micro_batch,
+    )
     network, clock = Network(workload.cluster), clock or Clock()
     plain = replace(workload, recompute=False)
     recomputations = (True,) if workload.recompute else (False, True)
@@ -119,16 +124,16 @@ def plan_wpipe(
         for recompute in recomputations
         for choice in _choices(plain, network, d, recompute, micro_batch)
     ]
-    if not choices:
-        raise PlannerError(
-            f"batch {workload.batch} cannot be split for WPipe: it should be micro-batch * M * w with M >= d, for some "
-            f"d w = {devices} with d one of {depths}" + (f" and micro-batch {micro_batch}" if micro_batch else "")
-        )
     found = _simulated(plain, choices, clock)
     if not found:
         raise workload.nothing_found("WPipe configuration", clock)
     ranked = sorted(found, key=lambda c: (c.period_s, c.recompute, c.depth, c.placement))
     return WPipeResult(ranked[0], tuple(ranked))
+
+
+def _num_micro_batches(batch: int, width: int, size: int) -> int:
+    """M of each of ``width`` pipelines; 0 where the batch does not divide into such micro-batches."""
+    return 0 if batch % (width * size) else batch // (width * size)
 
 
 def _choices(
@@ -144,10 +149,10 @@ def _choices(
         if placement == "B" and grid == network.grid(depth, width, pipelines_inside=True):
             continue
         for size in divisors(share) if wanted is None else [wanted]:
-            if share % size or share // size < depth:
+            count = _num_micro_batches(workload.batch, width, size)
+            if count < depth:
                 continue
             times = _times(workload, network, grid, cuts, size)
-            count = share // size
             bound = max(
                 max(
                     count

@@ -398,7 +398,11 @@ def test_the_command_prints_one_document(capsys, tmp_path):
         (["--allow-stale"], "--allow-stale is for pipelines"),
         (["--pipeline", "auto", "--untied"], "--untied is for plans without a pipeline"),
         (["--pipeline", "auto", "--method", "random"], "method 'random' is for plans without a pipeline"),
-        (["--pipeline", "auto", "--micro-batch", "3"], "micro-batch 3 does not divide the batch of 8"),
+        (["--pipeline", "auto", "--micro-batch", "3"], "micro-batch 3 does not divide the batch of 8; the nearest"),
+        (
+            ["--pipeline", "dapple", "--nodes", "16", "--batch", "97"],
+            "batch 97 should divide over stages of 16 or 8 devices; the nearest batches that work are 96 and 104",
+        ),
         (["--pipeline", "auto", "--memory-limit", "0.00001"], "the smallest memory that would do is"),
         (["--pipeline", "auto", "--memory-limit", "-1"], "memory limit -1 GiB should be"),
         (["--pipeline", "chimera", "--nodes", "3"], "D should be even"),

@@ -184,6 +184,6 @@ def test_a_dry_run_says_what_would_be_run(mlp_plan, capsys):
     assert launch(mlp_plan(2, 2), *words) == 0
     out = capsys.readouterr().out
     assert f"4 ranks of {SCRIPT} say '$(x)'" in out
-    assert "host me@h1: ranks 0 1\n  ssh -p 2222 -o BatchMode=yes " in out and "host h2: ranks 2 3\n" in out
+    assert "host me@h1: ranks 0-1\n  ssh -p 2222 -o BatchMode=yes " in out and "host h2: ranks 2-3\n" in out
     assert "with A='b c'" in out
     assert not Path("logs").exists()

@@ -55,7 +55,7 @@ def test_ranks_are_where_the_plan_has_their_workers(tmp_path, capsys):
     assert renumbered(place(hosts, 2, 2), demands.rank_on) == [Placement(hosts[0], (0, 2)), Placement(hosts[1], (1, 3))]
     assert main(["launch", path, str(SCRIPT), "--hosts", "a,b", "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "host a: ranks 0 2\n" in out and "host b: ranks 1 3\n" in out
+    assert "host a: ranks 0, 2\n" in out and "host b: ranks 1, 3\n" in out
 
 
 def test_memory_is_that_of_each_stage(tmp_path):

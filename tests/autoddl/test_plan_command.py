@@ -184,8 +184,51 @@ def test_text_shows_layers_totals_baselines_and_certificate(capsys):
 
 
 def test_text_of_a_method_without_proof(capsys):
-    code, out, _ = run(capsys, *SMALL, "--method", "random", "--evaluations", "3")
+    where = ["plan", "mlp:512,2048,512", "--cluster", "piz-daint", "--nodes", "8", "--batch", "64", "--quiet"]
+    code, out, _ = run(capsys, *where, "--method", "random", "--evaluations", "3")
     assert code == 0 and "not proven" in out and "--method exact" in out
+    assert "which found nothing better than megatron" in out
+
+
+#: Little memory, so that Summa, which keeps nothing twice, is best.
+TIGHT = ["mlp:64,128,64,64", "--cluster", "local-cpu", "--nodes", "1", "--devices-per-node", "4", "--batch", "64"]
+TIGHT += ["--memory-limit", "0.0001155", "--quiet"]
+
+
+def test_summa_is_offered_and_what_is_left_out_is_said(capsys, tmp_path):
+    path = str(tmp_path / "plan.json")
+    for wish in ([], ["--summa"]):
+        code, out, _ = run(capsys, "plan", *TIGHT, *wish, "-o", path)
+        assert code == 0 and "(2,2,1) summa" in out and "1.00x" in out and "left out" not in out
+        assert all(layer.summa for layer in load_plan(path).strategies.values())
+    code, out, _ = run(capsys, "plan", *TIGHT, "--no-summa", "-o", path)
+    certificate = out.split("Certificate\n")[1].splitlines()[0]
+    # 3.3188 ms against 2.8015 ms.
+    assert certificate.endswith(
+        "has a smaller step time; Summa meshes are left out, --summa includes them (the step of summa is 18.5% faster)"
+    )
+    assert not any(layer.summa for layer in load_plan(path).strategies.values())
+    code, out, _ = run(capsys, "compare", *TIGHT, "--no-summa", "--methods", "exact")
+    assert "Summa meshes are left out, --summa includes them (the step of summa is 18.5% faster)" in out
+    code, out, _ = run(capsys, "compare", *TIGHT, "--methods", "exact,random", "--evaluations", "1")
+    assert "left out" not in out and "as summa: nothing better was found" in out
+
+
+def test_a_constant_temperature(capsys):
+    hot = ["plan", *SMALL[1:], "--method", "metropolis-hastings", "--evaluations", "40"]
+    documents = [plan_json(capsys, *hot, *words) for words in ([], ["--temperature", "100s"], ["--temperature", "1e2"])]
+    assert [one["options"]["temperature_s"] for one in documents] == [None, 100.0, 100.0]
+    assert documents[1]["step_s"] == documents[2]["step_s"]
+    where = ["mlp:64,32,16", "--cluster", "local-cpu", "--batch", "16", "--quiet", "--temperature", "1ms"]
+    assert run(capsys, "compare", *where)[0] == 0
+    code, _, err = run(capsys, "compare", *where, "--methods", "exact")
+    assert code == 2 and "--temperature is for metropolis-hastings, which --methods does not name" in err
+
+
+def test_a_plan_for_communication_says_whose_step_is_faster(capsys):
+    code, out, _ = run(capsys, "plan", *TIGHT, "--communication-only")
+    certificate = out.split("Certificate\n")[1].splitlines()[0]
+    assert code == 0 and certificate.endswith("; the step of summa is 18.5% faster: leave out --communication-only")
 
 
 def test_compare(capsys):
@@ -256,7 +299,10 @@ def test_bad_commands(capsys, arguments, message):
             ["--batch", "1000000000000000000"],
             "argument --batch: '1000000000000000000' is not a whole number of at most 18 digits",
         ),
-        (["--batch", "8", "--micro-batch", "3"], "micro-batch 3 does not divide the batch of 8"),
+        (
+            ["--batch", "8", "--micro-batch", "3"],
+            "micro-batch 3 does not divide the batch of 8; the nearest micro-batches that work are 2 and 4",
+        ),
         (["--memory-limit", "0"], "memory limit 0 GiB should be"),
         (["--memory-limit", "-3"], "memory limit -3 GiB should be"),
         (["--memory-limit", "nan"], "argument --memory-limit: 'nan' is not a number of at most 1e+18"),
@@ -265,6 +311,9 @@ def test_bad_commands(capsys, arguments, message):
         (["--time-limit", "inf"], "argument --time-limit: 'inf' is not a number of at most 1e+18"),
         (["--evaluations", "0", "--method", "random"], "evaluations 0 should be at least 1"),
         (["--seed", "-1", "--method", "random"], "seed -1 should be"),
+        (["--temperature", "1ms"], "--temperature is for --method metropolis-hastings; exact has none"),
+        (["--method", "metropolis-hastings", "--temperature", "0"], "temperature 0 should be a finite number"),
+        (["--method", "metropolis-hastings", "--temperature", "1GB"], "unit 'GB' is not a unit of time"),
         (["--precision", "float16"], "argument --precision: invalid choice: 'float16'"),
         (["-o", "no/such/folder/plan.json"], "no/such/folder/plan.json: cannot be written (No such file or directory)"),
         (["-o", "."], ".: cannot be written"),

@@ -9,8 +9,10 @@ import pytest
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
 from autoddl.models import Transformer, gpt, mlp, resolve_model
+from autoddl.plan import load_plan, plan_document, save_plan
 from autoddl.planner import DEFAULT_BATCH_PER_DEVICE, USABLE_MEMORY, InfeasibleError, Options, make_plan, micro_batches
 from autoddl.search import METHODS, solve
 
@@ -28,7 +30,9 @@ def everything_solved(graph, cluster, batch, objective, limit, untied=False) -> 
     """The optimum of every micro-batch, with and without recomputation."""
     costs = {}
     for recompute in (False, True):
-        book = PriceBook(graph, cluster, Workload(1, 1, cluster.default_precision, "adam", recompute), untied)
+        book = PriceBook(
+            graph, cluster, Workload(1, 1, cluster.default_precision, "adam", recompute), untied, summa=True
+        )
         for micro_batch in divisors(batch):
             try:
                 problem = book.problem(batch, micro_batch, objective)
@@ -118,6 +122,44 @@ def test_every_method_plans_and_is_verified(method):
     assert isfinite(planned.cost) and planned.evaluations > 0
 
 
+#: Tight: of the baselines megatron and summa fit, of which summa is better.
+TIGHT_MLP, TIGHT = mlp([64, 128, 64, 64]), load_cluster("local-cpu").resized(1, 4)
+TIGHT_BYTES = 0.0001155 * 2**30
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("limits", [{"time_limit_s": 1e-9}, {"evaluations": 1}, {}])
+@pytest.mark.parametrize("summa", [False, True])
+@pytest.mark.parametrize("objective", ["step", "communication"])
+def test_no_plan_is_worse_than_a_baseline_that_it_could_be(method, limits, summa, objective, tmp_path):
+    limit = TIGHT_BYTES
+    options = Options(
+        batch=64, memory_limit_bytes=limit, method=method, summa=summa, objective=objective, seed=5, **limits
+    )
+    planned = make_plan(TIGHT_MLP, TIGHT, options)
+    rows = {one.name: one.assessment for one in planned.baselines if one.assessment is not None}
+    assert set(rows) == {"megatron", "summa"}
+    could_be = {name: row.cost(objective) for name, row in rows.items() if summa or name != "summa"}
+    assert planned.cost <= min(could_be.values()) * (1 + 1e-9)
+    assert planned.taken_from in ("", min(could_be, key=could_be.__getitem__))
+    faster = [name for name, row in rows.items() if row.step_s < planned.assessment.step_s * (1 - 1e-9)]
+    assert ("--summa includes" in planned.left_out) == (not summa)
+    assert all(name in planned.left_out for name in faster)
+    # Nothing of it contradicts itself.
+    save_plan(tmp_path / "plan.json", plan_document(planned))
+    assert load_plan(tmp_path / "plan.json").strategies == planned.strategies
+
+
+def test_a_stop_leaves_the_best_baseline():
+    """The stop comes once the baselines are known: before the setting of the best one is priced."""
+    options = Options(batch=64, memory_limit_bytes=TIGHT_BYTES, method="metropolis-hastings")
+    whole, stop = make_plan(TIGHT_MLP, TIGHT, options), Stop()
+    stop.request()
+    planned = make_plan(TIGHT_MLP, TIGHT, options, known=whole.baselines, stop=stop)
+    assert planned.is_interrupted and planned.taken_from == "summa" and planned.lower_bound == 0
+    assert planned.cost == pytest.approx(0.0028014824186046506)
+
+
 def test_defaults():
     planned = make_plan(GPT, SMALL, Options())
     assert planned.workload.batch == 4 * DEFAULT_BATCH_PER_DEVICE
@@ -183,7 +225,9 @@ def test_perceptron_of_the_paper_on_128_devices():
         method: make_plan(
             mlp([32768, 16384, 4096, 2048, 512]),
             cluster,
-            Options(batch=1024, micro_batch=1024, method=method, objective="communication", recompute=False),
+            Options(
+                batch=1024, micro_batch=1024, method=method, objective="communication", recompute=False, summa=False
+            ),
             with_baselines=False,
         )
         for method in ("exact", "exhaustive")

@@ -136,6 +136,11 @@ def test_page_of_a_plan(small):
     assert all(box.get("aria-label") for box in page.all("div") if box.get("class") == "scroll")
 
 
+def test_page_says_what_the_options_left_out(small):
+    assert "Summa meshes; --summa includes them" not in Page(page_of(small)).shown
+    assert "Summa meshes; --summa includes them" in Page(page_of(gpt_plan(summa=False))).shown
+
+
 def test_page_of_a_pipeline(piped):
     text = page_of(piped)
     assert_is_dead(text)

@@ -71,7 +71,10 @@ def test_a_priced_transformer_and_data_parallelism_that_does_not_fit(capsys: pyt
     ("words", "fault"),
     [
         (("--stages", "54"), "54 stages are more than the 53 layers of bert-48"),
-        (("--micro-batch", "5"), "batch 64 is not divisible by micro-batch 5; 4 would be right"),
+        (
+            ("--micro-batch", "5"),
+            "micro-batch 5 does not divide the batch of 64; the nearest micro-batches that work are 4 and 8",
+        ),
         (("--batch", "0"), "batch 0 should be at least 1"),
         (("--cluster", "v100-z"), "v100-z"),
         (("--profile", "bert-47"), "is neither a file nor one of bert-48, vgg-19 nor transformer:LAYERS"),

@@ -238,7 +238,7 @@ def test_wishes_are_heard() -> None:
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
-        (lambda w: plan_dapple(w, micro_batch=7), "batch 64 is not divisible by micro-batch 7"),
+        (lambda w: plan_dapple(w, micro_batch=7), "micro-batch 7 does not divide the batch of 64"),
         (lambda w: plan_dapple(w, shape=Shape(num_stages=54)), "54 stages are more than the 53 layers of bert-48"),
         (lambda w: plan_dapple(w, shape=Shape(num_stages=17)), "17 stages are more than the 16 devices"),
         (lambda w: plan_dapple(w, shape=Shape(num_stages=0)), "0 stages; there should be at least 1"),

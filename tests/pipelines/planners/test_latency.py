@@ -74,6 +74,14 @@ def test_a_single_stage_shows_the_misprint(forward, backward, all_reduce, num_mi
     assert printed_latency(chain, num_micro_batches) == pytest.approx(exact - 2 * backward)
 
 
+@given(chains(), st.integers(1, 12))
+def test_the_corrected_latency_has_the_pivots_work_in_it(chain, num_micro_batches) -> None:
+    pivot = chain[printed_pivot(chain, num_micro_batches)]
+    assert corrected_latency(chain, num_micro_batches) >= num_micro_batches * pivot.both_s * (1 - 1e-12)
+    # As printed it is below 0 where one micro-batch's backward takes longer than its forward and the all-reduce.
+    assert printed_latency([StageCost(1.0, 5.0, 2.0)], 1) == -2.0
+
+
 @given(times, times, st.integers(1, 6), st.integers(1, 20))
 def test_equal_stages_without_communication_are_exact(forward, backward, num_stages, num_micro_batches) -> None:
     free = StageCost(0.0, 0.0, duplex=True)

@@ -75,8 +75,8 @@ def test_priced_transformer() -> None:
     [
         ({"depth": 32}, 64, "64 stages (2 per worker) are more than the 53 layers of bert-48"),
         ({"depth": 3}, 64, "depth 3 for WPipe should divide the 16 devices of v100-a"),
-        ({"micro_batch": 7}, 64, "batch 64 is not divisible by micro-batch 7"),
-        ({"depth": 16}, 8, "batch 8 cannot be split for WPipe"),
+        ({"micro_batch": 7}, 64, "micro-batch 7 does not divide the batch of 64"),
+        ({"depth": 16}, 8, "with d = 16; the nearest batch that works is 16"),
     ],
 )
 def test_faults(options: dict[str, int], batch: int, fault: str) -> None:
