@@ -19,6 +19,9 @@ The count goes on from one wanted block to the next, so that no holder serves fi
 
 *One list, used twice*: a cost model prices these messages, the runtime sends these very messages.  The gradient of what crossed
 goes back by the crossing from the target's distribution to the source's.
+
+Where both ends split the tensor evenly, nothing is held or wanted twice, and the list is that of all blocks in which they
+overlap (:func:`overlaps`).  :mod:`.exchange` has the same messages between ranks of one mesh.
 """
 
 from __future__ import annotations
@@ -27,14 +30,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from .distribution import Distribution
 from .errors import UserError
-from .sbp import PartialSum
+from .sbp import PartialSum, Split
 
-__all__ = ["Piece", "busiest_elements", "crossing"]
+__all__ = ["Overlaps", "Piece", "busiest_elements", "crossing", "is_even_split", "overlaps"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,48 @@ class Piece:
     def num_elements(self) -> int:
         """How many elements it carries."""
         return prod(map(len, self.block))
+
+
+class Overlaps(NamedTuple):
+    """All blocks of a tensor that a rank of one mesh has and a rank of another one wants, as arrays with an entry for each.
+
+    Attributes:
+        sources, destinations: the two ranks.
+        begins, lengths: for each dimension of the tensor where the blocks begin, and how long they are.
+    """
+
+    sources: np.ndarray
+    destinations: np.ndarray
+    begins: tuple[np.ndarray, ...]
+    lengths: tuple[np.ndarray, ...]
+
+    @property
+    def num_elements(self) -> np.ndarray:
+        """Of each block."""
+        return prod(self.lengths[1:], start=self.lengths[0])
+
+
+def is_even_split(distribution: Distribution) -> bool:
+    """Whether every axis splits the tensor, so that each element is on one rank."""
+    return all(isinstance(state, Split) for state in distribution.states)
+
+
+def overlaps(source: Distribution, target: Distribution, shape: Sequence[int]) -> Overlaps:
+    """Where two even splits of a tensor of ``shape``, which divides at both ends, overlap.
+
+    O(b) time for b blocks: dimension by dimension the cuts of both ends are merged, and every choice of one stretch for each
+    dimension is a block.
+    """
+    stretches = []
+    for length, num_held, num_wanted in zip(shape, source.split_sizes(len(shape)), target.split_sizes(len(shape))):
+        held, wanted = length // num_held, length // num_wanted
+        begins = np.union1d(np.arange(0, length, held), np.arange(0, length, wanted))
+        stretches.append((begins, np.diff(begins, append=length), begins // held, begins // wanted))
+    chosen = [indices.ravel() for indices in np.indices([len(begins) for begins, *_ in stretches])]
+    begins, lengths, holders, takers = (
+        tuple(stretch[which][index] for stretch, index in zip(stretches, chosen)) for which in range(4)
+    )
+    return Overlaps(_owners(source, len(shape))[holders], _owners(target, len(shape))[takers], begins, lengths)
 
 
 def crossing(source: Distribution, target: Distribution, shape: Sequence[int]) -> tuple[Piece, ...]:
@@ -82,6 +128,8 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
     for end in (source, target):
         if any(isinstance(state, PartialSum) for state in end.states):
             raise UserError(f"a tensor cannot cross from {source} to {target}: {end} holds summands, reduce them first")
+    if is_even_split(source) and is_even_split(target):
+        return _pieces(overlaps(source, target, shape))
     starts, lengths = _blocks(source, shape)
     wanted_starts, wanted_lengths = _blocks(target, shape)
     begin = np.maximum(starts[:, None], wanted_starts[None])
@@ -111,6 +159,31 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
             parts = _parts(block, len(asked))
             pieces += [Piece(rank, destination, part) for rank, part in zip(asked, parts)]
     return tuple(pieces)
+
+
+def _pieces(found: Overlaps) -> tuple[Piece, ...]:
+    order = np.lexsort((*reversed(found.begins), found.destinations))
+    ends = [begin + length for begin, length in zip(found.begins, found.lengths)]
+    columns = [found.sources, found.destinations, *found.begins, *ends]
+    rows = np.stack(columns, axis=1)[order].tolist()
+    num_dims = len(ends)
+    return tuple(
+        Piece(source, destination, tuple(map(range, bounds[:num_dims], bounds[num_dims:])))
+        for source, destination, *bounds in rows
+    )
+
+
+@lru_cache(maxsize=4096)
+def _owners(distribution: Distribution, num_dims: int) -> np.ndarray:
+    """The rank that holds each block of an even split, as an array with the blocks' indices."""
+    ranks = np.arange(distribution.num_ranks)
+    index = [np.zeros_like(ranks) for _ in range(num_dims)]
+    for axis, state in zip(distribution.axes, distribution.states):
+        assert isinstance(state, Split), distribution
+        index[state.dim] = index[state.dim] * axis.size + ranks // axis.stride % axis.size
+    owners = np.empty(distribution.split_sizes(num_dims), dtype=int)
+    owners[tuple(index)] = ranks
+    return owners
 
 
 def _blocks(distribution: Distribution, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

@@ -15,7 +15,8 @@ from .cluster import Cluster
 from .collectives import Collective, Step
 from .distribution import Axis, canonical
 from .errors import UserError
-from .redistribution import redistribute
+from .exchange import Exchange
+from .redistribution import Redistribution, redistribute
 from .workload import Workload
 
 __all__ = ["MANY", "Layout", "LayoutPrices", "communication_time"]
@@ -78,17 +79,26 @@ class LayoutPrices:
             except UserError:
                 self._known[key] = (math.inf, math.inf, 1, 1)
             else:
-                sending = [
-                    (fraction, self._there_and_back(move.collective, move.axis))
-                    for part in route
-                    for move, fraction in zip(part.moves, part.fractions)
-                    if move.collective is not None
-                ]
-                fixed = sum(latency for _, (latency, _) in sending)
-                per_byte = sum(fraction * slowness for fraction, (_, slowness) in sending)
-                parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
+                prices = [self._affine(part) for part in route]
+                fixed, per_byte = (sum(price[which] for price in prices) for which in range(2))
+                parts = [_least_common_multiple(part.divisors[dim] for part in route) for dim in range(2)]
                 self._known[key] = (fixed, per_byte, parts[0], parts[1])
         return self._known[key]
+
+    def _affine(self, part: Redistribution | Exchange) -> tuple[float, float]:
+        """(seconds, seconds per byte of the tensor) of a part of a route and of its way back."""
+        if isinstance(part, Exchange):
+            fixed, many = (
+                communication_time(self.cluster, [*part.steps(nbytes), *(s.adjoint() for s in part.steps(nbytes))])
+                for nbytes in (0.0, MANY)
+            )
+            return fixed, (many - fixed) / MANY
+        sending = [
+            (fraction, self._there_and_back(move.collective, move.axis))
+            for move, fraction in zip(part.moves, part.fractions)
+            if move.collective is not None
+        ]
+        return sum(latency for _, (latency, _) in sending), sum(fraction * slowness for fraction, (_, slowness) in sending)
 
     def _there_and_back(self, collective: Collective, axis: Axis) -> tuple[float, float]:
         """(seconds, seconds per byte) of a collective along an axis and of its adjoint in the backward pass."""
