@@ -128,6 +128,7 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
     for end in (source, target):
         if any(isinstance(state, PartialSum) for state in end.states):
             raise UserError(f"a tensor cannot cross from {source} to {target}: {end} holds summands, reduce them first")
+        end.local_shape(shape)
     if is_even_split(source) and is_even_split(target):
         return _pieces(overlaps(source, target, shape))
     starts, lengths = _blocks(source, shape)

@@ -79,8 +79,8 @@ def move_pairs(
                 "payload": traffic.payload_bytes if traffic else None,
                 "ran": [str(step) for step in log],
                 "expected": [*map(str, expected), *(str(step.adjoint()) for step in reversed(expected))],
-                "sent_bytes": 2 * sum(step.sent_bytes for step in expected),
-                "messages": 2 * sum(step.messages for step in expected),
+                "sent_bytes": 2 * sum(step.mean_sent_bytes for step in expected),
+                "messages": 2 * sum(step.mean_messages for step in expected),
             }
         )
     return results
