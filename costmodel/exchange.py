@@ -1,25 +1,26 @@
 """Exchanges: every rank sends each other rank just what that one wants of it, and nothing else.
 
-Between two even splits of a tensor over the same ranks a rank sends the blocks of its part that others want, and keeps what it wants
-itself.  The blocks are those of :mod:`.crossing`; they may be unequal, and ranks may send to more or fewer others.  A 6 x 6 tensor
-from (S0:2, S1:3) to (S0:3, S1:2), in elements of the 6 that each rank holds:
+Between two even splits of a tensor over the same ranks a rank sends the blocks of its part that others want, and keeps what it
+wants itself.  The blocks are those of :mod:`.crossing`; they may be unequal, and ranks may send to more or fewer others.  A 6 x 6
+tensor on 6 ranks, from p0 = 1 (a column each: in the order of their columns ranks 0, 3, 1, 4, 2, 5) to p0 = 3 (two rows by three
+columns each), in elements of the 6 that a rank holds; those in brackets stay:
 
     ========  ========  ========  ========  ========  ========  ========
     from      to 0      to 1      to 2      to 3      to 4      to 5
     ========  ========  ========  ========  ========  ========  ========
-    0         (4)                 2
-    1         2         2         (1)       1
-    2                   4                   (2)
-    3                             2                   4
-    4                             1         1         (2)       2
-    5                                       2                   (4)
+    0         (2)                 2                   2
+    1         2                   2                   2
+    2                   2                   2                   2
+    3         2                   2                   2
+    4                   2                   2                   2
+    5                   2                   2                   (2)
     ========  ========  ========  ========  ========  ========  ========
 
-Meshes of which neither refines the other (2 x 3 and 3 x 2 ranks) have no digits in common that collectives along axes could pass on;
-this is how a tensor changes between them.
+Meshes of which neither refines the other (those of p0 = 2 and p0 = 3 of 6 ranks) have no digits in common that collectives along
+axes could pass on; :mod:`.redistribution` says where exchanges take their place.
 
-**Price.**  A network level carries what ranks send that differ in their place on it (and on no level outside of it).  Levels work one
-after another, on each all ranks at once, so that with the constants of the level's all-to-all
+**Price.**  A network level carries the messages between ranks that differ in their place on it, and on no level outside of it.
+Levels work one after another, on each all ranks at once, so that with the constants of the level's all-to-all
 
     seconds = sum over levels:  most messages of a rank * alpha  +  most bytes of a rank * beta
 
@@ -132,8 +133,8 @@ class Exchange:
     def pieces(self, shape: Sequence[int]) -> tuple[Piece, ...]:
         """The messages for a tensor of ``shape``, in an order that all ranks keep to.
 
-        In round k ranks r and r ^ k (bitwise) send to each other: no rank has two partners in a round, and none waits for another one
-        in a circle.
+        In round k ranks r and r ^ k (bitwise) send to each other, the lower one first: no rank has two partners in a round, and none
+        waits for another one in a circle.
         """
         moving = [piece for piece in crossing(self.source, self.target, shape) if piece.source != piece.destination]
         return tuple(sorted(moving, key=lambda piece: (piece.source ^ piece.destination, piece.source)))

@@ -20,7 +20,7 @@ from .stepping import Stepper, num_bytes
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["exchange_tensor", "send_pieces"]
+__all__ = ["exchange_tensor", "held_by", "send_pieces"]
 
 Tensor = Any
 
@@ -46,7 +46,7 @@ def exchange_tensor(x: Tensor, exchange: Exchange, stepper: Stepper, dims: Seque
 def _exchanged(x: Tensor, exchange: Exchange, stepper: Stepper, dims: Sequence[int]) -> Tensor:
     num_parts = exchange.source.split_sizes(len(dims))
     shape = tuple(x.shape[dim] * count for dim, count in zip(dims, num_parts))
-    mine, wanted = (_held(end, stepper.rank, shape) for end in (exchange.source, exchange.target))
+    mine, wanted = (held_by(end, stepper.rank, shape) for end in (exchange.source, exchange.target))
     stays = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, wanted))
     blocks = [(stays, _block(x, stays, mine, dims))] if all(stays) else []
     blocks += [(piece.block, data) for piece, data in send_pieces(x, exchange.pieces(shape), stepper, mine, dims)]
@@ -76,7 +76,8 @@ def send_pieces(
     return arrived
 
 
-def _held(distribution: Distribution, rank: int, shape: tuple[int, ...]) -> tuple[range, ...]:
+def held_by(distribution: Distribution, rank: int, shape: tuple[int, ...]) -> tuple[range, ...]:
+    """For each dimension of a tensor of ``shape`` the indices that a rank holds."""
     return tuple(range(held.start, held.stop) for held in distribution.slices(rank, shape))
 
 

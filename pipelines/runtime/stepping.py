@@ -110,7 +110,7 @@ class Stepper:
         return all_to_all(x, self.axis(axis), split_dim, concat_dim)
 
     def logged(self, x: Tensor, step: Step) -> Tensor:
-        """``x``, with an entry in the log now and one when the gradient has come back through the step; to be called where it runs."""
+        """``x``, on which the step is about to run: an entry in the log now, and one when the gradient has come back through it."""
         if self._log is None or step.axis.size == 1:
             return x
         self._log.append(step)
