@@ -91,12 +91,12 @@ def overlaps(source: Distribution, target: Distribution, shape: Sequence[int]) -
     O(b) time for b blocks: dimension by dimension the cuts of both ends are merged, and every choice of one stretch for each
     dimension is a block.
     """
-    stretches = []
+    stretches: list[tuple[np.ndarray, ...]] = []
     for length, num_held, num_wanted in zip(shape, source.split_sizes(len(shape)), target.split_sizes(len(shape))):
         held, wanted = length // num_held, length // num_wanted
-        begins = np.union1d(np.arange(0, length, held), np.arange(0, length, wanted))
-        stretches.append((begins, np.diff(begins, append=length), begins // held, begins // wanted))
-    chosen = [indices.ravel() for indices in np.indices([len(begins) for begins, *_ in stretches])]
+        cuts = np.union1d(np.arange(0, length, held), np.arange(0, length, wanted))
+        stretches.append((cuts, np.diff(cuts, append=length), cuts // held, cuts // wanted))
+    chosen = [indices.ravel() for indices in np.indices([len(cuts) for cuts, *_ in stretches])]
     begins, lengths, holders, takers = (
         tuple(stretch[which][index] for stretch, index in zip(stretches, chosen)) for which in range(4)
     )

@@ -126,15 +126,13 @@ class Exchange:
     def steps(self, nbytes: float) -> tuple[ExchangeStep, ...]:
         """What is priced for a tensor of ``nbytes``."""
         local = nbytes / self.source.num_ranks
-        return tuple(
-            ExchangeStep(Collective.ALL_TO_ALL, load.axis, local, self, load, nbytes) for load in self.loads
-        )
+        return tuple(ExchangeStep(Collective.ALL_TO_ALL, load.axis, local, self, load, nbytes) for load in self.loads)
 
     def pieces(self, shape: Sequence[int]) -> tuple[Piece, ...]:
         """The messages for a tensor of ``shape``, in an order that all ranks keep to.
 
-        In round k ranks r and r ^ k (bitwise) send to each other, the lower one first: no rank has two partners in a round, and none
-        waits for another one in a circle.
+        In round k ranks r and r ^ k (bitwise) send to each other, the lower one first: no rank has two partners in a round, and
+        none waits for another one in a circle.
         """
         moving = [piece for piece in crossing(self.source, self.target, shape) if piece.source != piece.destination]
         return tuple(sorted(moving, key=lambda piece: (piece.source ^ piece.destination, piece.source)))

@@ -98,7 +98,9 @@ class LayoutPrices:
             for move, fraction in zip(part.moves, part.fractions)
             if move.collective is not None
         ]
-        return sum(latency for _, (latency, _) in sending), sum(fraction * slowness for fraction, (_, slowness) in sending)
+        return sum(latency for _, (latency, _) in sending), sum(
+            fraction * slowness for fraction, (_, slowness) in sending
+        )
 
     def _there_and_back(self, collective: Collective, axis: Axis) -> tuple[float, float]:
         """(seconds, seconds per byte) of a collective along an axis and of its adjoint in the backward pass."""

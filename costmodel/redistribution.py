@@ -198,7 +198,8 @@ def _is_beaten(route: Route, exchange: Exchange, swells: bool) -> bool:
     mine, its = (_loads_by_level(part) for part in (steps(route, 1.0), exchange.steps(1.0)))
     none = (0.0, 0.0)
     worse = [
-        (its[level][0] > mine.get(level, none)[0] + _ROUNDING, its[level][1] > mine.get(level, none)[1]) for level in its
+        (its[level][0] > mine.get(level, none)[0] + _ROUNDING, its[level][1] > mine.get(level, none)[1])
+        for level in its
     ]
     return not any(sends_more or (has_more_messages and not swells) for sends_more, has_more_messages in worse)
 

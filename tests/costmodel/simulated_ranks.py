@@ -254,7 +254,7 @@ def run_exchange(
         assert all(np.isin(own, of).all() for own, of in zip(index, among)), "a piece is not where it should be"
         return np.ix_(*(np.searchsorted(of, own) for own, of in zip(index, among)))
 
-    found = []
+    found, pieces = [], part.pieces(shape)
     for rank in range(len(local)):
         own, wanted = held(part.source, rank), held(part.target, rank)
         result = np.zeros([len(index) for index in wanted], local[rank].dtype)
@@ -262,7 +262,7 @@ def run_exchange(
         common = [np.intersect1d(mine, other) for mine, other in zip(own, wanted)]
         result[places(common, wanted)] = local[rank][places(common, own)]
         times[places(common, wanted)] += 1
-        for piece in part.pieces(shape):
+        for piece in pieces:
             if piece.destination == rank:
                 data = local[piece.source][places(piece.block, held(part.source, piece.source))]
                 result[places(piece.block, wanted)] = network.send(piece.source, rank, data)
