@@ -15,8 +15,8 @@ from .cluster import Cluster
 from .collectives import Collective, Step
 from .distribution import Axis, canonical
 from .errors import UserError
-from .exchange import Exchange
-from .redistribution import Redistribution, redistribute
+from .exchange import Exchange, exchange_between
+from .redistribution import Redistribution, Route, redistribute
 from .workload import Workload
 
 __all__ = ["MANY", "Layout", "LayoutPrices", "communication_time"]
@@ -34,10 +34,16 @@ def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
 
 
 class LayoutPrices:
-    """Prices on one cluster, worked out as they are asked for."""
+    """Prices on one cluster, worked out as they are asked for.
+
+    Attributes:
+        may_shrink: whether smaller micro-batches may make a redistribution cheaper.  Moves were priced that not every tensor
+            divides into, and the exchange that takes their place where they do not costs less on these links.
+    """
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
+        self.may_shrink = False
         self._tables: dict[object, np.ndarray] = {}
         self._known: dict[object, tuple[float, float, int, int]] = {}
         self._collectives: dict[tuple[Collective, Axis], tuple[float, float]] = {}
@@ -83,7 +89,15 @@ class LayoutPrices:
                 fixed, per_byte = (sum(price[which] for price in prices) for which in range(2))
                 parts = [_least_common_multiple(part.divisors[dim] for part in route) for dim in range(2)]
                 self._known[key] = (fixed, per_byte, parts[0], parts[1])
+                self._compare_exchange(route, fixed, per_byte)
         return self._known[key]
+
+    def _compare_exchange(self, route: Route, fixed: float, per_byte: float) -> None:
+        """Note whether more passes, by an exchange, may cost less than fewer by these moves: there are twice as many at least."""
+        exchange = exchange_between(route[0].source, route[-1].target, 2) if len(route) > 1 else None
+        if exchange is not None:
+            its_fixed, its_per_byte = self._affine(exchange)
+            self.may_shrink = self.may_shrink or 2 * its_fixed < fixed or its_per_byte < per_byte
 
     def _affine(self, part: Redistribution | Exchange) -> tuple[float, float]:
         """(seconds, seconds per byte of the tensor) of a part of a route and of its way back."""

@@ -31,8 +31,8 @@ each rank wants (:mod:`.exchange`).  It is taken
 - instead of gathering on the way what is split at both ends, unless some level would carry more bytes: in 12 x 8 ranks, that
   sends up to 95 times what a rank holds, and needs the memory for it.
 
-The choice is the same for all tensors, even those that divide for one way only: so a smaller micro-batch, which divides less often,
-never becomes cheaper by it.
+Where the moves that are kept do not divide a tensor, the same two reasons decide between the moves that do and the exchange, which
+always does.
 """
 
 from __future__ import annotations
@@ -152,9 +152,11 @@ def redistribute(source: Distribution, target: Distribution, shape: Sequence[int
     source, target = source.without_unit_axes(), target.without_unit_axes()
     # What matters of a dimension is how it divides into digits that ranks can own.  Most tensors divide as often as is asked for,
     # so the route of one that always divides serves them all.
-    route = _usual_route(source, target, len(shape))
+    route = _best_route(source, target, (source.num_ranks**2,) * len(shape))
     if route is None or not divides(route, shape):
-        route = _route(source, target, tuple(gcd(length, source.num_ranks**2) for length in shape))
+        is_refined = route is not None and len(route) == 1
+        find = _route if is_refined else _best_route
+        route = find(source, target, tuple(gcd(length, source.num_ranks**2) for length in shape))
     if route is None:
         raise UserError(
             f"shape {tuple(shape)} cannot be brought from {source} to {target} without dividing a dimension unevenly"
@@ -173,17 +175,16 @@ def steps(route: Route, nbytes: float) -> tuple[Step, ...]:
 
 
 @lru_cache(maxsize=1 << 17)
-def _usual_route(source: Distribution, target: Distribution, num_dims: int) -> Route | None:
-    """The route of a tensor that always divides: that of the moves, or an exchange (rule: module's docstring)."""
-    route = _route(source, target, (source.num_ranks**2,) * num_dims)
-    if route is not None and len(route) == 1 and not _swells(route, source, target, num_dims):
-        return route
-    exchange = exchange_between(source, target, num_dims)
-    if exchange is None:
-        return route
-    if route is None or _is_beaten(route, exchange, _swells(route, source, target, num_dims)):
-        return (exchange,)
-    return route
+def _best_route(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> Route | None:
+    """The moves, or an exchange (rule: module's docstring)."""
+    moves = _route(source, target, shape)
+    swells = moves is not None and _swells(moves, source, target, len(shape))
+    if moves is not None and len(moves) == 1 and not swells:
+        return moves
+    exchange = exchange_between(source, target, len(shape))
+    if exchange is None or (moves is not None and not _is_beaten(moves, exchange, swells)):
+        return moves
+    return (exchange,)
 
 
 def _swells(route: tuple[Redistribution, ...], source: Distribution, target: Distribution, num_dims: int) -> bool:

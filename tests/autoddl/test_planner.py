@@ -97,6 +97,18 @@ def test_a_micro_batch_is_not_ruled_out_by_one_that_it_does_not_divide():
     assert settled >= {12, 6, 4}
 
 
+def test_sweep_finds_the_best_where_smaller_micro_batches_may_move_less():
+    """On 3 x 4 devices tensors of 3 samples go by exchanges, those of 12 by moves that are dearer on these links."""
+    cluster = load_cluster("gcp-a100").resized(3, 4).with_links(latency_s=1e-9, bandwidth=1e8)
+    book = PriceBook(LONG, cluster, Workload(1, 1, "mixed"))
+    assert book.problem(24, 24, "communication").table.edges and book.may_shrink
+    truth = everything_solved(LONG, cluster, 24, "communication", inf)
+    planned = make_plan(LONG, cluster, Options(batch=24, memory_limit_bytes=2**50, objective="communication"))
+    assert planned.optimal and planned.cost == pytest.approx(min(truth.values()), rel=1e-9)
+    for candidate in planned.candidates:
+        assert candidate.lower_bound <= truth[candidate.micro_batch, candidate.recompute] * (1 + 1e-9)
+
+
 def test_the_smallest_memory_that_would_do_does():
     with pytest.raises(InfeasibleError) as error:
         make_plan(GPT, SMALL, Options(batch=8, memory_limit_bytes=1000))

@@ -15,8 +15,10 @@ from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.distribution import Distribution, all_states, canonical, prime_factors
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange, exchange_between
+from autoddl.costmodel.layoutprices import LayoutPrices
 from autoddl.costmodel.redistribution import Redistribution, Route, _route, redistribute, reversed_route, steps
 from autoddl.costmodel.sbp import PartialSum, Split
+from autoddl.costmodel.workload import Workload
 
 from .simulated_ranks import Network, assemble, execute, scatter
 
@@ -260,26 +262,38 @@ def test_powers_of_two_never_gather(levels):
         assert {step.collective for step in steps(route, 1.0)} <= {Collective.ALL_TO_ALL}
 
 
-@pytest.mark.parametrize("levels", [(8,), (12,), (2, 4), (6, 4), (3, 4)], ids=str)
-def test_smaller_micro_batches_never_make_a_step_cheaper(levels):
-    """What the sweep over micro-batches rests on: k passes of 1/k of the samples send as many bytes and messages, or more."""
-    num_ranks = prod(levels)
+@pytest.mark.parametrize("links", [None, (5e-6, 25e9), (1e-4, 25e9)], ids=["dgx-a100", "equal", "slow to start"])
+@pytest.mark.parametrize("levels", [(8,), (12,), (2, 4), (6, 4), (3, 4), (3, 8)], ids=str)
+def test_smaller_micro_batches_never_make_a_step_cheaper(levels, links):
+    """What the sweep over micro-batches rests on: k passes of 1/k of the samples cost as much, or more, or the prices say so."""
+    cluster = load_cluster("dgx-a100").resized(*((1, *levels) if len(levels) == 1 else levels))
+    cluster = cluster.with_links(*links) if links else cluster
+    passes = (1, 2, 3, 4, 6, prod(levels))
     for a, b in product(classes(levels), repeat=2):
-        source, target = canonical(a), canonical(b)
-        rows, features = shape_for(source, target, num_dims=2)
-        passes = (1, 2, 3, 4, 6, num_ranks)
-        whole = rows * lcm(*passes)
-        per_step = {}
+        rows, features = shape_for(canonical(a), canonical(b), num_dims=2)
+        whole, prices = rows * lcm(*passes), LayoutPrices(cluster)
+        cost = {}
         for k in passes:
-            route = redistribute(source, target, (whole // k, features))
-            per_step[k] = (
-                sum(step.sent_bytes for step in steps(route, 1.0)),
-                k * sum(step.messages for step in steps(route, 1.0)),
-            )
+            workload = Workload(whole, whole // k, "mixed")
+            cost[k] = prices.costs((features, 1000 * features), (a,), (b,), workload)[0, 0]
         for few, many in product(passes, passes):
             if many % few == 0:
-                assert per_step[few][0] <= per_step[many][0] + 1e-12, (a, b, few, many)
-                assert per_step[few][1] <= per_step[many][1], (a, b, few, many)
+                assert cost[few] <= cost[many] * (1 + 1e-12) or prices.may_shrink, (a, b, few, many)
+        if set(prime_factors(prod(levels))) == {2}:
+            assert not prices.may_shrink
+
+
+def test_prices_say_where_smaller_micro_batches_may_be_cheaper():
+    """From p0 = 1 to 3 of three nodes, on links as fast as those inside: 24 rows go by moves, 3 by an exchange of fewer bytes."""
+    source, target = ((1, 3), (1, 8)), ((3, 1), (1, 8))
+    cluster, elements = load_cluster("dgx-a100").resized(3, 8), 24 * 10**6
+    for links, may_shrink in [(cluster, False), (cluster.with_links(5e-6, 25e9), True)]:
+        prices = LayoutPrices(links)
+        large, small = (
+            prices.costs((24, elements), (source,), (target,), Workload(24, samples, "mixed"))[0, 0]
+            for samples in (24, 3)
+        )
+        assert (small < large, prices.may_shrink) == (may_shrink, may_shrink)
 
 
 # ----------------------------------------------------------------- meshes without a common refinement: exchanges of pieces
