@@ -27,12 +27,13 @@ axes that wait for each other's digits is broken through a spare digit of the te
 dimension over all ranks, or copied everywhere; the one that sends less.  Or, between two even splits, by one exchange of just what
 each rank wants (:mod:`.exchange`).  It is taken
 
-- where it cannot be dearer, whatever the links are like: on no network level it sends more bytes or more messages;
+- where it cannot be dearer, whatever latency and bandwidth are: on no network level it sends more bytes or more messages, and on
+  some less of either;
 - instead of gathering on the way what is split at both ends, unless some level would carry more bytes: in 12 x 8 ranks, that
   sends up to 95 times what a rank holds, and needs the memory for it.
 
 Where the moves that are kept do not divide a tensor, the same two reasons decide between the moves that do and the exchange, which
-always does.
+always does.  So a smaller micro-batch may move less than a larger one, on some links; :class:`.layoutprices.LayoutPrices` notes it.
 """
 
 from __future__ import annotations
@@ -195,21 +196,21 @@ def _swells(route: tuple[Redistribution, ...], source: Distribution, target: Dis
     return any(step.nbytes * fewest_parts > 1.0 + _ROUNDING for step in steps(route, 1.0))
 
 
-def _is_beaten(route: Route, exchange: Exchange, swells: bool) -> bool:
-    mine, its = (_loads_by_level(part) for part in (steps(route, 1.0), exchange.steps(1.0)))
-    none = (0.0, 0.0)
-    worse = [
-        (its[level][0] > mine.get(level, none)[0] + _ROUNDING, its[level][1] > mine.get(level, none)[1])
-        for level in its
-    ]
-    return not any(sends_more or (has_more_messages and not swells) for sends_more, has_more_messages in worse)
+def _is_beaten(moves: Route, exchange: Exchange, swells: bool) -> bool:
+    """Whether the exchange takes the place of moves that have more on the way than at both ends, or have not."""
+    mine, its = (_loads_by_level(part) for part in (steps(moves, 1.0), exchange.steps(1.0)))
+    pairs = [(its.get(level, (0.0, 0)), own) for level, own in mine.items()]
+    if its.keys() - mine.keys() or any(sent > own_sent + _ROUNDING for (sent, _), (own_sent, _) in pairs):
+        return False
+    has_fewer = any(sent < own_sent - _ROUNDING or count < own_count for (sent, count), (own_sent, own_count) in pairs)
+    return swells or (has_fewer and all(count <= own_count for (_, count), (_, own_count) in pairs))
 
 
-def _loads_by_level(steps_: Iterable[Step]) -> dict[int, tuple[float, float]]:
+def _loads_by_level(steps_: Iterable[Step]) -> dict[int, tuple[float, int]]:
     """For each network level the (bytes, messages) that the busiest rank sends."""
-    loads: dict[int, tuple[float, float]] = {}
+    loads: dict[int, tuple[float, int]] = {}
     for step in steps_:
-        nbytes, messages = loads.get(step.axis.level, (0.0, 0.0))
+        nbytes, messages = loads.get(step.axis.level, (0.0, 0))
         loads[step.axis.level] = nbytes + step.sent_bytes, messages + step.messages
     return loads
 
