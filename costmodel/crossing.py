@@ -28,7 +28,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import product
 from math import prod
 from typing import NamedTuple
 
@@ -62,11 +63,12 @@ class Piece:
 
 
 class Overlaps(NamedTuple):
-    """All blocks of a tensor that a rank of one mesh has and a rank of another one wants, as arrays with an entry for each.
+    """All blocks of a tensor that a rank of one mesh has and a rank of another one wants: a grid of them.
 
     Attributes:
-        sources, destinations: the two ranks.
-        begins, lengths: for each dimension of the tensor where the blocks begin, and how long they are.
+        sources, destinations: the two ranks, as arrays with a dimension for each of the tensor's.
+        begins, lengths: for each dimension of the tensor where the stretches begin that the grid cuts it into, and how long they
+            are.
     """
 
     sources: np.ndarray
@@ -77,7 +79,7 @@ class Overlaps(NamedTuple):
     @property
     def num_elements(self) -> np.ndarray:
         """Of each block."""
-        return prod(self.lengths[1:], start=self.lengths[0])
+        return reduce(np.multiply.outer, self.lengths)
 
 
 def is_even_split(distribution: Distribution) -> bool:
@@ -91,16 +93,16 @@ def overlaps(source: Distribution, target: Distribution, shape: Sequence[int]) -
     O(b) time for b blocks: dimension by dimension the cuts of both ends are merged, and every choice of one stretch for each
     dimension is a block.
     """
-    stretches: list[tuple[np.ndarray, ...]] = []
-    for length, num_held, num_wanted in zip(shape, source.split_sizes(len(shape)), target.split_sizes(len(shape))):
-        held, wanted = length // num_held, length // num_wanted
-        cuts = np.union1d(np.arange(0, length, held), np.arange(0, length, wanted))
-        stretches.append((cuts, np.diff(cuts, append=length), cuts // held, cuts // wanted))
-    chosen = [indices.ravel() for indices in np.indices([len(cuts) for cuts, *_ in stretches])]
-    begins, lengths, holders, takers = (
-        tuple(stretch[which][index] for stretch, index in zip(stretches, chosen)) for which in range(4)
-    )
-    return Overlaps(_owners(source, len(shape))[holders], _owners(target, len(shape))[takers], begins, lengths)
+    num_dims = len(shape)
+    begins, lengths, held, wanted = [], [], [], []
+    for length, num_held, num_wanted in zip(shape, source.split_sizes(num_dims), target.split_sizes(num_dims)):
+        cuts = np.union1d(np.arange(0, length, length // num_held), np.arange(0, length, length // num_wanted))
+        begins.append(cuts)
+        lengths.append(np.diff(cuts, append=length))
+        held.append(cuts // (length // num_held))
+        wanted.append(cuts // (length // num_wanted))
+    owners, takers = _owners(source, num_dims)[np.ix_(*held)], _owners(target, num_dims)[np.ix_(*wanted)]
+    return Overlaps(owners, takers, tuple(begins), tuple(lengths))
 
 
 def crossing(source: Distribution, target: Distribution, shape: Sequence[int]) -> tuple[Piece, ...]:
@@ -163,15 +165,13 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
 
 
 def _pieces(found: Overlaps) -> tuple[Piece, ...]:
-    order = np.lexsort((*reversed(found.begins), found.destinations))
-    ends = [begin + length for begin, length in zip(found.begins, found.lengths)]
-    columns = [found.sources, found.destinations, *found.begins, *ends]
-    rows = np.stack(columns, axis=1)[order].tolist()
-    num_dims = len(ends)
-    return tuple(
-        Piece(source, destination, tuple(map(range, bounds[:num_dims], bounds[num_dims:])))
-        for source, destination, *bounds in rows
-    )
+    stretches = [
+        [range(begin, begin + length) for begin, length in zip(begins.tolist(), lengths.tolist())]
+        for begins, lengths in zip(found.begins, found.lengths)
+    ]
+    pairs = zip(found.sources.ravel().tolist(), found.destinations.ravel().tolist(), product(*stretches))
+    # Blocks come by their places, and keep that order among those of one destination.
+    return tuple(sorted((Piece(*piece) for piece in pairs), key=lambda piece: piece.destination))
 
 
 @lru_cache(maxsize=4096)

@@ -155,38 +155,37 @@ def exchange_between(source: Distribution, target: Distribution, num_dims: int) 
     """The exchange between two distributions over the same ranks; None where one of them is not an even split."""
     if not (is_even_split(source) and is_even_split(target)):
         return None
+    if hash(source) > hash(target):  # the way there and the way back carry the same
+        twin = exchange_between(target, source, num_dims)
+        assert twin is not None
+        return twin.reversed()
     divisors = tuple(lcm(*sizes) for sizes in zip(source.split_sizes(num_dims), target.split_sizes(num_dims)))
     return Exchange(source, target, divisors, tuple(_loads(source, target, divisors)))
 
 
 def _loads(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> list[Load]:
     found = overlaps(source, target, shape)
-    num_ranks, whole = source.num_ranks, prod(shape)
-    fractions = found.num_elements / whole
-    loads, open_ = [], np.ones(len(fractions), bool)
-    sizes = _level_strides(source)
-    outer = num_ranks
-    for level, stride in sizes:
-        inside = found.sources // stride == found.destinations // stride
-        carried = open_ & ~inside
-        open_ &= inside
-        if carried.any():
-            sent, messages = (
-                [
-                    np.bincount(ends[carried], weights, minlength=num_ranks)
-                    for ends in (found.sources, found.destinations)
-                ]
-                for weights in (fractions[carried], None)
-            )
+    num_ranks, outer = source.num_ranks, source.num_ranks
+    sources, destinations = found.sources.ravel(), found.destinations.ravel()
+    sizes = found.num_elements.ravel() / prod(shape)
+    loads = []
+    for level, stride in _level_strides(source):
+        is_inside = sources // stride == destinations // stride
+        if not is_inside.all():
+            ends = sources[~is_inside], destinations[~is_inside]
+            sent = [np.bincount(end, sizes[~is_inside], minlength=num_ranks) for end in ends]
+            messages = [np.bincount(end, minlength=num_ranks) for end in ends]
             loads.append(
                 Load(
-                    Axis(outer // stride, stride, level),
-                    int(np.max(messages)),
-                    float(np.max(sent)),
-                    float(messages[0].sum()) / num_ranks,
-                    float(sent[0].sum()) / num_ranks,
+                    axis=Axis(outer // stride, stride, level),
+                    most_messages=int(np.max(messages)),
+                    most_sent=float(np.max(sent)),
+                    mean_messages=len(ends[0]) / num_ranks,
+                    mean_sent=float(sent[0].sum()) / num_ranks,
                 )
             )
+            # What is left has a level further inside.
+            sources, destinations, sizes = sources[is_inside], destinations[is_inside], sizes[is_inside]
         outer = stride
     return loads
 
