@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, isfinite
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +12,15 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.models import Transformer, gpt, mlp, resolve_model
-from autoddl.planner import DEFAULT_BATCH_PER_DEVICE, USABLE_MEMORY, InfeasibleError, Options, make_plan, micro_batches
+from autoddl.planner import (
+    DEFAULT_BATCH_PER_DEVICE,
+    USABLE_MEMORY,
+    InfeasibleError,
+    Options,
+    _Sweep,
+    make_plan,
+    micro_batches,
+)
 from autoddl.search import METHODS, solve
 
 #: Many tokens, few parameters: data parallelism is best.
@@ -107,6 +116,16 @@ def test_sweep_finds_the_best_where_smaller_micro_batches_may_move_less():
     assert planned.optimal and planned.cost == pytest.approx(min(truth.values()), rel=1e-9)
     for candidate in planned.candidates:
         assert candidate.lower_bound <= truth[candidate.micro_batch, candidate.recompute] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("may_shrink", [False, True])
+def test_bounds_are_inherited_where_prices_only_grow(may_shrink):
+    """From 24 samples to 12 where no redistribution becomes cheaper; with recomputation of the same 24 always."""
+    sweep = object.__new__(_Sweep)
+    sweep.free, sweep.books = {(24, False): 10.0}, SimpleNamespace(may_shrink=may_shrink)
+    assert sweep._free_bound(Workload(24, 12)) == (-inf if may_shrink else 10.0)
+    assert sweep._free_bound(Workload(24, 24, recompute=True)) == 10.0
+    assert sweep._free_bound(Workload(48, 48)) == -inf
 
 
 def test_the_smallest_memory_that_would_do_does():
