@@ -17,6 +17,8 @@ A bound of one setting may serve another one, because more micro-batches, and re
 
 and a micro-batch that divides another one offers a subset of its strategies (but 4 does not divide 6: p0 = 4 is possible for 4
 samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors, and with recomputation.
+(From a micro-batch to its divisors not where a redistribution may become cheaper, as the book of prices says: on 12 x 8 devices
+some tensors of few samples go by exchanges, and larger ones by moves that may be dearer.)
 
 When a stop is requested (:mod:`autoddl.costmodel.stopping`) the settings that are left keep the bounds that are known of them, and
 the best choice that was met anywhere is the plan: of a search, of a bracket, or of a baseline.
@@ -339,6 +341,11 @@ class _Books:
             self._books[workload, untied] = PriceBook(self.graph, self.cluster, workload, untied, summa=True, like=like)
         return self._books[workload, untied]
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether smaller micro-batches may make a redistribution cheaper; known for what has been priced."""
+        return any(book.may_shrink for book in self._books.values())
+
     def problems(self, options: Options, untied: bool, summa: bool = True) -> Iterator[Problem | UserError]:
         """Of every setting that the options leave open; or why it has none.
 
@@ -486,11 +493,13 @@ class _Sweep:
 
     def _free_bound(self, workload: Workload) -> float:
         """What other settings say of this one's optimum without the limit."""
+        is_growing = not self.books.may_shrink
         return max(
             (
                 free
                 for (micro_batch, recompute), free in self.free.items()
-                if micro_batch % workload.micro_batch == 0 and recompute <= workload.recompute
+                if recompute <= workload.recompute
+                and (micro_batch == workload.micro_batch or (is_growing and micro_batch % workload.micro_batch == 0))
             ),
             default=-math.inf,
         )

@@ -12,7 +12,7 @@ import os
 import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,6 +20,7 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.exchange import ExchangeStep
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -28,12 +29,15 @@ from autoddl.pipelines.runtime.rank import report
 
 from .measure import DISTURBED, Clock, Hosts, exchange, hosts_of_job
 
+if TYPE_CHECKING:
+    from autoddl.pipelines.runtime.stepping import Stepper
+
 #: How often a visit is tried that other processes disturb.
 MOST_ATTEMPTS = 3
 #: What takes less than this in all is repeated more often.
 _ENOUGH_S = 0.05
 
-__all__ = ["RankOptions", "Visit", "rank_job", "steps_of"]
+__all__ = ["RankOptions", "Visit", "rank_job", "steps_alone", "steps_of"]
 
 
 @dataclass(frozen=True)
@@ -109,7 +113,7 @@ def _visit(
     clock: Clock,
 ) -> Visit:
     best: Visit | None = None
-    communicate = _replay(steps)
+    communicate = steps_alone(steps)
     for _ in range(MOST_ATTEMPTS):
         clock.begin()
         communication = _median(communicate, repetitions, clock)
@@ -146,8 +150,8 @@ def steps_of(assessment: Assessment, workload: Workload) -> list[tuple[Layer | N
     return [*forward, *backward] * workload.num_micro_batches + gradient
 
 
-def _replay(steps: Sequence[tuple[Layer | None, Step]]) -> Callable[[], None]:
-    """A function that runs them; the tensors exist before."""
+def steps_alone(steps: Sequence[tuple[Layer | None, Step]]) -> Callable[[], None]:
+    """A function that runs steps, without what is computed between them; the tensors exist before."""
     calls = [_call(layer, step) for layer, step in steps]
 
     def run() -> None:
@@ -162,6 +166,8 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
 
     flow = load_oneflow()
     stepper = Stepper(flow.env.get_world_size())
+    if isinstance(step, ExchangeStep):
+        return _exchange_call(step, stepper)
     size = step.axis.size
     elements = max(1, round(step.nbytes / 4))
     if step.collective is Collective.ALL_REDUCE:
@@ -186,6 +192,18 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
     width = features // size if step.collective is Collective.ALL_GATHER else features
     x = flow.ones(1, rows, width)
     return lambda: stepper.run(x, step, 2)
+
+
+def _exchange_call(step: ExchangeStep, stepper: Stepper) -> Callable[[], Any]:
+    """What an exchange sends on one network level, of a tensor (samples, features, rows) of its size."""
+    from autoddl.pipelines.runtime.exchanging import held_by, send_pieces
+
+    shape = step.exchange.divisors
+    pieces = [piece for piece in step.exchange.pieces(shape) if step.exchange.level_of(piece) == step.axis.level]
+    mine = held_by(step.exchange.source, stepper.rank, shape)
+    rows = max(1, round(step.tensor_bytes / 4 / np.prod(shape)))
+    x = load_oneflow().ones(*map(len, mine), rows)
+    return lambda: send_pieces(x, pieces, stepper, mine, (0, 1))
 
 
 # ---- Whole steps --------------------------------------------------------------------------------------------------------------

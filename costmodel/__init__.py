@@ -3,6 +3,7 @@
 - `sbp`, `distribution`: `Split`, `Broadcast`, `PartialSum`; how one tensor lies on a mesh of ranks, printed and parsed.
 - `graph`: `Layer`, `LayerGraph`, `load_graph`; `cluster`: `Cluster`, `load_cluster`, `preset_names` (the files of `clusters/`).
 - `collectives`, `redistribution`: `steps` between any two distributions, what they send and how long they take.
+- `exchange`: the messages by which an evenly split tensor changes its mesh, where collectives along axes cannot bring it over.
 - `crossing`: the messages that bring a tensor from one mesh of ranks to another one, between the stages of a pipeline.
 - `strategy`: `Strategy`, `enumerate_strategies`; `layerwork`, `layoutprices`: what a layer and an edge do at their layouts.
 - `workload`: `Workload`, the batch, precision and optimizer; `assessment`: `assess`, time and memory of a whole plan.

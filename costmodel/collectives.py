@@ -74,6 +74,16 @@ class Step:
         """The messages that each device sends."""
         return self.collective.messages(self.axis.size)
 
+    @property
+    def mean_sent_bytes(self) -> float:
+        """The bytes that a device sends on average: as many as each of them, in a collective."""
+        return self.sent_bytes
+
+    @property
+    def mean_messages(self) -> float:
+        """The messages that a device sends on average."""
+        return self.messages
+
     def adjoint(self) -> Step:
         """The step that runs on the gradient in the backward pass: it sends as many bytes."""
         return replace(self, collective=ADJOINT[self.collective])

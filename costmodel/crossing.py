@@ -19,22 +19,27 @@ The count goes on from one wanted block to the next, so that no holder serves fi
 
 *One list, used twice*: a cost model prices these messages, the runtime sends these very messages.  The gradient of what crossed
 goes back by the crossing from the target's distribution to the source's.
+
+Where both ends split the tensor evenly, nothing is held or wanted twice, and the list is that of all blocks in which they
+overlap (:func:`overlaps`).  :mod:`.exchange` has the same messages between ranks of one mesh.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import product
 from math import prod
+from typing import NamedTuple
 
 import numpy as np
 
 from .distribution import Distribution
 from .errors import UserError
-from .sbp import PartialSum
+from .sbp import PartialSum, Split
 
-__all__ = ["Piece", "busiest_elements", "crossing"]
+__all__ = ["Overlaps", "Piece", "busiest_elements", "crossing", "is_even_split", "overlaps"]
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,49 @@ class Piece:
     def num_elements(self) -> int:
         """How many elements it carries."""
         return prod(map(len, self.block))
+
+
+class Overlaps(NamedTuple):
+    """All blocks of a tensor that a rank of one mesh has and a rank of another one wants: a grid of them.
+
+    Attributes:
+        sources, destinations: the two ranks, as arrays with a dimension for each of the tensor's.
+        begins, lengths: for each dimension of the tensor where the stretches begin that the grid cuts it into, and how long they
+            are.
+    """
+
+    sources: np.ndarray
+    destinations: np.ndarray
+    begins: tuple[np.ndarray, ...]
+    lengths: tuple[np.ndarray, ...]
+
+    @property
+    def num_elements(self) -> np.ndarray:
+        """Of each block."""
+        return reduce(np.multiply.outer, self.lengths)
+
+
+def is_even_split(distribution: Distribution) -> bool:
+    """Whether every axis splits the tensor, so that each element is on one rank."""
+    return all(isinstance(state, Split) for state in distribution.states)
+
+
+def overlaps(source: Distribution, target: Distribution, shape: Sequence[int]) -> Overlaps:
+    """Where two even splits of a tensor of ``shape``, which divides at both ends, overlap.
+
+    O(b) time for b blocks: dimension by dimension the cuts of both ends are merged, and every choice of one stretch for each
+    dimension is a block.
+    """
+    num_dims = len(shape)
+    begins, lengths, held, wanted = [], [], [], []
+    for length, num_held, num_wanted in zip(shape, source.split_sizes(num_dims), target.split_sizes(num_dims)):
+        cuts = np.union1d(np.arange(0, length, length // num_held), np.arange(0, length, length // num_wanted))
+        begins.append(cuts)
+        lengths.append(np.diff(cuts, append=length))
+        held.append(cuts // (length // num_held))
+        wanted.append(cuts // (length // num_wanted))
+    owners, takers = _owners(source, num_dims)[np.ix_(*held)], _owners(target, num_dims)[np.ix_(*wanted)]
+    return Overlaps(owners, takers, tuple(begins), tuple(lengths))
 
 
 def crossing(source: Distribution, target: Distribution, shape: Sequence[int]) -> tuple[Piece, ...]:
@@ -82,6 +130,9 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
     for end in (source, target):
         if any(isinstance(state, PartialSum) for state in end.states):
             raise UserError(f"a tensor cannot cross from {source} to {target}: {end} holds summands, reduce them first")
+        end.local_shape(shape)
+    if is_even_split(source) and is_even_split(target):
+        return _pieces(overlaps(source, target, shape))
     starts, lengths = _blocks(source, shape)
     wanted_starts, wanted_lengths = _blocks(target, shape)
     begin = np.maximum(starts[:, None], wanted_starts[None])
@@ -111,6 +162,29 @@ def _crossing(source: Distribution, target: Distribution, shape: tuple[int, ...]
             parts = _parts(block, len(asked))
             pieces += [Piece(rank, destination, part) for rank, part in zip(asked, parts)]
     return tuple(pieces)
+
+
+def _pieces(found: Overlaps) -> tuple[Piece, ...]:
+    stretches = [
+        [range(begin, begin + length) for begin, length in zip(begins.tolist(), lengths.tolist())]
+        for begins, lengths in zip(found.begins, found.lengths)
+    ]
+    pairs = zip(found.sources.ravel().tolist(), found.destinations.ravel().tolist(), product(*stretches))
+    # Blocks come by their places, and keep that order among those of one destination.
+    return tuple(sorted((Piece(*piece) for piece in pairs), key=lambda piece: piece.destination))
+
+
+@lru_cache(maxsize=4096)
+def _owners(distribution: Distribution, num_dims: int) -> np.ndarray:
+    """The rank that holds each block of an even split, as an array with the blocks' indices."""
+    ranks = np.arange(distribution.num_ranks)
+    index = [np.zeros_like(ranks) for _ in range(num_dims)]
+    for axis, state in zip(distribution.axes, distribution.states):
+        assert isinstance(state, Split), distribution
+        index[state.dim] = index[state.dim] * axis.size + ranks // axis.stride % axis.size
+    owners = np.empty(distribution.split_sizes(num_dims), dtype=int)
+    owners[tuple(index)] = ranks
+    return owners
 
 
 def _blocks(distribution: Distribution, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:

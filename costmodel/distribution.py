@@ -15,7 +15,8 @@ stands between network levels, outermost first.
 level, features over the remaining ``s = p / p0``.  Rows are cut in rank order, features *innermost axis first*, prime digit
 by prime digit.  Then a change of ``p0`` by a factor ``r`` moves the last digit of the rows to the last digit of the features:
 one all-to-all along one axis of size ``r``, wherever the two meshes nest: always where ``p`` is a power of one prime, and for
-p0 = 2, 4, 12 of 12 ranks, but not for 3 of 12 beside 2 of 12, which cut the ranks at places that do not divide each other.
+p0 = 2, 4, 12 of 12 ranks, but not for 3 of 12 beside 2 of 12, which cut the ranks at places that do not divide each other (there
+ranks exchange unequal pieces: :mod:`.exchange`).
 (With features in plain rank order the new axis would take the most significant digit, every other feature digit would shift by
 one, and the exchange would leave the axis.)
 """

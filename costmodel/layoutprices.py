@@ -15,7 +15,8 @@ from .cluster import Cluster
 from .collectives import ADJOINT, Collective, Step
 from .distribution import Axis, canonical
 from .errors import UserError
-from .redistribution import redistribute
+from .exchange import Exchange, exchange_between
+from .redistribution import Redistribution, Route, redistribute
 from .workload import Workload
 
 __all__ = ["MANY", "Layout", "LayoutPrices", "communication_time"]
@@ -33,10 +34,16 @@ def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
 
 
 class LayoutPrices:
-    """Prices on one cluster, worked out as they are asked for."""
+    """Prices on one cluster, worked out as they are asked for.
+
+    Attributes:
+        may_shrink: whether smaller micro-batches may make a redistribution cheaper.  Moves were priced that not every tensor
+            divides into, and the exchange that takes their place where they do not costs less on these links.
+    """
 
     def __init__(self, cluster: Cluster):
         self.cluster = cluster
+        self.may_shrink = False
         self._tables: dict[object, np.ndarray] = {}
         self._known: dict[object, tuple[float, float, float, float, int, int]] = {}
         self._collectives: dict[tuple[Collective, Axis], tuple[float, float]] = {}
@@ -91,21 +98,39 @@ class LayoutPrices:
             except UserError:
                 self._known[key] = (math.inf,) * 4 + (1, 1)
             else:
-                moves = [
-                    (fraction, move.collective, move.axis)
-                    for part in route
-                    for move, fraction in zip(part.moves, part.fractions)
-                    if move.collective is not None
-                ]
-                prices: list[float] = []
-                for back in (False, True):
-                    terms = [(share, self._affine(ADJOINT[kind] if back else kind, axis)) for share, kind, axis in moves]
-                    prices += [sum(latency for _, (latency, _) in terms), sum(f * slow for f, (_, slow) in terms)]
-                parts = [_least_common_multiple(math.prod(part.digits[dim]) for part in route) for dim in range(2)]
+                ways = [[self._affine(part, back) for part in route] for back in (False, True)]
+                prices = [sum(price[which] for price in way) for way in ways for which in range(2)]
+                parts = [_least_common_multiple(part.divisors[dim] for part in route) for dim in range(2)]
                 self._known[key] = (prices[0], prices[1], prices[2], prices[3], parts[0], parts[1])
+                self._compare_exchange(route, prices[0] + prices[2], prices[1] + prices[3])
         return self._known[key]
 
-    def _affine(self, collective: Collective, axis: Axis) -> tuple[float, float]:
+    def _compare_exchange(self, route: Route, fixed: float, per_byte: float) -> None:
+        """Note whether more passes, by an exchange, may cost less than fewer by these moves: there are twice as many at least."""
+        exchange = exchange_between(route[0].source, route[-1].target, 2) if len(route) > 1 else None
+        if exchange is not None:
+            ways = [self._affine(exchange, back) for back in (False, True)]
+            its_fixed, its_per_byte = (sum(way[which] for way in ways) for which in range(2))
+            self.may_shrink = self.may_shrink or 2 * its_fixed < fixed or its_per_byte < per_byte
+
+    def _affine(self, part: Redistribution | Exchange, is_back: bool) -> tuple[float, float]:
+        """(seconds, seconds per byte of the tensor) of a part of a route, or of its way back."""
+        if isinstance(part, Exchange):
+            fixed, many = (
+                communication_time(self.cluster, [s.adjoint() if is_back else s for s in part.steps(nbytes)])
+                for nbytes in (0.0, MANY)
+            )
+            return fixed, (many - fixed) / MANY
+        sending = [
+            (fraction, self._collective(ADJOINT[move.collective] if is_back else move.collective, move.axis))
+            for move, fraction in zip(part.moves, part.fractions)
+            if move.collective is not None
+        ]
+        return sum(latency for _, (latency, _) in sending), sum(
+            fraction * slowness for fraction, (_, slowness) in sending
+        )
+
+    def _collective(self, collective: Collective, axis: Axis) -> tuple[float, float]:
         """(seconds, seconds per byte) of a collective along an axis."""
         key = (collective, axis)
         if key not in self._collectives:

@@ -298,6 +298,11 @@ class PriceBook:
         self._moves: LayoutPrices = like._moves if like else LayoutPrices(cluster)
         self._layer_prices: dict[object, _Prices] = like._layer_prices if like else {}
 
+    @property
+    def may_shrink(self) -> bool:
+        """Whether, of the redistributions priced so far, some may become cheaper with smaller micro-batches."""
+        return self._moves.may_shrink
+
     @cached_property
     def _variable_prices(self) -> tuple[_Prices, ...]:
         return tuple(self._price(variable) for variable in self.variables)

@@ -23,25 +23,35 @@ A digit can be taken only while nobody owns it.  The steps are ordered so that f
 it is small).  Neighbouring axes that change in the same way at the same time change together, in one collective.  A cycle of
 axes that wait for each other's digits is broken through a spare digit of the tensor, or by gathering one of them.
 
-Where the two meshes have no common refinement (2 x 3 and 3 x 2), the tensor goes through a distribution that both can express:
-split along one dimension over all ranks, or copied everywhere; the one that sends less.
+**Without a common refinement** (2 x 3 and 3 x 2), the tensor goes through a distribution that both can express: split along one
+dimension over all ranks, or copied everywhere; the one that sends less.  Or, between two even splits, by one exchange of just what
+each rank wants (:mod:`.exchange`).  It is taken
+
+- where it cannot be dearer, whatever latency and bandwidth are: on no network level it sends more bytes or more messages, and on
+  some less of either;
+- instead of gathering on the way what is split at both ends, unless some level would carry more bytes: in 12 x 8 ranks, that
+  sends up to 95 times what a rank holds, and needs the memory for it.
+
+Where the moves that are kept do not divide a tensor, the same two reasons decide between the moves that do and the exchange, which
+always does.  So a smaller micro-batch may move less than a larger one, on some links; :class:`.layoutprices.LayoutPrices` notes it.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import gcd, prod
 from typing import Union
 
-from .collectives import Collective, Step
+from .collectives import ADJOINT, Collective, Step
 from .distribution import Axis, Distribution
 from .errors import UserError
+from .exchange import Exchange, exchange_between
 from .sbp import Broadcast, PartialSum, SBPState, Split
 
-__all__ = ["Digit", "Move", "Redistribution", "redistribute", "reversed_route", "steps"]
+__all__ = ["Digit", "Move", "Redistribution", "Route", "redistribute", "reversed_route", "steps"]
 
 
 @dataclass(frozen=True)
@@ -51,6 +61,9 @@ class Digit:
     dim: int
     index: int
 
+
+#: Fractions of a tensor that differ by less are equal.
+_ROUNDING = 1e-9
 
 #: What an axis holds: a digit, a copy or a summand.
 Holding = Union[Digit, Broadcast, PartialSum]
@@ -89,10 +102,44 @@ class Redistribution:
     moves: tuple[Move, ...]
     fractions: tuple[float, ...]
 
+    @property
+    def divisors(self) -> tuple[int, ...]:
+        """What the dimensions of the tensor have to divide by."""
+        return tuple(prod(sizes) for sizes in self.digits)
 
-def redistribute(source: Distribution, target: Distribution, shape: Sequence[int]) -> tuple[Redistribution, ...]:
-    """How a tensor of ``shape`` gets from ``source`` to ``target``: usually one :class:`Redistribution`, two where the meshes
-    have no common refinement.
+    def steps(self, nbytes: float) -> tuple[Step, ...]:
+        """The collectives for a tensor of ``nbytes`` in all (local changes send nothing)."""
+        return tuple(
+            Step(move.collective, move.axis, fraction * nbytes)
+            for move, fraction in zip(self.moves, self.fractions)
+            if move.collective is not None
+        )
+
+    def reversed(self) -> Redistribution:
+        """That of the gradient: the adjoint moves in reverse order, on the dual distributions."""
+        held = dict(self.holdings)
+        moves = []
+        for move in self.moves:
+            held.update({atom: after for atom, _, after in move.parts})
+            parts = tuple((atom, _dual(after), _dual(before)) for atom, before, after in move.parts)
+            moves.append(replace(move, collective=move.collective and ADJOINT[move.collective], parts=parts))
+        return Redistribution(
+            self.target.dual(),
+            self.source.dual(),
+            self.digits,
+            tuple((atom, _dual(holding)) for atom, holding in held.items()),
+            tuple(reversed(moves)),
+            tuple(reversed(self.fractions)),
+        )
+
+
+#: The parts of a way between two distributions, in order.
+Route = tuple[Union[Redistribution, Exchange], ...]
+
+
+def redistribute(source: Distribution, target: Distribution, shape: Sequence[int]) -> Route:
+    """How a tensor of ``shape`` gets from ``source`` to ``target``: usually one :class:`Redistribution`; two, or one
+    :class:`Exchange`, where the meshes have no common refinement.
 
     Raises:
         UserError: the tensor does not divide at either end, the numbers of ranks differ, or there is no way between the two.
@@ -106,10 +153,11 @@ def redistribute(source: Distribution, target: Distribution, shape: Sequence[int
     source, target = source.without_unit_axes(), target.without_unit_axes()
     # What matters of a dimension is how it divides into digits that ranks can own.  Most tensors divide as often as is asked for,
     # so the route of one that always divides serves them all.
-    ranks = source.num_ranks
-    route = _route(source, target, (ranks * ranks,) * len(shape))
+    route = _best_route(source, target, (source.num_ranks**2,) * len(shape))
     if route is None or not divides(route, shape):
-        route = _route(source, target, tuple(gcd(length, ranks * ranks) for length in shape))
+        is_refined = route is not None and len(route) == 1
+        find = _route if is_refined else _best_route
+        route = find(source, target, tuple(gcd(length, source.num_ranks**2) for length in shape))
     if route is None:
         raise UserError(
             f"shape {tuple(shape)} cannot be brought from {source} to {target} without dividing a dimension unevenly"
@@ -117,19 +165,54 @@ def redistribute(source: Distribution, target: Distribution, shape: Sequence[int
     return route
 
 
-def divides(route: Sequence[Redistribution], shape: Sequence[int]) -> bool:
+def divides(route: Route, shape: Sequence[int]) -> bool:
     """Whether a tensor of ``shape`` divides into the digits of the route."""
-    return all(length % prod(sizes) == 0 for part in route for length, sizes in zip(shape, part.digits))
+    return not any(length % divisor for part in route for length, divisor in zip(shape, part.divisors))
 
 
-def steps(route: Sequence[Redistribution], nbytes: float) -> tuple[Step, ...]:
-    """The collectives of a redistribution of a tensor of ``nbytes`` in all (local changes send nothing)."""
-    return tuple(
-        Step(move.collective, move.axis, fraction * nbytes)
-        for part in route
-        for move, fraction in zip(part.moves, part.fractions)
-        if move.collective is not None
-    )
+def steps(route: Route, nbytes: float) -> tuple[Step, ...]:
+    """The communication of a redistribution of a tensor of ``nbytes`` in all."""
+    return tuple(step for part in route for step in part.steps(nbytes))
+
+
+@lru_cache(maxsize=1 << 17)
+def _best_route(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> Route | None:
+    """The moves, or an exchange (rule: module's docstring)."""
+    moves = _route(source, target, shape)
+    swells = moves is not None and _swells(moves, source, target, len(shape))
+    if moves is not None and len(moves) == 1 and not swells:
+        return moves
+    exchange = exchange_between(source, target, len(shape))
+    if exchange is None or (moves is not None and not _is_beaten(moves, exchange, swells)):
+        return moves
+    return (exchange,)
+
+
+def _swells(route: tuple[Redistribution, ...], source: Distribution, target: Distribution, num_dims: int) -> bool:
+    """Whether a rank has more of the tensor on the way than at both ends."""
+    if all(fraction * source.num_ranks < 1.0 + _ROUNDING for part in route for fraction in part.fractions):
+        return False  # never more than in an even split: the usual case
+    fewest_parts = min(prod(end.split_sizes(num_dims)) for end in (source, target))
+    return any(step.nbytes * fewest_parts > 1.0 + _ROUNDING for step in steps(route, 1.0))
+
+
+def _is_beaten(moves: Route, exchange: Exchange, swells: bool) -> bool:
+    """Whether the exchange takes the place of moves that have more on the way than at both ends, or have not."""
+    mine, its = (_loads_by_level(part) for part in (steps(moves, 1.0), exchange.steps(1.0)))
+    pairs = [(its.get(level, (0.0, 0)), own) for level, own in mine.items()]
+    if its.keys() - mine.keys() or any(sent > own_sent + _ROUNDING for (sent, _), (own_sent, _) in pairs):
+        return False
+    has_fewer = any(sent < own_sent - _ROUNDING or count < own_count for (sent, count), (own_sent, own_count) in pairs)
+    return swells or (has_fewer and all(count <= own_count for (_, count), (_, own_count) in pairs))
+
+
+def _loads_by_level(steps_: Iterable[Step]) -> dict[int, tuple[float, int]]:
+    """For each network level the (bytes, messages) that the busiest rank sends."""
+    loads: dict[int, tuple[float, int]] = {}
+    for step in steps_:
+        nbytes, messages = loads.get(step.axis.level, (0.0, 0))
+        loads[step.axis.level] = nbytes + step.sent_bytes, messages + step.messages
+    return loads
 
 
 @lru_cache(maxsize=1 << 17)
@@ -369,28 +452,9 @@ class _Planner:
             self.pending = [atom for atom in self.pending if self.held[atom] != self.goal[atom]]
 
 
-def reversed_route(route: Sequence[Redistribution]) -> tuple[Redistribution, ...]:
+def reversed_route(route: Route) -> Route:
     """The route of the gradient: the adjoint moves in reverse order, on the dual distributions."""
-    return tuple(_reversed(part) for part in reversed(route))
-
-
-def _reversed(part: Redistribution) -> Redistribution:
-    from .collectives import ADJOINT
-
-    held = dict(part.holdings)
-    moves = []
-    for move in part.moves:
-        held.update({atom: after for atom, _, after in move.parts})
-        parts = tuple((atom, _dual(after), _dual(before)) for atom, before, after in move.parts)
-        moves.append(replace(move, collective=move.collective and ADJOINT[move.collective], parts=parts))
-    return Redistribution(
-        part.target.dual(),
-        part.source.dual(),
-        part.digits,
-        tuple((atom, _dual(holding)) for atom, holding in held.items()),
-        tuple(reversed(moves)),
-        tuple(reversed(part.fractions)),
-    )
+    return tuple(part.reversed() for part in reversed(route))
 
 
 def _dual(holding: Holding) -> Holding:

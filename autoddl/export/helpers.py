@@ -14,7 +14,7 @@ from pathlib import Path
 __all__ = ["PARTS", "PIPELINE_PARTS", "HelperText", "helper_text", "known_names"]
 
 #: The modules of :mod:`.parts` that files without a pipeline are made from, and those with one.
-PARTS = ("ranks", "blocks", "layers", "plain", "training")
+PARTS = ("ranks", "blocks", "exchanges", "layers", "plain", "training")
 PIPELINE_PARTS = ("workers", "pipeline", *PARTS)
 #: What stands between a file's sections of helpers.
 _TITLES = {
@@ -22,6 +22,7 @@ _TITLES = {
     "pipeline": "The pipeline",
     "ranks": "Collectives along one mesh axis",
     "blocks": "Parameters in blocks",
+    "exchanges": "Blocks from rank to rank",
     "layers": "Layers on one rank",
     "plain": "The plain model",
     "training": "Values and training",

@@ -231,9 +231,9 @@ class _Writer:
             rows = stored_rows(given.output_shape)
             local = (samples // source.p0, rows, shape[1] // (source.p1 * source.p2))
             steps = list(edge_steps(given, source, self.strategy, scene.workload, samples))
-            for line in move_lines(route, local, scene.axis):
-                remark = scene.cost([steps.pop(0)]) if line.collective is not None else ""
-                chain.put(line.expression, remark)
+            for line in move_lines(route, local, scene.axis, (scene.layout(given), scene.layout(self.layer))):
+                priced = [steps.pop(0) for _ in line.collectives]
+                chain.put(line.expression, scene.cost(priced) if priced else "")
         if len(self.place.inputs) == 1:
             self._check_shape(given)
             rows = stored_rows(self.layer.input_shape)

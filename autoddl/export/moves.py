@@ -2,7 +2,7 @@
 
 The runtime executes the same moves (:mod:`autoddl.pipelines.runtime.moving`, which explains the digits).  A digit that is the
 outermost of its dimension can be cut or joined as the dimension itself, ``all_to_all(x, axis, split_dim=2, concat_dim=0)``; others
-are named by their places in a view of the tensor.
+are named by their places in a view of the tensor.  An exchange is one line, which names the layouts at its two ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from math import prod
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.redistribution import Digit, Move, Redistribution
+from autoddl.costmodel.exchange import Exchange
+from autoddl.costmodel.redistribution import Digit, Move, Redistribution, Route
 
 from .source import value_text
 
@@ -23,27 +24,31 @@ __all__ = ["MoveLine", "move_lines"]
 
 @dataclass(frozen=True)
 class MoveLine:
-    """An expression of ``{x}``, and the collective that it runs along its axis (None: a local change)."""
+    """An expression of ``{x}``, and the collectives that it is priced as (none: a local change)."""
 
     expression: str
-    collective: Collective | None
-    axis: Axis | None
+    collectives: tuple[Collective, ...] = ()
 
 
 def move_lines(
-    route: Sequence[Redistribution], shape: tuple[int, int, int], axis_name: Callable[[Axis], str]
+    route: Route, shape: tuple[int, int, int], axis_name: Callable[[Axis], str], layouts: tuple[str, str]
 ) -> list[MoveLine]:
     """The lines that bring a rank's part (samples, rows, features) along a route.
 
     Args:
         shape: of the part before.
         axis_name: the name of a mesh axis in the file.
+        layouts: the expressions of the layouts at the ends.
 
     Raises:
         UserError: a move is none that activations make.
     """
     lines: list[MoveLine] = []
     for part in route:
+        if isinstance(part, Exchange):
+            assert len(route) == 1, "an exchange leads from one end to the other"
+            collectives = tuple(step.collective for step in part.steps(1.0))
+            return [MoveLine(f"exchange({{x}}, {layouts[0]}, {layouts[1]})", collectives)]
         view = _View(part, shape)
         for move in part.moves:
             lines += view.lines(move, axis_name)
@@ -83,7 +88,7 @@ class _View:
             return []
         self.is_flat = False
         _, rows, features = self.shape
-        return [MoveLine(f"{{x}}.reshape(-1, {rows}, {features})", None, None)]
+        return [MoveLine(f"{{x}}.reshape(-1, {rows}, {features})")]
 
     def lines(self, move: Move, axis_name: Callable[[Axis], str]) -> list[MoveLine]:
         """One move."""
@@ -100,11 +105,11 @@ class _View:
         if concat is not None and not taken:
             lines = [
                 *self.restored(),
-                MoveLine(f"all_gather({{x}}, axis={axis}, dim={concat})", move.collective, move.axis),
+                MoveLine(f"all_gather({{x}}, axis={axis}, dim={concat})", (move.collective,)),
             ]
         elif concat is not None and split is not None and split != concat:
             text = f"all_to_all({{x}}, axis={axis}, split_dim={split}, concat_dim={concat})"
-            lines = [*self.restored(), MoveLine(text, move.collective, move.axis)]
+            lines = [*self.restored(), MoveLine(text, (move.collective,))]
         else:
             kept = [i for i, length in enumerate(self.lengths) if length > 1 or i in given or i == self.spans[0][-1]]
             shown = {
@@ -114,7 +119,7 @@ class _View:
                 "sizes": sizes,
             }
             options = ", ".join(f"{name}={value_text(value)}" for name, value in shown.items())
-            lines = [MoveLine(f"exchange_digits({{x}}, axis={axis}, {options})", move.collective, move.axis)]
+            lines = [MoveLine(f"exchange_digits({{x}}, axis={axis}, {options})", (move.collective,))]
             self.is_flat = True
         for place in taken:
             self.lengths[place] = 1
@@ -133,7 +138,7 @@ class _View:
         self.lengths[place] = 1
         self.is_flat = True
         text = f"take_slice({{x}}.reshape{value_text(view)}, axis={axis_name(atom)}, dim=1).reshape(-1)"
-        return [MoveLine(text, None, None)]
+        return [MoveLine(text)]
 
     def _whole_dim(self, places: Sequence[int]) -> int | None:
         """The dimension of the tensor whose outermost digits ``places`` are, in order; None where there is none."""

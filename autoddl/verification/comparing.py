@@ -147,8 +147,8 @@ def phase_check(
     sent = None
     if payload_bytes is not None:
         headers = MESSAGE_BYTES * sum(sent_messages(step) for steps in ran for step in steps)
-        sent = payload_bytes - headers - len(ran) * sum(step.sent_bytes for step in unpriced)
-    predicted = len(ran) * sum(step.sent_bytes for step in expected)
+        sent = payload_bytes - headers - len(ran) * sum(step.mean_sent_bytes for step in unpriced)
+    predicted = len(ran) * sum(step.mean_sent_bytes for step in expected)
     return PhaseCheck(predicted, sent, tuple(missing), tuple(unexpected))
 
 

@@ -192,5 +192,5 @@ def _unpriced_bytes(fitted: FittedPipeline) -> float:
     strategy = fitted.scaled.strategies[last.name]
     steps: Sequence[Step] = unpriced_steps(last, strategy, "forward")
     forwards = passes(schedule, schedule.num_stages - 1)[0] * slots_per_micro_batch(schedule)
-    per_rank = sum(step.sent_bytes + MESSAGE_BYTES * sent_messages(step) for step in steps)
+    per_rank = sum(step.mean_sent_bytes + MESSAGE_BYTES * sent_messages(step) for step in steps)
     return forwards * strategy.num_devices * per_rank

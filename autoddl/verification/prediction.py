@@ -96,7 +96,7 @@ def sent_messages(step: Step) -> float:
     pieces = (
         min(step.axis.size, step.nbytes / _ITEMSIZE) if step.collective is Collective.ALL_REDUCE else step.axis.size
     )
-    return step.messages * pieces / step.axis.size
+    return step.mean_messages * pieces / step.axis.size
 
 
 def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[Step], list[Step]]:
@@ -114,7 +114,8 @@ def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[S
 def _alike(step: Step, other: Step) -> bool:
     same = (step.collective, step.axis.size, step.axis.stride) == (other.collective, other.axis.size, other.axis.stride)
     # A vector that is summed over several levels is padded to a whole number of elements per rank.
-    return same and abs(step.nbytes - other.nbytes) <= _ITEMSIZE * step.axis.size
+    slack = _ITEMSIZE * step.axis.size
+    return same and abs(step.nbytes - other.nbytes) <= slack and abs(step.sent_bytes - other.sent_bytes) <= 2 * slack
 
 
 def _moving(steps: Sequence[Step]) -> Steps:

@@ -9,8 +9,8 @@
 - `network`, `wire`: a network of their own for the ranks of a job, and the bytes that they really send.
 - `applied`: `AppliedModule`, a model that trains at the strategies of a plan (`autoddl.apply` makes it). Below it `program`
   (layers and their parameters), `sequence` (layers in order, redistributions between them), `layers` (what each kind does),
-  `feeding` (which input they read), `parameters` (global tensors, sums of gradients), `moving` and `stepping` (the cost model's
-  own steps, executed), `layouts` (which elements a rank holds), `tracing` (a pass in sections that can be measured).
+  `feeding` (which input they read), `parameters` (global tensors, sums of gradients), `moving`, `exchanging` and `stepping` (the
+  cost model's own steps, executed), `layouts` (which elements a rank holds), `tracing` (a pass in sections that can be measured).
 - `pipeline`: schedules executed on ranks, a package of its own.
 
 `collectives` and all of the last group but `layouts` and `feeding` need OneFlow when they are imported; others do without.

@@ -7,6 +7,8 @@ A local tensor is thought of as having one dimension per digit,
 where a digit that a mesh axis owns has length 1 here: this rank's value of it is its coordinate on that axis.  A move of some
 neighbouring axes brings the digits that they take to the front as one dimension (the outermost axis most significant, as ranks
 are counted), runs one collective along it, and leaves the digits that they give up in their places.
+
+Parts of a route that are exchanges have no digits: `exchanging` runs them.
 """
 
 from __future__ import annotations
@@ -17,10 +19,12 @@ from typing import Any
 
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
-from autoddl.costmodel.redistribution import Digit, Holding, Move, Redistribution
+from autoddl.costmodel.exchange import Exchange
+from autoddl.costmodel.redistribution import Digit, Holding, Move, Redistribution, Route
 from autoddl.costmodel.sbp import Broadcast, PartialSum
 
 from .collectives import pad_shard, take_shard
+from .exchanging import exchange_tensor
 from .stepping import Stepper, num_bytes
 
 __all__ = ["move_tensor"]
@@ -28,7 +32,7 @@ __all__ = ["move_tensor"]
 Tensor = Any
 
 
-def move_tensor(x: Tensor, route: Sequence[Redistribution], stepper: Stepper, dims: Sequence[int]) -> Tensor:
+def move_tensor(x: Tensor, route: Route, stepper: Stepper, dims: Sequence[int]) -> Tensor:
     """This rank's part of a tensor after the redistributions of ``route``; differentiable.
 
     Args:
@@ -37,7 +41,10 @@ def move_tensor(x: Tensor, route: Sequence[Redistribution], stepper: Stepper, di
         dims: which dimension of ``x`` each dimension of the distributions is, ascending; others are whole everywhere.
     """
     for part in route:
-        x = _Digits(part, tuple(x.shape), dims, stepper).run(x)
+        if isinstance(part, Exchange):
+            x = exchange_tensor(x, part, stepper, dims)
+        else:
+            x = _Digits(part, tuple(x.shape), dims, stepper).run(x)
     return x
 
 

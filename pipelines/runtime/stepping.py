@@ -96,7 +96,7 @@ class Stepper:
     def run(self, x: Tensor, step: Step, dim: int = 0) -> Tensor:
         """One all-gather, reduce-scatter (both along ``dim``) or all-reduce."""
         axis = self.axis(step.axis)
-        x = self._logged(x, step)
+        x = self.logged(x, step)
         if step.collective is Collective.ALL_GATHER:
             return all_gather(x, axis, dim)
         if step.collective is Collective.REDUCE_SCATTER:
@@ -106,11 +106,11 @@ class Stepper:
 
     def exchange(self, x: Tensor, axis: Axis, split_dim: int, concat_dim: int) -> Tensor:
         """One all-to-all."""
-        x = self._logged(x, Step(Collective.ALL_TO_ALL, axis, num_bytes(x)))
+        x = self.logged(x, Step(Collective.ALL_TO_ALL, axis, num_bytes(x)))
         return all_to_all(x, self.axis(axis), split_dim, concat_dim)
 
-    def _logged(self, x: Tensor, step: Step) -> Tensor:
-        """``x``, with an entry in the log now and one when the gradient has come back through the step."""
+    def logged(self, x: Tensor, step: Step) -> Tensor:
+        """``x``, on which the step is about to run: an entry in the log now, and one when the gradient has come back through it."""
         if self._log is None or step.axis.size == 1:
             return x
         self._log.append(step)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
+import threading
 from math import prod
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.distribution import canonical
@@ -66,6 +69,56 @@ class Ranks:
         return Parts(np.split(a, size, axis=dim)[r // stride % size] for r, a in enumerate(x.arrays))
 
 
+class Array(np.ndarray):
+    """An array with what the helpers ask of a tensor."""
+
+    def contiguous(self):
+        return np.ascontiguousarray(self).view(Array)
+
+
+def exchanged(ranks, x, source, target):
+    """The helper's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
+    used, num_ranks = {"redistributed", "Layout"}, len(x.arrays)
+    text = helper_text(used, (), {"RANK", "Tensor", "rank_in_job", "differentiable"})
+    parts = ["from __future__ import annotations", *text.standard, *(section for _, section in text.sections)]
+    code = compile("\n".join(parts), "helpers", "exec")
+    boxes = {(a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)}
+    results, sent = {}, dict.fromkeys(range(num_ranks), 0)
+
+    def work(rank):
+        def send(part, receiver, send_meta):
+            assert receiver - 100 != rank and not send_meta
+            sent[rank] += part.size
+            boxes[rank, receiver - 100].put(part.copy())
+
+        def receive(sender, shape, dtype, device):
+            part = boxes[sender - 100, rank].get(timeout=20)
+            assert part.shape == shape and part.dtype == dtype
+            return part
+
+        def narrow(array, dim, start, length):
+            return np.take(array, range(start, start + length), axis=dim).view(Array)
+
+        def join(parts, dim):
+            return np.concatenate(parts, axis=dim).view(Array)
+
+        comm = SimpleNamespace(send=send, recv=receive)
+        flow = SimpleNamespace(comm=comm, narrow=narrow, cat=join, Size=tuple, device=str)
+        space = {"RANK": rank, "rank_in_job": lambda number: number + 100, "np": np, "flow": flow}
+        exec(code, space)
+        ends = (eval(end, space) if isinstance(end, str) else end for end in (source, target))
+        results[rank] = np.asarray(space["redistributed"](x.arrays[rank].view(Array), *ends))
+
+    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(results) == num_ranks and all(box.empty() for box in boxes.values())
+    ranks.sent += sum(sent.values()) / num_ranks
+    return Parts(results[rank] for rank in range(num_ranks))
+
+
 def run(lines, x):
     """The lines, with the helpers' own text but for the collectives."""
     ranks = Ranks()
@@ -79,12 +132,23 @@ def run(lines, x):
     text = helper_text({"exchange_digits"}, (), given)
     # Axes are plain pairs here.
     exec("from __future__ import annotations\n" + text.sections[0][1].replace("axis.size", "axis[0]"), space)
+    space["exchange"] = lambda x, source, target: exchanged(ranks, x, source, target)
+    space["Layout"] = lambda *levels: f"Layout{levels}"  # for the ranks to read
     for line in lines:
         x = eval(line.expression.replace("{x}", "x"), {**space, "x": x})
     return x, ranks.sent
 
 
-def check(source, target, rows=3):
+def pair_text(axis):
+    return f"({axis.size}, {axis.stride})"
+
+
+def layout_text(levels):
+    return f"Layout({', '.join(str((p0, 1, s)) for p0, s in levels)})"
+
+
+def check(source_levels, target_levels, rows=3):
+    source, target = canonical(source_levels), canonical(target_levels)
     num = source.num_ranks
     shape = (2 * num, 3 * num)
     whole = np.arange(prod(shape) * rows).reshape(shape[0], rows, shape[1])
@@ -95,13 +159,14 @@ def check(source, target, rows=3):
 
     x = Parts(part(source, rank) for rank in range(num))
     route = redistribute(source, target, shape)
-    lines = move_lines(route, x.arrays[0].shape, lambda axis: f"({axis.size}, {axis.stride})")
+    layouts = layout_text(source_levels), layout_text(target_levels)
+    lines = move_lines(route, x.arrays[0].shape, pair_text, layouts)
     found, sent = run(lines, x)
     for rank in range(num):
         assert np.array_equal(found.arrays[rank], part(target, rank)), (source, target, rank, lines)
-    priced = sum(step.sent_bytes for step in steps(route, whole.size))
+    priced = sum(step.mean_sent_bytes for step in steps(route, whole.size))
     assert sent == pytest.approx(priced)
-    collectives = [line.collective for line in lines if line.collective is not None]
+    collectives = [collective for line in lines for collective in line.collectives]
     assert collectives == [step.collective for step in steps(route, 1.0)]
 
 
@@ -116,11 +181,13 @@ LEVELS = [(2,), (4,), (8,), (2, 2), (2, 4), (4, 2), (6,), (12,), (2, 6), (3, 4)]
 @st.composite
 def ends(draw):
     sizes = draw(st.sampled_from(LEVELS))
-    return tuple(canonical(tuple(draw(st.sampled_from(splits(size))) for size in sizes)) for _ in range(2))
+    return tuple(tuple(draw(st.sampled_from(splits(size))) for size in sizes) for _ in range(2))
 
 
 @settings(max_examples=60, deadline=None)
 @given(ends())
+@example((((1, 6),), ((3, 2),)))
+@example((((3, 1), (4, 1)), ((1, 3), (1, 4))))
 def test_written_moves_bring_every_element_to_its_place(pair):
     check(*pair)
 
@@ -139,6 +206,8 @@ def test_written_moves_bring_every_element_to_its_place(pair):
                 "{x}.reshape(-1, 3, 3)",
             ],
         ),
+        # Columns of six to blocks of two rows by three columns: no digits to exchange.
+        (((1, 6),), ((3, 2),), ["exchange({x}, Layout((1, 1, 6)), Layout((3, 1, 2)))"]),
     ],
 )
 def test_the_lines_of_small_moves(source, target, expressions):
@@ -146,5 +215,6 @@ def test_the_lines_of_small_moves(source, target, expressions):
     num = one.num_ranks
     shape = (2 * num, 3 * num)
     local = (shape[0] // prod(p for p, _ in source), 3, shape[1] // prod(s for _, s in source))
-    lines = move_lines(redistribute(one, other, shape), local, lambda axis: f"({axis.size}, {axis.stride})")
+    layouts = layout_text(source), layout_text(target)
+    lines = move_lines(redistribute(one, other, shape), local, pair_text, layouts)
     assert [line.expression for line in lines] == expressions

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from math import inf, isfinite
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +14,15 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
 from autoddl.models import Transformer, gpt, mlp, resolve_model
 from autoddl.plan import load_plan, plan_document, save_plan
-from autoddl.planner import DEFAULT_BATCH_PER_DEVICE, USABLE_MEMORY, InfeasibleError, Options, make_plan, micro_batches
+from autoddl.planner import (
+    DEFAULT_BATCH_PER_DEVICE,
+    USABLE_MEMORY,
+    InfeasibleError,
+    Options,
+    _Sweep,
+    make_plan,
+    micro_batches,
+)
 from autoddl.search import METHODS, solve
 
 #: Many tokens, few parameters: data parallelism is best.
@@ -99,6 +108,28 @@ def test_a_micro_batch_is_not_ruled_out_by_one_that_it_does_not_divide():
     assert planned.workload.micro_batch == 4
     settled = {candidate.micro_batch for candidate in planned.candidates}
     assert settled >= {12, 6, 4}
+
+
+def test_sweep_finds_the_best_where_smaller_micro_batches_may_move_less():
+    """On 3 x 4 devices tensors of 3 samples go by exchanges, those of 12 by moves that are dearer on these links."""
+    cluster = load_cluster("gcp-a100").resized(3, 4).with_links(latency_s=1e-9, bandwidth=1e8)
+    book = PriceBook(LONG, cluster, Workload(1, 1, "mixed"))
+    assert book.problem(24, 24, "communication").table.edges and book.may_shrink
+    truth = everything_solved(LONG, cluster, 24, "communication", inf)
+    planned = make_plan(LONG, cluster, Options(batch=24, memory_limit_bytes=2**50, objective="communication"))
+    assert planned.optimal and planned.cost == pytest.approx(min(truth.values()), rel=1e-9)
+    for candidate in planned.candidates:
+        assert candidate.lower_bound <= truth[candidate.micro_batch, candidate.recompute] * (1 + 1e-9)
+
+
+@pytest.mark.parametrize("may_shrink", [False, True])
+def test_bounds_are_inherited_where_prices_only_grow(may_shrink):
+    """From 24 samples to 12 where no redistribution becomes cheaper; with recomputation of the same 24 always."""
+    sweep = object.__new__(_Sweep)
+    sweep.free, sweep.books = {(24, False): 10.0}, SimpleNamespace(may_shrink=may_shrink)
+    assert sweep._free_bound(Workload(24, 12)) == (-inf if may_shrink else 10.0)
+    assert sweep._free_bound(Workload(24, 24, recompute=True)) == 10.0
+    assert sweep._free_bound(Workload(48, 48)) == -inf
 
 
 def test_the_smallest_memory_that_would_do_does():

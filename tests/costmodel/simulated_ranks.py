@@ -8,6 +8,8 @@ owns has length 1 on this rank (the value of the digit is the rank's coordinate 
 
 Ranks see each other's data only through :class:`Network`, which counts; the collectives are written with messages as a real
 runtime would send them (pairwise: p - 1 messages of 1/p of the data, which is also a ring's volume).
+
+An exchange's pieces are cut out of what their senders hold by global index, and every element that arrives has to be new.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ import numpy as np
 
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.distribution import Axis, Distribution
-from autoddl.costmodel.redistribution import Digit, Move, Redistribution
+from autoddl.costmodel.exchange import Exchange
+from autoddl.costmodel.redistribution import Digit, Move, Redistribution, Route
 from autoddl.costmodel.sbp import Broadcast, PartialSum
 
 Digits = tuple[tuple[int, ...], ...]
@@ -59,14 +62,18 @@ def assemble(local: Sequence[np.ndarray], distribution: Distribution, shape: Seq
 
 @dataclass
 class Network:
-    """Counts what ranks receive from each other, in elements."""
+    """Counts what ranks receive from and send to each other, in elements, and on which pairs of ranks there are messages."""
 
     received: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
+    pairs: set[tuple[int, int]] = field(default_factory=set)
 
     def send(self, source: int, target: int, data: np.ndarray) -> np.ndarray:
         """``data`` as ``target`` receives it."""
         if source != target:
             self.received[target] = self.received.get(target, 0) + data.size
+            self.sent[source] = self.sent.get(source, 0) + data.size
+            self.pairs.add((source, target))
         return data.copy()
 
 
@@ -235,12 +242,45 @@ class DigitArrays:
         return results
 
 
+def run_exchange(
+    part: Exchange, local: Sequence[np.ndarray], shape: Sequence[int], network: Network
+) -> list[np.ndarray]:
+    """Every piece from its source to its destination; what a rank has and wants itself stays."""
+
+    def held(distribution: Distribution, rank: int) -> tuple[np.ndarray, ...]:
+        return tuple(np.arange(length)[part] for length, part in zip(shape, distribution.slices(rank, shape)))
+
+    def places(index: Sequence[Sequence[int]], among: Sequence[np.ndarray]) -> tuple[np.ndarray, ...]:
+        assert all(np.isin(own, of).all() for own, of in zip(index, among)), "a piece is not where it should be"
+        return np.ix_(*(np.searchsorted(of, own) for own, of in zip(index, among)))
+
+    found, pieces = [], part.pieces(shape)
+    for rank in range(len(local)):
+        own, wanted = held(part.source, rank), held(part.target, rank)
+        result = np.zeros([len(index) for index in wanted], local[rank].dtype)
+        times = np.zeros(result.shape, int)
+        common = [np.intersect1d(mine, other) for mine, other in zip(own, wanted)]
+        result[places(common, wanted)] = local[rank][places(common, own)]
+        times[places(common, wanted)] += 1
+        for piece in pieces:
+            if piece.destination == rank:
+                data = local[piece.source][places(piece.block, held(part.source, piece.source))]
+                result[places(piece.block, wanted)] = network.send(piece.source, rank, data)
+                times[places(piece.block, wanted)] += 1
+        assert (times == 1).all(), "an element is missing, or came twice"
+        found.append(result)
+    return found
+
+
 def execute(
-    route: Sequence[Redistribution], local: Sequence[np.ndarray], shape: Sequence[int], network: Network | None = None
+    route: Route, local: Sequence[np.ndarray], shape: Sequence[int], network: Network | None = None
 ) -> list[np.ndarray]:
     """Run a route: from every rank's local tensor at its source to every rank's local tensor at its target."""
     network = Network() if network is None else network
     for part in route:
+        if isinstance(part, Exchange):
+            local = run_exchange(part, local, shape, network)
+            continue
         arrays = DigitArrays(part, local, shape)
         for move in part.moves:
             arrays.execute(move, network)

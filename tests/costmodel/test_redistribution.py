@@ -10,16 +10,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.distribution import Distribution, all_states, canonical, prime_factors
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.redistribution import Redistribution, redistribute, reversed_route, steps
-from autoddl.costmodel.sbp import PartialSum
+from autoddl.costmodel.exchange import Exchange, exchange_between
+from autoddl.costmodel.layoutprices import LayoutPrices
+from autoddl.costmodel.redistribution import Redistribution, Route, _route, redistribute, reversed_route, steps
+from autoddl.costmodel.sbp import PartialSum, Split
+from autoddl.costmodel.workload import Workload
 
 from .simulated_ranks import Network, assemble, execute, scatter
 
 D = Distribution.parse
-Route = tuple[Redistribution, ...]
 
 
 def run(source: Distribution, target: Distribution, shape: tuple[int, ...], seed: int = 0) -> Route:
@@ -52,11 +55,25 @@ def run(source: Distribution, target: Distribution, shape: tuple[int, ...], seed
 
 def check_bytes(route: Route, network: Network, shape: tuple[int, ...], num_ranks: int) -> None:
     """What the ranks received is what the steps say that they send, each rank as much as any other where chunks are equal."""
+    if any(isinstance(part, Exchange) for part in route):
+        check_exchanged_bytes(route, network, shape, num_ranks)
+        return
     predicted = sum(step.sent_bytes for step in steps(route, prod(shape)))
     received = [network.received.get(rank, 0) for rank in range(num_ranks)]
     assert sum(received) == pytest.approx(predicted * num_ranks, rel=1e-12, abs=1e-9)
     if not any(step.collective is Collective.ALL_REDUCE for step in steps(route, 1.0)):
         assert received == pytest.approx([predicted] * num_ranks, rel=1e-12, abs=1e-9)
+
+
+def check_exchanged_bytes(route: Route, network: Network, shape: tuple[int, ...], num_ranks: int) -> None:
+    """On average a rank sends what the steps say; the busiest at most as much as is priced, and on one level just that."""
+    found = steps(route, prod(shape))
+    assert sum(network.received.values()) == pytest.approx(sum(s.mean_sent_bytes for s in found) * num_ranks)
+    assert len(network.pairs) == pytest.approx(sum(s.mean_messages for s in found) * num_ranks)
+    busiest = max([*network.received.values(), *network.sent.values()], default=0)
+    priced = sum(step.sent_bytes for step in found)
+    assert busiest <= priced + 1e-9 and (busiest >= priced - 1e-9 or len(found) > 1)
+    assert all(step.sent_bytes >= step.mean_sent_bytes - 1e-9 for step in found)
 
 
 def shape_for(*ends: Distribution, num_dims: int, extra: tuple[int, ...] = ()) -> tuple[int, ...]:
@@ -245,26 +262,171 @@ def test_powers_of_two_never_gather(levels):
         assert {step.collective for step in steps(route, 1.0)} <= {Collective.ALL_TO_ALL}
 
 
-@pytest.mark.parametrize("levels", [(8,), (12,), (2, 4), (6, 4), (3, 4)], ids=str)
-def test_smaller_micro_batches_never_make_a_step_cheaper(levels):
-    """What the sweep over micro-batches rests on: k passes of 1/k of the samples send as many bytes and messages, or more."""
-    num_ranks = prod(levels)
+@pytest.mark.parametrize("links", [None, (5e-6, 25e9), (1e-4, 25e9)], ids=["dgx-a100", "equal", "slow to start"])
+@pytest.mark.parametrize("levels", [(8,), (12,), (2, 4), (6, 4), (3, 4), (3, 8)], ids=str)
+def test_smaller_micro_batches_never_make_a_step_cheaper(levels, links):
+    """What the sweep over micro-batches rests on: k passes of 1/k of the samples cost as much, or more, or the prices say so."""
+    cluster = load_cluster("dgx-a100").resized(*((1, *levels) if len(levels) == 1 else levels))
+    cluster = cluster.with_links(*links) if links else cluster
+    passes = (1, 2, 3, 4, 6, prod(levels))
     for a, b in product(classes(levels), repeat=2):
-        source, target = canonical(a), canonical(b)
-        rows, features = shape_for(source, target, num_dims=2)
-        passes = (1, 2, 3, 4, 6, num_ranks)
-        whole = rows * lcm(*passes)
-        per_step = {}
+        rows, features = shape_for(canonical(a), canonical(b), num_dims=2)
+        whole, prices = rows * lcm(*passes), LayoutPrices(cluster)
+        cost = {}
         for k in passes:
-            route = redistribute(source, target, (whole // k, features))
-            per_step[k] = (
-                sum(step.sent_bytes for step in steps(route, 1.0)),
-                k * sum(step.messages for step in steps(route, 1.0)),
-            )
+            workload = Workload(whole, whole // k, "mixed")
+            cost[k] = prices.costs((features, 1000 * features), (a,), (b,), workload)[0, 0]
         for few, many in product(passes, passes):
             if many % few == 0:
-                assert per_step[few][0] <= per_step[many][0] + 1e-12, (a, b, few, many)
-                assert per_step[few][1] <= per_step[many][1], (a, b, few, many)
+                assert cost[few] <= cost[many] * (1 + 1e-12) or prices.may_shrink, (a, b, few, many)
+        if set(prime_factors(prod(levels))) == {2}:
+            assert not prices.may_shrink
+
+
+def test_prices_say_where_smaller_micro_batches_may_be_cheaper():
+    """From p0 = 1 to 3 of three nodes, on links as fast as those inside: 24 rows go by moves, 3 by an exchange of fewer bytes."""
+    source, target = ((1, 3), (1, 8)), ((3, 1), (1, 8))
+    cluster, elements = load_cluster("dgx-a100").resized(3, 8), 24 * 10**6
+    for links, may_shrink in [(cluster, False), (cluster.with_links(5e-6, 25e9), True)]:
+        prices = LayoutPrices(links)
+        large, small = (
+            prices.costs((24, elements), (source,), (target,), Workload(24, samples, "mixed"))[0, 0]
+            for samples in (24, 3)
+        )
+        assert (small < large, prices.may_shrink) == (may_shrink, may_shrink)
+
+
+# ----------------------------------------------------------------- meshes without a common refinement: exchanges of pieces
+
+
+def canonical_pairs(levels: tuple[int, ...]) -> list[tuple[Distribution, Distribution]]:
+    return [(canonical(a), canonical(b)) for a, b in product(classes(levels), repeat=2) if a != b]
+
+
+def always(levels: tuple[int, ...]) -> tuple[int, int]:
+    """A shape that divides for every route."""
+    return (prod(levels) ** 2,) * 2
+
+
+def by_level(steps_) -> dict[int, tuple[float, float]]:
+    """(bytes, messages) of the busiest rank on each network level."""
+    loads: dict[int, tuple[float, float]] = {}
+    for step in steps_:
+        nbytes, messages = loads.get(step.axis.level, (0.0, 0.0))
+        loads[step.axis.level] = nbytes + step.sent_bytes, messages + step.messages
+    return loads
+
+
+@pytest.mark.parametrize("levels", [(3, 8), (12, 8), (6,), (12,), (6, 6), (5, 4), (9, 4), (8, 8)], ids=str)
+def test_even_splits_are_never_gathered(levels):
+    """Whatever changes, no rank has more than its share on the way, and a level outside of all that changes carries nothing."""
+    for a, b in product(classes(levels), repeat=2):
+        found = steps(redistribute(canonical(a), canonical(b), always(levels)), prod(levels))
+        assert all(step.collective is Collective.ALL_TO_ALL for step in found), (a, b)
+        assert all(step.nbytes == pytest.approx(1.0) for step in found), (a, b)
+        touched = [level for level in range(len(levels)) if a[level] != b[level]]
+        assert all(step.axis.level >= min(touched) for step in found), (a, b)
+        # 3 x 8 ranks used to gather over all of them, and sent 23 times their share; 12 x 8 ranks 95 times.
+        assert all(nbytes < 5.0 for nbytes, _ in by_level(found).values()), (a, b)
+
+
+@pytest.mark.parametrize(
+    ("levels", "count"), [((6,), 12), ((3, 8), 20), ((12,), 30), ((6, 6), 12), ((12, 8), 3)], ids=str
+)
+def test_exchanges_on_simulated_ranks(levels, count):
+    """Some pairs, forward and backward; what ranks of an exchange receive is just what they lack."""
+    pairs = [pair for pair in canonical_pairs(levels) if isinstance(redistribute(*pair, always(levels))[0], Exchange)]
+    rng = np.random.default_rng(prod(levels))
+    assert len(pairs) >= 2
+    for which in rng.permutation(len(pairs))[:count]:
+        source, target = pairs[which]
+        shape = shape_for(source, target, num_dims=2)
+        route = run(source, target, shape)
+        assert isinstance(route[0], Exchange), "it divides wherever both ends do"
+        network = Network()
+        execute(route, scatter(np.zeros(shape), source, rng), shape, network)
+        share = prod(shape) // source.num_ranks
+        for rank in range(source.num_ranks):
+            ends = [end.slices(rank, shape) for end in (source, target)]
+            kept = prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in zip(*ends))
+            assert network.received.get(rank, 0) == network.sent.get(rank, 0) == share - kept
+
+
+def test_an_exchange_worked_by_hand():
+    """The table of the module's docstring: ranks send three pieces of a third of their part, or keep one and send two."""
+    (step,) = steps(redistribute(canonical(((1, 6),)), canonical(((3, 2),)), (6, 6)), 36 * 4)
+    assert (step.axis.size, step.messages, step.sent_bytes) == (6, 3, 6 * 4)
+    # Ranks 0 and 5 keep one.
+    assert step.mean_messages == (2 + 3 + 3 + 3 + 3 + 2) / 6
+    assert step.mean_sent_bytes == pytest.approx(step.mean_messages * 2 * 4)
+    # 3 messages of 5 us and 24 bytes at 1 GB/s, on the only level.
+    link = load_cluster("dgx-a100").resized(1, 6).with_links(5e-6, 1e9)
+    assert link.time(step) == pytest.approx(3 * 5e-6 + 24 / 1e9)
+
+
+def test_levels_are_carried_one_after_another():
+    """Three nodes of two, from p0 = 1 and 2 to p0 = 3 and 1: each message counts where its ranks are."""
+    levels = (3, 2)
+    source, target, shape = canonical(((1, 3), (2, 1))), canonical(((3, 1), (1, 2))), (6, 6)
+    route = redistribute(source, target, shape)
+    loads: dict[tuple[int, str, int], list[int]] = {}
+    for rank, other in product(range(6), repeat=2):
+        mine, wanted = source.slices(rank, shape), target.slices(other, shape)
+        size = prod(max(0, min(a.stop, b.stop) - max(a.start, b.start)) for a, b in zip(mine, wanted))
+        if rank != other and size:
+            level = 0 if rank // levels[1] != other // levels[1] else 1
+            for key in ((level, "sends", rank), (level, "gets", other)):
+                loads.setdefault(key, []).append(size)
+    found = by_level(steps(route, 36))
+    assert isinstance(route[0], Exchange) and set(found) == {0, 1}
+    for level, (nbytes, messages) in found.items():
+        own = [sizes for key, sizes in loads.items() if key[0] == level]
+        assert (nbytes, messages) == (pytest.approx(max(map(sum, own))), max(map(len, own)))
+
+
+@pytest.mark.parametrize("levels", [(3, 8), (12, 8), (12,), (6, 6)], ids=str)
+def test_exchanges_are_never_dearer(levels):
+    """Than the moves that they replace, on any links; where these gather, no level carries more bytes for it."""
+    num_exchanges = num_gathers = 0
+    for source, target in canonical_pairs(levels):
+        chosen = redistribute(source, target, always(levels))
+        moves = _route(source, target, always(levels))
+        assert moves is not None
+        if not isinstance(chosen[0], Exchange):
+            assert chosen == moves, "what is as good has not changed"
+            continue
+        num_exchanges += 1
+        before, after = (by_level(steps(route, prod(levels))) for route in (moves, chosen))
+        gathers = any(step.collective is Collective.ALL_GATHER for step in steps(moves, 1.0))
+        num_gathers += gathers
+        for level, (nbytes, messages) in after.items():
+            assert nbytes <= before[level][0] + 1e-9
+            assert messages <= before[level][1] or gathers
+    assert num_exchanges > 0
+    # All 18 of 56 pairs on 3 x 8 ranks, and 144 of 552 on 12 x 8.
+    assert num_gathers == {(3, 8): 18, (12, 8): 144}.get(levels, num_gathers)
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_exchanges_between_any_even_splits(data):
+    """Those that are not chosen, too: meshes and orders of axes of any kind."""
+    num_ranks = data.draw(st.sampled_from([2, 4, 6, 8, 12, 18]))
+    ends = [data.draw(distributions(num_ranks, 2)) for _ in range(2)]
+    ends = [Distribution(e.axes, tuple(s if isinstance(s, Split) else Split(0) for s in e.states)) for e in ends]
+    exchange = exchange_between(*ends, 2)
+    assert exchange is not None
+    shape = shape_for(*ends, num_dims=2)
+    rng, network = np.random.default_rng(0), Network()
+    tensor = rng.integers(-99, 100, shape)
+    end = execute((exchange,), scatter(tensor, ends[0], rng), shape, network)
+    np.testing.assert_array_equal(assemble(end, ends[1], shape), tensor)
+    check_exchanged_bytes((exchange,), network, shape, num_ranks)
+
+
+def test_copies_and_summands_are_never_exchanged():
+    for source, target in [("(S0:2, S1:3)", "(B:3, S1:2)"), ("(P:2, S1:3)", "(S0:3, S1:2)")]:
+        assert exchange_between(D(source), D(target), 2) is None
 
 
 # --------------------------------------------------------------------------------------------------- lower bounds, errors

@@ -42,18 +42,19 @@ def _same_but_partial(lying: Distribution, a: int, b: int) -> bool:
 
 
 def move_pairs(
-    pairs: list[tuple[str, str]], shape: tuple[int, ...], num_ranks: int, measured: bool
+    pairs: list[tuple[str, str]], shape: tuple[int, ...], num_ranks: int, measured: bool, first_rank: int = 0
 ) -> list[dict[str, Any]]:
-    """For each pair of distributions over the first ranks what this rank holds after, forward and backward, and the traffic."""
+    """For each pair of distributions over the ranks from ``first_rank`` on what this rank holds after, forward and backward, and
+    the traffic."""
     from autoddl.pipelines.runtime.moving import move_tensor
     from autoddl.pipelines.runtime.stepping import Stepper
     from autoddl.pipelines.runtime.wire import Meter
 
     flow = load_oneflow()
-    rank = flow.env.get_rank()
-    if rank >= num_ranks:
+    rank = flow.env.get_rank() - first_rank
+    if not 0 <= rank < num_ranks:
         return []
-    stepper = Stepper(num_ranks)
+    stepper = Stepper(num_ranks, first_rank)
     meter = Meter() if measured else None
     value = np.arange(np.prod(shape), dtype=np.float32).reshape(shape) % 997
     gradient = (np.arange(np.prod(shape), dtype=np.float32).reshape(shape) * 7) % 991
@@ -79,8 +80,25 @@ def move_pairs(
                 "payload": traffic.payload_bytes if traffic else None,
                 "ran": [str(step) for step in log],
                 "expected": [*map(str, expected), *(str(step.adjoint()) for step in reversed(expected))],
-                "sent_bytes": 2 * sum(step.sent_bytes for step in expected),
-                "messages": 2 * sum(step.messages for step in expected),
+                "sent_bytes": 2 * sum(step.mean_sent_bytes for step in expected),
+                "messages": 2 * sum(step.mean_messages for step in expected),
             }
         )
     return results
+
+
+def replay_exchanges(pairs: list[tuple[str, str]], shape: tuple[int, ...]) -> list[tuple[int, float, float]]:
+    """For each exchange what ranking strategies would time of it: (payload, bytes, messages) of all ranks, forward."""
+    from autoddl.calib.replay import steps_alone
+    from autoddl.pipelines.runtime.wire import Meter
+
+    meter, found = Meter(), []
+    num_ranks = load_oneflow().env.get_world_size()
+    for a, b in pairs:
+        expected = steps(redistribute(Distribution.parse(a), Distribution.parse(b), shape), 4 * np.prod(shape))
+        _, traffic = meter(steps_alone([(None, step) for step in expected]))
+        sent, messages = (
+            num_ranks * sum(getattr(step, name) for step in expected) for name in ("mean_sent_bytes", "mean_messages")
+        )
+        found.append((traffic.payload_bytes, sent, messages))
+    return found

@@ -91,16 +91,21 @@ def on(*splits: tuple[int, int, int], summa: bool = False) -> Strategy:
     return Strategy(splits, summa=summa)
 
 
-def perceptron(*strategies: Strategy, batch: int = 16) -> Case:
-    built_in = BuiltIn("mlp", Perceptron((64, 128, 96, 32)))
+def perceptron(
+    *strategies: Strategy, batch: int = 16, widths: tuple[int, ...] = (64, 128, 96, 32), micro_batch: int = 8
+) -> Case:
+    built_in = BuiltIn("mlp", Perceptron(widths))
     named = {f"fc{i + 1}": strategy for i, strategy in enumerate(strategies)}
-    return Case(built_in, named, Workload(batch, 8, "float32", optimizer="sgd"))
+    return Case(built_in, named, Workload(batch, micro_batch, "float32", optimizer="sgd"))
 
 
 CASES: dict[str, Callable[[], Case]] = {
     "mlp on 2": lambda: perceptron(on((2, 1, 1)), on((1, 2, 1)), on((1, 1, 2))),
     "mlp on 4": lambda: perceptron(on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))),
     "mlp on 4, summa": lambda: perceptron(on((2, 2, 1), summa=True), on((1, 2, 2)), on((2, 2, 1), summa=True)),
+    "mlp on 6": lambda: perceptron(
+        on((1, 2, 3)), on((3, 1, 2)), on((1, 6, 1)), batch=24, widths=(48, 144, 96, 24), micro_batch=12
+    ),
     "mlp on 2x2": lambda: perceptron(on((2, 1, 1), (1, 2, 1)), on((1, 1, 2), (1, 2, 1)), on((1, 2, 1), (2, 1, 1))),
     "gpt on 2": lambda: random_case("gpt", GPT, (2,), 2, tied=False),
     "gpt on 2x2, recomputed": lambda: random_case("gpt", replace(GPT, layers=1), (2, 2), 3, batch=8, recompute=True),
@@ -141,6 +146,9 @@ def sent_by(results: list[dict[str, Any]]) -> list[Sent]:
 def test_losses_values_and_bytes_are_those_of_the_applied_plan(counted_ranks, tmp_path, name):
     case = CASES[name]()
     arguments = case.built_in, case.graph, case.strategies, case.workload, exported(case, tmp_path), True
+    assert ("exchange(x, Layout((1, 2, 3)), Layout((3, 1, 2)))" in Path(arguments[4]).read_text()) == (
+        name == "mlp on 6"
+    )
     check(lambda: counted_ranks(case.num_ranks).run(f"{JOBS}:train_both", *arguments))
 
 

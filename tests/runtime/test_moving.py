@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 
 from autoddl.costmodel.distribution import all_distributions, canonical
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 
@@ -99,3 +101,47 @@ def test_changes_of_the_samples_split_are_one_exchange(ranks):
     check(pairs, results, shape)
     for result in results[0]:
         assert len(result["expected"]) == 2 and all("all-to-all over 2" in step for step in result["expected"])
+
+
+def exchanged_pairs(*levels):
+    """The pairs of canonical layouts between which ranks exchange unequal pieces."""
+    ends = list(product(*([(p0, size // p0) for p0 in range(1, size + 1) if size % p0 == 0] for size in levels)))
+    pairs = [(canonical(a), canonical(b)) for a, b in product(ends, ends)]
+    return [pair for pair in pairs if any(isinstance(part, Exchange) for part in redistribute(*pair, (36, 36)))]
+
+
+@pytest.mark.parametrize("first_rank", [0, 2])
+def test_exchanges_of_unequal_pieces(ranks, first_rank):
+    """On six of eight ranks: every element where plain slicing has it, and each gradient where its element came from."""
+    pairs = exchanged_pairs(6) + exchanged_pairs(2, 3)
+    assert {(str(a), str(b)) for a, b in pairs} >= {("(S1:3@1, S1:2@3)", "(S0:3, S1:2)")}
+    shape = (12, 36)
+    texts = [(str(source), str(target)) for source, target in pairs]
+    results = ranks(8).run(f"{JOBS}:move_pairs", texts, shape, 6, False, first_rank)[first_rank : first_rank + 6]
+    check(pairs, results, shape)
+    value = np.arange(np.prod(shape)).reshape(shape) % VALUES
+    gradient = np.arange(np.prod(shape)).reshape(shape) * 7 % GRADIENTS
+    for i, (source, target) in enumerate(pairs):
+        for rank, result in enumerate(results):
+            assert np.array_equal(result[i]["forward"], value[target.slices(rank, shape)])
+            assert np.array_equal(result[i]["backward"], gradient[source.slices(rank, shape)])
+
+
+def test_bytes_of_exchanges_are_those_of_the_step_list(counted_ranks):
+    """On six ranks of one network level, and of three nodes of two: on average as priced for the busiest rank, or less."""
+    shape = (576, 768)
+    pairs = exchanged_pairs(6) + exchanged_pairs(3, 2)
+    texts = [(str(source), str(target)) for source, target in pairs]
+    assert len(exchanged_pairs(3, 2)) > 0
+
+    def count():
+        results = counted_ranks(6).run(f"{JOBS}:move_pairs", texts, shape, 6, True)
+        check(pairs, results, shape)
+        found = []
+        for i, text in enumerate(texts):
+            sent, messages = (sum(result[i][field] for result in results) for field in ("sent_bytes", "messages"))
+            found.append(Sent(f"{text}", results[0][i]["payload"], sent, messages))
+        replayed = counted_ranks(6).run(f"{JOBS}:replay_exchanges", texts, shape)[0]
+        return [*found, *(Sent(f"{text}, replayed", *counts) for text, counts in zip(texts, replayed))]
+
+    check_sent(6, count(), count)

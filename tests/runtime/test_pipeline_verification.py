@@ -21,7 +21,8 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
-from autoddl.models.builtin import recognise
+from autoddl.joint.meshes import Division
+from autoddl.models.builtin import BuiltIn, Perceptron, recognise
 from autoddl.models.feedforward import mlp
 from autoddl.models.transformers import Transformer, gpt
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
@@ -40,6 +41,7 @@ from autoddl.verification.pipelines import verify_pipeline
 from autoddl.verification.result import ValueCheck
 from autoddl.verification.scaling import needed_flops, needed_memory_bytes
 
+from .pipeline_plans import pipelined
 from .sent_bytes import Sent, check_sent
 
 MODEL = Transformer("gpt", layers=2, width=64, heads=4, sequence=16, vocabulary=256)
@@ -113,6 +115,25 @@ def sent_by(found: PipelineVerification) -> list[Sent]:
     run = Sent("a run", found.run.sent_bytes, found.traffic.all.num_bytes, relative=0.02, num_readings=0)
     split = next(layer for layer in found.layers[0] if layer.name.endswith("mlp.c_fc"))
     return [run, *(Sent(n, p.sent_bytes, p.predicted_bytes, num_readings=0) for n, p in split.phases.items())]
+
+
+def test_exchanges_inside_a_stage_are_verified(counted_ranks):
+    """In the stage of six ranks p0 goes from 1 to 3 and back: unequal pieces, whose bytes are counted on the wire."""
+    built_in = BuiltIn("mlp", Perceptron((48, 96, 144, 96, 24)))
+    mesh = Division((StageMesh(1, 2), StageMesh(1, 6)))
+    one = PipelineSchedule("1f1b", 2, 2, (("policy", "A"),))
+    plan = pipelined(built_in, one, (1, 3), mesh, micro_batch=12, shape=(1, 8), seed=44)
+
+    def run():
+        return verify_pipeline(plan, 8, pool=counted_ranks(8))
+
+    def sent(found):
+        return [Sent("a run", found.run.sent_bytes, found.traffic.all.num_bytes, relative=0.02, num_readings=0)]
+
+    found = run()
+    assert [str(layer.strategy) for layer in found.layers[1]] == ["(1,3,2)", "(3,1,2)", "(1,6,1)"]
+    assert found.faults == () and found.is_right
+    check_sent(8, sent(found), lambda: sent(run()))
 
 
 def test_what_is_off_is_said(verified):

@@ -73,6 +73,8 @@ RIGHT = {
     "mlp on 4": mlp_plan((on((4, 1, 1)), on((1, 2, 2)), on((2, 1, 2))), batch=128, micro_batch=64),
     "mlp on 4, summa": mlp_plan((on((2, 2, 1), summa=True), on((1, 2, 2)), on((2, 2, 1))), optimizer="momentum"),
     "mlp on 2 x 2": mlp_plan((on((2, 1, 1), (1, 2, 1)), on((1, 2, 1), (1, 1, 2)), on((1, 1, 2), (2, 1, 1)))),
+    # From p0 = 1 to 3 of 6 ranks in unequal pieces, and back.
+    "mlp on 6": mlp_plan((on((1, 2, 3)), on((3, 1, 2)), on((1, 6, 1))), 48, (192, 480, 576, 96), optimizer="sgd"),
     "gpt on 2, optimal": gpt_plan("optimal", (2,), layers=2),
     "gpt on 4, megatron": gpt_plan("megatron", (4,)),
     "gpt on 2 x 2, optimal": gpt_plan("optimal", (2, 2), recompute=True),
@@ -112,7 +114,7 @@ def sent_by(found):
 
 def priced_bytes(plan):
     steps = predicted_steps(plan.graph, plan.strategies, plan.workload, plan.cluster)
-    return {key: plan.cluster.num_devices * sum(step.sent_bytes for step in found) for key, found in steps.items()}
+    return {key: plan.cluster.num_devices * sum(step.mean_sent_bytes for step in found) for key, found in steps.items()}
 
 
 def test_a_model_too_large_is_scaled_down_with_its_strategies(counted_ranks, capsys, tmp_path, monkeypatch):

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import oneflow as flow
 
-from .blocks import Held, Layout, all_weights, block
+from .blocks import Held, Layout, all_weights
+from .exchanges import held_by, pieces
 from .layers import gather, scatter
 from .ranks import Axis, Tensor, sum_over_ranks
 from .training import load_plain_state, optimizer_of, plain_state
@@ -91,42 +92,6 @@ class Boundary(NamedTuple):
     features: int
     leaving: Layout
     arriving: Layout
-
-
-class Piece(NamedTuple):
-    """A message: of every part (samples, features) a block, from one rank to another, each counted within its worker."""
-
-    source: int
-    destination: int
-    samples: range
-    features: range
-
-
-def pieces(source: Layout, target: Layout, num_samples: int, num_features: int) -> Iterator[Piece]:
-    """The messages that bring a tensor from one layout to the other, on other ranks."""
-    for destination in range(target.num_ranks):
-        wanted = held_by(target, destination, num_samples, num_features)
-        for rank in range(source.num_ranks):
-            samples, features = map(overlap, held_by(source, rank, num_samples, num_features), wanted)
-            if samples and features:
-                yield Piece(rank, destination, samples, features)
-
-
-def held_by(layout: Layout, rank: int, num_samples: int, num_features: int) -> tuple[range, range]:
-    """The block (samples, features) that a rank holds between layers."""
-    found = []
-    for axes, length in ((layout.p0, num_samples), (layout.features, num_features)):
-        parts = int(np.prod([axis.size for axis in axes], dtype=int))
-        if length % parts:
-            raise ValueError(f"{length} samples or features do not divide over {parts} ranks")
-        width = length // parts
-        found.append(range(block(axes, rank) * width, (block(axes, rank) + 1) * width))
-    return found[0], found[1]
-
-
-def overlap(one: range, other: range) -> range:
-    """What two ranges have in common."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
 
 
 class SharedWeight(NamedTuple):

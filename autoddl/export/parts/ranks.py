@@ -35,6 +35,11 @@ class Axis(NamedTuple):
         return tuple(first + k * self.stride for k in range(self.size))
 
 
+def rank_in_job(rank: int) -> int:
+    """The number of a rank of the mesh among all ranks."""
+    return rank
+
+
 def mesh(*lengths: int) -> Any:
     """All ranks in their order, on axes of these lengths."""
     return flow.placement("cpu", np.arange(NUM_RANKS).reshape(lengths or (NUM_RANKS,)).tolist())

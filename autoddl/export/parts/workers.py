@@ -25,6 +25,11 @@ NUM_RANKS = len(WORKERS[WORKER])
 RANK = JOB_RANK - WORKERS[WORKER][0]
 
 
+def rank_in_job(rank: int) -> int:
+    """The number of one of the worker's ranks among all ranks."""
+    return WORKERS[WORKER][rank]
+
+
 def mesh(*lengths: int) -> Any:
     """The worker's ranks in their order, on axes of these lengths."""
     return flow.placement("cpu", np.array(WORKERS[WORKER]).reshape(lengths or (NUM_RANKS,)).tolist())

@@ -197,7 +197,7 @@ def _sharing(graph: LayerGraph, stages: Sequence[StagePlan], owner: tuple[str, i
 def _sent(steps: Iterable[Step], plan: StagePlan) -> Sent:
     """What the stage's ranks send in steps that each of them takes part in."""
     moving = [step for step in steps if step.axis.size > 1]
-    return Sent(sum(s.sent_bytes for s in moving), sum(_messages(s) for s in moving)) * plan.num_ranks
+    return Sent(sum(s.mean_sent_bytes for s in moving), sum(_messages(s) for s in moving)) * plan.num_ranks
 
 
 def _messages(step: Step) -> float:
@@ -205,4 +205,4 @@ def _messages(step: Step) -> float:
     pieces: float = step.axis.size
     if step.collective is Collective.ALL_REDUCE:
         pieces = min(pieces, step.nbytes / _ITEMSIZE)
-    return step.messages * pieces / step.axis.size
+    return step.mean_messages * pieces / step.axis.size
