@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
-__all__ = ["Deadline", "Stop", "StopRequestedError"]
+__all__ = ["Deadline", "Stop", "StopRequestedError", "TimedStop"]
 
 
 class StopRequestedError(Exception):
@@ -90,3 +90,16 @@ class Deadline:
         part = Deadline(share * self.limit_s, self.stop, self._timer)
         part._begin = self._begin
         return part
+
+
+class TimedStop(Stop):
+    """A stop that requests itself when a deadline is over: for work that knows of stops alone, and should leave with its best."""
+
+    def __init__(self, deadline: Deadline) -> None:
+        super().__init__()
+        self._deadline = deadline
+
+    @property
+    def is_requested(self) -> bool:
+        """Whether somebody asked, or the deadline is over."""
+        return self._requested or self._deadline.is_over

@@ -119,6 +119,22 @@ class Evaluation:
         """Seconds per batch."""
         return step_of(self.configuration.schedule, self.timeline)
 
+    def cost(self, objective: str) -> float:
+        """What a search minimises: seconds per batch, or those that are left where nothing is computed."""
+        if objective == "step":
+            return self.step_s
+        forward = [sum(layer.forward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
+        backward = [sum(layer.backward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
+        spec = self.configuration.schedule
+        silent = replace(
+            self.times,
+            forward=tuple(forward),
+            backward=tuple(spec.backward_passes(s) * one for s, one in enumerate(backward)),
+            backward_input=tuple(spec.input_passes(s) * one for s, one in enumerate(backward)),
+            recompute=tuple(one if stage.recompute_s else 0.0 for one, stage in zip(forward, self.stages)),
+        )
+        return step_of(spec, simulate(self.schedule, silent))
+
     @property
     def memory_bytes(self) -> float:
         """Of the fullest device."""

@@ -18,7 +18,6 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
-from autoddl.pipelines.schedule import Schedule
 from autoddl.pipelines.stepgraph import StepGraph
 
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, widths_of
@@ -69,14 +68,14 @@ class Setting:
 
 @dataclass(eq=False)
 class Course:
-    """A schedule with or without recomputation of whole stages: its lists, its graph, and long paths that were met.
+    """A schedule with or without recomputation of whole stages: its graph, and long paths that were met.
 
     Attributes:
+        graph: None of an asynchronous one, whose period is no longest path.
         paths: how often each passes through every term (:class:`autoddl.pipelines.stepgraph.Terms`), the latest first.
     """
 
-    schedule: Schedule
-    graph: StepGraph
+    graph: StepGraph | None
     paths: list[np.ndarray] = field(default_factory=list)
 
     def remember(self, path: np.ndarray) -> None:
@@ -170,9 +169,12 @@ class Explorer:
         if key not in self._courses:
             spec = setting.schedule
             stages = range(spec.num_stages)
-            schedule = spec.schedule(alike, (again,) * spec.num_stages)
-            passes, before = [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages]
-            self._courses[key] = Course(schedule, StepGraph(schedule, passes, before))
+            if spec.synchronous:
+                schedule = spec.schedule(alike, (again,) * spec.num_stages)
+                passes, before = [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages]
+                self._courses[key] = Course(StepGraph(schedule, passes, before))
+            else:
+                self._courses[key] = Course(None)
             while len(self._courses) > _MOST_GRAPHS:
                 self._courses.popitem(last=False)
         self._courses.move_to_end(key)

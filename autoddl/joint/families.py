@@ -1,14 +1,19 @@
-"""The families of plans that people use, planned for comparison.
+"""The families of plans that people use, each planned for itself.
 
-Pure SBP, data parallelism, Megatron's equal stages under 1F1B, and what the planners of DAPPLE, Chimera and WPipe decide
-(:mod:`.papers`).
+Plans without a pipeline: SBP as it comes, and data parallelism.  Pipelines: Megatron's equal workers under 1F1B, all layers of which
+follow one mesh of data and model parallelism; and the schedules of the papers, with stages that are replicated on the devices of
+their workers, as the papers have them: each over all its numbers of workers, micro-batches, cuts and options (Chimera: pipelines,
+concatenation), DAPPLE over workers of unequal numbers of devices, too.
+
+The best of a family comes from the joint search restricted to it, with its gap; what the planner of its paper would have chosen from
+its linear profile (:mod:`.papers`) stands beside it, and is a plan of the family, too.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -21,20 +26,63 @@ from ..planner import InfeasibleError, Planned
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
 from .explorer import Explorer
-from .fixed import megatron
 from .job import Job
 from .meshes import StageMesh
 from .papers import PLANNERS, paper_plans
 from .result import FamilyFigures
-from .search import Explored, explore
+from .search import explore
 from .space import divisors
+from .stages import MakeStages, megatron_stages, replicated_stages
 
-__all__ = ["describe", "families_of", "figures_of", "paper_plan", "stopped", "whole_mesh"]
+__all__ = ["Family", "describe", "families_of", "figures_of", "paper_plan", "stopped", "whole_mesh"]
 
-#: The parts of the time limit that Megatron's family, and each paper's planner, may take.
-_MEGATRON, _PAPER = 0.2, 0.1
+#: The part of the time limit that all families' searches may take together, and each paper's planner.
+_FAMILIES, _PAPER = 0.24, 0.04
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
+
+
+@dataclass(frozen=True)
+class Family:
+    """Schedules with a way to run their stages.
+
+    Attributes:
+        title: of its row.
+        schedules: by name.
+        make_stages: how their stages are run.
+        uneven: workers of unequal numbers of devices, too.
+        paper: the planner of its paper, if there is one here.
+        policies: of 1F1B's warm-up.
+        stale: it is asynchronous.
+    """
+
+    title: str
+    schedules: tuple[str, ...]
+    make_stages: MakeStages = replicated_stages
+    uneven: bool = False
+    paper: str | None = None
+    policies: tuple[str, ...] = ("A", "B")
+    stale: bool = False
+
+    def allows(self, spec: PipelineSchedule) -> bool:
+        """Whether a schedule is one of the family's."""
+        if spec.num_workers == 1 or spec.name not in self.schedules:
+            return False
+        return spec.name != "1f1b" or dict(spec.options)["policy"] in self.policies
+
+
+PIPELINES = (
+    Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",)),
+    Family("1F1B", ("1f1b",)),
+    Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple"),
+    Family("Chimera", ("chimera",), paper="chimera"),
+    Family("GPipe", ("gpipe",)),
+    Family("interleaved 1F1B", ("interleaved-1f1b",)),
+    Family("GEMS", ("gems",)),
+    Family("PipeDream", ("pipedream",), stale=True),
+    Family("PipeDream-2BW", ("pipedream-2bw",), stale=True),
+    Family("WPipe", ("wpipe",), paper="wpipe", stale=True),
+)
 
 
 def whole_mesh(cluster: Cluster) -> StageMesh:
@@ -54,7 +102,9 @@ def describe(evaluation: Evaluation) -> str:
     return f"{spec.label}, {spec.num_stages} stages of {configuration.mesh}, {passes}"
 
 
-def figures_of(name: str, evaluation: Evaluation, description: str) -> FamilyFigures:
+def figures_of(
+    name: str, evaluation: Evaluation, description: str, lower_bound_s: float = 0.0, paper_step_s: float | None = None
+) -> FamilyFigures:
     """An evaluation as a row of the table."""
     return FamilyFigures(
         name=name,
@@ -65,51 +115,75 @@ def figures_of(name: str, evaluation: Evaluation, description: str) -> FamilyFig
         exposed_communication_s=evaluation.exposed_communication_s,
         bubble_s=evaluation.bubble_s,
         memory_bytes=evaluation.memory_bytes,
+        lower_bound_s=lower_bound_s,
+        paper_step_s=paper_step_s,
     )
 
 
 def families_of(
-    job: Job, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer | None
-) -> Iterator[FamilyFigures]:
-    """The best plan of each family, or why there is none.
+    job: Job, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer
+) -> Iterator[tuple[FamilyFigures, Evaluation | None]]:
+    """The best plan of each family, or why there is none; and that plan.
 
     Args:
         whole, alone, fault: the plan without a pipeline, as it is and as one stage, or why there is none.
-        explorer: of the same model and cluster, whose tables Megatron's family may share.
+        explorer: of the same model and cluster, whose tables the families' searches may share.
     """
-    if alone is None:
-        yield FamilyFigures("pure SBP", infeasible=str(fault))
+    if alone is None or whole is None:
+        yield FamilyFigures("pure SBP", infeasible=str(fault)), None
     else:
-        yield figures_of("pure SBP", alone, describe(alone))
+        yield figures_of("pure SBP", alone, describe(alone), min(whole.lower_bound, alone.step_s)), alone
     yield _data_parallel(job, whole)
-    explored = _megatron(job, explorer)
-    found = explored.best
-    if found is None:
-        why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
-        yield FamilyFigures("Megatron + 1F1B", infeasible=why)
-    else:
-        inner = _common_strategy(found)
-        yield figures_of("Megatron + 1F1B", found, f"{describe(found)}{inner}")
-    for name, title in PLANNERS.items():
-        if name == "wpipe" and not job.options.allow_stale:
-            yield FamilyFigures(title, infeasible="asynchronous; offered with --allow-stale")
+    offered = [family for family in PIPELINES if not family.stale or job.options.allow_stale]
+    share = _FAMILIES * job.time_limit_s / len(offered)
+    best = alone
+    for family in PIPELINES:
+        if family not in offered:
+            yield FamilyFigures(family.title, infeasible="asynchronous; offered with --allow-stale"), None
             continue
+        figures, found = _pipeline(job, family, explorer, share, best is None)
+        best = found or best
+        yield figures, found
+
+
+def _pipeline(
+    job: Job, family: Family, explorer: Explorer, share_s: float, until_found: bool
+) -> tuple[FamilyFigures, Evaluation | None]:
+    """The best of a family of pipelines, of what its search and its paper's planner find in their time.
+
+    Args:
+        until_found: nothing is known that fits: take the time that it takes to find something.
+    """
+    own = job.explorer(family.make_stages, explorer)
+    settings = own.settings(job.options.base.micro_batch, family.stale, family.allows, family.uneven)
+    explored = explore(own, settings, deadline=Clock(share_s, job.stop), until_found=until_found)
+    best, said, paper_step_s = explored.best, "", None
+    if family.paper is not None:
         clock = Clock(_PAPER * job.time_limit_s, job.stop)
         try:
-            plan = paper_plan(job, name, clock)
-        except UserError as error:
-            yield FamilyFigures(title, infeasible=str(error))
-        except StopRequestedError:
-            yield FamilyFigures(title, infeasible=f"none was found {_before(job)}")
+            planned = paper_plan(job, family.paper, clock)
+        except (UserError, StopRequestedError):
+            pass
         else:
-            yield figures_of(title, plan, describe(plan) + stopped(clock))
+            paper_step_s, said = planned.step_s, stopped(clock)
+            best = planned if best is None or planned.step_s < best.step_s else best
+    if best is None:
+        why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
+        if explored.settings == explored.impossible:
+            why = "no stage divides over the devices"
+        return FamilyFigures(family.title, infeasible=why), None
+    inner = _common_strategy(best) if family.make_stages is megatron_stages else ""
+    lower = min(explored.lower_bound_s, best.step_s)
+    if family.paper == "dapple":
+        lower = min(lower, best.step_s)
+    return figures_of(family.title, best, f"{describe(best)}{inner}{said}", lower, paper_step_s), best
 
 
 def stopped(clock: Clock) -> str:
     """What is said of a plan whose planner's time was over."""
     if clock.stop.is_requested:
         return "; interrupted"
-    return f"; stopped after {clock.limit_s:g} s" if clock.stopped else ""
+    return f"; its planner stopped after {clock.limit_s:g} s" if clock.stopped else ""
 
 
 def _before(job: Job) -> str:
@@ -117,7 +191,7 @@ def _before(job: Job) -> str:
     return "before the search was interrupted" if job.stop.is_requested else "within the time limit"
 
 
-def _data_parallel(job: Job, whole: Planned | None) -> FamilyFigures:
+def _data_parallel(job: Job, whole: Planned | None) -> tuple[FamilyFigures, Evaluation | None]:
     name = "data parallel"
     mesh = whole_mesh(job.cluster)
     strategy = Strategy(tuple((size, 1, 1) for size in mesh.devices(job.cluster).level_sizes))
@@ -127,6 +201,8 @@ def _data_parallel(job: Job, whole: Planned | None) -> FamilyFigures:
         if size % strategy.p0:
             continue
         for recompute in job.recomputations:
+            if recompute == "stage" and "layers" in job.recomputations:
+                continue  # without a pipeline, layer by layer needs no more
             workload = replace(job.workload, micro_batch=size, recompute=recompute == "layers")
             spec = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
             stage = StageChoice(job.chain.num_units, recompute, {layer.name: strategy for layer in job.graph.layers})
@@ -140,25 +216,11 @@ def _data_parallel(job: Job, whole: Planned | None) -> FamilyFigures:
             elif best is None or evaluation.step_s < best.step_s:
                 best = evaluation
     if best is not None:
-        return figures_of(name, best, f"dp {strategy.p0}, {describe(best)}")
+        return figures_of(name, best, f"dp {strategy.p0}, {describe(best)}", best.step_s), best
     if math.isfinite(least):
         why = f"needs {format_bytes(least)} per device, over the limit of {format_bytes(job.limit_bytes)}"
     slices = f"the batch does not divide over {strategy.p0} devices"
-    return FamilyFigures(name, infeasible=why or slices)
-
-
-def _megatron(job: Job, like: Explorer | None) -> Explored:
-    """The best plan of equal Megatron stages under 1F1B, each setting at its best cut."""
-    explorer = Explorer(
-        job.chain, job.cluster, job.workload, job.limit_bytes, job.recomputations, megatron, like, job.stop
-    )
-    settings = explorer.settings(
-        job.options.base.micro_batch,
-        False,
-        lambda spec: spec.name == "1f1b" and dict(spec.options) != {"policy": "B"},
-        uneven=False,
-    )
-    return explore(explorer, settings, deadline=Clock(_MEGATRON * job.time_limit_s, job.stop), one_cut=True)
+    return FamilyFigures(name, infeasible=why or slices), None
 
 
 def _common_strategy(evaluation: Evaluation) -> str:

@@ -14,6 +14,8 @@ from .configuration import RECOMPUTATIONS
 from .cutting import Chain
 from .explorer import Explorer
 from .result import JointOptions
+from .stages import MakeStages, Stages
+from .stagetables import Pricing
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "Job", "Report", "no_report"]
 
@@ -51,5 +53,21 @@ class Job:
         limit = self.options.base.time_limit_s
         return DEFAULT_TIME_LIMIT_S if limit is None else limit
 
-    def explorer(self) -> Explorer:
-        return Explorer(self.chain, self.cluster, self.workload, self.limit_bytes, self.recomputations, stop=self.stop)
+    @property
+    def pricing(self) -> Pricing:
+        base = self.options.base
+        return Pricing(base.objective, base.untied, base.summa)
+
+    def explorer(self, make_stages: MakeStages = Stages, like: Explorer | None = None) -> Explorer:
+        """What searches share; with other ways to run stages, and the tables of another one, where these are given."""
+        return Explorer(
+            self.chain,
+            self.cluster,
+            self.workload,
+            self.limit_bytes,
+            self.recomputations,
+            self.pricing,
+            make_stages,
+            like,
+            self.stop,
+        )

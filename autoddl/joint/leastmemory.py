@@ -1,24 +1,25 @@
 """The least memory per device that any plan of the space would do with, for the error that nothing fits.
 
-A cut of a setting would do with M = the most, over its workers, of what their stages need, where a worker of k stages gives each
-the same share (as the search does that looks for stages that fit): k times what the largest needs at least.  What the layers keep
-at least (:meth:`.explorer.Explorer.least_memory`) is a bound on that, for all cuts of a setting at once.  So settings are gone
-through by their least bounds, and the cuts of each too, until no bound is below the least M found.
+A cut of a setting would do with M = the most, over its workers, of what their stages need at least: what stays, and the largest
+buffer.  What the units of a stage keep at least (:mod:`.units`) is a bound on that.  So settings are gone through by their least
+bounds; in each the cut is taken whose neediest stage needs the least, its stages are worked out, and so on until the same cut is
+taken again: no other one does with less.  Where workers have several stages that need together what a cut needs, the neediest
+stage is a bound alone, and what was found may not be the least.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from collections.abc import Iterable
 
 import numpy as np
 
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.stopping import Deadline
 
 from .explorer import Explorer, Setting
-from .interiors import Need
+from .needs import Needs
+from .settle import level_cut
+from .stages import Need
 
 __all__ = ["least_memory"]
 
@@ -32,65 +33,84 @@ def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: Dead
     Raises:
         StopRequestedError: a stop was requested before the least was known.
     """
-    bounds: list[tuple[float, int, Setting]] = []
+    bounds: list[tuple[float, int, _Bytes]] = []
     is_whole = True
     for number, setting in enumerate(settings):
         deadline.stop.check()
         if deadline.is_over:
             is_whole = False
             break
-        least = explorer.least_memory(setting)
-        if least is not None and len(least):
-            bounds.append((float(least.min()), number, setting))
-    best, known = math.inf, _Stages(explorer)
-    for bound, _, setting in sorted(bounds, key=lambda row: row[:2]):
+        needs = explorer.needs(setting.schedule)
+        own = None if needs is None else _Bytes(explorer, setting, needs)
+        bound = math.inf if own is None else own.bound()
+        if own is not None and math.isfinite(bound):
+            bounds.append((bound, number, own))
+    best = math.inf
+    for bound, _, own in sorted(bounds, key=lambda row: row[:2]):
         if bound >= best:
             break
-        least = explorer.least_memory(setting)
-        assert least is not None
-        cuts = setting.cuts(explorer.chain.num_units)
-        for index in np.argsort(least, kind="stable"):
-            if least[index] >= best:
-                break
-            deadline.stop.check()
-            if deadline.is_over and math.isfinite(best):
-                return best, False
-            best = min(best, known.of_cut(setting, cuts[index].tolist(), best))
+        deadline.stop.check()
+        if deadline.is_over and math.isfinite(best):
+            return best, False
+        least, found = own.least(best)
+        best = min(best, found)
+        is_whole &= least >= best or found <= least
     return best, is_whole
 
 
-class _Stages:
-    """What stages need at least, each worked out once."""
+class _Bytes:
+    """What the stages of one setting need."""
 
-    def __init__(self, explorer: Explorer):
-        self.explorer = explorer
-        self._known: dict[object, float] = {}
-
-    def of_cut(self, setting: Setting, cut: Sequence[int], most: float) -> float:
-        """What the fullest worker needs; infinite where that is ``most`` or more."""
-        needs = self.explorer.needs(setting)
-        assert needs is not None
-        stops = list(accumulate(cut))
-        shares = [1] * len(cut)
-        for homes in needs.homes:
-            for _, stage in homes:
-                shares[stage] = max(shares[stage], len(homes))
-        fullest = 0.0
-        for stage, (stop, units, share) in enumerate(zip(stops, cut, shares)):
-            need = Need(needs.in_flight[stage], needs.versions[stage], math.inf)
-            fullest = max(fullest, share * self._of_stage(setting, stage, stop - units, stop, need))
-            if fullest >= most:
-                return math.inf
-        return fullest
-
-    def _of_stage(self, setting: Setting, stage: int, first: int, stop: int, need: Need) -> float:
-        interiors, size = self.explorer.interiors(setting.meshes[stage]), setting.micro_batch
+    def __init__(self, explorer: Explorer, setting: Setting, needs: Needs):
+        self.explorer, self.setting, self.needs = explorer, setting, needs
+        self.passes = explorer.passes(setting)
+        spec = setting.schedule
         # Plans without a pipeline recompute layer by layer.
-        ways = [way for way in self.explorer.recomputations if len(setting.meshes) > 1 or way != "stage"]
-        key = (setting.meshes[stage], self.explorer.chain.shape(first, stop), size, need)
-        if key not in self._known:
-            try:
-                self._known[key] = min(interiors.smallest_memory(first, stop, size, need, way) for way in ways)
-            except UserError:
-                self._known[key] = math.inf
-        return self._known[key]
+        self.ways = [way for way in explorer.recomputations if spec.num_workers > 1 or way != "stage"]
+        self._costs: list[np.ndarray] = []
+        self._known: dict[tuple[int, int, int], float] = {}
+
+    def bound(self) -> float:
+        """The least that the neediest stage of any cut needs, by its units; inf where some layer has no strategy."""
+        explorer, num_units, last = self.explorer, self.explorer.chain.num_units, self.setting.schedule.num_stages - 1
+        i, j = np.indices((num_units + 1, num_units + 1))
+        for stage, (mesh, passes) in enumerate(zip(self.setting.meshes, self.passes)):
+            stages = explorer.stages(mesh)
+            best = np.full((num_units + 1, num_units + 1), np.inf)
+            for way in self.ways:
+                counts, _ = stages.memory_of(0, 1, way, passes, self._need(stage))
+                weights = np.array([[0.0, 0.0, 0.0, *counts]])
+                found = stages.units.least(way == "layers", passes.replicas, passes.micro_batch, passes.part, weights)
+                if found is None:
+                    return math.inf
+                sums = np.concatenate([[0.0], np.cumsum(found[0])])
+                constants = [stages.memory_of(u, u + 1, way, passes, self._need(stage))[1] for u in range(num_units)]
+                best = np.minimum(best, sums[None, :] - sums[:, None] + np.append(constants, 0.0)[:, None])
+            closed = (i >= j) | (i < stage) | (num_units - j < last - stage)
+            closed |= (i != 0) if stage == 0 else (i == 0)
+            closed |= (j != num_units) if stage == last else (j == num_units)
+            self._costs.append(np.where(closed, np.inf, best))
+        return level_cut(self._costs)[0]
+
+    def least(self, most: float) -> tuple[float, float]:
+        """(a bound on, the least found of) what the fullest worker of a cut needs; no more work where that is ``most`` or more."""
+        found = math.inf
+        while True:
+            bound, cut = level_cut(self._costs)
+            if bound >= most or not cut:
+                return bound, found
+            fresh = [(s, *ends) for s, ends in enumerate(cut) if (s, *ends) not in self._known]
+            for stage, first, stop in fresh:
+                self.explorer.stop.check()
+                self._known[stage, first, stop] = self._costs[stage][first, stop] = self._of_stage(stage, first, stop)
+            needed = [self._known[s, first, stop] for s, (first, stop) in enumerate(cut)]
+            found = min(found, max(sum(needed[stage] for _, stage in held) for held in self.needs.homes))
+            if not fresh:
+                return bound, found
+
+    def _need(self, stage: int) -> Need:
+        return Need(self.needs.in_flight[stage], self.needs.versions[stage])
+
+    def _of_stage(self, stage: int, first: int, stop: int) -> float:
+        stages = self.explorer.stages(self.setting.meshes[stage])
+        return min(stages.least_memory(first, stop, way, self.passes[stage], self._need(stage)) for way in self.ways)

@@ -1,9 +1,9 @@
 """The joint planner: pipeline and SBP together, or the plan of a paper's planner; with the runner-ups of every family.
 
-1. Without a pipeline (D = 1) the existing planner is exact: its plan is a member of the space, and the first incumbent.
-2. First, narrow searches (1F1B, each setting's best cut; equal workers, then all) find a good incumbent, and another one looks at
-   all schedules near it; then the whole space is searched (:mod:`.search`).
-3. The families that people use are planned for comparison (:mod:`.families`).
+1. Without a pipeline (D = 1) the existing planner is exact: its plan is a member of the space.
+2. The families that people use are planned, each for itself (:mod:`.families`).  Their plans are members of the space, too: the best of
+   all is the first incumbent, so that no plan is slower than a row of its own table.
+3. The whole space is searched (:mod:`.search`) for what is better.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import replace
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.stopping import Deadline, Stop
+from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
 from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.pipelines.planners import Clock
 
@@ -28,16 +28,16 @@ from .explorer import Explorer
 from .families import families_of, paper_plan, stopped, whole_mesh
 from .job import DEFAULT_TIME_LIMIT_S, Job, Report, no_report
 from .leastmemory import least_memory
-from .meshes import all_meshes, has_all_divisions
+from .meshes import has_all_divisions
 from .papers import PLANNERS
-from .result import Considered, JointOptions, JointPlan
+from .result import Considered, FamilyFigures, JointOptions, JointPlan
 from .search import Explored, explore
-from .space import MOST_CUTS
+from .space import MOST_PASSES
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
-#: The parts of the time limit after which the narrow searches end, of equal workers and of all, and that near their plan.
-_EQUAL, _NARROW, _NEAR = 0.5, 0.6, 0.75
+#: The part of the time limit for the plan without a pipeline.
+_WITHOUT = 0.2
 #: The part of it for the least memory that would do, where nothing fits.
 _LEAST_MEMORY = 0.5
 
@@ -86,11 +86,6 @@ def _check(options: JointOptions) -> None:
         )
     if base.method != "exact":
         raise UserError(f"method {base.method!r} is for plans without a pipeline; joint plans are searched by exact")
-    for name, wish in (("untied", base.untied), ("summa", base.summa)):
-        if wish:
-            raise UserError(f"--{name} is for plans without a pipeline; leave it out, or leave out --pipeline")
-    if base.objective != "step":
-        raise UserError("--communication-only is for plans without a pipeline; a pipeline is planned for its step time")
 
 
 # ---- Without a pipeline ------------------------------------------------------------------------------------------------
@@ -98,7 +93,11 @@ def _check(options: JointOptions) -> None:
 
 def _without_pipeline(job: Job) -> tuple[Planned | None, UserError | None]:
     try:
-        return make_plan(job.graph, job.cluster, job.options.base, stop=job.stop), None
+        stop = TimedStop(Clock(_WITHOUT * job.time_limit_s, job.stop))
+        return make_plan(job.graph, job.cluster, job.options.base, stop=stop), None
+    except StopRequestedError:
+        job.stop.check()
+        return None, UserError("none was found within its time")
     except InfeasibleError as fault:
         return None, fault
     except UserError as fault:
@@ -124,25 +123,17 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: f
     notes: tuple[str, ...] = ()
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
-    best, narrow = alone, 0
-    for uneven, share in ((False, _EQUAL), (True, _NARROW)):
-        found = explore(
-            explorer,
-            explorer.settings(
-                base.micro_batch, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1, uneven
-            ),
-            math.inf if best is None else best.step_s,
-            clock.part(share),
-            one_cut=True,
-            report=job.report,
-        )
-        best, narrow = found.best or best, narrow + found.simulated
-    if best is not None and best is not alone:
-        best = _near(job, explorer, best, stale, clock.part(_NEAR)) or best
+    best: Evaluation | None = None
+    families: list[FamilyFigures] = []
+    for figures, plan in families_of(job, whole, alone, fault, explorer):
+        families.append(figures)
+        if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
+            best = plan
+            job.report(_cost(job, best), _ideal_s(job), len(families))
     wide = explore(
         explorer,
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
-        math.inf if best is None else best.step_s,
+        math.inf if best is None else _cost(job, best),
         clock,
         report=job.report,
     )
@@ -154,60 +145,59 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: f
                 f"no plan of {job.graph.name} that fits was found within {job.time_limit_s:g} s; raise --time-limit"
             )
         raise _infeasible(job, explorer, whole, fault)
-    lower = wide.lower_bound_s if whole is None else min(wide.lower_bound_s, whole.lower_bound)
+    cost = _cost(job, best)
+    lower = min(wide.lower_bound_s, _bound_without(job, whole, fault))
     # A stop may come before there is a bound of every setting.
-    lower = min(best.step_s, max(lower, _ideal_s(job)))
-    optimal = lower >= best.step_s * (1 - 1e-9)
-    families = tuple(families_of(job, whole, alone, fault, explorer))
+    lower = min(cost, max(lower, _ideal_s(job)))
+    optimal = lower >= cost * (1 - 1e-9)
     return JointPlan(
         graph=job.graph,
         cluster=job.cluster,
         options=job.options,
         memory_limit_bytes=job.limit_bytes,
         evaluation=best,
-        lower_bound_s=best.step_s if optimal else lower,
+        lower_bound_s=cost if optimal else lower,
         optimal=optimal,
-        considered=_considered(job, narrow, wide, explorer, whole),
-        families=families,
+        considered=_considered(job, wide, explorer, whole),
+        families=tuple(families),
         search_s=time.perf_counter() - start,
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
 
 
-def _near(job: Job, explorer: Explorer, best: Evaluation, stale: bool, deadline: Deadline) -> Evaluation | None:
-    """The best of all schedules on the devices of a good plan, at its micro-batch, half and twice that, if one is better."""
-    mesh, size = best.configuration.mesh, best.configuration.workload.micro_batch
-    everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
-    settings = [one for one in everything if one.mesh == mesh and one.micro_batch in (size / 2, size, 2 * size)]
-    return explore(explorer, settings, best.step_s, deadline, one_cut=True, report=job.report).best
+def _cost(job: Job, plan: Evaluation) -> float:
+    return plan.cost(job.options.base.objective)
 
 
-def _considered(job: Job, narrow: int, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
-    sizes = "every micro-batch" if job.options.base.micro_batch is None else "the given micro-batch"
+def _bound_without(job: Job, whole: Planned | None, fault: UserError | None) -> float:
+    """No plan without a pipeline costs less."""
+    if whole is not None:
+        return whole.lower_bound
+    return math.inf if isinstance(fault, InfeasibleError) or fault is None else 0.0
+
+
+def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
+    base = job.options.base
+    sizes = "every micro-batch" if base.micro_batch is None else "the given micro-batch"
     stale = "every schedule, asynchronous ones too" if job.options.allow_stale else "every synchronous schedule"
-    every = "all cuts" if _has_all_cuts(job) else "even and uneven cuts"
     devices = "workers of equal rectangles of devices, or of any that tile the cluster"
     if not has_all_divisions(job.cluster):
         devices = "workers of equal rectangles of devices, or equal but for the first and the last"
     again = " / ".join(job.recomputations)
+    summa = ", Summa meshes too" if base.summa else " without Summa meshes (--summa includes them)"
+    tied = "a choice for every layer" if base.untied else "one choice for equal layers of a stage (--untied: one for each)"
     alone = 0 if whole is None else len(whole.candidates)
     return Considered(
-        space=f"{devices} (bidirectional schedules: equal); {stale}, {sizes}, {every}, recomputation {again}, exact SBP "
-        "inside each stage",
+        space=f"{devices} (bidirectional schedules: equal); {stale} of up to {MOST_PASSES:,} passes, {sizes}, every cut, "
+        f"recomputation {again}, exact SBP inside each stage{summa}, {tied}",
         configurations=wide.configurations + alone,
         settings=wide.settings + alone,
-        ruled_out_by_memory=wide.out_of_memory,
-        ruled_out_by_bound=wide.settings - len(wide.opened),
-        simulated=narrow + wide.simulated,
+        ruled_out_by_memory=wide.impossible,
+        ruled_out_by_bound=wide.settings - wide.impossible - len(wide.opened),
+        simulated=wide.simulated,
         stage_searches=explorer.num_searches,
     )
-
-
-def _has_all_cuts(job: Job) -> bool:
-    """Whether the space has every cut of the chain, for every number of workers."""
-    depths = {mesh.num_workers(job.cluster) for mesh in all_meshes(job.cluster)}
-    return all(math.comb(job.chain.num_units - 1, depth - 1) <= MOST_CUTS for depth in depths)
 
 
 def _infeasible(job: Job, explorer: Explorer, whole: Planned | None, fault: UserError | None) -> UserError:
@@ -250,10 +240,10 @@ def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: f
         options=job.options,
         memory_limit_bytes=job.limit_bytes,
         evaluation=best,
-        lower_bound_s=min(ideal, best.step_s),
+        lower_bound_s=min(ideal, _cost(job, best)),
         optimal=False,
         considered=considered,
-        families=tuple(families_of(job, whole, alone, fault, None)),
+        families=tuple(figures for figures, _ in families_of(job, whole, alone, fault, job.explorer())),
         search_s=time.perf_counter() - start,
         notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{stopped(clock)}",) if clock.stopped else (),
         is_interrupted=job.stop.is_requested,
@@ -262,6 +252,8 @@ def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: f
 
 def _ideal_s(job: Job) -> float:
     """All products of a step at the speed of all devices together: no plan is faster."""
+    if job.options.base.objective != "step":
+        return 0.0
     device = job.cluster.device
     speed = job.cluster.num_devices * device.peak_flops[job.workload.precision] * device.efficiency
     return 2 * job.graph.flops * job.workload.batch / speed

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import LayerGraph
@@ -20,8 +20,7 @@ class JointOptions:
     """What the user asks of the joint planner, beside the planner's options.
 
     Attributes:
-        base: batch, micro-batch, precision, optimizer, recomputation, memory limit, time limit.  Summa meshes are not in the joint
-            space: whatever it says of them, they are not offered.
+        base: batch, micro-batch, precision, optimizer, recomputation, memory limit, time limit, objective, untied, Summa meshes.
         pipeline: ``auto``, or the planner of a paper: ``dapple``, ``chimera``, ``wpipe``.
         allow_stale: offer asynchronous schedules, whose weights lag behind.
         time_limit_s: of the whole search.
@@ -30,9 +29,6 @@ class JointOptions:
     base: Options = field(default_factory=Options)
     pipeline: str = "auto"
     allow_stale: bool = False
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "base", replace(self.base, summa=False))
 
 
 @dataclass(frozen=True)
@@ -43,10 +39,10 @@ class Considered:
         space: what the configurations are, in words.
         configurations: (mesh, schedule, micro-batch, cut) in the space; cuts that differ in equal units count.
         settings: (mesh, schedule, micro-batch) with at least one cut.
-        ruled_out_by_memory: settings of which no cut fits.
-        ruled_out_by_bound: settings that cannot be better than the plan.
-        simulated: configurations whose stages were searched and whose schedule was simulated.
-        stage_searches: exact SBP searches of a stage.
+        ruled_out_by_memory: settings without a strategy for some layer, or whose schedule does not exist for their numbers.
+        ruled_out_by_bound: settings that cannot be better than the plan by their first bounds.
+        simulated: plans that were worked out with all their figures.
+        stage_searches: searches of a stage for its best ways to be run.
     """
 
     space: str
@@ -66,6 +62,8 @@ class FamilyFigures:
         name: of the family.
         description: stages, micro-batch and so on, in a few words.
         infeasible: why there is no plan; None where there is one.
+        lower_bound_s: no plan of the family has a shorter step.
+        paper_step_s: of what the planner of the family's paper chooses, where it has one.
         step_s, compute_s, communication_s, exposed_communication_s, bubble_s: of a step (see :class:`.evaluation.Evaluation`).
         memory_bytes: of the fullest device.
     """
@@ -79,6 +77,8 @@ class FamilyFigures:
     exposed_communication_s: float = 0.0
     bubble_s: float = 0.0
     memory_bytes: float = 0.0
+    lower_bound_s: float = 0.0
+    paper_step_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class JointPlan:
     """The joint planner's answer.
 
     Attributes:
-        lower_bound_s: no configuration of the space has a shorter step.
+        lower_bound_s: no configuration of the space costs less.
         optimal: whether the plan reaches that bound.
         search_s: of everything.
         is_interrupted: a stop was requested, so that something may have been left out.
@@ -116,6 +116,11 @@ class JointPlan:
         return str(end_of(self.optimal, self.is_interrupted))
 
     @property
+    def cost(self) -> float:
+        """What was minimised, in seconds per step."""
+        return self.evaluation.cost(self.options.base.objective)
+
+    @property
     def gap(self) -> float:
         """How much better another configuration of the space could be at most, relative to this one."""
-        return 0.0 if self.optimal else max(0.0, 1 - self.lower_bound_s / self.evaluation.step_s)
+        return 0.0 if self.optimal else max(0.0, 1 - self.lower_bound_s / self.cost)

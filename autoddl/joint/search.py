@@ -39,6 +39,7 @@ class Explored:
 
     best: Evaluation | None = None
     lower_bound_s: float = math.inf
+    configurations: int = 0
     settings: int = 0
     impossible: int = 0
     settled: int = 0
@@ -58,12 +59,14 @@ def explore(
     known_s: float = math.inf,
     deadline: Deadline | None = None,
     report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
+    until_found: bool = False,
 ) -> Explored:
     """The best configuration of these settings, if one is better than ``known_s``.
 
     Args:
         deadline: when to end with the best so far.  Its stop should be the explorer's, so that what is under way can end, too.
         report: told the best step, the least open bound and the number of plans that were worked out.
+        until_found: go on beyond the deadline until there is a plan, if there is one.
     """
     found, best_s = Explored(), known_s
     deadline = deadline or Deadline()
@@ -74,7 +77,8 @@ def explore(
         queue = list(_bounded(explorer, settings, found))
         heapq.heapify(queue)
         while queue and queue[0][0] < best_s * (1 - SAME):
-            if deadline.is_over:
+            goes_on = until_found and found.best is None and not deadline.stop.is_requested
+            if deadline.is_over and not goes_on:
                 found.finished = False
                 break
             bound, number, is_sharp, setting = queue[0]
@@ -83,7 +87,9 @@ def explore(
                 heapq.heapreplace(queue, (max(bound, _sharper(explorer, setting, best_s)), number, True, setting))
                 continue
             look = min(slices, 2)
-            result, best_s, own = _settle(explorer, setting, best_s, _slice(deadline, _SLICES_S[slices]), found, look)
+            time_s = _SLICES_S[slices]
+            until = Deadline(time_s, deadline.stop, time.process_time) if goes_on else _slice(deadline, time_s)
+            result, best_s, own = _settle(explorer, setting, best_s, until, found, look)
             heapq.heappop(queue)
             found.best = result or found.best
             if own >= best_s * (1 - SAME):
@@ -125,6 +131,7 @@ def _bounded(
     for number, setting in enumerate(settings):
         explorer.stop.check()
         found.settings += 1
+        found.configurations += math.comb(explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
         needs = explorer.needs(setting.schedule)
         spec = setting.schedule
         key = (setting.mesh, setting.micro_batch, setting.part, bound_class(spec), spec.num_pipelines)

@@ -27,6 +27,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.strategy import Strategy
+from autoddl.pipelines.stepgraph import StepGraph
 from autoddl.search.fronts import undominated
 
 from .bounds import balance, loads
@@ -36,7 +37,7 @@ from .relaxation import Relaxation
 from .stages import Rows, Wanted
 from .terrain import PRICES, Arc, Bound, Terrain, TooManyError
 
-__all__ = ["Settled", "Settling"]
+__all__ = ["Settled", "Settling", "UnsettledError", "level_cut"]
 
 #: States that a search for a way holds at a time before it is given up.
 _MOST_STATES = 300_000
@@ -263,6 +264,7 @@ class Settling:
         self._price: float | None = None
         self._prices: tuple[float, ...] = (0.0, *PRICES)
         self._regions = 0
+        self._region = _Region.whole(self.terrain.num_stages, self.terrain.num_units)
         self._paths: list[np.ndarray] = []
         self._mean = self._places = np.zeros(0)
         self._shared = self._shared_weights()
@@ -273,6 +275,12 @@ class Settling:
         for worker in self._workers:
             for _, stage in self.homes[worker]:
                 self._worker_of[stage].append(place[worker])
+
+    @property
+    def graph(self) -> StepGraph:
+        """Of the course, which is a synchronous one."""
+        assert self.course.graph is not None
+        return self.course.graph
 
     @property
     def threshold(self) -> float:
@@ -288,11 +296,33 @@ class Settling:
         """
         for path in (balance(self.setting.schedule, self.setting.widths), *loads(self.setting.schedule), *self.course.paths):
             self._learn(path, from_course=True)
-        open_ones = [_Region.whole(self.terrain.num_stages, self.terrain.num_units)]
+        if not self.setting.schedule.synchronous:
+            return self._drifting()
+        open_ones = [self._region]
         while open_ones:
             self._region = open_ones.pop()
             open_ones += self._explored(_FIRST_ROUNDS if not self._regions else _ROUNDS)
             self._regions += 1
+        return Settled(self.best, self.best_s, self.simulated)
+
+    def _drifting(self) -> Settled:
+        """An asynchronous schedule's period is no longest path: bounded by what its workers put through, and tried.
+
+        Raises:
+            UnsettledError: its bound is below the threshold, whatever was tried.
+        """
+        relaxed = self.relaxation.solve(self._region.ranges)
+        if relaxed is not None:
+            self._mean = np.asarray(relaxed.shares @ np.array(self._paths))
+            self.bound_s, lowest = self._least()
+            if self.bound_s < self.threshold:
+                near = self._region.nearest(relaxed.places)
+                self._level()
+                for cut in (list(zip((0, *near), (*near, self.terrain.num_units))), lowest):
+                    self._check()
+                    self._try(cut, self._mean)
+                if self.bound_s < self.threshold:
+                    raise UnsettledError
         return Settled(self.best, self.best_s, self.simulated)
 
     def _level(self) -> bool:
@@ -301,7 +331,7 @@ class Settling:
         weights = np.zeros(terms.count)
         for load in loads(spec):
             weights = np.maximum(weights, load)
-        most, cut = _level_cut(self.terrain.costs(Bound(weights), self.best_s))
+        most, cut = level_cut(self.terrain.costs(Bound(weights), self.best_s))
         if most >= self.threshold:
             return False
         if self.terrain.is_alone:
@@ -372,7 +402,7 @@ class Settling:
             # Halfway to the best divided cut so far, too: the best one of the program alone swings from one extreme to another.
             is_new = False
             for amounts in ((relaxed.amounts + center) / 2, relaxed.amounts):
-                step, path = self.course.graph.step(self.relaxation.times(amounts, of_units))
+                step, path = self.graph.step(self.relaxation.times(amounts, of_units))
                 is_new |= self._learn(path)
                 if step < center_s:
                     center_s, center = step, amounts
@@ -412,7 +442,7 @@ class Settling:
                 transfer = terrain.least_transfer(stage - 1, first)
                 times[terms.transfer_forward.start + stage - 1] = transfer
                 times[terms.transfer_backward.start + stage - 1] = transfer
-        step, path = self.course.graph.step(times)
+        step, path = self.graph.step(times)
         is_new = self._learn(path)
         if step >= self.threshold:
             return is_new
@@ -486,7 +516,7 @@ class Settling:
             if way is None:
                 return None
             times, _ = self._times(way)
-            step, path = self.course.graph.step(times)
+            step, path = self.graph.step(times)
             if step < self.threshold:
                 return way
             self._learn(path)
@@ -785,7 +815,7 @@ class Settling:
             return ()
         found = []
         last = self.terrain.num_stages - 1
-        placement = self.course.schedule.placement[0]
+        placement = self.terrain.placement[0]
         for here, there in chain.ends_of_ties():
             if (here, there) != (0, chain.num_units - 1):
                 raise UnsettledError
@@ -870,7 +900,10 @@ class Settling:
                 times[terms.transfer_forward.start + stage - 1] = forward
                 times[terms.transfer_backward.start + stage - 1] = backward
             sides = entry, exit_
-        step, longest = self.course.graph.step(times)
+        if not self.setting.schedule.synchronous:
+            self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
+            return None
+        step, longest = self.graph.step(times)
         if step < self.threshold:
             self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
         return longest
@@ -903,8 +936,9 @@ class Settling:
         """A plan, with all its figures from the layer graph."""
         found = self.explorer.evaluation(self.explorer.configuration(self.setting, cut, chosen))
         self.simulated += 1
-        if found.memory_bytes <= self.explorer.limit_bytes and found.step_s < self.best_s:
-            self.best, self.best_s = found, found.step_s
+        cost = found.cost(self.explorer.pricing.objective)
+        if found.memory_bytes <= self.explorer.limit_bytes and cost < self.best_s:
+            self.best, self.best_s = found, cost
             self._failed.clear()
 
 
@@ -928,7 +962,7 @@ def _least_cut(costs: Sequence[np.ndarray]) -> tuple[float, list[tuple[int, int]
     return float(best[-1]), cut[::-1]
 
 
-def _level_cut(costs: Sequence[np.ndarray]) -> tuple[float, list[tuple[int, int]]]:
+def level_cut(costs: Sequence[np.ndarray]) -> tuple[float, list[tuple[int, int]]]:
     """The cut whose dearest arc is the cheapest, and what that costs."""
     size = costs[0].shape[0]
     best = np.full(size, np.inf)

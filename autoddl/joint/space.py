@@ -9,9 +9,7 @@ schedule                every family of the generators with every policy; bidire
                         string units together; 2 or 4 groups of stages per worker; asynchronous ones where they are asked for.
                         Bidirectional ones for equal workers alone: each holds the stages of another one too
 micro-batch             every divisor of the batch
-cut in S stages         every cut of a chain that has at most :data:`MOST_CUTS`; of longer ones those whose inner stages have units
-                        in proportion to their devices, rounded down or, next to each other, up; with a first and a last stage of
-                        any size; all between half and twice their proportional share
+cut in S stages         every cut of the chain of units
 recomputation           per stage: none, layer by layer, or of the whole stage
 ======================  ==========================================================================================================
 
@@ -21,22 +19,15 @@ One worker (D = 1) is a plan without a pipeline.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
-from itertools import combinations
-from math import comb
-
-import numpy as np
 
 from .configuration import PipelineSchedule
 
-__all__ = ["MOST_CUTS", "cuts", "divisors", "schedules"]
+__all__ = ["MOST_PASSES", "divisors", "schedules"]
 
-#: Up to so many cuts of a chain in a number of stages are all looked at.
-MOST_CUTS = 4096
 _PIPELINES = (2, 4)
 _GROUPS = (2, 4)
 #: Passes of a micro-batch through a stage beyond which a schedule is not worth its simulation (the generators' own limit).
-_MOST_PASSES = 2**17
+MOST_PASSES = 2**17
 
 
 def divisors(number: int) -> list[int]:
@@ -60,7 +51,7 @@ def schedules(
     for spec in _schedules(num_workers, num_micro_batches, stale):
         if spec.num_pipelines > 1 and not equal:
             continue
-        if spec.num_stages <= num_units and spec.num_stages * num_micro_batches <= _MOST_PASSES:
+        if spec.num_stages <= num_units and spec.num_stages * num_micro_batches <= MOST_PASSES:
             yield spec
 
 
@@ -95,46 +86,3 @@ def _chimera(depth: int, count: int) -> Iterator[PipelineSchedule]:
                 continue
             options = (("concatenation", concatenation), ("num_pipelines", pipelines))
             yield PipelineSchedule("chimera", depth, count, options, num_pipelines=pipelines)
-
-
-def cuts(num_units: int, num_stages: int, widths: tuple[int, ...] | None = None) -> np.ndarray:
-    """Units per stage of every cut in the space; shape (cuts, stages).
-
-    Args:
-        widths: devices of every stage; None where all have as many.
-    """
-    if num_stages > num_units:
-        return np.zeros((0, num_stages), dtype=np.int64)
-    if comb(num_units - 1, num_stages - 1) <= MOST_CUTS:
-        return _every_cut(num_units, num_stages)
-    return _proportional_cuts(num_units, widths or (1,) * num_stages)
-
-
-@lru_cache(maxsize=64)
-def _every_cut(num_units: int, num_stages: int) -> np.ndarray:
-    rows = [np.diff((0, *places, num_units)) for places in combinations(range(1, num_units), num_stages - 1)]
-    return np.array(rows, dtype=np.int64)
-
-
-@lru_cache(maxsize=256)
-def _proportional_cuts(num_units: int, widths: tuple[int, ...]) -> np.ndarray:
-    inner, count = np.array(widths[1:-1]), len(widths) - 2
-    # Stages of very different sizes never win: nothing below half, or above twice, a proportional share.
-    shares = num_units * np.array(widths) / sum(widths)
-    least, most = shares / 2 - 1, 2 * shares + 1
-    ends = np.arange(1, num_units - count)
-    first, last = (side.ravel() for side in np.meshgrid(ends, ends, indexing="ij"))
-    left = num_units - first - last
-    each = np.maximum(left[:, None] * inner // inner.sum(), 1)
-    extra = left - each.sum(axis=1)
-    fits = (least[0] <= first) & (first <= most[0]) & (least[-1] <= last) & (last <= most[-1])
-    fits &= (extra >= 0) & (extra < count)
-    fits &= (least[1:-1] <= each).all(axis=1) & (each + 1 <= most[1:-1]).all(axis=1)
-    first, last, each, extra = first[fits], last[fits], each[fits], extra[fits]
-    # What is left over goes to neighbours, which may begin anywhere.
-    places = np.where(extra > 0, count - extra + 1, 1)
-    rows = np.repeat(np.arange(len(first)), places)
-    offset = np.arange(len(rows)) - np.repeat(np.cumsum(places) - places, places)
-    stage = np.arange(count)
-    more = (offset[:, None] <= stage) & (stage < (offset + extra[rows])[:, None])
-    return np.column_stack([first[rows], each[rows] + more, last[rows]])

@@ -233,6 +233,18 @@ class Stages:
             pass
         return None
 
+    def least_memory(self, first: int, stop: int, way: str, passes: Passes, need: Need) -> float:
+        """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf where there is no way."""
+        found = self.table(first, stop, way, passes)
+        if found is None:
+            return math.inf
+        counts, constant = self.memory_of(first, stop, way, passes, need)
+        table = self._scalar(found, way, (0.0, 0.0, 0.0, 0.0), counts)
+        # Just below what the most wasteful choice needs: memory is compared, and nothing is left out.
+        most = sum(float(sums[:, 1].max()) for sums in table.sums) + max(float(sizes.max()) for sizes in table.sizes)
+        chosen = front(table, (), (1, math.nextafter(most, 0.0)), self.stop, _MOST_PARTS)
+        return float((chosen.sums[:, 1] + chosen.sizes).min(initial=math.inf)) + constant
+
     def _scalar(
         self, found: StageTable, way: str, weights: tuple[float, ...], counts: np.ndarray
     ) -> VectorTable:
