@@ -68,7 +68,9 @@ class Setting:
 
 @dataclass(eq=False)
 class Course:
-    """A schedule with or without recomputation of whole stages: its graph, and long paths that were met.
+    """A schedule: its graph, and long paths that were met.
+
+    Tasks that run forward passes again take no time where a stage is not recomputed, and change nothing then.
 
     Attributes:
         graph: None of an asynchronous one, whose period is no longest path.
@@ -160,11 +162,12 @@ class Explorer:
                 self._needs[spec] = None
         return self._needs[spec]
 
-    def course(self, setting: Setting, again: bool) -> Course:
-        """The schedule of a setting, with tasks that run the forward passes of stages again or without."""
+    def course(self, setting: Setting) -> Course:
+        """The schedule of a setting, with tasks that run the forward passes of stages again where that is on offer."""
         widths = widths_of(setting.mesh)
         # What counts is which stages have replicas.
         alike = min(widths, 2) if isinstance(widths, int) else tuple(min(width, 2) for width in widths)
+        again = "stage" in self.recomputations
         key = (setting.schedule, alike, again)
         if key not in self._courses:
             spec = setting.schedule

@@ -42,6 +42,10 @@ _WITHOUT = 0.2
 _LEAST_MEMORY = 0.5
 
 
+class _NotFoundError(UserError):
+    """There may be a plan, but the time was over before one was found."""
+
+
 def plan_jointly(
     graph: LayerGraph,
     cluster: Cluster,
@@ -97,7 +101,7 @@ def _without_pipeline(job: Job) -> tuple[Planned | None, UserError | None]:
         return make_plan(job.graph, job.cluster, job.options.base, stop=stop), None
     except StopRequestedError:
         job.stop.check()
-        return None, UserError("none was found within its time")
+        return None, _NotFoundError("none was found within its time")
     except InfeasibleError as fault:
         return None, fault
     except UserError as fault:
@@ -123,7 +127,7 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: f
     notes: tuple[str, ...] = ()
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
-    best: Evaluation | None = None
+    best = alone
     families: list[FamilyFigures] = []
     for figures, plan in families_of(job, whole, alone, fault, explorer):
         families.append(figures)
@@ -174,7 +178,7 @@ def _bound_without(job: Job, whole: Planned | None, fault: UserError | None) -> 
     """No plan without a pipeline costs less."""
     if whole is not None:
         return whole.lower_bound
-    return math.inf if isinstance(fault, InfeasibleError) or fault is None else 0.0
+    return 0.0 if isinstance(fault, _NotFoundError) else math.inf
 
 
 def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:

@@ -29,6 +29,8 @@ __all__ = ["Explored", "explore"]
 
 #: Seconds that one setting may take, the first time and when others have had theirs.
 _SLICES_S = (0.3, 2.0, 4.0, 1e9)
+#: What waits: its bound, its number, whether memory is in the bound, and the setting.
+_Open = tuple[float, int, bool, Setting]
 #: What a float's rounding may take away from a bound.
 _ROUNDING = 1 - 1e-9
 
@@ -42,11 +44,9 @@ class Explored:
     configurations: int = 0
     settings: int = 0
     impossible: int = 0
-    settled: int = 0
-    given_up: int = 0
     simulated: int = 0
     finished: bool = True
-    opened: list[Setting] = field(default_factory=list)
+    opened: set[Setting] = field(default_factory=set)
 
     @property
     def optimal(self) -> bool:
@@ -70,47 +70,43 @@ def explore(
     """
     found, best_s = Explored(), known_s
     deadline = deadline or Deadline()
-    queue: list[tuple[float, int, bool, Setting]] = []
-    hard: list[tuple[float, int, bool, Setting]] = []
-    slices = 0
+    queue: list[_Open] = []
+    hard: list[_Open] = []
+    rounds = 0
     try:
         queue = list(_bounded(explorer, settings, found))
         heapq.heapify(queue)
-        while queue and queue[0][0] < best_s * (1 - SAME):
+        while True:
+            limit_s = best_s * (1 - SAME)
+            if not queue or queue[0][0] >= limit_s:
+                # What took too long has another try, with more time.
+                queue, hard, rounds = [one for one in hard if one[0] < limit_s], [], rounds + 1
+                heapq.heapify(queue)
+                if not queue:
+                    break
             goes_on = until_found and found.best is None and not deadline.stop.is_requested
-            if deadline.is_over and not goes_on:
+            if rounds == len(_SLICES_S) or (deadline.is_over and not goes_on):
                 found.finished = False
                 break
             bound, number, is_sharp, setting = queue[0]
-            report(best_s, min([bound, *(row[0] for row in hard)]), found.simulated)
+            report(best_s, min([bound, *(one[0] for one in hard)]), found.simulated)
             if not is_sharp:
                 heapq.heapreplace(queue, (max(bound, _sharper(explorer, setting, best_s)), number, True, setting))
                 continue
-            look = min(slices, 2)
-            time_s = _SLICES_S[slices]
+            found.opened.add(setting)
+            time_s = _SLICES_S[rounds]
             until = Deadline(time_s, deadline.stop, time.process_time) if goes_on else _slice(deadline, time_s)
-            result, best_s, own = _settle(explorer, setting, best_s, until, found, look)
+            result, best_s, own = _settle(explorer, setting, best_s, until, found, min(rounds, 2))
             heapq.heappop(queue)
             found.best = result or found.best
-            if own >= best_s * (1 - SAME):
-                found.settled += 1
-            else:
+            if own < best_s * (1 - SAME):
                 hard.append((max(bound, own * _ROUNDING), number, True, setting))
-            if not queue or not queue[0][0] < best_s * (1 - SAME):
-                # What took too long has another try, with more time.
-                slices += 1
-                queue, hard = [row for row in (*queue, *hard) if row[0] < best_s * (1 - SAME)], []
-                heapq.heapify(queue)
-                if slices == len(_SLICES_S):
-                    found.finished = not (queue and queue[0][0] < best_s * (1 - SAME))
-                    found.given_up = len(queue)
-                    break
     except StopRequestedError:
         found.finished = False
         if not queue:
             found.lower_bound_s = 0.0
             return found
-    found.lower_bound_s = min([best_s, *(row[0] for row in (*hard, *queue[:1]))])
+    found.lower_bound_s = min([best_s, *(one[0] for one in (*hard, *queue))])
     return found
 
 
@@ -121,7 +117,7 @@ def _slice(deadline: Deadline, seconds: float) -> Deadline:
 
 def _bounded(
     explorer: Explorer, settings: Iterable[Setting], found: Explored
-) -> Iterator[tuple[float, int, bool, Setting]]:
+) -> Iterator[_Open]:
     """(bound, number, False, setting) of all settings that have a plan, by balance and without memory.
 
     Raises:
@@ -158,27 +154,11 @@ def _settle(
     explorer: Explorer, setting: Setting, best_s: float, deadline: Deadline, found: Explored, look: int
 ) -> tuple[Evaluation | None, float, float]:
     """The best plan that is better, the best step, and what no plan of the setting is below: that step, where it is settled."""
-    best: Evaluation | None = None
-    bounds = []
-    for ways, again, must in _courses(explorer, setting):
-        settling = Settling(explorer, setting, ways, explorer.course(setting, again), must, best_s, deadline, look)
-        try:
-            settling.run()
-        except UnsettledError:
-            bounds.append(settling.bound_s)
-        found.simulated += settling.simulated
-        if settling.best is not None:
-            best, best_s = settling.best, settling.best_s
-    return best, best_s, min([best_s, *bounds])
-
-
-def _courses(explorer: Explorer, setting: Setting) -> list[tuple[tuple[str, ...], bool, bool]]:
-    """(ways of recomputation, with tasks for it or without, whether one stage has to have them) to look at."""
-    ways = explorer.recomputations
-    if "stage" not in ways:
-        return [(ways, False, False)]
-    if setting.schedule.num_stages == setting.schedule.num_workers and setting.schedule.num_pipelines == 1:
-        # All else is in the same place, whether some stages run their forward passes again or not.
-        return [(ways, True, False)]
-    others = tuple(way for way in ways if way != "stage")
-    return [(others, False, False), (ways, True, True)] if others else [(ways, True, False)]
+    settling = Settling(explorer, setting, best_s, deadline, look)
+    bound_s = math.inf
+    try:
+        settling.run()
+    except UnsettledError:
+        bound_s = settling.bound_s
+    found.simulated += settling.simulated
+    return settling.best, settling.best_s, min(settling.best_s, bound_s)

@@ -93,7 +93,6 @@ class _Candidates:
         memory, buffer: bytes.
         shared: bytes of shared weights' gradients; shape (entries, weights of the stage).
         entry, exit: numbers of layouts, -1 for any.
-        is_again: whether the whole stage may be run again.
     """
 
     stop: np.ndarray
@@ -104,12 +103,11 @@ class _Candidates:
     shared: np.ndarray
     entry: np.ndarray
     exit: np.ndarray
-    is_again: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
 class _States:
-    """States of one (unit, layout, whether a stage is run again): sums, and where each came from.
+    """States of one (unit, layout): sums, and where each came from.
 
     Attributes:
         sums: shape (states, columns).
@@ -120,14 +118,14 @@ class _States:
     sums: np.ndarray
     origin: np.ndarray
     row: np.ndarray
-    came: tuple[int, int, bool]
-    key: tuple[tuple[int, int, bool], ...] = ()
+    came: tuple[int, int]
+    key: tuple[tuple[int, int], ...] = ()
     number: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
 
     @classmethod
     def first(cls, sums: np.ndarray) -> _States:
         none = np.zeros(1, dtype=np.intp)
-        return cls(sums[None], none, none, (0, -1, False))
+        return cls(sums[None], none, none, (0, -1))
 
     @classmethod
     def joined(cls, parts: Sequence[_States]) -> _States:
@@ -139,7 +137,7 @@ class _States:
             sums[kept],
             np.concatenate([part.origin for part in parts])[kept],
             np.concatenate([part.row for part in parts])[kept],
-            (0, -1, False),
+            (0, -1),
             tuple(part.came for part in parts),
             number[kept],
         )
@@ -224,11 +222,9 @@ class _SharedWeight:
 
 
 class Settling:
-    """One setting under one of its courses.
+    """One setting.
 
     Args:
-        ways: of recomputation that are on offer.
-        must_recompute: plans without a stage that is run again as a whole have another course.
         known_s: the step to be below.
         look: how far to go: 0: separable, 1: whole stages, 2: all (the grades of :mod:`.terrain`).
     """
@@ -237,20 +233,18 @@ class Settling:
         self,
         explorer: Explorer,
         setting: Setting,
-        ways: Sequence[str],
-        course: Course,
-        must_recompute: bool,
         known_s: float,
         deadline: Deadline,
         look: int = 2,
     ):
         needs = explorer.needs(setting.schedule)
         assert needs is not None
-        self.explorer, self.setting, self.course, self.deadline = explorer, setting, course, deadline
-        self.terrain = Terrain(explorer, setting, ways, needs)
+        self.explorer, self.setting, self.deadline = explorer, setting, deadline
+        self.course = explorer.course(setting)
+        self.terrain = Terrain(explorer, setting, explorer.recomputations, needs)
         self.relaxation = Relaxation(explorer.chain.kinds, self.terrain.num_stages, self.terrain.least_transfers)
         self.homes, self.look = needs.homes, look
-        self.must_recompute, self.simulated = must_recompute, 0
+        self.simulated = 0
         self.best: Evaluation | None = None
         self.best_s = known_s
         self.bounds: list[Bound] = []
@@ -580,20 +574,20 @@ class Settling:
         chosen: _Way = []
         sums = np.zeros(len(self.bounds) + len(self._shared) + 2 * len(self._workers))
         try:
-            return chosen[::-1] if self._descend(0, 0, -1, not self.must_recompute, sums, chosen) else None
+            return chosen[::-1] if self._descend(0, 0, -1, sums, chosen) else None
         except _TooManyStatesError:
             return self._spread(sums)
 
     def _descend(
-        self, stage: int, unit: int, layout: int, is_again: bool, sums: np.ndarray, chosen: _Way
+        self, stage: int, unit: int, layout: int, sums: np.ndarray, chosen: _Way
     ) -> bool:
         """Depth first: a way on from a state, if it has one."""
         if stage == self.terrain.num_stages:
-            return is_again
+            return True
         self._states += 1
         if self._states > _MOST_STEPS:
             raise _TooManyStatesError
-        key = (stage, unit, 2 * layout + is_again)
+        key = (stage, unit, layout)
         failed = self._failed.setdefault(key, [])
         if any((other <= sums).all() for other in failed):
             return False
@@ -601,8 +595,7 @@ class Settling:
         new, row, score = self._on(stage, unit, layout, sums[None], found)
         for place in np.argsort(score, kind="stable").tolist():
             at = int(row[place])
-            again = is_again or bool(found.is_again[at])
-            if self._descend(stage + 1, int(found.stop[at]), int(found.exit[at]), again, new[place], chosen):
+            if self._descend(stage + 1, int(found.stop[at]), int(found.exit[at]), new[place], chosen):
                 chosen.append((stage, unit, int(found.stop[at]), int(found.row[at])))
                 return True
         failed[:] = [other for other in failed if not (sums <= other).all()]
@@ -611,13 +604,13 @@ class Settling:
 
     def _spread(self, sums: np.ndarray) -> _Way | None:
         """Breadth first: all states of a stage at once, without those that another one is nowhere above."""
-        level: dict[tuple[int, int, bool], _States] = {(0, 0 - 1, not self.must_recompute): _States.first(sums)}
-        trail: list[dict[tuple[int, int, bool], _States]] = []
+        level: dict[tuple[int, int], _States] = {(0, -1): _States.first(sums)}
+        trail: list[dict[tuple[int, int], _States]] = []
         for stage in range(self.terrain.num_stages):
             trail.append(level)
-            parts: dict[tuple[int, int, bool], list[_States]] = {}
+            parts: dict[tuple[int, int], list[_States]] = {}
             total = 0
-            for (unit, layout, is_again), states in level.items():
+            for (unit, layout), states in level.items():
                 found = self._ways_on(stage, unit)
                 chunk = max(1, _CHUNK // max(1, len(found.stop)))
                 for begin in range(0, len(states.sums), chunk):
@@ -626,18 +619,16 @@ class Settling:
                         raise UnsettledError
                     new, at, _ = self._on(stage, unit, layout, states.sums[begin : begin + chunk], found)
                     origin, row = np.divmod(at, max(1, len(found.stop)))
-                    behind = 2 * found.exit[row] + (is_again | found.is_again[row].astype(bool))
-                    for key, mine in _grouped(found.stop[row], behind):
-                        state = (key[0], key[1] >> 1, bool(key[1] & 1))
-                        part = _States(new[mine], origin[mine] + begin, row[mine], (unit, layout, is_again))
-                        parts.setdefault(state, []).append(part)
+                    for key, mine in _grouped(found.stop[row], found.exit[row]):
+                        part = _States(new[mine], origin[mine] + begin, row[mine], (unit, layout))
+                        parts.setdefault((key[0], key[1]), []).append(part)
                         total += len(mine)
                 if total > 4 * self._most_states:
                     raise _TooManyStatesError
             level = {key: _States.joined(several) for key, several in parts.items()}
             if sum(len(states.sums) for states in level.values()) > self._most_states:
                 raise _TooManyStatesError
-        ends = [key for key in level if key[2] and len(level[key].sums)]
+        ends = [key for key in level if len(level[key].sums)]
         if not ends:
             return None
         key, place = ends[0], 0
@@ -723,7 +714,7 @@ class Settling:
                 none = np.zeros(0, dtype=np.intp)
                 shared = np.zeros((0, self._num_shared(stage)))
                 self._candidates[key] = _Candidates(
-                    none, none, np.zeros((0, len(self.bounds))), none, none, shared, none, none, none
+                    none, none, np.zeros((0, len(self.bounds))), none, none, shared, none, none
                 )
             else:
                 self._candidates[key] = _Candidates(*(np.concatenate(column) for column in columns))
@@ -745,7 +736,6 @@ class Settling:
                 np.zeros((1, self._num_shared(stage))),
                 np.array([-1]),
                 np.array([-1]),
-                np.array(["stage" in self.terrain.ways]),
             )
         rows = arc.rows
         costs = np.column_stack([self.terrain.row_costs(bound, stage, arc) for bound in self.bounds])
@@ -755,7 +745,6 @@ class Settling:
                 [b.weights[terms.transfer_forward][stage] + b.weights[terms.transfer_backward][stage] for b in self.bounds]
             )
             costs = costs + crossing * self.terrain.least_transfer(stage, stop)
-        again = self.terrain.ways.index("stage") if "stage" in self.terrain.ways else -1
         return _Candidates(
             np.full(len(rows), stop),
             np.arange(len(rows)),
@@ -765,7 +754,6 @@ class Settling:
             rows.shared,
             arc.entry,
             arc.exit,
-            arc.ways == again,
         )
 
     # ------------------------------------------------------------------------------------------------------ a way's step
@@ -854,10 +842,8 @@ class Settling:
         """The rows of an arc that can be on a way below the threshold."""
         if self.terrain.grade(stage, first, stop) == 2:
             return
-        if not math.isfinite(self.best_s):
-            raise UnsettledError
         terms, limit, wanted = self.terrain.terms, self.terrain.limit, []
-        for guide in guides:
+        for guide in guides if math.isfinite(self.best_s) else ():
             weights = guide.weights
             room = self.threshold - guide.before[stage][first] - guide.behind[stage + 1][stop]
             if stage < self.terrain.num_stages - 1:

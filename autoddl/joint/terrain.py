@@ -65,7 +65,6 @@ class Arc:
     rows: Rows | None = None
     entry: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     exit: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-    ways: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
 
     @property
     def memory_rows(self) -> np.ndarray:
@@ -190,6 +189,11 @@ class Terrain:
             [forward, weights[terms.backward], weights[terms.all_reduce], price * self._copies, price * alive]
         )
 
+    @property
+    def _cheapest(self) -> tuple[str, ...]:
+        """The ways that can be the least where memory is for nothing: nothing is gained by recomputation then."""
+        return ("none",) if "none" in self.ways else self.ways
+
     def _prices(self, bound: Bound, threshold: float) -> list[np.ndarray]:
         """The prices of a byte that a bound is taken at, for every stage."""
         none = np.zeros(self.num_stages)
@@ -220,8 +224,7 @@ class Terrain:
         crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
         for part in parts:
             price = np.full(self.num_stages, part * threshold / self.limit if part else 0.0)
-            # Without a price of memory nothing is gained by recomputation.
-            ways = self.ways if part else tuple(way for way in self.ways if way == "none") or self.ways
+            ways = self.ways if part else self._cheapest
             of_ways = [self._of_units(way, self._vectors(bound.weights, way, price)) for way in ways]
             if any(one is None for one in of_ways):
                 return np.inf
@@ -238,10 +241,11 @@ class Terrain:
     def costs(self, bound: Bound, threshold: float) -> list[np.ndarray]:
         """For every stage the bound's part of every arc, with what crosses behind it; shape (units + 1, units + 1) each."""
         terms, size = self.terms, self.num_units + 1
-        found = [np.zeros((size, size)) for _ in range(self.num_stages)]
+        # What does not need its share of memory has a negative part in a bound with a price.
+        found = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
         for price in self._prices(bound, threshold):
             best = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
-            for way in self.ways if price.any() else self.ways[:1]:
+            for way in self.ways if price.any() else self._cheapest:
                 least = self._of_units(way, self._vectors(bound.weights, way, price))
                 if least is None:
                     return [np.full((size, size), np.inf) for _ in range(self.num_stages)]
@@ -294,7 +298,7 @@ class Terrain:
     def of_units(self, weights: np.ndarray) -> np.ndarray:
         """What every unit comes to at least in a bound at every stage, memory for nothing; shape (stages, units)."""
         none = np.zeros(self.num_stages)
-        parts = [self._of_units(way, self._vectors(weights, way, none)) for way in self.ways[:1]]
+        parts = [self._of_units(way, self._vectors(weights, way, none)) for way in self._cheapest]
         return np.minimum.reduce([part for part in parts if part is not None])
 
     @property
@@ -315,7 +319,7 @@ class Terrain:
         for price in self._prices(bound, threshold):
             values = np.full(self.num_stages, np.inf)
             mine: list[tuple[str, np.ndarray]] = list(chosen)
-            for way in self.ways if price.any() else self.ways[:1]:
+            for way in self.ways if price.any() else self._cheapest:
                 vectors = self._vectors(bound.weights, way, price)
                 least = self._of_units(way, vectors)
                 assert least is not None
@@ -404,10 +408,9 @@ class Terrain:
             rows = joined(parts)
             entry = np.concatenate([self._numbered(part.origin[0][0].entries, part.entry) for part in parts])
             exit_ = np.concatenate([self._numbered(part.origin[0][0].exits, part.exit) for part in parts])
-            ways = np.concatenate([np.full(len(part), self.ways.index(part.origin[0][1])) for part in parts])
             if stage == self.num_stages - 1:
                 exit_ = np.full(len(rows), -1)  # nothing follows
-            arc = Arc(2, rows, entry, exit_, ways)
+            arc = Arc(2, rows, entry, exit_)
         self.arcs[stage, first, stop] = arc
         return arc
 
