@@ -402,11 +402,15 @@ class PriceBook:
             offers.append(shared[key][0])
             columns.append(shared[key][1])
             variables.append(Variable(variable.name, variable.layers, offers[-1], variable.swapped))
-        return Phases(tuple(variables), *zip(*columns), self._phase_edges(offers, workload))
+        forward, backward, gradient, state, kept_bytes, buffer = zip(*columns)
+        edges = self._phase_edges(offers, workload)
+        return Phases(tuple(variables), forward, backward, gradient, state, kept_bytes, buffer, edges)
 
     def coefficients(self, objective: Objective = "step") -> tuple[Coefficients, ...]:
         """Per variable what its options cost for any number of samples."""
-        return tuple(prices.coefficients(v.offer, objective) for v, prices in zip(self.variables, self._variable_prices))
+        return tuple(
+            prices.coefficients(v.offer, objective) for v, prices in zip(self.variables, self._variable_prices)
+        )
 
     def _phase_edges(self, offers: Sequence[Offer], workload: Workload) -> tuple[PhaseEdge, ...]:
         known: dict[object, tuple[ByClass, ByClass]] = {}
@@ -416,7 +420,9 @@ class PriceBook:
             if key not in known:
                 (sources, rows), (targets, cols) = offers[i].layouts, offers[j].layouts
                 forward, backward = (
-                    sum(count * self._moves.phases(tensor, sources, targets, workload)[way] for tensor, count in tensors)
+                    sum(
+                        count * self._moves.phases(tensor, sources, targets, workload)[way] for tensor, count in tensors
+                    )
                     for way in (0, 1)
                 )
                 known[key] = ByClass(np.asarray(forward), rows, cols), ByClass(np.asarray(backward), rows, cols)

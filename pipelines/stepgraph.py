@@ -59,14 +59,10 @@ class StepGraph:
         """The makespan, and n(P, .) of a longest path P; both of shape and order of :class:`Terms`."""
         durations = (np.append(times, 0.0)[self._term] * self._times).tolist()
         ends, before = [0.0] * (len(durations) + 1), [0] * (len(durations) + 1)
-        node = 0
-        for first, second, duration in zip(self._first, self._second, durations):
-            node += 1
+        for node, (first, second, duration) in enumerate(zip(self._first, self._second, durations), start=1):
             start, other = ends[first], ends[second]
-            if other > start:
-                start, first = other, second
-            ends[node] = start + duration
-            before[node] = first
+            ends[node] = (other if other > start else start) + duration
+            before[node] = second if other > start else first
         node = max(range(len(ends)), key=ends.__getitem__)
         step, path = ends[node], []
         while node:
@@ -79,10 +75,8 @@ class StepGraph:
         """The makespans for many times at once; shape (terms, many) -> (many,)."""
         padded = np.vstack([times, np.zeros((1, times.shape[1]))])
         ends = np.zeros((self.num_nodes + 1, times.shape[1]))
-        node = 0
-        for first, second, term, count in zip(self._first, self._second, self._term.tolist(), self._times.tolist()):
-            node += 1
-            end = ends[node]
+        rows = zip(self._first, self._second, self._term.tolist(), self._times.tolist())
+        for end, (first, second, term, count) in zip(ends[1:], rows):
             np.maximum(ends[first], ends[second], out=end)
             if count == 1.0:
                 end += padded[term]
@@ -94,9 +88,7 @@ class StepGraph:
 class _Builder:
     """Nodes with at most two that let them, in an order in which these come first (see :meth:`sorted`)."""
 
-    def __init__(
-        self, schedule: Schedule, terms: Terms, passes: Sequence[int], input_passes: Sequence[int]
-    ) -> None:
+    def __init__(self, schedule: Schedule, terms: Terms, passes: Sequence[int], input_passes: Sequence[int]) -> None:
         self.schedule, self.table = schedule, tabulate(schedule)
         self.before: list[list[int]] = []
         self.term: list[int] = []
@@ -113,9 +105,7 @@ class _Builder:
         self.times.append(times)
         return len(self.term) - 1
 
-    def _tasks(
-        self, terms: Terms, passes: Sequence[int], input_passes: Sequence[int], size: Sequence[float]
-    ) -> None:
+    def _tasks(self, terms: Terms, passes: Sequence[int], input_passes: Sequence[int], size: Sequence[float]) -> None:
         """Tasks behind each other on their workers, and the all-reduces that they launch and wait for."""
         nothing = terms.count
         self.node_of: list[int] = []
@@ -145,7 +135,9 @@ class _Builder:
                         term, times = terms.recompute.start + stage, share
                     else:
                         whole, part = passes[stage], input_passes[stage]
-                        count = whole if kind == Kind.BACKWARD else part if kind == Kind.BACKWARD_INPUT else whole - part
+                        count = (
+                            whole if kind == Kind.BACKWARD else part if kind == Kind.BACKWARD_INPUT else whole - part
+                        )
                         term, times = terms.backward.start + stage, share * count
                     node = self._node(term, times)
                     self.before[node] += [previous] * (previous != NONE)
@@ -185,7 +177,6 @@ class _Builder:
 
         Where more than two let a node, others of no duration stand before it.
         """
-        nothing = max(self.term, default=0) if not self.term else None
         after: list[list[int]] = [[] for _ in self.before]
         waiting = [len(nodes) for nodes in self.before]
         for node, nodes in enumerate(self.before):
@@ -197,7 +188,6 @@ class _Builder:
         second: list[int] = []
         term: list[int] = []
         times: list[float] = []
-        del nothing
         none = 6 * self.schedule.num_stages - 2
 
         def put(a: int, b: int, of: int, count: float) -> int:

@@ -1,17 +1,17 @@
 """All choices of a table of vectors that no other choice beats in every component, within limits.
 
-Every option of a variable adds a vector (seconds forward, seconds backward, bytes ...), every edge adds one for the pair of options at
-its ends, and every option has a size of which only the largest counts (buffers).  A choice is *beaten* where another one with the
-same *keys* (what the world outside of the table sees of it) is no more in any sum and no larger.  Whatever is monotone in sums and
-size has its optimum among those that are not beaten: the *front*.
+Every option of a variable adds a vector (seconds forward, seconds backward, bytes ...), every edge adds one for the pair of
+options at its ends, and every option has a size of which only the largest counts (buffers).  A choice is *beaten* where another
+one with the same *keys* (what the world outside of the table sees of it) is no more in any sum and no larger.  Whatever is
+monotone in sums and size has its optimum among those that are not beaten: the *front*.
 
 **Dynamic programming over a path decomposition.**  The variables are taken one after the other, in an order that keeps few of them
-*open* (taken, with a neighbour that is not).  A partial choice is a row: the classes of its open variables and keys, its sums and its
-largest size; of rows of equal classes the beaten ones go.
+*open* (taken, with a neighbour that is not).  A partial choice is a row: the classes of its open variables and keys, its sums
+and its largest size; of rows of equal classes the beaten ones go.
 
 **Guides.**  For weights w >= 0 only choices with w . sums <= threshold are asked for.  One pass from the last variable to the first
-gives, for every assignment of the open variables, the least w . sums that is still to come; so each row that is kept can be completed
-within each single threshold.
+gives, for every assignment of the open variables, the least w . sums that is still to come; so each row that is kept can be
+completed within each single threshold.
 
 Sums are of floats in different orders: of rows that differ by no more than a relative 1e-12 one stays.
 """
@@ -74,8 +74,7 @@ class VectorTable:
 
     def evaluate(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sums and sizes of choices, shape (rows, variables) -> (rows, components), (rows,)."""
-        sums = sum(values[choices[:, v]] for v, values in enumerate(self.sums))
-        sums = np.array(sums, dtype=float)
+        sums = np.sum([values[choices[:, v]] for v, values in enumerate(self.sums)], axis=0)
         for edge in self.edges:
             rows, columns = choices[:, edge.source], choices[:, edge.target]
             for component, costs in edge.parts:
@@ -173,7 +172,8 @@ def _decomposed(table: VectorTable) -> tuple[_Step, ...]:
     keyed = {variable for variable, _ in table.keys}
     order = _order(neighbours, sizes, keyed)
     position = {variable: place for place, variable in enumerate(order)}
-    steps, before = [], ()
+    steps: list[_Step] = []
+    before: tuple[int, ...] = ()
     for place, variable in enumerate(order):
         links = []
         for edge in table.edges:
@@ -360,7 +360,9 @@ def front(
         if stop is not None:
             stop.check()
         togo = list(remaining[number + 1])
-        rows, parents, options = _extended(rows, step, all_guides, caps, togo, compared, limit if bounded else None, most_rows)
+        rows, parents, options = _extended(
+            rows, step, all_guides, caps, togo, compared, limit if bounded else None, most_rows
+        )
         trail.append((step.variable, parents, options))
     choices = np.zeros((len(rows.sizes), len(steps)), dtype=np.intp)
     at = np.arange(len(rows.sizes))
@@ -399,8 +401,10 @@ def _extended(
         states = np.empty((len(classes), len(options.number), len(kept_columns)), dtype=np.intp)
         for place, column in enumerate(kept_columns):
             states[:, :, place] = options.of_class[None] if column == len(held) - 1 else classes[:, column, None]
-        code = np.ravel_multi_index(tuple(states.reshape(-1, len(kept_columns)).T), after_shape) if kept_columns else np.zeros(
-            with_option.shape[0] * with_option.shape[1], dtype=np.intp
+        code = (
+            np.ravel_multi_index(tuple(states.reshape(-1, len(kept_columns)).T), after_shape)
+            if kept_columns
+            else np.zeros(with_option.shape[0] * with_option.shape[1], dtype=np.intp)
         )
         flat, size = with_option.reshape(-1, with_option.shape[2]), sizes.ravel()
         fits = np.isfinite(flat).all(axis=1)

@@ -34,7 +34,15 @@ from autoddl.pipelines.schedule import Schedule
 from .cutting import StageGraph
 from .meshes import Meshes, StageMesh
 
-__all__ = ["Boundary", "PricedLayer", "boundary_of", "least_crossing_s", "own_gradient_bytes", "replicated_all_reduce_s", "shared_seconds"]
+__all__ = [
+    "Boundary",
+    "PricedLayer",
+    "boundary_of",
+    "least_crossing_s",
+    "own_gradient_bytes",
+    "replicated_all_reduce_s",
+    "shared_seconds",
+]
 
 
 @dataclass(frozen=True)

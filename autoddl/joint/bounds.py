@@ -1,22 +1,25 @@
 """Lower bounds on the step of a setting, over all its cuts and all ways to run their stages; cheap ones first.
 
-Every bound is a *linear* one: numbers w >= 0 per stage for its forward, backward, recomputation and all-reduce, and per boundary for its
-transfers, such that no plan's step is less than their sum of products.  The least of such a sum over all cuts is found by dynamic
-programming over stages and units, where every stage takes at least what its units do at its weights (:mod:`.units`).
+Every bound is a *linear* one: numbers w >= 0 per stage for its forward, backward, recomputation and all-reduce, and per
+boundary for its transfers, such that no plan's step is less than their sum of products.  The least of such a sum over all cuts
+is found by dynamic programming over stages and units, where every stage takes at least what its units do at its weights
+(:mod:`.units`).
 
-**Balance.**  Some worker has at least the mean of all work.  Let worker s put N micro-batches through its stage (whatever is done by
-which replica): N (F + B), and before its first forward N micro-batches' first comes through all stages before it, whose backward has
-to follow its last.  The mean over all s of D workers of a scheme of one pipeline with one stage each, that goes back at once:
+**Balance.**  Some worker has at least the mean of all work.  Let worker s put N micro-batches through its stage (whatever is
+done by which replica): N (F + B), and before its first forward N micro-batches' first comes through all stages before it, whose
+backward has to follow its last.  The mean over all s of D workers of a scheme of one pipeline with one stage each, that goes
+back at once:
 
     w(s) = ( N + D - 1 - s ) / D    for F(s) and B(s)                                                                       (1)
 
-since stage s is before D - 1 - s others.  Of workers of different widths every one counts by its devices: of the mean over all devices
-N share(s) + sum of share(t) over t > s.  Where a worker has several stages, or weight parts may come last: N / D alone.
+since stage s is before D - 1 - s others.  Of workers of different widths every one counts by its devices: of the mean over all
+devices N share(s) + sum of share(t) over t > s.  Where a worker has several stages, or weight parts may come last: N / D alone.
 
 **Long paths.**  A path of the schedule's graph (:mod:`autoddl.pipelines.stepgraph`): how often it passes each term.           (2)
 
 **Memory.**  For any prices mu >= 0 of a byte on each worker, the sum of (1) or (2) and of mu (bytes - limit) over all workers is a
-bound, too: what does not fit costs.  Recomputing a whole stage takes at least what it does without redistributions.              (3)
+bound, too: what does not fit costs.  Recomputing a whole stage takes at least what it does without redistributions.
+(3)
 
 **Period.**  Of an asynchronous schedule: N (F + B) of a stage, the mean over the workers: N / D as above.
 """

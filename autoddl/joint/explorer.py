@@ -1,7 +1,7 @@
 """What the joint search knows of its settings, and shares between them: stages by rectangle, graphs and long paths by schedule.
 
-A *setting* is a division of the devices, a schedule and a micro-batch; with a *cut* its stages are known, and with a way to run each
-of these it is a configuration.
+A *setting* is a division of the devices, a schedule and a micro-batch; with a *cut* its stages are known, and with a way to run
+each of these it is a configuration.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ class Explorer:
         """What goes through every stage, and who holds it."""
         spec = setting.schedule
         if spec.num_pipelines == 1:
-            return (Passes(setting.micro_batch, setting.part),) * spec.num_stages
+            return (Passes(setting.micro_batch, setting.part, Replicas()),) * spec.num_stages
         needs = self.needs(spec)
         assert needs is not None
         holders: list[list[int]] = [[] for _ in range(spec.num_stages)]

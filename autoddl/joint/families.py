@@ -1,12 +1,12 @@
 """The families of plans that people use, each planned for itself.
 
-Plans without a pipeline: SBP as it comes, and data parallelism.  Pipelines: Megatron's equal workers under 1F1B, all layers of which
-follow one mesh of data and model parallelism; and the schedules of the papers, with stages that are replicated on the devices of
-their workers, as the papers have them: each over all its numbers of workers, micro-batches, cuts and options (Chimera: pipelines,
-concatenation), DAPPLE over workers of unequal numbers of devices, too.
+Plans without a pipeline: SBP as it comes, and data parallelism.  Pipelines: Megatron's equal workers under 1F1B, all layers of
+which follow one mesh of data and model parallelism; and the schedules of the papers, with stages that are replicated on the
+devices of their workers, as the papers have them: each over all its numbers of workers, micro-batches, cuts and options
+(Chimera: pipelines, concatenation), DAPPLE over workers of unequal numbers of devices, too.
 
-The best of a family comes from the joint search restricted to it, with its gap; what the planner of its paper would have chosen from
-its linear profile (:mod:`.papers`) stands beside it, and is a plan of the family, too.
+The best of a family comes from the joint search restricted to it, with its gap; what the planner of its paper would have chosen
+from its linear profile (:mod:`.papers`) stands beside it, and is a plan of the family, too.
 """
 
 from __future__ import annotations

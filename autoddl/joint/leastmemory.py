@@ -18,7 +18,7 @@ from autoddl.costmodel.stopping import Deadline
 
 from .explorer import Explorer, Setting
 from .needs import Needs
-from .settle import level_cut
+from .regions import level_cut
 from .stages import Need
 
 __all__ = ["least_memory"]

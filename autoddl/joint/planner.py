@@ -1,8 +1,8 @@
 """The joint planner: pipeline and SBP together, or the plan of a paper's planner; with the runner-ups of every family.
 
 1. Without a pipeline (D = 1) the existing planner is exact: its plan is a member of the space.
-2. The families that people use are planned, each for itself (:mod:`.families`).  Their plans are members of the space, too: the best of
-   all is the first incumbent, so that no plan is slower than a row of its own table.
+2. The families that people use are planned, each for itself (:mod:`.families`).  Their plans are members of the space, too: the
+   best of all is the first incumbent, so that no plan is slower than a row of its own table.
 3. The whole space is searched (:mod:`.search`) for what is better.
 """
 
@@ -190,7 +190,9 @@ def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | N
         devices = "workers of equal rectangles of devices, or equal but for the first and the last"
     again = " / ".join(job.recomputations)
     summa = ", Summa meshes too" if base.summa else " without Summa meshes (--summa includes them)"
-    tied = "a choice for every layer" if base.untied else "one choice for equal layers of a stage (--untied: one for each)"
+    tied = (
+        "a choice for every layer" if base.untied else "one choice for equal layers of a stage (--untied: one for each)"
+    )
     alone = 0 if whole is None else len(whole.candidates)
     return Considered(
         space=f"{devices} (bidirectional schedules: equal); {stale} of up to {MOST_PASSES:,} passes, {sizes}, every cut, "

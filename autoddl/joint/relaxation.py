@@ -1,13 +1,14 @@
 """The best cut of a setting where units may be divided: a linear program over its long paths.
 
-Let y(r, s) be how many of the units of run r (equal units that follow each other) stage s has, in parts, whatever stands before them.
-With c(P, r, s) what one of them adds to a path at least, the step is the largest of the sums over the paths known,
+Let y(r, s) be how many of the units of run r (equal units that follow each other) stage s has, in parts, whatever stands before
+them. With c(P, r, s) what one of them adds to a path at least, the step is the largest of the sums over the paths known,
 
     minimise  theta   over   theta >= sum over stages and runs of c(P, r, s) y(r, s)  +  transfers of P            for every path P
                              sum over s of y(r, s) = units of r,   sum over r of y(r, s) >= 1
 
-The schedule's longest path at the best y joins the paths known, until none is longer than theta (Kelley's cutting planes).  What the
-program's dual makes of the paths is a mean of them, and so a bound that is as sharp for all cuts together as one can be.
+The schedule's longest path at the best y joins the paths known, until none is longer than theta (Kelley's cutting planes).
+What the program's dual makes of the paths is a mean of them, and so a bound that is as sharp for all cuts together as one can
+be.
 """
 
 from __future__ import annotations
@@ -77,8 +78,10 @@ class Relaxation:
     def least_used(self, count: int) -> set[int]:
         """Drop so many paths that have had no share for the longest time, and say which."""
         dropped = set(np.argsort(self._used, kind="stable")[:count].tolist())
-        for column in (self._rows, self._constants, self._used):
-            column[:] = [value for number, value in enumerate(column) if number not in dropped]  # type: ignore[index]
+        kept = [number for number in range(len(self._used)) if number not in dropped]
+        self._rows = [self._rows[number] for number in kept]
+        self._constants = [self._constants[number] for number in kept]
+        self._used = [self._used[number] for number in kept]
         return dropped
 
     def solve(self, ranges: Sequence[tuple[int, int]]) -> Relaxed | None:

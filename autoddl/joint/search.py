@@ -17,11 +17,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
-from .bounds import balance, bound_class
+from .bounds import balance, bound_class, loads
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
+from .regions import level_cut
 from .settle import Settling, UnsettledError
 from .terrain import PRICES, Bound, Terrain
 
@@ -115,9 +118,7 @@ def _slice(deadline: Deadline, seconds: float) -> Deadline:
     return Deadline(min(seconds, deadline.left_s), deadline.stop, time.process_time)
 
 
-def _bounded(
-    explorer: Explorer, settings: Iterable[Setting], found: Explored
-) -> Iterator[_Open]:
+def _bounded(explorer: Explorer, settings: Iterable[Setting], found: Explored) -> Iterator[_Open]:
     """(bound, number, False, setting) of all settings that have a plan, by balance and without memory.
 
     Raises:
@@ -147,7 +148,11 @@ def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
     if not math.isfinite(best_s):
         return 0.0
     terrain = Terrain(explorer, setting, explorer.recomputations, needs)
-    return terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES) * _ROUNDING
+    bound_s = terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES)
+    if terrain.is_alone and bound_s < best_s:
+        # The worker of the most loaded stage of the cut where it has the least to do.
+        bound_s = max(bound_s, level_cut(terrain.costs(Bound(np.maximum.reduce(loads(setting.schedule))), best_s))[0])
+    return bound_s * _ROUNDING
 
 
 def _settle(

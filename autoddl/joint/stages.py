@@ -1,12 +1,13 @@
 """How stages can be run: for a stage, a way of recomputation and what its schedule asks of memory, all that is worth considering.
 
-A row is one way to run a stage: seconds forward, backward, of running forward again, of the gradients' all-reduce; bytes that stay on
-each device at the number of micro-batches in flight; the largest buffer; the layouts at both sides.  The step of a pipeline grows
-with each of these, so that rows which another one with the same sides is nowhere above are never needed
-(:mod:`autoddl.search.fronts`): the rest is the stage's front, and *within a threshold* that part of it that can still be of use.
+A row is one way to run a stage: seconds forward, backward, of running forward again, of the gradients' all-reduce; bytes that
+stay on each device at the number of micro-batches in flight; the largest buffer; the layouts at both sides.  The step of a
+pipeline grows with each of these, so that rows which another one with the same sides is nowhere above are never needed
+(:mod:`autoddl.search.fronts`): the rest is the stage's front, and *within a threshold* that part of it that can still be of
+use.
 
-**Memory.** A stage with K micro-batches in flight and v versions of its weights needs state + (v - 1) weights + K kept + buffer; where
-the whole stage is recomputed state + (v - 1) weights + K input + kept + buffer.
+**Memory.** A stage with K micro-batches in flight and v versions of its weights needs state + (v - 1) weights + K kept +
+buffer; where the whole stage is recomputed state + (v - 1) weights + K input + kept + buffer.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Passes:
 
     micro_batch: int
     part: int
-    replicas: Replicas = Replicas()
+    replicas: Replicas
 
 
 @dataclass(frozen=True)
@@ -110,17 +111,19 @@ class Rows:
             mine = rows[(rows >= first) & (rows < first + len(choices))] - first
             origin.append((table, way, choices[mine]))
             first += len(choices)
-        columns = (self.times, self.memory, self.buffer, self.shared, self.entry, self.exit)
-        return Rows(*(column[rows] for column in columns), origin=tuple(origin))
+        times, memory, buffer = self.times[rows], self.memory[rows], self.buffer[rows]
+        return Rows(times, memory, buffer, self.shared[rows], self.entry[rows], self.exit[rows], tuple(origin))
 
 
 def joined(parts: Sequence[Rows]) -> Rows:
     """All rows of several."""
-    columns = ("times", "memory", "buffer", "shared", "entry", "exit")
-    return Rows(
-        *(np.concatenate([getattr(part, name) for part in parts]) for name in columns),
-        origin=tuple(origin for part in parts for origin in part.origin),
-    )
+
+    def column(name: str) -> np.ndarray:
+        return np.concatenate([getattr(part, name) for part in parts])
+
+    origin = tuple(origin for part in parts for origin in part.origin)
+    times, memory, buffer = column("times"), column("memory"), column("buffer")
+    return Rows(times, memory, buffer, column("shared"), column("entry"), column("exit"), origin)
 
 
 class Stages:
@@ -143,8 +146,8 @@ class Stages:
         stop: Stop | None = None,
     ):
         self.chain, self.mesh, self.stop = chain, mesh, stop or Stop()
-        self.tables = like.tables if like else StageTables(chain, mesh, cluster, workload, pricing)
-        self.units = like.units if like else Units(chain, self.tables)
+        self.tables: StageTables = like.tables if like else StageTables(chain, mesh, cluster, workload, pricing)
+        self.units: Units = like.units if like else Units(chain, self.tables)
         self._projected: dict[object, VectorTable] = {}
         self.num_searches = 0
         workload = self.tables.workload
@@ -153,9 +156,7 @@ class Stages:
 
     def table(self, first: int, stop: int, way: str, passes: Passes) -> StageTable | None:
         """The vectors of a stage; None where some layer has no strategy for these passes."""
-        return self.tables.table(
-            first, stop, way == "layers", passes.micro_batch, passes.part, passes.replicas
-        )
+        return self.tables.table(first, stop, way == "layers", passes.micro_batch, passes.part, passes.replicas)
 
     def least(self, first: int, stop: int, way: str, passes: Passes, weights: np.ndarray) -> np.ndarray:
         """The least of each weight over all strategies (:data:`.stagetables.COMPONENTS`), shape (weights, 5) -> (weights,)."""
@@ -195,9 +196,18 @@ class Stages:
         return _rows(found, way, chosen.choices, chosen.sums, chosen.sizes, constant)
 
     def cheapest(
-        self, first: int, stop: int, way: str, passes: Passes, need: Need, weights: Sequence[float], limit: float, most: float
+        self,
+        first: int,
+        stop: int,
+        way: str,
+        passes: Passes,
+        need: Need,
+        weights: Sequence[float],
+        limit: float,
+        most: float,
     ) -> tuple[float, Rows] | None:
-        """The least weighted seconds (forward, backward, recompute, gradient) within ``limit`` bytes, and its row; by growing slack.
+        """The least weighted seconds (forward, backward, recompute, gradient) within ``limit`` bytes, and its row; by growing
+        slack.
 
         None where there is nothing, or nothing below ``most``.
         """
@@ -234,7 +244,7 @@ class Stages:
         return None
 
     def least_memory(self, first: int, stop: int, way: str, passes: Passes, need: Need) -> float:
-        """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf where there is no way."""
+        """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf without a way."""
         found = self.table(first, stop, way, passes)
         if found is None:
             return math.inf
@@ -245,9 +255,7 @@ class Stages:
         chosen = front(table, (), (1, math.nextafter(most, 0.0)), self.stop, _MOST_PARTS)
         return float((chosen.sums[:, 1] + chosen.sizes).min(initial=math.inf)) + constant
 
-    def _scalar(
-        self, found: StageTable, way: str, weights: tuple[float, ...], counts: np.ndarray
-    ) -> VectorTable:
+    def _scalar(self, found: StageTable, way: str, weights: tuple[float, ...], counts: np.ndarray) -> VectorTable:
         """Components: weighted seconds, bytes."""
         key = (id(found), way == "stage", weights, *counts.tolist())
         if key not in self._projected:
@@ -332,7 +340,15 @@ class FixedStages(Stages):
         return _rows(found, way, choices[fits], sums[fits], sizes[fits], constant)
 
     def cheapest(
-        self, first: int, stop: int, way: str, passes: Passes, need: Need, weights: Sequence[float], limit: float, most: float
+        self,
+        first: int,
+        stop: int,
+        way: str,
+        passes: Passes,
+        need: Need,
+        weights: Sequence[float],
+        limit: float,
+        most: float,
     ) -> tuple[float, Rows] | None:
         rows = self.rows(first, stop, way, passes, need, (), limit)
         if rows is None or not len(rows):

@@ -1,7 +1,7 @@
 """The stages of a model on one rectangle of devices, as tables of vectors; everything is worked out once, when it is asked for.
 
-A stage at some strategies is a vector, which is a sum over its layers and redistributions (:data:`COMPONENTS`).  Its *sides* are the
-layouts in which its first tensor is wanted and its last one left: what else the rest of a pipeline sees of it.
+A stage at some strategies is a vector, which is a sum over its layers and redistributions (:data:`COMPONENTS`).  Its *sides*
+are the layouts in which its first tensor is wanted and its last one left: what else the rest of a pipeline sees of it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from .meshes import StageMesh
 __all__ = ["COMPONENTS", "Pricing", "Replicas", "StageTable", "StageTables"]
 
 #: Seconds of one micro-batch's forward and backward pass (one way through the stage each), of the gradients' all-reduce per step;
-#: bytes of state, and what one micro-batch keeps.  Behind these: for every weight that is shared with another stage the bytes of its
-#: gradient here.
+#: bytes of state, and what one micro-batch keeps.  Behind these: for every weight that is shared with another stage the bytes
+#: of its gradient here.
 COMPONENTS = ("forward", "backward", "gradient", "state", "kept")
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Workers that hold a stage's weights together: how many, and whether in the same nodes; one alone in schemes of one pipeline."""
+    """Workers that hold a stage's weights together: how many, and whether in the same nodes; one alone in schemes of one
+    pipeline."""
 
     count: int = 1
     share_nodes: bool = True

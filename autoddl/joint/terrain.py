@@ -44,8 +44,8 @@ class Bound:
 
     Attributes:
         weights: in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
-        price: of a byte on every worker [s]; None: every arc takes the best of several (:data:`PRICES`) by itself, which holds where
-            each worker has one stage alone; else none.
+        price: of a byte on every worker [s]; None: every arc takes the best of several (:data:`PRICES`) by itself, which holds
+            where each worker has one stage alone; else none.
     """
 
     weights: np.ndarray

@@ -63,7 +63,10 @@ class Units:
         return self._options[key]
 
     def _collected(self, layers_again: bool, replicas: Replicas) -> _Options:
-        fixed, slope, p0, kinds = [], [], [], []
+        fixed: list[np.ndarray] = []
+        slope: list[np.ndarray] = []
+        p0: list[np.ndarray] = []
+        kinds: list[int] = []
         for unit in self._first:
             book = self.tables.book(unit, unit + 1, layers_again)
             stage = self.tables.graph(unit, unit + 1)

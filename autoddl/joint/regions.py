@@ -1,0 +1,102 @@
+"""Some of the cuts of a chain, and the best cut among arcs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+__all__ = ["Cut", "Region", "least_cut", "level_cut"]
+
+#: First unit and unit behind it of every stage.
+Cut = list[tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Region:
+    """Some of the cuts: for each boundary the units that may stand first behind it, from one to another."""
+
+    ranges: tuple[tuple[int, int], ...]
+    num_units: int
+
+    @classmethod
+    def whole(cls, num_stages: int, num_units: int) -> Region:
+        return cls(tuple((b, num_units - num_stages + b) for b in range(1, num_stages)), num_units)
+
+    def among(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
+        """The costs of arcs, infinite outside of the region."""
+        found = [cost.copy() for cost in costs]
+        for boundary, (first, last) in enumerate(self.ranges):
+            found[boundary][:, :first] = found[boundary][:, last + 1 :] = np.inf
+        return found
+
+    def nearest(self, places: np.ndarray) -> tuple[int, ...]:
+        """The cut whose boundaries are near the places."""
+        found, before = [], 0
+        for (first, last), place in zip(self.ranges, places.tolist()):
+            before = min(max(round(place), first, before + 1), last)
+            found.append(before)
+        return tuple(found)
+
+    def divided(self, places: np.ndarray) -> list[Region]:
+        """Two parts of it, by the boundary of a divided cut that is the furthest from standing between units; none of one cut."""
+        room = np.array([last - first for first, last in self.ranges])
+        if not room.any():
+            return []
+        off = np.where(room > 0, np.abs(places - np.round(places)) + 1e-6 * room, -1.0)
+        boundary = int(off.argmax())
+        first, last = self.ranges[boundary]
+        middle = min(max(first, math.floor(places[boundary])), last - 1)
+        return [self._with(boundary, (first, middle)), self._with(boundary, (middle + 1, last))]
+
+    def _with(self, boundary: int, ends: tuple[int, int]) -> Region:
+        """With one boundary from ``ends``, and the others where that leaves a unit for every stage."""
+        ranges = list(self.ranges)
+        ranges[boundary] = ends
+        for b in range(boundary + 1, len(ranges)):
+            ranges[b] = max(ranges[b][0], ranges[b - 1][0] + 1), ranges[b][1]
+        for b in range(boundary - 1, -1, -1):
+            ranges[b] = ranges[b][0], min(ranges[b][1], ranges[b + 1][1] - 1)
+        return Region(tuple(ranges), self.num_units)
+
+
+def least_cut(costs: Sequence[np.ndarray]) -> tuple[float, Cut]:
+    """The least sum over all cuts, and the units of every stage at it; the costs of all arcs are given for every stage."""
+    size = costs[0].shape[0]
+    best = np.full(size, np.inf)
+    best[0] = 0.0
+    origins = []
+    for cost in costs:
+        whole = best[:, None] + cost
+        origins.append(whole.argmin(axis=0))
+        best = whole.min(axis=0)
+    if not math.isfinite(best[-1]):
+        return math.inf, []
+    cut, stop = [], size - 1
+    for origin in reversed(origins):
+        first = int(origin[stop])
+        cut.append((first, stop))
+        stop = first
+    return float(best[-1]), cut[::-1]
+
+
+def level_cut(costs: Sequence[np.ndarray]) -> tuple[float, Cut]:
+    """The cut whose dearest arc is the cheapest, and what that costs."""
+    size = costs[0].shape[0]
+    best = np.full(size, np.inf)
+    best[0] = -np.inf
+    origins = []
+    for cost in costs:
+        whole = np.maximum(best[:, None], cost)
+        origins.append(whole.argmin(axis=0))
+        best = whole.min(axis=0)
+    if not math.isfinite(best[-1]):
+        return math.inf, []
+    cut, stop = [], size - 1
+    for origin in reversed(origins):
+        first = int(origin[stop])
+        cut.append((first, stop))
+        stop = first
+    return float(best[-1]), cut[::-1]
