@@ -98,24 +98,18 @@ def test_the_front_is_that_of_all_choices(
     def between(values: np.ndarray, where: float) -> float:
         return float(math.floor(values.min() + where * (values.max() - values.min())))
 
-    limit, binds = None, False
+    fits, compared, limit = np.ones(len(choices), dtype=bool), list(range(COMPONENTS)), None
     if bounded is not None:
-        peaks = sums[:, bounded[0]] + sizes
-        limit = bounded[0], between(peaks, bounded[1])
-        binds = bool((peaks > limit[1]).any())
-    compared = list(range(COMPONENTS))
-    guides = []
-    if limit is not None and not binds:
-        # What is no part of the comparison counts for nothing in what is wanted.
-        compared.remove(limit[0])
-        guided = [(tuple(w * (c != limit[0]) for c, w in enumerate(one)), where) for one, where in guided]
-    for one, where in guided:
-        guides.append(Guide(one, between(sums @ np.array(one), where)))
-    fits = np.ones(len(choices), dtype=bool)
+        component, where = bounded
+        peaks = sums[:, component] + sizes
+        limit = component, between(peaks, where)
+        fits &= peaks <= limit[1]
+        # What is below a limit need not be as far below it as can be.
+        compared.remove(component)
+        guided = [(tuple(w * (c != component) for c, w in enumerate(one)), where) for one, where in guided]
+    guides = [Guide(one, between(sums @ np.array(one), where)) for one, where in guided]
     for guide in guides:
         fits &= sums @ np.array(guide.weights) <= guide.threshold
-    if limit is not None:
-        fits &= sums[:, limit[0]] + sizes <= limit[1]
 
     found = front(table, guides, limit)
     known = {tuple(choice): row for row, choice in enumerate(choices.tolist())}
@@ -123,18 +117,16 @@ def test_the_front_is_that_of_all_choices(
     assert fits[rows].all()
     assert (sums[rows] == found.sums).all() and (sizes[rows] == found.sizes).all()
 
-    columns = np.column_stack([sums, sizes]) if binds else sums[:, compared]
     of_all, of_found = seen(table, choices), seen(table, found.choices)
     for row in np.flatnonzero(fits).tolist():
         same = [other for other, key in zip(rows.tolist(), of_found) if key == of_all[row]]
-        assert any((columns[other] <= columns[row]).all() for other in same), "what nothing beats is left out"
-    # Whether a limit binds may be told from the largest of every option and pair, which no choice may have together; and options of
-    # a variable that is seen may be told apart by more than what is seen of them.
-    finer = columns if limit is None else np.column_stack([sums, sizes])
-    ends = [v for v, _ in table.keys]
-    for row, other in permutations(rows.tolist(), 2):
-        if (choices[row, ends] == choices[other, ends]).all():
-            assert not (columns[other] <= columns[row]).all() or not (finer[other] <= finer[row]).all(), "not a front"
+        below = [other for other in same if (sums[other] <= sums[row])[compared].all()]
+        assert below, "what nothing beats is left out"
+    if limit is None:
+        # Options of a variable that is seen may be told apart by more than what is seen of them.
+        ends = [v for v, _ in table.keys]
+        for row, other in permutations(rows.tolist(), 2):
+            assert (choices[row, ends] != choices[other, ends]).any() or (sums[other] > sums[row]).any(), "beaten"
 
 
 @settings(max_examples=60, deadline=None)
