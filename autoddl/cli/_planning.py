@@ -70,7 +70,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
         "--summa",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether linear layers may use Summa meshes, with --pipeline too (%(default)s)",
+        help="whether linear layers may use Summa meshes, with --pipeline too",
     )
     group.add_argument("--seed", type=int, default=0, help="of the random methods (%(default)s)")
     group.add_argument(
@@ -83,7 +83,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="of one search (20); with --pipeline, processor time of all searches together (30)",
+        help="of one search (20); with --pipeline, processor time of its search (30)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
