@@ -3,11 +3,11 @@
 - :mod:`.cutting`: a model as a chain of units, and a stage as a layer graph; :mod:`.meshes`: how workers share the devices.
 - :mod:`.configuration`: one plan; :mod:`.evaluation`: what it costs (``evaluate``), with what passes :mod:`.between` workers;
   :mod:`.document`: as JSON.
-- :mod:`.space`: all plans; :mod:`.stages`: the ways to run a stage, on :mod:`.stagetables`; :mod:`.needs`: what schedules ask of its
-  memory.
+- :mod:`.space`: all plans; :mod:`.stages`: the ways to run a stage, on :mod:`.stagetables`; :mod:`.needs`: what schedules ask of
+  its memory.
 - :mod:`.units`, :mod:`.bounds`, :mod:`.relaxation`: what no plan is faster than; :mod:`.settle`: the best plan of a setting, on its
-  :mod:`.terrain`, in :mod:`.regions` of its cuts, by :mod:`.ways`; :mod:`.explorer`: what settings share; :mod:`.search`: best first
-  over the space.
+  :mod:`.terrain`, in :mod:`.regions` of its cuts, by :mod:`.ways`; :mod:`.explorer`: what settings share; :mod:`.search`: best
+  first over the space.
 - :mod:`.planner`: ``plan_jointly`` for a :mod:`.job`, with the best of all :mod:`.families` (:mod:`.papers`); :mod:`.leastmemory`:
   where nothing fits; :mod:`.result`: what it returns; :mod:`.table`: as text.
 """

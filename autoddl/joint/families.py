@@ -37,7 +37,7 @@ from .stages import MakeStages, megatron_stages, replicated_stages
 __all__ = ["Family", "describe", "families_of", "figures_of", "paper_plan", "stopped", "whole_mesh"]
 
 #: The part of the time limit that all families' searches may take together, and each paper's planner.
-_FAMILIES, _PAPER = 0.24, 0.04
+_FAMILIES, _PAPER = 0.45, 0.03
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 
@@ -54,6 +54,7 @@ class Family:
         paper: the planner of its paper, if there is one here.
         policies: of 1F1B's warm-up.
         stale: it is asynchronous.
+        weight: its part of the families' time, beside the others'.
     """
 
     title: str
@@ -63,6 +64,7 @@ class Family:
     paper: str | None = None
     policies: tuple[str, ...] = ("A", "B")
     stale: bool = False
+    weight: int = 1
 
     def allows(self, spec: PipelineSchedule) -> bool:
         """Whether a schedule is one of the family's."""
@@ -75,7 +77,7 @@ PIPELINES = (
     Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",)),
     Family("1F1B", ("1f1b",)),
     Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple"),
-    Family("Chimera", ("chimera",), paper="chimera"),
+    Family("Chimera", ("chimera",), paper="chimera", weight=3),
     Family("GPipe", ("gpipe",)),
     Family("interleaved 1F1B", ("interleaved-1f1b",)),
     Family("GEMS", ("gems",)),
@@ -136,14 +138,14 @@ def families_of(
         yield figures_of("pure SBP", alone, describe(alone), lower), alone
     yield _data_parallel(job, whole)
     offered = [family for family in PIPELINES if not family.stale or job.options.allow_stale]
-    share = _FAMILIES * job.time_limit_s / len(offered)
+    share = _FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
     best = alone
     for family in PIPELINES:
         if family not in offered:
             yield FamilyFigures(family.title, infeasible="asynchronous; offered with --allow-stale"), None
             continue
         # Whatever the time limit is, there is an answer where the family that most people use has one.
-        figures, found = _pipeline(job, family, explorer, share, best is None or family is PIPELINES[0])
+        figures, found = _pipeline(job, family, explorer, family.weight * share, best is None or family is PIPELINES[0])
         best = found or best
         yield figures, found
 

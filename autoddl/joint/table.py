@@ -159,6 +159,8 @@ def _totals(planned: JointPlan) -> list[str]:
             f"{format_bytes(min(evaluation.memory))}",
         ),
     ]
+    if planned.options.base.objective != "step":
+        rows.insert(1, ("minimised", format_seconds(planned.cost), "", "a step in which nothing is computed"))
     return ["Per step", *aligned(rows, right=(1, 2))]
 
 
