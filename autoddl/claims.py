@@ -15,7 +15,7 @@ space_size             counted again; with a pipeline equal to the search's own 
 candidates             every setting of the options once, with a known outcome; none is cheaper than the plan, which is one of them
 baselines              figures are computed again from mesh, micro-batch and recomputation; they fit the memory limit, and are not
                        below the lower bound
-families               the parts of a step add up to it; it fits the memory limit
+families               the parts of a step add up to it, its bound and its paper's are on either side; it fits the memory limit
 trust                  there where the cluster is calibrated, with its date and number of draws; probabilities add up; its notes
 notes                  those of the graph, and of trust
 memory_limit_bytes     that of the options, or the usual part of the device's memory; the plan needs no more
@@ -398,9 +398,14 @@ class _Claims:
         step_s = entry.number("step_s", exclusive=True)
         parts = [entry.number(part) for part in ("compute_s", "communication_s", "exposed_communication_s", "bubble_s")]
         # Of an asynchronous schedule the steady state is measured, and what exposed parts take from it may overlap.
-        is_exact = entry.text("name") != PLANNERS["wpipe"]
+        is_exact = entry.text("name") not in ("PipeDream", "PipeDream-2BW", PLANNERS["wpipe"])
         if sum(parts) < step_s * (1 - 1e-6) or (is_exact and sum(parts) > step_s * (1 + 1e-6)):
             raise self.fault(f"step_s is {step_s!r}, its parts make it {sum(parts)!r}", entry.where)
+        bound, paper = entry.number("lower_bound_s"), entry.get("paper_step_s")
+        if bound > step_s * (1 + _TOLERANCE):
+            raise self.fault(f"lower_bound_s is {bound!r}, more than its step_s {step_s!r}", entry.where)
+        if paper is not None and entry.number("paper_step_s") < step_s * (1 - _TOLERANCE):
+            raise self.fault(f"paper_step_s is {paper!r}, less than its step_s {step_s!r}", entry.where)
         if entry.number("memory_bytes") > self.limit * (1 + _TOLERANCE):
             raise self.fault(
                 f"memory_bytes is {entry.number('memory_bytes'):g}, over the limit of {self.limit:g}", entry.where

@@ -338,6 +338,10 @@ def front(
     if limit is not None:
         component, most = limit
         worst = sum(float(step.options.sums[:, component].max()) for step in steps)
+        for step in steps:
+            for _, part, costs in step.links:
+                if part == component:
+                    worst += float(costs.max(initial=0.0, where=np.isfinite(costs)))
         bounded = worst + max(float(step.options.sizes.max()) for step in steps) > most
         if bounded:
             all_guides.append((np.eye(num)[component], most))

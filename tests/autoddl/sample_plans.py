@@ -69,8 +69,12 @@ def pipeline_plan(
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(stages)))
     step_s = evaluation.step_s
     families = (
-        FamilyFigures("pure SBP", "mesh 1 x 4", None, 1.5 * step_s, step_s, 0.3 * step_s, 0.2 * step_s, 0.0, 1e9),
-        FamilyFigures("DAPPLE", "2 stages", None, 1.2 * step_s, step_s, 0.1 * step_s, 0.0, 0.1 * step_s, 2e9),
+        FamilyFigures(
+            "pure SBP", "mesh 1 x 4", None, 1.5 * step_s, step_s, 0.3 * step_s, 0.2 * step_s, 0.0, 1e9, step_s
+        ),
+        FamilyFigures(
+            "DAPPLE", "2 stages", None, 1.2 * step_s, step_s, 0.1 * step_s, 0.0, 0.1 * step_s, 2e9, step_s, 1.3 * step_s
+        ),
         FamilyFigures("WPipe", infeasible="asynchronous; offered with --allow-stale"),
     )
     considered = Considered("1f1b and chimera on all meshes", 10, 5, 1, 2, 2, 6)

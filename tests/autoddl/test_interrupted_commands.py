@@ -221,10 +221,10 @@ def test_a_scheduler_that_ends_the_command_gets_the_plan(tmp_path, record_proper
 @pytest.mark.parametrize(
     ("place", "arguments"),
     [
-        (("autoddl.planner:_baseline_figures", 1), ["plan", *GPT, "-o", "plan.json"]),
-        (("autoddl.planner:_baseline_figures", 1), ["plan", *GPT, "--pipeline", "auto", "-o", "plan.json"]),
+        (("autoddl.planner:baseline_figures", 1), ["plan", *GPT, "-o", "plan.json"]),
+        (("autoddl.planner:baseline_figures", 1), ["plan", *GPT, "--pipeline", "auto", "-o", "plan.json"]),
         (("autoddl.joint.planner:paper_plan", 1), ["plan", *GPT, "--pipeline", "chimera", "-o", "plan.json"]),
-        (("autoddl.planner:_baseline_figures", 1), ["compare", *GPT]),
+        (("autoddl.planner:baseline_figures", 1), ["compare", *GPT]),
         (
             ("autoddl.pipelines.planners.chimera:_configurations", 1),
             ["pipeline", "--profile", "bert-48", "--cluster", "v100-a", "--batch", "64", "--planner", "chimera"],

@@ -1,156 +1,237 @@
-"""Bounds of joint plans are below what the simulator says; needs are what generated schedules need."""
+"""Long paths are what the simulator says; bounds of joint plans are below it; needs are what generated schedules need."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from itertools import combinations
 
 import numpy as np
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.joint.bounds import bound_class, bounds_of_cuts, micro_batches_of, refined_bound, sums_of_cuts
+from autoddl.joint.bounds import balance, homes, least_of_cuts, loads, micro_batches_of
+from autoddl.joint.configuration import PipelineSchedule
 from autoddl.joint.needs import needs_of, read_off
-from autoddl.joint.space import cuts, schedules
+from autoddl.joint.relaxation import Relaxation
+from autoddl.joint.space import schedules
 from autoddl.pipelines.generators import GeneratorError
+from autoddl.pipelines.schedule import Schedule
 from autoddl.pipelines.simulator import simulate
-from autoddl.pipelines.timeline import steady_state
+from autoddl.pipelines.stepgraph import StepGraph, Terms
 from autoddl.pipelines.times import Times
 
-
-@dataclass
-class Interior:
-    """As far as bounds look at one."""
-
-    forward_s: float
-    backward_s: float
-    recompute_s: float
-    all_reduce_s: float
-
-    @property
-    def busy_s(self):
-        return self.forward_s + self.backward_s + self.recompute_s
+SIZES = [(2, 1), (2, 5), (3, 7), (4, 4), (4, 9), (4, 24), (8, 16)]
 
 
-seconds = st.floats(0.01, 10.0)
-interiors = st.builds(Interior, seconds, seconds, st.sampled_from([0.0, 0.5, 3.0]), st.floats(0.0, 20.0))
-
-
-def every_schedule(depth, count, stale=True):
-    for spec in schedules(depth, count, 64, stale):
+def every_schedule(
+    depth: int, count: int, stale: bool = False, again: bool = False, widths: tuple[int, ...] | int = 2
+) -> Iterator[tuple[PipelineSchedule, Schedule]]:
+    """All that exist; ``again``: with tasks that recompute every stage."""
+    for spec in schedules(depth, count, 64, stale, isinstance(widths, int)):
         try:
-            schedule = spec.schedule(2, (False,) * spec.num_stages)
+            yield spec, spec.schedule(widths, (again,) * spec.num_stages)
         except GeneratorError:
             continue
-        yield spec, schedule
 
 
-def simulated(spec, schedule, stages):
-    # Both parts of a split backward pass go through the whole stage; the first stage's input part has nothing to do.
-    split = [spec.name == "zero-bubble" and s > 0 for s in range(len(stages))]
-    times = Times.of(
-        len(stages),
-        forward=[one.forward_s for one in stages],
-        backward=[one.backward_s * (2 if twice else 1) for one, twice in zip(stages, split)],
-        backward_input=[one.backward_s * twice for one, twice in zip(stages, split)],
-        recompute=[one.recompute_s for one in stages],
-        all_reduce=[one.all_reduce_s for one in stages],
-    )
-    timeline = simulate(schedule, times)
-    if spec.synchronous:
-        return timeline.makespan
-    return steady_state(timeline).period * spec.num_micro_batches / schedule.update_period
+def random_times(dice: np.random.Generator, num_stages: int, again: bool) -> np.ndarray:
+    """Of every term, some of them nothing, in the order of Terms."""
+    times = dice.exponential(1.0, Terms(num_stages).count) * dice.integers(0, 4, Terms(num_stages).count)
+    if not again:
+        times[Terms(num_stages).recompute] = 0.0
+    return times
 
 
-@settings(max_examples=8, deadline=None)
-@given(st.sampled_from([2, 4]), st.integers(1, 9), st.lists(interiors, min_size=16, max_size=16), st.booleans())
-def test_refined_bounds_are_below_the_simulation(depth, count, drawn, again):
-    compared = 0
-    for spec, _ in every_schedule(depth, count, stale=False):
-        stages = drawn[: spec.num_stages]
-        if not again:
-            stages = [Interior(one.forward_s, one.backward_s, 0.0, one.all_reduce_s) for one in stages]
-        recomputing = tuple(one.recompute_s > 0 for one in stages)
-        schedule = spec.schedule(2, recomputing)
-        bound = refined_bound(spec, stages, needs_of(spec).in_flight)
-        assert bound <= simulated(spec, schedule, stages) * (1 + 1e-9), spec
+def makespan(spec: PipelineSchedule, schedule: Schedule, times: np.ndarray) -> float:
+    """By the simulator."""
+    terms, num_stages = Terms(spec.num_stages), spec.num_stages
+    backward = times[terms.backward]
+    return simulate(
+        schedule,
+        Times.of(
+            num_stages,
+            forward=times[terms.forward].tolist(),
+            backward=[spec.backward_passes(s) * one for s, one in enumerate(backward.tolist())],
+            backward_input=[spec.input_passes(s) * one for s, one in enumerate(backward.tolist())],
+            recompute=times[terms.recompute].tolist(),
+            all_reduce=times[terms.all_reduce].tolist(),
+            transfer=times[terms.transfer_forward].tolist(),
+            transfer_backward=times[terms.transfer_backward].tolist(),
+        ),
+    ).makespan
+
+
+def graph_of(spec: PipelineSchedule, schedule: Schedule) -> StepGraph:
+    stages = range(spec.num_stages)
+    return StepGraph(schedule, [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages])
+
+
+# ---- Long paths --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "count"), SIZES)
+@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@settings(max_examples=3, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_step_is_its_longest_path(depth: int, count: int, again: bool, seed: int) -> None:
+    """The makespan is the path's counts times its times; at other times the path is a lower bound."""
+    dice, compared = np.random.default_rng(seed), 0
+    for spec, schedule in every_schedule(depth, count, again=again):
+        graph = graph_of(spec, schedule)
+        times = np.array([random_times(dice, spec.num_stages, again) for _ in range(3)])
+        truth = np.array([makespan(spec, schedule, one) for one in times])
+        assert graph.steps(times.T) == pytest.approx(truth, rel=1e-9), spec
+        paths = []
+        for one, expected in zip(times, truth.tolist()):
+            step, path = graph.step(one)
+            assert step == pytest.approx(expected, rel=1e-9) and path @ one == pytest.approx(expected, rel=1e-9), spec
+            assert (path >= 0).all()
+            paths.append(path)
+        assert (np.array(paths) @ times.T <= truth * (1 + 1e-9) + 1e-12).all(), spec
         compared += 1
     assert compared >= 5
 
 
-@settings(max_examples=5, deadline=None)
-@given(
-    st.sampled_from([2, 4]),
-    st.integers(1, 6),
-    st.lists(seconds, min_size=6, max_size=6),
-    st.floats(0.34, 0.5),
-    st.lists(st.sampled_from([0.5, 1.0, 3.0]), min_size=4, max_size=4),
-)
-@example(4, 6, [2.0, 1.0, 1.0, 1.0, 3.0, 0.5], 0.5, [0.5] * 4)  # half a micro-batch goes back in half the time
-def test_bounds_of_cuts_are_below_the_simulation(depth, count, busy, share, speeds):
-    """Forwards take ``share`` of a unit's time, all-reduces nothing; workers of schedules in one direction are unequal."""
-    for spec, schedule in every_schedule(depth, count, stale=False):
-        rows = cuts(len(busy), spec.num_stages)
-        if not len(rows):
+def test_tasks_that_recompute_change_nothing_where_they_take_no_time() -> None:
+    """Searches keep one graph for stages that are recomputed and others."""
+    dice = np.random.default_rng(0)
+    for (spec, plain), (_, again) in zip(every_schedule(4, 9), every_schedule(4, 9, again=True), strict=True):
+        times = random_times(dice, spec.num_stages, again=False)
+        assert graph_of(spec, again).step(times)[0] == pytest.approx(makespan(spec, plain, times), rel=1e-9), spec
+
+
+def test_the_longest_path_of_even_1f1b_by_hand() -> None:
+    """Each worker: N F + N B; the first stage's fill and drain are those of the D - 1 others: (6 + 3)(1 + 2) = 27."""
+    spec = next(spec for spec, _ in every_schedule(4, 6) if spec.label == "1f1b (A)")
+    terms, times = Terms(4), np.zeros(Terms(4).count)
+    times[terms.forward], times[terms.backward] = 1.0, 2.0
+    step, path = graph_of(spec, spec.schedule(1, (False,) * 4)).step(times)
+    assert step == 27.0 and path[terms.forward].sum() == path[terms.backward].sum() == 9.0
+    # The all-reduce of the first stage, which goes back last, is hidden by nothing.
+    times[terms.all_reduce.start] = 5.0
+    assert graph_of(spec, spec.schedule(2, (False,) * 4)).step(times)[0] == 32.0
+
+
+# ---- Bounds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "count"), SIZES)
+@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bool, seed: int, equal: bool) -> None:
+    dice = np.random.default_rng(seed)
+    devices = (2,) * depth if equal else tuple(dice.integers(1, 5, depth).tolist())
+    compared = 0
+    for spec, schedule in every_schedule(depth, count, again=again, widths=2 if equal else devices):
+        widths = [devices[spec.worker_of(stage)] for stage in range(spec.num_stages)]
+        for _ in range(3):
+            times = random_times(dice, spec.num_stages, again)
+            most = makespan(spec, schedule, times) * (1 + 1e-9)
+            for bound in (balance(spec, widths), *loads(spec)):
+                assert (bound >= 0).all() and bound @ times <= most, spec
+        compared += 1
+    assert compared >= 5
+
+
+def test_the_balance_of_even_1f1b_by_hand() -> None:
+    """(N + D - 1 - s) / D of stage s's forward and backward: 4 stages of 1 + 2 make (9 + 8 + 7 + 6) / 4 * 3 = 22.5 of 27."""
+    spec = next(spec for spec, _ in every_schedule(4, 6) if spec.label == "1f1b (A)")
+    terms, times = Terms(4), np.zeros(Terms(4).count)
+    times[terms.forward], times[terms.backward] = 1.0, 2.0
+    assert balance(spec, (2,) * 4) @ times == pytest.approx(22.5)
+    assert balance(spec, (2,) * 4)[terms.forward].tolist() == [2.25, 2.0, 1.75, 1.5]
+    assert [load @ times for load in loads(spec)] == [18.0] * 4
+    # Devices 1, 3, 2, 2: 6 share(s) + what share is behind it.
+    assert balance(spec, (1, 3, 2, 2))[terms.forward].tolist() == [13 / 8, 22 / 8, 14 / 8, 12 / 8]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 4))
+def test_the_least_of_all_cuts(seed: int, stages: int, further: int) -> None:
+    dice, units = np.random.default_rng(seed), stages + further
+    # What does not need its share of memory counts for less than nothing.
+    of_units = dice.normal(1.0, 1.0, (stages, units))
+    after = dice.exponential(1.0, (stages - 1, units + 1))
+    costs = []
+    for places in combinations(range(1, units), stages - 1):
+        ends = [0, *places, units]
+        inside = sum(of_units[s, ends[s] : ends[s + 1]].sum() for s in range(stages))
+        costs.append(inside + sum(after[s, place] for s, place in enumerate(places)))
+    assert least_of_cuts(list(of_units), after) == pytest.approx(min(costs), rel=1e-9, abs=1e-12)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 6))
+def test_a_divided_cut_is_no_longer_than_any_other(data: st.DataObject, seed: int, stages: int, paths: int) -> None:
+    """The program's value is below the longest of the paths at every cut within the ranges, and so is the mean of its paths."""
+    dice = np.random.default_rng(seed)
+    kinds = data.draw(st.lists(st.integers(0, 2), min_size=stages, max_size=8))
+    units, terms = len(kinds), Terms(stages)
+    transfers = dice.exponential(0.3, stages - 1)
+    relaxation = Relaxation(kinds, stages, transfers)
+    weights = dice.integers(0, 5, (paths, terms.count)).astype(float)
+    # Units of one kind take the same wherever they are.
+    of_paths = [dice.exponential(1.0, (stages, 3))[:, kinds] for _ in range(paths)]
+    for path, of_units in zip(weights, of_paths):
+        relaxation.add(path, of_units)
+    free = [(b, units - stages + b) for b in range(1, stages)]
+    ranges = [tuple(sorted(dice.integers(low, high + 1, 2).tolist())) for low, high in free]
+
+    def of_cut(ends: list[int]) -> np.ndarray:
+        """Of every path."""
+        crossing = (weights[:, terms.transfer_forward] + weights[:, terms.transfer_backward]) @ transfers
+        inside = [sum(one[s, ends[s] : ends[s + 1]].sum() for s in range(stages)) for one in of_paths]
+        return np.asarray(crossing + np.array(inside))
+
+    for allowed in (free, ranges):
+        cuts = [
+            of_cut([0, *places, units])
+            for places in combinations(range(1, units), stages - 1)
+            if all(low <= place <= high for place, (low, high) in zip(places, allowed))
+        ]
+        solved = relaxation.solve(allowed)
+        if solved is None:
+            assert not cuts
             continue
-        equal = spec.num_pipelines > 1
-        of_stages = [np.array(busy) * (1.0 if equal else speeds[s % depth]) for s in range(spec.num_stages)]
-        sums = sums_of_cuts(rows, of_stages)
-        wholes = {part: part * sums for part in micro_batches_of(depth, count, spec.num_pipelines)}
-        bounds = bounds_of_cuts(sums, wholes, count, depth, bound_class(spec))
-        for row, bound in list(zip(rows, bounds))[:4]:
-            stops = np.cumsum(row)
-            work = [units[stop - size : stop].sum() for units, size, stop in zip(of_stages, row, stops)]
-            stages = [Interior(share * one, (1 - share) * one, 0.0, 0.0) for one in work]
-            assert bound <= simulated(spec, schedule, stages) * (1 + 1e-9), (spec, row)
+        assert solved.shares.sum() == pytest.approx(1.0) and (solved.shares >= 0).all()
+        assert solved.amounts.sum() == pytest.approx(units) and (solved.amounts.sum(axis=1) >= 1 - 1e-7).all()
+        assert solved.places == pytest.approx(np.cumsum(solved.amounts.sum(axis=1))[:-1])
+        for of_one in cuts:
+            assert solved.step_s <= of_one.max() * (1 + 1e-7) + 1e-9
+        if allowed is free and len(set(kinds)) == 1:
+            # Where no range holds and each stage has a unit, the mean of the paths is as long at its best divided cut.
+            ends = solved.amounts[:, 0]
+            values = [
+                (one[:, 0] * ends).sum() + (path[terms.transfer_forward] + path[terms.transfer_backward]) @ transfers
+                for path, one in zip(weights, of_paths)
+            ]
+            assert solved.step_s == pytest.approx(max(values), rel=1e-6, abs=1e-9)
+            assert solved.shares @ np.array(values) == pytest.approx(solved.step_s, rel=1e-6, abs=1e-9)
 
 
-def test_the_bound_of_even_1f1b_is_its_makespan():
-    """(N + D - 1)(F + B) = (6 + 3) * 3, and with an all-reduce of 5 at stage 0, which nothing hides, 32."""
-    spec = next(spec for spec in schedules(4, 6, 8, False) if spec.label == "1f1b (A)")
-    stages = [Interior(1.0, 2.0, 0.0, 0.0)] * 4
-    assert refined_bound(spec, stages, needs_of(spec).in_flight) == pytest.approx(27.0)
-    stages = [Interior(1.0, 2.0, 0.0, 5.0), *stages[1:]]
-    assert refined_bound(spec, stages, needs_of(spec).in_flight) == pytest.approx(32.0)
+# ---- What schedules ask of their stages --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [2, 3, 4])
-def test_needs_are_those_of_the_generated_schedule(depth):
+def test_needs_are_those_of_the_generated_schedule(depth: int) -> None:
     compared = 0
     for count in (1, 5, 24, 70):
-        for spec, schedule in every_schedule(depth, count):
+        for spec, schedule in every_schedule(depth, count, stale=True):
             assert needs_of(spec) == read_off(schedule), spec
             compared += 1
     assert compared > 25
 
 
-def test_pipelines_get_the_micro_batches_of_the_generated_schedule():
+def test_pipelines_get_the_micro_batches_of_the_generated_schedule() -> None:
     for depth, count in ((2, 3), (4, 6), (4, 9), (8, 21)):
-        for spec, schedule in every_schedule(depth, count, stale=False):
+        for spec, schedule in every_schedule(depth, count):
+            of_workers = homes(depth, spec.groups, spec.num_pipelines)
+            assert list(of_workers) == [schedule.stages_on(worker) for worker in range(depth)], spec
             if spec.num_pipelines > 1:
                 forwards = [
                     task for tasks in schedule.workers for task in tasks if task.kind.letter == "F" and task.stage == 0
                 ]
                 done = [sum(t.part.size for t in forwards if t.pipeline == p) for p in range(spec.num_pipelines)]
                 assert done == list(micro_batches_of(depth, count, spec.num_pipelines)), spec
-
-
-def test_every_cut_of_a_short_chain_and_uneven_ones_of_a_long_chain():
-    assert sorted(map(tuple, cuts(5, 3).tolist())) == [(1, 1, 3), (1, 2, 2), (1, 3, 1), (2, 1, 2), (2, 2, 1), (3, 1, 1)]
-    long = cuts(96, 8)
-    assert (long.sum(axis=1) == 96).all() and (long >= 1).all()
-    assert len({tuple(row) for row in long.tolist()}) == len(long)
-    inner = long[:, 1:-1]
-    assert (inner.max(axis=1) - inner.min(axis=1) <= 1).all()
-    assert (12,) * 8 in set(map(tuple, long.tolist())) and len(cuts(3, 4)) == 0
-
-
-def test_cuts_of_unequal_workers_are_in_proportion_to_their_devices():
-    rows = cuts(96, 5, (8, 16, 16, 16, 8))
-    assert (rows.sum(axis=1) == 96).all() and len({tuple(row) for row in rows.tolist()}) == len(rows)
-    assert [12, 24, 24, 24, 12] in rows.tolist()
-    inner = rows[:, 1:-1]
-    assert (inner.max(axis=1) - inner.min(axis=1) <= 1).all()
-    for row, widths in ((cuts(96, 4, (1, 2, 4, 1)), (2, 4)), (cuts(96, 4, (1, 3, 3, 1)), (3, 3))):
-        left = row[:, 1] + row[:, 2]
-        assert (abs(row[:, 1] - left * widths[0] / sum(widths)) < 1).all() and len(row) > 10

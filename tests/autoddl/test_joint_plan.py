@@ -6,11 +6,13 @@ import json
 from dataclasses import replace
 from math import inf
 
+import numpy as np
 import pytest
 
 from autoddl.__main__ import main
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -24,15 +26,16 @@ from autoddl.joint import (
     chain_of,
     evaluate,
 )
-from autoddl.joint.interiors import Interiors, Need
 from autoddl.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
 from autoddl.joint.planner import plan_jointly
+from autoddl.joint.stages import Need, Passes, Stages, Wanted
+from autoddl.joint.stagetables import Pricing, Replicas
 from autoddl.joint.table import joint_text
 from autoddl.models import Transformer, gpt, mlp, resolve_model
 from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
-from autoddl.plan import joint_document, load_plan, save_plan
+from autoddl.plan import joint_document, load_plan, plan_from_document, save_plan
 from autoddl.planner import Options, make_plan
 
 GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
@@ -263,52 +266,158 @@ def _sent_by_device(found, traffic):
     return [[whole[0], 0.0], [0.0, whole[1]]]
 
 
-# ---- Interiors ---------------------------------------------------------------------------------------------------------
+# ---- Ways to run a stage -----------------------------------------------------------------------------------------------
+
+EVERYTHING = (Wanted((0.0,) * 5, 0.0),)
 
 
-@pytest.mark.parametrize("ends", [(0, 6), (1, 6), (4, 9), (1, 10)])
-def test_interiors_of_repeated_blocks_are_those_of_a_search(ends):
-    """What is inferred between fewer and more repetitions is what a search of its own finds."""
-    graph = gpt(Transformer("deep", 10, 64, 4, 8, 128))
-    workload = Workload(8, 8, "mixed", "adam")
-    shared, own = (Interiors(chain_of(graph), StageMesh(1, 4), MACHINE, workload) for _ in range(2))
-    first, stop = ends
-    for count in (2, stop - first + 3 if first else 9):
-        if first + count <= 9 or (first + count == 10 and stop == 10):
-            shared.free(first, first + count, "none", 4)
-    one, other = shared.free(first, stop, "none", 4), own.free(first, stop, "none", 4)
-    assert one.cost == pytest.approx(other.cost, rel=1e-12)
-    figures = evaluate_alone(graph, first, stop, other, workload)
-    assert figures == pytest.approx((other.forward_s, other.backward_s, other.state_bytes, other.kept_bytes))
-
-
-def evaluate_alone(graph, first, stop, interior, workload):
-    stage = chain_of(graph).stage(first, stop)
-    named = {layer.name: strategy for layer, strategy in zip(stage.graph.layers, interior.strategies)}
-    whole = assess(stage.graph, MACHINE, replace(workload, micro_batch=4), named)
-    layers = whole.layers[1:] if first else whole.layers
-    return (
-        sum(one.work.forward_s + one.forward_communication_s for one in layers),
-        sum(one.work.backward_s + one.backward_communication_s for one in layers),
-        sum(one.work.state_bytes for one in layers),
-        sum(one.work.kept_bytes for one in layers),
-    )
+@pytest.mark.parametrize(("way", "size"), [("none", 4), ("layers", 2), ("stage", 2)])
+@pytest.mark.parametrize(("first", "stop", "need"), [(0, 2, Need(2.0, 1)), (1, 3, Need(3.0, 2)), (2, 4, Need(1.0, 1))])
+def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, need):
+    """Times, bytes and layouts of every way on offer, against the assessment of its strategies."""
+    workload, mesh = Workload(8, size, "mixed", "adam", way == "layers"), StageMesh(1, 2)
+    chain, devices = chain_of(UNTIED), mesh.devices(MACHINE)
+    stages = Stages(chain, mesh, MACHINE, workload, Pricing())
+    rows = stages.rows(first, stop, way, Passes(size, size, Replicas()), need, EVERYTHING, 1e9)
+    assert rows is not None and len(rows) > 1
+    stage = chain.stage(first, stop)
+    received = 0.0
+    if stage.has_entry:
+        received = size * stage.graph.layers[0].output_elements * workload.itemsize / devices.num_devices
+    for row in range(0, len(rows), max(1, len(rows) // 20)):
+        said, strategies = rows.strategies(row)
+        layers = assess(stage.graph, devices, workload, strategies).layers[int(stage.has_entry) :]
+        forward = sum(one.work.forward_s + one.forward_communication_s for one in layers)
+        backward = sum(one.work.backward_s + one.backward_communication_s for one in layers)
+        gradient = sum(one.gradient_communication_s for one in layers)
+        again = forward if way == "stage" else 0.0
+        assert said == way and rows.times[row] == pytest.approx([forward, backward, again, gradient])
+        state, kept = (sum(getattr(one.work, name) for one in layers) for name in ("state_bytes", "kept_bytes"))
+        # Weights are 2 of the 16 bytes of a parameter's state.
+        state *= 1 + (need.versions - 1) * 2 / 16
+        alive = need.in_flight * received + kept if way == "stage" else need.in_flight * kept
+        assert rows.memory[row] == pytest.approx(state + alive)
+        assert rows.buffer[row] == max(one.work.buffer_bytes for one in layers)
 
 
 def test_a_stage_takes_the_best_that_fits():
-    interiors = Interiors(chain_of(UNTIED), StageMesh(1, 2), MACHINE, Workload(8, 8, "mixed", "adam"))
-    ways = ("none", "layers", "stage")
-    roomy = Need(4.0, 1, inf)
-    best = interiors.choose(1, 3, 2, roomy, roomy, ways)
-    assert best.recompute == "none" and best is interiors.free(1, 3, "none", 2)
-    tight = Need(4.0, 1, best.memory(roomy) * 0.97)
-    other = interiors.choose(1, 3, 2, tight, tight, ways)
-    assert other.fits(tight) and not best.fits(tight) and other.cost > best.cost
-    least = min(interiors.smallest_memory(1, 3, 2, tight, how) for how in ways)
-    nothing = Need(4.0, 1, least - 1)
-    assert interiors.choose(1, 3, 2, nothing, nothing, ways) is None
-    just = Need(4.0, 1, least + 8)
-    assert interiors.choose(1, 3, 2, just, just, ways) is not None
+    mesh, workload = StageMesh(1, 2), Workload(8, 8, "mixed", "adam")
+    stages = Stages(chain_of(UNTIED), mesh, MACHINE, workload, Pricing())
+    passes, need, weights = Passes(2, 2, Replicas()), Need(4.0, 1), (4.0, 4.0, 4.0, 1.0)
+
+    def best(way, limit, most=inf):
+        found = stages.cheapest(1, 3, way, passes, need, weights, limit, most)
+        return found and (found[0], float(found[1].memory[0] + found[1].buffer[0]))
+
+    cost, roomy = best("none", 1e9)
+    assert cost == pytest.approx(stages.least(1, 3, "none", passes, np.array([[4.0, 4.0, 1.0, 0.0, 0.0]]))[0])
+    assert best("none", 1e9, most=cost * 0.999) is None
+    dearer, tight = best("none", roomy * 0.97)
+    assert dearer > cost and tight <= roomy * 0.97
+    for way in ("none", "layers", "stage"):
+        least = stages.least_memory(1, 3, way, passes, need)
+        assert best(way, least + 1)[1] == pytest.approx(least, abs=1.0)
+        assert best(way, least - 1) is None
+        assert not len(stages.rows(1, 3, way, passes, need, EVERYTHING, least - 1))
+        assert len(stages.rows(1, 3, way, passes, need, EVERYTHING, least + 1))
+    assert stages.least_memory(1, 3, "stage", passes, need) < stages.least_memory(1, 3, "none", passes, need)
+
+
+# ---- Plans and the rows that they are compared with --------------------------------------------------------------------
+
+ROWS = [
+    *("pure SBP", "data parallel", "Megatron + 1F1B", "1F1B", "DAPPLE", "Chimera", "GPipe", "interleaved 1F1B"),
+    *("GEMS", "PipeDream", "PipeDream-2BW", "WPipe"),
+]
+TWO_NODES = load_cluster("gcp-a100").resized(2, 2).with_links(latency_s=1e-6, bandwidth=5e7)
+HEAVY = resolve_model("mlp:64,768,768,32")
+
+
+@pytest.mark.parametrize(
+    ("graph", "machine", "options", "stale"),
+    [
+        (UNTIED, MACHINE, Options(batch=8), False),
+        (GPT, TWO_NODES, Options(batch=8, memory_limit_bytes=2.5e6), True),
+        (UNTIED, TWO_NODES, Options(batch=4, untied=True), True),
+        (HEAVY, MACHINE.resized(1, 3), Options(batch=12, recompute=True), False),
+        (mlp((64, 64, 64, 64, 64, 64)), MACHINE, Options(batch=8, micro_batch=2), True),
+    ],
+    ids=["equal links", "shared weights", "untied", "three devices", "micro-batch"],
+)
+@pytest.mark.parametrize("seconds", [1e-3, 2.0])
+def test_no_row_is_faster_than_the_plan(graph, machine, options, stale, seconds):
+    """However short the time is; every row's bound holds, for what its paper's planner chooses too."""
+    found = plan_jointly(graph, machine, JointOptions(replace(options, time_limit_s=seconds), "auto", stale))
+    rows = {family.name: family for family in found.families}
+    assert list(rows) == ROWS
+    assert 0 < found.lower_bound_s <= found.evaluation.step_s
+    assert found.evaluation.memory_bytes <= found.memory_limit_bytes
+    feasible = [row for row in rows.values() if row.infeasible is None]
+    assert feasible
+    for row in feasible:
+        assert row.step_s >= found.evaluation.step_s * (1 - 1e-12), row
+        assert row.step_s >= found.lower_bound_s * (1 - 1e-9) and row.memory_bytes <= found.memory_limit_bytes
+        assert row.lower_bound_s <= row.step_s * (1 + 1e-12)
+        assert row.paper_step_s is None or row.paper_step_s >= row.step_s
+    if not stale:
+        assert all(rows[name].infeasible == "asynchronous; offered with --allow-stale" for name in ROWS[-3:])
+    document = joint_document(found)
+    assert plan_from_document(Fields(json.loads(json.dumps(document)), "plan"), "plan").pipeline is not None
+
+
+def test_dapple_offers_all_that_1f1b_does():
+    """Its workers may have unequal numbers of devices, and 1F1B those that Megatron's rule allows of data parallel ways."""
+    found = plan_jointly(HEAVY, MACHINE.resized(1, 3), JointOptions(Options(batch=12)))
+    rows = {family.name: family for family in found.families}
+    assert rows["DAPPLE"].step_s <= rows["1F1B"].step_s and rows["DAPPLE"].paper_step_s >= rows["DAPPLE"].step_s
+    assert rows["Megatron + 1F1B"].paper_step_s is None
+
+
+def test_a_wider_choice_is_no_slower():
+    """A choice for every layer, Summa meshes and asynchronous schedules: what was there before is still there."""
+    slow, base = MACHINE.with_links(bandwidth=2e7), Options(batch=8, memory_limit_bytes=4e6, summa=False)
+    plain = plan_jointly(UNTIED, slow, JointOptions(base))
+    assert plain.optimal
+    for wider, stale in ((replace(base, untied=True), False), (replace(base, summa=True), False), (base, True)):
+        found = plan_jointly(UNTIED, slow, JointOptions(wider, "auto", stale))
+        assert found.evaluation.step_s <= plain.evaluation.step_s * (1 + 1e-9)
+        assert found.lower_bound_s <= plain.lower_bound_s * (1 + 1e-9)
+
+
+def test_summa_meshes_are_only_taken_where_they_are_on_offer():
+    """Two x two devices of a node: a linear layer's (1, 2, 2) moves less than what else there is, if it may be taken."""
+    graph, machine = mlp((2048, 2048, 2048, 2048)), MACHINE.resized(1, 4)
+    found = {
+        summa: plan_jointly(graph, machine, JointOptions(Options(batch=8, summa=summa, micro_batch=8)))
+        for summa in (False, True)
+    }
+    assert not any(layer.strategy.summa for layer in found[False].evaluation.layers)
+    assert found[True].evaluation.step_s <= found[False].evaluation.step_s * (1 + 1e-9)
+
+
+def test_communication_alone_is_what_is_minimised():
+    slow = MACHINE.with_links(bandwidth=2e7)
+    options = Options(batch=8, memory_limit_bytes=4e6, objective="communication")
+    found = plan_jointly(UNTIED, slow, JointOptions(options))
+    evaluation = found.evaluation
+    assert found.cost == evaluation.cost("communication") == pytest.approx(
+        evaluation.inner_communication_s + evaluation.exposed_communication_s
+    )
+    assert found.lower_bound_s <= found.cost
+    quickest = plan_jointly(UNTIED, slow, JointOptions(replace(options, objective="step")))
+    assert found.cost <= quickest.evaluation.cost("communication") * (1 + 1e-9)
+    assert quickest.evaluation.step_s <= evaluation.step_s * (1 + 1e-9)
+    for row in found.families:
+        if row.infeasible is None:
+            assert row.communication_s + row.exposed_communication_s >= found.cost * (1 - 1e-9), row
+
+
+def test_workers_of_unequal_numbers_of_devices_can_be_better():
+    """A layer of 768 x 768 between small ones on 3 devices: the first two take more than half of the work together."""
+    found = plan_jointly(HEAVY, MACHINE.resized(1, 3), JointOptions(Options(batch=12, precision="mixed")))
+    assert found.optimal and isinstance(found.configuration.mesh, Division)
+    equal = [row.step_s for row in found.families if row.name in ("1F1B", "GPipe", "pure SBP")]
+    assert found.evaluation.step_s < min(equal)
 
 
 # ---- The document and the command --------------------------------------------------------------------------------------
@@ -382,7 +491,7 @@ def test_the_command_prints_one_document(capsys, tmp_path):
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads((tmp_path / "p.json").read_text())
     families = {family["name"] for family in document["pipeline"]["families"]}
-    assert families == {"pure SBP", "data parallel", "Megatron + 1F1B", "DAPPLE", "Chimera", "WPipe"}
+    assert families == set(ROWS)
     assert load_plan(tmp_path / "p.json").pipeline.step_s == document["step_s"]
     assert main(["plan", *where, "--pipeline", "dapple", "--quiet"]) == 0
     text = capsys.readouterr().out
@@ -396,7 +505,6 @@ def test_the_command_prints_one_document(capsys, tmp_path):
     [
         (["--pipeline", "wpipe"], "add --allow-stale"),
         (["--allow-stale"], "--allow-stale is for pipelines"),
-        (["--pipeline", "auto", "--untied"], "--untied is for plans without a pipeline"),
         (["--pipeline", "auto", "--method", "random"], "method 'random' is for plans without a pipeline"),
         (["--pipeline", "auto", "--micro-batch", "3"], "micro-batch 3 does not divide the batch of 8; the nearest"),
         (
