@@ -170,7 +170,7 @@ def _pipeline(
         except (UserError, StopRequestedError):
             pass
         else:
-            paper_step_s, said = planned.step_s, stopped(clock)
+            paper_step_s, said = planned.step_s if objective == "step" else None, stopped(clock)
             best = planned if best is None or planned.cost(objective) < best.cost(objective) else best
     if best is None:
         why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
