@@ -200,6 +200,9 @@ class _Claims:
     def __init__(self, plan: Plan, fields: Fields, objective: str, limit: float):
         self.plan, self.fields, self.objective, self.limit = plan, fields, objective, limit
         self.cost = fields.number("communication_s" if objective == "communication" else "step_s")
+        if objective == "communication" and plan.pipeline is not None:
+            # Of a pipeline that is a step in which nothing is computed.
+            self.cost = plan.pipeline.cost(objective)
         self.lower_bound, self.optimal = fields.number("lower_bound_s"), fields.boolean("optimal")
         self.options = Options()
         #: As the search added it up: in its last digit it may differ from the cost, and it decided what is optimal.
@@ -255,7 +258,6 @@ class _Claims:
         options.boolean("allow_stale")
         options.finish()
         self.same("method", "joint" if pipeline == "auto" else pipeline)
-        self.same("objective", "step")
         assert self.plan.pipeline is not None
         stages = self.plan.pipeline.configuration.stages
         if self.plan.workload.recompute and any(stage.recompute != "layers" for stage in stages):

@@ -206,7 +206,7 @@ def joint_document(planned: JointPlan) -> dict[str, Any]:
     }
     claims = {
         "method": "joint" if planned.options.pipeline == "auto" else planned.options.pipeline,
-        "objective": "step",
+        "objective": planned.options.base.objective,
         "status": planned.status,
         **certificate,
         "search_s": planned.search_s,

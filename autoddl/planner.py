@@ -90,7 +90,7 @@ class Options:
         optimizer: ``sgd``, ``momentum`` or ``adam``.
         recompute: always (True), never (False), or whatever is better (None).
         untied: a choice of its own for every repetition of a block.
-        summa: offer Summa meshes to linear layers (joint plans have none).
+        summa: offer Summa meshes to linear layers.
         seed: of the random methods.
         temperature_s: constant, of Metropolis-Hastings; it anneals where it is None.
         evaluations, time_limit_s: budgets of one search; where they are None the method's own, and 20 s.

@@ -265,6 +265,7 @@ class PriceBook:
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
         like: another book of the same graph and cluster, whose prices this one may share.
+        among: the only strategies that are on offer; None: all.
 
     Raises:
         UserError: the device has no speed for the precision, or a layer has no strategy at all on this cluster.
@@ -278,6 +279,7 @@ class PriceBook:
         untied: bool = False,
         summa: bool = False,
         like: PriceBook | None = None,
+        among: frozenset[Strategy] | None = None,
     ):
         if workload.precision not in cluster.device.peak_flops:
             known = ", ".join(cluster.device.peak_flops)
@@ -289,8 +291,14 @@ class PriceBook:
         self.workload = workload
         self.untied = untied
         self.summa = summa
-        twin = like if like and like.graph is graph and (like.untied, like.summa) == (untied, summa) else None
-        self.variables: tuple[Variable, ...] = twin.variables if twin else _variables(graph, cluster, untied, summa)
+        twin = (
+            like
+            if like and among is None and like.graph is graph and (like.untied, like.summa) == (untied, summa)
+            else None
+        )
+        self.variables: tuple[Variable, ...] = (
+            twin.variables if twin else _variables(graph, cluster, untied, summa, among)
+        )
         self._prices: dict[object, _Prices] = {}
         self._narrowed: dict[tuple[Offer, bytes], Offer] = twin._narrowed if twin else {}
         self._working: dict[int, list[int]] = twin._working if twin else {}  # micro-batches of a batch
@@ -509,7 +517,9 @@ def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
 # --------------------------------------------------------------------------------------------------------------- variables
 
 
-def _variables(graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool) -> tuple[Variable, ...]:
+def _variables(
+    graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool, among: frozenset[Strategy] | None = None
+) -> tuple[Variable, ...]:
     """Group the layers; see the module's docstring."""
     groups: dict[object, list[str]] = {}
     key_of: dict[str, object] = {}
@@ -524,18 +534,24 @@ def _variables(graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool) -
         key_of[layer.name] = key
         groups.setdefault(key, []).append(layer.name)
     known: dict[object, Offer] = {}
-    return tuple(_variable(graph, tuple(names), cluster, summa, known) for names in groups.values())
+    return tuple(_variable(graph, tuple(names), cluster, summa, known, among) for names in groups.values())
 
 
 def _variable(
-    graph: LayerGraph, names: tuple[str, ...], cluster: Cluster, summa: bool, known: dict[object, Offer]
+    graph: LayerGraph,
+    names: tuple[str, ...],
+    cluster: Cluster,
+    summa: bool,
+    known: dict[object, Offer],
+    among: frozenset[Strategy] | None,
 ) -> Variable:
     first = graph[names[0]]
     swapped = frozenset(n for n in names if (graph[n].kind == "embedding") != (first.kind == "embedding"))
     key = tuple({(graph[name].signature(), name in swapped): None for name in names})
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
-        known[key] = Offer(_common_options(list(members.values()), swapped, cluster, summa))
+        options = _common_options(list(members.values()), swapped, cluster, summa)
+        known[key] = Offer(tuple(s for s in options if among is None or s in among))
     if not known[key].options:
         raise UserError(f"{_no_strategy(first, cluster, 'that divides its shape')}; try another number of devices")
     if len(names) == 1:

@@ -57,14 +57,20 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--memory-limit", type=float, metavar="GIB", help="per device (9/10 of the device's memory)")
     group = parser.add_argument_group("search")
     group.add_argument(
-        "--communication-only", action="store_true", help="minimise communication time alone, as the paper does"
+        "--communication-only",
+        action="store_true",
+        help="minimise communication time alone, as the paper does; with --pipeline, the step if computing takes no time",
     )
-    group.add_argument("--untied", action="store_true", help="a choice of its own for every repetition of a block")
+    group.add_argument(
+        "--untied",
+        action="store_true",
+        help="a choice of its own for every repetition of a block; with --pipeline, for every layer of a stage",
+    )
     group.add_argument(
         "--summa",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="offer Summa meshes to linear layers too, as is usual without a pipeline, or do not",
+        help="whether linear layers may use Summa meshes, with --pipeline too",
     )
     group.add_argument("--seed", type=int, default=0, help="of the random methods (%(default)s)")
     group.add_argument(
@@ -77,7 +83,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="of one search (20); with --pipeline, processor time of all of them (30)",
+        help="of one search (20); with --pipeline, processor time of its search (30)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")

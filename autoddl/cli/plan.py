@@ -42,7 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--pipeline",
         choices=_PIPELINES,
         help="auto: search stages, cut, schedule, micro-batch, recomputation and strategies together; or take the plan of a "
-        "paper's planner; both are compared with the best plan of every family (without: no pipeline)",
+        "paper's planner; both are compared with the best plan found of every family (without: no pipeline)",
     )
     group.add_argument(
         "--allow-stale",

@@ -3,12 +3,13 @@
 - :mod:`.cutting`: a model as a chain of units, and a stage as a layer graph; :mod:`.meshes`: how workers share the devices.
 - :mod:`.configuration`: one plan; :mod:`.evaluation`: what it costs (``evaluate``), with what passes :mod:`.between` workers;
   :mod:`.document`: as JSON.
-- :mod:`.space`: all plans; :mod:`.interiors`: the exact search inside a stage, on :mod:`.stagetables`, for an :mod:`.interior`;
-  :mod:`.needs`: what schedules ask of its memory.
-- :mod:`.units`, :mod:`.bounds`: what no plan is faster than; :mod:`.explorer`: what is known of settings and cuts; :mod:`.search`:
-  best first over the space.
-- :mod:`.planner`: ``plan_jointly`` for a :mod:`.job`, with the runner-ups of all :mod:`.families` (:mod:`.fixed`, :mod:`.papers`);
-  :mod:`.result`: what it returns; :mod:`.table`: as text.
+- :mod:`.space`: all plans; :mod:`.stages`: the ways to run a stage, on :mod:`.stagetables`; :mod:`.needs`: what schedules ask of
+  its memory.
+- :mod:`.units`, :mod:`.bounds`, :mod:`.relaxation`: what no plan is faster than; :mod:`.settle`: the best plan of a setting, on its
+  :mod:`.terrain`, in :mod:`.regions` of its cuts, by :mod:`.ways`; :mod:`.explorer`: what settings share; :mod:`.search`: best
+  first over the space.
+- :mod:`.planner`: ``plan_jointly`` for a :mod:`.job`, with the best of all :mod:`.families` (:mod:`.papers`); :mod:`.leastmemory`:
+  where nothing fits; :mod:`.result`: what it returns; :mod:`.table`: as text.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.stepgraph import StepGraph
 
+from .bounds import homes
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, widths_of
 from .cutting import Chain
 from .evaluation import Evaluation, evaluate
@@ -188,11 +189,9 @@ class Explorer:
         spec = setting.schedule
         if spec.num_pipelines == 1:
             return (Passes(setting.micro_batch, setting.part, Replicas()),) * spec.num_stages
-        needs = self.needs(spec)
-        assert needs is not None
         holders: list[list[int]] = [[] for _ in range(spec.num_stages)]
-        for worker, homes in enumerate(needs.homes):
-            for _, stage in homes:
+        for worker, held in enumerate(homes(spec.num_workers, spec.groups, spec.num_pipelines)):
+            for _, stage in held:
                 holders[stage].append(worker)
         return tuple(
             Passes(

@@ -37,7 +37,7 @@ from .stages import MakeStages, megatron_stages, replicated_stages
 __all__ = ["Family", "describe", "families_of", "figures_of", "paper_plan", "stopped", "whole_mesh"]
 
 #: The part of the time limit that all families' searches may take together, and each paper's planner.
-_FAMILIES, _PAPER = 0.24, 0.04
+_FAMILIES, _PAPER = 0.45, 0.03
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 
@@ -54,6 +54,7 @@ class Family:
         paper: the planner of its paper, if there is one here.
         policies: of 1F1B's warm-up.
         stale: it is asynchronous.
+        weight: its part of the families' time, beside the others'.
     """
 
     title: str
@@ -63,6 +64,7 @@ class Family:
     paper: str | None = None
     policies: tuple[str, ...] = ("A", "B")
     stale: bool = False
+    weight: int = 1
 
     def allows(self, spec: PipelineSchedule) -> bool:
         """Whether a schedule is one of the family's."""
@@ -75,7 +77,7 @@ PIPELINES = (
     Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",)),
     Family("1F1B", ("1f1b",)),
     Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple"),
-    Family("Chimera", ("chimera",), paper="chimera"),
+    Family("Chimera", ("chimera",), paper="chimera", weight=3),
     Family("GPipe", ("gpipe",)),
     Family("interleaved 1F1B", ("interleaved-1f1b",)),
     Family("GEMS", ("gems",)),
@@ -132,16 +134,18 @@ def families_of(
     if alone is None or whole is None:
         yield FamilyFigures("pure SBP", infeasible=str(fault)), None
     else:
-        yield figures_of("pure SBP", alone, describe(alone), min(whole.lower_bound, alone.step_s)), alone
+        lower = min(whole.lower_bound, alone.step_s) if job.options.base.objective == "step" else 0.0
+        yield figures_of("pure SBP", alone, describe(alone), lower), alone
     yield _data_parallel(job, whole)
     offered = [family for family in PIPELINES if not family.stale or job.options.allow_stale]
-    share = _FAMILIES * job.time_limit_s / len(offered)
+    share = _FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
     best = alone
     for family in PIPELINES:
         if family not in offered:
             yield FamilyFigures(family.title, infeasible="asynchronous; offered with --allow-stale"), None
             continue
-        figures, found = _pipeline(job, family, explorer, share, best is None)
+        # Whatever the time limit is, there is an answer where the family that most people use has one.
+        figures, found = _pipeline(job, family, explorer, family.weight * share, best is None or family is PIPELINES[0])
         best = found or best
         yield figures, found
 
@@ -158,6 +162,7 @@ def _pipeline(
     settings = own.settings(job.options.base.micro_batch, family.stale, family.allows, family.uneven)
     explored = explore(own, settings, deadline=Clock(share_s, job.stop), until_found=until_found)
     best, said, paper_step_s = explored.best, "", None
+    objective = job.options.base.objective
     if family.paper is not None:
         clock = Clock(_PAPER * job.time_limit_s, job.stop)
         try:
@@ -165,17 +170,16 @@ def _pipeline(
         except (UserError, StopRequestedError):
             pass
         else:
-            paper_step_s, said = planned.step_s, stopped(clock)
-            best = planned if best is None or planned.step_s < best.step_s else best
+            paper_step_s, said = planned.step_s if objective == "step" else None, stopped(clock)
+            best = planned if best is None or planned.cost(objective) < best.cost(objective) else best
     if best is None:
         why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
         if explored.settings == explored.impossible:
-            why = "no stage divides over the devices"
+            why = "none of its schedules has stages that divide over the devices"
         return FamilyFigures(family.title, infeasible=why), None
     inner = _common_strategy(best) if family.make_stages is megatron_stages else ""
-    lower = min(explored.lower_bound_s, best.step_s)
-    if family.paper == "dapple":
-        lower = min(lower, best.step_s)
+    # The bound is of what is minimised; of a step it says something where that is the step.
+    lower = min(explored.lower_bound_s, best.step_s) if objective == "step" else 0.0
     return figures_of(family.title, best, f"{describe(best)}{inner}{said}", lower, paper_step_s), best
 
 

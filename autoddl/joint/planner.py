@@ -74,10 +74,11 @@ def plan_jointly(
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
     job = Job(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())
+    clock = Clock(job.time_limit_s, job.stop)
     whole, fault = _without_pipeline(job)
     if options.pipeline != "auto":
         return _by_paper(job, whole, fault, start)
-    return _searched(job, whole, fault, start)
+    return _searched(job, whole, fault, clock, start)
 
 
 def _check(options: JointOptions) -> None:
@@ -120,8 +121,8 @@ def _one_stage(job: Job, planned: Planned) -> Evaluation:
 # ---- The whole space ---------------------------------------------------------------------------------------------------
 
 
-def _searched(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
-    base, explorer, clock = job.options.base, job.explorer(), Clock(job.time_limit_s, job.stop)
+def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: Clock, start: float) -> JointPlan:
+    base, explorer = job.options.base, job.explorer()
     alone = None if whole is None else _one_stage(job, whole)
     stale = job.options.allow_stale
     notes: tuple[str, ...] = ()

@@ -24,6 +24,7 @@ from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from .bounds import balance, bound_class, loads
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
+from .needs import asking_nothing
 from .regions import level_cut
 from .settle import Settling, UnsettledError
 from .terrain import PRICES, Bound, Terrain
@@ -50,10 +51,6 @@ class Explored:
     simulated: int = 0
     finished: bool = True
     opened: set[Setting] = field(default_factory=set)
-
-    @property
-    def optimal(self) -> bool:
-        return self.best is not None and self.lower_bound_s >= self.best.step_s * (1 - SAME)
 
 
 def explore(
@@ -129,22 +126,23 @@ def _bounded(explorer: Explorer, settings: Iterable[Setting], found: Explored) -
         explorer.stop.check()
         found.settings += 1
         found.configurations += math.comb(explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
-        needs = explorer.needs(setting.schedule)
         spec = setting.schedule
         key = (setting.mesh, setting.micro_batch, setting.part, bound_class(spec), spec.num_pipelines)
-        if needs is not None and key not in known:
-            terrain = Terrain(explorer, setting, explorer.recomputations, needs)
+        if key not in known:
+            # What a schedule asks of memory has no part in this, and may take long to find out.
+            terrain = Terrain(explorer, setting, explorer.recomputations, asking_nothing(spec))
             known[key] = terrain.quick(Bound(balance(spec, setting.widths)), 0.0, (0.0,)) * _ROUNDING
-        if needs is None or known[key] == math.inf:
+        if known[key] == math.inf:
             found.impossible += 1
         else:
             yield known[key], number, False, setting
 
 
 def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The bound of a setting with memory at a price, as far as that is known to be of use."""
+    """The bound of a setting with memory at a price, as far as that is known to be of use; inf where it has no schedule."""
     needs = explorer.needs(setting.schedule)
-    assert needs is not None
+    if needs is None:
+        return math.inf
     if not math.isfinite(best_s):
         return 0.0
     terrain = Terrain(explorer, setting, explorer.recomputations, needs)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -25,7 +25,6 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.table import ByClass
 from autoddl.costmodel.workload import Workload
-from autoddl.search.baselines import baselines
 from autoddl.search.fronts import Guide, TooManyError, VectorEdge, VectorTable, front, least
 
 from .cutting import Chain
@@ -308,9 +307,20 @@ def _rows(
 class FixedStages(Stages):
     """Stages as experts run them: all layers follow one rule, the members of the named baselines."""
 
-    def __init__(self, *arguments: object, names: tuple[str, ...], **options: object):
-        super().__init__(*arguments, **options)  # type: ignore[arg-type]
-        self._names = names
+    def __init__(
+        self,
+        chain: Chain,
+        mesh: StageMesh,
+        cluster: Cluster,
+        workload: Workload,
+        pricing: Pricing,
+        like: Stages | None = None,
+        stop: Stop | None = None,
+        *,
+        names: tuple[str, ...],
+    ):
+        # Of few strategies few prices are worked out: nothing of the others' is of use.
+        super().__init__(chain, mesh, cluster, workload, replace(pricing, untied=False, names=names), None, stop)
         self._members: dict[object, np.ndarray] = {}
 
     def least(self, first: int, stop: int, way: str, passes: Passes, weights: np.ndarray) -> np.ndarray:
@@ -365,9 +375,7 @@ class FixedStages(Stages):
         return self._members[id(found)]
 
     def _of_members(self, found: StageTable) -> Iterator[list[int]]:
-        for member in baselines(found.graph.graph, self.tables.devices.level_sizes):
-            if member.name not in self._names:
-                continue
+        for member in self.tables.members(found.graph):
             choice = []
             for variable in found.phases.variables:
                 wanted = {member.strategies[name] for name in variable.layers if name not in variable.swapped}

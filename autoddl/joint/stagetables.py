@@ -19,6 +19,7 @@ from autoddl.costmodel.layoutprices import Layout
 from autoddl.costmodel.pricing import Phases, PriceBook, Variable
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.search.baselines import Baseline, baselines
 from autoddl.search.fronts import VectorEdge, VectorTable
 
 from .between import replicated_all_reduce_s
@@ -50,11 +51,13 @@ class Pricing:
         objective: ``step``, or ``communication`` alone.
         untied: every repetition of a block has its own choice.
         summa: Summa meshes are on offer.
+        names: of the baselines (:mod:`autoddl.search.baselines`) whose strategies alone are on offer; none: all strategies.
     """
 
     objective: str = "step"
     untied: bool = False
     summa: bool = False
+    names: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -111,15 +114,26 @@ class StageTables:
         self._books: dict[tuple[Shape, bool], PriceBook] = {}
         self._tables: dict[tuple[Shape, bool, int, int, Replicas], StageTable | None] = {}
         self._replicated: dict[object, np.ndarray] = {}
+        self._members: dict[int, tuple[Baseline, ...]] = {}
 
     @cached_property
     def _seed(self) -> PriceBook:
         """A book that all others share their prices with."""
-        return self._book(self.chain.stage(0, 1), False, None)
+        return self._book(self.graph(0, 1), False, None)
 
     def _book(self, stage: StageGraph, layers_again: bool, like: PriceBook | None) -> PriceBook:
         workload = replace(self.workload, recompute=layers_again)
-        return PriceBook(stage.graph, self.devices, workload, self.pricing.untied, self.pricing.summa, like)
+        among = None
+        if self.pricing.names:
+            among = frozenset(strategy for one in self.members(stage) for strategy in one.strategies.values())
+        return PriceBook(stage.graph, self.devices, workload, self.pricing.untied, self.pricing.summa, like, among)
+
+    def members(self, stage: StageGraph) -> tuple[Baseline, ...]:
+        """The baselines of a stage that are on offer."""
+        if id(stage) not in self._members:
+            every = baselines(stage.graph, self.devices.level_sizes)
+            self._members[id(stage)] = tuple(one for one in every if one.name in self.pricing.names)
+        return self._members[id(stage)]
 
     def graph(self, first: int, stop: int) -> StageGraph:
         """Of the first stage of this shape that was asked for."""

@@ -159,6 +159,8 @@ def _totals(planned: JointPlan) -> list[str]:
             f"{format_bytes(min(evaluation.memory))}",
         ),
     ]
+    if planned.options.base.objective != "step":
+        rows.insert(1, ("minimised", format_seconds(planned.cost), "", "a step in which nothing is computed"))
     return ["Per step", *aligned(rows, right=(1, 2))]
 
 
@@ -172,12 +174,27 @@ def _row(name: str, figures: FamilyFigures, ours: float) -> tuple[str, ...]:
         format_seconds(figures.exposed_communication_s),
         format_seconds(figures.bubble_s),
         format_bytes(figures.memory_bytes),
-        figures.description,
+        _gap(figures),
+        _description(figures),
     )
 
 
 def _own(planned: JointPlan) -> FamilyFigures:
-    return figures_of(_title(planned), planned.evaluation, describe(planned.evaluation))
+    return figures_of(
+        _title(planned), planned.evaluation, describe(planned.evaluation), (1 - planned.gap) * planned.evaluation.step_s
+    )
+
+
+def _gap(figures: FamilyFigures) -> str:
+    """By how much another plan of the family may be faster."""
+    gap = 1 - figures.lower_bound_s / figures.step_s
+    return "proven" if gap <= 1e-9 else f"{gap:.1%}"
+
+
+def _description(figures: FamilyFigures) -> str:
+    if figures.paper_step_s is None:
+        return figures.description
+    return f"{figures.description}; its paper's planner takes {format_seconds(figures.paper_step_s)}"
 
 
 def _title(planned: JointPlan) -> str:
@@ -187,7 +204,8 @@ def _title(planned: JointPlan) -> str:
 
 def _compared(planned: JointPlan) -> list[str]:
     ours = planned.evaluation.step_s
-    rows: list[tuple[str, ...]] = [("plan", "step", "", "compute", "communication", "exposed", "bubble", "memory", "")]
+    heads = ("plan", "step", "", "compute", "communication", "exposed", "bubble", "memory", "gap", "")
+    rows: list[tuple[str, ...]] = [heads]
     rows.append(_row(_title(planned), _own(planned), ours))
     why = []
     for figures in planned.families:
@@ -195,7 +213,7 @@ def _compared(planned: JointPlan) -> list[str]:
             why.append(f"  {figures.name}: infeasible, {figures.infeasible}")
         else:
             rows.append(_row(figures.name, figures, ours))
-    return ["Compared with the best of each family", *aligned(rows, right=(1, 2, 3, 4, 5, 6, 7)), *why]
+    return ["Compared with the best of each family", *aligned(rows, right=(1, 2, 3, 4, 5, 6, 7, 8)), *why]
 
 
 _PARTS = (
@@ -228,6 +246,11 @@ def _signed(seconds: float) -> str:
     return f"{'+' if seconds >= 0 else '-'}{format_seconds(abs(seconds))}"
 
 
+def _count(number: int) -> str:
+    """A number of configurations; the large ones by their power of ten."""
+    return f"{number:,}" if number < 10**9 else f"{number:.1e}"
+
+
 def _certificate(planned: JointPlan) -> list[str]:
     considered = planned.considered
     why, remedy = ("interrupted, ", "") if planned.is_interrupted else ("", "; raise --time-limit")
@@ -236,19 +259,23 @@ def _certificate(planned: JointPlan) -> list[str]:
             "Certificate",
             f"  not proven: {why}the plan of {PLANNERS[planned.options.pipeline]}'s planner; --pipeline auto searches more",
         ]
+    if planned.options.base.objective != "step":
+        less = f"less communication than {format_seconds(planned.cost)}"
+    else:
+        less = "a shorter step"
     if planned.optimal:
-        verdict = f"proven: none of the {considered.configurations:,} configurations that fit has a shorter step"
+        verdict = f"proven: none of the {_count(considered.configurations)} configurations that fit has {less}"
     else:
         verdict = (
             f"not proven: {why}the best configuration may be up to {planned.gap:.2%} faster (lower bound "
-            f"{format_seconds(planned.lower_bound_s)}; {considered.configurations:,} configurations){remedy}"
+            f"{format_seconds(planned.lower_bound_s)}; {_count(considered.configurations)} configurations){remedy}"
         )
     return [
         "Certificate",
         f"  {verdict}",
         f"  space: {considered.space}",
         f"  {considered.settings:,} settings of mesh, schedule and micro-batch: {considered.ruled_out_by_bound:,} ruled out by "
-        f"bounds, {considered.ruled_out_by_memory:,} by memory or bounds of their stages",
-        f"  {considered.stage_searches:,} exact searches of stages, {counted(considered.simulated, 'simulation')}, "
+        f"their first bounds, {considered.ruled_out_by_memory:,} impossible",
+        f"  {considered.stage_searches:,} searches of stages, {counted(considered.simulated, 'plan')} worked out, "
         f"{format_seconds(planned.search_s)}",
     ]

@@ -245,8 +245,8 @@ class Ways:
                 chunk = max(1, _CHUNK // max(1, len(found.stop)))
                 for begin in range(0, len(states.sums), chunk):
                     self.check()
-                    new, at, _ = self._on(stage, unit, layout, states.sums[begin : begin + chunk], found)
-                    origin, row = np.divmod(at, max(1, len(found.stop)))
+                    new, fitting, _ = self._on(stage, unit, layout, states.sums[begin : begin + chunk], found)
+                    origin, row = np.divmod(fitting, max(1, len(found.stop)))
                     for key, mine in _grouped(found.stop[row], found.exit[row]):
                         part = _States(new[mine], origin[mine] + begin, row[mine], (unit, layout))
                         parts.setdefault((key[0], key[1]), []).append(part)
@@ -259,13 +259,13 @@ class Ways:
         ends = [key for key in level if len(level[key].sums)]
         if not ends:
             return None
-        key, place = ends[0], 0
+        at, place = ends[0], 0
         chosen: Way = []
         for stage in range(self.terrain.num_stages - 1, -1, -1):
-            states = level[key]
-            key, way = states.key[states.number[place]], int(states.row[place])
-            found = self._ways_on(stage, key[0])
-            chosen.append((stage, key[0], int(found.stop[way]), int(found.row[way])))
+            states = level[at]
+            at, way = states.key[int(states.number[place])], int(states.row[place])
+            found = self._ways_on(stage, at[0])
+            chosen.append((stage, at[0], int(found.stop[way]), int(found.row[way])))
             place, level = int(states.origin[place]), trail[stage]
         return chosen[::-1]
 

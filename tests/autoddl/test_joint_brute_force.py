@@ -284,13 +284,13 @@ def test_joint_plan_lets_a_gradient_be_reduced_behind_the_backward_pass() -> Non
 
 #: Instances of each kind.
 EXAMPLES = {
-    "without limits": 60,
-    "limited": 60,
-    "unequal workers": 60,
-    "two levels": 60,
-    "transformers": 25,
-    "deep": 20,
-    "untied and summa": 30,
+    "without limits": 25,
+    "limited": 25,
+    "unequal workers": 25,
+    "two levels": 25,
+    "transformers": 8,
+    "deep": 8,
+    "untied and summa": 12,
 }
 
 
