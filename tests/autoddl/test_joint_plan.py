@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from math import inf
 
@@ -531,7 +532,7 @@ def test_the_memory_that_would_do_does_and_less_does_not(graph, devices, options
     machine = MACHINE.resized(1, devices)
     with pytest.raises(UserError, match="would do") as caught:
         plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=1e3)))
-    said = float(str(caught.value).split("--memory-limit ")[-1].rstrip(")")) * 2**30
+    said = float(re.search(r"--memory-limit ([\d.]+)", str(caught.value))[1]) * 2**30
     found = plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=said)))
     assert 0.998 * said < found.evaluation.memory_bytes <= said
     with pytest.raises(UserError, match="would do"):
