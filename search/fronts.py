@@ -318,6 +318,7 @@ def front(
     limit: tuple[int, float] | None = None,
     stop: Stop | None = None,
     most_rows: int = MOST_ROWS,
+    is_shared: bool = False,
 ) -> Front:
     """The front of a table.
 
@@ -325,6 +326,7 @@ def front(
         guides: what choices are wanted.
         limit: (component, most that it may be together with the largest size); where every choice stays within it, component and
             size are no part of the comparison, else they are.
+        is_shared: others want a part of the limit, too: less is always better.
 
     Raises:
         TooManyError: more rows would be needed than ``most_rows``.
@@ -342,7 +344,7 @@ def front(
             for _, part, costs in step.links:
                 if part == component:
                     worst += float(costs.max(initial=0.0, where=np.isfinite(costs)))
-        bounded = worst + max(float(step.options.sizes.max()) for step in steps) > most
+        bounded = worst + max(float(step.options.sizes.max()) for step in steps) > most or is_shared
         if bounded:
             all_guides.append((np.eye(num)[component], most))
         else:

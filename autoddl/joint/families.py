@@ -174,7 +174,7 @@ def _pipeline(
             best = planned if best is None or planned.cost(objective) < best.cost(objective) else best
     if best is None:
         why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
-        if explored.settings == explored.impossible:
+        if explored.finished and explored.settings == explored.impossible:
             why = "none of its schedules has stages that divide over the devices"
         return FamilyFigures(family.title, infeasible=why), None
     inner = _common_strategy(best) if family.make_stages is megatron_stages else ""

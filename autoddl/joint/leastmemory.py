@@ -3,8 +3,8 @@
 A cut of a setting would do with M = the most, over its workers, of what their stages need at least: what stays, and the largest
 buffer.  What the units of a stage keep at least (:mod:`.units`) is a bound on that.  So settings are gone through by their least
 bounds; in each the cut is taken whose neediest stage needs the least, its stages are worked out, and so on until the same cut is
-taken again: no other one does with less.  Where workers have several stages that need together what a cut needs, the neediest
-stage is a bound alone, and what was found may not be the least.
+taken again: no other one does with less.  Where workers have several stages, which need together what a cut needs, the neediest
+stage and the mean worker are bounds alone, and what was found may not be the least.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from autoddl.costmodel.stopping import Deadline
 
 from .explorer import Explorer, Setting
 from .needs import Needs
-from .regions import level_cut
+from .regions import Cut, least_cut, level_cut
 from .stages import Need
 
 __all__ = ["least_memory"]
@@ -90,13 +90,22 @@ class _Bytes:
             closed |= (i != 0) if stage == 0 else (i == 0)
             closed |= (j != num_units) if stage == last else (j == num_units)
             self._costs.append(np.where(closed, np.inf, best))
-        return level_cut(self._costs)[0]
+        return self._bound()[0]
+
+    def _bound(self) -> tuple[float, Cut]:
+        """The most of what the neediest stage and the mean worker of a cut need at least; and the cut of the neediest stage."""
+        neediest, cut = level_cut(self._costs)
+        held = [
+            sum(stage == one for homes in self.needs.homes for _, one in homes) for stage in range(len(self._costs))
+        ]
+        mean = least_cut([cost * count for cost, count in zip(self._costs, held)])[0] / len(self.needs.homes)
+        return max(neediest, mean), cut
 
     def least(self, most: float) -> tuple[float, float]:
         """(a bound on, the least found of) what the fullest worker of a cut needs; no more work where that is ``most`` or more."""
         found = math.inf
         while True:
-            bound, cut = level_cut(self._costs)
+            bound, cut = self._bound()
             if bound >= most or not cut:
                 return bound, found
             fresh = [(s, *ends) for s, ends in enumerate(cut) if (s, *ends) not in self._known]

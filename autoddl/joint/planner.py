@@ -135,6 +135,11 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
             job.report(_cost(job, best), _ideal_s(job), len(families))
+    if best is None:
+        # Perhaps nothing fits: that is found out faster by looking at memory alone.
+        enough, is_proven = _least_memory(job, explorer)
+        if enough > job.limit_bytes and is_proven:
+            raise _infeasible(job, enough, is_proven, fault)
     wide = explore(
         explorer,
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
@@ -149,7 +154,7 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
             raise UserError(
                 f"no plan of {job.graph.name} that fits was found within {job.time_limit_s:g} s; raise --time-limit"
             )
-        raise _infeasible(job, explorer, whole, fault)
+        raise _infeasible(job, *_least_memory(job, explorer), fault)
     cost = _cost(job, best)
     lower = min(wide.lower_bound_s, _bound_without(job, whole, fault))
     # A stop may come before there is a bound of every setting.
@@ -207,10 +212,14 @@ def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | N
     )
 
 
-def _infeasible(job: Job, explorer: Explorer, whole: Planned | None, fault: UserError | None) -> UserError:
-    """The error that nothing fits, with the least memory that a plan would do with."""
+def _least_memory(job: Job, explorer: Explorer) -> tuple[float, bool]:
+    """The bytes per device that a plan would do with, and whether none would do with less."""
     settings = explorer.settings(job.options.base.micro_batch, job.options.allow_stale, lambda spec: True)
-    least, is_proven = least_memory(explorer, settings, Clock(_LEAST_MEMORY * job.time_limit_s, job.stop))
+    return least_memory(explorer, settings, Clock(_LEAST_MEMORY * job.time_limit_s, job.stop))
+
+
+def _infeasible(job: Job, least: float, is_proven: bool, fault: UserError | None) -> UserError:
+    """The error that nothing fits, with the least memory that a plan would do with."""
     if not math.isfinite(least):
         return fault or UserError(f"no stage of {job.graph.name} divides over the devices of {job.cluster.name}")
     told = format_memory_limit(least)

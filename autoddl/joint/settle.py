@@ -390,6 +390,8 @@ class Settling:
             for part in PRICES[1:4]:
                 price = part * max(one.threshold, 0.0) / limit
                 wanted.append(Wanted((*one.weights[:4], price), one.threshold + price * limit))
+        if not wanted and self.terrain.least_memory(stage, first, stop) > limit:
+            limit = 0.0  # no row fits
         try:
             self.terrain.load(stage, first, stop, wanted, limit)
         except TooManyError as error:

@@ -177,9 +177,20 @@ class Stages:
         return np.array([1 + (need.versions - 1) * self.per_version, alive]), constant
 
     def rows(
-        self, first: int, stop: int, way: str, passes: Passes, need: Need, wanted: Sequence[Wanted], limit: float
+        self,
+        first: int,
+        stop: int,
+        way: str,
+        passes: Passes,
+        need: Need,
+        wanted: Sequence[Wanted],
+        limit: float,
+        is_shared: bool = False,
     ) -> Rows | None:
         """The part of the front that is of use and within ``limit`` bytes; None where the stage cannot be run so at all.
+
+        Args:
+            is_shared: the bytes are for other stages, too.
 
         Raises:
             TooManyError: it is too large to be looked at.
@@ -191,7 +202,7 @@ class Stages:
         counts, constant = self.memory_of(first, stop, way, passes, need)
         table = self._with_memory(found, counts)
         guides = [_guide(one, way, constant, table.num_components) for one in wanted]
-        chosen = front(table, guides, (3, limit - constant), self.stop, _MOST_ROWS)
+        chosen = front(table, guides, (3, limit - constant), self.stop, _MOST_ROWS, is_shared)
         return _rows(found, way, chosen.choices, chosen.sums, chosen.sizes, constant)
 
     def cheapest(
@@ -331,7 +342,15 @@ class FixedStages(Stages):
         return np.asarray((weights @ sums[:, :5].T).min(axis=1))
 
     def rows(
-        self, first: int, stop: int, way: str, passes: Passes, need: Need, wanted: Sequence[Wanted], limit: float
+        self,
+        first: int,
+        stop: int,
+        way: str,
+        passes: Passes,
+        need: Need,
+        wanted: Sequence[Wanted],
+        limit: float,
+        is_shared: bool = False,
     ) -> Rows | None:
         self.num_searches += 1
         found = self.table(first, stop, way, passes)

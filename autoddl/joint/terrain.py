@@ -390,6 +390,11 @@ class Terrain:
             found = found + bound.price * (rows.memory - self.limit / self._shares[stage])
         return np.asarray(found)
 
+    def least_memory(self, stage: int, first: int, stop: int) -> float:
+        """The bytes per device that an arc does with at least."""
+        found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
+        return min(found.least_memory(first, stop, way, passes, need) for way in self.ways)
+
     def load(self, stage: int, first: int, stop: int, wanted: Sequence[Wanted], limit: float) -> Arc:
         """An arc's rows: grade 2.
 
@@ -399,7 +404,7 @@ class Terrain:
         found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
         parts: list[Rows] = []
         for way in self.ways:
-            mine = found.rows(first, stop, way, passes, need, wanted, limit)
+            mine = found.rows(first, stop, way, passes, need, wanted, limit, not self.is_alone)
             if mine is not None and len(mine):
                 parts.append(mine)
         if not parts:
