@@ -138,7 +138,7 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
     if best is None:
         # Perhaps nothing fits: that is found out faster by looking at memory alone.
         enough, is_proven = _least_memory(job, explorer)
-        if enough > job.limit_bytes and is_proven:
+        if enough > job.limit_bytes * (1 + 1e-9) and is_proven:
             raise _infeasible(job, enough, is_proven, fault)
     wide = explore(
         explorer,

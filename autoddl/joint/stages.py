@@ -260,9 +260,7 @@ class Stages:
             return math.inf
         counts, constant = self.memory_of(first, stop, way, passes, need)
         table = self._scalar(found, way, (0.0, 0.0, 0.0, 0.0), counts)
-        # Just below what the most wasteful choice needs: memory is compared, and nothing is left out.
-        most = sum(float(sums[:, 1].max()) for sums in table.sums) + max(float(sizes.max()) for sizes in table.sizes)
-        chosen = front(table, (), (1, math.nextafter(most, 0.0)), self.stop, _MOST_PARTS)
+        chosen = front(table, (), (1, math.inf), self.stop, _MOST_PARTS, is_shared=True)
         return float((chosen.sums[:, 1] + chosen.sizes).min(initial=math.inf)) + constant
 
     def _scalar(self, found: StageTable, way: str, weights: tuple[float, ...], counts: np.ndarray) -> VectorTable:

@@ -532,7 +532,7 @@ def test_the_memory_that_would_do_does_and_less_does_not(graph, devices, options
     machine = MACHINE.resized(1, devices)
     with pytest.raises(UserError, match="would do") as caught:
         plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=1e3)))
-    said = float(re.search(r"--memory-limit ([\d.]+)", str(caught.value))[1]) * 2**30
+    said = float(re.search(r"--memory-limit ([\d.e-]+)", str(caught.value))[1]) * 2**30
     found = plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=said)))
     assert 0.998 * said < found.evaluation.memory_bytes <= said
     with pytest.raises(UserError, match="would do"):
