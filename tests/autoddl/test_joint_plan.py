@@ -529,6 +529,7 @@ def test_faults_are_one_line(capsys, arguments, said):
     ],
 )
 def test_the_memory_that_would_do_does_and_less_does_not(graph, devices, options):
+    """Three searches each, of which two have to show that nothing fits."""
     machine = MACHINE.resized(1, devices)
     with pytest.raises(UserError, match="would do") as caught:
         plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=1e3)))
