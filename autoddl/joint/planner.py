@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
+from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError, TimedStop
 from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.pipelines.planners import Clock
 
@@ -38,6 +39,8 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: The part of the time limit for the plan without a pipeline.
 _WITHOUT = 0.2
+#: The part of it after which what is near the families' plans is left.
+_NEAR = 0.85
 #: The part of it for the least memory that would do, where nothing fits.
 _LEAST_MEMORY = 0.5
 
@@ -130,8 +133,10 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         notes = ("layers share a weight, so asynchronous schedules are left out",)
     best = alone
     families: list[FamilyFigures] = []
+    plans: list[Evaluation] = []
     for figures, plan in families_of(job, whole, alone, fault, explorer):
         families.append(figures)
+        plans += [plan] if plan is not None else []
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
             job.report(_cost(job, best), _ideal_s(job), len(families))
@@ -140,6 +145,8 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         enough, is_proven = _least_memory(job, explorer)
         if enough > job.limit_bytes * (1 + 1e-9) and is_proven:
             raise _infeasible(job, enough, is_proven, fault)
+    near = _near(job, explorer, plans, best, clock.part(_NEAR))
+    best = near or best
     wide = explore(
         explorer,
         explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
@@ -174,6 +181,20 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
+
+
+def _near(
+    job: Job, explorer: Explorer, plans: Sequence[Evaluation], best: Evaluation | None, deadline: Deadline
+) -> Evaluation | None:
+    """The best of all schedules on the devices of the families' plans, at their micro-batches, half and twice them, if one is
+    better than the best of them: a good plan early makes the search of the whole space short."""
+    base = job.options.base
+    meshes = {plan.configuration.mesh for plan in plans}
+    sizes = {plan.configuration.workload.micro_batch * part / 2 for plan in plans for part in (1, 2, 4)}
+    everything = explorer.settings(base.micro_batch, job.options.allow_stale, lambda spec: spec.num_workers > 1)
+    settings = [one for one in everything if one.mesh in meshes and one.micro_batch in sizes]
+    known_s = math.inf if best is None else _cost(job, best)
+    return explore(explorer, settings, known_s, deadline, report=job.report).best
 
 
 def _cost(job: Job, plan: Evaluation) -> float:

@@ -32,7 +32,7 @@ from .terrain import PRICES, Bound, Terrain
 __all__ = ["Explored", "explore"]
 
 #: Seconds that one setting may take, the first time and when others have had theirs.
-_SLICES_S = (0.3, 2.0, 4.0, 1e9)
+_SLICES_S = (0.3, 1.0, 4.0, 1e9)
 #: What waits: its bound, its number, whether memory is in the bound, and the setting.
 _Open = tuple[float, int, bool, Setting]
 #: What a float's rounding may take away from a bound.

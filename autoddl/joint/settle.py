@@ -41,6 +41,8 @@ __all__ = ["Settled", "Settling", "UnsettledError"]
 _FIRST_ROUNDS, _ROUNDS = 40, 8
 #: Progress of a round, relatively, that is none.
 _STALLED = 1e-3
+#: Units that a cut is improved by.
+_MOST_MOVES = 12
 #: Long paths that are held at a time.
 _MOST_PATHS = 80
 #: Paths that rows are wanted by.
@@ -269,23 +271,16 @@ class Settling:
 
         First with what its units take; where that is below the threshold, with the best rows.
         """
-        terrain, terms = self.terrain, self.terrain.terms
+        terrain = self.terrain
         if any(terrain.is_closed(stage, *ends) for stage, ends in enumerate(cut)):
             return False
-        sums = np.concatenate([np.zeros((4, terrain.num_stages, 1)), np.cumsum(of_units, axis=2)], axis=2)
-        times = np.zeros(terms.count)
-        parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
-        for stage, (first, stop) in enumerate(cut):
-            for part, of_one in zip(parts, sums):
-                times[part.start + stage] = of_one[stage, stop] - of_one[stage, first]
-            if stage:
-                transfer = terrain.least_transfer(stage - 1, first)
-                times[terms.transfer_forward.start + stage - 1] = transfer
-                times[terms.transfer_backward.start + stage - 1] = transfer
+        times = self._unit_times([cut], of_units)[:, 0]
         step, path = self.graph.step(times)
         is_new = self._learn(path)
         if step >= self.threshold:
             return is_new
+        if self.look < 2:
+            cut = self._improved(cut, of_units)
         if self.look == 0:
             if self._level():
                 self._try(cut, path)
@@ -297,6 +292,44 @@ class Settling:
         if real is not None:
             is_new |= self._learn(real)
         return is_new or bool(coarse)
+
+    def _unit_times(self, cuts: Sequence[Cut], of_units: np.ndarray) -> np.ndarray:
+        """What every term takes on cuts where units take so much (shape (4, stages, units)); shape (terms, cuts)."""
+        terrain, terms = self.terrain, self.terrain.terms
+        sums = np.concatenate([np.zeros((4, terrain.num_stages, 1)), np.cumsum(of_units, axis=2)], axis=2)
+        ends = np.array(cuts)
+        stages = np.arange(terrain.num_stages)
+        times = np.zeros((terms.count, len(cuts)))
+        for part, of_one in zip((terms.forward, terms.backward, terms.recompute, terms.all_reduce), sums):
+            times[part] = (of_one[stages, ends[:, :, 1]] - of_one[stages, ends[:, :, 0]]).T
+        for boundary in stages[1:] - 1:
+            transfer = terrain.least_transfers_at(boundary)[ends[:, boundary, 1]]
+            times[terms.transfer_forward.start + boundary] = transfer
+            times[terms.transfer_backward.start + boundary] = transfer
+        return times
+
+    def _improved(self, cut: Cut, of_units: np.ndarray) -> Cut:
+        """A cut from which no unit that goes from one stage to another makes the step shorter."""
+        best_s = float(self.graph.steps(self._unit_times([cut], of_units))[0])
+        sizes = np.array([stop - first for first, stop in cut])
+        for _ in range(_MOST_MOVES):
+            moved = [
+                sizes - np.eye(len(sizes), dtype=int)[giver] + np.eye(len(sizes), dtype=int)[taker]
+                for giver in np.flatnonzero(sizes > 1).tolist()
+                for taker in range(len(sizes))
+                if taker != giver
+            ]
+            if not moved:
+                break
+            stops = np.cumsum(moved, axis=1)
+            cuts = np.stack([stops - moved, stops], axis=2)
+            steps = self.graph.steps(self._unit_times(cuts.tolist(), of_units))
+            least = int(steps.argmin())
+            if steps[least] >= best_s * (1 - SAME):
+                break
+            best_s, sizes = float(steps[least]), np.array(moved[least])
+        stops_of = np.cumsum(sizes).tolist()
+        return list(zip([0, *stops_of[:-1]], stops_of))
 
     def _least(self) -> tuple[float, list[tuple[int, int]]]:
         """The least of the mean path over the cuts of the region, memory at the best price; and that cut."""

@@ -159,6 +159,10 @@ class Terrain:
                 found[targets == target] = max(0.0, known[0] - least), max(0.0, known[1] - least)
         return found
 
+    def least_transfers_at(self, boundary: int) -> np.ndarray:
+        """Forward, and as much back, wherever a boundary is; shape (units + 1,)."""
+        return np.asarray(self._transfers[boundary])
+
     def least_transfer(self, boundary: int, unit: int) -> float:
         """Forward, and as much back."""
         return float(self._transfers[boundary, unit])
