@@ -37,7 +37,7 @@ from .stages import MakeStages, megatron_stages, replicated_stages
 __all__ = ["Family", "describe", "families_of", "figures_of", "paper_plan", "stopped", "whole_mesh"]
 
 #: The part of the time limit that all families' searches may take together, and each paper's planner.
-_FAMILIES, _PAPER = 0.5, 0.03
+_FAMILIES, _PAPER = 0.45, 0.03
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 
@@ -74,7 +74,7 @@ class Family:
 
 
 PIPELINES = (
-    Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",), weight=5),
+    Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",), weight=8),
     Family("1F1B", ("1f1b",)),
     Family("DAPPLE", ("1f1b",), uneven=True, paper="dapple"),
     Family("Chimera", ("chimera",), paper="chimera", weight=3),

@@ -39,8 +39,8 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: The part of the time limit for the plan without a pipeline.
 _WITHOUT = 0.2
-#: The part of it after which what is near the families' plans is left.
-_NEAR = 0.85
+#: The part of it for what is near the families' plans.
+_NEAR = 0.15
 #: The part of it for the least memory that would do, where nothing fits.
 _LEAST_MEMORY = 0.5
 
@@ -145,7 +145,7 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         enough, is_proven = _least_memory(job, explorer)
         if enough > job.limit_bytes * (1 + 1e-9) and is_proven:
             raise _infeasible(job, enough, is_proven, fault)
-    near = _near(job, explorer, plans, best, clock.part(_NEAR))
+    near = _near(job, explorer, plans, best, Clock(_NEAR * job.time_limit_s, job.stop))
     best = near or best
     wide = explore(
         explorer,

@@ -74,7 +74,12 @@ def explore(
     hard: list[_Open] = []
     rounds = 0
     try:
-        queue = list(_bounded(explorer, settings, found))
+        for one in _bounded(explorer, settings, found):
+            queue.append(one)
+            if deadline.is_over and not until_found:
+                # Of the settings that are left not even a bound is known.
+                found.finished, found.lower_bound_s = False, 0.0
+                return found
         heapq.heapify(queue)
         while True:
             limit_s = best_s * (1 - SAME)
