@@ -72,15 +72,14 @@ def explore(
     deadline = deadline or Deadline()
     queue: list[_Open] = []
     hard: list[_Open] = []
-    rounds = 0
+    rounds, is_bounded = 0, False
     try:
         for one in _bounded(explorer, settings, found):
             queue.append(one)
             if deadline.is_over and not until_found:
-                # Of the settings that are left not even a bound is known.
-                found.finished, found.lower_bound_s = False, 0.0
-                return found
+                raise StopRequestedError
         heapq.heapify(queue)
+        is_bounded = True
         while True:
             limit_s = best_s * (1 - SAME)
             if not queue or queue[0][0] >= limit_s:
@@ -108,10 +107,8 @@ def explore(
                 hard.append((max(bound, own * _ROUNDING), number, True, setting))
     except StopRequestedError:
         found.finished = False
-        if not queue:
-            found.lower_bound_s = 0.0
-            return found
-    found.lower_bound_s = min([best_s, *(one[0] for one in (*hard, *queue))])
+    # Of settings that were not come to not even a bound is known.
+    found.lower_bound_s = min([best_s, *(one[0] for one in (*hard, *queue))]) if is_bounded else 0.0
     return found
 
 

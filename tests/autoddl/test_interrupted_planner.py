@@ -10,9 +10,13 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.stopping import StopRequestedError
+from autoddl.costmodel.stopping import Deadline, StopRequestedError
+from autoddl.costmodel.workload import Workload
+from autoddl.joint import chain_of
+from autoddl.joint.explorer import Explorer
 from autoddl.joint.planner import plan_jointly
 from autoddl.joint.result import JointOptions
+from autoddl.joint.search import explore
 from autoddl.joint.table import joint_text
 from autoddl.models import Transformer, gpt, resolve_model
 from autoddl.plan import joint_document, plan_document
@@ -121,6 +125,28 @@ def test_whenever_a_joint_search_is_stopped_its_plan_holds():
             assert "not proven: interrupted, the best configuration" in joint_text(planned)
             assert planned.gap == pytest.approx(1 - planned.lower_bound_s / planned.evaluation.step_s)
     assert steps == sorted(steps, reverse=True) and steps[-1] == optimum.evaluation.step_s and len(set(steps)) > 1
+
+
+def test_settings_that_were_not_come_to_have_no_bound():
+    """A search that ends while it looks at its settings knows nothing of the others, whatever ended it."""
+
+    def cut_short(ended):
+        explorer = Explorer(chain_of(UNTIED), SLOW, Workload(8, 8, "mixed", "adam"), 4e6)
+        offered = list(explorer.settings(None, False, lambda spec: spec.num_workers > 1))
+
+        def some():
+            yield from offered[:2]
+            ended(explorer)
+            yield from offered[2:]
+
+        return explorer, some()
+
+    explorer, settings_ = cut_short(lambda explorer: explorer.stop.request())
+    found = explore(explorer, settings_, 1.0, Deadline(None, explorer.stop))
+    assert not found.finished and found.lower_bound_s == 0.0 and found.settings == 2
+    explorer, settings_ = cut_short(lambda explorer: None)
+    found = explore(explorer, settings_, 1.0, Deadline(0.0))
+    assert not found.finished and found.lower_bound_s == 0.0 and found.settings == 1
 
 
 @pytest.mark.parametrize("name", ["dapple", "chimera"])
