@@ -14,6 +14,7 @@ from functools import cached_property
 import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -26,7 +27,7 @@ from .cutting import Chain
 from .evaluation import Evaluation, evaluate
 from .meshes import Meshes, StageMesh, all_meshes, stage_meshes
 from .needs import Needs, needs_of
-from .space import divisors, schedules
+from .space import schedules
 from .stages import MakeStages, Passes, Stages
 from .stagetables import Pricing, Replicas
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import StopRequestedError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
@@ -31,7 +32,6 @@ from .meshes import StageMesh
 from .papers import PLANNERS, paper_plans
 from .result import FamilyFigures
 from .search import explore
-from .space import divisors
 from .stages import MakeStages, megatron_stages, replicated_stages
 
 __all__ = ["Family", "describe", "families_of", "figures_of", "paper_plan", "stopped", "whole_mesh"]

@@ -18,7 +18,7 @@ from autoddl.costmodel.stopping import Deadline
 
 from .explorer import Explorer, Setting
 from .needs import Needs
-from .regions import Cut, least_cut, level_cut
+from .regions import Cut, closed_arcs, least_cut, level_cut
 from .stages import Need
 
 __all__ = ["least_memory"]
@@ -72,8 +72,7 @@ class _Bytes:
 
     def bound(self) -> float:
         """The least that the neediest stage of any cut needs, by its units; inf where some layer has no strategy."""
-        explorer, num_units, last = self.explorer, self.explorer.chain.num_units, self.setting.schedule.num_stages - 1
-        i, j = np.indices((num_units + 1, num_units + 1))
+        explorer, num_units, num_stages = self.explorer, self.explorer.chain.num_units, self.setting.schedule.num_stages
         for stage, (mesh, passes) in enumerate(zip(self.setting.meshes, self.passes)):
             stages = explorer.stages(mesh)
             best = np.full((num_units + 1, num_units + 1), np.inf)
@@ -86,10 +85,7 @@ class _Bytes:
                 sums = np.concatenate([[0.0], np.cumsum(found[0])])
                 constants = [stages.memory_of(u, u + 1, way, passes, self._need(stage))[1] for u in range(num_units)]
                 best = np.minimum(best, sums[None, :] - sums[:, None] + np.append(constants, 0.0)[:, None])
-            closed = (i >= j) | (i < stage) | (num_units - j < last - stage)
-            closed |= (i != 0) if stage == 0 else (i == 0)
-            closed |= (j != num_units) if stage == last else (j == num_units)
-            self._costs.append(np.where(closed, np.inf, best))
+            self._costs.append(np.where(closed_arcs(stage, num_stages, num_units), np.inf, best))
         return self._bound()[0]
 
     def _bound(self) -> tuple[float, Cut]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.layerwork import layer_work
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.planners import Clock, Shape, plan_chimera, plan_dapple, plan_wpipe
@@ -27,7 +28,6 @@ from autoddl.pipelines.profile import Layer, Profile
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .cutting import ENTRY, Chain
 from .meshes import Division, Meshes, StageMesh
-from .space import divisors
 
 __all__ = ["PLANNERS", "PaperPlan", "paper_plans", "profile_of"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-__all__ = ["Cut", "Region", "least_cut", "level_cut"]
+__all__ = ["Cut", "Region", "closed_arcs", "least_cut", "level_cut"]
 
 #: First unit and unit behind it of every stage.
 Cut = list[tuple[int, int]]
@@ -62,34 +62,34 @@ class Region:
         return Region(tuple(ranges), self.num_units)
 
 
+def closed_arcs(stage: int, num_stages: int, num_units: int) -> np.ndarray:
+    """Which arcs of a stage leave no unit for some other one; shape (units + 1, units + 1)."""
+    i, j = np.indices((num_units + 1, num_units + 1))
+    last = num_stages - 1
+    closed = (i >= j) | (i < stage) | (num_units - j < last - stage)
+    closed |= (i != 0) if stage == 0 else (i == 0)
+    closed |= (j != num_units) if stage == last else (j == num_units)
+    return closed
+
+
 def least_cut(costs: Sequence[np.ndarray]) -> tuple[float, Cut]:
     """The least sum over all cuts, and the units of every stage at it; the costs of all arcs are given for every stage."""
-    size = costs[0].shape[0]
-    best = np.full(size, np.inf)
-    best[0] = 0.0
-    origins = []
-    for cost in costs:
-        whole = best[:, None] + cost
-        origins.append(whole.argmin(axis=0))
-        best = whole.min(axis=0)
-    if not math.isfinite(best[-1]):
-        return math.inf, []
-    cut, stop = [], size - 1
-    for origin in reversed(origins):
-        first = int(origin[stop])
-        cut.append((first, stop))
-        stop = first
-    return float(best[-1]), cut[::-1]
+    return _best_cut(costs, np.add, 0.0)
 
 
 def level_cut(costs: Sequence[np.ndarray]) -> tuple[float, Cut]:
     """The cut whose dearest arc is the cheapest, and what that costs."""
+    return _best_cut(costs, np.maximum, -np.inf)
+
+
+def _best_cut(costs: Sequence[np.ndarray], join: np.ufunc, nothing: float) -> tuple[float, Cut]:
+    """The cut whose arcs' costs, joined, are the least, from ``nothing`` on; infinite, and no cut, where there is none."""
     size = costs[0].shape[0]
     best = np.full(size, np.inf)
-    best[0] = -np.inf
+    best[0] = nothing
     origins = []
     for cost in costs:
-        whole = np.maximum(best[:, None], cost)
+        whole = join(best[:, None], cost)
         origins.append(whole.argmin(axis=0))
         best = whole.min(axis=0)
     if not math.isfinite(best[-1]):

@@ -22,18 +22,12 @@ from collections.abc import Iterator
 
 from .configuration import PipelineSchedule
 
-__all__ = ["MOST_PASSES", "divisors", "schedules"]
+__all__ = ["MOST_PASSES", "schedules"]
 
 _PIPELINES = (2, 4)
 _GROUPS = (2, 4)
 #: Passes of a micro-batch through a stage beyond which a schedule is not worth its simulation (the generators' own limit).
 MOST_PASSES = 2**17
-
-
-def divisors(number: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
-    return small + [number // d for d in reversed(small) if d * d != number]
 
 
 def schedules(

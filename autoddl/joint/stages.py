@@ -20,12 +20,11 @@ from functools import partial
 import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.table import ByClass
 from autoddl.costmodel.workload import Workload
-from autoddl.search.fronts import Guide, TooManyError, VectorEdge, VectorTable, front, least
+from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, VectorTable, front, least
 
 from .cutting import Chain
 from .meshes import StageMesh
@@ -202,8 +201,14 @@ class Stages:
         counts, constant = self.memory_of(first, stop, way, passes, need)
         table = self._with_memory(found, counts)
         guides = [_guide(one, way, constant, table.num_components) for one in wanted]
-        chosen = front(table, guides, (3, limit - constant), self.stop, _MOST_ROWS, is_shared)
+        chosen = self._front(found, table, guides, limit - constant, is_shared)
         return _rows(found, way, chosen.choices, chosen.sums, chosen.sizes, constant)
+
+    def _front(
+        self, found: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
+    ) -> Front:
+        """What is worth considering of a table with memory."""
+        return front(table, guides, (3, limit), self.stop, _MOST_ROWS, is_shared)
 
     def cheapest(
         self,
@@ -339,32 +344,15 @@ class FixedStages(Stages):
         sums, _ = found.table.evaluate(choices)
         return np.asarray((weights @ sums[:, :5].T).min(axis=1))
 
-    def rows(
-        self,
-        first: int,
-        stop: int,
-        way: str,
-        passes: Passes,
-        need: Need,
-        wanted: Sequence[Wanted],
-        limit: float,
-        is_shared: bool = False,
-    ) -> Rows | None:
-        self.num_searches += 1
-        found = self.table(first, stop, way, passes)
-        if found is None:
-            return None
-        counts, constant = self.memory_of(first, stop, way, passes, need)
-        table = self._with_memory(found, counts)
+    def _front(
+        self, found: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
+    ) -> Front:
         choices = self._choices(found)
-        if not len(choices):
-            return None
         sums, sizes = table.evaluate(choices)
-        fits = np.isfinite(sums).all(axis=1) & (sums[:, 3] + sizes <= limit - constant)
-        for one in wanted:
-            guide = _guide(one, way, constant, table.num_components)
+        fits = np.isfinite(sums).all(axis=1) & (sums[:, 3] + sizes <= limit)
+        for guide in guides:
             fits &= sums @ np.array(guide.weights) <= guide.threshold * (1 + 1e-12)
-        return _rows(found, way, choices[fits], sums[fits], sizes[fits], constant)
+        return Front(choices, sums, sizes).only(np.flatnonzero(fits))
 
     def cheapest(
         self,
@@ -412,11 +400,3 @@ MakeStages = Callable[..., Stages]
 megatron_stages: MakeStages = partial(FixedStages, names=("megatron", "data parallel"))
 #: Every stage is replicated on its devices, as the papers of pipelines have it.
 replicated_stages: MakeStages = partial(FixedStages, names=("data parallel",))
-
-
-def is_offered(stages: Stages, passes: Passes) -> bool:
-    """Whether every layer has a strategy for these passes."""
-    try:
-        return stages.units.least(False, passes.replicas, passes.micro_batch, passes.part, np.ones((1, 5))) is not None
-    except UserError:
-        return False

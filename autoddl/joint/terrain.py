@@ -28,14 +28,13 @@ from .bounds import least_of_cuts, placement_of
 from .explorer import Explorer, Setting
 from .meshes import StageMesh
 from .needs import Needs
+from .regions import closed_arcs
 from .stages import Need, Passes, Rows, Stages, Wanted, joined
 
-__all__ = ["Arc", "Bound", "Terrain"]
+__all__ = ["PRICES", "Arc", "Bound", "Terrain", "TooManyError"]
 
 #: Prices of a byte at which memory is bounded: this part of the threshold per limit, at a stage of mean weight.
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
-#: With how many of them rows are looked for.
-_GUIDES = 2
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,11 +64,6 @@ class Arc:
     rows: Rows | None = None
     entry: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
     exit: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-
-    @property
-    def memory_rows(self) -> np.ndarray:
-        """Bytes of every row."""
-        return np.zeros(0) if self.rows is None else self.rows.memory
 
 
 class Terrain:
@@ -105,7 +99,6 @@ class Terrain:
         self._layout: list[Layout] = []
         self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self.arcs: dict[tuple[int, int, int], Arc] = {}
-        self._least: list[np.ndarray] | None = None
         self._transfers = self._least_transfers()
 
     # -------------------------------------------------------------------------------------------------- what passes between
@@ -282,15 +275,7 @@ class Terrain:
     @cached_property
     def _closed(self) -> list[np.ndarray]:
         """Arcs of every stage that leave no unit for some other one."""
-        found = []
-        units, last = self.num_units, self.num_stages - 1
-        i, j = np.indices((units + 1, units + 1))
-        for stage in range(self.num_stages):
-            closed = (i >= j) | (i < stage) | (units - j < last - stage)
-            closed |= (i != 0) if stage == 0 else (i == 0)
-            closed |= (j != units) if stage == last else (j == units)
-            found.append(closed)
-        return found
+        return [closed_arcs(stage, self.num_stages, self.num_units) for stage in range(self.num_stages)]
 
     # ------------------------------------------------------------------------------------------------------ finer grades
 
@@ -358,11 +343,9 @@ class Terrain:
         arc = self.arcs.get((stage, first, stop))
         return arc is not None and arc.rows is not None and not len(arc.rows)
 
-    def refine(self, stage: int, first: int, stop: int) -> Arc:
+    def refine(self, stage: int, first: int, stop: int) -> None:
         """An arc of grade 0 to grade 1."""
-        arc = Arc(1)
-        self.arcs[stage, first, stop] = arc
-        return arc
+        self.arcs[stage, first, stop] = Arc(1)
 
     def arc_cost(self, bound: Bound, threshold: float, stage: int, first: int, stop: int, arc: Arc) -> float:
         """A bound's part of an arc of a finer grade, with the least that crosses behind it."""
@@ -427,5 +410,3 @@ class Terrain:
 _NONE = np.zeros(0)
 #: No way to run a stage.
 found_nothing = Rows(np.zeros((0, 4)), _NONE, _NONE, np.zeros((0, 0)), _NONE, _NONE, ())
-
-__all__ += ["TooManyError"]
