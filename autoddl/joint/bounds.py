@@ -102,21 +102,27 @@ def bound_class(spec: PipelineSchedule) -> tuple[bool, int]:
     return has_way, -1 if spec.splits_backward else spec.groups
 
 
-def least_of_cuts(of_units: Sequence[np.ndarray], after: np.ndarray) -> float:
+def least_of_cuts(of_units: np.ndarray, after: np.ndarray) -> np.ndarray:
     """The least sum over all cuts of a chain in stages of one unit or more.
 
     Args:
-        of_units: per stage what each of all units would add there; shape (units,).
+        of_units: what each unit would add to every stage; shape (..., stages, units).
         after: what the boundary behind each stage but the last adds where the next one begins with a unit; shape
             (stages - 1, units + 1).
+
+    Returns:
+        shape (...).
     """
-    num_units = len(of_units[0])
-    best = np.full(num_units + 1, np.inf)
-    best[0] = 0.0
-    for stage, values in enumerate(of_units):
-        sums = np.concatenate([[0.0], np.cumsum(values)])
-        begun = np.minimum.accumulate(best - sums)
-        best = np.concatenate([[np.inf], begun[:-1] + sums[1:]])
-        if stage < len(of_units) - 1:
-            best = best + after[stage]
-    return float(best[-1])
+    num_stages, num_units = of_units.shape[-2:]
+    sums = np.zeros((*of_units.shape[:-1], num_units + 1))
+    np.cumsum(of_units, axis=-1, out=sums[..., 1:])
+    best = np.full((*of_units.shape[:-2], num_units + 1), np.inf)
+    best[..., 0] = 0.0
+    for stage in range(num_stages):
+        own = sums[..., stage, :]
+        begun = np.minimum.accumulate(best - own, axis=-1)
+        best[..., 1:] = begun[..., :-1] + own[..., 1:]
+        best[..., 0] = np.inf
+        if stage < num_stages - 1:
+            best += after[stage]
+    return np.asarray(best[..., -1])

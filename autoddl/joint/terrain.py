@@ -201,14 +201,16 @@ class Terrain:
         return [none] + [part * threshold / self.limit * busy / (busy.mean() or 1.0) for part in PRICES]
 
     def _of_units(self, way: str, vectors: np.ndarray) -> np.ndarray | None:
-        """The least of every unit at every stage's vector; shape (stages, units); None where some layer has no strategy."""
-        found = np.empty((self.num_stages, self.num_units))
+        """The least of every unit at every stage's vector, shape (..., stages, 5) -> (..., stages, units); None where some layer
+        has no strategy."""
+        found = np.empty((*vectors.shape[:-1], self.num_units))
         for (number, passes), stages in self._alike.items():
-            units = self.stages[number].units
-            least = units.least(way == "layers", passes.replicas, passes.micro_batch, passes.part, vectors[stages])
+            own, units = vectors[..., stages, :], self.stages[number].units
+            weights = own.reshape(-1, own.shape[-1])
+            least = units.least(way == "layers", passes.replicas, passes.micro_batch, passes.part, weights)
             if least is None:
                 return None
-            found[stages] = least
+            found[..., stages, :] = least.reshape(*own.shape[:-1], self.num_units)
         return found
 
     def quick(self, bound: Bound, threshold: float, parts: Sequence[float] = (0.0, *PRICES)) -> float:
@@ -217,18 +219,18 @@ class Terrain:
         Args:
             parts: the prices of a byte to take the best of, in thresholds per limit.
         """
-        best, terms = 0.0, self.terms
+        terms = self.terms
         crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
-        for part in parts:
-            price = np.full(self.num_stages, part * threshold / self.limit if part else 0.0)
-            ways = self.ways if part else self._cheapest
-            of_ways = [self._of_units(way, self._vectors(bound.weights, way, price)) for way in ways]
-            if any(one is None for one in of_ways):
+        prices = np.array([part * threshold / self.limit if part else 0.0 for part in parts])
+        least = np.full((len(prices), self.num_stages, self.num_units), np.inf)
+        for way in self.ways if any(parts) else self._cheapest:
+            vectors = [self._vectors(bound.weights, way, np.full(self.num_stages, price)) for price in prices]
+            of_way = self._of_units(way, np.array(vectors))
+            if of_way is None:
                 return np.inf
-            least = np.minimum.reduce([one for one in of_ways if one is not None])
-            constant = float((price * self.limit / self._shares).sum())
-            best = max(best, least_of_cuts(list(least), crossing * self._transfers) - constant)
-        return best
+            least = np.minimum(least, of_way)
+        constants = prices * float((self.limit / self._shares).sum())
+        return max(0.0, float((least_of_cuts(least, crossing * self._transfers) - constants).max()))
 
     def _entering(self, stage: int) -> np.ndarray:
         """Bytes of what enters a stage that begins with each unit, of one micro-batch; shape (units,)."""

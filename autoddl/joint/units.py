@@ -4,16 +4,19 @@ A *weight* prices the vector of a stage (:data:`.stagetables.COMPONENTS`): secon
 gradients' all-reduce, bytes of state, bytes that a micro-batch keeps.  With redistributions for nothing, and every layer at its own
 cheapest strategy for that weight, the layers of a unit add up to no more than they do in any stage; and so do the units of a stage.
 
-The options of all layers of all kinds of units stand behind each other in one array, so that a least value is few operations.
+The options of all layers of all kinds of units stand behind each other in one array, so that a least value is few operations; of
+those at one micro-batch only options stay that no other one of the layer is nowhere above.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
+from autoddl.search.fronts import undominated
 
 from .cutting import ENTRY, Chain
 from .stagetables import Replicas, StageTables
@@ -41,6 +44,42 @@ class _Options:
     layers: np.ndarray
     kinds: np.ndarray
 
+    @property
+    def num_layers(self) -> int:
+        return len(self.layers)
+
+    def at(self, micro_batch: int, part: int) -> _Offered | None:
+        """What divides ``part`` samples of a micro-batch and is nowhere above another option of its layer; None where a layer
+        has nothing."""
+        vectors = np.maximum(self.fixed + micro_batch * self.slope, 0.0)
+        layer = np.repeat(np.arange(self.num_layers), np.diff(np.append(self.layers, vectors.shape[1])))
+        offered = np.flatnonzero((part % self.p0 == 0) & np.isfinite(vectors).all(axis=0))
+        kept = offered[undominated(layer[offered], vectors[:, offered].T)]
+        sizes = np.bincount(layer[kept], minlength=self.num_layers)
+        if not sizes.all():
+            return None
+        return _Offered(vectors[:, kept], sizes, self.kinds)
+
+
+@dataclass(frozen=True, eq=False)
+class _Offered:
+    """What is on offer at a micro-batch.
+
+    Attributes:
+        vectors: of options, those of one layer behind those of another; shape (components, options).
+        sizes: options of each layer.
+        kinds: where the layers of each kind begin.
+    """
+
+    vectors: np.ndarray
+    sizes: np.ndarray
+    kinds: np.ndarray
+
+    @cached_property
+    def layers(self) -> np.ndarray:
+        """Where the options of each layer begin."""
+        return np.cumsum(self.sizes) - self.sizes
+
 
 class Units:
     """The least that every unit takes and keeps on one rectangle."""
@@ -50,7 +89,7 @@ class Units:
         self._first = [chain.kinds.index(kind) for kind in range(max(chain.kinds) + 1)]
         self._kinds = np.array(chain.kinds)
         self._options: dict[tuple[bool, Replicas], _Options | None] = {}
-        self._at: dict[tuple[bool, Replicas, int, int], np.ndarray] = {}
+        self._offered: dict[tuple[bool, Replicas, int, int], _Offered | None] = {}
 
     def _of(self, layers_again: bool, replicas: Replicas) -> _Options | None:
         """None where some layer has no strategy on so many devices."""
@@ -95,14 +134,11 @@ class Units:
 
         None where some layer has no strategy that divides ``part`` samples of the micro-batch.
         """
-        found = self._values(layers_again, replicas, micro_batch, part, weights)
-        if found is None:
+        offered = self._at(layers_again, replicas, micro_batch, part)
+        if offered is None:
             return None
-        options, _, values = found
-        of_layers = np.minimum.reduceat(values, options.layers, axis=1)
-        of_kinds = np.add.reduceat(of_layers, options.kinds, axis=1)
-        if not np.isfinite(of_kinds).all():
-            return None
+        of_layers = np.minimum.reduceat(weights @ offered.vectors, offered.layers, axis=1)
+        of_kinds = np.add.reduceat(of_layers, offered.kinds, axis=1)
         return np.asarray(of_kinds[:, self._kinds])
 
     def vectors(
@@ -110,29 +146,19 @@ class Units:
     ) -> np.ndarray:
         """For each weight forward, backward and gradient of every unit where its layers are at their least; shape (weights,
         components) -> (weights, units, 3)."""
-        found = self._values(layers_again, replicas, micro_batch, part, weights)
-        assert found is not None
-        options, vectors, values = found
-        sizes = np.diff(np.append(options.layers, values.shape[1]))
-        least = np.repeat(np.minimum.reduceat(values, options.layers, axis=1), sizes, axis=1)
+        offered = self._at(layers_again, replicas, micro_batch, part)
+        assert offered is not None
+        values = weights @ offered.vectors
+        least = np.repeat(np.minimum.reduceat(values, offered.layers, axis=1), offered.sizes, axis=1)
         places = np.where(values <= least, np.arange(values.shape[1]), values.shape[1])
-        chosen = np.minimum.reduceat(places, options.layers, axis=1)
-        of_kinds = np.add.reduceat(vectors[:3, chosen], options.kinds, axis=2)
+        chosen = np.minimum.reduceat(places, offered.layers, axis=1)
+        of_kinds = np.add.reduceat(offered.vectors[:3, chosen], offered.kinds, axis=2)
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
 
-    def _values(
-        self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
-    ) -> tuple[_Options, np.ndarray, np.ndarray] | None:
-        """The options, their vectors, and what each comes to at every weight (inf where it is not on offer)."""
-        options = self._of(layers_again, replicas)
-        if options is None:
-            return None
+    def _at(self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int) -> _Offered | None:
+        """What is on offer."""
         key = (layers_again, replicas, micro_batch, part)
-        if key not in self._at:
-            vectors = options.fixed + micro_batch * options.slope
-            offered = part % options.p0 == 0
-            self._at[key] = np.where(offered, np.maximum(vectors, 0.0), np.inf)
-        vectors = self._at[key]
-        with np.errstate(invalid="ignore"):
-            values = weights @ vectors
-        return options, vectors, np.where(np.isnan(values), np.inf, values)
+        if key not in self._offered:
+            options = self._of(layers_again, replicas)
+            self._offered[key] = None if options is None else options.at(micro_batch, part)
+        return self._offered[key]

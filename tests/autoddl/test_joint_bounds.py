@@ -159,7 +159,7 @@ def test_the_least_of_all_cuts(seed: int, stages: int, further: int) -> None:
         ends = [0, *places, units]
         inside = sum(of_units[s, ends[s] : ends[s + 1]].sum() for s in range(stages))
         costs.append(inside + sum(after[s, place] for s, place in enumerate(places)))
-    assert least_of_cuts(list(of_units), after) == pytest.approx(min(costs), rel=1e-9, abs=1e-12)
+    assert least_of_cuts(of_units, after) == pytest.approx(min(costs), rel=1e-9, abs=1e-12)
 
 
 @settings(max_examples=40, deadline=None)
