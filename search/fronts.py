@@ -28,7 +28,7 @@ import numpy as np
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import ByClass
 
-__all__ = ["Front", "Guide", "TooManyError", "VectorEdge", "VectorTable", "front", "least", "undominated"]
+__all__ = ["Front", "Guide", "TooManyError", "VectorEdge", "VectorTable", "front", "least", "least_choices", "undominated"]
 
 #: Entries of the largest table over open variables, and rows, that are worked with.
 MOST_ENTRIES = 4_000_000
@@ -298,6 +298,33 @@ def least(table: VectorTable, weights: np.ndarray) -> np.ndarray:
         TooManyError
     """
     return np.asarray(_remaining(table.steps, weights)[0])
+
+
+def least_choices(table: VectorTable, weights: np.ndarray) -> np.ndarray:
+    """For each row w a choice whose ``w . sums`` is the least; shape (rows, components) -> (rows, variables); none where there is
+    no choice at all.
+
+    Raises:
+        TooManyError
+    """
+    steps, many = table.steps, len(weights)
+    remaining = _remaining(steps, weights)
+    if not np.isfinite(remaining[0]).all():
+        return np.zeros((0, len(steps)), dtype=np.intp)
+    choices, rows = np.zeros((many, len(steps)), dtype=np.intp), np.arange(many)
+    classes: dict[int, np.ndarray] = {}
+    for step, togo in zip(steps, remaining[1:]):
+        options = step.options
+        of_class = np.zeros((many, options.num_classes))
+        for at, component, costs in step.links:
+            with np.errstate(invalid="ignore"):
+                part = weights[:, component, None] * costs[classes[step.before[at]]]
+            of_class += np.where(np.isnan(part), np.inf, part)
+        index = [classes[v][:, None] if v != step.variable else np.arange(options.num_classes)[None] for v in step.after]
+        of_class += togo[(rows[:, None], *index)]
+        chosen = (weights @ options.sums.T + of_class[:, options.of_class]).argmin(axis=1)
+        choices[:, step.variable], classes[step.variable] = options.number[chosen], options.of_class[chosen]
+    return choices
 
 
 # ----------------------------------------------------------------------------------------------------------------- the front

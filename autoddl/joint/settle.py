@@ -31,7 +31,7 @@ from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
 from .regions import Cut, Region, least_cut, level_cut
 from .relaxation import Relaxation
-from .stages import Rows, Wanted
+from .stages import Rows, Wanted, joined
 from .terrain import PRICES, Bound, Terrain, TooManyError
 from .ways import TooManyStatesError, Way, Ways
 
@@ -47,6 +47,8 @@ _MOST_MOVES = 12
 _MOST_PATHS = 80
 #: Paths that rows are wanted by.
 _MOST_GUIDES = 5
+#: Prices of a byte at which rows of stages that share workers are tried, in steps per limit.
+_HULL = (0.0, 0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 10.0, 30.0, 1000.0)
 #: Paths that a search for rows is guided by.
 _MOST_BOUNDS = 12
 
@@ -182,29 +184,84 @@ class Settling:
 
     def _explored(self, rounds: int) -> list[Region]:
         """Settle the cuts of a region, or divide it."""
-        while True:
-            if self._ascend(rounds):
-                return []
-            if self.look < 2 and self._regions > 8:
-                raise UnsettledError
-            if self.look == 2 and self._load_lowest():
-                continue
+        if self._ascend(rounds):
+            return []
+        if self.look < 1:
+            raise UnsettledError
+        try:
+            self._searched()
+        except TooManyStatesError as error:
             parts = self._region.divided(self._places)
-            if parts:
-                return parts
-            if self.look < 2:
-                raise UnsettledError
-            try:
-                ways = Ways(self.terrain, self._region, self.threshold * ROUNDING, self.best_s, self._check)
-                way = self._searched(ways)
-            except TooManyStatesError as error:
+            if not parts:
                 raise UnsettledError from error
+            return parts
+        return []
+
+    def _ascended(self, cut: Cut) -> tuple[float, np.ndarray]:
+        """The mean of paths that bounds one cut best, and the bound."""
+        region, mean, places = self._region, self._mean, self._places
+        self._region = Region(tuple((stop, stop) for _, stop in cut[:-1]), self.terrain.num_units)
+        try:
+            is_above = self._ascend(_ROUNDS)
+            return (math.inf if is_above else self._least()[0]), self._mean
+        finally:
+            self._region, self._mean, self._places = region, mean, places
+
+    def _searched(self) -> None:
+        """Search the cuts of a region through: first with what their units take, then, of those that are left, with their rows."""
+        ways = Ways(self.terrain, self._region, self.threshold * ROUNDING, self.best_s, self._check)
+        ways.add(Bound(self._mean))
+        for path in self._main_paths(_MOST_BOUNDS):
+            ways.add(Bound(path))
+        if not self.terrain.is_alone and math.isfinite(self.best_s):
+            for part in PRICES:
+                ways.add(Bound(self._mean, part * self.best_s / self.terrain.limit))
+        n=[0,0,0,0]
+        try:
+         while ways.is_open():
+            self._check()
+            n[0]+=1
+            way = ways.find()
             if way is None:
-                return []
-            if ways.times(way)[1]:
-                self._found(way)
+                return
+            cut = [(first, stop) for _, first, stop, _ in way]
+            lacking = [(stage, *ends) for stage, ends in enumerate(cut) if self.terrain.grade(stage, *ends) < 2]
+            if lacking:
+                of_units = self.terrain.at_least(Bound(self._mean, self._price), cut, self.best_s)
+                times, is_exact = self._unit_times([cut], of_units)[:, 0], False
             else:
+                times, is_exact = ways.times(way)
+            step, path = self.graph.step(times)
+            n[1]+=1
+            if step >= self.threshold and not ways.knows(path):
+                self._learn(path)
+                ways.add(Bound(path))
+                continue
+            n[2]+=1
+            if lacking:
+                least, mean = self._ascended(cut)
+                0 and print('   cut',[b-a for a,b in cut],step,least,self.threshold,n)
+                if least >= self.threshold and not ways.knows(mean):
+                    ways.add(Bound(mean, self._price))
+                    continue
+            if lacking:
+                0 and print('   survives',[b-a for a,b in cut],step,self.threshold, n)
+                real = self._try(cut, self._mean)
+                if real is not None and self._learn(real): 
+                    ways.add(Bound(real))
+                guides = self._guides()
+                for arc in lacking:
+                    self._check()
+                    t=__import__('time').process_time()
+                    self._load(guides, *arc)
+                    0 and print('     load',arc,len(self.terrain.arcs[arc].rows),round(__import__('time').process_time()-t,3))
+                ways.renew(self.threshold * ROUNDING)
+            elif not is_exact:
                 ways.work_out_crossings(way)
+            else:
+                self._found(way)
+                ways.renew(self.threshold * ROUNDING)
+        finally: 0 and print('   ways',n,len(ways.bounds))
 
     def _load_lowest(self) -> bool:
         """Work out the rows of the arcs of the cut that is the least on the mean path; whether there was one without."""
@@ -367,27 +424,6 @@ class Settling:
             self._paths = [path for number, path in enumerate(self._paths) if number not in used]
         return True
 
-    def _searched(self, ways: Ways) -> Way | None:
-        """A way that is below the threshold on all bounds, and by its own step; None, and it is settled, where there is none."""
-        ways.add(Bound(self._mean))
-        for path in self._main_paths(_MOST_BOUNDS):
-            ways.add(Bound(path))
-        if not self.terrain.is_alone and math.isfinite(self.best_s):
-            for part in PRICES:
-                ways.add(Bound(self._mean, part * self.best_s / self.terrain.limit))
-        while ways.is_open():
-            self._check()
-            way = ways.find()
-            if way is None:
-                break
-            times, _ = ways.times(way)
-            step, path = self.graph.step(times)
-            if step < self.threshold:
-                return way
-            self._learn(path)
-            ways.add(Bound(path))
-        return None
-
     # ------------------------------------------------------------------------------------------------------------- rows
 
     def _guides(self) -> list[_Guide]:
@@ -433,20 +469,19 @@ class Settling:
     # ---------------------------------------------------------------------------------------------------------- plans
 
     def _try(self, cut: Cut, path: np.ndarray) -> np.ndarray | None:
-        """A plan with a cut: for every stage the best row on a path, if each fits its share of memory; its longest path.
+        """A plan with a cut: for every stage a row that is good on a path, so that all fit; its longest path.
 
         None where there is no such row.
         """
         terms, terrain = self.terrain.terms, self.terrain
         parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
-        rows: list[Rows] = []
+        weights = np.array([[max(float(path[part][stage]), 1e-3) for part in parts] for stage in range(len(cut))])
+        rows = self._rows_alone(cut, weights) if terrain.is_alone else self._rows_together(cut, weights)
+        if rows is None:
+            return None
         times = np.zeros(terms.count)
         sides: tuple[int, int] | None = None
-        for stage, (first, stop) in enumerate(cut):
-            row = self._best_row(stage, first, stop, [max(float(path[part][stage]), 1e-3) for part in parts])
-            if row is None:
-                return None
-            rows.append(row)
+        for stage, ((first, _), row) in enumerate(zip(cut, rows)):
             for part, value in zip(parts, row.times[0]):
                 times[part.start + stage] = value
             entry, exit_ = terrain.sides_of(row)
@@ -462,6 +497,91 @@ class Settling:
         if step < self.threshold:
             self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
         return longest
+
+    def _rows_alone(self, cut: Cut, weights: np.ndarray) -> list[Rows] | None:
+        """Of every stage that has a worker for itself the best row that fits."""
+        rows: list[Rows] = []
+        for stage, (first, stop) in enumerate(cut):
+            row = self._best_row(stage, first, stop, weights[stage].tolist())
+            if row is None:
+                return None
+            rows.append(row)
+        return rows
+
+    def _rows_together(self, cut: Cut, weights: np.ndarray) -> list[Rows] | None:
+        """Rows of stages that share workers: bytes get dearer for all until each worker's stages fit, then every stage takes what
+        room is left, those first that gain most by a byte."""
+        terrain = self.terrain
+        hulls: list[Rows] = []
+        for stage, (first, stop) in enumerate(cut):
+            parts = []
+            for way in terrain.ways:
+                busy = float(weights[stage, :2].sum())
+                scale = self._scale(cut) * busy / float(weights[:, :2].sum(axis=1).mean())
+                prices = scale / terrain.limit * np.array(_HULL)
+                of_way = terrain.stages[stage].hull(
+                    first, stop, way, terrain.passes[stage], terrain.need[stage], weights[stage].tolist(), prices
+                )
+                if of_way is not None:
+                    parts.append(of_way)
+            if not parts:
+                return None
+            hulls.append(joined(parts))
+        chosen = self._fitting(hulls, weights)
+        return None if chosen is None else [rows.only(np.array([row])) for rows, row in zip(hulls, chosen)]
+
+    def _scale(self, cut: Cut) -> float:
+        """Seconds that a step may take, for prices of memory."""
+        if math.isfinite(self.best_s):
+            return self.best_s
+        weights = np.maximum.reduce(loads(self.setting.schedule))
+        return float(self.terrain.quick(Bound(weights), 0.0, (0.0,)))
+
+    def _fitting(self, hulls: Sequence[Rows], weights: np.ndarray) -> list[int] | None:
+        """A row of each stage's, so that all fit their workers."""
+        limit, homes = self.terrain.limit, [[stage for _, stage in held] for held in self.homes]
+        # The rows of each stage that are better the more they take.
+        costs = [rows.times @ own for rows, own in zip(hulls, weights)]
+        lines: list[list[int]] = []
+        for rows, cost in zip(hulls, costs):
+            line: list[int] = []
+            for row in np.lexsort((rows.memory + rows.buffer, cost)).tolist():
+                if not line or rows.memory[row] + rows.buffer[row] < rows.memory[line[-1]] + rows.buffer[line[-1]]:
+                    line.append(row)
+            lines.append(line)
+        at = [0] * len(hulls)
+
+        def room(worker: int) -> float:
+            held = homes[worker]
+            own = [lines[stage][at[stage]] for stage in held]
+            memory = sum(float(hulls[stage].memory[row]) for stage, row in zip(held, own))
+            return limit - memory - max(float(hulls[stage].buffer[row]) for stage, row in zip(held, own))
+
+        def gain(stage: int, step: int) -> tuple[float, float]:
+            here, there = lines[stage][at[stage]], lines[stage][at[stage] + step]
+            return (
+                float(costs[stage][there] - costs[stage][here]),
+                float(hulls[stage].memory[here] - hulls[stage].memory[there]),
+            )
+
+        for worker, held in enumerate(homes):
+            while room(worker) < 0:
+                left = [stage for stage in held if at[stage] + 1 < len(lines[stage])]
+                if not left:
+                    return None
+                dearer = {stage: gain(stage, 1) for stage in left}
+                at[min(left, key=lambda stage: dearer[stage][0] / max(dearer[stage][1], 1.0))] += 1
+        holders: list[list[int]] = [[] for _ in hulls]
+        for worker, held in enumerate(homes):
+            for stage in held:
+                holders[stage].append(worker)
+        for stage in sorted(range(len(hulls)), key=lambda stage: gain(stage, -1)[0] if at[stage] else 0.0):
+            while at[stage]:
+                at[stage] -= 1
+                if any(room(worker) < 0 for worker in holders[stage]):
+                    at[stage] += 1
+                    break
+        return [line[place] for line, place in zip(lines, at)]
 
     def _best_row(self, stage: int, first: int, stop: int, weights: Sequence[float]) -> Rows | None:
         """The row of the least weighted seconds within the stage's share of memory."""

@@ -24,7 +24,7 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.table import ByClass
 from autoddl.costmodel.workload import Workload
-from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, VectorTable, front, least
+from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, VectorTable, front, least, least_choices
 
 from .cutting import Chain
 from .meshes import StageMesh
@@ -258,6 +258,32 @@ class Stages:
             pass
         return None
 
+    def hull(
+        self, first: int, stop: int, way: str, passes: Passes, need: Need, weights: Sequence[float], prices: np.ndarray
+    ) -> Rows | None:
+        """For each price of a byte that stays the row of the least weighted seconds (forward, backward, recompute, gradient) and
+        bytes; None where there is none."""
+        found = self.table(first, stop, way, passes)
+        if found is None:
+            return None
+        counts, constant = self.memory_of(first, stop, way, passes, need)
+        table = self._with_memory(found, counts)
+        wanted = np.zeros((len(prices), table.num_components))
+        wanted[:, :3] = weights[0] + (weights[2] if way == "stage" else 0.0), weights[1], weights[3]
+        wanted[:, 3] = prices
+        try:
+            choices = self._least_choices(found, table, wanted)
+        except TooManyError:
+            return None
+        if not len(choices):
+            return None
+        choices = np.unique(choices, axis=0)
+        return _rows(found, way, choices, *table.evaluate(choices), constant)
+
+    def _least_choices(self, found: StageTable, table: VectorTable, weights: np.ndarray) -> np.ndarray:
+        """A choice of the least sum for each weight, none where there is none."""
+        return least_choices(table, weights)
+
     def least_memory(self, first: int, stop: int, way: str, passes: Passes, need: Need) -> float:
         """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf without a way."""
         found = self.table(first, stop, way, passes)
@@ -343,6 +369,12 @@ class FixedStages(Stages):
             return np.full(len(weights), np.inf)
         sums, _ = found.table.evaluate(choices)
         return np.asarray((weights @ sums[:, :5].T).min(axis=1))
+
+    def _least_choices(self, found: StageTable, table: VectorTable, weights: np.ndarray) -> np.ndarray:
+        choices = self._choices(found)
+        sums, _ = table.evaluate(choices)
+        choices, sums = choices[np.isfinite(sums).all(axis=1)], sums[np.isfinite(sums).all(axis=1)]
+        return choices[(weights @ sums.T).argmin(axis=1)] if len(choices) else choices
 
     def _front(
         self, found: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool

@@ -155,6 +155,17 @@ class Ways:
         self._candidates.clear()
         self._failed.clear()
 
+    def knows(self, path: np.ndarray) -> bool:
+        """Whether a path is among the bounds, memory for nothing."""
+        return any(not bound.price and np.array_equal(bound.weights, path) for bound in self.bounds)
+
+    def renew(self, threshold: float) -> None:
+        """Take in what has become known of the terrain, and a new threshold."""
+        self.threshold = threshold
+        self._costs = [self.terrain.costs(bound, self.best_s) for bound in self.bounds]
+        self._candidates.clear()
+        self._failed.clear()
+
     def is_open(self) -> bool:
         """Close the arcs that are on no way below the threshold; whether there is a way left."""
         stages, size = self.terrain.num_stages, self.terrain.num_units + 1
