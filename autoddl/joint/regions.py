@@ -25,6 +25,11 @@ class Region:
     def whole(cls, num_stages: int, num_units: int) -> Region:
         return cls(tuple((b, num_units - num_stages + b) for b in range(1, num_stages)), num_units)
 
+    @classmethod
+    def only(cls, cut: Cut) -> Region:
+        """One cut."""
+        return cls(tuple((stop, stop) for _, stop in cut[:-1]), cut[-1][1])
+
     def among(self, costs: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The costs of arcs, infinite outside of the region."""
         found = [cost.copy() for cost in costs]

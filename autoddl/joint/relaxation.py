@@ -1,14 +1,17 @@
-"""The best cut of a setting where units may be divided: a linear program over its long paths.
+"""The best cut of a setting where units may be divided, and run in several ways at once: a linear program.
 
-Let y(r, s) be how many of the units of run r (equal units that follow each other) stage s has, in parts, whatever stands before
-them. With c(P, r, s) what one of them adds to a path at least, the step is the largest of the sums over the paths known,
+Its *columns* are ways to run a unit of run r (equal units that follow each other) at stage s: seconds t(k) forward, backward, of
+running forward again, of the all-reduce, and bytes m.  Let x(k) be how many units are run so, in parts.  With n(P) what a path P of
+the schedule counts for each of these, the step is the largest of the sums over the paths known:
 
-    minimise  theta   over   theta >= sum over stages and runs of c(P, r, s) y(r, s)  +  transfers of P            for every path P
-                             sum over s of y(r, s) = units of r,   sum over r of y(r, s) >= 1
+    minimise  theta  over  sum of n(P) t(k) x(k) + transfers of P  <=  theta    for every path P                    share of P
+                           sum over the columns of r of x(k)        =  units of r
+                           sum over the columns of s of x(k)        >=  1,  boundaries within their ranges
+                           sum over the stages of w of m(k) x(k)    <=  limit    for every worker w                 price on w
 
-The schedule's longest path at the best y joins the paths known, until none is longer than theta (Kelley's cutting planes).
-What the program's dual makes of the paths is a mean of them, and so a bound that is as sharp for all cuts together as one can
-be.
+Both grow as they are needed: the schedule's longest path at the best x joins the paths (Kelley's cutting planes), and what is the
+cheapest of all ways to run a unit at these shares and prices joins the columns.  The mean of the paths, at the shares, with bytes at
+these prices, is the *linear bound* that is as sharp for all cuts together as one can be.
 """
 
 from __future__ import annotations
@@ -23,21 +26,26 @@ from autoddl.pipelines.stepgraph import Terms
 
 __all__ = ["Relaxation", "Relaxed"]
 
+#: Columns for each run at each stage that are held at a time, on the mean.
+_MOST_COLUMNS = 6
+
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
     """A solution.
 
     Attributes:
-        step_s: the least over all divided cuts of the longest of the paths known.
+        step_s: the longest of the paths known at the best divided cut, of the columns known.
         shares: of the paths in the mean.
-        amounts: units of every run at every stage of the best divided cut; shape (stages, runs).
+        price: of a byte on the workers of each stage [s]; shape (stages,).
+        times: what every term takes at the best divided cut, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
         places: where its boundaries are, in units.
     """
 
     step_s: float
     shares: np.ndarray
-    amounts: np.ndarray
+    price: np.ndarray
+    times: np.ndarray
     places: np.ndarray
 
 
@@ -46,107 +54,167 @@ class Relaxation:
 
     Args:
         kinds: of the chain's units.
-        num_stages: of the schedule.
         transfers: the least seconds of every boundary, each way.
+        homes: the stages of every worker.
+        limit: bytes of each worker's devices.
     """
 
-    def __init__(self, kinds: Sequence[int], num_stages: int, transfers: np.ndarray):
-        self.num_stages, self.num_units = num_stages, len(kinds)
+    def __init__(self, kinds: Sequence[int], transfers: np.ndarray, homes: Sequence[Sequence[int]], limit: float):
+        self.num_stages, self.num_units = len(transfers) + 1, len(kinds)
         runs = [len(list(units)) for _, units in groupby(kinds)]
         self.sizes = np.array(runs)
         self.first = np.concatenate([[0], np.cumsum(runs)[:-1]])
         self.terms = Terms(self.num_stages)
-        self.transfers = transfers
-        self._rows: list[np.ndarray] = []
-        self._constants: list[float] = []
-        #: The last solution in which each path had a share.
-        self._used: list[int] = []
+        self.transfers, self.limit = transfers, limit
+        held = sorted({tuple(sorted(stages)) for stages in homes})
+        #: Which stages a worker has; workers that have the same ones count once.
+        self._holds = np.zeros((len(held), self.num_stages))
+        for worker, stages in enumerate(held):
+            np.add.at(self._holds[worker], list(stages), 1.0)
+        self._paths = np.zeros((0, self.terms.count))
+        self._used = np.zeros(0, dtype=np.intp)
+        self._stage = self._run = self._column_used = np.zeros(0, dtype=np.intp)
+        self._vectors = np.zeros((0, 5))
         self._solved = 0
 
-    def add(self, path: np.ndarray, of_units: np.ndarray) -> None:
-        """A further path, and what every unit adds to it at least at every stage; shape (stages, units)."""
-        terms = self.terms
-        self._rows.append(of_units[:, self.first].ravel())
-        crossing = path[terms.transfer_forward] + path[terms.transfer_backward]
-        self._constants.append(float(crossing @ self.transfers))
-        self._used.append(self._solved)
+    # ------------------------------------------------------------------------------------------------- paths and columns
 
-    def latest(self, most: int) -> list[int]:
-        """The numbers of the paths that had a share the latest."""
-        return np.argsort(-np.array(self._used), kind="stable")[:most].tolist()
+    @property
+    def paths(self) -> np.ndarray:
+        """Those that are held; shape (paths, terms)."""
+        return self._paths
 
-    def least_used(self, count: int) -> set[int]:
-        """Drop so many paths that have had no share for the longest time, and say which."""
-        dropped = set(np.argsort(self._used, kind="stable")[:count].tolist())
-        kept = [number for number in range(len(self._used)) if number not in dropped]
-        self._rows = [self._rows[number] for number in kept]
-        self._constants = [self._constants[number] for number in kept]
-        self._used = [self._used[number] for number in kept]
-        return dropped
+    def add_path(self, path: np.ndarray) -> None:
+        """A further path."""
+        self._paths = np.vstack([self._paths, path])
+        self._used = np.append(self._used, self._solved)
+
+    def latest(self, most: int) -> list[np.ndarray]:
+        """The paths that had a share the latest."""
+        return [self._paths[number] for number in np.argsort(-self._used, kind="stable")[:most].tolist()]
+
+    def forget(self, count: int) -> None:
+        """Drop so many paths that have had no share for the longest time."""
+        kept = np.sort(np.argsort(self._used, kind="stable")[count:])
+        self._paths, self._used = self._paths[kept], self._used[kept]
+
+    def add_columns(self, vectors: np.ndarray, reduced: np.ndarray | None = None) -> bool:
+        """A way to run a unit of every run at every stage, shape (stages, runs, 5): seconds forward, backward, recompute, all-reduce,
+        bytes; whether one is new.
+
+        Args:
+            reduced: of each what it would take away from the step; those alone that would.
+        """
+        wanted = np.ones(vectors.shape[:2], dtype=bool) if reduced is None else reduced < 0
+        stage, run = np.nonzero(wanted)
+        fresh = vectors[stage, run]
+        if not len(fresh):
+            return False
+        scale = np.maximum(vectors.max(axis=(0, 1)), 1e-30)
+        known = {
+            (s, r, *row) for s, r, row in zip(self._stage, self._run, np.round(self._vectors / scale, 9).tolist())
+        }
+        rounded = np.round(fresh / scale, 9).tolist()
+        new = np.array([(s, r, *row) not in known for s, r, row in zip(stage, run, rounded)])
+        self._stage, self._run = np.append(self._stage, stage[new]), np.append(self._run, run[new])
+        self._vectors = np.vstack([self._vectors, fresh[new]])
+        self._column_used = np.append(self._column_used, np.full(int(new.sum()), self._solved))
+        most = _MOST_COLUMNS * vectors.shape[0] * vectors.shape[1]
+        if len(self._stage) > 2 * most:
+            kept = np.sort(np.argsort(-self._column_used, kind="stable")[:most])
+            self._stage, self._run = self._stage[kept], self._run[kept]
+            self._vectors, self._column_used = self._vectors[kept], self._column_used[kept]
+        return bool(new.any())
+
+    # --------------------------------------------------------------------------------------------------------- solutions
 
     def solve(self, ranges: Sequence[tuple[int, int]]) -> Relaxed | None:
-        """The best divided cut whose boundaries are within ranges; None where there is none."""
+        """The best divided cut whose boundaries are within ranges; None where no one fits.
+
+        :meth:`reduced` tells of ways to run units what they would change.
+        """
         # Only here: loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import linprog
+        from scipy.sparse import csr_matrix
 
-        stages, runs = self.num_stages, len(self.sizes)
-        count = stages * runs
-        rows, limits = [np.append(row, -1.0) for row in self._rows], [-c for c in self._constants]
-        scale = max(float(np.abs(self._rows).max()), 1e-30)
-        rows, limits = [np.append(row[:-1] / scale, -1.0) for row in rows], [value / scale for value in limits]
-        for stage in range(stages):
-            row = np.zeros((stages, runs))
-            row[stage] = -1.0
-            rows.append(np.append(row.ravel(), 0.0))
-            limits.append(-1.0)
-        for boundary, (low, high) in enumerate(ranges):
-            row = np.zeros((stages, runs))
-            row[: boundary + 1] = 1.0
-            for sign, value in ((1.0, high), (-1.0, -low)):
-                rows.append(np.append(sign * row.ravel(), 0.0))
-                limits.append(sign * abs(value))
-        whole = np.zeros((runs, count + 1))
-        for run in range(runs):
-            whole[run, run:count:runs] = 1.0
+        terms, stages, count = self.terms, self.num_stages, len(self._stage)
+        weights = np.stack(
+            [self._paths[:, part] for part in (terms.forward, terms.backward, terms.recompute, terms.all_reduce)]
+        )
+        of_paths = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])
+        constants = (self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]) @ self.transfers
+        scale = max(float(of_paths.max(initial=0.0)), 1e-30)
+        at = self._stage[None] == np.arange(stages)[:, None]
+        bounded = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
+        before = np.cumsum(at, axis=0)[bounded].astype(float)
+        memory = self._holds[:, self._stage] * self._vectors[:, 4] / self.limit
+        held = np.vstack([of_paths / scale, -1.0 * at, before, -before, memory])
+        limits = np.concatenate(
+            [
+                -constants / scale,
+                np.full(stages, -1.0),
+                [ranges[b][1] for b in bounded],
+                [-ranges[b][0] for b in bounded],
+                np.ones(len(memory)),
+            ]
+        )
+        theta = np.zeros((len(held), 1))
+        theta[: len(of_paths)] = -1.0
+        is_open = self._is_open(ranges)[self._stage, self._run]
+        whole = (self._run[None] == np.arange(len(self.sizes))[:, None]).astype(float)
         found = linprog(
             np.append(np.zeros(count), 1.0),
-            A_ub=np.array(rows),
-            b_ub=np.array(limits),
-            A_eq=whole,
+            A_ub=csr_matrix(np.hstack([held, theta])),
+            b_ub=limits,
+            A_eq=csr_matrix(np.hstack([whole, np.zeros((len(whole), 1))])),
             b_eq=self.sizes.astype(float),
-            bounds=[(0, None)] * (count + 1),
+            bounds=np.column_stack([np.zeros(count + 1), np.append(np.where(is_open, np.inf, 0.0), np.inf)]),
             method="highs-ds",
         )
         if found.status != 0:
             return None
-        shares = np.maximum(-found.ineqlin.marginals[: len(self._rows)], 0.0)
         self._solved += 1
-        for number in np.flatnonzero(shares > 0).tolist():
-            self._used[number] = self._solved
-        total = float(shares.sum())
-        shares = shares / total if total > 0 else np.full(len(shares), 1.0 / len(shares))
-        amounts = found.x[:count].reshape(stages, runs)
-        places = np.cumsum(amounts.sum(axis=1))[:-1]
-        return Relaxed(float(found.x[-1]) * scale, shares, amounts, places)
+        duals = -found.ineqlin.marginals
+        shares = np.maximum(duals[: len(of_paths)], 0.0)
+        total = float(shares.sum()) or 1.0
+        self._used[shares > 0] = self._solved
+        amounts = found.x[:count]
+        self._column_used[amounts > 0] = self._solved
+        prices = np.maximum(duals[len(duals) - len(memory) :], 0.0) * scale / self.limit / total
+        # What a unit at a stage is worth: of its run, of its stage, and of the boundaries behind it.
+        worth = np.zeros((stages, len(self.sizes))) + found.eqlin.marginals[None]
+        worth += duals[len(of_paths) : len(of_paths) + stages, None]
+        ups = duals[len(of_paths) + stages : len(of_paths) + stages + 2 * len(bounded)].reshape(2, -1)
+        for b, up, down in zip(bounded, *ups.tolist()):
+            worth[: b + 1] += down - up
+        self._worth = worth * scale / total
+        return Relaxed(
+            step_s=float(found.x[-1]) * scale,
+            shares=shares / total,
+            price=prices @ self._holds,
+            times=self._times(amounts),
+            places=np.cumsum(at @ amounts)[:-1],
+        )
 
-    def even(self, widths: Sequence[int]) -> np.ndarray:
-        """Units of every run at every stage where each stage has as many as its devices want, in the order of the chain; shape
-        (stages, runs)."""
-        ends = np.concatenate([[0.0], np.cumsum(widths)]) / sum(widths) * self.num_units
-        starts = self.first[None, :]
-        overlap = np.minimum(ends[1:, None], starts + self.sizes[None]) - np.maximum(ends[:-1, None], starts)
-        return np.maximum(overlap, 0.0)
-
-    def times(self, amounts: np.ndarray, of_units: np.ndarray) -> np.ndarray:
-        """What every term takes at a divided cut.
+    def reduced(self, values: np.ndarray) -> np.ndarray:
+        """What units that come to so much at the last solution's shares and prices would change; below 0: they make the step
+        shorter.
 
         Args:
-            amounts: units of every run at every stage; shape (stages, runs).
-            of_units: forward, backward, recompute and all-reduce seconds; shape (4, stages, units).
+            values: shape (stages, runs).
         """
+        return np.asarray(values - self._worth)
+
+    def _is_open(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Whether a stage may have units of a run; shape (stages, runs)."""
+        begins = np.array([0, *(low for low, _ in ranges)])[:, None]
+        ends = np.array([*(high for _, high in ranges), self.num_units])[:, None]
+        return np.asarray(np.maximum(begins, self.first) < np.minimum(ends, self.first + self.sizes))
+
+    def _times(self, amounts: np.ndarray) -> np.ndarray:
         terms, times = self.terms, np.zeros(self.terms.count)
         parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
-        for part, of_one in zip(parts, of_units[:, :, self.first]):
-            times[part] = (of_one * amounts).sum(axis=1)
+        for number, part in enumerate(parts):
+            times[part] = np.bincount(self._stage, amounts * self._vectors[:, number], self.num_stages)
         times[terms.transfer_forward] = times[terms.transfer_backward] = self.transfers
         return times

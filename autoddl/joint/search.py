@@ -100,7 +100,7 @@ def explore(
             found.opened.add(setting)
             time_s = _SLICES_S[rounds]
             until = Deadline(time_s, deadline.stop, time.process_time) if goes_on else _slice(deadline, time_s)
-            result, best_s, own = _settle(explorer, setting, best_s, until, found, min(rounds, 2))
+            result, best_s, own = _settle(explorer, setting, best_s, until, found, not rounds)
             heapq.heappop(queue)
             found.best = result or found.best
             if own < best_s * (1 - SAME):
@@ -151,15 +151,16 @@ def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
     bound_s = terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES)
     if terrain.is_alone and bound_s < best_s:
         # The worker of the most loaded stage of the cut where it has the least to do.
-        bound_s = max(bound_s, level_cut(terrain.costs(Bound(np.maximum.reduce(loads(setting.schedule))), best_s))[0])
+        weights = np.maximum.reduce(loads(setting.schedule))
+        bound_s = max(bound_s, level_cut(terrain.costs(Bound(weights, terrain.grid(weights, best_s))))[0])
     return bound_s * _ROUNDING
 
 
 def _settle(
-    explorer: Explorer, setting: Setting, best_s: float, deadline: Deadline, found: Explored, look: int
+    explorer: Explorer, setting: Setting, best_s: float, deadline: Deadline, found: Explored, is_quick: bool
 ) -> tuple[Evaluation | None, float, float]:
     """The best plan that is better, the best step, and what no plan of the setting is below: that step, where it is settled."""
-    settling = Settling(explorer, setting, best_s, deadline, look)
+    settling = Settling(explorer, setting, best_s, deadline, is_quick)
     bound_s = math.inf
     try:
         settling.run()

@@ -1,17 +1,16 @@
 """The best plan of one setting, or that none is better than what is known: all its cuts, all ways to run their stages.
 
 A plan is a way through the setting's terrain (:mod:`.terrain`) with a row for every arc on it.  Its step is the longest path of the
-schedule's graph, so that *every* path is a lower bound, linear in what the stages take.  Of the paths that matter there are few:
+schedule's graph, so that *every* path is a lower bound, linear in what the stages take.  Of the paths that matter there are few,
+and they are found as they are needed:
 
-1. Look for a way that is below the threshold on all paths known so far; there is none: the setting is settled.
-2. Work out its step.  It is at or above the threshold: its longest path joins those known, and this way, with all that are like it,
-   is out of the question from now on.
-3. It is below: where arcs on the way are not known to the last grade, take them to the next one.
-4. All are: it is the best plan so far, its step is the new threshold.
-
-So the paths are cutting planes, and cuts are only ever looked for, not listed.  Where the mean of the paths does not come to the
-threshold for all cuts together, they are divided in regions; what is left in the end, one cut with the rows of its stages, is
-searched through (:mod:`.ways`).
+1. **All cuts together.**  A linear program over divided units (:mod:`.relaxation`) has the mean of paths, and the prices of
+   memory, that bound all cuts best.  Most settings are settled by this bound.
+2. **Cut by cut.**  Look for a cut that is below the threshold on all bounds known so far (:mod:`.ways`), with what its units take.
+   There is none: the setting is settled.  Else work out its step: if that is at or above the threshold, its longest path joins the
+   bounds, and this cut, with all that are like it, is out of the question.  If not, the program for this cut alone may bound it.
+3. **Row by row.**  A cut that is left is tried, and searched through with all rows of its stages that can be of use; with that, it
+   is out of the question, too.
 """
 
 from __future__ import annotations
@@ -29,28 +28,29 @@ from autoddl.pipelines.stepgraph import StepGraph
 from .bounds import balance, loads
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
-from .regions import Cut, Region, least_cut, level_cut
+from .fitting import fitting_rows
+from .regions import Cut, Region, level_cut
 from .relaxation import Relaxation
-from .stages import Rows, Wanted, joined
-from .terrain import PRICES, Bound, Terrain, TooManyError
+from .stages import Wanted
+from .terrain import Bound, Terrain, TooManyError
 from .ways import TooManyStatesError, Way, Ways
 
 __all__ = ["Settled", "Settling", "UnsettledError"]
 
-#: Rounds of an ascent, the first one and later ones.
-_FIRST_ROUNDS, _ROUNDS = 40, 8
-#: Progress of a round, relatively, that is none.
-_STALLED = 1e-3
-#: Units that a cut is improved by.
-_MOST_MOVES = 12
+#: Rounds of an ascent over all cuts, and over those of a region.
+_ROUNDS, _FEW_ROUNDS = 40, 8
+#: Progress of a round, of what is missing, that is none; and rounds of that kind that are enough.
+_STALLED, _PATIENCE = 0.02, 3
+#: Units that a cut is improved by, and the nodes of graphs that are worth it.
+_MOST_MOVES, _MOST_NODES = 12, 2_000_000
 #: Long paths that are held at a time.
 _MOST_PATHS = 80
 #: Paths that rows are wanted by.
 _MOST_GUIDES = 5
-#: Prices of a byte at which rows of stages that share workers are tried, in steps per limit.
-_HULL = (0.0, 0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 10.0, 30.0, 1000.0)
-#: Paths that a search for rows is guided by.
+#: Paths that a search for cuts is guided by.
 _MOST_BOUNDS = 12
+#: Sums of the same terms in another order differ by less: what is at the threshold is not below it.
+ROUNDING = 1 - 1e-12
 
 
 @dataclass(frozen=True)
@@ -62,21 +62,25 @@ class Settled:
     simulated: int
 
 
-#: Sums of the same terms in another order differ by less: what is at the threshold is not below it.
-ROUNDING = 1 - 1e-12
-
-
 class UnsettledError(Exception):
     """The work on a setting was given up."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Guide:
-    """A path, and the least that it comes to before a stage that begins with a unit, and from such a stage on; per stage."""
+class _Ascent:
+    """The best linear bound that was found over some cuts.
 
-    weights: np.ndarray
-    before: Sequence[np.ndarray]
-    behind: Sequence[np.ndarray]
+    Attributes:
+        least_s: no cut is below it; infinite where none has a plan.
+        bound: the mean of paths, with prices of memory.
+        places: where the boundaries of the best divided cut are.
+        vectors: how units are run at the bound; shape (stages, units, 5).
+    """
+
+    least_s: float
+    bound: Bound
+    places: np.ndarray
+    vectors: np.ndarray
 
 
 class Settling:
@@ -84,35 +88,25 @@ class Settling:
 
     Args:
         known_s: the step to be below.
-        look: how far to go: 0: separable, 1: whole stages, 2: all (the grades of :mod:`.terrain`).
+        is_quick: all cuts together alone, and the cut that looks best is tried.
     """
 
     def __init__(
-        self,
-        explorer: Explorer,
-        setting: Setting,
-        known_s: float,
-        deadline: Deadline,
-        look: int = 2,
+        self, explorer: Explorer, setting: Setting, known_s: float, deadline: Deadline, is_quick: bool = False
     ):
         needs = explorer.needs(setting.schedule)
         assert needs is not None
-        self.explorer, self.setting, self.deadline = explorer, setting, deadline
+        self.explorer, self.setting, self.deadline, self.is_quick = explorer, setting, deadline, is_quick
         self.course = explorer.course(setting)
         self.terrain = Terrain(explorer, setting, explorer.recomputations, needs)
-        self.relaxation = Relaxation(explorer.chain.kinds, self.terrain.num_stages, self.terrain.least_transfers)
-        self.homes, self.look = needs.homes, look
+        homes = [[stage for _, stage in held] for held in needs.homes]
+        self.relaxation = Relaxation(explorer.chain.kinds, self.terrain.least_transfers, homes, self.terrain.limit)
         self.simulated = 0
         self.best: Evaluation | None = None
         self.best_s = known_s
         #: No plan of the setting is below it.
         self.bound_s = 0.0
-        self._price: float | None = None
-        self._prices: tuple[float, ...] = (0.0, *PRICES)
-        self._regions = 0
-        self._region = Region.whole(self.terrain.num_stages, self.terrain.num_units)
-        self._paths: list[np.ndarray] = []
-        self._mean = self._places = np.zeros(0)
+        self._tried: set[tuple[int, ...]] = set()
 
     @property
     def graph(self) -> StepGraph:
@@ -132,186 +126,71 @@ class Settling:
         Raises:
             UnsettledError: the deadline came first, or it is too large.
         """
-        for path in (
-            balance(self.setting.schedule, self.setting.widths),
-            *loads(self.setting.schedule),
-            *self.course.paths,
-        ):
-            self._learn(path, from_course=True)
+        if not self._begin():
+            return self._settled()
+        whole = Region.whole(self.terrain.num_stages, self.terrain.num_units)
         if not self.setting.schedule.synchronous:
-            return self._drifting()
-        open_ones = [self._region]
+            return self._drifting(whole)
+        open_ones, rounds = [whole], _ROUNDS
         while open_ones:
-            self._region = open_ones.pop()
-            open_ones += self._explored(_FIRST_ROUNDS if not self._regions else _ROUNDS)
-            self._regions += 1
+            region = open_ones.pop()
+            ascent = self._ascend(region, rounds)
+            if region is whole:
+                self.bound_s = min(ascent.least_s, self.best_s)
+            if ascent.least_s >= self.threshold * ROUNDING:
+                continue
+            if region is whole:
+                self._propose(region, ascent)
+            if self.is_quick:
+                raise UnsettledError
+            rounds = _FEW_ROUNDS
+            try:
+                self._search(region, ascent)
+            except TooManyStatesError as error:
+                parts = region.divided(ascent.places)
+                if not parts:
+                    raise UnsettledError from error
+                open_ones += parts
+        return self._settled()
+
+    def _settled(self) -> Settled:
+        self.bound_s = self.best_s
         return Settled(self.best, self.best_s, self.simulated)
 
-    def _drifting(self) -> Settled:
+    def _begin(self) -> bool:
+        """The first paths and columns; whether there is a way to run every unit."""
+        balanced = balance(self.setting.schedule, self.setting.widths)
+        for path in (balanced, *loads(self.setting.schedule), *self.course.paths):
+            self._learn(path, from_course=True)
+        weights = np.maximum(balanced, 1e-3)
+        prices = self.terrain.grid(weights, self._about_s())
+        for price in (*prices, 1e6 * prices[-1]):
+            found = self.terrain.cheapest(weights, price)
+            if found is None:
+                return False
+            self.relaxation.add_columns(found[1][:, self.relaxation.first])
+        return True
+
+    def _about_s(self) -> float:
+        """Seconds that a step may take."""
+        if math.isfinite(self.best_s):
+            return self.best_s
+        return float(self.terrain.quick(Bound(np.maximum.reduce(loads(self.setting.schedule))), 0.0, (0.0,)))
+
+    def _drifting(self, whole: Region) -> Settled:
         """An asynchronous schedule's period is no longest path: bounded by what its workers put through, and tried.
 
         Raises:
             UnsettledError: its bound is below the threshold, whatever was tried.
         """
-        relaxed = self.relaxation.solve(self._region.ranges)
-        if relaxed is not None:
-            self._mean = np.asarray(relaxed.shares @ np.array(self._paths))
-            self.bound_s, lowest = self._least()
+        ascent = self._ascend(whole, _FEW_ROUNDS)
+        self.bound_s = min(ascent.least_s, self.best_s)
+        if self.bound_s < self.threshold:
+            self._try(ends_of(whole.nearest(ascent.places), self.terrain.num_units), ascent.bound.weights)
+            self._try_level()
             if self.bound_s < self.threshold:
-                near = self._region.nearest(relaxed.places)
-                self._level()
-                for cut in (list(zip((0, *near), (*near, self.terrain.num_units))), lowest):
-                    self._check()
-                    self._try(cut, self._mean)
-                if self.bound_s < self.threshold:
-                    raise UnsettledError
-        return Settled(self.best, self.best_s, self.simulated)
-
-    def _level(self) -> bool:
-        """Try the cut whose most loaded stage has the least to do, memory at a price; whether one may be below the threshold."""
-        terms = self.terrain.terms
-        weights = np.maximum.reduce(loads(self.setting.schedule))
-        most, cut = level_cut(self.terrain.costs(Bound(weights), self.best_s))
-        if most >= self.threshold:
-            return False
-        if self.terrain.is_alone:
-            self.bound_s = max(self.bound_s, most)
-        weights[terms.all_reduce] = 1.0
-        longest = self._try(cut, weights)
-        if longest is not None:
-            self._learn(longest)
-        return True
-
-    def _explored(self, rounds: int) -> list[Region]:
-        """Settle the cuts of a region, or divide it."""
-        if self._ascend(rounds):
-            return []
-        if self.look < 1:
-            raise UnsettledError
-        try:
-            self._searched()
-        except TooManyStatesError as error:
-            parts = self._region.divided(self._places)
-            if not parts:
-                raise UnsettledError from error
-            return parts
-        return []
-
-    def _ascended(self, cut: Cut) -> tuple[float, np.ndarray]:
-        """The mean of paths that bounds one cut best, and the bound."""
-        region, mean, places = self._region, self._mean, self._places
-        self._region = Region(tuple((stop, stop) for _, stop in cut[:-1]), self.terrain.num_units)
-        try:
-            is_above = self._ascend(_ROUNDS)
-            return (math.inf if is_above else self._least()[0]), self._mean
-        finally:
-            self._region, self._mean, self._places = region, mean, places
-
-    def _searched(self) -> None:
-        """Search the cuts of a region through: first with what their units take, then, of those that are left, with their rows."""
-        ways = Ways(self.terrain, self._region, self.threshold * ROUNDING, self.best_s, self._check)
-        ways.add(Bound(self._mean))
-        for path in self._main_paths(_MOST_BOUNDS):
-            ways.add(Bound(path))
-        if not self.terrain.is_alone and math.isfinite(self.best_s):
-            for part in PRICES:
-                ways.add(Bound(self._mean, part * self.best_s / self.terrain.limit))
-        n=[0,0,0,0]
-        try:
-         while ways.is_open():
-            self._check()
-            n[0]+=1
-            way = ways.find()
-            if way is None:
-                return
-            cut = [(first, stop) for _, first, stop, _ in way]
-            lacking = [(stage, *ends) for stage, ends in enumerate(cut) if self.terrain.grade(stage, *ends) < 2]
-            if lacking:
-                of_units = self.terrain.at_least(Bound(self._mean, self._price), cut, self.best_s)
-                times, is_exact = self._unit_times([cut], of_units)[:, 0], False
-            else:
-                times, is_exact = ways.times(way)
-            step, path = self.graph.step(times)
-            n[1]+=1
-            if step >= self.threshold and not ways.knows(path):
-                self._learn(path)
-                ways.add(Bound(path))
-                continue
-            n[2]+=1
-            if lacking:
-                least, mean = self._ascended(cut)
-                0 and print('   cut',[b-a for a,b in cut],step,least,self.threshold,n)
-                if least >= self.threshold and not ways.knows(mean):
-                    ways.add(Bound(mean, self._price))
-                    continue
-            if lacking:
-                0 and print('   survives',[b-a for a,b in cut],step,self.threshold, n)
-                real = self._try(cut, self._mean)
-                if real is not None and self._learn(real): 
-                    ways.add(Bound(real))
-                guides = self._guides()
-                for arc in lacking:
-                    self._check()
-                    t=__import__('time').process_time()
-                    self._load(guides, *arc)
-                    0 and print('     load',arc,len(self.terrain.arcs[arc].rows),round(__import__('time').process_time()-t,3))
-                ways.renew(self.threshold * ROUNDING)
-            elif not is_exact:
-                ways.work_out_crossings(way)
-            else:
-                self._found(way)
-                ways.renew(self.threshold * ROUNDING)
-        finally: 0 and print('   ways',n,len(ways.bounds))
-
-    def _load_lowest(self) -> bool:
-        """Work out the rows of the arcs of the cut that is the least on the mean path; whether there was one without."""
-        _, cut = self._least()
-        lacking = [(stage, *ends) for stage, ends in enumerate(cut) if self.terrain.grade(stage, *ends) < 2]
-        if lacking:
-            guides = self._guides()
-            for arc in lacking:
-                self._check()
-                self._load(guides, *arc)
-        return bool(lacking)
-
-    def _ascend(self, rounds: int) -> bool:
-        """Take in the longest paths of the best divided cuts (:mod:`.relaxation`) and of whole ones near by, until the mean of
-        paths is at the threshold on all cuts of the region: whether it has come to that.
-
-        Raises:
-            UnsettledError: it has not, and more would be asked than the look allows.
-        """
-        stalled, last = 0, 0.0
-        center_s, center = math.inf, self.relaxation.even(self.setting.widths)
-        for _ in range(rounds):
-            self._check()
-            relaxed = self.relaxation.solve(self._region.ranges)
-            if relaxed is None:
-                return True
-            self._places = relaxed.places
-            self._mean = np.asarray(relaxed.shares @ np.array(self._paths))
-            least, lowest = self._least()
-            if not least < self.threshold * ROUNDING:
-                return True
-            if not self._regions:
-                self.bound_s = max(self.bound_s, least)
-            near = self._region.nearest(relaxed.places)
-            ends = list(zip((0, *near), (*near, self.terrain.num_units)))
-            of_units = self.terrain.at_least(Bound(self._mean, self._price), ends, self.best_s)
-            # Halfway to the best divided cut so far, too: the best one of the program alone swings from one extreme to another.
-            is_new = False
-            for amounts in ((relaxed.amounts + center) / 2, relaxed.amounts):
-                step, path = self.graph.step(self.relaxation.times(amounts, of_units))
-                is_new |= self._learn(path)
-                if step < center_s:
-                    center_s, center = step, amounts
-            for cut in (ends, lowest):
-                is_new |= self._visit(cut, of_units)
-            stalled = 0 if relaxed.step_s > last * (1 + _STALLED) else stalled + 1
-            if not is_new or stalled == 3:
-                break
-            last = max(last, relaxed.step_s)
-        return False
+                raise UnsettledError
+        return self._settled()
 
     def _check(self) -> None:
         """Whether to go on.
@@ -323,285 +202,255 @@ class Settling:
         if self.deadline.is_over:
             raise UnsettledError
 
-    def _visit(self, cut: Cut, of_units: np.ndarray) -> bool:
-        """Take in the longest path of a cut; whether something new was learned of it.
-
-        First with what its units take; where that is below the threshold, with the best rows.
-        """
-        terrain = self.terrain
-        if any(terrain.is_closed(stage, *ends) for stage, ends in enumerate(cut)):
+    def _learn(self, path: np.ndarray, from_course: bool = False) -> bool:
+        """Take a path in; whether it is a new one."""
+        if (self.relaxation.paths == path).all(axis=1).any():
             return False
-        times = self._unit_times([cut], of_units)[:, 0]
-        step, path = self.graph.step(times)
-        is_new = self._learn(path)
-        if step >= self.threshold:
-            return is_new
-        if self.look < 2:
-            cut = self._improved(cut, of_units)
-        if self.look == 0:
-            if self._level():
-                self._try(cut, path)
-            raise UnsettledError
-        coarse = [(stage, *ends) for stage, ends in enumerate(cut) if terrain.grade(stage, *ends) < 1]
-        for arc in coarse:
-            terrain.refine(*arc)
-        real = self._try(cut, self._mean)
-        if real is not None:
-            is_new |= self._learn(real)
-        return is_new or bool(coarse)
+        self.relaxation.add_path(path)
+        if not from_course:
+            self.course.remember(path)
+        if len(self.relaxation.paths) > _MOST_PATHS:
+            self.relaxation.forget(_MOST_PATHS // 2)
+        return True
 
-    def _unit_times(self, cuts: Sequence[Cut], of_units: np.ndarray) -> np.ndarray:
-        """What every term takes on cuts where units take so much (shape (4, stages, units)); shape (terms, cuts)."""
+    # ------------------------------------------------------------------------------------------------ all cuts together
+
+    def _ascend(self, region: Region, rounds: int) -> _Ascent:
+        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or stands still.
+
+        Raises:
+            UnsettledError
+        """
+        terrain, relaxation = self.terrain, self.relaxation
+        nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0))
+        best: _Ascent | None = None
+        stalled, middle_s, middle = 0, math.inf, np.zeros(0)
+        for _ in range(rounds):
+            self._check()
+            relaxed = relaxation.solve(region.ranges)
+            if relaxed is None:
+                return nothing
+            bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,))
+            found = terrain.cheapest(bound.weights, relaxed.price)
+            assert found is not None
+            values, vectors = found
+            least_s = terrain.least_of_region(bound, values, region.ranges)
+            missing = math.inf if best is None else self.threshold - best.least_s
+            gained = math.inf if best is None else least_s - best.least_s
+            if best is None or least_s > best.least_s:
+                best = _Ascent(least_s, bound, relaxed.places, vectors)
+            if least_s >= self.threshold * ROUNDING:
+                return best
+            reduced = relaxation.reduced(values[:, relaxation.first]) + 1e-9 * relaxed.step_s
+            is_new = relaxation.add_columns(vectors[:, relaxation.first], reduced)
+            if not self.setting.schedule.synchronous:
+                if not is_new:
+                    break
+                continue
+            # Halfway to the best divided cut so far, too: the best one of the program alone swings from one extreme to another.
+            middle = relaxed.times if math.isinf(middle_s) else middle
+            for times in ((relaxed.times + middle) / 2, relaxed.times):
+                step, path = self.graph.step(times)
+                is_new |= self._learn(path)
+                if step < middle_s:
+                    middle_s, middle = step, times
+            near = self._unit_times([ends_of(region.nearest(relaxed.places), terrain.num_units)], vectors)[:, 0]
+            is_new |= self._learn(self.graph.step(near)[1])
+            stalled = 0 if gained > _STALLED * missing else stalled + 1
+            if not is_new or stalled == _PATIENCE:
+                break
+        assert best is not None
+        return best
+
+    def _unit_times(self, cuts: Sequence[Cut], vectors: np.ndarray) -> np.ndarray:
+        """What every term takes at least on cuts where units are run so (shape (stages, units, 5)); shape (terms, cuts)."""
         terrain, terms = self.terrain, self.terrain.terms
-        sums = np.concatenate([np.zeros((4, terrain.num_stages, 1)), np.cumsum(of_units, axis=2)], axis=2)
-        ends = np.array(cuts)
-        stages = np.arange(terrain.num_stages)
+        sums = np.concatenate([np.zeros((terrain.num_stages, 1, 5)), np.cumsum(vectors, axis=1)], axis=1)
+        ends, stages = np.array(cuts), np.arange(terrain.num_stages)
+        of_stages = sums[stages, ends[:, :, 1]] - sums[stages, ends[:, :, 0]]
         times = np.zeros((terms.count, len(cuts)))
-        for part, of_one in zip((terms.forward, terms.backward, terms.recompute, terms.all_reduce), sums):
-            times[part] = (of_one[stages, ends[:, :, 1]] - of_one[stages, ends[:, :, 0]]).T
+        for number, part in enumerate((terms.forward, terms.backward, terms.recompute, terms.all_reduce)):
+            times[part] = of_stages[:, :, number].T
         for boundary in stages[1:] - 1:
             transfer = terrain.least_transfers_at(boundary)[ends[:, boundary, 1]]
             times[terms.transfer_forward.start + boundary] = transfer
             times[terms.transfer_backward.start + boundary] = transfer
         return times
 
-    def _improved(self, cut: Cut, of_units: np.ndarray) -> Cut:
+    # ------------------------------------------------------------------------------------------------------ cut by cut
+
+    def _search(self, region: Region, ascent: _Ascent) -> None:
+        """Search the cuts of a region through.
+
+        Raises:
+            TooManyStatesError: they are too many.
+            UnsettledError
+        """
+        terrain = self.terrain
+        ways = Ways(terrain, region, self.threshold * ROUNDING, self._check)
+        for bound in self._bounds(ascent):
+            ways.add(bound)
+        while ways.is_open():
+            self._check()
+            way = ways.find()
+            if way is None:
+                return
+            cut = [(first, stop) for _, first, stop, _ in way]
+            step, path = self.graph.step(self._unit_times([cut], ascent.vectors)[:, 0])
+            if step >= self.threshold and not ways.knows(path):
+                self._learn(path)
+                ways.add(Bound(path))
+                continue
+            own = self._ascend(Region.only(cut), _FEW_ROUNDS)
+            if own.least_s < self.threshold * ROUNDING:
+                self._settle_cut(cut, own)
+                ways.exclude(cut)
+            elif math.isinf(own.least_s) or ways.knows(own.bound.weights):
+                ways.exclude(cut)
+            else:
+                ways.add(own.bound)
+            ways.threshold = self.threshold * ROUNDING
+
+    def _bounds(self, ascent: _Ascent) -> list[Bound]:
+        """What a search for cuts is guided by."""
+        (price,), mean = ascent.bound.prices, ascent.bound.weights
+        found = [ascent.bound]
+        if self.terrain.is_alone:
+            found = [Bound(mean, (*self.terrain.grid(mean, self._about_s()), price))]
+        elif price.any():
+            found += [Bound(mean), Bound(mean, (2 * price,))]
+        return found + [Bound(path) for path in self.relaxation.latest(_MOST_BOUNDS)]
+
+    # ------------------------------------------------------------------------------------------------------ row by row
+
+    def _settle_cut(self, cut: Cut, ascent: _Ascent) -> None:
+        """Find the best plan of one cut, if one is below the threshold.
+
+        Raises:
+            UnsettledError, TooManyStatesError
+        """
+        self._try(cut, ascent.bound.weights)
+        terrain, region = self.terrain.again(), Region.only(cut)
+        bounds = [ascent.bound, *(Bound(path) for path in self.relaxation.latest(_MOST_GUIDES))]
+        costs = [[cost[ends] for cost, ends in zip(terrain.costs(bound), cut)] for bound in bounds]
+        for stage, (first, stop) in enumerate(cut):
+            wanted = []
+            for bound, of_stages in zip(bounds, costs):
+                room = self.threshold - (sum(of_stages) - of_stages[stage])
+                wanted.append(self._wanted(terrain, bound, stage, stop, room))
+            self._check()
+            try:
+                terrain.load(stage, first, stop, wanted, terrain.limit)
+            except TooManyError as error:
+                raise UnsettledError from error
+        ways = Ways(terrain, region, self.threshold * ROUNDING, self._check)
+        for bound in bounds:
+            ways.add(bound)
+        while ways.is_open():
+            self._check()
+            way = ways.find()
+            if way is None:
+                return
+            times, is_exact = ways.times(way)
+            step, path = self.graph.step(times)
+            if step >= self.threshold:
+                self._learn(path)
+                ways.add(Bound(path))
+            elif is_exact:
+                self._found(terrain, way)
+                ways.threshold = self.threshold * ROUNDING
+            else:
+                ways.work_out_crossings(way)
+
+    def _wanted(self, terrain: Terrain, bound: Bound, stage: int, stop: int, room: float) -> Wanted:
+        """What rows of a stage have to be within, where a bound leaves so much room for it."""
+        terms, weights = terrain.terms, bound.weights
+        if stage < terrain.num_stages - 1:
+            crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
+            room -= float(crossing) * terrain.least_transfer(stage, stop)
+        price = float(bound.prices[0][stage]) if bound.prices else 0.0
+        parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
+        own = tuple(float(weights[part][stage]) for part in parts)
+        return Wanted((*own, price), room + price * terrain.share(stage))  # type: ignore[arg-type]
+
+    # ---------------------------------------------------------------------------------------------------------- plans
+
+    def _propose(self, region: Region, ascent: _Ascent) -> None:
+        """Try the cuts that look best."""
+        cut = ends_of(region.nearest(ascent.places), self.terrain.num_units)
+        self._try(self._improved(cut, ascent.vectors), ascent.bound.weights)
+
+    def _improved(self, cut: Cut, vectors: np.ndarray) -> Cut:
         """A cut from which no unit that goes from one stage to another makes the step shorter."""
-        best_s = float(self.graph.steps(self._unit_times([cut], of_units))[0])
+        stages = self.terrain.num_stages
+        if stages * stages * self.graph.num_nodes > _MOST_NODES:
+            return cut
+        best_s = float(self.graph.steps(self._unit_times([cut], vectors))[0])
         sizes = np.array([stop - first for first, stop in cut])
         for _ in range(_MOST_MOVES):
             moved = [
-                sizes - np.eye(len(sizes), dtype=int)[giver] + np.eye(len(sizes), dtype=int)[taker]
+                sizes - np.eye(stages, dtype=int)[giver] + np.eye(stages, dtype=int)[taker]
                 for giver in np.flatnonzero(sizes > 1).tolist()
-                for taker in range(len(sizes))
+                for taker in range(stages)
                 if taker != giver
             ]
             if not moved:
                 break
             stops = np.cumsum(moved, axis=1)
             cuts = np.stack([stops - moved, stops], axis=2)
-            steps = self.graph.steps(self._unit_times(cuts.tolist(), of_units))
+            steps = self.graph.steps(self._unit_times(cuts.tolist(), vectors))
             least = int(steps.argmin())
             if steps[least] >= best_s * (1 - SAME):
                 break
             best_s, sizes = float(steps[least]), np.array(moved[least])
-        stops_of = np.cumsum(sizes).tolist()
-        return list(zip([0, *stops_of[:-1]], stops_of))
+        return ends_of(np.cumsum(sizes).tolist()[:-1], self.terrain.num_units)
 
-    def _least(self) -> tuple[float, list[tuple[int, int]]]:
-        """The least of the mean path over the cuts of the region, memory at the best price; and that cut."""
-        best: tuple[float, list[tuple[int, int]]] = (-math.inf, [])
-        prices: list[float | None] = [None]
-        if not self.terrain.is_alone and math.isfinite(self.best_s):
-            # Near the price that was the best one; all of them at first.
-            prices = [part * self.best_s / self.terrain.limit for part in self._prices]
-        chosen = 0
-        for place, price in enumerate(prices):
-            costs = self._region.among(self.terrain.costs(Bound(self._mean, price), self.best_s))
-            found = least_cut(costs)
-            if found[0] > best[0]:
-                best, chosen, self._price = found, place, price
-            if found[0] >= self.threshold:
-                return found
-        if len(prices) > 1:
-            self._prices = tuple(self._prices[max(0, chosen - 1) : chosen + 2])
-        return best
+    def _try_level(self) -> None:
+        """Try the cut whose most loaded stage has the least to do, memory at a price."""
+        terms = self.terrain.terms
+        weights = np.maximum.reduce(loads(self.setting.schedule))
+        _, cut = level_cut(self.terrain.costs(Bound(weights, self._level_prices(weights))))
+        weights[terms.all_reduce] = 1.0
+        if cut:
+            self._try(cut, weights)
 
-    def _main_paths(self, most: int) -> list[np.ndarray]:
-        """The paths that were of use the latest."""
-        return [self._paths[number] for number in self.relaxation.latest(most)]
+    def _level_prices(self, weights: np.ndarray) -> tuple[np.ndarray, ...]:
+        """Prices at which the most loaded stage is made small."""
+        prices = self.terrain.grid(weights, self._about_s())
+        return prices if self.terrain.is_alone else prices[:1]
 
-    def _learn(self, path: np.ndarray, from_course: bool = False) -> bool:
-        """Take a path in; whether it is a new one."""
-        if any(np.array_equal(path, other) for other in self._paths):
-            return False
-        self._paths.append(path)
-        self.relaxation.add(path, self.terrain.of_units(path))
-        if not from_course:
-            self.course.remember(path)
-        if len(self._paths) > _MOST_PATHS:
-            used = self.relaxation.least_used(len(self._paths) - _MOST_PATHS // 2)
-            self._paths = [path for number, path in enumerate(self._paths) if number not in used]
-        return True
-
-    # ------------------------------------------------------------------------------------------------------------- rows
-
-    def _guides(self) -> list[_Guide]:
-        """The mean path and those that have the most part in it, with what they come to before and behind every arc."""
-        found = []
-        for weights in (self._mean, *self._main_paths(_MOST_GUIDES)):
-            costs = self.terrain.costs(Bound(weights), self.best_s)
-            size = self.terrain.num_units + 1
-            before, behind = [np.full(size, np.inf)], [np.full(size, np.inf)]
-            before[0][0] = behind[0][-1] = 0.0
-            for cost in costs[:-1]:
-                before.append((before[-1][:, None] + cost).min(axis=0))
-            for cost in reversed(costs):
-                behind.append((cost + behind[-1][None, :]).min(axis=1))
-            found.append(_Guide(weights, before, behind[::-1]))
-        return found
-
-    def _load(self, guides: Sequence[_Guide], stage: int, first: int, stop: int) -> None:
-        """The rows of an arc that can be on a way below the threshold."""
-        if self.terrain.grade(stage, first, stop) == 2:
+    def _try(self, cut: Cut, path: np.ndarray) -> None:
+        """A plan with a cut, rows that are good on a path for its stages, if they fit."""
+        key = tuple(stop for _, stop in cut)
+        if key in self._tried:
             return
-        terms, limit, wanted = self.terrain.terms, self.terrain.limit, []
-        for guide in guides if math.isfinite(self.best_s) else ():
-            weights = guide.weights
-            room = self.threshold - guide.before[stage][first] - guide.behind[stage + 1][stop]
-            if stage < self.terrain.num_stages - 1:
-                crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
-                room -= float(crossing) * self.terrain.least_transfer(stage, stop)
-            parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
-            own = tuple(float(weights[part][stage]) for part in parts)
-            wanted.append(Wanted((*own, 0.0), room))  # type: ignore[arg-type]
-        for one in wanted[:2]:
-            for part in PRICES[1:4]:
-                price = part * max(one.threshold, 0.0) / limit
-                wanted.append(Wanted((*one.weights[:4], price), one.threshold + price * limit))
-        if not wanted and self.terrain.least_memory(stage, first, stop) > limit:
-            limit = 0.0  # no row fits
-        try:
-            self.terrain.load(stage, first, stop, wanted, limit)
-        except TooManyError as error:
-            raise UnsettledError from error
-
-    # ---------------------------------------------------------------------------------------------------------- plans
-
-    def _try(self, cut: Cut, path: np.ndarray) -> np.ndarray | None:
-        """A plan with a cut: for every stage a row that is good on a path, so that all fit; its longest path.
-
-        None where there is no such row.
-        """
+        self._tried.add(key)
+        self._check()
         terms, terrain = self.terrain.terms, self.terrain
         parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
-        weights = np.array([[max(float(path[part][stage]), 1e-3) for part in parts] for stage in range(len(cut))])
-        rows = self._rows_alone(cut, weights) if terrain.is_alone else self._rows_together(cut, weights)
+        weights = np.maximum(np.column_stack([path[part] for part in parts]), 1e-3)
+        rows = fitting_rows(terrain, cut, weights, self._about_s())
         if rows is None:
-            return None
-        times = np.zeros(terms.count)
-        sides: tuple[int, int] | None = None
-        for stage, ((first, _), row) in enumerate(zip(cut, rows)):
-            for part, value in zip(parts, row.times[0]):
-                times[part.start + stage] = value
-            entry, exit_ = terrain.sides_of(row)
-            if sides is not None:
-                forward, backward = terrain.crossing(stage - 1, first, sides[1], entry)
-                times[terms.transfer_forward.start + stage - 1] = forward
-                times[terms.transfer_backward.start + stage - 1] = backward
-            sides = entry, exit_
-        if not self.setting.schedule.synchronous:
-            self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
-            return None
-        step, longest = self.graph.step(times)
-        if step < self.threshold:
-            self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
-        return longest
+            return
+        if self.setting.schedule.synchronous:
+            times = np.zeros(terms.count)
+            sides = [terrain.sides_of(row) for row in rows]
+            for stage, row in enumerate(rows):
+                for part, value in zip(parts, row.times[0]):
+                    times[part.start + stage] = value
+            for boundary, ((_, source), (target, _)) in enumerate(zip(sides, sides[1:])):
+                forward, backward = terrain.crossing(boundary, cut[boundary][1], source, target)
+                times[terms.transfer_forward.start + boundary] = forward
+                times[terms.transfer_backward.start + boundary] = backward
+            step, longest = self.graph.step(times)
+            self._learn(longest)
+            if step >= self.threshold:
+                return
+        self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
 
-    def _rows_alone(self, cut: Cut, weights: np.ndarray) -> list[Rows] | None:
-        """Of every stage that has a worker for itself the best row that fits."""
-        rows: list[Rows] = []
-        for stage, (first, stop) in enumerate(cut):
-            row = self._best_row(stage, first, stop, weights[stage].tolist())
-            if row is None:
-                return None
-            rows.append(row)
-        return rows
-
-    def _rows_together(self, cut: Cut, weights: np.ndarray) -> list[Rows] | None:
-        """Rows of stages that share workers: bytes get dearer for all until each worker's stages fit, then every stage takes what
-        room is left, those first that gain most by a byte."""
-        terrain = self.terrain
-        hulls: list[Rows] = []
-        for stage, (first, stop) in enumerate(cut):
-            parts = []
-            for way in terrain.ways:
-                busy = float(weights[stage, :2].sum())
-                scale = self._scale(cut) * busy / float(weights[:, :2].sum(axis=1).mean())
-                prices = scale / terrain.limit * np.array(_HULL)
-                of_way = terrain.stages[stage].hull(
-                    first, stop, way, terrain.passes[stage], terrain.need[stage], weights[stage].tolist(), prices
-                )
-                if of_way is not None:
-                    parts.append(of_way)
-            if not parts:
-                return None
-            hulls.append(joined(parts))
-        chosen = self._fitting(hulls, weights)
-        return None if chosen is None else [rows.only(np.array([row])) for rows, row in zip(hulls, chosen)]
-
-    def _scale(self, cut: Cut) -> float:
-        """Seconds that a step may take, for prices of memory."""
-        if math.isfinite(self.best_s):
-            return self.best_s
-        weights = np.maximum.reduce(loads(self.setting.schedule))
-        return float(self.terrain.quick(Bound(weights), 0.0, (0.0,)))
-
-    def _fitting(self, hulls: Sequence[Rows], weights: np.ndarray) -> list[int] | None:
-        """A row of each stage's, so that all fit their workers."""
-        limit, homes = self.terrain.limit, [[stage for _, stage in held] for held in self.homes]
-        # The rows of each stage that are better the more they take.
-        costs = [rows.times @ own for rows, own in zip(hulls, weights)]
-        lines: list[list[int]] = []
-        for rows, cost in zip(hulls, costs):
-            line: list[int] = []
-            for row in np.lexsort((rows.memory + rows.buffer, cost)).tolist():
-                if not line or rows.memory[row] + rows.buffer[row] < rows.memory[line[-1]] + rows.buffer[line[-1]]:
-                    line.append(row)
-            lines.append(line)
-        at = [0] * len(hulls)
-
-        def room(worker: int) -> float:
-            held = homes[worker]
-            own = [lines[stage][at[stage]] for stage in held]
-            memory = sum(float(hulls[stage].memory[row]) for stage, row in zip(held, own))
-            return limit - memory - max(float(hulls[stage].buffer[row]) for stage, row in zip(held, own))
-
-        def gain(stage: int, step: int) -> tuple[float, float]:
-            here, there = lines[stage][at[stage]], lines[stage][at[stage] + step]
-            return (
-                float(costs[stage][there] - costs[stage][here]),
-                float(hulls[stage].memory[here] - hulls[stage].memory[there]),
-            )
-
-        for worker, held in enumerate(homes):
-            while room(worker) < 0:
-                left = [stage for stage in held if at[stage] + 1 < len(lines[stage])]
-                if not left:
-                    return None
-                dearer = {stage: gain(stage, 1) for stage in left}
-                at[min(left, key=lambda stage: dearer[stage][0] / max(dearer[stage][1], 1.0))] += 1
-        holders: list[list[int]] = [[] for _ in hulls]
-        for worker, held in enumerate(homes):
-            for stage in held:
-                holders[stage].append(worker)
-        for stage in sorted(range(len(hulls)), key=lambda stage: gain(stage, -1)[0] if at[stage] else 0.0):
-            while at[stage]:
-                at[stage] -= 1
-                if any(room(worker) < 0 for worker in holders[stage]):
-                    at[stage] += 1
-                    break
-        return [line[place] for line, place in zip(lines, at)]
-
-    def _best_row(self, stage: int, first: int, stop: int, weights: Sequence[float]) -> Rows | None:
-        """The row of the least weighted seconds within the stage's share of memory."""
-        terrain = self.terrain
-        best: tuple[float, Rows] | None = None
-        for way in terrain.ways:
-            most = math.inf if best is None else best[0]
-            found = terrain.stages[stage].cheapest(
-                first, stop, way, terrain.passes[stage], terrain.need[stage], weights, terrain.share(stage), most
-            )
-            best = found or best
-        return None if best is None else best[1]
-
-    def _found(self, way: Way) -> None:
+    def _found(self, terrain: Terrain, way: Way) -> None:
         """A way of which everything is known is below the threshold: the best plan so far."""
-        chosen = []
-        for stage, first, stop, row in way:
-            rows = self.terrain.arcs[stage, first, stop].rows
-            assert rows is not None
-            chosen.append(rows.strategies(row))
+        chosen = [terrain.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in way]
         before = self.best_s
         self._consider([stop - first for _, first, stop, _ in way], chosen)
         if not self.best_s < before:
@@ -614,3 +463,8 @@ class Settling:
         cost = found.cost(self.explorer.pricing.objective)
         if found.memory_bytes <= self.explorer.limit_bytes and cost < self.best_s:
             self.best, self.best_s = found, cost
+
+
+def ends_of(places: Sequence[int], num_units: int) -> Cut:
+    """The cut whose boundaries are before these units."""
+    return list(zip((0, *places), (*places, num_units)))

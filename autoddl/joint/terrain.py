@@ -1,20 +1,16 @@
 """What the cuts of one setting cost at least: a layered graph of *arcs*, of which a way through is a cut.
 
 An arc (s, i, j) is stage s with the units i to j - 1.  For every bound of the setting (a long path of its schedule, with prices of
-memory, see :mod:`.bounds`) it has the least that any way to run the stage takes, and what crosses the boundary behind it.  Three
-grades, each finer and dearer than the one before:
-
-0. separable: what the units take, redistributions for nothing;
-1. whole: the stage with its redistributions, memory at a price;
-2. rows: its front within the memory limit, as far as it can be of use (:mod:`.stages`).
-
-Arcs that are on no way below the threshold are closed.
+memory, see :mod:`.bounds`) it has the least that any way to run the stage takes, and what crosses the boundary behind it: what
+its units take, redistributions for nothing; or, where they are worked out, the least of its rows, its front within the memory
+limit as far as that can be of use (:mod:`.stages`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -33,7 +29,7 @@ from .stages import Need, Passes, Rows, Stages, Wanted, joined
 
 __all__ = ["PRICES", "Arc", "Bound", "Terrain", "TooManyError"]
 
-#: Prices of a byte at which memory is bounded: this part of the threshold per limit, at a stage of mean weight.
+#: Prices of a byte at which memory is bounded: this part of a step per limit, at a stage of mean weight.
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -43,27 +39,21 @@ class Bound:
 
     Attributes:
         weights: in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
-        price: of a byte on every worker [s]; None: every arc takes the best of several (:data:`PRICES`) by itself, which holds
-            where each worker has one stage alone; else none.
+        prices: of a byte on the workers of each stage [s]; of several every arc takes the best one by itself, which holds where
+            each worker has one stage alone; none: memory is for nothing.
     """
 
     weights: np.ndarray
-    price: float | None = None
+    prices: tuple[np.ndarray, ...] = ()
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Arc:
-    """What is known of one stage of some units.
+    """The rows of one stage of some units, with the numbers of the layouts at both sides in the whole setting."""
 
-    Attributes:
-        grade: see the module's docstring.
-        rows: of grade 2, with the numbers of the layouts at both sides in the whole setting.
-    """
-
-    grade: int
-    rows: Rows | None = None
-    entry: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-    exit: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    rows: Rows
+    entry: np.ndarray
+    exit: np.ndarray
 
 
 class Terrain:
@@ -100,6 +90,12 @@ class Terrain:
         self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self.arcs: dict[tuple[int, int, int], Arc] = {}
         self._transfers = self._least_transfers()
+
+    def again(self) -> Terrain:
+        """The same setting, without rows."""
+        found = copy(self)
+        found.arcs = {}
+        return found
 
     # -------------------------------------------------------------------------------------------------- what passes between
 
@@ -191,14 +187,12 @@ class Terrain:
         """The ways that can be the least where memory is for nothing: nothing is gained by recomputation then."""
         return ("none",) if "none" in self.ways else self.ways
 
-    def _prices(self, bound: Bound, threshold: float) -> list[np.ndarray]:
-        """The prices of a byte that a bound is taken at, for every stage."""
-        none = np.zeros(self.num_stages)
-        if bound.price is not None or not self.is_alone or not np.isfinite(threshold):
-            return [none + (bound.price or 0.0)]
+    def grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
+        """Prices of a byte on the workers of each stage, from nothing to what a step of so many seconds makes it worth."""
         # A byte is worth more where a second is.
-        busy = bound.weights[self.terms.forward] + bound.weights[self.terms.backward]
-        return [none] + [part * threshold / self.limit * busy / (busy.mean() or 1.0) for part in PRICES]
+        busy = weights[self.terms.forward] + weights[self.terms.backward]
+        whole = step_s / self.limit * busy / (busy.mean() or 1.0)
+        return (0.0 * whole, *(part * whole for part in PRICES))
 
     def _of_units(self, way: str, vectors: np.ndarray) -> np.ndarray | None:
         """The least of every unit at every stage's vector, shape (..., stages, 5) -> (..., stages, units); None where some layer
@@ -237,12 +231,12 @@ class Terrain:
         size, devices = self.setting.micro_batch, self.setting.meshes[stage].num_devices
         return np.asarray(size * self.explorer.workload.itemsize / devices * self.explorer.chain.entering[:-1])
 
-    def costs(self, bound: Bound, threshold: float) -> list[np.ndarray]:
+    def costs(self, bound: Bound) -> list[np.ndarray]:
         """For every stage the bound's part of every arc, with what crosses behind it; shape (units + 1, units + 1) each."""
         terms, size = self.terms, self.num_units + 1
         # What does not need its share of memory has a negative part in a bound with a price.
         found = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
-        for price in self._prices(bound, threshold):
+        for price in bound.prices or (np.zeros(self.num_stages),):
             best = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
             for way in self.ways if price.any() else self._cheapest:
                 least = self._of_units(way, self._vectors(bound.weights, way, price))
@@ -269,9 +263,8 @@ class Terrain:
             found[stage][self._closed[stage]] = np.inf
         for (stage, first, stop), arc in self.arcs.items():
             if np.isfinite(found[stage][first, stop]):
-                found[stage][first, stop] = max(
-                    found[stage][first, stop], self.arc_cost(bound, threshold, stage, first, stop, arc)
-                )
+                own = self._arc_cost(bound, stage, stop, arc)
+                found[stage][first, stop] = max(found[stage][first, stop], own)
         return found
 
     @cached_property
@@ -281,103 +274,74 @@ class Terrain:
 
     # ------------------------------------------------------------------------------------------------------ finer grades
 
-    def grade(self, stage: int, first: int, stop: int) -> int:
-        """How much is known of an arc."""
-        arc = self.arcs.get((stage, first, stop))
-        return 0 if arc is None else arc.grade
-
-    def of_units(self, weights: np.ndarray) -> np.ndarray:
-        """What every unit comes to at least in a bound at every stage, memory for nothing; shape (stages, units)."""
-        none = np.zeros(self.num_stages)
-        parts = [self._of_units(way, self._vectors(weights, way, none)) for way in self._cheapest]
-        return np.minimum.reduce([part for part in parts if part is not None])
-
     @property
     def least_transfers(self) -> np.ndarray:
         """The least seconds of every boundary wherever it is, each way."""
         return np.asarray(self._transfers[:, 1:-1].min(axis=1, initial=np.inf)) if self.num_units > 1 else np.zeros(0)
 
-    def at_least(self, bound: Bound, cut: Sequence[tuple[int, int]], threshold: float) -> np.ndarray:
-        """Forward, backward, recompute and all-reduce seconds of every unit at every stage where a bound is the least for a cut;
-        shape (4, stages, units).
+    def cheapest(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """What every unit comes to at least at every stage, at prices of a byte on its workers, and the way to run it: seconds
+        forward, backward, recompute, all-reduce, and bytes; shapes (stages, units) and (stages, units, 5).
 
-        Each stage has the price of memory that bounds it best, and the way of recomputation that is then the least.
+        None where some layer has no strategy.
         """
-        firsts, stops = np.array(cut).T
-        stages = np.arange(self.num_stages)
-        best = np.full(self.num_stages, -np.inf)
-        chosen: list[tuple[str, np.ndarray]] = [(self.ways[0], np.zeros(5))] * self.num_stages
-        for price in self._prices(bound, threshold):
-            values = np.full(self.num_stages, np.inf)
-            mine: list[tuple[str, np.ndarray]] = list(chosen)
-            for way in self.ways if price.any() else self._cheapest:
-                vectors = self._vectors(bound.weights, way, price)
-                least = self._of_units(way, vectors)
-                assert least is not None
-                sums = np.concatenate([np.zeros((self.num_stages, 1)), np.cumsum(least, axis=1)], axis=1)
-                value = sums[stages, stops] - sums[stages, firsts]
-                if way == "stage":
-                    entering = np.array([self._entering(stage)[first] for stage, first in zip(stages.tolist(), firsts)])
-                    value = value + price * self._in_flight * entering
-                for stage in np.flatnonzero(value < values).tolist():
-                    mine[stage] = way, vectors[stage]
-                values = np.minimum(values, value)
-            values = values - price * self.limit / self._shares
-            for stage in np.flatnonzero(values > best).tolist():
-                chosen[stage] = mine[stage]
-            best = np.maximum(best, values)
-        found = np.zeros((4, self.num_stages, self.num_units))
-        for way in dict.fromkeys(way for way, _ in chosen):
-            for (number, passes), alike in self._alike.items():
-                own = [stage for stage in alike if chosen[stage][0] == way]
-                if not own:
-                    continue
-                weights = np.array([chosen[stage][1] for stage in own])
-                units = self.stages[number].units
-                each = units.vectors(way == "layers", passes.replicas, passes.micro_batch, passes.part, weights)
-                found[0][own], found[1][own], found[3][own] = each[:, :, 0], each[:, :, 1], each[:, :, 2]
-                if way == "stage":
-                    found[2][own] = each[:, :, 0]
-        return found
+        best = np.full((self.num_stages, self.num_units), np.inf)
+        found = np.zeros((self.num_stages, self.num_units, 5))
+        for way in self.ways:
+            vectors = self._vectors(weights, way, price)
+            # Of what a stage that is recomputed keeps, and of what else it does, no more than one micro-batch's is alive.
+            bytes_of = np.column_stack([self._copies, np.ones(self.num_stages) if way == "stage" else self._in_flight])
+            for (number, passes), stages in self._alike.items():
+                own, units = vectors[stages], self.stages[number].units
+                each = units.vectors(way == "layers", passes.replicas, passes.micro_batch, passes.part, own)
+                if each is None:
+                    return None
+                value = np.einsum("suc,sc->su", each, own)
+                again = each[:, :, 0] if way == "stage" else np.zeros_like(value)
+                nbytes = np.einsum("suc,sc->su", each[:, :, 3:], bytes_of[stages])
+                vector = np.stack([each[:, :, 0], each[:, :, 1], again, each[:, :, 2], nbytes], axis=2)
+                less = value < best[stages]
+                best[stages] = np.where(less, value, best[stages])
+                found[stages] = np.where(less[:, :, None], vector, found[stages])
+        return best, found
+
+    def least_of_region(self, bound: Bound, of_units: np.ndarray, ranges: Sequence[tuple[int, int]]) -> float:
+        """The least of a bound over the cuts whose boundaries are within ranges, where units come to so much at its price.
+
+        Args:
+            of_units: shape (stages, units).
+        """
+        terms = self.terms
+        crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
+        after = crossing * self._transfers
+        for boundary, (first, last) in enumerate(ranges):
+            after[boundary, :first] = after[boundary, last + 1 :] = np.inf
+        constant = sum(float((price * self.limit / self._shares).sum()) for price in bound.prices)
+        return float(least_of_cuts(of_units, after)) - constant
 
     def is_closed(self, stage: int, first: int, stop: int) -> bool:
         """Whether it is known that an arc has no row of use."""
         arc = self.arcs.get((stage, first, stop))
-        return arc is not None and arc.rows is not None and not len(arc.rows)
+        return arc is not None and not len(arc.rows)
 
-    def refine(self, stage: int, first: int, stop: int) -> None:
-        """An arc of grade 0 to grade 1."""
-        self.arcs[stage, first, stop] = Arc(1)
-
-    def arc_cost(self, bound: Bound, threshold: float, stage: int, first: int, stop: int, arc: Arc) -> float:
-        """A bound's part of an arc of a finer grade, with the least that crosses behind it."""
+    def _arc_cost(self, bound: Bound, stage: int, stop: int, arc: Arc) -> float:
+        """A bound's part of an arc whose rows are known, with the least that crosses behind it."""
         terms, weights = self.terms, bound.weights
         after = 0.0
         if stage < self.num_stages - 1:
-            after = (weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]) * float(
-                self._transfers[stage, stop]
-            )
-        if arc.rows is not None:
-            return float(self.row_costs(bound, stage, arc).min(initial=np.inf)) + after
-        prices = self._prices(bound, threshold)
-        values = np.full(len(prices), np.inf)
-        bytes_in = self._in_flight[stage] * self.stages[stage].tables.input_bytes(first, stop, self.setting.micro_batch)
-        own = np.array([price[stage] for price in prices])
-        for way in self.ways:
-            vectors = np.array([self._vectors(bound.weights, way, price)[stage] for price in prices])
-            found = self.stages[stage].least(first, stop, way, self.passes[stage], vectors)
-            values = np.minimum(values, found + (own * bytes_in if way == "stage" else 0.0))
-        return float((values - own * self.limit / self._shares[stage]).max()) + after
+            crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
+            after = float(crossing * self._transfers[stage, stop])
+        return float(self.row_costs(bound, stage, arc).min(initial=np.inf)) + after
 
     def row_costs(self, bound: Bound, stage: int, arc: Arc) -> np.ndarray:
         """A bound's part of every row of an arc, without what crosses behind it."""
         rows, terms, weights = arc.rows, self.terms, bound.weights
-        assert rows is not None
         own = [weights[part][stage] for part in (terms.forward, terms.backward, terms.recompute, terms.all_reduce)]
         found = rows.times @ np.array(own)
-        if bound.price:
-            found = found + bound.price * (rows.memory - self.limit / self._shares[stage])
-        return np.asarray(found)
+        if not bound.prices:
+            return np.asarray(found)
+        at = [price[stage] * (rows.memory - self.limit / self._shares[stage]) for price in bound.prices]
+        return np.asarray(found + np.max(at, axis=0))
 
     def least_memory(self, stage: int, first: int, stop: int) -> float:
         """The bytes per device that an arc does with at least."""
@@ -385,7 +349,7 @@ class Terrain:
         return min(found.least_memory(first, stop, way, passes, need) for way in self.ways)
 
     def load(self, stage: int, first: int, stop: int, wanted: Sequence[Wanted], limit: float) -> Arc:
-        """An arc's rows: grade 2.
+        """Work out an arc's rows.
 
         Raises:
             TooManyError
@@ -397,14 +361,14 @@ class Terrain:
             if mine is not None and len(mine):
                 parts.append(mine)
         if not parts:
-            arc = Arc(2, found_nothing)
+            arc = Arc(found_nothing, _NONE.astype(np.intp), _NONE.astype(np.intp))
         else:
             rows = joined(parts)
             entry = np.concatenate([self._numbered(part.origin[0][0].entries, part.entry) for part in parts])
             exit_ = np.concatenate([self._numbered(part.origin[0][0].exits, part.exit) for part in parts])
             if stage == self.num_stages - 1:
                 exit_ = np.full(len(rows), -1)  # nothing follows
-            arc = Arc(2, rows, entry, exit_)
+            arc = Arc(rows, entry, exit_)
         self.arcs[stage, first, stop] = arc
         return arc
 

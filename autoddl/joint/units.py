@@ -143,16 +143,17 @@ class Units:
 
     def vectors(
         self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
-    ) -> np.ndarray:
-        """For each weight forward, backward and gradient of every unit where its layers are at their least; shape (weights,
-        components) -> (weights, units, 3)."""
+    ) -> np.ndarray | None:
+        """For each weight the vector of every unit where its layers are at their least, shape (weights, components) -> (weights,
+        units, components); None as :meth:`least`."""
         offered = self._at(layers_again, replicas, micro_batch, part)
-        assert offered is not None
+        if offered is None:
+            return None
         values = weights @ offered.vectors
         least = np.repeat(np.minimum.reduceat(values, offered.layers, axis=1), offered.sizes, axis=1)
         places = np.where(values <= least, np.arange(values.shape[1]), values.shape[1])
         chosen = np.minimum.reduceat(places, offered.layers, axis=1)
-        of_kinds = np.add.reduceat(offered.vectors[:3, chosen], offered.kinds, axis=2)
+        of_kinds = np.add.reduceat(offered.vectors[:, chosen], offered.kinds, axis=2)
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
 
     def _at(self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int) -> _Offered | None:

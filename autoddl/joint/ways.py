@@ -18,7 +18,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.search.fronts import undominated
 
-from .regions import Region
+from .regions import Cut, Region
 from .terrain import Bound, Terrain
 
 __all__ = ["TooManyStatesError", "Way", "Ways"]
@@ -124,20 +124,22 @@ class Ways:
 
     Args:
         threshold: what the sums of a way have to be below.
-        best_s: what memory is priced by.
         check: called now and then; it may raise.
     """
 
     def __init__(
-        self, terrain: Terrain, region: Region, threshold: float, best_s: float, check: Callable[[], None]
+        self, terrain: Terrain, region: Region, threshold: float, check: Callable[[], None]
     ) -> None:
-        self.terrain, self.region, self.threshold, self.best_s, self.check = terrain, region, threshold, best_s, check
+        self.terrain, self.region, self.threshold, self.check = terrain, region, threshold, check
         self.bounds: list[Bound] = []
         self._costs: list[list[np.ndarray]] = []
         self._allowed: list[np.ndarray] = []
         self._behind: list[np.ndarray] = []
         self._states = 0
         self._candidates: dict[tuple[int, int], _Candidates] = {}
+        self._excluded: set[tuple[int, ...]] = set()
+        #: Whether what was gone through led to a cut that is left out.
+        self._met_excluded = False
         self._failed: dict[tuple[int, int, int], list[np.ndarray]] = {}
         self._shared = self._shared_weights()
         homes = terrain.needs.homes
@@ -151,20 +153,17 @@ class Ways:
 
     def add(self, bound: Bound) -> None:
         self.bounds.append(bound)
-        self._costs.append(self.terrain.costs(bound, self.best_s))
+        self._costs.append(self.terrain.costs(bound))
         self._candidates.clear()
         self._failed.clear()
 
     def knows(self, path: np.ndarray) -> bool:
         """Whether a path is among the bounds, memory for nothing."""
-        return any(not bound.price and np.array_equal(bound.weights, path) for bound in self.bounds)
+        return any(not bound.prices and np.array_equal(bound.weights, path) for bound in self.bounds)
 
-    def renew(self, threshold: float) -> None:
-        """Take in what has become known of the terrain, and a new threshold."""
-        self.threshold = threshold
-        self._costs = [self.terrain.costs(bound, self.best_s) for bound in self.bounds]
-        self._candidates.clear()
-        self._failed.clear()
+    def exclude(self, cut: Cut) -> None:
+        """Leave one cut out from now on."""
+        self._excluded.add(tuple(stop for _, stop in cut))
 
     def is_open(self) -> bool:
         """Close the arcs that are on no way below the threshold; whether there is a way left."""
@@ -217,30 +216,38 @@ class Ways:
         chosen: Way = []
         sums = np.zeros(len(self.bounds) + len(self._shared) + 2 * len(self._workers))
         try:
-            return chosen[::-1] if self._descend(0, 0, -1, sums, chosen) else None
+            return chosen[::-1] if self._descend((), -1, sums, chosen) else None
         except TooManyStatesError:
+            if self._excluded:
+                raise
             return self._spread(sums)
 
-    def _descend(self, stage: int, unit: int, layout: int, sums: np.ndarray, chosen: Way) -> bool:
+    def _descend(self, stops: tuple[int, ...], layout: int, sums: np.ndarray, chosen: Way) -> bool:
         """Depth first: a way on from a state, if it has one."""
+        stage, unit = len(stops), stops[-1] if stops else 0
         if stage == self.terrain.num_stages:
-            return True
+            self._met_excluded |= stops in self._excluded
+            return stops not in self._excluded
         self._states += 1
         if self._states > _MOST_STEPS:
             raise TooManyStatesError
-        key = (stage, unit, layout)
-        failed = self._failed.setdefault(key, [])
+        failed = self._failed.setdefault((stage, unit, layout), [])
         if any((other <= sums).all() for other in failed):
             return False
         found = self._ways_on(stage, unit)
         new, row, score = self._on(stage, unit, layout, sums[None], found)
+        met, self._met_excluded = self._met_excluded, False
         for place in np.argsort(score, kind="stable").tolist():
             at = int(row[place])
-            if self._descend(stage + 1, int(found.stop[at]), int(found.exit[at]), new[place], chosen):
-                chosen.append((stage, unit, int(found.stop[at]), int(found.row[at])))
+            stop = int(found.stop[at])
+            if self._descend((*stops, stop), int(found.exit[at]), new[place], chosen):
+                chosen.append((stage, unit, stop, int(found.row[at])))
                 return True
-        failed[:] = [other for other in failed if not (sums <= other).all()]
-        failed.append(sums)
+        # What led to a cut that is left out says nothing of other ways to come here.
+        if not self._met_excluded:
+            failed[:] = [other for other in failed if not (sums <= other).all()]
+            failed.append(sums)
+        self._met_excluded |= met
         return False
 
     def _spread(self, sums: np.ndarray) -> Way | None:
@@ -363,7 +370,7 @@ class Ways:
 
     def _of_arc(self, stage: int, unit: int, stop: int) -> _Candidates:
         arc = self.terrain.arcs.get((stage, unit, stop))
-        if arc is None or arc.rows is None:
+        if arc is None:
             one = np.zeros(1)
             return _Candidates(
                 np.array([stop]),
@@ -407,7 +414,6 @@ class Ways:
         before = -1
         for stage, first, stop, row in way:
             arc = terrain.arcs[stage, first, stop]
-            assert arc.rows is not None
             values, entry, exit_ = arc.rows.times[row], int(arc.entry[row]), int(arc.exit[row])
             shared.update({(stage, k): float(value) for k, value in enumerate(arc.rows.shared[row])})
             for part, value in zip((terms.forward, terms.backward, terms.recompute, terms.all_reduce), values):
