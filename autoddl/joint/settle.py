@@ -39,8 +39,8 @@ __all__ = ["Settled", "Settling", "UnsettledError"]
 
 #: Rounds of an ascent over all cuts, and over those of a region.
 _ROUNDS, _FEW_ROUNDS = 40, 8
-#: Progress of a round, of what is missing, that is none; and rounds of that kind that are enough.
-_STALLED, _PATIENCE = 0.02, 3
+#: How near the bound has to come to what a divided cut takes, of what is missing: more would not settle anything.
+_NEAR = 0.1
 #: Units that a cut is improved by, and the nodes of graphs that are worth it.
 _MOST_MOVES, _MOST_NODES = 12, 2_000_000
 #: Long paths that are held at a time.
@@ -107,6 +107,7 @@ class Settling:
         #: No plan of the setting is below it.
         self.bound_s = 0.0
         self._tried: set[tuple[int, ...]] = set()
+        self._middle = np.zeros(0)
 
     @property
     def graph(self) -> StepGraph:
@@ -164,12 +165,29 @@ class Settling:
             self._learn(path, from_course=True)
         weights = np.maximum(balanced, 1e-3)
         prices = self.terrain.grid(weights, self._about_s())
-        for price in (*prices, 1e6 * prices[-1]):
+        for number, price in enumerate((*prices, 1e6 * prices[-1])):
             found = self.terrain.cheapest(weights, price)
             if found is None:
                 return False
             self.relaxation.add_columns(found[1][:, self.relaxation.first])
+            if number == 0:
+                self._middle = self._even_times(found[1])
+        if self.setting.schedule.synchronous:
+            self._learn(self.graph.step(self._middle)[1])
         return True
+
+    def _even_times(self, vectors: np.ndarray) -> np.ndarray:
+        """What terms take where every stage has as many units as its devices want, in parts; these run so."""
+        terrain, terms = self.terrain, self.terrain.terms
+        ends = np.concatenate([[0.0], np.cumsum(self.setting.widths)]) / sum(self.setting.widths) * terrain.num_units
+        units = np.arange(terrain.num_units)
+        overlap = np.minimum(ends[1:, None], units + 1) - np.maximum(ends[:-1, None], units)
+        of_stages = np.einsum("su,suc->sc", np.maximum(overlap, 0.0), vectors)
+        times = np.zeros(terms.count)
+        for number, part in enumerate((terms.forward, terms.backward, terms.recompute, terms.all_reduce)):
+            times[part] = of_stages[:, number]
+        times[terms.transfer_forward] = times[terms.transfer_backward] = terrain.least_transfers
+        return times
 
     def _about_s(self) -> float:
         """Seconds that a step may take."""
@@ -224,7 +242,7 @@ class Settling:
         terrain, relaxation = self.terrain, self.relaxation
         nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0))
         best: _Ascent | None = None
-        stalled, middle_s, middle = 0, math.inf, np.zeros(0)
+        middle_s, middle = math.inf, self._middle
         for _ in range(rounds):
             self._check()
             relaxed = relaxation.solve(region.ranges)
@@ -235,8 +253,6 @@ class Settling:
             assert found is not None
             values, vectors = found
             least_s = terrain.least_of_region(bound, values, region.ranges)
-            missing = math.inf if best is None else self.threshold - best.least_s
-            gained = math.inf if best is None else least_s - best.least_s
             if best is None or least_s > best.least_s:
                 best = _Ascent(least_s, bound, relaxed.places, vectors)
             if least_s >= self.threshold * ROUNDING:
@@ -248,16 +264,12 @@ class Settling:
                     break
                 continue
             # Halfway to the best divided cut so far, too: the best one of the program alone swings from one extreme to another.
-            middle = relaxed.times if math.isinf(middle_s) else middle
             for times in ((relaxed.times + middle) / 2, relaxed.times):
                 step, path = self.graph.step(times)
                 is_new |= self._learn(path)
                 if step < middle_s:
                     middle_s, middle = step, times
-            near = self._unit_times([ends_of(region.nearest(relaxed.places), terrain.num_units)], vectors)[:, 0]
-            is_new |= self._learn(self.graph.step(near)[1])
-            stalled = 0 if gained > _STALLED * missing else stalled + 1
-            if not is_new or stalled == _PATIENCE:
+            if not is_new or middle_s - best.least_s < _NEAR * (self.threshold - middle_s):
                 break
         assert best is not None
         return best
