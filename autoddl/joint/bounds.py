@@ -5,15 +5,14 @@ boundary for its transfers, such that no plan's step is less than their sum of p
 is found by dynamic programming over stages and units, where every stage takes at least what its units do at its weights
 (:mod:`.units`).
 
-**Balance.**  Some worker has at least the mean of all work.  Let worker s put N micro-batches through its stage (whatever is
-done by which replica): N (F + B), and before its first forward N micro-batches' first comes through all stages before it, whose
-backward has to follow its last.  The mean over all s of D workers of a scheme of one pipeline with one stage each, that goes
-back at once:
+**Balance.**  Some worker has at least the mean of all work.  Let worker s of D put N micro-batches through its stages (whatever is
+done by which replica): N (F + B).  In a scheme of one pipeline its first micro-batch has come through the stages t < s before, and
+its last one's gradient goes back through them behind.  The mean over all workers, each of which counts by its share of the devices:
 
-    w(s) = ( N + D - 1 - s ) / D    for F(s) and B(s)                                                                       (1)
+    N share(s) + sum of share(t) over the workers t > s, where s < D      for F(s) and B(s)                                    (1)
 
-since stage s is before D - 1 - s others.  Of workers of different widths every one counts by its devices: of the mean over all
-devices N share(s) + sum of share(t) over t > s.  Where a worker has several stages, or weight parts may come last: N / D alone.
+Where weight parts may come last the way back does not count, nor do ways in and out in schemes of several pipelines.  GEMS has one
+micro-batch of each pipeline under way: as many whole ways there and back as it has in one.
 
 **Long paths.**  A path of the schedule's graph (:mod:`autoddl.pipelines.stepgraph`): how often it passes each term.           (2)
 
@@ -36,7 +35,16 @@ from autoddl.pipelines.stepgraph import Terms
 
 from .configuration import PipelineSchedule
 
-__all__ = ["balance", "bound_class", "homes", "least_of_cuts", "loads", "micro_batches_of", "placement_of"]
+__all__ = [
+    "balance",
+    "bound_class",
+    "homes",
+    "least_of_cuts",
+    "loads",
+    "micro_batches_of",
+    "placement_of",
+    "promise",
+]
 
 
 @lru_cache(maxsize=512)
@@ -68,18 +76,46 @@ def balance(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
     Args:
         widths: devices of every stage's worker.
     """
-    terms, count = Terms(spec.num_stages), spec.num_micro_batches
-    share = np.array(widths) / sum(widths[: spec.num_workers])
-    before = np.zeros(spec.num_stages)
-    if bound_class(spec) == (True, 1):
-        before = 1.0 - np.cumsum(share)
-    passes = np.array([spec.backward_passes(stage) for stage in range(spec.num_stages)])
+    terms, count, depth = Terms(spec.num_stages), spec.num_micro_batches, spec.num_workers
     weights = np.zeros(terms.count)
+    if spec.name == "gems":
+        rounds = max(micro_batches_of(depth, count, spec.num_pipelines))
+        for part in (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward):
+            weights[part] = rounds
+        return weights
+    share = np.array(widths) / sum(widths[:depth])
+    before = np.zeros(spec.num_stages)
+    if spec.synchronous and spec.num_pipelines == 1:
+        before[:depth] = np.maximum(1.0 - np.cumsum(share[:depth]), 0.0)
+    passes = np.array([spec.backward_passes(stage) for stage in range(spec.num_stages)])
     weights[terms.forward] = count * share + before
-    weights[terms.backward] = count * share * passes + before
+    weights[terms.backward] = count * share * passes + (0.0 if spec.splits_backward else before)
     # The way back of the last micro-batch may do without recomputation: that need not wait for the gradient.
     weights[terms.recompute] = count * share
-    return np.maximum(weights, 0.0)
+    return weights
+
+
+def promise(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
+    """About what plans of a setting take where workers are level, no bound: weights as :func:`balance`, with what schedules of the
+    kind have to wait while the pipeline fills and drains."""
+    terms, count, depth = Terms(spec.num_stages), spec.num_micro_batches, spec.num_workers
+    waiting = (depth - 1) / spec.groups
+    if spec.num_pipelines > 1:
+        waiting = depth / spec.num_pipelines - 1
+    if spec.name == "gems":
+        waiting = count * (depth / 2 - 1)
+    elif spec.splits_backward:
+        waiting /= 2
+    elif spec.groups > 1:
+        # Of fewer micro-batches than workers each group of stages begins anew.
+        waiting += max(0, depth - count) * (1 - 1 / spec.groups)
+    share = np.array(widths) / sum(widths[:depth])
+    weights = np.zeros(terms.count)
+    for part in (terms.forward, terms.backward, terms.recompute):
+        weights[part] = (count + waiting) * share
+    weights[terms.backward] *= [spec.backward_passes(stage) for stage in range(spec.num_stages)]
+    weights[terms.all_reduce] = share
+    return weights
 
 
 def loads(spec: PipelineSchedule) -> list[np.ndarray]:
@@ -96,10 +132,9 @@ def loads(spec: PipelineSchedule) -> list[np.ndarray]:
     return found
 
 
-def bound_class(spec: PipelineSchedule) -> tuple[bool, int]:
+def bound_class(spec: PipelineSchedule) -> tuple[object, ...]:
     """Schedules of one class, of as many micro-batches, have the same :func:`balance`."""
-    has_way = spec.synchronous and spec.num_pipelines == 1 and not spec.splits_backward
-    return has_way, -1 if spec.splits_backward else spec.groups
+    return spec.name == "gems", spec.synchronous, spec.splits_backward, spec.groups, spec.num_pipelines
 
 
 def least_of_cuts(of_units: np.ndarray, after: np.ndarray) -> np.ndarray:

@@ -2,8 +2,9 @@
 
 1.  Every *setting* (devices of the workers, schedule, micro-batch) is bounded over all its cuts by the balance of its work
     (:mod:`.bounds`).
-2.  The one of the least bound is taken up and *settled* (:mod:`.settle`): its best plan is found, if it is better than what is
-    known, or shown not to exist.
+2.  Those that promise most are looked at first, for a good plan early.
+3.  The one of the least bound is taken up and *settled* (:mod:`.settle`): its best plan is found, if it is better than what is
+    known, or shown not to exist; first by a quick look at every one, then, with more and more time, at those that are left.
 
 What is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space`.  If the time
 limit, or a stop, comes first, the least open bound says how far it can be from that.
@@ -14,14 +15,15 @@ from __future__ import annotations
 import heapq
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
+from autoddl.pipelines.stepgraph import Terms
 
-from .bounds import balance, bound_class, loads
+from .bounds import balance, bound_class, loads, promise
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
 from .needs import asking_nothing
@@ -32,11 +34,29 @@ from .terrain import PRICES, Bound, Terrain
 __all__ = ["Explored", "explore"]
 
 #: Seconds that one setting may take, the first time and when others have had theirs.
-_SLICES_S = (0.3, 1.0, 4.0, 1e9)
-#: What waits: its bound, its number, whether memory is in the bound, and the setting.
-_Open = tuple[float, int, bool, Setting]
+_SLICES_S = (0.5, 1.0, 4.0, 16.0, 1e9)
+#: What may be promised, beside the best plan, to be looked at early, and how many may in a row bring nothing.
+_PROMISING, _MOST_IN_VAIN = 1.03, 40
 #: What a float's rounding may take away from a bound.
 _ROUNDING = 1 - 1e-9
+
+
+@dataclass(order=True)
+class _Open:
+    """A setting that may have the best plan.
+
+    Attributes:
+        bound_s: none of its plans is below.
+        number: in the order of the space.
+        is_sharp: memory is in the bound.
+        looks: how often it was looked at.
+    """
+
+    bound_s: float
+    number: int
+    setting: Setting = field(compare=False)
+    is_sharp: bool = field(default=False, compare=False)
+    looks: int = field(default=0, compare=False)
 
 
 @dataclass
@@ -68,76 +88,166 @@ def explore(
         report: told the best step, the least open bound and the number of plans that were worked out.
         until_found: go on beyond the deadline until there is a plan, if there is one.
     """
-    found, best_s = Explored(), known_s
-    deadline = deadline or Deadline()
-    queue: list[_Open] = []
-    hard: list[_Open] = []
-    rounds, is_bounded = 0, False
+    search = _Search(explorer, known_s, deadline or Deadline(), report, until_found)
     try:
-        for one in _bounded(explorer, settings, found):
-            queue.append(one)
-            if deadline.is_over and not until_found:
-                raise StopRequestedError
-        heapq.heapify(queue)
-        is_bounded = True
-        while True:
-            limit_s = best_s * (1 - SAME)
-            if not queue or queue[0][0] >= limit_s:
-                # What took too long has another try, with more time.
-                queue, hard, rounds = [one for one in hard if one[0] < limit_s], [], rounds + 1
-                heapq.heapify(queue)
-                if not queue:
-                    break
-            goes_on = until_found and found.best is None and not deadline.stop.is_requested
-            if rounds == len(_SLICES_S) or (deadline.is_over and not goes_on):
-                found.finished = False
-                break
-            bound, number, is_sharp, setting = queue[0]
-            report(best_s, min([bound, *(one[0] for one in hard)]), found.simulated)
-            if not is_sharp:
-                heapq.heapreplace(queue, (max(bound, _sharper(explorer, setting, best_s)), number, True, setting))
-                continue
-            found.opened.add(setting)
-            time_s = _SLICES_S[rounds]
-            until = Deadline(time_s, deadline.stop, time.process_time) if goes_on else _slice(deadline, time_s)
-            result, best_s, own = _settle(explorer, setting, best_s, until, found, not rounds)
-            heapq.heappop(queue)
-            found.best = result or found.best
-            if own < best_s * (1 - SAME):
-                hard.append((max(bound, own * _ROUNDING), number, True, setting))
+        search.bound(settings)
+        search.look_at_promising()
+        search.prove()
     except StopRequestedError:
-        found.finished = False
-    # Of settings that were not come to not even a bound is known.
-    found.lower_bound_s = min([best_s, *(one[0] for one in (*hard, *queue))]) if is_bounded else 0.0
-    return found
+        search.found.finished = False
+    search.found.lower_bound_s = search.lower_bound_s
+    return search.found
+
+
+class _Search:
+    """One search; the arguments are those of :func:`explore`."""
+
+    def __init__(
+        self,
+        explorer: Explorer,
+        known_s: float,
+        deadline: Deadline,
+        report: Callable[[float, float, int], None],
+        until_found: bool,
+    ):
+        self.explorer, self.best_s, self.deadline = explorer, known_s, deadline
+        self.report, self.until_found = report, until_found
+        self.found = Explored()
+        self.open: list[_Open] = []
+        self.is_bounded = False
+
+    @property
+    def limit_s(self) -> float:
+        """What is not below it is not better."""
+        return self.best_s * (1 - SAME)
+
+    @property
+    def lower_bound_s(self) -> float:
+        """No plan is below it.  Of settings that were not come to not even a bound is known."""
+        return min([self.best_s, *(one.bound_s for one in self.open)]) if self.is_bounded else 0.0
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time is, and there is a plan or none is wanted at any cost."""
+        return self.deadline.is_over and not self._goes_on
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.until_found and self.found.best is None and not self.deadline.stop.is_requested
+
+    def bound(self, settings: Iterable[Setting]) -> None:
+        """Of all settings that have a plan what they take at least, by balance and without memory.
+
+        Raises:
+            StopRequestedError: the time was over before all have one.
+        """
+        known: dict[object, float] = {}
+        for number, setting in enumerate(settings):
+            self.explorer.stop.check()
+            self.found.settings += 1
+            cuts = math.comb(self.explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
+            self.found.configurations += cuts
+            spec = setting.schedule
+            key = (setting.mesh, setting.micro_batch, setting.part, bound_class(spec))
+            if key not in known:
+                # What a schedule asks of memory has no part in this, and may take long to find out.
+                terrain = Terrain(self.explorer, setting, self.explorer.recomputations, asking_nothing(spec))
+                known[key] = terrain.quick(Bound(balance(spec, setting.widths)), 0.0, (0.0,)) * _ROUNDING
+            if known[key] == math.inf:
+                self.found.impossible += 1
+            else:
+                self.open.append(_Open(known[key], number, setting))
+            if self.is_over:
+                raise StopRequestedError
+        heapq.heapify(self.open)
+        self.is_bounded = True
+
+    def look_at_promising(self) -> None:
+        """Look at the settings whose level plans would take the least, until what they promise is no better than the best plan."""
+        queue = [(_promise(one), one.number, False, one) for one in self.open]
+        heapq.heapify(queue)
+        in_vain = 0
+        while queue and not self.is_over and in_vain < _MOST_IN_VAIN:
+            promised_s, number, is_sharp, one = queue[0]
+            if promised_s > _PROMISING * self.best_s:
+                break
+            if one.bound_s >= self.limit_s:
+                heapq.heappop(queue)
+            elif not is_sharp:
+                heapq.heapreplace(queue, (_sharper_promise(self.explorer, one.setting, promised_s), number, True, one))
+            else:
+                heapq.heappop(queue)
+                before = self.best_s
+                self._look(one)
+                in_vain = 0 if self.best_s < before else in_vain + 1
+        self.open = [one for one in self.open if one.bound_s < self.limit_s]
+        heapq.heapify(self.open)
+
+    def prove(self) -> None:
+        """Look at the open setting of the least bound, until none is below the best plan."""
+        for looks in range(1, len(_SLICES_S) + 1):
+            later: list[_Open] = []
+            while self.open and self.open[0].bound_s < self.limit_s:
+                one = self.open[0]
+                if self.is_over:
+                    self.open += later
+                    self.found.finished = False
+                    return
+                self.report(
+                    self.best_s, min([one.bound_s, *(other.bound_s for other in later)]), self.found.simulated
+                )
+                if one.looks >= looks:
+                    later.append(heapq.heappop(self.open))
+                elif not one.is_sharp:
+                    one.bound_s = max(one.bound_s, _sharper(self.explorer, one.setting, self.best_s))
+                    one.is_sharp = True
+                    heapq.heapreplace(self.open, one)
+                else:
+                    self._look(one)
+                    if one.bound_s < self.limit_s:
+                        later.append(one)
+                    heapq.heappop(self.open)
+            self.open = later
+            heapq.heapify(self.open)
+        self.found.finished = not self.open
+
+    def _look(self, one: _Open) -> None:
+        """Settle a setting, or find out more of its bound, in its slice of time."""
+        self.found.opened.add(one.setting)
+        time_s = _SLICES_S[min(one.looks, len(_SLICES_S) - 1)]
+        until = Deadline(time_s, self.deadline.stop, time.process_time) if self._goes_on else _slice(self.deadline, time_s)
+        settling = Settling(self.explorer, one.setting, self.best_s, until, is_quick=not one.looks)
+        one.looks += 1
+        try:
+            settling.run()
+        except UnsettledError:
+            pass
+        finally:
+            self.found.simulated += settling.simulated
+            if settling.best is not None:
+                self.found.best, self.best_s = settling.best, settling.best_s
+            one.bound_s = max(one.bound_s, settling.bound_s * _ROUNDING)
+
+
+def _promise(one: _Open) -> float:
+    """What a level plan of a setting would take, about, as far as its first bound tells."""
+    spec, widths = one.setting.schedule, one.setting.widths
+    forward = Terms(spec.num_stages).forward
+    return one.bound_s * float(promise(spec, widths)[forward].sum() / balance(spec, widths)[forward].sum())
+
+
+def _sharper_promise(explorer: Explorer, setting: Setting, about_s: float) -> float:
+    """The same with memory and all-reduces."""
+    needs = explorer.needs(setting.schedule)
+    if needs is None:
+        return math.inf
+    terrain = Terrain(explorer, setting, explorer.recomputations, needs)
+    return terrain.quick(Bound(promise(setting.schedule, setting.widths)), about_s, (0.0, *PRICES))
 
 
 def _slice(deadline: Deadline, seconds: float) -> Deadline:
     """A deadline in so many seconds, or the other one if that is before."""
     return Deadline(min(seconds, deadline.left_s), deadline.stop, time.process_time)
-
-
-def _bounded(explorer: Explorer, settings: Iterable[Setting], found: Explored) -> Iterator[_Open]:
-    """(bound, number, False, setting) of all settings that have a plan, by balance and without memory.
-
-    Raises:
-        StopRequestedError: before all have one.
-    """
-    known: dict[object, float] = {}
-    for number, setting in enumerate(settings):
-        explorer.stop.check()
-        found.settings += 1
-        found.configurations += math.comb(explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
-        spec = setting.schedule
-        key = (setting.mesh, setting.micro_batch, setting.part, bound_class(spec), spec.num_pipelines)
-        if key not in known:
-            # What a schedule asks of memory has no part in this, and may take long to find out.
-            terrain = Terrain(explorer, setting, explorer.recomputations, asking_nothing(spec))
-            known[key] = terrain.quick(Bound(balance(spec, setting.widths)), 0.0, (0.0,)) * _ROUNDING
-        if known[key] == math.inf:
-            found.impossible += 1
-        else:
-            yield known[key], number, False, setting
 
 
 def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
@@ -154,17 +264,3 @@ def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
         weights = np.maximum.reduce(loads(setting.schedule))
         bound_s = max(bound_s, level_cut(terrain.costs(Bound(weights, terrain.grid(weights, best_s))))[0])
     return bound_s * _ROUNDING
-
-
-def _settle(
-    explorer: Explorer, setting: Setting, best_s: float, deadline: Deadline, found: Explored, is_quick: bool
-) -> tuple[Evaluation | None, float, float]:
-    """The best plan that is better, the best step, and what no plan of the setting is below: that step, where it is settled."""
-    settling = Settling(explorer, setting, best_s, deadline, is_quick)
-    bound_s = math.inf
-    try:
-        settling.run()
-    except UnsettledError:
-        bound_s = settling.bound_s
-    found.simulated += settling.simulated
-    return settling.best, settling.best_s, min(settling.best_s, bound_s)
