@@ -36,7 +36,7 @@ __all__ = ["Explored", "explore"]
 #: Seconds that one setting may take, the first time and when others have had theirs.
 _SLICES_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: What may be promised, beside the best plan, to be looked at early, and how many may in a row bring nothing.
-_PROMISING, _MOST_IN_VAIN = 1.03, 40
+_PROMISING, _MOST_IN_VAIN = 1.05, 20
 #: What a float's rounding may take away from a bound.
 _ROUNDING = 1 - 1e-9
 
@@ -164,17 +164,19 @@ class _Search:
 
     def look_at_promising(self) -> None:
         """Look at the settings whose level plans would take the least, until what they promise is no better than the best plan."""
-        queue = [(_promise(one), one.number, False, one) for one in self.open]
+        promises = (_promise_with_memory, _promise_simulated)
+        queue = [(_promise(one), one.number, 0, one) for one in self.open]
         heapq.heapify(queue)
         in_vain = 0
         while queue and not self.is_over and in_vain < _MOST_IN_VAIN:
-            promised_s, number, is_sharp, one = queue[0]
+            promised_s, number, known, one = queue[0]
             if promised_s > _PROMISING * self.best_s:
                 break
             if one.bound_s >= self.limit_s:
                 heapq.heappop(queue)
-            elif not is_sharp:
-                heapq.heapreplace(queue, (_sharper_promise(self.explorer, one.setting, promised_s), number, True, one))
+            elif known < len(promises):
+                promised_s = max(promised_s, promises[known](self.explorer, one.setting, promised_s))
+                heapq.heapreplace(queue, (promised_s, number, known + 1, one))
             else:
                 heapq.heappop(queue)
                 before = self.best_s
@@ -236,13 +238,20 @@ def _promise(one: _Open) -> float:
     return one.bound_s * float(promise(spec, widths)[forward].sum() / balance(spec, widths)[forward].sum())
 
 
-def _sharper_promise(explorer: Explorer, setting: Setting, about_s: float) -> float:
-    """The same with memory and all-reduces."""
+def _promise_with_memory(explorer: Explorer, setting: Setting, about_s: float) -> float:
+    """The same with memory and all-reduces; ``about_s``: what a step takes, about."""
     needs = explorer.needs(setting.schedule)
     if needs is None:
         return math.inf
     terrain = Terrain(explorer, setting, explorer.recomputations, needs)
     return terrain.quick(Bound(promise(setting.schedule, setting.widths)), about_s, (0.0, *PRICES))
+
+
+def _promise_simulated(explorer: Explorer, setting: Setting, about_s: float) -> float:
+    """What a level plan takes by the schedule itself, without redistributions."""
+    if not setting.schedule.synchronous:
+        return about_s
+    return Settling(explorer, setting, math.inf, Deadline(stop=explorer.stop)).level_s()
 
 
 def _slice(deadline: Deadline, seconds: float) -> Deadline:

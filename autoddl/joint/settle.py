@@ -107,7 +107,7 @@ class Settling:
         #: No plan of the setting is below it.
         self.bound_s = 0.0
         self._tried: set[tuple[int, ...]] = set()
-        self._middle = np.zeros(0)
+        self._level: np.ndarray | None = None
 
     @property
     def graph(self) -> StepGraph:
@@ -158,6 +158,13 @@ class Settling:
         self.bound_s = self.best_s
         return Settled(self.best, self.best_s, self.simulated)
 
+    def level_s(self) -> float:
+        """The step where every stage has as many units as its devices want, in parts, and these are run so that they fit: about what
+        a plan of the setting takes; infinite where nothing was found to fit."""
+        if not self._begin():
+            return math.inf
+        return math.inf if self._level is None else self.graph.step(self._level)[0]
+
     def _begin(self) -> bool:
         """The first paths and columns; whether there is a way to run every unit."""
         balanced = balance(self.setting.schedule, self.setting.widths)
@@ -165,19 +172,20 @@ class Settling:
             self._learn(path, from_course=True)
         weights = np.maximum(balanced, 1e-3)
         prices = self.terrain.grid(weights, self._about_s())
-        for number, price in enumerate((*prices, 1e6 * prices[-1])):
+        for price in (*prices, 1e6 * prices[-1]):
             found = self.terrain.cheapest(weights, price)
             if found is None:
                 return False
             self.relaxation.add_columns(found[1][:, self.relaxation.first])
-            if number == 0:
-                self._middle = self._even_times(found[1])
-        if self.setting.schedule.synchronous:
-            self._learn(self.graph.step(self._middle)[1])
+            times, fits = self._divided_evenly(found[1])
+            if self._level is None and fits:
+                self._level = times
+        if self.setting.schedule.synchronous and self._level is not None:
+            self._learn(self.graph.step(self._level)[1])
         return True
 
-    def _even_times(self, vectors: np.ndarray) -> np.ndarray:
-        """What terms take where every stage has as many units as its devices want, in parts; these run so."""
+    def _divided_evenly(self, vectors: np.ndarray) -> tuple[np.ndarray, bool]:
+        """What terms take where every stage has as many units as its devices want, in parts, that are run so; whether that fits."""
         terrain, terms = self.terrain, self.terrain.terms
         ends = np.concatenate([[0.0], np.cumsum(self.setting.widths)]) / sum(self.setting.widths) * terrain.num_units
         units = np.arange(terrain.num_units)
@@ -187,7 +195,8 @@ class Settling:
         for number, part in enumerate((terms.forward, terms.backward, terms.recompute, terms.all_reduce)):
             times[part] = of_stages[:, number]
         times[terms.transfer_forward] = times[terms.transfer_backward] = terrain.least_transfers
-        return times
+        most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in terrain.needs.homes)
+        return times, most <= terrain.limit
 
     def _about_s(self) -> float:
         """Seconds that a step may take."""
@@ -242,7 +251,7 @@ class Settling:
         terrain, relaxation = self.terrain, self.relaxation
         nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0))
         best: _Ascent | None = None
-        middle_s, middle = math.inf, self._middle
+        middle_s, middle = math.inf, self._level
         for _ in range(rounds):
             self._check()
             relaxed = relaxation.solve(region.ranges)
@@ -264,6 +273,7 @@ class Settling:
                     break
                 continue
             # Halfway to the best divided cut so far, too: the best one of the program alone swings from one extreme to another.
+            middle = relaxed.times if middle is None else middle
             for times in ((relaxed.times + middle) / 2, relaxed.times):
                 step, path = self.graph.step(times)
                 is_new |= self._learn(path)
