@@ -21,7 +21,8 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.stepgraph import StepGraph
 
-from .bounds import homes
+from .between import least_crossing_s
+from .bounds import homes, placement_of
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, widths_of
 from .cutting import Chain
 from .evaluation import Evaluation, evaluate
@@ -122,6 +123,8 @@ class Explorer:
         self._stages: dict[StageMesh, Stages] = {}
         self._needs: dict[PipelineSchedule, Needs | None] = like._needs if like else {}
         self._courses: OrderedDict[object, Course] = like._courses if like else OrderedDict()
+        self._replicas: dict[object, tuple[Replicas, ...]] = like._replicas if like else {}
+        self._transfers: dict[object, np.ndarray] = like._transfers if like else {}
 
     @property
     def num_searches(self) -> int:
@@ -190,18 +193,35 @@ class Explorer:
         spec = setting.schedule
         if spec.num_pipelines == 1:
             return (Passes(setting.micro_batch, setting.part, Replicas()),) * spec.num_stages
-        holders: list[list[int]] = [[] for _ in range(spec.num_stages)]
-        for worker, held in enumerate(homes(spec.num_workers, spec.groups, spec.num_pipelines)):
-            for _, stage in held:
-                holders[stage].append(worker)
-        return tuple(
-            Passes(
-                setting.micro_batch,
-                setting.part,
-                Replicas(len(workers), setting.mesh.share_nodes(self.cluster, tuple(workers))),
+        key = (setting.mesh, spec.num_pipelines)
+        if key not in self._replicas:
+            holders: list[list[int]] = [[] for _ in range(spec.num_stages)]
+            for worker, held in enumerate(homes(spec.num_workers, spec.groups, spec.num_pipelines)):
+                for _, stage in held:
+                    holders[stage].append(worker)
+            self._replicas[key] = tuple(
+                Replicas(len(workers), setting.mesh.share_nodes(self.cluster, tuple(workers))) for workers in holders
             )
-            for workers in holders
-        )
+        return tuple(Passes(setting.micro_batch, setting.part, replicas) for replicas in self._replicas[key])
+
+    def least_transfers(self, setting: Setting) -> np.ndarray:
+        """The least seconds of every boundary where the stage behind it begins with a unit; shape (stages - 1, units + 1)."""
+        spec = setting.schedule
+        placement = placement_of(spec.num_workers, spec.groups, spec.num_pipelines)
+        key = (setting.mesh, setting.micro_batch, spec.groups, spec.num_pipelines)
+        if key not in self._transfers:
+            nbytes = setting.micro_batch * self.workload.itemsize * self.chain.entering
+            found = np.zeros((spec.num_stages - 1, self.chain.num_units + 1))
+            known: dict[object, np.ndarray] = {}
+            for b, ends in enumerate(zip(setting.meshes, setting.meshes[1:])):
+                together = all(
+                    setting.mesh.share_nodes(self.cluster, (workers[b], workers[b + 1])) for workers in placement
+                )
+                if (ends, together) not in known:
+                    known[ends, together] = least_crossing_s(ends, self.cluster, together, nbytes)
+                found[b] = known[ends, together]
+            self._transfers[key] = found
+        return self._transfers[key]
 
     # -------------------------------------------------------------------------------------------------- configurations
 

@@ -22,10 +22,10 @@ from autoddl.pipelines.schedule import Schedule
 from .bounds import homes
 from .configuration import PipelineSchedule
 
-__all__ = ["Needs", "asking_nothing", "needs_of"]
+__all__ = ["Needs", "asking_nothing", "needs_of", "shortened"]
 
 #: Micro-batches per worker after which a schedule repeats itself.
-_UNITS = 4
+_UNITS = 2
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def needs_of(spec: PipelineSchedule) -> Needs:
     if flights is not None:
         of_workers = homes(depth, spec.groups, spec.num_pipelines)
         return Needs(of_workers, tuple(map(float, flights)), (1,) * num_stages)
-    return read_off(_shortened(spec).schedule(1, (False,) * num_stages))
+    return read_off(shortened(spec).schedule(1, (False,) * num_stages))
 
 
 def asking_nothing(spec: PipelineSchedule) -> Needs:
@@ -73,8 +73,8 @@ def asking_nothing(spec: PipelineSchedule) -> Needs:
     return Needs(of_workers, (0.0,) * spec.num_stages, (1,) * spec.num_stages)
 
 
-def _shortened(spec: PipelineSchedule) -> PipelineSchedule:
-    """With so few micro-batches that nothing new comes after them, and as many left over in the last unit."""
+def shortened(spec: PipelineSchedule) -> PipelineSchedule:
+    """A schedule with so few micro-batches that nothing new comes after them, and as many left over in the last unit."""
     unit = 2 * spec.num_workers * spec.groups
     extra = spec.num_micro_batches - _UNITS * unit
     if not spec.synchronous or extra <= 0:

@@ -23,12 +23,12 @@ import numpy as np
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from autoddl.pipelines.stepgraph import Terms
 
-from .bounds import balance, bound_class, loads, promise
+from .bounds import balance, bound_class, least_of_cuts, loads, promise
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
-from .needs import asking_nothing
 from .regions import level_cut
 from .settle import Settling, UnsettledError
+from .stagetables import Replicas
 from .terrain import PRICES, Bound, Terrain
 
 __all__ = ["Explored", "explore"]
@@ -150,9 +150,7 @@ class _Search:
             spec = setting.schedule
             key = (setting.mesh, setting.micro_batch, setting.part, bound_class(spec))
             if key not in known:
-                # What a schedule asks of memory has no part in this, and may take long to find out.
-                terrain = Terrain(self.explorer, setting, self.explorer.recomputations, asking_nothing(spec))
-                known[key] = terrain.quick(Bound(balance(spec, setting.widths)), 0.0, (0.0,)) * _ROUNDING
+                known[key] = _first_bound(self.explorer, setting) * _ROUNDING
             if known[key] == math.inf:
                 self.found.impossible += 1
             else:
@@ -229,6 +227,26 @@ class _Search:
             if settling.best is not None:
                 self.found.best, self.best_s = settling.best, settling.best_s
             one.bound_s = max(one.bound_s, settling.bound_s * _ROUNDING)
+
+
+def _first_bound(explorer: Explorer, setting: Setting) -> float:
+    """The bound of a setting by balance, without memory, transfers and all-reduces; inf where some layer has no strategy."""
+    terms = Terms(setting.schedule.num_stages)
+    weights = balance(setting.schedule, setting.widths)
+    forward, backward, again = (weights[part] for part in (terms.forward, terms.backward, terms.recompute))
+    none = np.zeros_like(forward)
+    best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
+    # Nothing is gained by recomputation where memory is for nothing.
+    for way in ("none",) if "none" in explorer.recomputations else explorer.recomputations:
+        vectors = np.column_stack([forward + (again if way == "stage" else 0.0), backward, none, none, none])
+        for mesh in dict.fromkeys(setting.meshes):
+            own = np.flatnonzero([one == mesh for one in setting.meshes])
+            units = explorer.stages(mesh).units
+            least = units.least(way == "layers", Replicas(), setting.micro_batch, setting.part, vectors[own])
+            if least is None:
+                return math.inf
+            best[own] = np.minimum(best[own], least)
+    return float(least_of_cuts(best, np.zeros((terms.num_stages - 1, best.shape[1] + 1))))
 
 
 def _promise(one: _Open) -> float:

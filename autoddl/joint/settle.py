@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
@@ -27,8 +28,9 @@ from autoddl.pipelines.stepgraph import StepGraph
 
 from .bounds import balance, loads
 from .evaluation import Evaluation
-from .explorer import SAME, Explorer, Setting
+from .explorer import SAME, Course, Explorer, Setting
 from .fitting import fitting_rows
+from .needs import shortened
 from .regions import Cut, Region, level_cut
 from .relaxation import Relaxation
 from .stages import Wanted
@@ -97,7 +99,6 @@ class Settling:
         needs = explorer.needs(setting.schedule)
         assert needs is not None
         self.explorer, self.setting, self.deadline, self.is_quick = explorer, setting, deadline, is_quick
-        self.course = explorer.course(setting)
         self.terrain = Terrain(explorer, setting, explorer.recomputations, needs)
         homes = [[stage for _, stage in held] for held in needs.homes]
         self.relaxation = Relaxation(explorer.chain.kinds, self.terrain.least_transfers, homes, self.terrain.limit)
@@ -108,6 +109,11 @@ class Settling:
         self.bound_s = 0.0
         self._tried: set[tuple[int, ...]] = set()
         self._level: np.ndarray | None = None
+
+    @cached_property
+    def course(self) -> Course:
+        """Of the schedule."""
+        return self.explorer.course(self.setting)
 
     @property
     def graph(self) -> StepGraph:
@@ -129,6 +135,10 @@ class Settling:
         """
         if not self._begin():
             return self._settled()
+        for path in self.course.paths:
+            self._learn(path, from_course=True)
+        if self.setting.schedule.synchronous and self._level is not None:
+            self._learn(self.graph.step(self._level)[1])
         whole = Region.whole(self.terrain.num_stages, self.terrain.num_units)
         if not self.setting.schedule.synchronous:
             return self._drifting(whole)
@@ -159,16 +169,25 @@ class Settling:
         return Settled(self.best, self.best_s, self.simulated)
 
     def level_s(self) -> float:
-        """The step where every stage has as many units as its devices want, in parts, and these are run so that they fit: about what
-        a plan of the setting takes; infinite where nothing was found to fit."""
-        if not self._begin():
+        """About what a plan of the setting takes: where every stage has as many units as its devices want, in parts, and these are run
+        so that they fit; infinite where nothing was found to fit.
+
+        The schedule itself tells, a long one by its beginning and end, and what the fullest worker has to do between them.
+        """
+        self._begin()
+        if self._level is None:
             return math.inf
-        return math.inf if self._level is None else self.graph.step(self._level)[0]
+        spec = self.setting.schedule
+        short = shortened(spec)
+        graph = self.explorer.course(replace(self.setting, schedule=short)).graph
+        assert graph is not None
+        between = 1 - short.num_micro_batches / spec.num_micro_batches
+        return graph.step(self._level)[0] + between * max(float(load @ self._level) for load in loads(spec))
 
     def _begin(self) -> bool:
         """The first paths and columns; whether there is a way to run every unit."""
         balanced = balance(self.setting.schedule, self.setting.widths)
-        for path in (balanced, *loads(self.setting.schedule), *self.course.paths):
+        for path in (balanced, *loads(self.setting.schedule)):
             self._learn(path, from_course=True)
         weights = np.maximum(balanced, 1e-3)
         prices = self.terrain.grid(weights, self._about_s())
@@ -180,8 +199,6 @@ class Settling:
             times, fits = self._divided_evenly(found[1])
             if self._level is None and fits:
                 self._level = times
-        if self.setting.schedule.synchronous and self._level is not None:
-            self._learn(self.graph.step(self._level)[1])
         return True
 
     def _divided_evenly(self, vectors: np.ndarray) -> tuple[np.ndarray, bool]:

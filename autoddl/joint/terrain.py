@@ -19,7 +19,7 @@ from autoddl.costmodel.layoutprices import Layout
 from autoddl.pipelines.stepgraph import Terms
 from autoddl.search.fronts import TooManyError
 
-from .between import boundary_of, least_crossing_s
+from .between import boundary_of
 from .bounds import least_of_cuts, placement_of
 from .explorer import Explorer, Setting
 from .meshes import StageMesh
@@ -89,7 +89,6 @@ class Terrain:
         self._layout: list[Layout] = []
         self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self.arcs: dict[tuple[int, int, int], Arc] = {}
-        self._transfers = self._least_transfers()
 
     def again(self) -> Terrain:
         """The same setting, without rows."""
@@ -99,17 +98,10 @@ class Terrain:
 
     # -------------------------------------------------------------------------------------------------- what passes between
 
-    def _least_transfers(self) -> np.ndarray:
+    @cached_property
+    def _transfers(self) -> np.ndarray:
         """The least seconds of every boundary where the stage behind it begins with a unit; shape (stages - 1, units + 1)."""
-        explorer, setting = self.explorer, self.setting
-        nbytes = setting.micro_batch * explorer.workload.itemsize * explorer.chain.entering
-        found = np.zeros((self.num_stages - 1, self.num_units + 1))
-        for b in range(self.num_stages - 1):
-            together = all(
-                setting.mesh.share_nodes(explorer.cluster, (workers[b], workers[b + 1])) for workers in self.placement
-            )
-            found[b] = least_crossing_s((setting.meshes[b], setting.meshes[b + 1]), explorer.cluster, together, nbytes)
-        return found
+        return self.explorer.least_transfers(self.setting)
 
     def crossing(self, boundary: int, unit: int, source: int, target: int) -> tuple[float, float]:
         """Seconds forward and back of what crosses a boundary before a unit, between two layouts (by number)."""

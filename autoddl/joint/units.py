@@ -19,7 +19,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.search.fronts import undominated
 
 from .cutting import ENTRY, Chain
-from .stagetables import Replicas, StageTables
+from .stagetables import COMPONENTS, Replicas, StageTables
 
 __all__ = ["ROUNDING", "Units"]
 
@@ -118,14 +118,16 @@ class Units:
                 fixed.append(np.stack([each.forward[0], each.backward[0], gradient, each.state, none]))
                 slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept]))
                 p0.append(each.offer.p0)
-        sizes = [len(one) for one in p0]
-        return _Options(
-            fixed=np.concatenate(fixed, axis=1),
-            slope=np.concatenate(slope, axis=1),
-            p0=np.concatenate(p0),
-            layers=np.cumsum([0, *sizes[:-1]]),
-            kinds=np.array(kinds),
-        )
+        # Those that another one which cuts the samples as often is nowhere above, at any micro-batch.
+        layer, cuts = np.repeat(np.arange(len(p0)), [len(one) for one in p0]), np.concatenate(p0)
+        both = np.concatenate([np.concatenate(fixed, axis=1), np.concatenate(slope, axis=1)])
+        finite = np.flatnonzero(np.isfinite(both).all(axis=0) & (both >= 0).all(axis=0))
+        other = np.setdiff1d(np.arange(len(layer)), finite)
+        alike = np.unique(np.column_stack([layer, cuts]), axis=0, return_inverse=True)[1].ravel()
+        kept = np.sort(np.concatenate([finite[undominated(alike[finite], both[:, finite].T)], other]))
+        num = len(COMPONENTS)
+        sizes = np.bincount(layer[kept], minlength=len(p0))
+        return _Options(both[:num, kept], both[num:, kept], cuts[kept], np.cumsum(sizes) - sizes, np.array(kinds))
 
     def least(
         self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
