@@ -18,7 +18,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from .schedule import Kind, Schedule
+from .periods import Insertions
+from .schedule import Kind, Schedule, Task
 from .tasktable import NONE, producers, tabulate
 
 __all__ = ["StepGraph", "Terms"]
@@ -46,12 +47,19 @@ class StepGraph:
         schedule: synchronous and valid.
         passes: per stage how often a whole backward pass goes through it; times are of one.
         input_passes: per stage how often before the gradient of its input is there.
+        added: what a longer schedule has more: the graph's steps are lower bounds of that one's, then.
     """
 
-    def __init__(self, schedule: Schedule, passes: Sequence[int], input_passes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        schedule: Schedule,
+        passes: Sequence[int],
+        input_passes: Sequence[int],
+        added: Insertions | None = None,
+    ) -> None:
         assert schedule.is_synchronous
         self.terms = Terms(schedule.num_stages)
-        builder = _Builder(schedule, self.terms, passes, input_passes)
+        builder = _Builder(schedule, self.terms, passes, input_passes, added)
         self._first, self._second, self._term, self._times = builder.sorted()
         self.num_nodes = len(self._term)
 
@@ -88,15 +96,23 @@ class StepGraph:
 class _Builder:
     """Nodes with at most two that let them, in an order in which these come first (see :meth:`sorted`)."""
 
-    def __init__(self, schedule: Schedule, terms: Terms, passes: Sequence[int], input_passes: Sequence[int]) -> None:
-        self.schedule, self.table = schedule, tabulate(schedule)
+    def __init__(
+        self,
+        schedule: Schedule,
+        terms: Terms,
+        passes: Sequence[int],
+        input_passes: Sequence[int],
+        added: Insertions | None,
+    ) -> None:
+        self.schedule, self.table, self.added = schedule, tabulate(schedule), added
+        self.terms, self.passes, self.input_passes = terms, passes, input_passes
         self.before: list[list[int]] = []
         self.term: list[int] = []
         self.times: list[float] = []
         size = np.where(
             self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0
         ).tolist()
-        self._tasks(terms, passes, input_passes, size)
+        self._tasks(terms, size)
         self._inputs(terms, size)
 
     def _node(self, term: int, times: float) -> int:
@@ -105,45 +121,58 @@ class _Builder:
         self.times.append(times)
         return len(self.term) - 1
 
-    def _tasks(self, terms: Terms, passes: Sequence[int], input_passes: Sequence[int], size: Sequence[float]) -> None:
+    def _tasks(self, terms: Terms, size: Sequence[float]) -> None:
         """Tasks behind each other on their workers, and the all-reduces that they launch and wait for."""
-        nothing = terms.count
         self.node_of: list[int] = []
         self.groups: dict[tuple[int, int], int] = {}
         number = 0
-        for tasks in self.schedule.workers:
+        for worker, tasks in enumerate(self.schedule.workers):
             previous = stream = NONE
-            for kind, _, stage, micro_batch, _ in tasks:
-                share = size[number]
+            for place, (kind, _, stage, micro_batch, _) in enumerate(tasks):
+                if self.added is not None and place in self.added.tasks[worker]:
+                    previous = self._chain(self.added.tasks[worker][place], self.added.times, previous)
                 if kind == Kind.ALL_REDUCE:
                     group = self._group(terms, stage, micro_batch)
                     self.before[group] += [node for node in (previous, stream) if node != NONE]
                     stream = group
                     self.node_of.append(group)
                 elif kind == Kind.UPDATE:
-                    node = self._node(nothing, 0.0)
+                    node = self._node(terms.count, 0.0)
                     self.before[node] += [previous] * (previous != NONE)
                     if (stage, micro_batch) in self.groups:
                         self.before[node].append(self.groups[stage, micro_batch])
                     previous = node
                     self.node_of.append(node)
                 else:
-                    term, times = nothing, 0.0
-                    if kind == Kind.FORWARD:
-                        term, times = terms.forward.start + stage, share
-                    elif kind == Kind.RECOMPUTE:
-                        term, times = terms.recompute.start + stage, share
-                    else:
-                        whole, part = passes[stage], input_passes[stage]
-                        count = (
-                            whole if kind == Kind.BACKWARD else part if kind == Kind.BACKWARD_INPUT else whole - part
-                        )
-                        term, times = terms.backward.start + stage, share * count
-                    node = self._node(term, times)
+                    term, times = self._duration(kind, stage)
+                    node = self._node(term, size[number] * times)
                     self.before[node] += [previous] * (previous != NONE)
                     previous = node
                     self.node_of.append(node)
                 number += 1
+
+    def _duration(self, kind: Kind, stage: int) -> tuple[int, float]:
+        """The term of a task that works on a micro-batch, and how often it takes it."""
+        terms = self.terms
+        if kind == Kind.FORWARD:
+            return terms.forward.start + stage, 1.0
+        if kind == Kind.RECOMPUTE:
+            return terms.recompute.start + stage, 1.0
+        whole, part = self.passes[stage], self.input_passes[stage]
+        count = whole if kind == Kind.BACKWARD else part if kind == Kind.BACKWARD_INPUT else whole - part
+        return terms.backward.start + stage, float(count)
+
+    def _chain(self, tasks: Sequence[Task], times: int, previous: int) -> int:
+        """What is added to a worker's order, behind a node; its last node."""
+        sums: dict[int, float] = {}
+        for task in tasks:
+            term, count = self._duration(task.kind, task.stage)
+            sums[term] = sums.get(term, 0.0) + times * count * task.part.size
+        for term, count in sums.items():
+            node = self._node(term, count)
+            self.before[node] += [previous] * (previous != NONE)
+            previous = node
+        return previous
 
     def _group(self, terms: Terms, stage: int, update: int) -> int:
         if (stage, update) not in self.groups:
@@ -169,8 +198,21 @@ class _Builder:
                         self.before[node].append(on_link[destination])
                     on_link[destination] = arrival[number] = node
                 number += 1
+        later = self._later()
         for source, target in zip(*(column.tolist() for column in producers(schedule, self.table))):
-            self.before[self.node_of[target]].append(arrival[source])
+            # What stands for a task of later micro-batches is nothing that an earlier one waits for.
+            if later is None or later[target] or not later[source]:
+                self.before[self.node_of[target]].append(arrival[source])
+
+    def _later(self) -> list[bool] | None:
+        """Which tasks stand for those of later micro-batches."""
+        if self.added is None or self.added.shifted_from is None:
+            return None
+        return [
+            place >= first
+            for tasks, first in zip(self.schedule.workers, self.added.shifted_from)
+            for place in range(len(tasks))
+        ]
 
     def sorted(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray]:
         """Per node the two (numbered from 1; 0: none) that let it, its term, and how often it takes it.

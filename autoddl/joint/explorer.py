@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
+from autoddl.pipelines.periods import Insertions, insertions
 from autoddl.pipelines.stepgraph import StepGraph
 
 from .between import least_crossing_s
@@ -38,6 +39,8 @@ __all__ = ["SAME", "Explorer", "Setting"]
 SAME = 1e-9
 #: Graphs of schedules that are kept; one of 10,000 tasks takes about a MiB.
 _MOST_GRAPHS = 96
+#: Passes of a micro-batch through a stage from which on a schedule is looked at in short first.
+_LONG = 2000
 #: Long paths of a schedule that are tried on other settings that have it.
 _MOST_PATHS = 12
 
@@ -169,20 +172,59 @@ class Explorer:
 
     def course(self, setting: Setting) -> Course:
         """The schedule of a setting, with tasks that run the forward passes of stages again where that is on offer."""
+        return self._kept(("whole", *self._schedule_key(setting)), lambda: self._course(setting, None))
+
+    def condensed(self, setting: Setting) -> Course | None:
+        """A short schedule whose steps are lower bounds of a long one's; None where the schedule is short itself, or does not repeat
+        itself."""
+        spec = setting.schedule
+        if not spec.synchronous or spec.num_stages * spec.num_micro_batches < _LONG:
+            return None
+        for least in (spec.num_workers, 2 * spec.num_workers):
+            period = spec.num_workers * (2 if dict(spec.options).get("concatenation") == "doubling" else 1)
+            count = least + (spec.num_micro_batches - least) % period
+            if 2 * count > spec.num_micro_batches:
+                break
+            key = ("condensed", count, *self._schedule_key(setting))
+            try:
+                found = self._kept(key, partial(self._condensed, setting, count, period))
+            except GeneratorError:
+                continue
+            if found.graph is not None:
+                return found
+        return None
+
+    def _condensed(self, setting: Setting, count: int, period: int) -> Course:
+        spec, _, again = self._schedule_key(setting)
+        alike, stages = self._alike(setting), (again,) * spec.num_stages
+        short, longer = (
+            replace(spec, num_micro_batches=number).schedule(alike, stages) for number in (count, count + period)
+        )
+        added = insertions(short, longer, (spec.num_micro_batches - count) // period)
+        return Course(None) if added is None else self._course(replace(setting, schedule=replace(spec, num_micro_batches=count)), added)
+
+    def _course(self, setting: Setting, added: Insertions | None) -> Course:
+        spec, alike, again = self._schedule_key(setting)
+        if not spec.synchronous:
+            return Course(None)
+        stages = range(spec.num_stages)
+        schedule = spec.schedule(alike, (again,) * spec.num_stages)
+        passes, before = [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages]
+        return Course(StepGraph(schedule, passes, before, added))
+
+    def _schedule_key(self, setting: Setting) -> tuple[PipelineSchedule, int | tuple[int, ...], bool]:
+        """What a setting's schedule depends on."""
+        return setting.schedule, self._alike(setting), "stage" in self.recomputations
+
+    def _alike(self, setting: Setting) -> int | tuple[int, ...]:
+        """Which stages have replicas, which is all that counts of the numbers of devices."""
         widths = widths_of(setting.mesh)
-        # What counts is which stages have replicas.
-        alike = min(widths, 2) if isinstance(widths, int) else tuple(min(width, 2) for width in widths)
-        again = "stage" in self.recomputations
-        key = (setting.schedule, alike, again)
+        return min(widths, 2) if isinstance(widths, int) else tuple(min(width, 2) for width in widths)
+
+    def _kept(self, key: object, make: Callable[[], Course]) -> Course:
+        """A course that was made before, or is made now; those that were not asked for for the longest time are forgotten."""
         if key not in self._courses:
-            spec = setting.schedule
-            stages = range(spec.num_stages)
-            if spec.synchronous:
-                schedule = spec.schedule(alike, (again,) * spec.num_stages)
-                passes, before = [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages]
-                self._courses[key] = Course(StepGraph(schedule, passes, before))
-            else:
-                self._courses[key] = Course(None)
+            self._courses[key] = make()
             while len(self._courses) > _MOST_GRAPHS:
                 self._courses.popitem(last=False)
         self._courses.move_to_end(key)

@@ -26,6 +26,7 @@ from autoddl.pipelines.stepgraph import Terms
 from .bounds import balance, bound_class, least_of_cuts, loads, promise
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
+from .meshes import StageMesh
 from .regions import level_cut
 from .settle import Settling, UnsettledError
 from .stagetables import Replicas
@@ -37,6 +38,8 @@ __all__ = ["Explored", "explore"]
 _SLICES_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: What may be promised, beside the best plan, to be looked at early, and how many may in a row bring nothing.
 _PROMISING, _MOST_IN_VAIN = 1.05, 20
+#: Settings that are simulated before the best of them is looked at.
+_FEW = 6
 #: What a float's rounding may take away from a bound.
 _ROUNDING = 1 - 1e-9
 
@@ -161,25 +164,33 @@ class _Search:
         self.is_bounded = True
 
     def look_at_promising(self) -> None:
-        """Look at the settings whose level plans would take the least, until what they promise is no better than the best plan."""
-        promises = (_promise_with_memory, _promise_simulated)
-        queue = [(_promise(one), one.number, 0, one) for one in self.open]
+        """Look at the settings whose level plans would take the least, until what they promise is no better than the best plan.
+
+        What the promises tell at first is little; so the best of a few that were simulated is looked at, before more of them are.
+        """
+        equal = [one for one in self.open if isinstance(one.setting.mesh, StageMesh)]
+        queue = [(_promise(one), one.number, False, one) for one in equal]
         heapq.heapify(queue)
+        simulated: list[tuple[float, int, _Open]] = []
         in_vain = 0
-        while queue and not self.is_over and in_vain < _MOST_IN_VAIN:
-            promised_s, number, known, one = queue[0]
-            if promised_s > _PROMISING * self.best_s:
+        while not self.is_over and in_vain < _MOST_IN_VAIN:
+            fresh = 0
+            while queue and queue[0][0] < _PROMISING * self.best_s and fresh < _FEW and not self.is_over:
+                promised_s, number, has_memory, one = heapq.heappop(queue)
+                if one.bound_s >= self.limit_s:
+                    continue
+                if has_memory:
+                    promised_s = max(promised_s, _promise_simulated(self.explorer, one.setting, promised_s))
+                    heapq.heappush(simulated, (promised_s, number, one))
+                    fresh += 1
+                else:
+                    promised_s = max(promised_s, _promise_with_memory(self.explorer, one.setting, promised_s))
+                    heapq.heappush(queue, (promised_s, number, True, one))
+            if not simulated or simulated[0][0] >= _PROMISING * self.best_s:
                 break
-            if one.bound_s >= self.limit_s:
-                heapq.heappop(queue)
-            elif known < len(promises):
-                promised_s = max(promised_s, promises[known](self.explorer, one.setting, promised_s))
-                heapq.heapreplace(queue, (promised_s, number, known + 1, one))
-            else:
-                heapq.heappop(queue)
-                before = self.best_s
-                self._look(one)
-                in_vain = 0 if self.best_s < before else in_vain + 1
+            before = self.best_s
+            self._look(heapq.heappop(simulated)[2])
+            in_vain = 0 if self.best_s < before else in_vain + 1
         self.open = [one for one in self.open if one.bound_s < self.limit_s]
         heapq.heapify(self.open)
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -28,9 +27,8 @@ from autoddl.pipelines.stepgraph import StepGraph
 
 from .bounds import balance, loads
 from .evaluation import Evaluation
-from .explorer import SAME, Course, Explorer, Setting
+from .explorer import SAME, Explorer, Setting
 from .fitting import fitting_rows
-from .needs import shortened
 from .regions import Cut, Region, level_cut
 from .relaxation import Relaxation
 from .stages import Wanted
@@ -99,6 +97,9 @@ class Settling:
         needs = explorer.needs(setting.schedule)
         assert needs is not None
         self.explorer, self.setting, self.deadline, self.is_quick = explorer, setting, deadline, is_quick
+        condensed = explorer.condensed(setting)
+        self.is_condensed = condensed is not None
+        self.course = condensed or explorer.course(setting)
         self.terrain = Terrain(explorer, setting, explorer.recomputations, needs)
         homes = [[stage for _, stage in held] for held in needs.homes]
         self.relaxation = Relaxation(explorer.chain.kinds, self.terrain.least_transfers, homes, self.terrain.limit)
@@ -109,11 +110,6 @@ class Settling:
         self.bound_s = 0.0
         self._tried: set[tuple[int, ...]] = set()
         self._level: np.ndarray | None = None
-
-    @cached_property
-    def course(self) -> Course:
-        """Of the schedule."""
-        return self.explorer.course(self.setting)
 
     @property
     def graph(self) -> StepGraph:
@@ -135,26 +131,26 @@ class Settling:
         """
         if not self._begin():
             return self._settled()
-        for path in self.course.paths:
-            self._learn(path, from_course=True)
-        if self.setting.schedule.synchronous and self._level is not None:
-            self._learn(self.graph.step(self._level)[1])
         whole = Region.whole(self.terrain.num_stages, self.terrain.num_units)
         if not self.setting.schedule.synchronous:
             return self._drifting(whole)
-        open_ones, rounds = [whole], _ROUNDS
+        ascent = self._of_all_cuts(whole)
+        if self.is_condensed and not self.is_quick and ascent.least_s < self.threshold * ROUNDING:
+            # What the short schedule leaves open is looked at as it is.
+            self.course, self.is_condensed = self.explorer.course(self.setting), False
+            ascent = self._of_all_cuts(whole)
+        if ascent.least_s >= self.threshold * ROUNDING:
+            return self._settled()
+        if self.is_quick:
+            raise UnsettledError
+        open_ones = [whole]
         while open_ones:
             region = open_ones.pop()
-            ascent = self._ascend(region, rounds)
-            if region is whole:
-                self.bound_s = min(ascent.least_s, self.best_s)
+            if region is not whole:
+                ascent = self._ascend(region, _FEW_ROUNDS)
+                self._check()
             if ascent.least_s >= self.threshold * ROUNDING:
                 continue
-            if region is whole:
-                self._propose(region, ascent)
-            if self.is_quick:
-                raise UnsettledError
-            rounds = _FEW_ROUNDS
             try:
                 self._search(region, ascent)
             except TooManyStatesError as error:
@@ -164,25 +160,32 @@ class Settling:
                 open_ones += parts
         return self._settled()
 
+    def _of_all_cuts(self, whole: Region) -> _Ascent:
+        """The bound of all cuts, and a plan of the one that looks best, whatever the time is.
+
+        Raises:
+            UnsettledError: the time was over.
+        """
+        for path in self.course.paths:
+            self._learn(path, from_course=True)
+        if self._level is not None:
+            self._learn(self.graph.step(self._level)[1])
+        ascent = self._ascend(whole, _ROUNDS)
+        self.bound_s = max(self.bound_s, min(ascent.least_s, self.best_s))
+        if ascent.least_s < self.threshold * ROUNDING:
+            self._propose(whole, ascent)
+            self._check()
+        return ascent
+
     def _settled(self) -> Settled:
         self.bound_s = self.best_s
         return Settled(self.best, self.best_s, self.simulated)
 
     def level_s(self) -> float:
         """About what a plan of the setting takes: where every stage has as many units as its devices want, in parts, and these are run
-        so that they fit; infinite where nothing was found to fit.
-
-        The schedule itself tells, a long one by its beginning and end, and what the fullest worker has to do between them.
-        """
+        so that they fit; infinite where nothing was found to fit."""
         self._begin()
-        if self._level is None:
-            return math.inf
-        spec = self.setting.schedule
-        short = shortened(spec)
-        graph = self.explorer.course(replace(self.setting, schedule=short)).graph
-        assert graph is not None
-        between = 1 - short.num_micro_batches / spec.num_micro_batches
-        return graph.step(self._level)[0] + between * max(float(load @ self._level) for load in loads(spec))
+        return math.inf if self._level is None else self.graph.step(self._level)[0]
 
     def _begin(self) -> bool:
         """The first paths and columns; whether there is a way to run every unit."""
@@ -260,17 +263,16 @@ class Settling:
     # ------------------------------------------------------------------------------------------------ all cuts together
 
     def _ascend(self, region: Region, rounds: int) -> _Ascent:
-        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or stands still.
-
-        Raises:
-            UnsettledError
-        """
+        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or stands still,
+        or the time is over."""
         terrain, relaxation = self.terrain, self.relaxation
         nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0))
         best: _Ascent | None = None
         middle_s, middle = math.inf, self._level
         for _ in range(rounds):
-            self._check()
+            self.explorer.stop.check()
+            if best is not None and self.deadline.is_over:
+                break
             relaxed = relaxation.solve(region.ranges)
             if relaxed is None:
                 return nothing
@@ -415,24 +417,25 @@ class Settling:
     # ---------------------------------------------------------------------------------------------------------- plans
 
     def _propose(self, region: Region, ascent: _Ascent) -> None:
-        """Try the cuts that look best."""
-        cut = ends_of(region.nearest(ascent.places), self.terrain.num_units)
-        self._try(self._improved(cut, ascent.vectors), ascent.bound.weights)
+        """Try what looks best: the even cut, and the one near the best divided cut; each moved to where it takes the least."""
+        widths, num_units = self.setting.widths, self.terrain.num_units
+        even = np.cumsum(widths)[:-1] / sum(widths) * num_units
+        near = [ends_of(region.nearest(places), num_units) for places in (even, ascent.places)]
+        steps = self.graph.steps(self._unit_times(near, ascent.vectors))
+        for place in np.argsort(steps, kind="stable").tolist():
+            self._try(self._improved(near[place], ascent.vectors), ascent.bound.weights)
 
     def _improved(self, cut: Cut, vectors: np.ndarray) -> Cut:
-        """A cut from which no unit that goes from one stage to another makes the step shorter."""
+        """A cut from which no unit that goes from one stage to another makes the step shorter; of many stages to the next one."""
         stages = self.terrain.num_stages
-        if stages * stages * self.graph.num_nodes > _MOST_NODES:
-            return cut
+        pairs = [(giver, taker) for giver in range(stages) for taker in range(stages) if giver != taker]
+        if len(pairs) * self.graph.num_nodes > _MOST_NODES:
+            pairs = [(giver, taker) for giver, taker in pairs if abs(giver - taker) == 1]
         best_s = float(self.graph.steps(self._unit_times([cut], vectors))[0])
         sizes = np.array([stop - first for first, stop in cut])
-        for _ in range(_MOST_MOVES):
-            moved = [
-                sizes - np.eye(stages, dtype=int)[giver] + np.eye(stages, dtype=int)[taker]
-                for giver in np.flatnonzero(sizes > 1).tolist()
-                for taker in range(stages)
-                if taker != giver
-            ]
+        for _ in range(max(1, min(_MOST_MOVES, 4 * _MOST_NODES // (len(pairs) * self.graph.num_nodes + 1)))):
+            units = np.eye(stages, dtype=int)
+            moved = [sizes - units[giver] + units[taker] for giver, taker in pairs if sizes[giver] > 1]
             if not moved:
                 break
             stops = np.cumsum(moved, axis=1)
@@ -464,7 +467,7 @@ class Settling:
         if key in self._tried:
             return
         self._tried.add(key)
-        self._check()
+        self.explorer.stop.check()
         terms, terrain = self.terrain.terms, self.terrain
         parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
         weights = np.maximum(np.column_stack([path[part] for part in parts]), 1e-3)
@@ -485,6 +488,7 @@ class Settling:
             self._learn(longest)
             if step >= self.threshold:
                 return
+            # The course of a long schedule may be a short one, whose step is a bound.
         self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
 
     def _found(self, terrain: Terrain, way: Way) -> None:
