@@ -30,22 +30,20 @@ class Insertions:
     Attributes:
         tasks: per worker, before which of its tasks (by place) what is added stands.
         shifted_from: per worker the place of the first task that stands for one of later micro-batches; none of restrictions.
-        times: how often it is added.
     """
 
     tasks: tuple[dict[int, tuple[Task, ...]], ...]
     shifted_from: tuple[int, ...] | None
-    times: int = 1
 
 
-def insertions(short: Schedule, longer: Schedule, times: int) -> Insertions | None:
-    """What a schedule of more micro-batches adds, ``times`` over; None where neither map takes the one to the other."""
+def insertions(short: Schedule, longer: Schedule) -> Insertions | None:
+    """What a schedule of more micro-batches adds; None where neither map takes the one to the other."""
     shifted = _shift(short, longer)
     if shifted is not None:
         places, added = shifted
-        return Insertions(tuple({place: tasks} for place, tasks in zip(places, added)), tuple(places), times)
+        return Insertions(tuple({place: tasks} for place, tasks in zip(places, added)), tuple(places))
     restricted = _restriction(short, longer)
-    return None if restricted is None else Insertions(tuple(restricted), None, times)
+    return None if restricted is None else Insertions(tuple(restricted), None)
 
 
 def _restriction(short: Schedule, longer: Schedule) -> list[dict[int, tuple[Task, ...]]] | None:

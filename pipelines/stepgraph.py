@@ -15,6 +15,7 @@ Holds where transfers and all-reduces run beside compute (the defaults of :class
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 
 import numpy as np
 
@@ -47,7 +48,7 @@ class StepGraph:
         schedule: synchronous and valid.
         passes: per stage how often a whole backward pass goes through it; times are of one.
         input_passes: per stage how often before the gradient of its input is there.
-        added: what a longer schedule has more: the graph's steps are lower bounds of that one's, then.
+        added: what a longer schedule has more: the graph's steps are lower bounds of that one's, then (:meth:`with_added`).
     """
 
     def __init__(
@@ -60,8 +61,14 @@ class StepGraph:
         assert schedule.is_synchronous
         self.terms = Terms(schedule.num_stages)
         builder = _Builder(schedule, self.terms, passes, input_passes, added)
-        self._first, self._second, self._term, self._times = builder.sorted()
+        self._first, self._second, self._term, self._times, self._is_added = builder.sorted()
         self.num_nodes = len(self._term)
+
+    def with_added(self, times: int) -> StepGraph:
+        """The same with what was added once added so often."""
+        found = copy(self)
+        found._times = np.where(self._is_added, times * self._times, self._times)
+        return found
 
     def step(self, times: np.ndarray) -> tuple[float, np.ndarray]:
         """The makespan, and n(P, .) of a longest path P; both of shape and order of :class:`Terms`."""
@@ -109,6 +116,7 @@ class _Builder:
         self.before: list[list[int]] = []
         self.term: list[int] = []
         self.times: list[float] = []
+        self.is_added: list[bool] = []
         size = np.where(
             self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0
         ).tolist()
@@ -119,6 +127,7 @@ class _Builder:
         self.before.append([])
         self.term.append(term)
         self.times.append(times)
+        self.is_added.append(False)
         return len(self.term) - 1
 
     def _tasks(self, terms: Terms, size: Sequence[float]) -> None:
@@ -130,7 +139,7 @@ class _Builder:
             previous = stream = NONE
             for place, (kind, _, stage, micro_batch, _) in enumerate(tasks):
                 if self.added is not None and place in self.added.tasks[worker]:
-                    previous = self._chain(self.added.tasks[worker][place], self.added.times, previous)
+                    previous = self._chain(self.added.tasks[worker][place], previous)
                 if kind == Kind.ALL_REDUCE:
                     group = self._group(terms, stage, micro_batch)
                     self.before[group] += [node for node in (previous, stream) if node != NONE]
@@ -162,14 +171,15 @@ class _Builder:
         count = whole if kind == Kind.BACKWARD else part if kind == Kind.BACKWARD_INPUT else whole - part
         return terms.backward.start + stage, float(count)
 
-    def _chain(self, tasks: Sequence[Task], times: int, previous: int) -> int:
+    def _chain(self, tasks: Sequence[Task], previous: int) -> int:
         """What is added to a worker's order, behind a node; its last node."""
         sums: dict[int, float] = {}
         for task in tasks:
             term, count = self._duration(task.kind, task.stage)
-            sums[term] = sums.get(term, 0.0) + times * count * task.part.size
+            sums[term] = sums.get(term, 0.0) + count * task.part.size
         for term, count in sums.items():
             node = self._node(term, count)
+            self.is_added[node] = True
             self.before[node] += [previous] * (previous != NONE)
             previous = node
         return previous
@@ -214,8 +224,8 @@ class _Builder:
             for place in range(len(tasks))
         ]
 
-    def sorted(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray]:
-        """Per node the two (numbered from 1; 0: none) that let it, its term, and how often it takes it.
+    def sorted(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray, np.ndarray]:
+        """Per node the two (numbered from 1; 0: none) that let it, its term, how often it takes it, and whether it was added.
 
         Where more than two let a node, others of no duration stand before it.
         """
@@ -230,9 +240,11 @@ class _Builder:
         second: list[int] = []
         term: list[int] = []
         times: list[float] = []
+        is_added: list[bool] = []
         none = 6 * self.schedule.num_stages - 2
 
-        def put(a: int, b: int, of: int, count: float) -> int:
+        def put(a: int, b: int, of: int, count: float, added: bool) -> int:
+            is_added.append(added)
             first.append(a)
             second.append(b)
             term.append(of)
@@ -243,12 +255,12 @@ class _Builder:
             node = ready.pop()
             lets = [place[other] for other in self.before[node]]
             while len(lets) > 2:
-                lets.append(put(lets.pop(), lets.pop(), none, 0.0))
+                lets.append(put(lets.pop(), lets.pop(), none, 0.0, False))
             lets += [0] * (2 - len(lets))
-            place[node] = put(lets[0], lets[1], self.term[node], self.times[node])
+            place[node] = put(lets[0], lets[1], self.term[node], self.times[node], self.is_added[node])
             for later in after[node]:
                 waiting[later] -= 1
                 if not waiting[later]:
                     ready.append(later)
         assert all(place), "the schedule comes to a standstill"
-        return first, second, np.array(term, dtype=np.intp), np.array(times)
+        return first, second, np.array(term, dtype=np.intp), np.array(times), np.array(is_added)

@@ -185,23 +185,29 @@ class Explorer:
             count = least + (spec.num_micro_batches - least) % period
             if 2 * count > spec.num_micro_batches:
                 break
-            key = ("condensed", count, *self._schedule_key(setting))
+            short = replace(setting, schedule=replace(spec, num_micro_batches=count))
+            key = ("condensed", spec.num_micro_batches, *self._schedule_key(short))
+            times = (spec.num_micro_batches - count) // period
             try:
-                found = self._kept(key, partial(self._condensed, setting, count, period))
+                found = self._kept(key, partial(self._condensed, short, period, times))
             except GeneratorError:
                 continue
             if found.graph is not None:
                 return found
         return None
 
-    def _condensed(self, setting: Setting, count: int, period: int) -> Course:
-        spec, _, again = self._schedule_key(setting)
-        alike, stages = self._alike(setting), (again,) * spec.num_stages
-        short, longer = (
-            replace(spec, num_micro_batches=number).schedule(alike, stages) for number in (count, count + period)
-        )
-        added = insertions(short, longer, (spec.num_micro_batches - count) // period)
-        return Course(None) if added is None else self._course(replace(setting, schedule=replace(spec, num_micro_batches=count)), added)
+    def _condensed(self, short: Setting, period: int, times: int) -> Course:
+        """A short schedule with what it does for so many micro-batches added so often."""
+        spec, alike, again = self._schedule_key(short)
+
+        def added_once() -> Course:
+            longer = replace(spec, num_micro_batches=spec.num_micro_batches + period)
+            stages = (again,) * spec.num_stages
+            added = insertions(spec.schedule(alike, stages), longer.schedule(alike, stages))
+            return Course(None) if added is None else self._course(short, added)
+
+        once = self._kept(("added", *self._schedule_key(short)), added_once).graph
+        return Course(None if once is None else once.with_added(times))
 
     def _course(self, setting: Setting, added: Insertions | None) -> Course:
         spec, alike, again = self._schedule_key(setting)

@@ -14,7 +14,7 @@ from .terrain import Terrain
 __all__ = ["fitting_rows"]
 
 #: Prices of a byte at which rows of stages that share workers are tried, in steps per limit.
-_PRICES = np.array([0.0, 0.003, 0.01, 0.03, 0.1, 0.2, 0.4, 0.8, 1.5, 3.0, 10.0, 30.0, 1000.0])
+_PRICES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.4, 1.0, 3.0, 30.0])
 
 
 def fitting_rows(terrain: Terrain, cut: Cut, weights: np.ndarray, step_s: float) -> list[Rows] | None:
@@ -48,15 +48,15 @@ def _alone(terrain: Terrain, stage: int, first: int, stop: int, weights: Sequenc
 
 
 def _together(terrain: Terrain, cut: Cut, weights: np.ndarray, step_s: float) -> list[Rows] | None:
-    """Rows of stages that share workers: of each those that are the cheapest at some price of a byte."""
-    busy = weights[:, :2].sum(axis=1)
+    """Rows of stages that share workers: of each those that are the cheapest at some price of a byte.
+
+    All stages are weighed alike: those of one shape have the same rows, then, which are worked out once.
+    """
+    alike, prices = weights.mean(axis=0).tolist(), step_s / terrain.limit * _PRICES
     hulls: list[Rows] = []
     for stage, (first, stop) in enumerate(cut):
-        prices = step_s / terrain.limit * busy[stage] / float(busy.mean()) * _PRICES
         of_ways = [
-            terrain.stages[stage].hull(
-                first, stop, way, terrain.passes[stage], terrain.need[stage], weights[stage].tolist(), prices
-            )
+            terrain.stages[stage].hull(first, stop, way, terrain.passes[stage], terrain.need[stage], alike, prices)
             for way in terrain.ways
         ]
         parts = [rows for rows in of_ways if rows is not None]

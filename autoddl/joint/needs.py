@@ -14,6 +14,7 @@ others             read off the schedule; a long one repeats itself, so a short 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from autoddl.pipelines.memory import weight_versions
 from autoddl.pipelines.planners.inflight import in_flight
@@ -22,7 +23,7 @@ from autoddl.pipelines.schedule import Schedule
 from .bounds import homes
 from .configuration import PipelineSchedule
 
-__all__ = ["Needs", "asking_nothing", "needs_of", "shortened"]
+__all__ = ["Needs", "asking_nothing", "needs_of"]
 
 #: Micro-batches per worker after which a schedule repeats itself.
 _UNITS = 2
@@ -64,7 +65,7 @@ def needs_of(spec: PipelineSchedule) -> Needs:
     if flights is not None:
         of_workers = homes(depth, spec.groups, spec.num_pipelines)
         return Needs(of_workers, tuple(map(float, flights)), (1,) * num_stages)
-    return read_off(shortened(spec).schedule(1, (False,) * num_stages))
+    return _of_short(_shortened(spec))
 
 
 def asking_nothing(spec: PipelineSchedule) -> Needs:
@@ -73,13 +74,18 @@ def asking_nothing(spec: PipelineSchedule) -> Needs:
     return Needs(of_workers, (0.0,) * spec.num_stages, (1,) * spec.num_stages)
 
 
-def shortened(spec: PipelineSchedule) -> PipelineSchedule:
+def _shortened(spec: PipelineSchedule) -> PipelineSchedule:
     """A schedule with so few micro-batches that nothing new comes after them, and as many left over in the last unit."""
     unit = 2 * spec.num_workers * spec.groups
     extra = spec.num_micro_batches - _UNITS * unit
     if not spec.synchronous or extra <= 0:
         return spec
     return replace(spec, num_micro_batches=_UNITS * unit + extra % unit)
+
+
+@lru_cache(maxsize=256)
+def _of_short(spec: PipelineSchedule) -> Needs:
+    return read_off(spec.schedule(1, (False,) * spec.num_stages))
 
 
 def read_off(schedule: Schedule) -> Needs:

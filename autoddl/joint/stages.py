@@ -147,6 +147,7 @@ class Stages:
         self.tables: StageTables = like.tables if like else StageTables(chain, mesh, cluster, workload, pricing)
         self.units: Units = like.units if like else Units(chain, self.tables)
         self._projected: dict[object, VectorTable] = {}
+        self._hulls: dict[object, Rows | None] = {}
         self.num_searches = 0
         workload = self.tables.workload
         #: What a further version of the weights adds to a stage's state, relatively.
@@ -267,6 +268,14 @@ class Stages:
         if found is None:
             return None
         counts, constant = self.memory_of(first, stop, way, passes, need)
+        key = (id(found), way, constant, *counts.tolist(), *weights, *prices.tolist())
+        if key not in self._hulls:
+            self._hulls[key] = self._hull(found, way, counts, constant, weights, prices)
+        return self._hulls[key]
+
+    def _hull(
+        self, found: StageTable, way: str, counts: np.ndarray, constant: float, weights: Sequence[float], prices: np.ndarray
+    ) -> Rows | None:
         table = self._with_memory(found, counts)
         wanted = np.zeros((len(prices), table.num_components))
         wanted[:, :3] = weights[0] + (weights[2] if way == "stage" else 0.0), weights[1], weights[3]
