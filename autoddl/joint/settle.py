@@ -110,6 +110,7 @@ class Settling:
         self.bound_s = 0.0
         self._tried: set[tuple[int, ...]] = set()
         self._level: np.ndarray | None = None
+        self._settled_cuts: list[Cut] = []
 
     @property
     def graph(self) -> StepGraph:
@@ -331,6 +332,8 @@ class Settling:
         ways = Ways(terrain, region, self.threshold * ROUNDING, self._check)
         for bound in self._bounds(ascent):
             ways.add(bound)
+        for known in self._settled_cuts:
+            ways.exclude(known)
         while ways.is_open():
             self._check()
             way = ways.find()
@@ -345,11 +348,10 @@ class Settling:
             own = self._ascend(Region.only(cut), _FEW_ROUNDS)
             if own.least_s < self.threshold * ROUNDING:
                 self._settle_cut(cut, own)
-                ways.exclude(cut)
-            elif math.isinf(own.least_s) or ways.knows(own.bound.weights):
-                ways.exclude(cut)
-            else:
+            elif not math.isinf(own.least_s):
                 ways.add(own.bound)
+            self._settled_cuts.append(cut)
+            ways.exclude(cut)
             ways.threshold = self.threshold * ROUNDING
 
     def _bounds(self, ascent: _Ascent) -> list[Bound]:

@@ -8,6 +8,7 @@ another stage waits for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -26,7 +27,7 @@ __all__ = ["TooManyStatesError", "Way", "Ways"]
 #: States that a search holds at a time before it is given up.
 _MOST_STATES = 300_000
 #: Steps of a descent before all states are spread.
-_MOST_STEPS = 300
+_MOST_STEPS = 4000
 #: Ways on that are looked at in one go.
 _CHUNK = 1 << 17
 
@@ -99,6 +100,34 @@ class _States:
         )
 
 
+class _Failures:
+    """Sums of states that led to nothing.  With more bounds, which come before other columns, they still do.
+
+    Args:
+        others: columns that are no bounds'.
+    """
+
+    def __init__(self, others: int) -> None:
+        self.others = others
+        self._of_bounds: dict[int, np.ndarray] = {}
+
+    def add(self, sums: np.ndarray) -> None:
+        """A state that led to nothing."""
+        known = self._of_bounds.get(len(sums))
+        if known is not None:
+            known = known[~(sums <= known).all(axis=1)]
+        self._of_bounds[len(sums)] = sums[None] if known is None else np.vstack([known, sums])
+
+    def is_beaten(self, sums: np.ndarray) -> bool:
+        """Whether one of them was nowhere above a state."""
+        for count, known in self._of_bounds.items():
+            bounds = count - self.others
+            mine = np.concatenate([sums[:bounds], sums[len(sums) - self.others :]])
+            if (known <= mine).all(axis=1).any():
+                return True
+        return False
+
+
 def _grouped(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
     """Equal rows of several columns of whole numbers, and where they are."""
     if not len(columns[0]):
@@ -132,15 +161,18 @@ class Ways:
     ) -> None:
         self.terrain, self.region, self.threshold, self.check = terrain, region, threshold, check
         self.bounds: list[Bound] = []
-        self._costs: list[list[np.ndarray]] = []
-        self._allowed: list[np.ndarray] = []
-        self._behind: list[np.ndarray] = []
+        self._costs: list[np.ndarray] = []
+        #: Arcs that are on no way below the threshold are not allowed; shape (stages, units + 1, units + 1).
+        self._allowed: np.ndarray | None = None
+        #: Bounds that have had their say in that, at which threshold.
+        self._closed, self._closed_below = 0, math.nan
+        self._behind = np.zeros(0)
         self._states = 0
         self._candidates: dict[tuple[int, int], _Candidates] = {}
         self._excluded: set[tuple[int, ...]] = set()
         #: Whether what was gone through led to a cut that is left out.
         self._met_excluded = False
-        self._failed: dict[tuple[int, int, int], list[np.ndarray]] = {}
+        self._failed: dict[tuple[int, int, int], _Failures] = {}
         self._shared = self._shared_weights()
         homes = terrain.needs.homes
         self._workers = [worker for worker, held in enumerate(homes) if len(held) > 1]
@@ -152,10 +184,10 @@ class Ways:
                 self._worker_of[stage].append(place[worker])
 
     def add(self, bound: Bound) -> None:
+        """A further bound."""
         self.bounds.append(bound)
-        self._costs.append(self.terrain.costs(bound))
+        self._costs.append(np.stack(self.terrain.costs(bound)))
         self._candidates.clear()
-        self._failed.clear()
 
     def knows(self, path: np.ndarray) -> bool:
         """Whether a path is among the bounds, memory for nothing."""
@@ -167,41 +199,41 @@ class Ways:
 
     def is_open(self) -> bool:
         """Close the arcs that are on no way below the threshold; whether there is a way left."""
-        stages, size = self.terrain.num_stages, self.terrain.num_units + 1
-        self._allowed = [np.isfinite(cost) for cost in self.region.among(self._costs[0])]
-        changed = True
-        rounds = 0
-        while changed and rounds < 4:
-            changed, rounds = False, rounds + 1
-            for costs in self._costs:
-                held = [np.where(allowed, cost, np.inf) for allowed, cost in zip(self._allowed, costs)]
-                before = [np.full(size, np.inf)]
-                before[0][0] = 0.0
-                for cost in held[:-1]:
-                    before.append((before[-1][:, None] + cost).min(axis=0))
-                behind = np.full(size, np.inf)
-                behind[-1] = 0.0
-                for stage in range(stages - 1, -1, -1):
-                    whole = before[stage][:, None] + held[stage] + behind[None, :]
-                    closed = self._allowed[stage] & ~(whole < self.threshold)
-                    if closed.any():
-                        changed = True
-                        self._allowed[stage] &= ~closed
-                    behind = (held[stage] + behind[None, :]).min(axis=1)
-                if not behind[0] < self.threshold:
-                    return False
-        self._behind = self._least_behind()
-        return all(allowed.any() for allowed in self._allowed)
+        if self._allowed is None:
+            self._allowed = np.stack([np.isfinite(cost) for cost in self.region.among(list(self._costs[0]))])
+            self._closed = 0
+        if self._closed_below != self.threshold:
+            self._closed, self._closed_below = 0, self.threshold
+            self._failed.clear()
+        # What is new closes arcs; those of all others that this leaves without a way go with the next threshold.
+        for costs in self._costs[self._closed :]:
+            before, behind = self._least_before(costs), self._least_behind(costs)
+            whole = before[:, :, None] + costs + behind[1:, None, :]
+            self._allowed &= whole < self.threshold
+            if not self._allowed.any(axis=(1, 2)).all():
+                return False
+        if self._closed < len(self._costs):
+            self._candidates.clear()
+            self._behind = np.stack([self._least_behind(costs) for costs in self._costs], axis=2)
+            self._closed = len(self._costs)
+        return bool((self._behind[0, 0] < self.threshold).all())
 
-    def _least_behind(self) -> list[np.ndarray]:
-        """For every stage and unit the least of each bound that is still to come; shape (units + 1, bounds) each."""
-        size = self.terrain.num_units + 1
-        found = [np.full((size, len(self._costs)), np.inf) for _ in range(self.terrain.num_stages + 1)]
-        found[-1][-1] = 0.0
-        for number, costs in enumerate(self._costs):
-            for stage in range(self.terrain.num_stages - 1, -1, -1):
-                held = np.where(self._allowed[stage], costs[stage], np.inf)
-                found[stage][:, number] = (held + found[stage + 1][None, :, number]).min(axis=1)
+    def _least_before(self, costs: np.ndarray) -> np.ndarray:
+        """For every stage and unit the least of a bound on the way there; shape (stages, units + 1)."""
+        found = np.full(costs.shape[:2], np.inf)
+        found[0, 0] = 0.0
+        for stage in range(len(costs) - 1):
+            held = np.where(self._allowed[stage], costs[stage], np.inf)
+            found[stage + 1] = (found[stage][:, None] + held).min(axis=0)
+        return found
+
+    def _least_behind(self, costs: np.ndarray) -> np.ndarray:
+        """For every stage and unit the least of a bound that is still to come; shape (stages + 1, units + 1)."""
+        found = np.full((len(costs) + 1, costs.shape[1]), np.inf)
+        found[-1, -1] = 0.0
+        for stage in range(len(costs) - 1, -1, -1):
+            held = np.where(self._allowed[stage], costs[stage], np.inf)
+            found[stage] = (held + found[stage + 1][None, :]).min(axis=1)
         return found
 
     # ---------------------------------------------------------------------------------------------------- looking for a way
@@ -231,8 +263,8 @@ class Ways:
         self._states += 1
         if self._states > _MOST_STEPS:
             raise TooManyStatesError
-        failed = self._failed.setdefault((stage, unit, layout), [])
-        if any((other <= sums).all() for other in failed):
+        failed = self._failed.setdefault((stage, unit, layout), _Failures(len(self._shared) + 2 * len(self._workers)))
+        if failed.is_beaten(sums):
             return False
         found = self._ways_on(stage, unit)
         new, row, score = self._on(stage, unit, layout, sums[None], found)
@@ -245,8 +277,7 @@ class Ways:
                 return True
         # What led to a cut that is left out says nothing of other ways to come here.
         if not self._met_excluded:
-            failed[:] = [other for other in failed if not (sums <= other).all()]
-            failed.append(sums)
+            failed.add(sums)
         self._met_excluded |= met
         return False
 
