@@ -109,23 +109,29 @@ class _Failures:
 
     def __init__(self, others: int) -> None:
         self.others = others
-        self._of_bounds: dict[int, np.ndarray] = {}
+        self._sums: np.ndarray | None = None
 
     def add(self, sums: np.ndarray) -> None:
         """A state that led to nothing."""
-        known = self._of_bounds.get(len(sums))
-        if known is not None:
-            known = known[~(sums <= known).all(axis=1)]
-        self._of_bounds[len(sums)] = sums[None] if known is None else np.vstack([known, sums])
+        if self._sums is None:
+            self._sums = sums[None]
+            return
+        known = self._widened(len(sums))
+        self._sums = np.vstack([known[~(sums <= known).all(axis=1)], sums])
 
     def is_beaten(self, sums: np.ndarray) -> bool:
         """Whether one of them was nowhere above a state."""
-        for count, known in self._of_bounds.items():
-            bounds = count - self.others
-            mine = np.concatenate([sums[:bounds], sums[len(sums) - self.others :]])
-            if (known <= mine).all(axis=1).any():
-                return True
-        return False
+        return self._sums is not None and bool((self._widened(len(sums)) <= sums).all(axis=1).any())
+
+    def _widened(self, columns: int) -> np.ndarray:
+        """All of them, as if they had come to nothing at bounds that were not known then."""
+        assert self._sums is not None
+        new = columns - self._sums.shape[1]
+        if new:
+            bounds = self._sums.shape[1] - self.others
+            parts = self._sums[:, :bounds], np.full((len(self._sums), new), -np.inf), self._sums[:, bounds:]
+            self._sums = np.hstack(parts)
+        return self._sums
 
 
 def _grouped(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
