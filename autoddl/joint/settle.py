@@ -373,37 +373,63 @@ class Settling:
             UnsettledError, TooManyStatesError
         """
         self._try(cut, ascent.bound.weights)
-        terrain, region = self.terrain.again(), Region.only(cut)
+        # Of all layouts at the sides together there are fewer rows; that mostly does.
+        if not self._is_settled_by_rows(cut, ascent, has_sides=False):
+            self._is_settled_by_rows(cut, ascent, has_sides=True)
+
+    def _is_settled_by_rows(self, cut: Cut, ascent: _Ascent, has_sides: bool) -> bool:
+        """Whether a search through rows of a cut's stages tells that no plan is below the threshold, or the best one was found; it
+        may not without the layouts at the sides.
+
+        The rows are those that can be of use, worked out stage by stage, first where a second counts most, as far as that has to go.
+        """
+        terrain = self.terrain.again()
         bounds = [ascent.bound, *(Bound(path) for path in self.relaxation.latest(_MOST_GUIDES))]
-        costs = [[cost[ends] for cost, ends in zip(terrain.costs(bound), cut)] for bound in bounds]
-        for stage, (first, stop) in enumerate(cut):
-            wanted = []
-            for bound, of_stages in zip(bounds, costs):
-                room = self.threshold - (sum(of_stages) - of_stages[stage])
-                wanted.append(self._wanted(terrain, bound, stage, stop, room))
-            self._check()
-            try:
-                terrain.load(stage, first, stop, wanted, terrain.limit)
-            except TooManyError as error:
-                raise UnsettledError from error
-        ways = Ways(terrain, region, self.threshold * ROUNDING, self._check)
+        ways = Ways(terrain, Region.only(cut), self.threshold * ROUNDING, self._check)
         for bound in bounds:
             ways.add(bound)
+        busy = terrain.work(ascent.bound.weights, self._unit_times([cut], ascent.vectors)[:, 0])
+        lacking = np.argsort(-busy, kind="stable").tolist()
         while ways.is_open():
             self._check()
             way = ways.find()
             if way is None:
-                return
-            times, is_exact = ways.times(way)
+                return True
+            times, is_exact = ways.times(way, self._unit_times([cut], ascent.vectors)[:, 0])
             step, path = self.graph.step(times)
-            if step >= self.threshold:
+            before = self.best_s
+            if step >= self.threshold and not ways.knows(path):
                 self._learn(path)
                 ways.add(Bound(path))
-            elif is_exact:
-                self._found(terrain, way)
-                ways.threshold = self.threshold * ROUNDING
-            else:
+            elif lacking:
+                self._load(terrain, bounds, cut, lacking.pop(0), has_sides)
+                ways.renew()
+            elif not is_exact:
                 ways.work_out_crossings(way)
+            else:
+                self._found(terrain, way)
+                if not self.best_s < before:
+                    if has_sides:
+                        raise UnsettledError
+                    return False
+                ways.threshold = self.threshold * ROUNDING
+        return True
+
+    def _load(self, terrain: Terrain, bounds: Sequence[Bound], cut: Cut, stage: int, has_sides: bool) -> None:
+        """Work out the rows of one stage of a cut.
+
+        Raises:
+            UnsettledError: they are too many.
+        """
+        costs = [[float(cost[ends]) for cost, ends in zip(terrain.costs(bound), cut)] for bound in bounds]
+        first, stop = cut[stage]
+        rooms = [self.threshold - (sum(of_stages) - of_stages[stage]) for of_stages in costs]
+        wanted = [self._wanted(terrain, bound, stage, stop, room) for bound, room in zip(bounds, rooms)]
+        self._check()
+        try:
+            terrain.load(stage, first, stop, wanted, terrain.limit, has_sides)
+        except TooManyError as error:
+            raise UnsettledError from error
 
     def _wanted(self, terrain: Terrain, bound: Bound, stage: int, stop: int, room: float) -> Wanted:
         """What rows of a stage have to be within, where a bound leaves so much room for it."""
@@ -494,12 +520,9 @@ class Settling:
         self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
 
     def _found(self, terrain: Terrain, way: Way) -> None:
-        """A way of which everything is known is below the threshold: the best plan so far."""
+        """A way of which everything is known is below the threshold: the best plan so far, if all its layouts are."""
         chosen = [terrain.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in way]
-        before = self.best_s
         self._consider([stop - first for _, first, stop, _ in way], chosen)
-        if not self.best_s < before:
-            raise UnsettledError
 
     def _consider(self, cut: Sequence[int], chosen: Sequence[tuple[str, Mapping[str, Strategy]]]) -> None:
         """A plan, with all its figures from the layer graph."""

@@ -186,11 +186,13 @@ class Stages:
         wanted: Sequence[Wanted],
         limit: float,
         is_shared: bool = False,
+        has_sides: bool = True,
     ) -> Rows | None:
         """The part of the front that is of use and within ``limit`` bytes; None where the stage cannot be run so at all.
 
         Args:
             is_shared: the bytes are for other stages, too.
+            has_sides: rows of other layouts at the sides do not beat each other.
 
         Raises:
             TooManyError: it is too large to be looked at.
@@ -200,7 +202,7 @@ class Stages:
         if found is None:
             return None
         counts, constant = self.memory_of(first, stop, way, passes, need)
-        table = self._with_memory(found, counts)
+        table = self._with_memory(found, counts, has_sides)
         guides = [_guide(one, way, constant, table.num_components) for one in wanted]
         chosen = self._front(found, table, guides, limit - constant, is_shared)
         return _rows(found, way, chosen.choices, chosen.sums, chosen.sizes, constant)
@@ -276,7 +278,7 @@ class Stages:
     def _hull(
         self, found: StageTable, way: str, counts: np.ndarray, constant: float, weights: Sequence[float], prices: np.ndarray
     ) -> Rows | None:
-        table = self._with_memory(found, counts)
+        table = self._with_memory(found, counts, has_sides=False)
         wanted = np.zeros((len(prices), table.num_components))
         wanted[:, :3] = weights[0] + (weights[2] if way == "stage" else 0.0), weights[1], weights[3]
         wanted[:, 3] = prices
@@ -319,13 +321,13 @@ class Stages:
             self._projected[key] = VectorTable(sums, table.sizes, tuple(edges))
         return self._projected[key]
 
-    def _with_memory(self, found: StageTable, counts: np.ndarray) -> VectorTable:
+    def _with_memory(self, found: StageTable, counts: np.ndarray, has_sides: bool = True) -> VectorTable:
         """Components forward, backward, gradient, memory, then bytes of shared weights."""
-        key = (id(found), *counts.tolist())
+        key = (id(found), has_sides, *counts.tolist())
         if key not in self._projected:
             table = found.table
             sums = tuple(np.column_stack([s[:, :3], s[:, 3:5] @ counts, s[:, 5:]]) for s in table.sums)
-            self._projected[key] = VectorTable(sums, table.sizes, table.edges, table.keys)
+            self._projected[key] = VectorTable(sums, table.sizes, table.edges, table.keys if has_sides else ())
         return self._projected[key]
 
 

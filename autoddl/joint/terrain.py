@@ -325,6 +325,12 @@ class Terrain:
             after = float(crossing * self._transfers[stage, stop])
         return float(self.row_costs(bound, stage, arc).min(initial=np.inf)) + after
 
+    def work(self, weights: np.ndarray, times: np.ndarray) -> np.ndarray:
+        """What each stage's terms come to; shape (stages,)."""
+        terms, products = self.terms, weights * times
+        parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
+        return np.asarray(sum(products[part] for part in parts))
+
     def row_costs(self, bound: Bound, stage: int, arc: Arc) -> np.ndarray:
         """A bound's part of every row of an arc, without what crosses behind it."""
         rows, terms, weights = arc.rows, self.terms, bound.weights
@@ -340,8 +346,11 @@ class Terrain:
         found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
         return min(found.least_memory(first, stop, way, passes, need) for way in self.ways)
 
-    def load(self, stage: int, first: int, stop: int, wanted: Sequence[Wanted], limit: float) -> Arc:
+    def load(self, stage: int, first: int, stop: int, wanted: Sequence[Wanted], limit: float, has_sides: bool) -> None:
         """Work out an arc's rows.
+
+        Args:
+            has_sides: with the layouts at both sides; else everything is as if the least crossed there.
 
         Raises:
             TooManyError
@@ -349,20 +358,17 @@ class Terrain:
         found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
         parts: list[Rows] = []
         for way in self.ways:
-            mine = found.rows(first, stop, way, passes, need, wanted, limit, not self.is_alone)
+            mine = found.rows(first, stop, way, passes, need, wanted, limit, not self.is_alone, has_sides)
             if mine is not None and len(mine):
                 parts.append(mine)
-        if not parts:
-            arc = Arc(found_nothing, _NONE.astype(np.intp), _NONE.astype(np.intp))
-        else:
-            rows = joined(parts)
+        rows = joined(parts) if parts else found_nothing
+        any_side = np.full(len(rows), -1)
+        entry = exit_ = any_side
+        if parts and has_sides:
             entry = np.concatenate([self._numbered(part.origin[0][0].entries, part.entry) for part in parts])
-            exit_ = np.concatenate([self._numbered(part.origin[0][0].exits, part.exit) for part in parts])
-            if stage == self.num_stages - 1:
-                exit_ = np.full(len(rows), -1)  # nothing follows
-            arc = Arc(rows, entry, exit_)
-        self.arcs[stage, first, stop] = arc
-        return arc
+            if stage < self.num_stages - 1:  # nothing follows the last one
+                exit_ = np.concatenate([self._numbered(part.origin[0][0].exits, part.exit) for part in parts])
+        self.arcs[stage, first, stop] = Arc(rows, entry, exit_)
 
 
 _NONE = np.zeros(0)

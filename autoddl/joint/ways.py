@@ -199,6 +199,13 @@ class Ways:
         """Whether a path is among the bounds, memory for nothing."""
         return any(not bound.prices and np.array_equal(bound.weights, path) for bound in self.bounds)
 
+    def renew(self) -> None:
+        """Take in what has become known of the terrain."""
+        self._costs = [np.stack(self.terrain.costs(bound)) for bound in self.bounds]
+        self._allowed = None
+        self._candidates.clear()
+        self._failed.clear()
+
     def exclude(self, cut: Cut) -> None:
         """Leave one cut out from now on."""
         self._excluded.add(tuple(stop for _, stop in cut))
@@ -443,18 +450,26 @@ class Ways:
 
     # ------------------------------------------------------------------------------------------------------ a way's step
 
-    def times(self, way: Way) -> tuple[np.ndarray, bool]:
-        """The least that every term takes on a way, and whether nothing takes more."""
+    def times(self, way: Way, instead: np.ndarray) -> tuple[np.ndarray, bool]:
+        """The least that every term takes on a way, and whether nothing takes more.
+
+        Args:
+            instead: what the terms of stages take whose rows are not known.
+        """
         terms, terrain = self.terrain.terms, self.terrain
-        times, is_exact = np.zeros(terms.count), True
+        times, is_exact = instead.copy(), True
         shared: dict[tuple[int, int], float] = {}
         before = -1
         for stage, first, stop, row in way:
-            arc = terrain.arcs[stage, first, stop]
-            values, entry, exit_ = arc.rows.times[row], int(arc.entry[row]), int(arc.exit[row])
-            shared.update({(stage, k): float(value) for k, value in enumerate(arc.rows.shared[row])})
-            for part, value in zip((terms.forward, terms.backward, terms.recompute, terms.all_reduce), values):
-                times[part.start + stage] = value
+            entry = exit_ = -1
+            arc = terrain.arcs.get((stage, first, stop))
+            if arc is None:
+                is_exact = False
+            else:
+                values, entry, exit_ = arc.rows.times[row], int(arc.entry[row]), int(arc.exit[row])
+                shared.update({(stage, k): float(value) for k, value in enumerate(arc.rows.shared[row])})
+                for part, value in zip((terms.forward, terms.backward, terms.recompute, terms.all_reduce), values):
+                    times[part.start + stage] = value
             if stage:
                 least = terrain.least_transfer(stage - 1, first)
                 extra = np.zeros(2)
