@@ -45,16 +45,17 @@ class Region:
             found.append(before)
         return tuple(found)
 
-    def divided(self, places: np.ndarray) -> list[Region]:
-        """Two parts of it, by the boundary of a divided cut that is the furthest from standing between units; none of one cut."""
-        room = np.array([last - first for first, last in self.ranges])
-        if not room.any():
-            return []
-        off = np.where(room > 0, np.abs(places - np.round(places)) + 1e-6 * room, -1.0)
-        boundary = int(off.argmax())
-        first, last = self.ranges[boundary]
-        middle = min(max(first, math.floor(places[boundary])), last - 1)
-        return [self._with(boundary, (first, middle)), self._with(boundary, (middle + 1, last))]
+    def without(self, cut: Cut) -> list[Region]:
+        """Regions of which each other cut of this one is in one: the first boundary that stands elsewhere does so before, or behind."""
+        found, rest = [], self
+        for boundary, (_, stop) in enumerate(cut[:-1]):
+            first, last = rest.ranges[boundary]
+            if first < stop:
+                found.append(rest._with(boundary, (first, stop - 1)))
+            if stop < last:
+                found.append(rest._with(boundary, (stop + 1, last)))
+            rest = rest._with(boundary, (stop, stop))
+        return found
 
     def _with(self, boundary: int, ends: tuple[int, int]) -> Region:
         """With one boundary from ``ends``, and the others where that leaves a unit for every stage."""

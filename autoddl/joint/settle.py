@@ -15,6 +15,7 @@ and they are found as they are needed:
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.pipelines.stepgraph import StepGraph
 
 from .bounds import balance, loads
+from .cuts import TOLERANCE, Cuts
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
 from .fitting import fitting_rows
@@ -33,7 +35,7 @@ from .regions import Cut, Region, level_cut
 from .relaxation import Relaxation
 from .stages import Wanted
 from .terrain import Bound, Terrain, TooManyError
-from .ways import TooManyStatesError, Way, Ways
+from .ways import Way, Ways
 
 __all__ = ["Settled", "Settling", "UnsettledError"]
 
@@ -48,7 +50,7 @@ _MOST_PATHS = 80
 #: Paths that rows are wanted by.
 _MOST_GUIDES = 5
 #: Paths that a search for cuts is guided by.
-_MOST_BOUNDS = 12
+_MOST_BOUNDS = 60
 #: Sums of the same terms in another order differ by less: what is at the threshold is not below it.
 ROUNDING = 1 - 1e-12
 
@@ -110,7 +112,6 @@ class Settling:
         self.bound_s = 0.0
         self._tried: set[tuple[int, ...]] = set()
         self._level: np.ndarray | None = None
-        self._settled_cuts: list[Cut] = []
 
     @property
     def graph(self) -> StepGraph:
@@ -144,21 +145,7 @@ class Settling:
             return self._settled()
         if self.is_quick:
             raise UnsettledError
-        open_ones = [whole]
-        while open_ones:
-            region = open_ones.pop()
-            if region is not whole:
-                ascent = self._ascend(region, _FEW_ROUNDS)
-                self._check()
-            if ascent.least_s >= self.threshold * ROUNDING:
-                continue
-            try:
-                self._search(region, ascent)
-            except TooManyStatesError as error:
-                parts = region.divided(ascent.places)
-                if not parts:
-                    raise UnsettledError from error
-                open_ones += parts
+        self._search(whole, ascent)
         return self._settled()
 
     def _of_all_cuts(self, whole: Region) -> _Ascent:
@@ -321,47 +308,53 @@ class Settling:
 
     # ------------------------------------------------------------------------------------------------------ cut by cut
 
-    def _search(self, region: Region, ascent: _Ascent) -> None:
-        """Search the cuts of a region through.
+    def _search(self, whole: Region, ascent: _Ascent) -> None:
+        """Search all cuts through, those that the bounds let take the least first.
 
         Raises:
-            TooManyStatesError: they are too many.
-            UnsettledError
+            UnsettledError, TooManyStatesError
         """
-        terrain = self.terrain
-        ways = Ways(terrain, region, self.threshold * ROUNDING, self._check)
+        cuts = Cuts(self.terrain)
         for bound in self._bounds(ascent):
-            ways.add(bound)
-        for known in self._settled_cuts:
-            ways.exclude(known)
-        while ways.is_open():
+            cuts.add(bound)
+        queue = [(self.bound_s, 0, whole)]
+        number = 0
+        while queue and queue[0][0] < self.threshold * ROUNDING:
             self._check()
-            way = ways.find()
-            if way is None:
-                return
-            cut = [(first, stop) for _, first, stop, _ in way]
-            step, path = self.graph.step(self._unit_times([cut], ascent.vectors)[:, 0])
-            if step >= self.threshold and not ways.knows(path):
-                self._learn(path)
-                ways.add(Bound(path))
+            self.bound_s = max(self.bound_s, min(queue[0][0], self.best_s))
+            _, _, region = heapq.heappop(queue)
+            try:
+                solved = cuts.solve(region, self.threshold, self.deadline.left_s)
+            except TimeoutError:
+                raise UnsettledError from None
+            if solved is None:
                 continue
-            own = self._ascend(Region.only(cut), _FEW_ROUNDS)
-            if own.least_s < self.threshold * ROUNDING:
-                self._settle_cut(cut, own)
-            elif not math.isinf(own.least_s):
-                ways.add(own.bound)
-            self._settled_cuts.append(cut)
-            ways.exclude(cut)
-            ways.threshold = self.threshold * ROUNDING
+            least_s, cut = solved
+            for part in self._narrowed(cuts, region, cut, ascent):
+                number += 1
+                heapq.heappush(queue, (least_s, number, part))
+
+    def _narrowed(self, cuts: Cuts, region: Region, cut: Cut, ascent: _Ascent) -> list[Region]:
+        """Learn of a cut that is below the threshold in all bounds; what of the region is left to be searched."""
+        step, path = self.graph.step(self._unit_times([cut], ascent.vectors)[:, 0])
+        if step >= self.threshold and not cuts.knows(path):
+            self._learn(path)
+            cuts.add(Bound(path))
+            return [region]
+        own = self._ascend(Region.only(cut), _FEW_ROUNDS)
+        if own.least_s < self.threshold * ROUNDING:
+            self._settle_cut(cut, own)
+        elif math.isfinite(own.least_s):
+            cuts.add(own.bound)
+            if cuts.value(-1, cut) >= self.threshold * (1 + 2 * TOLERANCE):
+                return [region]
+        return region.without(cut)
 
     def _bounds(self, ascent: _Ascent) -> list[Bound]:
-        """What a search for cuts is guided by."""
+        """What a search for cuts is guided by: the best bound, at more and less memory, and the paths that are in it."""
         (price,), mean = ascent.bound.prices, ascent.bound.weights
-        found = [ascent.bound]
-        if self.terrain.is_alone:
-            found = [Bound(mean, (*self.terrain.grid(mean, self._about_s()), price))]
-        elif price.any():
-            found += [Bound(mean), Bound(mean, (2 * price,))]
+        grid = self.terrain.grid(mean, self._about_s())
+        found = [ascent.bound, *(Bound(mean, (one,)) for one in (*grid, price / 2, 2 * price))]
         return found + [Bound(path) for path in self.relaxation.latest(_MOST_BOUNDS)]
 
     # ------------------------------------------------------------------------------------------------------ row by row

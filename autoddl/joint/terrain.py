@@ -297,19 +297,27 @@ class Terrain:
                 found[stages] = np.where(less[:, :, None], vector, found[stages])
         return best, found
 
+    def crossing_costs(self, weights: np.ndarray) -> np.ndarray:
+        """What crosses every boundary at least in a bound, where the stage behind it begins with a unit; shape (stages - 1, units +
+        1)."""
+        terms = self.terms
+        crossing = (weights[terms.transfer_forward] + weights[terms.transfer_backward])[:, None]
+        return np.asarray(crossing * self._transfers)
+
+    def worth_of_limits(self, price: np.ndarray) -> float:
+        """Of all workers' bytes, at prices on the workers of each stage [s]."""
+        return float((price * self.limit / self._shares).sum())
+
     def least_of_region(self, bound: Bound, of_units: np.ndarray, ranges: Sequence[tuple[int, int]]) -> float:
         """The least of a bound over the cuts whose boundaries are within ranges, where units come to so much at its price.
 
         Args:
             of_units: shape (stages, units).
         """
-        terms = self.terms
-        crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
-        after = crossing * self._transfers
+        after = self.crossing_costs(bound.weights)
         for boundary, (first, last) in enumerate(ranges):
             after[boundary, :first] = after[boundary, last + 1 :] = np.inf
-        constant = sum(float((price * self.limit / self._shares).sum()) for price in bound.prices)
-        return float(least_of_cuts(of_units, after)) - constant
+        return float(least_of_cuts(of_units, after)) - sum(self.worth_of_limits(price) for price in bound.prices)
 
     def is_closed(self, stage: int, first: int, stop: int) -> bool:
         """Whether it is known that an arc has no row of use."""

@@ -27,7 +27,7 @@ __all__ = ["TooManyStatesError", "Way", "Ways"]
 #: States that a search holds at a time before it is given up.
 _MOST_STATES = 300_000
 #: Steps of a descent before all states are spread.
-_MOST_STEPS = 4000
+_MOST_STEPS = 300
 #: Ways on that are looked at in one go.
 _CHUNK = 1 << 17
 
