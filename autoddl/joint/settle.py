@@ -35,7 +35,7 @@ from .regions import Cut, Region, level_cut
 from .relaxation import Relaxation
 from .stages import Wanted
 from .terrain import Bound, Terrain, TooManyError
-from .ways import Way, Ways
+from .ways import TooManyStatesError, Way, Ways
 
 __all__ = ["Settled", "Settling", "UnsettledError"]
 
@@ -112,6 +112,8 @@ class Settling:
         self.bound_s = 0.0
         self._tried: set[tuple[int, ...]] = set()
         self._level: np.ndarray | None = None
+        #: What cuts whose rows are too many take at least.
+        self._left_open_s = math.inf
 
     @property
     def graph(self) -> StepGraph:
@@ -312,7 +314,7 @@ class Settling:
         """Search all cuts through, those that the bounds let take the least first.
 
         Raises:
-            UnsettledError, TooManyStatesError
+            UnsettledError
         """
         cuts = Cuts(self.terrain)
         for bound in self._bounds(ascent):
@@ -321,7 +323,7 @@ class Settling:
         number = 0
         while queue and queue[0][0] < self.threshold * ROUNDING:
             self._check()
-            self.bound_s = max(self.bound_s, min(queue[0][0], self.best_s))
+            self.bound_s = max(self.bound_s, min(queue[0][0], self._left_open_s, self.best_s))
             _, _, region = heapq.heappop(queue)
             try:
                 solved = cuts.solve(region, self.threshold, self.deadline.left_s)
@@ -333,6 +335,9 @@ class Settling:
             for part in self._narrowed(cuts, region, cut, ascent):
                 number += 1
                 heapq.heappush(queue, (least_s, number, part))
+        if self._left_open_s < self.threshold * ROUNDING:
+            self.bound_s = max(self.bound_s, self._left_open_s)
+            raise UnsettledError
 
     def _narrowed(self, cuts: Cuts, region: Region, cut: Cut, ascent: _Ascent) -> list[Region]:
         """Learn of a cut that is below the threshold in all bounds; what of the region is left to be searched."""
@@ -343,7 +348,10 @@ class Settling:
             return [region]
         own = self._ascend(Region.only(cut), _FEW_ROUNDS)
         if own.least_s < self.threshold * ROUNDING:
-            self._settle_cut(cut, own)
+            try:
+                self._settle_cut(cut, own)
+            except (TooManyError, TooManyStatesError):
+                self._left_open_s = min(self._left_open_s, own.least_s)
         elif math.isfinite(own.least_s):
             cuts.add(own.bound)
             if cuts.value(-1, cut) >= self.threshold * (1 + 2 * TOLERANCE):
@@ -363,7 +371,7 @@ class Settling:
         """Find the best plan of one cut, if one is below the threshold.
 
         Raises:
-            UnsettledError, TooManyStatesError
+            UnsettledError, TooManyError, TooManyStatesError
         """
         self._try(cut, ascent.bound.weights)
         # Of all layouts at the sides together there are fewer rows; that mostly does.
@@ -412,17 +420,14 @@ class Settling:
         """Work out the rows of one stage of a cut.
 
         Raises:
-            UnsettledError: they are too many.
+            TooManyError, UnsettledError
         """
         costs = [[float(cost[ends]) for cost, ends in zip(terrain.costs(bound), cut)] for bound in bounds]
         first, stop = cut[stage]
         rooms = [self.threshold - (sum(of_stages) - of_stages[stage]) for of_stages in costs]
         wanted = [self._wanted(terrain, bound, stage, stop, room) for bound, room in zip(bounds, rooms)]
         self._check()
-        try:
-            terrain.load(stage, first, stop, wanted, terrain.limit, has_sides)
-        except TooManyError as error:
-            raise UnsettledError from error
+        terrain.load(stage, first, stop, wanted, terrain.limit, has_sides)
 
     def _wanted(self, terrain: Terrain, bound: Bound, stage: int, stop: int, room: float) -> Wanted:
         """What rows of a stage have to be within, where a bound leaves so much room for it."""
@@ -492,19 +497,14 @@ class Settling:
         terms, terrain = self.terrain.terms, self.terrain
         parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
         weights = np.maximum(np.column_stack([path[part] for part in parts]), 1e-3)
-        rows = fitting_rows(terrain, cut, weights, self._about_s())
-        if rows is None:
+        steps = None
+        if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < _MOST_NODES // 10:
+            steps = self.graph.steps
+        found = fitting_rows(terrain, cut, weights, self._about_s(), steps)
+        if found is None:
             return
+        rows, times = found
         if self.setting.schedule.synchronous:
-            times = np.zeros(terms.count)
-            sides = [terrain.sides_of(row) for row in rows]
-            for stage, row in enumerate(rows):
-                for part, value in zip(parts, row.times[0]):
-                    times[part.start + stage] = value
-            for boundary, ((_, source), (target, _)) in enumerate(zip(sides, sides[1:])):
-                forward, backward = terrain.crossing(boundary, cut[boundary][1], source, target)
-                times[terms.transfer_forward.start + boundary] = forward
-                times[terms.transfer_backward.start + boundary] = backward
             step, longest = self.graph.step(times)
             self._learn(longest)
             if step >= self.threshold:

@@ -35,7 +35,7 @@ __all__ = ["FixedStages", "Need", "Passes", "Rows", "Stages", "Wanted", "megatro
 
 
 #: Rows of a front, and of one that looks for the cheapest row alone, beyond which it is given up.
-_MOST_ROWS, _MOST_PARTS = 60_000, 100_000
+_MOST_ROWS, _MOST_PARTS = 8_000, 100_000
 #: Within which part of the least a good row is looked for at first, and how that grows.
 _FIRST_SLACK, _SLACK_GROWTH, _MOST_SLACK = 1e-4, 8.0, 3.0
 

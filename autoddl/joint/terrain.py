@@ -158,10 +158,15 @@ class Terrain:
             numbers.append(self._layouts[layout])
         return np.array(numbers, dtype=np.intp)[classes] if layouts else np.full(len(classes), -1)
 
-    def sides_of(self, row: Rows) -> tuple[int, int]:
-        """The numbers of the layouts at both sides of a stage that is run by one row; -1 for none."""
-        table = row.origin[0][0]
-        return int(self._numbered(table.entries, row.entry)[0]), int(self._numbered(table.exits, row.exit)[0])
+    def sides(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+        """The numbers of the layouts at both sides of a stage that is run by each of some rows; -1 for none."""
+        entry, exit_, begin = [], [], 0
+        for table, _, choices in rows.origin:
+            end = begin + len(choices)
+            entry.append(self._numbered(table.entries, rows.entry[begin:end]))
+            exit_.append(self._numbered(table.exits, rows.exit[begin:end]))
+            begin = end
+        return np.concatenate(entry), np.concatenate(exit_)
 
     # ------------------------------------------------------------------------------------------------------- separable
 
@@ -373,9 +378,9 @@ class Terrain:
         any_side = np.full(len(rows), -1)
         entry = exit_ = any_side
         if parts and has_sides:
-            entry = np.concatenate([self._numbered(part.origin[0][0].entries, part.entry) for part in parts])
-            if stage < self.num_stages - 1:  # nothing follows the last one
-                exit_ = np.concatenate([self._numbered(part.origin[0][0].exits, part.exit) for part in parts])
+            entry, exit_ = self.sides(rows)
+            if stage == self.num_stages - 1:
+                exit_ = any_side  # nothing follows
         self.arcs[stage, first, stop] = Arc(rows, entry, exit_)
 
 
