@@ -87,6 +87,9 @@ def balance(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
     before = np.zeros(spec.num_stages)
     if spec.synchronous and spec.num_pipelines == 1:
         before[:depth] = np.maximum(1.0 - np.cumsum(share[:depth]), 0.0)
+        # On the way to a worker the boundary behind each stage before it is crossed, and back.
+        weights[terms.transfer_forward][: depth - 1] = before[: depth - 1]
+        weights[terms.transfer_backward][: depth - 1] = 0.0 if spec.splits_backward else before[: depth - 1]
     passes = np.array([spec.backward_passes(stage) for stage in range(spec.num_stages)])
     weights[terms.forward] = count * share + before
     weights[terms.backward] = count * share * passes + (0.0 if spec.splits_backward else before)

@@ -17,9 +17,6 @@ depends on the last unit before it, so that it is a sum over the runs that have 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import groupby
-
 import numpy as np
 
 from .regions import Cut, Region
@@ -39,10 +36,8 @@ class Cuts:
     def __init__(self, terrain: Terrain):
         self.terrain = terrain
         self.stages, self.num_units = terrain.num_stages, terrain.num_units
-        sizes = [len(list(units)) for _, units in groupby(terrain.explorer.chain.kinds)]
-        self.sizes = np.array(sizes)
-        self.first = np.cumsum(sizes) - self.sizes
-        self.runs = len(sizes)
+        self.first, self.sizes = terrain.runs.first, terrain.runs.sizes
+        self.runs = len(self.sizes)
         self.bounds: list[Bound] = []
         self._rows: list[np.ndarray] = []
         self._constants: list[float] = []
@@ -60,21 +55,11 @@ class Cuts:
         price = bound.prices[0] if bound.prices else np.zeros(self.stages)
         found = self.terrain.cheapest(bound.weights, price)
         assert found is not None
-        row = found[0][:, self.first].copy()
-        constant = -self.terrain.worth_of_limits(price)
-        crossing = self.terrain.crossing_costs(bound.weights)
-        for boundary in range(self.stages - 1):
-            before = 0.0
-            for run in range(self.runs):
-                # Behind any unit of a run as much crosses.
-                behind = float(crossing[boundary, self.first[run] + 1])
-                # What is more counts as the run fills, what is less as soon as it may have begun: when the one before is complete.
-                of = run if behind >= before else run - 1
-                if of < 0:
-                    constant += behind - before
-                else:
-                    row[: boundary + 1, of] += (behind - before) / self.sizes[of]
-                before = behind
+        terms = self.terrain.terms
+        weights = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
+        crossing, constant = self.terrain.runs.crossing(weights)
+        row = found[0][:, self.first] + crossing
+        constant = float(constant) - self.terrain.worth_of_limits(price)
         self.bounds.append(bound)
         self._rows.append(row.ravel())
         self._constants.append(constant)

@@ -18,11 +18,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 
 from autoddl.pipelines.stepgraph import Terms
+
+from .terrain import Runs
 
 __all__ = ["Relaxation", "Relaxed"]
 
@@ -53,19 +54,16 @@ class Relaxation:
     """The program of one setting.
 
     Args:
-        kinds: of the chain's units.
-        transfers: the least seconds of every boundary, each way.
+        runs: of the chain, with what crosses boundaries.
         homes: the stages of every worker.
         limit: bytes of each worker's devices.
     """
 
-    def __init__(self, kinds: Sequence[int], transfers: np.ndarray, homes: Sequence[Sequence[int]], limit: float):
-        self.num_stages, self.num_units = len(transfers) + 1, len(kinds)
-        runs = [len(list(units)) for _, units in groupby(kinds)]
-        self.sizes = np.array(runs)
-        self.first = np.concatenate([[0], np.cumsum(runs)[:-1]])
+    def __init__(self, runs: Runs, homes: Sequence[Sequence[int]], limit: float):
+        self.num_stages, self.num_units = len(runs.base) + 1, int(runs.sizes.sum())
+        self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
         self.terms = Terms(self.num_stages)
-        self.transfers, self.limit = transfers, limit
+        self.limit = limit
         held = sorted({tuple(sorted(stages)) for stages in homes})
         #: Which stages a worker has; workers that have the same ones count once.
         self._holds = np.zeros((len(held), self.num_stages))
@@ -142,7 +140,9 @@ class Relaxation:
             [self._paths[:, part] for part in (terms.forward, terms.backward, terms.recompute, terms.all_reduce)]
         )
         of_paths = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])
-        constants = (self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]) @ self.transfers
+        of_boundaries = self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]
+        crossing, constants = self.runs.crossing(of_boundaries)
+        of_paths = of_paths + crossing[:, self._stage, self._run]
         scale = max(float(of_paths.max(initial=0.0)), 1e-30)
         at = self._stage[None] == np.arange(stages)[:, None]
         bounded = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
@@ -187,7 +187,7 @@ class Relaxation:
         ups = duals[len(of_paths) + stages : len(of_paths) + stages + 2 * len(bounded)].reshape(2, -1)
         for b, up, down in zip(bounded, *ups.tolist()):
             worth[: b + 1] += down - up
-        self._worth = worth * scale / total
+        self._worth = worth * scale / total - np.einsum("p,psr->sr", shares / total, crossing)
         return Relaxed(
             step_s=float(found.x[-1]) * scale,
             shares=shares / total,
@@ -216,5 +216,9 @@ class Relaxation:
         parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
         for number, part in enumerate(parts):
             times[part] = np.bincount(self._stage, amounts * self._vectors[:, number], self.num_stages)
-        times[terms.transfer_forward] = times[terms.transfer_backward] = self.transfers
+        units = np.zeros((self.num_stages, len(self.sizes)))
+        np.add.at(units, (self._stage, self._run), amounts)
+        before = np.cumsum(units, axis=0)[:-1]
+        crossing = self.runs.base + (self.runs.slopes * before).sum(axis=1)
+        times[terms.transfer_forward] = times[terms.transfer_backward] = np.maximum(crossing, 0.0)
         return times

@@ -240,6 +240,17 @@ class _Search:
             one.bound_s = max(one.bound_s, settling.bound_s * _ROUNDING)
 
 
+def _least_on_links(explorer: Explorer, setting: Setting) -> float:
+    """All micro-batches that cross the boundary where the most crosses, wherever boundaries are; in schemes of one pipeline."""
+    spec = setting.schedule
+    transfers = explorer.least_transfers(setting)
+    if spec.num_pipelines > 1 or not spec.synchronous or not len(transfers):
+        return 0.0
+    rest = explorer.chain.num_units - spec.num_stages
+    least = [float(line[b + 1 : b + rest + 2].min()) for b, line in enumerate(transfers)]
+    return spec.num_micro_batches * max(least)
+
+
 def _first_bound(explorer: Explorer, setting: Setting) -> float:
     """The bound of a setting by balance, without memory, transfers and all-reduces; inf where some layer has no strategy."""
     terms = Terms(setting.schedule.num_stages)
@@ -296,7 +307,9 @@ def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
     if not math.isfinite(best_s):
         return 0.0
     terrain = Terrain(explorer, setting, explorer.recomputations, needs)
-    bound_s = terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES)
+    bound_s = max(
+        terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES), _least_on_links(explorer, setting)
+    )
     if terrain.is_alone and bound_s < best_s:
         # The worker of the most loaded stage of the cut where it has the least to do.
         weights = np.maximum.reduce(loads(setting.schedule))

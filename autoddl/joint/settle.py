@@ -18,7 +18,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -41,6 +41,8 @@ __all__ = ["Settled", "Settling", "UnsettledError"]
 
 #: Rounds of an ascent over all cuts, and over those of a region.
 _ROUNDS, _FEW_ROUNDS = 40, 8
+#: Runs of equal units up to which an even cut is a good one; rounds of an ascent that tell about what a plan takes.
+_FEW_RUNS, _GLANCES = 4, 4
 #: How near the bound has to come to what a divided cut takes, of what is missing: more would not settle anything.
 _NEAR = 0.1
 #: Units that a cut is improved by, and the nodes of graphs that are worth it.
@@ -77,12 +79,14 @@ class _Ascent:
         bound: the mean of paths, with prices of memory.
         places: where the boundaries of the best divided cut are.
         vectors: how units are run at the bound; shape (stages, units, 5).
+        divided_s: what the best divided cut takes that was met.
     """
 
     least_s: float
     bound: Bound
     places: np.ndarray
     vectors: np.ndarray
+    divided_s: float
 
 
 class Settling:
@@ -104,7 +108,7 @@ class Settling:
         self.course = condensed or explorer.course(setting)
         self.terrain = Terrain(explorer, setting, explorer.recomputations, needs)
         homes = [[stage for _, stage in held] for held in needs.homes]
-        self.relaxation = Relaxation(explorer.chain.kinds, self.terrain.least_transfers, homes, self.terrain.limit)
+        self.relaxation = Relaxation(self.terrain.runs, homes, self.terrain.limit)
         self.simulated = 0
         self.best: Evaluation | None = None
         self.best_s = known_s
@@ -172,9 +176,13 @@ class Settling:
         return Settled(self.best, self.best_s, self.simulated)
 
     def level_s(self) -> float:
-        """About what a plan of the setting takes: where every stage has as many units as its devices want, in parts, and these are run
-        so that they fit; infinite where nothing was found to fit."""
+        """About what a plan of the setting takes, of divided units that fit; infinite where nothing was found to fit.
+
+        Where most units are alike every stage has as many as its devices want; else a few rounds of an ascent tell.
+        """
         self._begin()
+        if len(self.terrain.runs.sizes) > _FEW_RUNS:
+            return self._ascend(Region.whole(self.terrain.num_stages, self.terrain.num_units), _GLANCES).divided_s
         return math.inf if self._level is None else self.graph.step(self._level)[0]
 
     def _begin(self) -> bool:
@@ -204,7 +212,9 @@ class Settling:
         times = np.zeros(terms.count)
         for number, part in enumerate((terms.forward, terms.backward, terms.recompute, terms.all_reduce)):
             times[part] = of_stages[:, number]
-        times[terms.transfer_forward] = times[terms.transfer_backward] = terrain.least_transfers
+        places = np.clip(np.round(ends[1:-1]).astype(int), 1, terrain.num_units - 1)
+        crossing = [terrain.least_transfer(boundary, unit) for boundary, unit in enumerate(places.tolist())]
+        times[terms.transfer_forward] = times[terms.transfer_backward] = crossing
         most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in terrain.needs.homes)
         return times, most <= terrain.limit
 
@@ -256,7 +266,7 @@ class Settling:
         """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or stands still,
         or the time is over."""
         terrain, relaxation = self.terrain, self.relaxation
-        nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0))
+        nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
         best: _Ascent | None = None
         middle_s, middle = math.inf, self._level
         for _ in range(rounds):
@@ -272,7 +282,7 @@ class Settling:
             values, vectors = found
             least_s = terrain.least_of_region(bound, values, region.ranges)
             if best is None or least_s > best.least_s:
-                best = _Ascent(least_s, bound, relaxed.places, vectors)
+                best = _Ascent(least_s, bound, relaxed.places, vectors, middle_s)
             if least_s >= self.threshold * ROUNDING:
                 return best
             reduced = relaxation.reduced(values[:, relaxation.first]) + 1e-9 * relaxed.step_s
@@ -291,7 +301,7 @@ class Settling:
             if not is_new or middle_s - best.least_s < _NEAR * (self.threshold - middle_s):
                 break
         assert best is not None
-        return best
+        return replace(best, divided_s=middle_s)
 
     def _unit_times(self, cuts: Sequence[Cut], vectors: np.ndarray) -> np.ndarray:
         """What every term takes at least on cuts where units are run so (shape (stages, units, 5)); shape (terms, cuts)."""

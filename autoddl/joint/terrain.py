@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import groupby
 
 import numpy as np
 
@@ -54,6 +55,30 @@ class Arc:
     rows: Rows
     entry: np.ndarray
     exit: np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Runs of equal units.
+
+    Attributes:
+        first, sizes: the first unit and the number of units of each.
+        base, slopes: of what crosses every boundary at least, each way: base + the sum over the units before it of its run's slope;
+            shapes (stages - 1,) and (stages - 1, runs).
+    """
+
+    first: np.ndarray
+    sizes: np.ndarray
+    base: np.ndarray
+    slopes: np.ndarray
+
+    def crossing(self, weights: np.ndarray) -> tuple[np.ndarray, float]:
+        """Where what crosses each boundary counts so often (shape (..., stages - 1)): what every unit of a run at a stage adds, shape
+        (..., stages, runs), and what is there without."""
+        by_boundary = weights[..., None] * self.slopes
+        none = np.zeros((*by_boundary.shape[:-2], 1, len(self.sizes)))
+        sums = np.concatenate([np.cumsum(by_boundary[..., ::-1, :], axis=-2)[..., ::-1, :], none], axis=-2)
+        return sums, weights @ self.base
 
 
 class Terrain:
@@ -271,10 +296,25 @@ class Terrain:
 
     # ------------------------------------------------------------------------------------------------------ finer grades
 
-    @property
-    def least_transfers(self) -> np.ndarray:
-        """The least seconds of every boundary wherever it is, each way."""
-        return np.asarray(self._transfers[:, 1:-1].min(axis=1, initial=np.inf)) if self.num_units > 1 else np.zeros(0)
+    @cached_property
+    def runs(self) -> Runs:
+        """The equal units that follow each other."""
+        sizes = np.array([len(list(units)) for _, units in groupby(self.explorer.chain.kinds)])
+        first = np.cumsum(sizes) - sizes
+        base, slopes = np.zeros(self.num_stages - 1), np.zeros((self.num_stages - 1, len(sizes)))
+        for boundary, transfers in enumerate(self._transfers):
+            before = 0.0
+            for run, unit in enumerate(first.tolist()):
+                # Behind any unit of a run as much crosses.  What is more counts as the run fills, what is less as soon as it may have
+                # begun: when the one before is complete.
+                behind = float(transfers[unit + 1])
+                of = run if behind >= before else run - 1
+                if run == 0:
+                    base[boundary] = behind
+                else:
+                    slopes[boundary, of] += (behind - before) / sizes[of]
+                before = behind
+        return Runs(first, sizes, base, slopes)
 
     def cheapest(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """What every unit comes to at least at every stage, at prices of a byte on its workers, and the way to run it: seconds
