@@ -11,8 +11,8 @@ from .result import relative_gap
 
 __all__ = ["Progress", "progress_bar", "progress_text", "silent"]
 
-#: Called now and then with the incumbent's cost [s], a valid lower bound [s] and the evaluations so far.  Without a plan the cost is
-#: infinite; without a bound it is not a positive number.
+#: Called now and then with the incumbent's cost [s], a valid lower bound [s] and the evaluations so far.  Without a plan the cost
+#: is infinite; without a bound that is not a positive number.
 Progress = Callable[[float, float, int], None]
 
 
