@@ -123,6 +123,8 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
     best = alone
+    if best is not None:
+        job.report(_cost(job, best), _ideal_s(job), 0)
     families: list[FamilyFigures] = []
     plans: list[Evaluation] = []
     for figures, plan in families_of(job, whole, alone, fault, explorer):
