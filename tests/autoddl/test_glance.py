@@ -49,7 +49,9 @@ def document_of(**options) -> dict:
 # ---- A faster one ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_faster_pipeline_is_noted_and_the_joint_search_is_at_least_as_good():
+    """The search of all pipelines until its proof may take over 10 s on a busy machine."""
     planned = plan_alone(UNTIED, SLOW, ASKED)
     plain = make_plan(UNTIED, SLOW, ASKED)
     assert plain.notes == () and planned.strategies == plain.strategies and planned.cost == plain.cost
