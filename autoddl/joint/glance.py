@@ -1,12 +1,12 @@
 """A glance at pipelines for who asked for a plan without one: whether one is faster, or fits where nothing else does.
 
 Some plans of the family "Megatron + 1F1B" are worked out with all their figures, in the order of its authors' rule (Narayanan et
-al., SC'21, takeaways 1 to 3): as few ways to split the model as memory allows; among these rather layers, inside nodes, than stages;
-the rest of the devices are data parallel; small micro-batches.  Stages have equal shares of the model's FLOPs.  The micro-batch of
-the best is then doubled while that is better.
+al., SC'21, takeaways 1 to 3): as few ways to split the model as memory allows; among these rather layers, inside nodes, than
+stages; the rest of the devices are data parallel; small micro-batches.  Stages have equal shares of the model's FLOPs.  The
+micro-batch of the best is then doubled while that is better.
 
-The plans are members of the space of ``--pipeline auto``, so that a faster one says what the search of it finds at least.  That none
-of them is faster says nothing.
+The plans are members of the space of ``--pipeline auto``, so that a faster one says what the search of it finds at least.  That
+none of them is faster says nothing.
 """
 
 from __future__ import annotations
