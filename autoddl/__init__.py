@@ -2,7 +2,8 @@
 
 - `apply(module, plan)`: a OneFlow model that trains at a plan's layouts; `load_plan(path)` reads the plan;
   `launched()`: the job that a script was started in by ``autoddl launch``.
-- `planner`: `make_plan` from a layer graph and a cluster; `models`: built-in layer graphs; `extract`: those of OneFlow modules.
+- `planner`: `make_plan` from a layer graph and a cluster (`joint.glance`: `plan_alone`, the same with a note where a pipeline is
+  faster; `joint.planner`: `plan_jointly`, with pipelines); `models`: built-in layer graphs; `extract`: those of OneFlow modules.
 - `export`: a plan as an annotated OneFlow file, a graph or a trace.
 
 Nothing is imported before it is asked for: OneFlow only where something runs on it.

@@ -187,7 +187,7 @@ def plan_document(planned: Planned, trusted: PlanTrust | None = None) -> dict[st
         "baselines": {figures.name: _baseline_fields(figures) for figures in planned.baselines},
         "candidates": [_candidate_fields(candidate) for candidate in planned.candidates],
         "trust": trust_document(trusted),
-        "notes": [*planned.graph.notes, *(trusted.notes if trusted else ())],
+        "notes": [*planned.graph.notes, *(trusted.notes if trusted else ()), *planned.notes],
     }
     return sealed({**facts_of(planned.graph, planned.cluster, planned.workload, planned.assessment), **claims})
 

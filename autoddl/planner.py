@@ -131,7 +131,7 @@ class Planned:
 
     ``result`` is the search's at the chosen micro-batch; ``lower_bound`` and ``optimal`` speak of the whole sweep;
     ``is_interrupted``: a stop was requested, so that something may have been left out; ``taken_from``: the baseline whose plan it
-    is, where the searches found none better; empty where they did.
+    is, where the searches found none better; empty where they did; ``notes``: for the reader, beside those of the graph.
     """
 
     graph: LayerGraph
@@ -150,6 +150,7 @@ class Planned:
     search_s: float
     is_interrupted: bool = False
     taken_from: str = ""
+    notes: tuple[str, ...] = ()
 
     @property
     def cost(self) -> float:

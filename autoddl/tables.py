@@ -30,6 +30,7 @@ def plan_text(planned: Planned, trusted: PlanTrust | None = None) -> str:
     if trusted is not None:
         sections.append(trust_lines(trusted))
         notes += trusted.notes
+    notes += planned.notes
     if notes:
         sections.append(["Notes", *(f"  {note}" for note in notes)])
     return "\n\n".join("\n".join(section) for section in sections)

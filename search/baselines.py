@@ -24,7 +24,7 @@ from itertools import product
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy, data_parallel, transposed
 
-__all__ = ["BASELINES", "Baseline", "baselines"]
+__all__ = ["BASELINES", "Baseline", "baselines", "megatron"]
 
 #: Names, in the order in which they are reported.
 BASELINES = ("data parallel", "megatron", "summa")
@@ -45,7 +45,7 @@ def baselines(graph: LayerGraph, level_sizes: tuple[int, ...]) -> Iterator[Basel
     yield Baseline("data parallel", f"dp {everything.p0}", {layer.name: everything for layer in graph.layers})
     for mesh in _meshes(level_sizes):
         if any(mp > 1 for _, mp in mesh):
-            yield _megatron(graph, mesh, everything)
+            yield megatron(graph, mesh)
     for mesh in _meshes(level_sizes):
         if any(r > 1 for r, _ in mesh) and any(c > 1 for _, c in mesh):
             yield _summa(graph, mesh, everything)
@@ -60,7 +60,9 @@ def _text(mesh: tuple[tuple[int, int], ...], names: tuple[str, str]) -> str:
     return " | ".join(f"{names[0]} {a} x {names[1]} {b}" for a, b in mesh)
 
 
-def _megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...], everything: Strategy) -> Baseline:
+def megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...]) -> Baseline:
+    """The member of its family of one mesh: (dp, mp) per network level; data parallel where no mp is more than 1."""
+    everything = data_parallel(tuple(dp * mp for dp, mp in mesh))
     column = Strategy(tuple((dp, mp, 1) for dp, mp in mesh))
     row = Strategy(tuple((dp, 1, mp) for dp, mp in mesh))
     alternating: dict[str, Strategy] = {}

@@ -76,17 +76,16 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
-    from ..planner import make_plan
+    from ..joint.glance import plan_alone
     from ..tables import plan_text
     from ..trusting import trust_of
 
     graph, cluster, options = model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method)
     with interruptible() as asked:
-        planned = make_plan(graph, cluster, options, stop=asked.stop)
+        planned = plan_alone(graph, cluster, options, asked.stop)
         trusted = trust_of(planned, asked.stop)
 
     def document() -> dict[str, Any]:
-        # Documents can hold pipelines, whose modules a plan without one does not need.
         from ..plan import plan_document
 
         return plan_document(planned, trusted)

@@ -10,6 +10,7 @@
   first over the space.
 - :mod:`.planner`: ``plan_jointly`` for a :mod:`.job`, with the best of all :mod:`.families` (:mod:`.papers`); :mod:`.leastmemory`:
   where nothing fits; :mod:`.result`: what it returns; :mod:`.table`: as text.
+- :mod:`.glance`: ``plan_alone``, the best plan without a pipeline, with a note where a pipeline is faster.
 """
 
 from __future__ import annotations

@@ -34,7 +34,17 @@ from .result import FamilyFigures
 from .search import explore
 from .stages import MakeStages, megatron_stages, replicated_stages
 
-__all__ = ["Family", "describe", "families_of", "figures_of", "paper_plan", "stopped", "whole_mesh"]
+__all__ = [
+    "PIPELINES",
+    "Family",
+    "common_strategy",
+    "describe",
+    "families_of",
+    "figures_of",
+    "paper_plan",
+    "stopped",
+    "whole_mesh",
+]
 
 #: The part of the time limit that all families' searches may take together, and each paper's planner.
 _FAMILIES, _PAPER = 0.45, 0.03
@@ -177,7 +187,7 @@ def _pipeline(
         if explored.finished and explored.settings == explored.impossible:
             why = "none of its schedules has stages that divide over the devices"
         return FamilyFigures(family.title, infeasible=why), None
-    inner = _common_strategy(best) if family.make_stages is megatron_stages else ""
+    inner = common_strategy(best) if family.make_stages is megatron_stages else ""
     # The bound is of what is minimised; of a step it says something where that is the step.
     lower = min(explored.lower_bound_s, best.step_s) if objective == "step" else 0.0
     return figures_of(family.title, best, f"{describe(best)}{inner}{said}", lower, paper_step_s), best
@@ -227,7 +237,7 @@ def _data_parallel(job: Job, whole: Planned | None) -> tuple[FamilyFigures, Eval
     return FamilyFigures(name, infeasible=why or slices), None
 
 
-def _common_strategy(evaluation: Evaluation) -> str:
+def common_strategy(evaluation: Evaluation) -> str:
     """The mesh of Megatron's stages: data and model parallel ways of the linear layers."""
     linear = next((one for one in evaluation.layers if one.layer.kind == "linear"), None)
     if linear is None:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
 
+from ..planner import USABLE_MEMORY, base_workload
 from .configuration import RECOMPUTATIONS
-from .cutting import Chain
+from .cutting import Chain, chain_of
 from .explorer import Explorer
 from .result import JointOptions
 from .stages import MakeStages, Stages
 from .stagetables import Pricing
 
-__all__ = ["DEFAULT_TIME_LIMIT_S", "Job", "Report", "no_report"]
+__all__ = ["DEFAULT_TIME_LIMIT_S", "Job", "Report", "job_of", "no_report"]
 
 #: Seconds of processor time for the search of pipelines where no limit is given.
 DEFAULT_TIME_LIMIT_S = 30.0
@@ -71,3 +74,25 @@ class Job:
             like,
             self.stop,
         )
+
+
+def job_of(
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: JointOptions,
+    report: Report = no_report,
+    stop: Stop | None = None,
+) -> Job:
+    """What a user asks for, with the batch and the memory limit that go without saying.
+
+    Raises:
+        UserError: the memory limit is out of range, or the micro-batch does not divide the batch.
+    """
+    base = options.base
+    limit = USABLE_MEMORY * cluster.device.memory_bytes if base.memory_limit_bytes is None else base.memory_limit_bytes
+    if not 0 < limit < math.inf:
+        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
+    workload = base_workload(cluster, base, recompute=False)
+    if base.micro_batch is not None:
+        replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
+    return Job(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -20,14 +19,13 @@ from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError, Timed
 from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.pipelines.planners import Clock
 
-from ..planner import USABLE_MEMORY, InfeasibleError, Planned, base_workload, make_plan
+from ..planner import InfeasibleError, Planned, make_plan
 from ..tables import counted
 from .configuration import Configuration, PipelineSchedule, StageChoice
-from .cutting import chain_of
 from .evaluation import Evaluation, evaluate
 from .explorer import Explorer
 from .families import families_of, paper_plan, stopped, whole_mesh
-from .job import DEFAULT_TIME_LIMIT_S, Job, Report, no_report
+from .job import DEFAULT_TIME_LIMIT_S, Job, Report, job_of, no_report
 from .leastmemory import least_memory
 from .meshes import has_all_divisions
 from .papers import PLANNERS
@@ -69,14 +67,7 @@ def plan_jointly(
     """
     start = time.perf_counter()
     _check(options)
-    base = options.base
-    limit = USABLE_MEMORY * cluster.device.memory_bytes if base.memory_limit_bytes is None else base.memory_limit_bytes
-    if not 0 < limit < math.inf:
-        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
-    workload = base_workload(cluster, base, recompute=False)
-    if base.micro_batch is not None:
-        replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
-    job = Job(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())
+    job = job_of(graph, cluster, options, report, stop)
     clock = Clock(job.time_limit_s, job.stop)
     whole, fault = _without_pipeline(job)
     if options.pipeline != "auto":
@@ -132,6 +123,8 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
     best = alone
+    if best is not None:
+        job.report(_cost(job, best), _ideal_s(job), 0)
     families: list[FamilyFigures] = []
     plans: list[Evaluation] = []
     for figures, plan in families_of(job, whole, alone, fault, explorer):

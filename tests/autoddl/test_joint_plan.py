@@ -415,6 +415,16 @@ def test_workers_of_unequal_numbers_of_devices_can_be_better():
     assert found.evaluation.step_s < min(equal)
 
 
+def test_reports_begin_with_the_plan_without_a_pipeline_and_end_with_the_best():
+    slow, base = MACHINE.with_links(bandwidth=2e7), Options(batch=8, memory_limit_bytes=4e6, precision="mixed")
+    reports: list[tuple[float, float, int]] = []
+    found = plan_jointly(UNTIED, slow, JointOptions(base), lambda *report: reports.append(report))
+    steps = [best for best, _, _ in reports]
+    assert steps[0] == pytest.approx(make_plan(UNTIED, slow, base).cost, rel=1e-9)
+    assert steps == sorted(steps, reverse=True) and steps[0] > steps[-1] >= found.cost
+    assert all(0 <= bound <= found.cost * (1 + 1e-9) for _, bound, _ in reports)
+
+
 # ---- The document and the command --------------------------------------------------------------------------------------
 
 
