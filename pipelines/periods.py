@@ -7,7 +7,8 @@ one to tasks of the longer one, so that what comes before something there does s
   (GPipe, however its stages are grouped.)
 * **Shift.** On every worker the tasks up to some place to themselves, those behind it to the same ones of u micro-batches later;
   between them stands what the worker does for u micro-batches.  Tasks of one stage and kind come in the order of their
-  micro-batches, so what waits for a task waits for the same one of an earlier micro-batch, too. (All others; they repeat themselves.)
+  micro-batches, so what waits for a task waits for the same one of an earlier micro-batch, too.  (All others: they repeat
+  themselves.)
 
 What is added to a worker's order is done between two of its tasks: with k times that between them, the short schedule takes no
 longer than one of k u micro-batches more. This is a lower bound for the long one, by a graph of few nodes.

@@ -28,7 +28,17 @@ import numpy as np
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import ByClass
 
-__all__ = ["Front", "Guide", "TooManyError", "VectorEdge", "VectorTable", "front", "least", "least_choices", "undominated"]
+__all__ = [
+    "Front",
+    "Guide",
+    "TooManyError",
+    "VectorEdge",
+    "VectorTable",
+    "front",
+    "least",
+    "least_choices",
+    "undominated",
+]
 
 #: Entries of the largest table over open variables, and rows, that are worked with.
 MOST_ENTRIES = 4_000_000
@@ -320,8 +330,10 @@ def least_choices(table: VectorTable, weights: np.ndarray) -> np.ndarray:
             with np.errstate(invalid="ignore"):
                 part = weights[:, component, None] * costs[classes[step.before[at]]]
             of_class += np.where(np.isnan(part), np.inf, part)
-        index = [classes[v][:, None] if v != step.variable else np.arange(options.num_classes)[None] for v in step.after]
-        of_class += togo[(rows[:, None], *index)]
+        index = [
+            classes[v][:, None] if v != step.variable else np.arange(options.num_classes)[None] for v in step.after
+        ]
+        of_class += togo[tuple([rows[:, None], *index])]
         chosen = (weights @ options.sums.T + of_class[:, options.of_class]).argmin(axis=1)
         choices[:, step.variable], classes[step.variable] = options.number[chosen], options.of_class[chosen]
     return choices

@@ -89,7 +89,9 @@ class Cuts:
         rows, constants = np.array(self._rows) / limit, np.array(self._constants) / limit
         of_bounds = np.hstack([rows, np.zeros((len(rows), extra)), -np.ones((len(rows), 1))])
         matrix, low, high = self._order(region)
-        upper = np.append(np.where(self._is_open(region), self.sizes[None], 0).ravel().astype(float), np.ones(extra + 1))
+        upper = np.append(
+            np.where(self._is_open(region), self.sizes[None], 0).ravel().astype(float), np.ones(extra + 1)
+        )
         found = milp(
             np.append(np.zeros(size - 1), 1.0),
             constraints=[

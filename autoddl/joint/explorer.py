@@ -175,8 +175,8 @@ class Explorer:
         return self._kept(("whole", *self._schedule_key(setting)), lambda: self._course(setting, None))
 
     def condensed(self, setting: Setting) -> Course | None:
-        """A short schedule whose steps are lower bounds of a long one's; None where the schedule is short itself, or does not repeat
-        itself."""
+        """A short schedule whose steps are lower bounds of a long one's (:mod:`autoddl.pipelines.periods`); None where the schedule
+        is short itself, or does not repeat itself."""
         spec = setting.schedule
         if not spec.synchronous or spec.num_stages * spec.num_micro_batches < _LONG:
             return None

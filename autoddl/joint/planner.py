@@ -1,21 +1,22 @@
 """The joint planner: pipeline and SBP together, or the plan of a paper's planner; with the runner-ups of every family.
 
 1. Without a pipeline (D = 1) the existing planner is exact: its plan is a member of the space.
-2. The families that people use are planned, each for itself (:mod:`.families`).  Their plans are members of the space, too: the
+2. A good plan early: what promises most in the whole space is looked at.
+3. The families that people use are planned, each for itself (:mod:`.families`).  Their plans are members of the space, too: the
    best of all is the first incumbent, so that no plan is slower than a row of its own table.
-3. The whole space is searched (:mod:`.search`) for what is better.
+4. The whole space is searched (:mod:`.search`) for what is better.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError, TimedStop
+from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
 from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.pipelines.planners import Clock
 
@@ -23,7 +24,7 @@ from ..planner import InfeasibleError, Planned, make_plan
 from ..tables import counted
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
-from .explorer import Explorer
+from .explorer import Explorer, Setting
 from .families import families_of, paper_plan, stopped, whole_mesh
 from .job import DEFAULT_TIME_LIMIT_S, Job, Report, job_of, no_report
 from .leastmemory import least_memory
@@ -37,8 +38,8 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: The part of the time limit for the plan without a pipeline.
 _WITHOUT = 0.2
-#: The part of it for what is near the families' plans.
-_NEAR = 0.15
+#: The part of it for a good plan early.
+_EARLY = 0.12
 #: The part of it for the least memory that would do, where nothing fits.
 _LEAST_MEMORY = 0.5
 
@@ -116,7 +117,7 @@ def _one_stage(job: Job, planned: Planned) -> Evaluation:
 
 
 def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: Clock, start: float) -> JointPlan:
-    base, explorer = job.options.base, job.explorer()
+    explorer = job.explorer()
     alone = None if whole is None else _one_stage(job, whole)
     stale = job.options.allow_stale
     notes: tuple[str, ...] = ()
@@ -125,11 +126,10 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
     best = alone
     if best is not None:
         job.report(_cost(job, best), _ideal_s(job), 0)
+    best = _early(job, explorer, best) or best
     families: list[FamilyFigures] = []
-    plans: list[Evaluation] = []
     for figures, plan in families_of(job, whole, alone, fault, explorer):
         families.append(figures)
-        plans += [plan] if plan is not None else []
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
             job.report(_cost(job, best), _ideal_s(job), len(families))
@@ -138,11 +138,9 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         enough, is_proven = _least_memory(job, explorer)
         if enough > job.limit_bytes * (1 + 1e-9) and is_proven:
             raise _infeasible(job, enough, is_proven, fault)
-    near = _near(job, explorer, plans, best, Clock(_NEAR * job.time_limit_s, job.stop))
-    best = near or best
     wide = explore(
         explorer,
-        explorer.settings(base.micro_batch, stale, lambda spec: spec.num_workers > 1),
+        _settings(job, explorer),
         math.inf if best is None else _cost(job, best),
         clock,
         report=job.report,
@@ -176,18 +174,21 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
     )
 
 
-def _near(
-    job: Job, explorer: Explorer, plans: Sequence[Evaluation], best: Evaluation | None, deadline: Deadline
-) -> Evaluation | None:
-    """The best of all schedules on the devices of the families' plans, at their micro-batches, half and twice them, if one is
-    better than the best of them: a good plan early makes the search of the whole space short."""
+def _early(job: Job, explorer: Explorer, best: Evaluation | None) -> Evaluation | None:
+    """The best plan that the search of the whole space comes to in a little time, if it is better."""
+    return explore(
+        explorer,
+        _settings(job, explorer),
+        math.inf if best is None else _cost(job, best),
+        Clock(_EARLY * job.time_limit_s, job.stop),
+        report=job.report,
+    ).best
+
+
+def _settings(job: Job, explorer: Explorer) -> Iterator[Setting]:
+    """Those of all pipelines."""
     base = job.options.base
-    meshes = {plan.configuration.mesh for plan in plans}
-    sizes = {plan.configuration.workload.micro_batch * part / 2 for plan in plans for part in (1, 2, 4)}
-    everything = explorer.settings(base.micro_batch, job.options.allow_stale, lambda spec: spec.num_workers > 1)
-    settings = [one for one in everything if one.mesh in meshes and one.micro_batch in sizes]
-    known_s = math.inf if best is None else _cost(job, best)
-    return explore(explorer, settings, known_s, deadline, report=job.report).best
+    return explorer.settings(base.micro_batch, job.options.allow_stale, lambda spec: spec.num_workers > 1)
 
 
 def _cost(job: Job, plan: Evaluation) -> float:

@@ -46,7 +46,7 @@ class Region:
         return tuple(found)
 
     def without(self, cut: Cut) -> list[Region]:
-        """Regions of which each other cut of this one is in one: the first boundary that stands elsewhere does so before, or behind."""
+        """Regions of which every other cut of this one is in one: by the first boundary that stands elsewhere, before or behind."""
         found, rest = [], self
         for boundary, (_, stop) in enumerate(cut[:-1]):
             first, last = rest.ranges[boundary]

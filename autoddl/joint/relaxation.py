@@ -10,8 +10,8 @@ the schedule counts for each of these, the step is the largest of the sums over 
                            sum over the stages of w of m(k) x(k)    <=  limit    for every worker w                 price on w
 
 Both grow as they are needed: the schedule's longest path at the best x joins the paths (Kelley's cutting planes), and what is the
-cheapest of all ways to run a unit at these shares and prices joins the columns.  The mean of the paths, at the shares, with bytes at
-these prices, is the *linear bound* that is as sharp for all cuts together as one can be.
+cheapest of all ways to run a unit at these shares and prices joins the columns.  The mean of the paths, at the shares, with bytes
+at these prices, is the *linear bound* that is as sharp for all cuts together as one can be.
 """
 
 from __future__ import annotations
@@ -97,8 +97,8 @@ class Relaxation:
         self._paths, self._used = self._paths[kept], self._used[kept]
 
     def add_columns(self, vectors: np.ndarray, reduced: np.ndarray | None = None) -> bool:
-        """A way to run a unit of every run at every stage, shape (stages, runs, 5): seconds forward, backward, recompute, all-reduce,
-        bytes; whether one is new.
+        """A way to run a unit of every run at every stage: seconds forward, backward, recompute, all-reduce, bytes; shape (stages,
+        runs, 5); whether one is new.
 
         Args:
             reduced: of each what it would take away from the step; those alone that would.
@@ -109,9 +109,7 @@ class Relaxation:
         if not len(fresh):
             return False
         scale = np.maximum(vectors.max(axis=(0, 1)), 1e-30)
-        known = {
-            (s, r, *row) for s, r, row in zip(self._stage, self._run, np.round(self._vectors / scale, 9).tolist())
-        }
+        known = {(s, r, *row) for s, r, row in zip(self._stage, self._run, np.round(self._vectors / scale, 9).tolist())}
         rounded = np.round(fresh / scale, 9).tolist()
         new = np.array([(s, r, *row) not in known for s, r, row in zip(stage, run, rounded)])
         self._stage, self._run = np.append(self._stage, stage[new]), np.append(self._run, run[new])

@@ -204,9 +204,7 @@ class _Search:
                     self.open += later
                     self.found.finished = False
                     return
-                self.report(
-                    self.best_s, min([one.bound_s, *(other.bound_s for other in later)]), self.found.simulated
-                )
+                self.report(self.best_s, min([one.bound_s, *(other.bound_s for other in later)]), self.found.simulated)
                 if one.looks >= looks:
                     later.append(heapq.heappop(self.open))
                 elif not one.is_sharp:
@@ -226,7 +224,9 @@ class _Search:
         """Settle a setting, or find out more of its bound, in its slice of time."""
         self.found.opened.add(one.setting)
         time_s = _SLICES_S[min(one.looks, len(_SLICES_S) - 1)]
-        until = Deadline(time_s, self.deadline.stop, time.process_time) if self._goes_on else _slice(self.deadline, time_s)
+        until = (
+            Deadline(time_s, self.deadline.stop, time.process_time) if self._goes_on else _slice(self.deadline, time_s)
+        )
         settling = Settling(self.explorer, one.setting, self.best_s, until, is_quick=not one.looks)
         one.looks += 1
         try:
@@ -308,7 +308,8 @@ def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
         return 0.0
     terrain = Terrain(explorer, setting, explorer.recomputations, needs)
     bound_s = max(
-        terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES), _least_on_links(explorer, setting)
+        terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES),
+        _least_on_links(explorer, setting),
     )
     if terrain.is_alone and bound_s < best_s:
         # The worker of the most loaded stage of the cut where it has the least to do.

@@ -263,8 +263,8 @@ class Settling:
     # ------------------------------------------------------------------------------------------------ all cuts together
 
     def _ascend(self, region: Region, rounds: int) -> _Ascent:
-        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or stands still,
-        or the time is over."""
+        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or as high as it
+        gets, or the time is over."""
         terrain, relaxation = self.terrain, self.relaxation
         nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
         best: _Ascent | None = None
@@ -392,7 +392,7 @@ class Settling:
         """Whether a search through rows of a cut's stages tells that no plan is below the threshold, or the best one was found; it
         may not without the layouts at the sides.
 
-        The rows are those that can be of use, worked out stage by stage, first where a second counts most, as far as that has to go.
+        The rows are those that can be of use, worked out stage by stage, where a second counts most first, until that is enough.
         """
         terrain = self.terrain.again()
         bounds = [ascent.bound, *(Bound(path) for path in self.relaxation.latest(_MOST_GUIDES))]

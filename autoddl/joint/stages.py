@@ -276,7 +276,13 @@ class Stages:
         return self._hulls[key]
 
     def _hull(
-        self, found: StageTable, way: str, counts: np.ndarray, constant: float, weights: Sequence[float], prices: np.ndarray
+        self,
+        found: StageTable,
+        way: str,
+        counts: np.ndarray,
+        constant: float,
+        weights: Sequence[float],
+        prices: np.ndarray,
     ) -> Rows | None:
         table = self._with_memory(found, counts, has_sides=False)
         wanted = np.zeros((len(prices), table.num_components))

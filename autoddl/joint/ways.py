@@ -19,7 +19,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.search.fronts import undominated
 
-from .regions import Cut, Region
+from .regions import Region
 from .terrain import Bound, Terrain
 
 __all__ = ["TooManyStatesError", "Way", "Ways"]
@@ -162,22 +162,17 @@ class Ways:
         check: called now and then; it may raise.
     """
 
-    def __init__(
-        self, terrain: Terrain, region: Region, threshold: float, check: Callable[[], None]
-    ) -> None:
+    def __init__(self, terrain: Terrain, region: Region, threshold: float, check: Callable[[], None]) -> None:
         self.terrain, self.region, self.threshold, self.check = terrain, region, threshold, check
         self.bounds: list[Bound] = []
         self._costs: list[np.ndarray] = []
         #: Arcs that are on no way below the threshold are not allowed; shape (stages, units + 1, units + 1).
-        self._allowed: np.ndarray | None = None
+        self._allowed = np.zeros((0, 0, 0), dtype=bool)
         #: Bounds that have had their say in that, at which threshold.
         self._closed, self._closed_below = 0, math.nan
         self._behind = np.zeros(0)
         self._states = 0
         self._candidates: dict[tuple[int, int], _Candidates] = {}
-        self._excluded: set[tuple[int, ...]] = set()
-        #: Whether what was gone through led to a cut that is left out.
-        self._met_excluded = False
         self._failed: dict[tuple[int, int, int], _Failures] = {}
         self._shared = self._shared_weights()
         homes = terrain.needs.homes
@@ -202,17 +197,13 @@ class Ways:
     def renew(self) -> None:
         """Take in what has become known of the terrain."""
         self._costs = [np.stack(self.terrain.costs(bound)) for bound in self.bounds]
-        self._allowed = None
+        self._allowed = np.zeros((0, 0, 0), dtype=bool)
         self._candidates.clear()
         self._failed.clear()
 
-    def exclude(self, cut: Cut) -> None:
-        """Leave one cut out from now on."""
-        self._excluded.add(tuple(stop for _, stop in cut))
-
     def is_open(self) -> bool:
         """Close the arcs that are on no way below the threshold; whether there is a way left."""
-        if self._allowed is None:
+        if not len(self._allowed):
             self._allowed = np.stack([np.isfinite(cost) for cost in self.region.among(list(self._costs[0]))])
             self._closed = 0
         if self._closed_below != self.threshold:
@@ -261,18 +252,14 @@ class Ways:
         chosen: Way = []
         sums = np.zeros(len(self.bounds) + len(self._shared) + 2 * len(self._workers))
         try:
-            return chosen[::-1] if self._descend((), -1, sums, chosen) else None
+            return chosen[::-1] if self._descend(0, 0, -1, sums, chosen) else None
         except TooManyStatesError:
-            if self._excluded:
-                raise
             return self._spread(sums)
 
-    def _descend(self, stops: tuple[int, ...], layout: int, sums: np.ndarray, chosen: Way) -> bool:
+    def _descend(self, stage: int, unit: int, layout: int, sums: np.ndarray, chosen: Way) -> bool:
         """Depth first: a way on from a state, if it has one."""
-        stage, unit = len(stops), stops[-1] if stops else 0
         if stage == self.terrain.num_stages:
-            self._met_excluded |= stops in self._excluded
-            return stops not in self._excluded
+            return True
         self._states += 1
         if self._states > _MOST_STEPS:
             raise TooManyStatesError
@@ -281,17 +268,12 @@ class Ways:
             return False
         found = self._ways_on(stage, unit)
         new, row, score = self._on(stage, unit, layout, sums[None], found)
-        met, self._met_excluded = self._met_excluded, False
         for place in np.argsort(score, kind="stable").tolist():
             at = int(row[place])
-            stop = int(found.stop[at])
-            if self._descend((*stops, stop), int(found.exit[at]), new[place], chosen):
-                chosen.append((stage, unit, stop, int(found.row[at])))
+            if self._descend(stage + 1, int(found.stop[at]), int(found.exit[at]), new[place], chosen):
+                chosen.append((stage, unit, int(found.stop[at]), int(found.row[at])))
                 return True
-        # What led to a cut that is left out says nothing of other ways to come here.
-        if not self._met_excluded:
-            failed.add(sums)
-        self._met_excluded |= met
+        failed.add(sums)
         return False
 
     def _spread(self, sums: np.ndarray) -> Way | None:
