@@ -263,8 +263,8 @@ class Settling:
     # ------------------------------------------------------------------------------------------------ all cuts together
 
     def _ascend(self, region: Region, rounds: int) -> _Ascent:
-        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or as high as it
-        gets, or the time is over."""
+        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or gets no
+        higher, or the time is over."""
         terrain, relaxation = self.terrain, self.relaxation
         nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
         best: _Ascent | None = None

@@ -73,7 +73,7 @@ class Runs:
     slopes: np.ndarray
 
     def crossing(self, weights: np.ndarray) -> tuple[np.ndarray, float]:
-        """Where what crosses each boundary counts so often, shape (..., stages - 1): what every unit of a run at a stage adds, shape
+        """Where what crosses each boundary counts so often, shape (..., stages - 1): what each unit of a run at a stage adds, shape
         (..., stages, runs), and what is there without."""
         by_boundary = weights[..., None] * self.slopes
         none = np.zeros((*by_boundary.shape[:-2], 1, len(self.sizes)))
@@ -306,9 +306,9 @@ class Terrain:
             before = 0.0
             for run, unit in enumerate(first.tolist()):
                 # Behind any unit of a run as much crosses.  What is more counts as the run fills, what is less as soon as it may
-                # have begun: when the one before is complete.
+                # have begun: when the one before is complete.  A single unit is there or not.
                 behind = float(transfers[unit + 1])
-                of = run if behind >= before else run - 1
+                of = run if behind >= before or sizes[run] == 1 else run - 1
                 if run == 0:
                     base[boundary] = behind
                 else:

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from autoddl.joint.bounds import balance, homes, least_of_cuts, loads, micro_batches_of
 from autoddl.joint.configuration import PipelineSchedule
 from autoddl.joint.needs import needs_of, read_off
-from autoddl.joint.relaxation import Relaxation
 from autoddl.joint.space import schedules
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.schedule import Schedule
@@ -160,55 +159,6 @@ def test_the_least_of_all_cuts(seed: int, stages: int, further: int) -> None:
         inside = sum(of_units[s, ends[s] : ends[s + 1]].sum() for s in range(stages))
         costs.append(inside + sum(after[s, place] for s, place in enumerate(places)))
     assert least_of_cuts(of_units, after) == pytest.approx(min(costs), rel=1e-9, abs=1e-12)
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.data(), st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 6))
-def test_a_divided_cut_is_no_longer_than_any_other(data: st.DataObject, seed: int, stages: int, paths: int) -> None:
-    """The program's value is below the longest of the paths at every cut within the ranges, and so is the mean of its paths."""
-    dice = np.random.default_rng(seed)
-    kinds = data.draw(st.lists(st.integers(0, 2), min_size=stages, max_size=8))
-    units, terms = len(kinds), Terms(stages)
-    transfers = dice.exponential(0.3, stages - 1)
-    relaxation = Relaxation(kinds, stages, transfers)
-    weights = dice.integers(0, 5, (paths, terms.count)).astype(float)
-    # Units of one kind take the same wherever they are.
-    of_paths = [dice.exponential(1.0, (stages, 3))[:, kinds] for _ in range(paths)]
-    for path, of_units in zip(weights, of_paths):
-        relaxation.add(path, of_units)
-    free = [(b, units - stages + b) for b in range(1, stages)]
-    ranges = [tuple(sorted(dice.integers(low, high + 1, 2).tolist())) for low, high in free]
-
-    def of_cut(ends: list[int]) -> np.ndarray:
-        """Of every path."""
-        crossing = (weights[:, terms.transfer_forward] + weights[:, terms.transfer_backward]) @ transfers
-        inside = [sum(one[s, ends[s] : ends[s + 1]].sum() for s in range(stages)) for one in of_paths]
-        return np.asarray(crossing + np.array(inside))
-
-    for allowed in (free, ranges):
-        cuts = [
-            of_cut([0, *places, units])
-            for places in combinations(range(1, units), stages - 1)
-            if all(low <= place <= high for place, (low, high) in zip(places, allowed))
-        ]
-        solved = relaxation.solve(allowed)
-        if solved is None:
-            assert not cuts
-            continue
-        assert solved.shares.sum() == pytest.approx(1.0) and (solved.shares >= 0).all()
-        assert solved.amounts.sum() == pytest.approx(units) and (solved.amounts.sum(axis=1) >= 1 - 1e-7).all()
-        assert solved.places == pytest.approx(np.cumsum(solved.amounts.sum(axis=1))[:-1])
-        for of_one in cuts:
-            assert solved.step_s <= of_one.max() * (1 + 1e-7) + 1e-9
-        if allowed is free and len(set(kinds)) == 1:
-            # Where no range holds and each stage has a unit, the mean of the paths is as long at its best divided cut.
-            ends = solved.amounts[:, 0]
-            values = [
-                (one[:, 0] * ends).sum() + (path[terms.transfer_forward] + path[terms.transfer_backward]) @ transfers
-                for path, one in zip(weights, of_paths)
-            ]
-            assert solved.step_s == pytest.approx(max(values), rel=1e-6, abs=1e-9)
-            assert solved.shares @ np.array(values) == pytest.approx(solved.step_s, rel=1e-6, abs=1e-9)
 
 
 # ---- What schedules ask of their stages --------------------------------------------------------------------------------

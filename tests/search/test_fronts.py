@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.table import ByClass
-from autoddl.search.fronts import Guide, TooManyError, VectorEdge, VectorTable, front, least, undominated
+from autoddl.search.fronts import Guide, TooManyError, VectorEdge, VectorTable, front, least, least_choices, undominated
 
 COMPONENTS = 3
 
@@ -81,6 +81,11 @@ def test_least_is_the_least_of_all_choices(table: VectorTable, wanted: list[tupl
     for one, value in zip(wanted, found.tolist()):
         # A forbidden pair is forbidden, whatever its component counts for.
         assert value == (sums @ np.array(one)).min(initial=math.inf)
+    choices = least_choices(table, np.array(wanted, dtype=float))
+    assert len(choices) == (len(wanted) if len(sums) else 0)
+    if len(choices):
+        of_choices, _ = table.evaluate(choices)
+        assert [float(np.array(one) @ row) for one, row in zip(wanted, of_choices)] == found.tolist()
 
 
 @settings(max_examples=250, deadline=None)
