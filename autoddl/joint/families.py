@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 #: The part of the time limit that all families' searches may take together, and each paper's planner.
-_FAMILIES, _PAPER = 0.3, 0.03
+_FAMILIES, _PAPER = 0.2, 0.02
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 

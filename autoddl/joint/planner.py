@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterator
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -24,14 +23,15 @@ from ..planner import InfeasibleError, Planned, make_plan
 from ..tables import counted
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
-from .explorer import Explorer, Setting
+from .explorer import Explorer
 from .families import families_of, paper_plan, stopped, whole_mesh
+from .glance import glance
 from .job import DEFAULT_TIME_LIMIT_S, Job, Report, job_of, no_report
 from .leastmemory import least_memory
 from .meshes import has_all_divisions
 from .papers import PLANNERS
 from .result import Considered, FamilyFigures, JointOptions, JointPlan
-from .search import Explored, explore
+from .search import Explored, Search
 from .space import MOST_PASSES
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
@@ -39,7 +39,7 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 #: The part of the time limit for the plan without a pipeline.
 _WITHOUT = 0.2
 #: The part of it for a good plan early.
-_EARLY = 0.12
+_EARLY = 0.25
 #: The part of it for the least memory that would do, where nothing fits.
 _LEAST_MEMORY = 0.5
 
@@ -126,7 +126,13 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
     best = alone
     if best is not None:
         job.report(_cost(job, best), _ideal_s(job), 0)
-    best = _early(job, explorer, best) or best
+    if job.options.base.objective == "step":
+        best = (
+            glance(job, math.inf if best is None else best.step_s, Clock(_EARLY * job.time_limit_s, job.stop)) or best
+        )
+    everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
+    search = Search(explorer, everything, math.inf if best is None else _cost(job, best), job.report)
+    best = search.begin(Clock(_EARLY * job.time_limit_s, job.stop)) or best
     families: list[FamilyFigures] = []
     for figures, plan in families_of(job, whole, alone, fault, explorer):
         families.append(figures)
@@ -138,14 +144,9 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         enough, is_proven = _least_memory(job, explorer)
         if enough > job.limit_bytes * (1 + 1e-9) and is_proven:
             raise _infeasible(job, enough, is_proven, fault)
-    wide = explore(
-        explorer,
-        _settings(job, explorer),
-        math.inf if best is None else _cost(job, best),
-        clock,
-        report=job.report,
-    )
-    best = wide.best or best
+    wide = search.go_on(math.inf if best is None else _cost(job, best), clock)
+    if wide.best is not None and (best is None or _cost(job, wide.best) < _cost(job, best)):
+        best = wide.best
     if best is None:
         job.stop.check()
         if not wide.finished:
@@ -172,23 +173,6 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
-
-
-def _early(job: Job, explorer: Explorer, best: Evaluation | None) -> Evaluation | None:
-    """The best plan that the search of the whole space comes to in a little time, if it is better."""
-    return explore(
-        explorer,
-        _settings(job, explorer),
-        math.inf if best is None else _cost(job, best),
-        Clock(_EARLY * job.time_limit_s, job.stop),
-        report=job.report,
-    ).best
-
-
-def _settings(job: Job, explorer: Explorer) -> Iterator[Setting]:
-    """Those of all pipelines."""
-    base = job.options.base
-    return explorer.settings(base.micro_batch, job.options.allow_stale, lambda spec: spec.num_workers > 1)
 
 
 def _cost(job: Job, plan: Evaluation) -> float:

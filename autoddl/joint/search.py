@@ -32,7 +32,7 @@ from .settle import Settling, UnsettledError
 from .stagetables import Replicas
 from .terrain import PRICES, Bound, Terrain
 
-__all__ = ["Explored", "explore"]
+__all__ = ["Explored", "Search", "explore"]
 
 #: Seconds that one setting may take, the first time and when others have had theirs.
 _SLICES_S = (0.5, 1.0, 4.0, 16.0, 1e9)
@@ -91,33 +91,49 @@ def explore(
         report: told the best step, the least open bound and the number of plans that were worked out.
         until_found: go on beyond the deadline until there is a plan, if there is one.
     """
-    search = _Search(explorer, known_s, deadline or Deadline(), report, until_found)
-    try:
-        search.bound(settings)
-        search.look_at_promising()
-        search.prove()
-    except StopRequestedError:
-        search.found.finished = False
-    search.found.lower_bound_s = search.lower_bound_s
-    return search.found
+    search = Search(explorer, settings, known_s, report, until_found)
+    return search.go_on(known_s, deadline or Deadline())
 
 
-class _Search:
-    """One search; the arguments are those of :func:`explore`."""
+class Search:
+    """One search, which may go on later; the arguments are those of :func:`explore`."""
 
     def __init__(
         self,
         explorer: Explorer,
-        known_s: float,
-        deadline: Deadline,
-        report: Callable[[float, float, int], None],
-        until_found: bool,
+        settings: Iterable[Setting],
+        known_s: float = math.inf,
+        report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
+        until_found: bool = False,
     ):
-        self.explorer, self.best_s, self.deadline = explorer, known_s, deadline
+        self.explorer, self.settings, self.best_s = explorer, tuple(settings), known_s
         self.report, self.until_found = report, until_found
+        self.deadline = Deadline()
         self.found = Explored()
         self.open: list[_Open] = []
         self.is_bounded = False
+
+    def begin(self, deadline: Deadline) -> Evaluation | None:
+        """Look at what promises most, until the time is over; the best plan, if one is better than what was known."""
+        self.deadline = deadline
+        try:
+            self.bound()
+            self.look_at_promising()
+        except StopRequestedError:
+            pass
+        return self.found.best
+
+    def go_on(self, known_s: float, deadline: Deadline) -> Explored:
+        """Search on from where it was left, with a plan that is known by now, to the end or until the time is over."""
+        self.best_s, self.deadline = min(self.best_s, known_s), deadline
+        try:
+            self.bound()
+            self.look_at_promising()
+            self.prove()
+        except StopRequestedError:
+            self.found.finished = False
+        self.found.lower_bound_s = self.lower_bound_s
+        return self.found
 
     @property
     def limit_s(self) -> float:
@@ -138,14 +154,17 @@ class _Search:
     def _goes_on(self) -> bool:
         return self.until_found and self.found.best is None and not self.deadline.stop.is_requested
 
-    def bound(self, settings: Iterable[Setting]) -> None:
-        """Of all settings that have a plan what they take at least, by balance and without memory.
+    def bound(self) -> None:
+        """Of all settings that have a plan what they take at least, by balance and without memory, if that is not known yet.
 
         Raises:
             StopRequestedError: the time was over before all have one.
         """
+        if self.is_bounded:
+            return
+        self.found, self.open = Explored(best=self.found.best), []
         known: dict[object, float] = {}
-        for number, setting in enumerate(settings):
+        for number, setting in enumerate(self.settings):
             self.explorer.stop.check()
             self.found.settings += 1
             cuts = math.comb(self.explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
@@ -168,7 +187,7 @@ class _Search:
 
         What the promises tell at first is little; so the best of a few that were simulated is looked at, before more of them are.
         """
-        equal = [one for one in self.open if isinstance(one.setting.mesh, StageMesh)]
+        equal = [one for one in self.open if isinstance(one.setting.mesh, StageMesh) and not one.looks]
         queue = [(_promise(one), one.number, False, one) for one in equal]
         heapq.heapify(queue)
         simulated: list[tuple[float, int, _Open]] = []
@@ -187,6 +206,8 @@ class _Search:
                     promised_s = max(promised_s, _promise_with_memory(self.explorer, one.setting, promised_s))
                     heapq.heappush(queue, (promised_s, number, True, one))
             if not simulated or simulated[0][0] >= _PROMISING * self.best_s:
+                if fresh:
+                    continue
                 break
             before = self.best_s
             self._look(heapq.heappop(simulated)[2])
@@ -283,7 +304,9 @@ def _promise_with_memory(explorer: Explorer, setting: Setting, about_s: float) -
     needs = explorer.needs(setting.schedule)
     if needs is None:
         return math.inf
-    terrain = Terrain(explorer, setting, explorer.recomputations, needs)
+    # Layer by layer takes about as long as whole stages, and has tables of its own.
+    ways = [way for way in explorer.recomputations if way != "layers"] or explorer.recomputations
+    terrain = Terrain(explorer, setting, ways, needs)
     return terrain.quick(Bound(promise(setting.schedule, setting.widths)), about_s, (0.0, *PRICES))
 
 

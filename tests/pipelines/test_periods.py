@@ -84,7 +84,7 @@ def test_a_short_schedule_takes_no_longer_than_the_long_one(depth: int, count: i
 
 @pytest.mark.parametrize("name", ["gpipe", "grouped-gpipe", "interleaved-1f1b"])
 def test_even_stages_take_as_long_in_short(name: str) -> None:
-    """Of 4 workers and 48 micro-batches, by the schedules' formulas: (48 + 3) (1 + 2), or with G groups 48 G (1 + 2) + 3 (1 + 2)."""
+    """Of 4 workers, 48 micro-batches and G groups, by the schedules' formulas: (48 G + 3) (1 + 2)."""
     for spec in schedules(4, 48, 64, stale=False):
         if spec.name != name:
             continue
