@@ -90,7 +90,8 @@ class Cuts:
         of_bounds = np.hstack([rows, np.zeros((len(rows), extra)), -np.ones((len(rows), 1))])
         matrix, low, high = self._order(region)
         upper = np.append(
-            np.where(self._is_open(region), self.sizes[None], 0).ravel().astype(float), np.ones(extra + 1)
+            np.where(self.terrain.runs.may_be_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
+            np.ones(extra + 1),
         )
         found = milp(
             np.append(np.zeros(size - 1), 1.0),
@@ -109,12 +110,6 @@ class Cuts:
         amounts = np.round(found.x[: self._count]).astype(int).reshape(self.stages, self.runs)
         stops = np.cumsum(amounts.sum(axis=1)).tolist()
         return float(found.mip_dual_bound) * limit * (1 - TOLERANCE), list(zip((0, *stops[:-1]), stops))
-
-    def _is_open(self, region: Region) -> np.ndarray:
-        """Whether a stage may have units of a run; shape (stages, runs)."""
-        begins = np.array([0, *(low for low, _ in region.ranges)])[:, None]
-        ends = np.array([*(high for _, high in region.ranges), self.num_units])[:, None]
-        return np.asarray(np.maximum(begins, self.first) < np.minimum(ends, self.first + self.sizes))
 
     def _order(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The constraints that make numbers of units a cut of the region: coefficients, least and most."""

@@ -25,10 +25,16 @@ from autoddl.pipelines.stepgraph import Terms
 
 from .terrain import Runs
 
-__all__ = ["Relaxation", "Relaxed"]
+__all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
 
 #: Columns for each run at each stage that are held at a time, on the mean.
 _MOST_COLUMNS = 6
+#: SciPy's status of a program that has no solution.
+_INFEASIBLE = 2
+
+
+class UnsolvedError(Exception):
+    """The solver had numerical difficulties."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,6 +134,9 @@ class Relaxation:
         """The best divided cut whose boundaries are within ranges; None where no one fits.
 
         :meth:`reduced` tells of ways to run units what they would change.
+
+        Raises:
+            UnsolvedError
         """
         # Only here: loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import linprog
@@ -158,7 +167,7 @@ class Relaxation:
         )
         theta = np.zeros((len(held), 1))
         theta[: len(of_paths)] = -1.0
-        is_open = self._is_open(ranges)[self._stage, self._run]
+        is_open = self.runs.may_be_in(ranges)[self._stage, self._run]
         whole = (self._run[None] == np.arange(len(self.sizes))[:, None]).astype(float)
         found = linprog(
             np.append(np.zeros(count), 1.0),
@@ -169,8 +178,10 @@ class Relaxation:
             bounds=np.column_stack([np.zeros(count + 1), np.append(np.where(is_open, np.inf, 0.0), np.inf)]),
             method="highs-ds",
         )
-        if found.status != 0:
+        if found.status == _INFEASIBLE:
             return None
+        if found.status != 0:
+            raise UnsolvedError(found.message)
         self._solved += 1
         duals = -found.ineqlin.marginals
         shares = np.maximum(duals[: len(of_paths)], 0.0)
@@ -202,12 +213,6 @@ class Relaxation:
             values: shape (stages, runs).
         """
         return np.asarray(values - self._worth)
-
-    def _is_open(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Whether a stage may have units of a run; shape (stages, runs)."""
-        begins = np.array([0, *(low for low, _ in ranges)])[:, None]
-        ends = np.array([*(high for _, high in ranges), self.num_units])[:, None]
-        return np.asarray(np.maximum(begins, self.first) < np.minimum(ends, self.first + self.sizes))
 
     def _times(self, amounts: np.ndarray) -> np.ndarray:
         terms, times = self.terms, np.zeros(self.terms.count)

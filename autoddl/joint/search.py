@@ -314,7 +314,10 @@ def _promise_simulated(explorer: Explorer, setting: Setting, about_s: float) -> 
     """What a level plan takes by the schedule itself, without redistributions."""
     if not setting.schedule.synchronous:
         return about_s
-    return Settling(explorer, setting, math.inf, Deadline(stop=explorer.stop)).level_s()
+    try:
+        return Settling(explorer, setting, math.inf, Deadline(stop=explorer.stop)).level_s()
+    except UnsettledError:
+        return about_s
 
 
 def _slice(deadline: Deadline, seconds: float) -> Deadline:

@@ -32,12 +32,12 @@ from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
 from .fitting import fitting_rows
 from .regions import Cut, Region, level_cut
-from .relaxation import Relaxation
+from .relaxation import Relaxation, UnsolvedError
 from .stages import Wanted
 from .terrain import Bound, Terrain, TooManyError
 from .ways import TooManyStatesError, Way, Ways
 
-__all__ = ["Settled", "Settling", "UnsettledError"]
+__all__ = ["Settling", "UnsettledError"]
 
 #: Rounds of an ascent over all cuts, and over those of a region.
 _ROUNDS, _FEW_ROUNDS = 40, 8
@@ -55,15 +55,6 @@ _MOST_GUIDES = 5
 _MOST_BOUNDS = 60
 #: Sums of the same terms in another order differ by less: what is at the threshold is not below it.
 ROUNDING = 1 - 1e-12
-
-
-@dataclass(frozen=True)
-class Settled:
-    """What is known of a setting: its best plan, if one was below the threshold, and that no plan is below ``bound_s``."""
-
-    best: Evaluation | None
-    bound_s: float
-    simulated: int
 
 
 class UnsettledError(Exception):
@@ -131,28 +122,29 @@ class Settling:
 
     # -------------------------------------------------------------------------------------------------------- the loop
 
-    def run(self) -> Settled:
-        """Settle it.
+    def run(self) -> None:
+        """Settle it: then no plan is below :attr:`best_s`.
 
         Raises:
             UnsettledError: the deadline came first, or it is too large.
         """
-        if not self._begin():
-            return self._settled()
-        whole = Region.whole(self.terrain.num_stages, self.terrain.num_units)
+        if self._begin():
+            self._settle(Region.whole(self.terrain.num_stages, self.terrain.num_units))
+        self.bound_s = self.best_s
+
+    def _settle(self, whole: Region) -> None:
         if not self.setting.schedule.synchronous:
-            return self._drifting(whole)
+            self._drifting(whole)
+            return
         ascent = self._of_all_cuts(whole)
         if self.is_condensed and not self.is_quick and ascent.least_s < self.threshold * ROUNDING:
             # What the short schedule leaves open is looked at as it is.
             self.course, self.is_condensed = self.explorer.course(self.setting), False
             ascent = self._of_all_cuts(whole)
-        if ascent.least_s >= self.threshold * ROUNDING:
-            return self._settled()
-        if self.is_quick:
-            raise UnsettledError
-        self._search(whole, ascent)
-        return self._settled()
+        if ascent.least_s < self.threshold * ROUNDING:
+            if self.is_quick:
+                raise UnsettledError
+            self._search(whole, ascent)
 
     def _of_all_cuts(self, whole: Region) -> _Ascent:
         """The bound of all cuts, and a plan of the one that looks best, whatever the time is.
@@ -170,10 +162,6 @@ class Settling:
             self._propose(whole, ascent)
             self._check()
         return ascent
-
-    def _settled(self) -> Settled:
-        self.bound_s = self.best_s
-        return Settled(self.best, self.best_s, self.simulated)
 
     def level_s(self) -> float:
         """About what a plan of the setting takes, of divided units that fit; infinite where nothing was found to fit.
@@ -224,7 +212,7 @@ class Settling:
             return self.best_s
         return float(self.terrain.quick(Bound(np.maximum.reduce(loads(self.setting.schedule))), 0.0, (0.0,)))
 
-    def _drifting(self, whole: Region) -> Settled:
+    def _drifting(self, whole: Region) -> None:
         """An asynchronous schedule's period is no longest path: bounded by what its workers put through, and tried.
 
         Raises:
@@ -237,7 +225,6 @@ class Settling:
             self._try_level()
             if self.bound_s < self.threshold:
                 raise UnsettledError
-        return self._settled()
 
     def _check(self) -> None:
         """Whether to go on.
@@ -264,7 +251,11 @@ class Settling:
 
     def _ascend(self, region: Region, rounds: int) -> _Ascent:
         """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or gets no
-        higher, or the time is over."""
+        higher, or the time is over.
+
+        Raises:
+            UnsettledError: the program was not solved.
+        """
         terrain, relaxation = self.terrain, self.relaxation
         nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
         best: _Ascent | None = None
@@ -273,7 +264,10 @@ class Settling:
             self.explorer.stop.check()
             if best is not None and self.deadline.is_over:
                 break
-            relaxed = relaxation.solve(region.ranges)
+            try:
+                relaxed = relaxation.solve(region.ranges)
+            except UnsolvedError as error:
+                raise UnsettledError from error
             if relaxed is None:
                 return nothing
             bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,))
@@ -487,15 +481,11 @@ class Settling:
         """Try the cut whose most loaded stage has the least to do, memory at a price."""
         terms = self.terrain.terms
         weights = np.maximum.reduce(loads(self.setting.schedule))
-        _, cut = level_cut(self.terrain.costs(Bound(weights, self._level_prices(weights))))
+        prices = self.terrain.grid(weights, self._about_s())
+        _, cut = level_cut(self.terrain.costs(Bound(weights, prices if self.terrain.is_alone else prices[:1])))
         weights[terms.all_reduce] = 1.0
         if cut:
             self._try(cut, weights)
-
-    def _level_prices(self, weights: np.ndarray) -> tuple[np.ndarray, ...]:
-        """Prices at which the most loaded stage is made small."""
-        prices = self.terrain.grid(weights, self._about_s())
-        return prices if self.terrain.is_alone else prices[:1]
 
     def _try(self, cut: Cut, path: np.ndarray) -> None:
         """A plan with a cut, rows that are good on a path for its stages, if they fit."""

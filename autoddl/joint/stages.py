@@ -157,18 +157,6 @@ class Stages:
         """The vectors of a stage; None where some layer has no strategy for these passes."""
         return self.tables.table(first, stop, way == "layers", passes.micro_batch, passes.part, passes.replicas)
 
-    def least(self, first: int, stop: int, way: str, passes: Passes, weights: np.ndarray) -> np.ndarray:
-        """The least of each weight over all strategies (:data:`.stagetables.COMPONENTS`), shape (weights, 5) -> (weights,)."""
-        found = self.table(first, stop, way, passes)
-        if found is None:
-            return np.full(len(weights), np.inf)
-        extra = found.table.num_components - weights.shape[1]
-        padded = np.hstack([weights, np.zeros((len(weights), extra))])
-        try:
-            return least(found.table, padded)
-        except TooManyError:
-            return np.zeros(len(weights))
-
     def memory_of(self, first: int, stop: int, way: str, passes: Passes, need: Need) -> tuple[np.ndarray, float]:
         """What state and kept count for in bytes, and bytes besides (see the module's docstring)."""
         alive, constant = need.in_flight, 0.0
@@ -379,13 +367,6 @@ class FixedStages(Stages):
         # Of few strategies few prices are worked out: nothing of the others' is of use.
         super().__init__(chain, mesh, cluster, workload, replace(pricing, untied=False, names=names), None, stop)
         self._members: dict[object, np.ndarray] = {}
-
-    def least(self, first: int, stop: int, way: str, passes: Passes, weights: np.ndarray) -> np.ndarray:
-        found = self.table(first, stop, way, passes)
-        if found is None or not len(choices := self._choices(found)):
-            return np.full(len(weights), np.inf)
-        sums, _ = found.table.evaluate(choices)
-        return np.asarray((weights @ sums[:, :5].T).min(axis=1))
 
     def _least_choices(self, found: StageTable, table: VectorTable, weights: np.ndarray) -> np.ndarray:
         choices = self._choices(found)

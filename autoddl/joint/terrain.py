@@ -72,6 +72,12 @@ class Runs:
     base: np.ndarray
     slopes: np.ndarray
 
+    def may_be_in(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Whether a stage may have units of a run where boundaries are within ranges; shape (stages, runs)."""
+        begins = np.array([0, *(low for low, _ in ranges)])[:, None]
+        ends = np.array([*(high for _, high in ranges), int(self.sizes.sum())])[:, None]
+        return np.asarray(np.maximum(begins, self.first) < np.minimum(ends, self.first + self.sizes))
+
     def crossing(self, weights: np.ndarray) -> tuple[np.ndarray, float]:
         """Where what crosses each boundary counts so often, shape (..., stages - 1): what each unit of a run at a stage adds, shape
         (..., stages, runs), and what is there without."""
@@ -364,11 +370,6 @@ class Terrain:
             after[boundary, :first] = after[boundary, last + 1 :] = np.inf
         return float(least_of_cuts(of_units, after)) - sum(self.worth_of_limits(price) for price in bound.prices)
 
-    def is_closed(self, stage: int, first: int, stop: int) -> bool:
-        """Whether it is known that an arc has no row of use."""
-        arc = self.arcs.get((stage, first, stop))
-        return arc is not None and not len(arc.rows)
-
     def _arc_cost(self, bound: Bound, stage: int, stop: int, arc: Arc) -> float:
         """A bound's part of an arc whose rows are known, with the least that crosses behind it."""
         terms, weights = self.terms, bound.weights
@@ -393,11 +394,6 @@ class Terrain:
             return np.asarray(found)
         at = [price[stage] * (rows.memory - self.limit / self._shares[stage]) for price in bound.prices]
         return np.asarray(found + np.max(at, axis=0))
-
-    def least_memory(self, stage: int, first: int, stop: int) -> float:
-        """The bytes per device that an arc does with at least."""
-        found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
-        return min(found.least_memory(first, stop, way, passes, need) for way in self.ways)
 
     def load(self, stage: int, first: int, stop: int, wanted: Sequence[Wanted], limit: float, has_sides: bool) -> None:
         """Work out an arc's rows.

@@ -38,6 +38,7 @@ from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
 from autoddl.plan import joint_document, load_plan, plan_from_document, save_plan
 from autoddl.planner import Options, make_plan
+from autoddl.search.fronts import least
 
 GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
 UNTIED = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
@@ -311,16 +312,22 @@ def test_a_stage_takes_the_best_that_fits():
         return found and (found[0], float(found[1].memory[0] + found[1].buffer[0]))
 
     cost, roomy = best("none", 1e9)
-    assert cost == pytest.approx(stages.least(1, 3, "none", passes, np.array([[4.0, 4.0, 1.0, 0.0, 0.0]]))[0])
+    table = stages.table(1, 3, "none", passes).table
+    assert cost == pytest.approx(least(table, np.array([[4.0, 4.0, 1.0, *[0.0] * (table.num_components - 3)]]))[0])
+    # The cheapest where bytes are for nothing, and the smallest where seconds are.
+    hull = stages.hull(1, 3, "none", passes, need, weights, np.array([0.0, 1e9]))
+    costs = hull.times @ np.array(weights)
+    assert costs.min() == pytest.approx(cost) and len(hull) == 2
+    assert hull.memory.argmin() == costs.argmax()
     assert best("none", 1e9, most=cost * 0.999) is None
     dearer, tight = best("none", roomy * 0.97)
     assert dearer > cost and tight <= roomy * 0.97
     for way in ("none", "layers", "stage"):
-        least = stages.least_memory(1, 3, way, passes, need)
-        assert best(way, least + 1)[1] == pytest.approx(least, abs=1.0)
-        assert best(way, least - 1) is None
-        assert not len(stages.rows(1, 3, way, passes, need, EVERYTHING, least - 1))
-        assert len(stages.rows(1, 3, way, passes, need, EVERYTHING, least + 1))
+        enough = stages.least_memory(1, 3, way, passes, need)
+        assert best(way, enough + 1)[1] == pytest.approx(enough, abs=1.0)
+        assert best(way, enough - 1) is None
+        assert not len(stages.rows(1, 3, way, passes, need, EVERYTHING, enough - 1))
+        assert len(stages.rows(1, 3, way, passes, need, EVERYTHING, enough + 1))
     assert stages.least_memory(1, 3, "stage", passes, need) < stages.least_memory(1, 3, "none", passes, need)
 
 
