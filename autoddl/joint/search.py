@@ -106,11 +106,15 @@ class Search:
         report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
         until_found: bool = False,
     ):
-        self.explorer, self.settings, self.best_s = explorer, tuple(settings), known_s
+        self.explorer, self.best_s = explorer, known_s
         self.report, self.until_found = report, until_found
         self.deadline = Deadline()
         self.found = Explored()
         self.open: list[_Open] = []
+        self._settings = iter(settings)
+        #: What is to be bounded next.
+        self._next: Setting | None = None
+        self._first_bounds: dict[object, float] = {}
         self.is_bounded = False
 
     def begin(self, deadline: Deadline) -> Evaluation | None:
@@ -155,32 +159,37 @@ class Search:
         return self.until_found and self.found.best is None and not self.deadline.stop.is_requested
 
     def bound(self) -> None:
-        """Of all settings that have a plan what they take at least, by balance and without memory, if that is not known yet.
+        """Of all settings that have a plan what they take at least, by balance and without memory; from where it was left.
 
         Raises:
             StopRequestedError: the time was over before all have one.
         """
-        if self.is_bounded:
-            return
-        self.found, self.open = Explored(best=self.found.best), []
-        known: dict[object, float] = {}
-        for number, setting in enumerate(self.settings):
+        while not self.is_bounded:
+            if self._next is None:
+                self._next = next(self._settings, None)
             self.explorer.stop.check()
+            if self._next is None:
+                heapq.heapify(self.open)
+                self.is_bounded = True
+                return
+            bound_s = self._first_bound(self._next)
             self.found.settings += 1
-            cuts = math.comb(self.explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
+            cuts = math.comb(self.explorer.chain.num_units - 1, self._next.schedule.num_stages - 1)
             self.found.configurations += cuts
-            spec = setting.schedule
-            key = (setting.mesh, setting.micro_batch, setting.part, bound_class(spec))
-            if key not in known:
-                known[key] = _first_bound(self.explorer, setting) * _ROUNDING
-            if known[key] == math.inf:
+            if bound_s == math.inf:
                 self.found.impossible += 1
             else:
-                self.open.append(_Open(known[key], number, setting))
+                self.open.append(_Open(bound_s, self.found.settings, self._next))
+            self._next = None
             if self.is_over:
                 raise StopRequestedError
-        heapq.heapify(self.open)
-        self.is_bounded = True
+
+    def _first_bound(self, setting: Setting) -> float:
+        """By balance; of schedules of one class it is the same."""
+        key = (setting.mesh, setting.micro_batch, setting.part, bound_class(setting.schedule))
+        if key not in self._first_bounds:
+            self._first_bounds[key] = _balanced(self.explorer, setting) * _ROUNDING
+        return self._first_bounds[key]
 
     def look_at_promising(self) -> None:
         """Look at the settings whose level plans would take the least, until what they promise is no better than the best plan.
@@ -272,7 +281,7 @@ def _least_on_links(explorer: Explorer, setting: Setting) -> float:
     return spec.num_micro_batches * max(least)
 
 
-def _first_bound(explorer: Explorer, setting: Setting) -> float:
+def _balanced(explorer: Explorer, setting: Setting) -> float:
     """The bound of a setting by balance, without memory, transfers and all-reduces; inf where some layer has no strategy."""
     terms = Terms(setting.schedule.num_stages)
     weights = balance(setting.schedule, setting.widths)

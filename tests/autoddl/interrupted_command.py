@@ -18,7 +18,10 @@ from autoddl.__main__ import main
 def announce(name: str, calls: int, twice: bool) -> None:
     """Replace a function by one that announces, waits for a signal, and then does what it always does."""
     module, _, attribute = name.partition(":")
-    home = importlib.import_module(module)
+    home: Any = importlib.import_module(module)
+    *classes, attribute = attribute.split(".")
+    for one in classes:
+        home = getattr(home, one)
     plain, left = getattr(home, attribute), [calls]
 
     def announcing(*arguments: Any, **options: Any) -> Any:

@@ -592,4 +592,4 @@ def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
     monkeypatch.setattr("autoddl.joint.families.Clock", Short)
     other = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=50.0), "dapple"))
     rows = {family.name: family for family in other.families}
-    assert rows["Chimera"].description.endswith("; its planner stopped after 1.5 s") and other.notes == ()
+    assert rows["Chimera"].description.endswith("; its planner stopped after 1 s") and other.notes == ()
