@@ -115,6 +115,8 @@ class Search:
         #: What is to be bounded next.
         self._next: Setting | None = None
         self._first_bounds: dict[object, float] = {}
+        #: Settings that have had their time, and get more when the others have.
+        self._later: list[_Open] = []
         self.is_bounded = False
 
     def begin(self, deadline: Deadline) -> Evaluation | None:
@@ -147,7 +149,9 @@ class Search:
     @property
     def lower_bound_s(self) -> float:
         """No plan is below it.  Of settings that were not come to not even a bound is known."""
-        return min([self.best_s, *(one.bound_s for one in self.open)]) if self.is_bounded else 0.0
+        if not self.is_bounded:
+            return 0.0
+        return min([self.best_s, *(one.bound_s for one in (*self.open, *self._later))])
 
     @property
     def is_over(self) -> bool:
@@ -227,26 +231,24 @@ class Search:
     def prove(self) -> None:
         """Look at the open setting of the least bound, until none is below the best plan."""
         for looks in range(1, len(_SLICES_S) + 1):
-            later: list[_Open] = []
             while self.open and self.open[0].bound_s < self.limit_s:
-                one = self.open[0]
                 if self.is_over:
-                    self.open += later
                     self.found.finished = False
                     return
-                self.report(self.best_s, min([one.bound_s, *(other.bound_s for other in later)]), self.found.simulated)
-                if one.looks >= looks:
-                    later.append(heapq.heappop(self.open))
-                elif not one.is_sharp:
+                one = self.open[0]
+                least_s = min([one.bound_s, *(other.bound_s for other in self._later)])
+                self.report(self.best_s, least_s, self.found.simulated)
+                if one.looks < looks and not one.is_sharp:
                     one.bound_s = max(one.bound_s, _sharper(self.explorer, one.setting, self.best_s))
                     one.is_sharp = True
                     heapq.heapreplace(self.open, one)
-                else:
+                    continue
+                if one.looks < looks:
                     self._look(one)
-                    if one.bound_s < self.limit_s:
-                        later.append(one)
-                    heapq.heappop(self.open)
-            self.open = later
+                heapq.heappop(self.open)
+                if one.bound_s < self.limit_s:
+                    self._later.append(one)
+            self.open, self._later = self._later, []
             heapq.heapify(self.open)
         self.found.finished = not self.open
 

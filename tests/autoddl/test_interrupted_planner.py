@@ -12,7 +12,7 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from autoddl.costmodel.workload import Workload
-from autoddl.joint import chain_of
+from autoddl.joint import chain_of, search
 from autoddl.joint.explorer import Explorer
 from autoddl.joint.planner import plan_jointly
 from autoddl.joint.result import JointOptions
@@ -147,6 +147,29 @@ def test_settings_that_were_not_come_to_have_no_bound():
     explorer, settings_ = cut_short(lambda explorer: None)
     found = explore(explorer, settings_, 1.0, Deadline(0.0))
     assert not found.finished and found.lower_bound_s == 0.0 and found.settings == 1
+
+
+@pytest.mark.parametrize("looks", [1, 2, 7])
+def test_settings_that_wait_for_more_time_are_in_the_bound(monkeypatch, looks):
+    """A search that is stopped while it proves forgets none of those that it has put off."""
+    explorer = Explorer(chain_of(UNTIED), SLOW, Workload(8, 8, "mixed", "adam"), 4e6)
+    asked = []
+
+    class Undecided(search.Settling):
+        def run(self):
+            asked.append(self.setting)
+            if len(asked) == looks:
+                explorer.stop.request()
+            explorer.stop.check()
+            raise search.UnsettledError
+
+    monkeypatch.setattr(search, "Settling", Undecided)
+    monkeypatch.setattr(search.Search, "look_at_promising", lambda self: None)
+    every = list(explorer.settings(None, False, lambda spec: spec.num_workers > 1))
+    bounds = []
+    found = explore(explorer, every, 1e3, Deadline(None, explorer.stop), lambda best, bound, _: bounds.append(bound))
+    assert len(asked) == looks and not found.finished and found.best is None
+    assert 0 < found.lower_bound_s == bounds[-1]
 
 
 @pytest.mark.parametrize("name", ["dapple", "chimera"])
