@@ -38,8 +38,8 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: The part of the time limit for the plan without a pipeline.
 _WITHOUT = 0.2
-#: The part of it for a good plan early.
-_EARLY = 0.25
+#: The part of it for a glance at what people use, and for a good plan early.
+_GLANCE, _EARLY = 0.01, 0.25
 #: The part of it for the least memory that would do, where nothing fits.
 _LEAST_MEMORY = 0.5
 
@@ -128,7 +128,7 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         job.report(_cost(job, best), _ideal_s(job), 0)
     if job.options.base.objective == "step":
         best = (
-            glance(job, math.inf if best is None else best.step_s, Clock(_EARLY * job.time_limit_s, job.stop)) or best
+            glance(job, math.inf if best is None else best.step_s, Clock(_GLANCE * job.time_limit_s, job.stop)) or best
         )
     everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
     search = Search(explorer, everything, math.inf if best is None else _cost(job, best), job.report)

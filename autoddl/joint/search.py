@@ -225,6 +225,7 @@ class Search:
             before = self.best_s
             self._look(heapq.heappop(simulated)[2])
             in_vain = 0 if self.best_s < before else in_vain + 1
+            self.report(self.best_s, self.lower_bound_s, self.found.simulated)
         self.open = [one for one in self.open if one.bound_s < self.limit_s]
         heapq.heapify(self.open)
 
