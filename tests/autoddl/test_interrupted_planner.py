@@ -104,6 +104,7 @@ def joint_options(pipeline: str, limit: float) -> JointOptions:
 
 
 def test_whenever_a_joint_search_is_stopped_its_plan_holds():
+    """Every place where it is stopped is a search of its own, and there are many."""
     optimum = plan_jointly(UNTIED, SLOW, joint_options("auto", 4e6))
     assert optimum.optimal and not optimum.is_interrupted and optimum.status == "optimal"
     asks, steps, stop = 1, [], StopAfter(1)
