@@ -107,7 +107,10 @@ class _Bytes:
             fresh = [(s, *ends) for s, ends in enumerate(cut) if (s, *ends) not in self._known]
             for stage, first, stop in fresh:
                 self.explorer.stop.check()
-                self._known[stage, first, stop] = self._costs[stage][first, stop] = self._of_stage(stage, first, stop)
+                self._known[stage, first, stop] = self._of_stage(stage, first, stop)
+                # Stages that share a worker share a buffer: of all of them together what stays is a bound, and no buffer.
+                own = self._known[stage, first, stop] if self._is_alone else self._of_stage(stage, first, stop, False)
+                self._costs[stage][first, stop] = own
             needed = [self._known[s, first, stop] for s, (first, stop) in enumerate(cut)]
             found = min(found, max(sum(needed[stage] for _, stage in held) for held in self.needs.homes))
             if not fresh:
@@ -116,6 +119,10 @@ class _Bytes:
     def _need(self, stage: int) -> Need:
         return Need(self.needs.in_flight[stage], self.needs.versions[stage])
 
-    def _of_stage(self, stage: int, first: int, stop: int) -> float:
-        stages = self.explorer.stages(self.setting.meshes[stage])
-        return min(stages.least_memory(first, stop, way, self.passes[stage], self._need(stage)) for way in self.ways)
+    @property
+    def _is_alone(self) -> bool:
+        return all(len(held) == 1 for held in self.needs.homes)
+
+    def _of_stage(self, stage: int, first: int, stop: int, has_buffer: bool = True) -> float:
+        stages, need = self.explorer.stages(self.setting.meshes[stage]), self._need(stage)
+        return min(stages.least_memory(first, stop, way, self.passes[stage], need, has_buffer) for way in self.ways)

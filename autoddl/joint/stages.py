@@ -289,13 +289,21 @@ class Stages:
         """A choice of the least sum for each weight, none where there is none."""
         return least_choices(table, weights)
 
-    def least_memory(self, first: int, stop: int, way: str, passes: Passes, need: Need) -> float:
-        """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf without a way."""
+    def least_memory(
+        self, first: int, stop: int, way: str, passes: Passes, need: Need, has_buffer: bool = True
+    ) -> float:
+        """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf without a way.
+
+        Args:
+            has_buffer: else what stays alone.
+        """
         found = self.table(first, stop, way, passes)
         if found is None:
             return math.inf
         counts, constant = self.memory_of(first, stop, way, passes, need)
         table = self._scalar(found, way, (0.0, 0.0, 0.0, 0.0), counts)
+        if not has_buffer:
+            return float(least(table, np.array([[0.0, 1.0]]))[0]) + constant
         chosen = front(table, (), (1, math.inf), self.stop, _MOST_PARTS, is_shared=True)
         return float((chosen.sums[:, 1] + chosen.sizes).min(initial=math.inf)) + constant
 

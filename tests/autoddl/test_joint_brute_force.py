@@ -294,6 +294,16 @@ EXAMPLES = {
 }
 
 
+def test_stages_of_a_worker_share_a_buffer() -> None:
+    """The least that any plan does with is one of two groups of stages, whose workers need room for one buffer, not for two."""
+    links = ((0.0, 190e9), (4.9152e-06, 2.8e9))
+    machine = Machine(2, 2, links, flops=1e10, memory_bandwidth=9.9e11, launch_s=4.17792e-09)
+    instance = Instance((64, 32, 64, 8, 64), machine, 1, recompute=True)
+    least = BruteForce(instance.job).least_memory()
+    planned = plan_jointly(instance.graph, machine.cluster, instance.options(least + 0.3))
+    assert planned.evaluation.memory_bytes == least and planned.evaluation.configuration.schedule.groups == 2
+
+
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_joint_plan_is_the_best_of_all_configurations(kind: str) -> None:
     """Hundreds of plans, each beside all the configurations that it is the best of."""
