@@ -39,6 +39,8 @@ class Terms:
         self.transfer_forward = slice(first, first + num_stages - 1)
         self.transfer_backward = slice(first + num_stages - 1, first + 2 * (num_stages - 1))
         self.count = first + 2 * (num_stages - 1)
+        #: The terms of stages: forward, backward, recompute, all-reduce.
+        self.of_stages = (self.forward, self.backward, self.recompute, self.all_reduce)
 
 
 class StepGraph:

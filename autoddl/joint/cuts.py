@@ -48,7 +48,7 @@ class Cuts:
 
     def knows(self, path: np.ndarray) -> bool:
         """Whether a path is among the bounds, memory for nothing."""
-        return any(not bound.prices and np.array_equal(bound.weights, path) for bound in self.bounds)
+        return any(bound.is_path(path) for bound in self.bounds)
 
     def add(self, bound: Bound) -> None:
         """A further bound, at one price of memory."""

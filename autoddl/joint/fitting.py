@@ -141,9 +141,7 @@ class _Choice:
     def _put(self, times: np.ndarray, stage: int, row: int) -> None:
         """What a stage takes at a row, with what crosses at both sides."""
         terms = self.terrain.terms
-        for part, value in zip(
-            (terms.forward, terms.backward, terms.recompute, terms.all_reduce), self.hulls[stage].times[row]
-        ):
+        for part, value in zip(terms.of_stages, self.hulls[stage].times[row]):
             times[part.start + stage] = value
         ends = []
         if stage:

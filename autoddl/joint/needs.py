@@ -23,7 +23,7 @@ from autoddl.pipelines.schedule import Schedule
 from .bounds import homes
 from .configuration import PipelineSchedule
 
-__all__ = ["Needs", "asking_nothing", "needs_of"]
+__all__ = ["Needs", "needs_of"]
 
 #: Micro-batches per worker after which a schedule repeats itself.
 _UNITS = 2
@@ -66,12 +66,6 @@ def needs_of(spec: PipelineSchedule) -> Needs:
         of_workers = homes(depth, spec.groups, spec.num_pipelines)
         return Needs(of_workers, tuple(map(float, flights)), (1,) * num_stages)
     return _of_short(_shortened(spec))
-
-
-def asking_nothing(spec: PipelineSchedule) -> Needs:
-    """As if nothing were in flight: for bounds that leave memory out."""
-    of_workers = homes(spec.num_workers, spec.groups, spec.num_pipelines)
-    return Needs(of_workers, (0.0,) * spec.num_stages, (1,) * spec.num_stages)
 
 
 def _shortened(spec: PipelineSchedule) -> PipelineSchedule:

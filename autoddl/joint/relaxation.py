@@ -143,9 +143,7 @@ class Relaxation:
         from scipy.sparse import csr_matrix
 
         terms, stages, count = self.terms, self.num_stages, len(self._stage)
-        weights = np.stack(
-            [self._paths[:, part] for part in (terms.forward, terms.backward, terms.recompute, terms.all_reduce)]
-        )
+        weights = np.stack([self._paths[:, part] for part in terms.of_stages])
         of_paths = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])
         of_boundaries = self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]
         crossing, constants = self.runs.crossing(of_boundaries)
@@ -216,7 +214,7 @@ class Relaxation:
 
     def _times(self, amounts: np.ndarray) -> np.ndarray:
         terms, times = self.terms, np.zeros(self.terms.count)
-        parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
+        parts = terms.of_stages
         for number, part in enumerate(parts):
             times[part] = np.bincount(self._stage, amounts * self._vectors[:, number], self.num_stages)
         units = np.zeros((self.num_stages, len(self.sizes)))

@@ -198,7 +198,7 @@ class Settling:
         overlap = np.minimum(ends[1:, None], units + 1) - np.maximum(ends[:-1, None], units)
         of_stages = np.einsum("su,suc->sc", np.maximum(overlap, 0.0), vectors)
         times = np.zeros(terms.count)
-        for number, part in enumerate((terms.forward, terms.backward, terms.recompute, terms.all_reduce)):
+        for number, part in enumerate(terms.of_stages):
             times[part] = of_stages[:, number]
         places = np.clip(np.round(ends[1:-1]).astype(int), 1, terrain.num_units - 1)
         crossing = [terrain.least_transfer(boundary, unit) for boundary, unit in enumerate(places.tolist())]
@@ -304,7 +304,7 @@ class Settling:
         ends, stages = np.array(cuts), np.arange(terrain.num_stages)
         of_stages = sums[stages, ends[:, :, 1]] - sums[stages, ends[:, :, 0]]
         times = np.zeros((terms.count, len(cuts)))
-        for number, part in enumerate((terms.forward, terms.backward, terms.recompute, terms.all_reduce)):
+        for number, part in enumerate(terms.of_stages):
             times[part] = of_stages[:, :, number].T
         for boundary in stages[1:] - 1:
             transfer = terrain.least_transfers_at(boundary)[ends[:, boundary, 1]]
@@ -440,7 +440,7 @@ class Settling:
             crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
             room -= float(crossing) * terrain.least_transfer(stage, stop)
         price = float(bound.prices[0][stage]) if bound.prices else 0.0
-        parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
+        parts = terms.of_stages
         own = tuple(float(weights[part][stage]) for part in parts)
         return Wanted((*own, price), room + price * terrain.share(stage))  # type: ignore[arg-type]
 
@@ -495,7 +495,7 @@ class Settling:
         self._tried.add(key)
         self.explorer.stop.check()
         terms, terrain = self.terrain.terms, self.terrain
-        parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
+        parts = terms.of_stages
         weights = np.maximum(np.column_stack([path[part] for part in parts]), 1e-3)
         steps = None
         if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < _MOST_NODES // 10:

@@ -47,6 +47,10 @@ class Bound:
     weights: np.ndarray
     prices: tuple[np.ndarray, ...] = ()
 
+    def is_path(self, path: np.ndarray) -> bool:
+        """Whether it is a path alone, memory for nothing."""
+        return not self.prices and np.array_equal(self.weights, path)
+
 
 @dataclass(frozen=True, eq=False)
 class Arc:
@@ -382,13 +386,13 @@ class Terrain:
     def work(self, weights: np.ndarray, times: np.ndarray) -> np.ndarray:
         """What each stage's terms come to; shape (stages,)."""
         terms, products = self.terms, weights * times
-        parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
+        parts = terms.of_stages
         return np.asarray(sum(products[part] for part in parts))
 
     def row_costs(self, bound: Bound, stage: int, arc: Arc) -> np.ndarray:
         """A bound's part of every row of an arc, without what crosses behind it."""
         rows, terms, weights = arc.rows, self.terms, bound.weights
-        own = [weights[part][stage] for part in (terms.forward, terms.backward, terms.recompute, terms.all_reduce)]
+        own = [weights[part][stage] for part in terms.of_stages]
         found = rows.times @ np.array(own)
         if not bound.prices:
             return np.asarray(found)

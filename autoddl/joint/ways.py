@@ -192,7 +192,7 @@ class Ways:
 
     def knows(self, path: np.ndarray) -> bool:
         """Whether a path is among the bounds, memory for nothing."""
-        return any(not bound.prices and np.array_equal(bound.weights, path) for bound in self.bounds)
+        return any(bound.is_path(path) for bound in self.bounds)
 
     def renew(self) -> None:
         """Take in what has become known of the terrain."""
@@ -450,7 +450,7 @@ class Ways:
             else:
                 values, entry, exit_ = arc.rows.times[row], int(arc.entry[row]), int(arc.exit[row])
                 shared.update({(stage, k): float(value) for k, value in enumerate(arc.rows.shared[row])})
-                for part, value in zip((terms.forward, terms.backward, terms.recompute, terms.all_reduce), values):
+                for part, value in zip(terms.of_stages, values):
                     times[part.start + stage] = value
             if stage:
                 least = terrain.least_transfer(stage - 1, first)
