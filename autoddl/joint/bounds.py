@@ -7,18 +7,24 @@ is found by dynamic programming over stages and units, where every stage takes a
 
 **Balance.**  Some worker has at least the mean of all work.  Let worker s of D put N micro-batches through its stages (whatever is
 done by which replica): N (F + B).  In a scheme of one pipeline its first micro-batch has come through the stages t < s before, and
-its last one's gradient goes back through them behind.  The mean over all workers, each of which counts by its share of the devices:
+its last one's gradient goes back through them behind.  A mean over all workers, of shares q >= 0 that sum to 1:
 
-    N share(s) + sum of share(t) over the workers t > s, where s < D      for F(s) and B(s)                                    (1)
+    N q(s) + sum of q(t) over the workers t > s, where s < D      for F(s) and B(s)                                            (1)
 
-Where weight parts may come last the way back does not count, nor do ways in and out in schemes of several pipelines.  GEMS has one
-micro-batch of each pipeline under way: as many whole ways there and back as it has in one.
+It is the highest where a unit counts as much on every worker: q(s) = (c devices(s) - sum of q(t) over t > s) / N, from the last
+worker on, for which D equal workers have c = 1 / (1 - (1 - 1/N)^D) of the whole chain's work.  Where weight parts may come last the
+way back does not count, nor do ways in and out in schemes of several pipelines; with several groups of stages the ways in are
+those of the first one alone, and q is the share of the devices.  GEMS has one micro-batch of each pipeline under way: as many
+whole ways there and back as it has in one.
 
 **Long paths.**  A path of the schedule's graph (:mod:`autoddl.pipelines.stepgraph`): how often it passes each term.           (2)
 
 **Memory.**  For any prices mu >= 0 of a byte on each worker, the sum of (1) or (2) and of mu (bytes - limit) over all workers is a
 bound, too: what does not fit costs.  Recomputing a whole stage takes at least what it does without redistributions.
 (3)
+
+**Level.**  Of a cut, the dearest of the paths whose mean (1) is; over all cuts of a scheme where each worker has one stage, from the
+last stage back: g(s) = min over the stage's units of max(N (F + B), F + B + g(s + 1)).                                       (4)
 
 **Period.**  Of an asynchronous schedule: N (F + B) of a stage, the mean over the workers: N / D as above.
 """
@@ -44,7 +50,11 @@ __all__ = [
     "micro_batches_of",
     "placement_of",
     "promise",
+    "way_in",
 ]
+
+#: About what the forward pass is of all work.
+_FORWARD = 1 / 3
 
 
 @lru_cache(maxsize=512)
@@ -86,6 +96,8 @@ def balance(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
     share = np.array(widths) / sum(widths[:depth])
     before = np.zeros(spec.num_stages)
     if spec.synchronous and spec.num_pipelines == 1:
+        if spec.groups == 1:
+            share = _levelled(share, count, _FORWARD if spec.splits_backward else 1.0)
         before[:depth] = np.maximum(1.0 - np.cumsum(share[:depth]), 0.0)
         # On the way to a worker the boundary behind each stage before it is crossed, and back.
         weights[terms.transfer_forward][: depth - 1] = before[: depth - 1]
@@ -95,6 +107,25 @@ def balance(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
     weights[terms.backward] = count * share * passes + (0.0 if spec.splits_backward else before)
     # The way back of the last micro-batch may do without recomputation: that need not wait for the gradient.
     weights[terms.recompute] = count * share
+    return weights
+
+
+def _levelled(devices: np.ndarray, count: int, part: float) -> np.ndarray:
+    """The shares of (1) where every unit counts as much on each worker; ``part`` of the work counts on the way to a worker."""
+    shares, behind = np.zeros(len(devices)), 0.0
+    for worker in reversed(range(len(devices))):
+        shares[worker] = max(0.0, devices[worker] - part * behind) / count
+        behind += shares[worker]
+    return np.asarray(shares / behind)
+
+
+def way_in(spec: PipelineSchedule) -> np.ndarray:
+    """What a stage adds to the path of one behind it in (1): passes of one micro-batch; weights as :func:`balance`."""
+    terms = Terms(spec.num_stages)
+    weights = np.zeros(terms.count)
+    weights[terms.forward] = weights[terms.transfer_forward] = 1.0
+    if not spec.splits_backward:
+        weights[terms.backward] = weights[terms.transfer_backward] = 1.0
     return weights
 
 

@@ -23,11 +23,11 @@ import numpy as np
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from autoddl.pipelines.stepgraph import Terms
 
-from .bounds import balance, bound_class, least_of_cuts, loads, promise
+from .bounds import balance, bound_class, least_of_cuts, promise
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
+from .levels import least_level
 from .meshes import StageMesh
-from .regions import level_cut
 from .settle import Settling, UnsettledError
 from .stagetables import Replicas
 from .terrain import PRICES, Bound, Terrain
@@ -38,6 +38,8 @@ __all__ = ["Explored", "Search", "explore"]
 _SLICES_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: What may be promised, beside the best plan, to be looked at early, and how many may in a row bring nothing.
 _PROMISING, _MOST_IN_VAIN = 1.05, 20
+#: Cuts that are searched through at the first look, since a bound of all of them together seldom rules them out.
+_FEW_CUTS = 1_000_000
 #: Settings that are simulated before the best of them is looked at.
 _FEW = 6
 #: What a float's rounding may take away from a bound.
@@ -178,8 +180,7 @@ class Search:
                 return
             bound_s = self._first_bound(self._next)
             self.found.settings += 1
-            cuts = math.comb(self.explorer.chain.num_units - 1, self._next.schedule.num_stages - 1)
-            self.found.configurations += cuts
+            self.found.configurations += self._num_cuts(self._next)
             if bound_s == math.inf:
                 self.found.impossible += 1
             else:
@@ -187,6 +188,9 @@ class Search:
             self._next = None
             if self.is_over:
                 raise StopRequestedError
+
+    def _num_cuts(self, setting: Setting) -> int:
+        return math.comb(self.explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
 
     def _first_bound(self, setting: Setting) -> float:
         """By balance; of schedules of one class it is the same."""
@@ -260,7 +264,8 @@ class Search:
         until = (
             Deadline(time_s, self.deadline.stop, time.process_time) if self._goes_on else _slice(self.deadline, time_s)
         )
-        settling = Settling(self.explorer, one.setting, self.best_s, until, is_quick=not one.looks)
+        is_quick = not one.looks and self._num_cuts(one.setting) > _FEW_CUTS
+        settling = Settling(self.explorer, one.setting, self.best_s, until, is_quick)
         one.looks += 1
         try:
             settling.run()
@@ -349,8 +354,6 @@ def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
         terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES),
         _least_on_links(explorer, setting),
     )
-    if terrain.is_alone and bound_s < best_s:
-        # The worker of the most loaded stage of the cut where it has the least to do.
-        weights = np.maximum.reduce(loads(setting.schedule))
-        bound_s = max(bound_s, level_cut(terrain.costs(Bound(weights, terrain.grid(weights, best_s))))[0])
+    if bound_s < best_s:
+        bound_s = max(bound_s, least_level(terrain, best_s))
     return bound_s * _ROUNDING
