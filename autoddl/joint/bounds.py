@@ -11,20 +11,21 @@ its last one's gradient goes back through them behind.  A mean over all workers,
 
     N q(s) + sum of q(t) over the workers t > s, where s < D      for F(s) and B(s)                                            (1)
 
-It is the highest where a unit counts as much on every worker: q(s) = (c devices(s) - sum of q(t) over t > s) / N, from the last
-worker on, for which D equal workers have c = 1 / (1 - (1 - 1/N)^D) of the whole chain's work.  Where weight parts may come last the
-way back does not count, nor do ways in and out in schemes of several pipelines; with several groups of stages the ways in are
-those of the first one alone, and q is the share of the devices.  GEMS has one micro-batch of each pipeline under way: as many
-whole ways there and back as it has in one.
+It is highest where a unit counts as much on every worker.  From the last worker on, with a constant c,
+
+    q(s) = (c devices(s) - sum of q(t) over t > s) / N
+
+so that D equal workers take at least 1 / (1 - (1 - 1/N)^D) times the whole chain's work of one micro-batch.  Where weight parts may
+come last the way back does not count, nor do ways in and out in schemes of several pipelines.  With several groups of stages the
+ways in are those of the first group alone, and q is the share of the devices.  GEMS has one micro-batch of each pipeline under way:
+as many whole ways there and back as it has in one.
 
 **Long paths.**  A path of the schedule's graph (:mod:`autoddl.pipelines.stepgraph`): how often it passes each term.           (2)
 
 **Memory.**  For any prices mu >= 0 of a byte on each worker, the sum of (1) or (2) and of mu (bytes - limit) over all workers is a
-bound, too: what does not fit costs.  Recomputing a whole stage takes at least what it does without redistributions.
-(3)
+bound, too: what does not fit costs.  Recomputing a whole stage takes at least what it does without redistributions.          (3)
 
-**Level.**  Of a cut, the dearest of the paths whose mean (1) is; over all cuts of a scheme where each worker has one stage, from the
-last stage back: g(s) = min over the stage's units of max(N (F + B), F + B + g(s + 1)).                                       (4)
+**Level.**  A cut takes the greatest of the paths of which (1) is the mean; the least of that over all cuts is in :mod:`.levels`.
 
 **Period.**  Of an asynchronous schedule: N (F + B) of a stage, the mean over the workers: N / D as above.
 """

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.joint.bounds import balance, homes, least_of_cuts, loads, micro_batches_of
+from autoddl.joint.bounds import balance, homes, least_of_cuts, loads, micro_batches_of, way_in
 from autoddl.joint.configuration import PipelineSchedule
+from autoddl.joint.levels import least_level
 from autoddl.joint.needs import needs_of, read_off
+from autoddl.joint.regions import closed_arcs
 from autoddl.joint.space import schedules
+from autoddl.joint.terrain import Bound
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.schedule import Schedule
 from autoddl.pipelines.simulator import simulate
@@ -128,22 +132,87 @@ def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bo
         for _ in range(3):
             times = random_times(dice, spec.num_stages, again)
             most = makespan(spec, schedule, times) * (1 + 1e-9)
-            for bound in (balance(spec, widths), *loads(spec)):
+            for bound in (balance(spec, widths), *loads(spec), *reaches(spec)):
                 assert (bound >= 0).all() and bound @ times <= most, spec
         compared += 1
     assert compared >= 5
 
 
 def test_the_balance_of_even_1f1b_by_hand() -> None:
-    """(N + D - 1 - s) / D of stage s's forward and backward: 4 stages of 1 + 2 make (9 + 8 + 7 + 6) / 4 * 3 = 22.5 of 27."""
+    """Every stage counts 1 / (1 - (5/6)^4) = 1296/671 times: of 4 stages of 1 + 2 that makes 12 * 1296/671 = 23.18 of 27."""
     spec = next(spec for spec, _ in every_schedule(4, 6) if spec.label == "1f1b (A)")
     terms, times = Terms(4), np.zeros(Terms(4).count)
     times[terms.forward], times[terms.backward] = 1.0, 2.0
-    assert balance(spec, (2,) * 4) @ times == pytest.approx(22.5)
-    assert balance(spec, (2,) * 4)[terms.forward].tolist() == [2.25, 2.0, 1.75, 1.5]
+    assert balance(spec, (2,) * 4) @ times == pytest.approx(12 * 1296 / 671)
+    assert balance(spec, (2,) * 4)[terms.forward].tolist() == pytest.approx([1296 / 671] * 4)
     assert [load @ times for load in loads(spec)] == [18.0] * 4
-    # Devices 1, 3, 2, 2: 6 share(s) + what share is behind it.
-    assert balance(spec, (1, 3, 2, 2))[terms.forward].tolist() == [13 / 8, 22 / 8, 14 / 8, 12 / 8]
+    # Devices 1, 3, 2, 2: shares of 2/6, (2 - 1/3)/6 = 5/18 and (3 - 11/18)/6 = 43/108 from the last one on, where (1 - 109/108)/6
+    # is below 0; the first stage counts where it is on the way alone.  Of 109/108 in all.
+    assert balance(spec, (1, 3, 2, 2))[terms.forward].tolist() == pytest.approx([1, 324 / 109, 216 / 109, 216 / 109])
+
+
+def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
+    """What each worker puts through, behind the ways in and out of its first stage."""
+    through, terms, found = way_in(spec), Terms(spec.num_stages), []
+    parts = (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward)
+    for load in loads(spec):
+        first = int(load[terms.forward].argmax() if not load.any() else np.flatnonzero(load[terms.forward])[0])
+        for part in parts:
+            load[part][:first] += through[part][:first]
+        found.append(load)
+    return found
+
+
+class _Units:
+    """A terrain of units that take so long forward at each stage, and nothing else; shape (stages, units)."""
+
+    def __init__(self, spec: PipelineSchedule, forward: np.ndarray):
+        self.forward = forward
+        self.num_stages, self.num_units = forward.shape
+        self.terms = Terms(self.num_stages)
+        self.setting = SimpleNamespace(schedule=spec, widths=(1,) * self.num_stages)
+        self.is_alone = spec.num_workers == spec.num_stages and spec.num_pipelines == 1
+
+    def grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
+        return ()
+
+    def cheapest(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return weights[self.terms.forward][:, None] * self.forward, np.zeros(0)
+
+    def costs(self, bound: Bound) -> list[np.ndarray]:
+        sums = np.concatenate([np.zeros((self.num_stages, 1)), np.cumsum(self.forward, axis=1)], axis=1)
+        found = []
+        for stage, (weight, line) in enumerate(zip(bound.weights[self.terms.forward], sums)):
+            arc = weight * (line[None, :] - line[:, None])
+            arc[closed_arcs(stage, self.num_stages, self.num_units)] = np.inf
+            found.append(arc)
+        return found
+
+
+@pytest.mark.parametrize(("depth", "count"), [(2, 1), (2, 5), (3, 4), (4, 8)])
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 4))
+def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) -> None:
+    """The least over all cuts, one by one, of the greatest load of a worker with its ways in and out."""
+    dice, compared = np.random.default_rng(seed), 0
+    for spec, _ in every_schedule(depth, count):
+        forward = dice.integers(1, 9, (spec.num_stages, spec.num_stages + further)).astype(float)
+        terrain, stages = _Units(spec, forward), range(spec.num_stages)
+        paths = [path[terrain.terms.forward] for path in reaches(spec)]
+        least = np.inf
+        for inner in combinations(range(1, terrain.num_units), spec.num_stages - 1):
+            ends = (0, *inner, terrain.num_units)
+            times = np.array([forward[stage, ends[stage] : ends[stage + 1]].sum() for stage in stages])
+            least = min(least, max(float(path @ times) for path in paths))
+        if terrain.is_alone:
+            assert least_level(terrain, least) == pytest.approx(least, rel=1e-12), spec
+        else:
+            # Loads are rounded down, by a 4,000th for every stage.
+            assert least_level(terrain, least * (1 + 1e-9)) == 0.0, spec
+            below = least * (1 - (spec.num_stages + 1) / 4000)
+            assert least_level(terrain, below) == below, spec
+        compared += 1
+    assert compared >= 5
 
 
 @settings(max_examples=60, deadline=None)
