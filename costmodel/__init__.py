@@ -1,7 +1,8 @@
 """The vocabulary of plans (SBP states, layer graph, cluster) and what everything costs on a cluster.
 
 - `sbp`, `distribution`: `Split`, `Broadcast`, `PartialSum`; how one tensor lies on a mesh of ranks, printed and parsed.
-- `graph`: `Layer`, `LayerGraph`, `load_graph`; `cluster`: `Cluster`, `load_cluster`, `preset_names` (the files of `clusters/`).
+- `layer`: `Layer`; `kinds`: what is special to each kind of layer, one module each; `graph`: `LayerGraph`, `load_graph`.
+- `cluster`: `Cluster`, `load_cluster`, `preset_names` (the files of `clusters/`).
 - `collectives`, `redistribution`: `steps` between any two distributions, what they send and how long they take.
 - `exchange`: the messages by which an evenly split tensor changes its mesh, where collectives along axes cannot bring it over.
 - `crossing`: the messages that bring a tensor from one mesh of ranks to another one, between the stages of a pipeline.

@@ -13,16 +13,24 @@ all-to-all          (p-1) alpha + (p-1)/p n beta             the output (as larg
 
 The factor of alpha is the number of messages that a device sends, the factor of beta the bytes that it sends: what is
 priced is what is sent.  Reduction arithmetic is taken as overlapped.  (AutoDDL, Section 3; Thakur et al. 2005.)
+
+**Several network levels.**  A collective over axes of several levels runs along one after the other: an all-gather the outer level
+first, while the tensor is small, a reduce-scatter the inner level first; an all-reduce is a reduce-scatter inside the nodes, an
+all-reduce between them, and an all-gather inside.  In all each device sends the bytes of one ring over all devices, but of p
+devices in a node only 1/p of them cross the nodes.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
+from math import prod
+from typing import Any
 
 from .distribution import Axis
 
-__all__ = ["Collective", "Step"]
+__all__ = ["Collective", "Step", "all_reduce_steps", "gather_steps", "scatter_steps"]
 
 
 class Collective(Enum):
@@ -90,3 +98,26 @@ class Step:
 
     def __str__(self) -> str:
         return f"{self.collective.value} over {self.axis.size} (stride {self.axis.stride}), {self.nbytes:,.0f} bytes"
+
+
+def gather_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
+    """All-gather to ``nbytes`` along one axis per level: the outermost first, while the tensor is small."""
+    steps = []
+    for position, axis in enumerate(axes):
+        inner = prod(other.size for other in axes[position + 1 :])
+        steps.append(Step(Collective.ALL_GATHER, axis, nbytes / inner))
+    return tuple(steps)
+
+
+def scatter_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
+    """Reduce-scatter of ``nbytes`` along one axis per level: the innermost first."""
+    return tuple(step.adjoint() for step in reversed(gather_steps(axes, nbytes)))
+
+
+def all_reduce_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
+    """All-reduce of ``nbytes``: reduced and gathered inside the inner levels, all-reduced at the outermost."""
+    if not axes:
+        return ()
+    inner = axes[1:]
+    middle = Step(Collective.ALL_REDUCE, axes[0], nbytes / prod(axis.size for axis in inner))
+    return (*scatter_steps(inner, nbytes), middle, *gather_steps(inner, nbytes))

@@ -1,10 +1,6 @@
 """The layer graph: what a model computes, one node per layer that a strategy is chosen for.
 
-A layer's shapes are *per sample* (a sequence, an image, a row): ``output_shape`` is (rows, features) of the tensor that it
-hands on; for images (channels, height, width).  The batch belongs to the plan, not to the model.  Element-wise operations
-(activation functions, dropout, bias) belong to the layer they follow: its ``epilogue``.  An edge is the producer's output.
-
-Kinds and their attributes:
+An edge is the producer's output.  What a node is, is told in :mod:`autoddl.costmodel.layer`; kinds and their attributes:
 
 ===========  ====================================================================================================
 kind         attributes
@@ -20,8 +16,7 @@ loss         vocabulary: cross entropy of logits that may be split along the voc
 opaque       -: anything else; it can be split along the batch only
 ===========  ====================================================================================================
 
-``flops`` counts the forward pass of one sample, a multiply-add as two.  ``kept`` counts the elements per sample that the
-backward pass keeps besides the layer's input (activation functions' arguments, attention probabilities): split like the output.
+Others can be registered (:mod:`autoddl.costmodel.kinds`).
 """
 
 from __future__ import annotations
@@ -29,143 +24,26 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
+from .kinds.builtin import BUILT_IN
+from .kinds.registry import kind_of
+from .layer import Layer, Parameter
 from .limits import LARGEST_FLOPS, LARGEST_TENSOR, MOST_DIMS, MOST_LAYERS
 from .writing import write_document
 
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["KINDS", "Layer", "LayerGraph", "Parameter", "load_graph"]
+__all__ = ["Layer", "LayerGraph", "Parameter", "load_graph"]
+
+assert BUILT_IN  # imported for being registered
 
 FORMAT = "autoddl-graph"
-
-#: The attributes that each kind of layer has to have, all whole numbers.
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "linear": ("in_features", "out_features"),
-    "embedding": ("vocabulary", "features"),
-    "position": ("positions", "features"),
-    "attention": ("heads", "kv_heads", "head_dim", "causal"),
-    "norm": ("features", "statistics"),
-    "add": (),
-    "conv2d": ("in_channels", "out_channels", "kernel_size", "stride", "padding"),
-    "loss": ("vocabulary",),
-    "opaque": (),
-}
-
-
-@dataclass(frozen=True)
-class Parameter:
-    """A trained tensor.  ``tied_to`` names the layer whose parameter this one is (same storage)."""
-
-    name: str
-    shape: tuple[int, ...]
-    tied_to: str | None = None
-
-    @property
-    def num_elements(self) -> int:
-        """The product of the shape."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
-
-
-@dataclass(frozen=True)
-class Layer:
-    """One node (fields and kinds: module docstring).
-
-    Attributes:
-        name: unique in the graph; the module path where there is one.
-        kind: one of :data:`KINDS`.
-        input_shape, output_shape: per sample.
-        attributes: whole numbers, as the kind demands.
-        parameters: trained tensors, in the order of the module.
-        epilogue: element-wise operations that follow, such as ("gelu",).
-        flops: forward FLOPs per sample.
-        kept_elements: elements per sample that the backward pass keeps besides the input.
-        block: the repeated block that the layer belongs to, such as "blocks"; empty outside of one.
-        block_index: which repetition.
-        role: the layer's place inside its block, such as "mlp.fc1": equal over the repetitions.
-        modules: the module paths that the layer stands for (more than one where layers were fused).
-    """
-
-    name: str
-    kind: str
-    input_shape: tuple[int, ...]
-    output_shape: tuple[int, ...]
-    attributes: Mapping[str, int] = field(default_factory=dict, hash=False)
-    parameters: tuple[Parameter, ...] = ()
-    epilogue: tuple[str, ...] = ()
-    flops: float = 0.0
-    kept_elements: int = 0
-    block: str = ""
-    block_index: int = 0
-    role: str = ""
-    modules: tuple[str, ...] = ()
-
-    @property
-    def num_parameters(self) -> int:
-        """Trained elements, those tied to another layer not counted."""
-        return sum(p.num_elements for p in self.parameters if p.tied_to is None)
-
-    @property
-    def rows(self) -> int:
-        """Rows per sample: the sequence length of a transformer, 1 of a perceptron."""
-        rows = 1
-        for length in self.output_shape[:-1]:
-            rows *= length
-        return rows
-
-    @property
-    def features(self) -> int:
-        """The last dimension of the output."""
-        return self.output_shape[-1] if self.output_shape else 1
-
-    @property
-    def output_elements(self) -> int:
-        """Elements of the output per sample."""
-        return self.rows * self.features
-
-    @property
-    def input_elements(self) -> int:
-        """Elements of the input per sample."""
-        count = 1
-        for length in self.input_shape:
-            count *= length
-        return count
-
-    def signature(self) -> tuple[Any, ...]:
-        """What two layers have in common that can be given the same strategy at the same cost."""
-        return (
-            self.kind,
-            self.input_shape,
-            self.output_shape,
-            tuple(sorted(self.attributes.items())),
-            tuple((p.shape, p.tied_to is None) for p in self.parameters),
-            self.epilogue,
-            self.flops,
-            self.kept_elements,
-        )
-
-    def describe(self) -> str:
-        """Name, kind and shapes, for errors and reports."""
-        if self.kind == "linear":
-            shape = f"{self.attributes['in_features']} -> {self.attributes['out_features']}"
-        elif self.kind == "attention":
-            shape = f"{self.attributes['heads']} heads of {self.attributes['head_dim']}"
-        elif self.kind == "embedding":
-            shape = f"vocabulary {self.attributes['vocabulary']}, {self.attributes['features']} features"
-        elif self.kind == "position":
-            shape = f"{self.attributes['positions']} positions, {self.attributes['features']} features"
-        else:
-            shape = "x".join(map(str, self.output_shape)) or "scalar"
-        return f"{self.name} ({self.kind}, {shape})"
 
 
 @dataclass(frozen=True)
@@ -360,7 +238,7 @@ def _validate_tie(graph: LayerGraph, position: Mapping[str, int], layer: Layer, 
     owner = graph.layers[position[parameter.tied_to]]
     if position[owner.name] >= position[layer.name]:
         raise UserError(f"{what} {owner.name!r}, which should stand before it")
-    if layer.kind != owner.kind and {layer.kind, owner.kind} != {"embedding", "linear"}:
+    if not kind_of(layer.kind).shares_weights_with(kind_of(owner.kind)):
         raise UserError(
             f"{what} {owner.name!r}, a {owner.kind} layer; it should be of the same kind as this {layer.kind}"
         )
@@ -371,16 +249,17 @@ def _validate_tie(graph: LayerGraph, position: Mapping[str, int], layer: Layer, 
 
 
 def _validate_layer(layer: Layer) -> None:
-    if layer.kind not in KINDS:
-        raise UserError(f"layer {layer.name!r}: kind {layer.kind!r} is not one of {', '.join(KINDS)}")
-    expected = set(KINDS[layer.kind])
-    given = set(layer.attributes)
+    try:
+        kind = kind_of(layer.kind)
+    except UserError as error:
+        raise UserError(f"layer {layer.name!r}: {error}") from None
+    expected, given = set(kind.attributes), set(layer.attributes)
     if expected != given:
         raise UserError(
             f"layer {layer.name!r}: attributes of a {layer.kind} are {sorted(expected)}, not {shortened(str(sorted(given)))}"
         )
     for name, value in layer.attributes.items():
-        if value < 1 and name not in ("causal", "padding"):
+        if value < 1 and name not in kind.may_be_zero:
             raise UserError(f"layer {layer.name!r}: {name} is {value}, should be at least 1")
     if not layer.input_shape or not layer.output_shape:
         raise UserError(f"layer {layer.name!r}: its input and output shape should have at least one dimension")
@@ -393,19 +272,8 @@ def _validate_layer(layer: Layer) -> None:
             raise UserError(f"layer {layer.name!r}: shape {shape} should have at most {LARGEST_TENSOR} elements")
     if layer.flops > LARGEST_FLOPS:
         raise UserError(f"layer {layer.name!r}: flops is {layer.flops:g}, should be at most {LARGEST_FLOPS:g}")
-    for name, length in _lengths(layer).items():
+    for name, length in kind.lengths(layer).items():
         if layer.attributes[name] != length:
             raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes[name]}, its shapes say {length}")
     if layer.block_index and not layer.block:
         raise UserError(f"layer {layer.name!r}: block_index {layer.block_index} without a block")
-
-
-def _lengths(layer: Layer) -> dict[str, int]:
-    """The attributes that the shapes of a layer fix."""
-    if layer.kind == "linear":
-        return {"in_features": layer.input_shape[-1]}
-    if layer.kind == "loss":
-        return {"vocabulary": layer.input_shape[-1]}
-    if layer.kind == "embedding":
-        return {"features": layer.output_shape[-1]}
-    return {}

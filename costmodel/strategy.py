@@ -33,8 +33,10 @@ from typing import Any, cast
 import numpy as np
 
 from .distribution import Axis, Distribution, canonical
-from .graph import Layer
-from .sbp import Broadcast, PartialSum, SBPState, Split
+from .kinds.kind import Splitting
+from .kinds.registry import kind_of
+from .layer import Layer
+from .sbp import Broadcast, SBPState, Split
 
 __all__ = ["Alike", "Strategy", "alike", "data_parallel", "enumerate_strategies", "transposed"]
 
@@ -98,18 +100,9 @@ class Strategy:
         readers: where an axis's ranks lie is what :meth:`axes` says (for an embedding p2 lies outside p1), and the activations
         between layers are :attr:`activations`.
         """
-        if layer.kind in ("linear", "embedding") and not self.summa:
-            input_states: tuple[SBPState, ...] = (Split(0), Broadcast(), Split(1))
-            if layer.kind == "embedding":
-                # Ids have no feature dimension: every rank looks up all ids of its samples.
-                input_states = (Split(0), Broadcast(), Broadcast())
-            weight_states: tuple[SBPState, ...] = (Broadcast(), Split(1), Split(0))
-            output_states: tuple[SBPState, ...] = (Split(0), Split(1), PartialSum())
-        elif self.summa:
+        input_states, weight_states, output_states = kind_of(layer.kind).states
+        if self.summa:
             input_states = weight_states = output_states = (Split(0), Split(1), Broadcast())
-        else:
-            input_states = output_states = (Split(0), Split(1), Broadcast())
-            weight_states = (Broadcast(), Split(1) if layer.kind == "position" else Split(0), Broadcast())
         return {
             "input": self._on_mesh(input_states),
             "weight": self._on_mesh(weight_states) if layer.parameters else None,
@@ -119,25 +112,14 @@ class Strategy:
     def divides(self, layer: Layer) -> bool:
         """Whether the layer can be spread so: features (whole heads, where it has heads) divide, images stay whole, and what
         has no product is not split over p2."""
-        s = self.p1 * self.p2
-        attributes = layer.attributes
-        if self.p2 > 1 and (self.summa or layer.kind not in ("linear", "embedding")):
+        kind = kind_of(layer.kind)
+        if self.p2 > 1 and (self.summa or kind.splitting is not Splitting.PRODUCT):
             return False
-        if self.summa and (layer.kind != "linear" or attributes["in_features"] % self.p0):
+        if self.summa and not kind.offers_summa(layer, self):
             return False
-        if s == 1:
+        if self.p1 * self.p2 == 1:
             return True
-        if layer.kind in ("conv2d", "opaque"):
-            return False
-        if layer.kind == "linear":
-            return not (attributes["in_features"] % s or attributes["out_features"] % s or layer.features % s)
-        if layer.kind == "embedding":
-            return not (attributes["features"] % s or attributes["vocabulary"] % self.p2)
-        if layer.kind == "attention":
-            return attributes["kv_heads"] % s == 0
-        if layer.kind == "loss":
-            return attributes["vocabulary"] % s == 0
-        return layer.features % s == 0
+        return kind.splitting is not Splitting.SAMPLES and kind.divides(layer, self)
 
     def _on_mesh(self, states: Sequence[SBPState]) -> Distribution:
         return Distribution.on_mesh([list(zip(split, states)) for split in self.splits])
@@ -238,15 +220,14 @@ def _splits(size: int) -> tuple[Split3, ...]:
 
 
 @cache
-def _all(level_sizes: tuple[int, ...], kind: str) -> tuple[Strategy, ...]:
-    """Every strategy of a kind of layer, before shapes are looked at."""
-    if kind in ("conv2d", "opaque"):
+def _all(level_sizes: tuple[int, ...], splitting: Splitting) -> tuple[Strategy, ...]:
+    """Every strategy of layers that are split so, before shapes are looked at."""
+    if splitting is Splitting.SAMPLES:
         return (data_parallel(level_sizes),)
     per_level = [_splits(size) for size in level_sizes]
     strategies = (Strategy(splits) for splits in product(*per_level))
-    if kind in ("linear", "embedding"):
+    if splitting is Splitting.PRODUCT:
         return tuple(strategies)
-    # Without a product there is nothing to reduce: p2 is 1 (where p1 and p2 mean the same, the canonical split).
     return tuple(s for s in strategies if s.p2 == 1)
 
 
@@ -257,12 +238,12 @@ def enumerate_strategies(layer: Layer, level_sizes: Sequence[int], summa: bool =
         level_sizes: devices of each network level, outermost first.
         summa: offer Summa meshes (r, c > 1) to linear layers too.
     """
-    sizes = tuple(level_sizes)
-    for strategy in _all(sizes, layer.kind):
+    sizes, kind = tuple(level_sizes), kind_of(layer.kind)
+    for strategy in _all(sizes, kind.splitting):
         if strategy.divides(layer):
             yield strategy
-    if summa and layer.kind == "linear" and not any(p.tied_to for p in layer.parameters):
-        for strategy in _all(sizes, "norm"):
+    if summa and kind.splitting is Splitting.PRODUCT and not any(p.tied_to for p in layer.parameters):
+        for strategy in _all(sizes, Splitting.ROWS_AND_FEATURES):
             if strategy.p0 > 1 and strategy.p1 > 1:
                 candidate = Strategy(strategy.splits, summa=True)
                 if candidate.divides(layer):

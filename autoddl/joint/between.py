@@ -20,11 +20,12 @@ from typing import Protocol
 import numpy as np
 
 from autoddl.costmodel.cluster import Cluster, Link
-from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis, canonical
 from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.layerwork import LayerWork, all_reduce_steps
+from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.layerwork import LayerWork
 from autoddl.costmodel.layoutprices import Layout
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.strategy import Strategy
@@ -78,7 +79,7 @@ def replicated_all_reduce_s(
     """All-reduce of ``nbytes`` of gradients per device over a layer's slices of the samples and over workers joined by ``link``."""
     if not nbytes:
         return 0.0
-    axes = () if strategy.summa else strategy.axes(0, layer.kind == "embedding")
+    axes = () if strategy.summa else strategy.axes(0, kind_of(layer.kind).is_lookup)
     slices = prod(axis.size for axis in axes)
     between = link.time(Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices))
     if slices == 1:

@@ -14,10 +14,9 @@ from dataclasses import replace
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.costmodel.layerwork import all_reduce_steps
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.redistribution import steps as steps_of

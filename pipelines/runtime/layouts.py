@@ -31,10 +31,10 @@ from math import prod
 
 import numpy as np
 
+from autoddl.costmodel.collectives import gather_steps
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
-from autoddl.costmodel.layerwork import gather_steps
 from autoddl.costmodel.strategy import Strategy
 
 __all__ = [

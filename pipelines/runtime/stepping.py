@@ -1,6 +1,6 @@
 """Executing the communication steps of the cost model on local tensors.
 
-The lists come from :mod:`autoddl.costmodel.layerwork` and :mod:`autoddl.costmodel.redistribution`, the very ones that are
+The lists come from :mod:`autoddl.costmodel.collectives` and :mod:`autoddl.costmodel.redistribution`, the very ones that are
 priced; `collectives` does what each asks for.  A `Stepper` can keep a log of the steps that really ran, forward and backward,
 with the bytes of the tensors that they ran on.
 """
@@ -12,9 +12,8 @@ from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
-from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
 from autoddl.costmodel.distribution import Axis
-from autoddl.costmodel.layerwork import all_reduce_steps, gather_steps, scatter_steps
 
 from .collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from .load import load_oneflow

@@ -12,18 +12,11 @@ import pytest
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster, load_cluster
-from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import KINDS, Layer, LayerGraph
-from autoddl.costmodel.layerwork import (
-    LayerWork,
-    all_reduce_steps,
-    gather_steps,
-    kinds_with_work,
-    layer_work,
-    scatter_steps,
-)
+from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.layerwork import LayerWork, layer_work
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
 from autoddl.costmodel.workload import Workload
 from autoddl.models import Transformer, gpt, mlp
@@ -282,10 +275,6 @@ def test_summa_has_the_volume_of_two_operands_per_product():
     assert done.state_bytes == 64 * 32 * 16 / 8
     first = work(linear("fc", 1, 64, 32, bias=False), (2, 4, 1), summa=True, first=True)
     assert brief(first.backward) == [("all-gather", 4, 1024), ("reduce-scatter", 2, 2048)]
-
-
-def test_every_kind_can_be_priced():
-    assert kinds_with_work() == set(KINDS)
 
 
 # ----------------------------------------------------------------------------------------------------------------- memory

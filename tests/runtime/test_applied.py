@@ -11,8 +11,8 @@ import pytest
 
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.collectives import all_reduce_steps
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
-from autoddl.costmodel.layerwork import all_reduce_steps
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.models.feedforward import mlp

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
-from autoddl.costmodel.layerwork import all_reduce_steps, layer_work
+from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload

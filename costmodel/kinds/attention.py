@@ -1,0 +1,62 @@
+"""Attention: softmax(q k^T) v on whole heads of whole sequences.  Nothing is sent: heads are split, over key-value heads at most.
+
+Two batched products over all (sample, head) pairs, q k^T and its softmax times v: 4 S S head_dim FLOPs per head (causal
+attention is not halved: dense kernels compute all of it); backward twice as many. The softmax passes over the S S scores three
+times each way. The probabilities, S S elements per head, are kept for the backward pass.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from ..layer import Layer
+from .kind import Body, Frame, LayerKind
+
+if TYPE_CHECKING:
+    from ..strategy import Strategy
+
+__all__ = ["Attention", "attention"]
+
+
+class Attention(LayerKind):
+    """The core of attention, without its projections."""
+
+    name = "attention"
+    attributes = ("heads", "kv_heads", "head_dim", "causal")
+    may_be_zero = frozenset({"causal"})
+
+    def shape_text(self, layer: Layer) -> str:
+        return f"{layer.attributes['heads']} heads of {layer.attributes['head_dim']}"
+
+    def divides(self, layer: Layer, strategy: Strategy) -> bool:
+        return layer.attributes["kv_heads"] % (strategy.p1 * strategy.p2) == 0
+
+    def work(self, frame: Frame, is_first: bool) -> Body:
+        attributes, length = frame.layer.attributes, frame.layer.rows
+        pairs = frame.samples * attributes["heads"] / frame.devices
+        scores = frame.matmul(length, attributes["head_dim"], length, count=pairs)
+        softmax = pairs * length * length * frame.itemsize
+        return Body(
+            forward=(),
+            backward=(),
+            forward_s=2 * scores + frame.elementwise(3 * softmax),
+            backward_s=4 * scores + frame.elementwise(3 * softmax),
+            kept_bytes=frame.input_bytes + frame.kept_bytes,
+        )
+
+
+def attention(
+    name: str, sequence: int, heads: int, head_dim: int, *, kv_heads: int | None = None, causal: bool, module: str = ""
+) -> Layer:
+    """softmax(q k^T) v: reads q, k and v side by side, (S, (heads + 2 kv_heads) head_dim), gives (S, heads head_dim)."""
+    kv_heads = heads if kv_heads is None else kv_heads
+    return Layer(
+        name=name,
+        kind="attention",
+        input_shape=(sequence, (heads + 2 * kv_heads) * head_dim),
+        output_shape=(sequence, heads * head_dim),
+        attributes={"heads": heads, "kv_heads": kv_heads, "head_dim": head_dim, "causal": int(causal)},
+        flops=4.0 * sequence * sequence * heads * head_dim,
+        kept_elements=heads * sequence * sequence,
+        modules=(module or name,),
+    )

@@ -1,0 +1,20 @@
+"""Registers the kinds of this package."""
+
+from __future__ import annotations
+
+from .add import Add
+from .attention import Attention
+from .conv2d import Conv2d
+from .embedding import Embedding
+from .linear import Linear
+from .loss import Loss
+from .norm import Norm
+from .opaque import Opaque
+from .position import Position
+from .registry import register
+
+__all__ = ["BUILT_IN"]
+
+BUILT_IN = (Linear(), Embedding(), Position(), Attention(), Norm(), Add(), Conv2d(), Loss(), Opaque())
+for _kind in BUILT_IN:
+    register(_kind)

@@ -1,0 +1,72 @@
+"""Convolutions, split along the samples alone.  Each is the product (pixels) x (in k k) by (in k k) x (out); nothing is sent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..layer import Layer, Parameter
+from .epilogue import kept_by_epilogue
+from .kind import Body, Frame, LayerKind, Splitting
+
+__all__ = ["Conv2d", "conv2d"]
+
+
+class Conv2d(LayerKind):
+    """A convolution with a square kernel."""
+
+    name = "conv2d"
+    attributes = ("in_channels", "out_channels", "kernel_size", "stride", "padding")
+    may_be_zero = frozenset({"padding"})
+    splitting = Splitting.SAMPLES
+
+    def work(self, frame: Frame, is_first: bool) -> Body:
+        layer, attributes = frame.layer, frame.layer.attributes
+        taps = attributes["in_channels"] * attributes["kernel_size"] ** 2
+        pixels = frame.samples * layer.output_elements / attributes["out_channels"] / frame.p0
+        product = frame.matmul(pixels, taps, attributes["out_channels"])
+        after, after_backward = frame.epilogue()
+        return Body(
+            forward=(),
+            backward=(),
+            forward_s=product + after,
+            backward_s=(1 if is_first else 2) * product + after_backward,
+            kept_bytes=frame.input_bytes + frame.kept_bytes,
+        )
+
+
+def conv2d(
+    name: str,
+    input_shape: tuple[int, int, int],
+    out_channels: int,
+    *,
+    kernel_size: int,
+    stride: int = 1,
+    padding: int = 0,
+    bias: bool = True,
+    epilogue: Sequence[str] = (),
+) -> Layer:
+    """A convolution with a square kernel on (channels, height, width)."""
+    in_channels, height, width = input_shape
+    spatial = tuple((length + 2 * padding - kernel_size) // stride + 1 for length in (height, width))
+    elements = out_channels * spatial[0] * spatial[1]
+    parameters = [Parameter(f"{name}.weight", (out_channels, in_channels, kernel_size, kernel_size))]
+    if bias:
+        parameters.append(Parameter(f"{name}.bias", (out_channels,)))
+    return Layer(
+        name=name,
+        kind="conv2d",
+        input_shape=input_shape,
+        output_shape=(out_channels, *spatial),
+        attributes={
+            "in_channels": in_channels,
+            "out_channels": out_channels,
+            "kernel_size": kernel_size,
+            "stride": stride,
+            "padding": padding,
+        },
+        parameters=tuple(parameters),
+        epilogue=tuple(epilogue),
+        flops=2.0 * elements * in_channels * kernel_size**2,
+        kept_elements=kept_by_epilogue(epilogue, elements),
+        modules=(name,),
+    )

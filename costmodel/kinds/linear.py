@@ -1,0 +1,167 @@
+"""Linear layers, d_in -> d_out: a matrix product (AutoDDL, Section 3).
+
+With T rows of one micro-batch, a bytes of an element, and n as in :mod:`autoddl.costmodel.collectives`:
+
+===========  ================================  =============================  ==========================
+phase        step                              axis                           n [bytes]
+===========  ================================  =============================  ==========================
+forward      all-gather the input              p1                             T d_in a / (P0 P2)
+forward      reduce-scatter the output         p2                             T d_out a / (P0 P1)
+backward     all-gather the output's gradient  p2                             T d_out a / (P0 P1)
+backward     reduce-scatter the input's        p1                             T d_in a / (P0 P2)
+once         all-reduce the weight's           p0                             d_in d_out a / (P1 P2)
+===========  ================================  =============================  ==========================
+
+The first layer of a model reads its data where it needs them: it gathers no input and returns no gradient for it.  The bias is
+added to the evenly split output; its gradient travels with the weight's.  FLOPs: 2 rows d_in d_out per sample forward, twice that
+backward: one product for each of input and weight.
+
+**Summa**, mesh r x c: each of the three products O = I W, dI = dO W', dW = I' dO communicates two operands along rows or
+columns, in rank-k steps with the volume of an all-gather or reduce-scatter each; weights travel for every micro-batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..collectives import gather_steps, scatter_steps
+from ..layer import Layer, Parameter
+from ..sbp import Broadcast, PartialSum, Split
+from .epilogue import GATES, kept_by_epilogue
+from .kind import Body, Frame, LayerKind, Splitting, States
+
+if TYPE_CHECKING:
+    from ..strategy import Strategy
+
+__all__ = ["Linear", "linear"]
+
+
+class Linear(LayerKind):
+    """A matrix product with a weight."""
+
+    name = "linear"
+    attributes = ("in_features", "out_features")
+    splitting = Splitting.PRODUCT
+
+    def lengths(self, layer: Layer) -> Mapping[str, int]:
+        return {"in_features": layer.input_shape[-1]}
+
+    def shape_text(self, layer: Layer) -> str:
+        return f"{layer.attributes['in_features']} -> {layer.attributes['out_features']}"
+
+    def shares_weights_with(self, other: LayerKind) -> bool:
+        return other.name in ("linear", "embedding")
+
+    def divides(self, layer: Layer, strategy: Strategy) -> bool:
+        s = strategy.p1 * strategy.p2
+        attributes = layer.attributes
+        return not (attributes["in_features"] % s or attributes["out_features"] % s or layer.features % s)
+
+    def offers_summa(self, layer: Layer, strategy: Strategy) -> bool:
+        return layer.attributes["in_features"] % strategy.p0 == 0
+
+    @property
+    def states(self) -> tuple[States, States, States]:
+        return (Split(0), Broadcast(), Split(1)), (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
+
+    def work(self, frame: Frame, is_first: bool) -> Body:
+        return _summa(frame, is_first) if frame.strategy.summa else _product(frame, is_first)
+
+
+def _product(frame: Frame, is_first: bool) -> Body:
+    attributes, strategy = frame.layer.attributes, frame.strategy
+    d_in, d_out = attributes["in_features"], attributes["out_features"]
+    input_bytes = frame.rows * d_in * frame.itemsize / frame.p2
+    output_bytes = frame.rows * d_out * frame.itemsize / frame.p1
+    p1, p2 = strategy.axes(1), strategy.axes(2)
+    gather = () if is_first else gather_steps(p1, input_bytes)
+    scatter = scatter_steps(p2, output_bytes)
+    gather_gradient = gather_steps(p2, output_bytes)
+    scatter_gradient = () if is_first else scatter_steps(p1, input_bytes)
+    product = frame.matmul(frame.rows, d_in / frame.p2, d_out / frame.p1)
+    after, after_backward = frame.epilogue()
+    return Body(
+        forward=(*gather, *scatter),
+        backward=(*gather_gradient, *scatter_gradient),
+        forward_s=product + after,
+        backward_s=(1 if is_first else 2) * product + after_backward,
+        # The gathered input is kept, so that it is not gathered twice.
+        kept_bytes=input_bytes + frame.kept_bytes,
+        buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
+        # The product's own value is needed again only where something behind it keeps it.
+        forward_steps_to_repeat=None if frame.layer.kept_elements else gather,
+    )
+
+
+def _summa(frame: Frame, is_first: bool) -> Body:
+    attributes, strategy = frame.layer.attributes, frame.strategy
+    d_in, d_out = attributes["in_features"], attributes["out_features"]
+    rows, columns = strategy.axes(0), strategy.axes(1)
+    c = frame.p1
+    input_bytes = frame.rows * d_in * frame.itemsize
+    output_bytes = frame.rows * d_out * frame.itemsize
+    weight_bytes = d_in * d_out * frame.itemsize / c
+    gather_input, gather_weight = gather_steps(columns, input_bytes), gather_steps(rows, weight_bytes)
+    product = frame.matmul(frame.rows, d_in, d_out / c)
+    after, after_backward = frame.epilogue()
+    for_input = () if is_first else (*gather_weight, *scatter_steps(columns, input_bytes))
+    return Body(
+        forward=(*gather_input, *gather_weight),
+        backward=(*for_input, *gather_input, *scatter_steps(rows, weight_bytes)),
+        forward_s=product + after,
+        backward_s=(1 if is_first else 2) * product + after_backward,
+        kept_bytes=frame.input_bytes + frame.kept_bytes,
+        # Panels of one step, not whole operands: 1/r of the input and 1/c of the weight at a time.
+        buffer_bytes=input_bytes / strategy.panels + weight_bytes / strategy.panels + output_bytes / c,
+        forward_steps_to_repeat=None if frame.layer.kept_elements else (),
+    )
+
+
+def _dense_parameters(
+    parts: Sequence[tuple[str, int]], in_features: int, bias: bool, tied_to: str | None
+) -> tuple[Parameter, ...]:
+    parameters = []
+    for module, width in parts:
+        parameters.append(Parameter(f"{module}.weight", (width, in_features), tied_to))
+        if bias:
+            parameters.append(Parameter(f"{module}.bias", (width,)))
+    return tuple(parameters)
+
+
+def linear(
+    name: str,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    *,
+    bias: bool = True,
+    epilogue: Sequence[str] = (),
+    parts: Sequence[tuple[str, int]] | None = None,
+    tied_to: str | None = None,
+) -> Layer:
+    """A dense layer; with a gated epilogue such as ("silu", "mul") its output is half as wide as the product.
+
+    Args:
+        name: of the layer; of the module too, unless there are parts.
+        rows: per sample.
+        in_features, out_features: of the product.
+        bias: whether it has one (each part has one, where there are parts).
+        epilogue: element-wise operations that follow.
+        parts: (module, its out_features) of fused modules, in the order of their features.
+        tied_to: the layer whose weight this one shares.
+    """
+    parts = ((name, out_features),) if parts is None else tuple(parts)
+    width = out_features // 2 if GATES & set(epilogue) else out_features
+    return Layer(
+        name=name,
+        kind="linear",
+        input_shape=(rows, in_features),
+        output_shape=(rows, width),
+        attributes={"in_features": in_features, "out_features": out_features},
+        parameters=_dense_parameters(parts, in_features, bias, tied_to),
+        epilogue=tuple(epilogue),
+        flops=2.0 * rows * in_features * out_features,
+        kept_elements=kept_by_epilogue(epilogue, rows * width),
+        modules=tuple(module for module, _ in parts),
+    )
