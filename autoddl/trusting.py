@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-from autoddl.calib.trust import Candidate, Trust, Usage, drawn_cluster, outside_notes, reference_peak, trust, usage_of
+from autoddl.calib.trust import Candidate, Trust, Usage, drawn_cluster, outside_notes, trust, usage_of
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.calibration import Calibration
 from autoddl.costmodel.cluster import Cluster
@@ -92,24 +92,7 @@ def _difference(chosen: Mapping[str, Strategy], other: Mapping[str, Strategy]) -
 
 
 def _usage(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]) -> Usage:
-    """Communication from the plan's steps; local work by pricing it on devices that charge for one thing alone."""
-    assessment = assess(graph, cluster, workload, strategies)
-    return usage_of(assessment, cluster, workload, [_work(graph, cluster, workload, strategies, i) for i in range(3)])
-
-
-def _work(
-    graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy], which: int
-) -> float:
-    """Launches (0), FLOPs (1) or bytes (2) of the local work of a step."""
-    relative = cluster.device.peak_flops[workload.precision] / reference_peak(cluster)
-    device = replace(
-        cluster.device,
-        launch_s=1.0 if which == 0 else 0.0,
-        efficiency=1.0,
-        peak_flops={workload.precision: relative if which == 1 else math.inf},
-        memory_bandwidth=1.0 if which == 2 else math.inf,
-    )
-    return assess(graph, replace(cluster, device=device), workload, strategies).compute_s
+    return usage_of(assess(graph, cluster, workload, strategies), cluster, workload)
 
 
 # ---- As people and programs read it --------------------------------------------------------------------------------------------

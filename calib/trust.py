@@ -27,6 +27,7 @@ from autoddl.costmodel.assessment import Assessment
 from autoddl.costmodel.calibration import TRANSFER, Calibration
 from autoddl.costmodel.cluster import Cluster, Link
 from autoddl.costmodel.collectives import Collective
+from autoddl.costmodel.localwork import LocalWork
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
@@ -111,8 +112,8 @@ class Trust:
     num_draws: int
 
 
-def usage_of(assessment: Assessment, cluster: Cluster, workload: Workload, work: Sequence[float] = (0, 0, 0)) -> Usage:
-    """What a plan uses per training step; ``work`` = (launches, FLOPs, bytes) of local work."""
+def usage_of(assessment: Assessment, cluster: Cluster, workload: Workload) -> Usage:
+    """What a plan uses per training step."""
     sums: dict[tuple[str, Collective, int], np.ndarray] = {}
     sizes: dict[tuple[str, Collective, int], dict[float, float]] = {}
     names = [level.name for level in cluster.levels]
@@ -126,7 +127,11 @@ def usage_of(assessment: Assessment, cluster: Cluster, workload: Workload, work:
                 counts = sizes.setdefault(key, {})
                 counts[step.nbytes] = counts.get(step.nbytes, 0.0) + times
     rings = {key: (float(a), float(b), float(c)) for key, (a, b, c) in sums.items()}
-    return Usage(rings, sizes, *work)
+    local = LocalWork()
+    for layer in assessment.layers:
+        local += workload.num_micro_batches * (layer.work.forward_work + layer.work.backward_work)
+    relative = cluster.device.peak_flops[workload.precision] / reference_peak(cluster)
+    return Usage(rings, sizes, local.launches, local.flops / relative, local.nbytes)
 
 
 def trust(candidates: Sequence[Candidate], cluster: Cluster, communication_only: bool) -> Trust:

@@ -35,6 +35,7 @@ from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
 from .limits import MOST_DEVICES, RANGES
+from .localwork import LocalWork, matmul
 from .reading import is_whole, shown_path
 from .units import to_si
 
@@ -151,11 +152,20 @@ class Cluster:
         """Seconds that one communication step takes."""
         return self.levels[step.axis.level].link.time(step)
 
+    def local_time(self, work: LocalWork, precision: str) -> Any:
+        """Seconds of local work (formula: module docstring)."""
+        arithmetic_s, memory_s, launches_s = self.local_times(work, precision)
+        return launches_s + arithmetic_s + memory_s
+
+    def local_times(self, work: LocalWork, precision: str) -> tuple[Any, Any, Any]:
+        """Seconds of its arithmetic, of its memory's traffic, and of launching its kernels."""
+        device = self.device
+        speed = device.efficiency * device.peak_flops[precision]
+        return work.flops / speed, work.nbytes / device.memory_bandwidth, work.launches * device.launch_s
+
     def matmul_time(self, m: float, k: float, n: float, precision: str, itemsize: int, count: float = 1) -> float:
         """Seconds of ``count`` local (m x k) by (k x n) products in one kernel (formula: module docstring)."""
-        device = self.device
-        work = 2.0 * m * k * n / (device.efficiency * device.peak_flops[precision])
-        return device.launch_s + count * (work + (m * k + k * n + m * n) * itemsize / device.memory_bandwidth)
+        return self.local_time(matmul(m, k, n, itemsize, count), precision)
 
     def elementwise_time(self, nbytes: float) -> float:
         """Seconds of a kernel that reads and writes ``nbytes`` in all."""

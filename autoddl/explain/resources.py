@@ -4,13 +4,11 @@ Every price is a sum of terms that are each bound by one resource: a kernel's la
 the device's memory; and on each network level the latency of messages and the bytes sent.  So the seconds of a layer divide
 exactly into one part per resource, and a resource twice as fast saves half of its part (strategies unchanged).
 
-The arithmetic is charged on devices whose memory and launches are free, and so on; of a communication step the latency is what it
-takes for no bytes.
+Local work counts FLOPs, bytes and launches apart; of a communication step the latency is what it takes for no bytes.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -41,15 +39,6 @@ class ResourceBook:
     def __init__(self, graph: LayerGraph, cluster: Cluster, workload: Workload):
         self.graph, self.cluster, self.workload = graph, cluster, workload
         self.names = resource_names(cluster)
-        device = cluster.device
-        free = replace(
-            device, launch_s=0.0, memory_bandwidth=math.inf, peak_flops=dict.fromkeys(device.peak_flops, math.inf)
-        )
-        self._charging = (
-            replace(cluster, device=replace(free, peak_flops=device.peak_flops)),
-            replace(cluster, device=replace(free, memory_bandwidth=device.memory_bandwidth)),
-            replace(cluster, device=replace(free, launch_s=device.launch_s)),
-        )
         self._signatures = {layer.name: (layer.signature(), not graph.inputs(layer.name)) for layer in graph.layers}
         self._layers: dict[object, np.ndarray] = {}
         self._edges: dict[object, np.ndarray] = {}
@@ -81,12 +70,10 @@ class ResourceBook:
 
     def _own(self, layer: Layer, strategy: Strategy) -> np.ndarray:
         workload, is_first = self.workload, not self.graph.inputs(layer.name)
-        works = [
-            layer_work(layer, strategy, cluster, workload, workload.micro_batch, is_first) for cluster in self._charging
-        ]
-        passes = np.stack([self._on_links(steps) for steps in (works[0].forward, works[0].backward, works[0].gradient)])
-        passes[0, : len(LOCAL)] = [work.forward_s for work in works]
-        passes[1, : len(LOCAL)] = [work.backward_s for work in works]
+        work = layer_work(layer, strategy, self.cluster, workload, workload.micro_batch, is_first)
+        passes = np.stack([self._on_links(steps) for steps in (work.forward, work.backward, work.gradient)])
+        for row, local in zip(passes, (work.forward_work, work.backward_work)):
+            row[: len(LOCAL)] = self.cluster.local_times(local, workload.precision)
         return passes
 
     def _arriving(self, producer: Layer, source: Strategy, target: Strategy) -> np.ndarray:

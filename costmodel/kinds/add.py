@@ -6,6 +6,7 @@ Backward the gradients of its inputs' other uses are added up.
 from __future__ import annotations
 
 from ..layer import Layer
+from ..localwork import elementwise
 from .kind import Body, Frame, LayerKind
 
 __all__ = ["Add", "add"]
@@ -18,8 +19,8 @@ class Add(LayerKind):
 
     def work(self, frame: Frame, is_first: bool) -> Body:
         after, after_backward = frame.epilogue()
-        time = frame.elementwise(3 * frame.output_bytes)
-        return Body((), (), time + after, time + after_backward, kept_bytes=frame.kept_bytes)
+        work = elementwise(3 * frame.output_bytes)
+        return Body((), (), work + after, work + after_backward, kept_bytes=frame.kept_bytes)
 
 
 def add(name: str, shape: tuple[int, ...]) -> Layer:

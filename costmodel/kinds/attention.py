@@ -10,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..layer import Layer
+from ..localwork import elementwise
 from .kind import Body, Frame, LayerKind
 
 if TYPE_CHECKING:
@@ -39,8 +40,8 @@ class Attention(LayerKind):
         return Body(
             forward=(),
             backward=(),
-            forward_s=2 * scores + frame.elementwise(3 * softmax),
-            backward_s=4 * scores + frame.elementwise(3 * softmax),
+            forward_work=2 * scores + elementwise(3 * softmax),
+            backward_work=4 * scores + elementwise(3 * softmax),
             kept_bytes=frame.input_bytes + frame.kept_bytes,
         )
 

@@ -28,8 +28,8 @@ class Conv2d(LayerKind):
         return Body(
             forward=(),
             backward=(),
-            forward_s=product + after,
-            backward_s=(1 if is_first else 2) * product + after_backward,
+            forward_work=product + after,
+            backward_work=(1 if is_first else 2) * product + after_backward,
             kept_bytes=frame.input_bytes + frame.kept_bytes,
         )
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..collectives import gather_steps, scatter_steps
 from ..layer import Layer, Parameter
+from ..localwork import elementwise
 from ..sbp import Broadcast, PartialSum, Split
 from .kind import Body, Frame, LayerKind, Splitting, States
 
@@ -54,8 +55,8 @@ class Embedding(LayerKind):
         return Body(
             forward=scatter_steps(p2, output_bytes),
             backward=gather_steps(p2, output_bytes),
-            forward_s=frame.elementwise(2 * output_bytes),
-            backward_s=frame.elementwise(3 * output_bytes),
+            forward_work=elementwise(2 * output_bytes),
+            backward_work=elementwise(3 * output_bytes),
             kept_bytes=0.0,
             buffer_bytes=output_bytes if p2 else 0.0,
         )

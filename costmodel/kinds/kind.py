@@ -9,10 +9,10 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from ..collectives import Step
+from ..localwork import LocalWork, elementwise, matmul
 from ..sbp import Broadcast, SBPState, Split
 
 if TYPE_CHECKING:
-    from ..cluster import Cluster
     from ..layer import Layer
     from ..strategy import Alike, Strategy
     from ..workload import Workload
@@ -51,10 +51,9 @@ class Frame:
         devices: p0 p1 p2.
     """
 
-    def __init__(self, layer: Layer, strategy: Strategy | Alike, cluster: Cluster, workload: Workload, samples: Number):
-        self.layer, self.strategy, self.cluster = layer, strategy, cluster
-        self.precision, self.itemsize = workload.precision, workload.itemsize
-        self.samples = samples
+    def __init__(self, layer: Layer, strategy: Strategy | Alike, workload: Workload, samples: Number):
+        self.layer, self.strategy, self.samples = layer, strategy, samples
+        self.itemsize = workload.itemsize
         self.p0, self.p1, self.p2 = strategy.p0, strategy.p1, strategy.p2
         self.devices = self.p0 * self.p1 * self.p2
         self.rows = samples * layer.rows / self.p0
@@ -67,19 +66,15 @@ class Frame:
         """Into how many parts the parameters are cut."""
         return self.devices if self.strategy.summa else self.p1 * self.p2
 
-    def elementwise(self, nbytes: Number) -> Number:
-        """Seconds to read or write so many bytes."""
-        return self.cluster.elementwise_time(nbytes)
+    def matmul(self, m: Number, k: Number, n: Number, count: Number = 1) -> LocalWork:
+        """``count`` products (m x k) by (k x n) in one kernel."""
+        return matmul(m, k, n, self.itemsize, count)
 
-    def matmul(self, m: Number, k: Number, n: Number, count: Number = 1) -> Number:
-        """Seconds of ``count`` products (m, k) x (k, n)."""
-        return self.cluster.matmul_time(m, k, n, self.precision, self.itemsize, count)
-
-    def epilogue(self) -> tuple[Number, Number]:
-        """Seconds forward and backward of the element-wise operations behind the layer: forward each reads and writes its tensor,
-        backward it reads two and writes one."""
+    def epilogue(self) -> tuple[LocalWork, LocalWork]:
+        """The element-wise operations behind the layer, forward and backward: forward each reads and writes its tensor, backward it
+        reads two and writes one."""
         count = len(self.layer.epilogue)
-        return count * self.elementwise(2 * self.output_bytes), count * self.elementwise(3 * self.output_bytes)
+        return count * elementwise(2 * self.output_bytes), count * elementwise(3 * self.output_bytes)
 
 
 @dataclass(frozen=True)
@@ -88,7 +83,7 @@ class Body:
 
     Attributes:
         forward, backward: communication steps.
-        forward_s, backward_s: seconds of computation.
+        forward_work, backward_work: local computation.
         kept_bytes: activations kept from the forward to the backward pass.
         buffer_bytes: what exists only while the layer runs.
         forward_steps_to_repeat: what recomputation has to send again, where that is not the whole forward pass.
@@ -96,8 +91,8 @@ class Body:
 
     forward: tuple[Step, ...]
     backward: tuple[Step, ...]
-    forward_s: Number
-    backward_s: Number
+    forward_work: LocalWork
+    backward_work: LocalWork
     kept_bytes: Number
     buffer_bytes: Number = 0.0
     forward_steps_to_repeat: tuple[Step, ...] | None = None

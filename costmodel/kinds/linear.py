@@ -84,8 +84,8 @@ def _product(frame: Frame, is_first: bool) -> Body:
     return Body(
         forward=(*gather, *scatter),
         backward=(*gather_gradient, *scatter_gradient),
-        forward_s=product + after,
-        backward_s=(1 if is_first else 2) * product + after_backward,
+        forward_work=product + after,
+        backward_work=(1 if is_first else 2) * product + after_backward,
         # The gathered input is kept, so that it is not gathered twice.
         kept_bytes=input_bytes + frame.kept_bytes,
         buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
@@ -109,8 +109,8 @@ def _summa(frame: Frame, is_first: bool) -> Body:
     return Body(
         forward=(*gather_input, *gather_weight),
         backward=(*for_input, *gather_input, *scatter_steps(rows, weight_bytes)),
-        forward_s=product + after,
-        backward_s=(1 if is_first else 2) * product + after_backward,
+        forward_work=product + after,
+        backward_work=(1 if is_first else 2) * product + after_backward,
         kept_bytes=frame.input_bytes + frame.kept_bytes,
         # Panels of one step, not whole operands: 1/r of the input and 1/c of the weight at a time.
         buffer_bytes=input_bytes / strategy.panels + weight_bytes / strategy.panels + output_bytes / c,

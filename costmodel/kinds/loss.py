@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..collectives import Collective, Step, gather_steps
 from ..layer import Layer
+from ..localwork import elementwise
 from .kind import STATISTIC_BYTES, Body, Frame, LayerKind
 
 if TYPE_CHECKING:
@@ -42,8 +43,8 @@ class Loss(LayerKind):
         return Body(
             forward=(*maxima, *sums),
             backward=(),
-            forward_s=frame.elementwise(3 * frame.input_bytes),
-            backward_s=frame.elementwise(2 * frame.input_bytes),
+            forward_work=elementwise(3 * frame.input_bytes),
+            backward_work=elementwise(2 * frame.input_bytes),
             kept_bytes=frame.input_bytes,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from ..collectives import Collective, Step
 from ..layer import Layer, Parameter
+from ..localwork import elementwise
 from .kind import STATISTIC_BYTES, Body, Frame, LayerKind
 
 __all__ = ["Norm", "norm"]
@@ -25,8 +26,8 @@ class Norm(LayerKind):
         return Body(
             forward=steps,
             backward=steps,
-            forward_s=frame.elementwise(3 * frame.output_bytes),
-            backward_s=frame.elementwise(5 * frame.output_bytes),
+            forward_work=elementwise(3 * frame.output_bytes),
+            backward_work=elementwise(5 * frame.output_bytes),
             kept_bytes=frame.input_bytes,
         )
 

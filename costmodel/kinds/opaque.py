@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..layer import Layer, Parameter
+from ..localwork import elementwise
 from .kind import Body, Frame, LayerKind, Splitting
 
 __all__ = ["Opaque", "opaque"]
@@ -18,9 +19,9 @@ class Opaque(LayerKind):
 
     def work(self, frame: Frame, is_first: bool) -> Body:
         after, after_backward = frame.epilogue()
-        time = frame.elementwise(frame.input_bytes + frame.output_bytes)
+        work = elementwise(frame.input_bytes + frame.output_bytes)
         kept = frame.input_bytes + frame.kept_bytes
-        return Body((), (), time + after, 2 * time + after_backward, kept_bytes=kept)
+        return Body((), (), work + after, 2 * work + after_backward, kept_bytes=kept)
 
 
 def opaque(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..layer import Layer, Parameter
+from ..localwork import elementwise
 from ..sbp import Broadcast, Split
 from .kind import Body, Frame, LayerKind, States
 
@@ -24,8 +25,8 @@ class Position(LayerKind):
         return read, (Broadcast(), Split(1), Broadcast()), written
 
     def work(self, frame: Frame, is_first: bool) -> Body:
-        time = frame.elementwise(frame.output_bytes)
-        return Body((), (), time, time, kept_bytes=0.0)
+        work = elementwise(frame.output_bytes)
+        return Body((), (), work, work, kept_bytes=0.0)
 
 
 def position(name: str, rows: int, positions: int, features: int) -> Layer:

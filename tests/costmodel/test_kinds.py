@@ -14,6 +14,7 @@ from autoddl.costmodel.kinds.kind import Body, Frame, LayerKind
 from autoddl.costmodel.kinds.linear import Linear, linear
 from autoddl.costmodel.kinds.loss import loss
 from autoddl.costmodel.layer import Layer
+from autoddl.costmodel.localwork import elementwise
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.models.layers import GraphBuilder
 from autoddl.planner import Options, make_plan
@@ -29,7 +30,7 @@ class Gate(LayerKind):
         return {"features": layer.output_shape[-1]}
 
     def work(self, frame: Frame, is_first: bool) -> Body:
-        forward, backward = frame.elementwise(3 * frame.output_bytes), frame.elementwise(5 * frame.output_bytes)
+        forward, backward = elementwise(3 * frame.output_bytes), elementwise(5 * frame.output_bytes)
         return Body((), (), forward, backward, kept_bytes=frame.input_bytes)
 
 
