@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..explain import Alternative, Choice, Explanation, PlanView
-from ..explain.showing import memory_sentence, regret_text, why_text
 from ..explain.view import DeviceMemory, LayerGroup
 from ..explain.view import Section as PlanSection
+from ..text.explanation import memory_sentence, regret_text, why_text
 from .charts import Segment, bar, graph_gutters, gutter_width
 from .markup import Content, Markup, element, join
 from .sections import Section, paragraph, scrolling, segments_of, swatch, table

@@ -1,0 +1,31 @@
+"""What tables of layers say of strategies and layouts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from autoddl.costmodel.assessment import LayerAssessment
+from autoddl.costmodel.cluster import LEVEL_NAMES, Level
+
+__all__ = ["heading", "layouts_of", "legend"]
+
+#: Of each of the cluster's levels.
+_WHERE = dict(zip(LEVEL_NAMES, ("between nodes", "inside a node")))
+
+
+def heading(levels: Sequence[Level]) -> str:
+    """``(p0,p1,p2) inter-node | intra-node``: over a column of strategies."""
+    return f"(p0,p1,p2) {' | '.join(level.name for level in levels)}"
+
+
+def legend(levels: Sequence[Level] = ()) -> str:
+    """A line that says what a strategy's numbers are."""
+    text = "  (p0,p1,p2): samples are split over p0 devices, output features over p1, input features over p2"
+    named = ", ".join(f"{level.name}: {_WHERE[level.name]}" for level in levels)
+    return f"{text}; {named}" if named else text
+
+
+def layouts_of(assessed: LayerAssessment) -> Mapping[str, str]:
+    """How input, weight and output lie under a layer's strategy; ``-`` for a weight that is not there."""
+    layouts = assessed.strategy.sbp(assessed.layer)
+    return {name: str(layout.without_unit_axes()) if layout else "-" for name, layout in layouts.items()}
