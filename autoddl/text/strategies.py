@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import LEVEL_NAMES, Level
 
-__all__ = ["heading", "layouts_of", "legend"]
+__all__ = ["heading", "layouts_of", "legend", "meaning"]
 
 #: Of each of the cluster's levels.
 _WHERE = dict(zip(LEVEL_NAMES, ("between nodes", "inside a node")))
@@ -18,11 +18,16 @@ def heading(levels: Sequence[Level]) -> str:
     return f"(p0,p1,p2) {' | '.join(level.name for level in levels)}"
 
 
-def legend(levels: Sequence[Level] = ()) -> str:
-    """A line that says what a strategy's numbers are."""
-    text = "  (p0,p1,p2): samples are split over p0 devices, output features over p1, input features over p2"
+def meaning(levels: Sequence[Level] = ()) -> str:
+    """What a strategy's numbers are, and where each of the levels is."""
+    text = "(p0,p1,p2): samples are split over p0 devices, output features over p1, input features over p2"
     named = ", ".join(f"{level.name}: {_WHERE[level.name]}" for level in levels)
     return f"{text}; {named}" if named else text
+
+
+def legend(levels: Sequence[Level] = ()) -> str:
+    """The line below the first table with strategies."""
+    return f"  {meaning(levels)}"
 
 
 def layouts_of(assessed: LayerAssessment) -> Mapping[str, str]:
