@@ -11,7 +11,7 @@ from ..explain import Alternative, Choice, Explanation, PlanView
 from ..explain.view import DeviceMemory, LayerGroup
 from ..explain.view import Section as PlanSection
 from ..text.explanation import memory_sentence, regret_text, why_text
-from ..text.strategies import meaning
+from ..text.layers import meaning
 from .charts import Segment, bar, graph_gutters, gutter_width
 from .markup import Markup, element, join
 from .sections import (

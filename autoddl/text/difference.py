@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..diffing import Changed, Figure, LayerChange, PlanDifference
-from .strategies import legend
+from .layers import legend, repeated
 from .tables import Block, Column, Section, Table, Text
 
 __all__ = ["difference_text"]
@@ -81,7 +81,7 @@ _AMOUNTS = {
     "memory": "memory_bytes",
 }
 _LAYERS: tuple[Column[LayerChange], ...] = (
-    Column("layer", lambda row: f"{row.name} x {len(row.layers)}" if len(row.layers) > 1 else row.name),
+    Column("layer", lambda row: repeated(row.name, len(row.layers))),
     Column("before", lambda row: row.before, wraps=True),
     Column("after", lambda row: row.after, wraps=True),
     Column("compute", _amount(_AMOUNTS["compute"]), right=True, rank=2),

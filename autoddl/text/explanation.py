@@ -10,7 +10,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from ..explain.alternatives import Alternative, Choice
 from ..explain.explanation import Explanation
 from ..explain.view import Part, PlanView
-from .strategies import legend
+from .layers import legend
 from .tables import Column, Section, Table, Text
 
 __all__ = ["explanation_text", "memory_sentence", "regret_text", "why_text"]

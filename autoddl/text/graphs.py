@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.graph import Layer, LayerGraph
 
+from .layers import place, repeated
 from .plans import notes_section
 from .tables import Column, Table, Text
 
@@ -31,7 +32,7 @@ class _Group:
 
 
 _LAYERS: tuple[Column[_Group], ...] = (
-    Column("layer", lambda group: f"{group.name} x {group.count}" if group.count > 1 else group.name),
+    Column("layer", lambda group: repeated(group.name, group.count)),
     Column("kind", lambda group: group.first.kind),
     Column("input", lambda group: _shape(group.first.input_shape), rank=1),
     Column("output", lambda group: _shape(group.first.output_shape)),
@@ -44,7 +45,7 @@ _LAYERS: tuple[Column[_Group], ...] = (
 def _grouped(layers: Iterable[Layer]) -> Iterable[_Group]:
     groups: dict[str, _Group] = {}
     for layer in layers:
-        name = f"{layer.block}.*.{layer.role}" if layer.block else layer.name
+        name = place(layer)
         groups.setdefault(name, _Group(name, layer)).count += 1
     return groups.values()
 

@@ -16,8 +16,8 @@ from ..joint.families import describe, figures_of
 from ..joint.meshes import StageMesh
 from ..joint.papers import PLANNERS
 from ..joint.result import FamilyFigures, JointPlan
-from .plans import notes_section
-from .strategies import heading, layouts_of, legend
+from .layers import heading, layouts_of, legend, place, repeated
+from .plans import heading_section, notes_section
 from .tables import Column, Section, Table, Text
 
 __all__ = ["joint_text"]
@@ -41,26 +41,15 @@ def joint_text(planned: JointPlan) -> Text:
 
 
 def _heading(planned: JointPlan) -> Section:
-    cluster, evaluation = planned.cluster, planned.evaluation
-    configuration = evaluation.configuration
-    workload, spec = configuration.workload, configuration.schedule
-    nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
-    mesh = configuration.mesh
+    configuration = planned.evaluation.configuration
+    spec, mesh = configuration.schedule, configuration.mesh
     shape = f"{mesh.num_devices} devices ({mesh})" if isinstance(mesh, StageMesh) else f"{mesh} devices"
-    passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
-    if workload.num_micro_batches == 1:
-        passes = "one micro-batch"
     stages = (
-        f"one stage on all {cluster.num_devices} devices: no pipeline"
+        f"one stage on all {planned.cluster.num_devices} devices: no pipeline"
         if spec.num_workers == 1
         else f"{spec.num_stages} stages on {spec.num_workers} workers of {shape}; {spec.label}"
     )
-    return [
-        f"{planned.graph.name} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}",
-        f"  {planned.graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}",
-        f"  {workload.batch} {planned.graph.sample}s per step in {passes}",
-        f"  {stages}",
-    ]
+    return [*heading_section(planned.graph, planned.cluster, configuration.workload), f"  {stages}"]
 
 
 # ---- Stages and layers -------------------------------------------------------------------------------------------------------
@@ -140,7 +129,7 @@ class _Group:
 
     @property
     def label(self) -> str:
-        return self.names[0] if len(self.names) == 1 else f"{self.place} x {len(self.names)}"
+        return self.names[0] if len(self.names) == 1 else repeated(self.place, len(self.names))
 
 
 def _layer_columns(levels: Sequence[Level]) -> tuple[Column[_Group], ...]:
@@ -158,10 +147,9 @@ def _layers(evaluation: Evaluation) -> Section:
     groups: dict[tuple[str, Strategy], _Group] = {}
     for number, stage in enumerate(evaluation.stages):
         for assessed in stage.assessment.layers:
-            layer = assessed.layer
-            place = f"{layer.block}.*.{layer.role}" if layer.block else layer.name
-            group = groups.setdefault((place, assessed.strategy), _Group(place, assessed, [], set()))
-            group.names.append(layer.name)
+            name = place(assessed.layer)
+            group = groups.setdefault((name, assessed.strategy), _Group(name, assessed, [], set()))
+            group.names.append(assessed.layer.name)
             group.stages.add(number)
     levels = evaluation.configuration.levels(evaluation.cluster)
     return [

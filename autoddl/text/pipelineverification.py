@@ -10,7 +10,7 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from ..verification.pipeline_result import PipelineVerification
 from ..verification.result import together
 from ..verification.task import NUM_STEPS
-from .strategies import legend
+from .layers import legend
 from .tables import Block, Column, Section, Table, Text
 from .verification import (
     ERRORS,

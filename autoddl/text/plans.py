@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autoddl.costmodel.assessment import Assessment, LayerAssessment
-from autoddl.costmodel.cluster import Level
+from autoddl.costmodel.cluster import Cluster, Level
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.units import counted, format_bytes, format_seconds
+from autoddl.costmodel.workload import Workload
 
 from ..planner import BaselineFigures, Planned
 from ..trusting import PlanTrust
-from .strategies import heading, layouts_of, legend
+from .layers import heading, layouts_of, legend, place, repeated
 from .tables import Block, Column, Section, Table, Text
 from .trust import trust_section
 
-__all__ = ["notes_section", "plan_text"]
+__all__ = ["heading_section", "notes_section", "plan_text"]
 
 
 def plan_text(planned: Planned, trusted: PlanTrust | None = None) -> Text:
@@ -42,16 +44,20 @@ def notes_section(notes: Iterable[str]) -> Section:
 
 
 def _heading(planned: Planned) -> Section:
-    cluster, workload = planned.cluster, planned.workload
+    kept = "activations recomputed" if planned.workload.recompute else "no recomputation"
+    return heading_section(planned.graph, planned.cluster, planned.workload, f", {kept}")
+
+
+def heading_section(graph: LayerGraph, cluster: Cluster, workload: Workload, more: str = "") -> Section:
+    """What a plan is for: the model, the cluster and the batch; ``more`` on how it is trained."""
     nodes = "1 node" if cluster.num_nodes == 1 else f"{cluster.num_nodes} nodes"
-    kept = "activations recomputed" if workload.recompute else "no recomputation"
     passes = f"{workload.num_micro_batches} micro-batches of {workload.micro_batch}"
     if workload.num_micro_batches == 1:
         passes = "one micro-batch"
     return [
-        f"{planned.graph.name} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}",
-        f"  {planned.graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}, {kept}",
-        f"  {workload.batch} {planned.graph.sample}s per step in {passes}",
+        f"{graph.name} on {cluster.name}: {nodes} of {cluster.devices_per_node} x {cluster.device.name}",
+        f"  {graph.num_parameters:,} parameters; {workload.precision} precision, {workload.optimizer}{more}",
+        f"  {workload.batch} {graph.sample}s per step in {passes}",
     ]
 
 
@@ -67,7 +73,7 @@ class _Group:
 
     @property
     def label(self) -> str:
-        return f"{self.name} x {len(self.members)}" if len(self.members) > 1 else self.name
+        return repeated(self.name, len(self.members))
 
     @cached_property
     def layouts(self) -> dict[str, str]:
@@ -99,13 +105,8 @@ def _grouped(layers: Iterable[LayerAssessment]) -> list[_Group]:
     """In the order of their first layers."""
     groups: dict[object, _Group] = {}
     for assessed in layers:
-        layer = assessed.layer
-        if layer.block:
-            key: object = (layer.block, layer.role, assessed.strategy)
-            name = f"{layer.block}.*.{layer.role}"
-        else:
-            key = name = layer.name
-        groups.setdefault(key, _Group(name, [])).members.append(assessed)
+        name = place(assessed.layer)
+        groups.setdefault((name, assessed.strategy), _Group(name, [])).members.append(assessed)
     return list(groups.values())
 
 

@@ -12,7 +12,7 @@ from ..verification.prediction import PHASES
 from ..verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification, together, worst
 from ..verification.scaling import Change
 from ..verification.task import NUM_STEPS
-from .strategies import legend
+from .layers import legend, place, repeated
 from .tables import Block, Column, Section, Table, Text
 
 __all__ = [
@@ -73,7 +73,7 @@ class Group:
     @property
     def label(self) -> str:
         """The name, and how many they are."""
-        return f"{self.name} x {len(self.members)}" if len(self.members) > 1 else self.name
+        return repeated(self.name, len(self.members))
 
     def gradient_error(self) -> str:
         """The worst one."""
@@ -119,9 +119,7 @@ def grouped(layers: Sequence[LayerCheck], tolerance: Tolerance) -> list[Group]:
     """Repetitions with equal strategies as one, in the order of their first."""
     groups: dict[object, Group] = {}
     for layer in layers:
-        key = (layer.block, layer.role, layer.strategy) if layer.block else layer.name
-        name = f"{layer.block}.*.{layer.role}" if layer.block else layer.name
-        groups.setdefault(key, Group(name, [], tolerance)).members.append(layer)
+        groups.setdefault((place(layer), layer.strategy), Group(place(layer), [], tolerance)).members.append(layer)
     return list(groups.values())
 
 

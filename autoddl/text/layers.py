@@ -1,16 +1,40 @@
-"""What tables of layers say of strategies and layouts."""
+"""What tables of layers have in common: names, strategies and layouts."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import LEVEL_NAMES, Level
 
-__all__ = ["heading", "layouts_of", "legend", "meaning"]
+__all__ = ["heading", "layouts_of", "legend", "meaning", "place", "repeated"]
 
 #: Of each of the cluster's levels.
 _WHERE = dict(zip(LEVEL_NAMES, ("between nodes", "inside a node")))
+
+
+class Placed(Protocol):
+    """A layer of a graph, or what is known of one: its name, and its block and role where it is in a block."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def block(self) -> str: ...
+
+    @property
+    def role(self) -> str: ...
+
+
+def place(layer: Placed) -> str:
+    """``h.*.mlp.c_fc``: where a layer is in its block, or its name."""
+    return f"{layer.block}.*.{layer.role}" if layer.block else layer.name
+
+
+def repeated(name: str, count: int) -> str:
+    """``h.*.mlp.c_fc x 48``: a name, and how many layers share the row."""
+    return f"{name} x {count}" if count > 1 else name
 
 
 def heading(levels: Sequence[Level]) -> str:
