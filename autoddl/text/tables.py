@@ -50,6 +50,11 @@ class Column(Generic[Item]):
     name: str = ""
     wraps: bool = False
 
+    @property
+    def label(self) -> str:
+        """What the column is called in a line of text."""
+        return self.name or self.heading
+
 
 @dataclass(frozen=True)
 class Table:
@@ -78,6 +83,12 @@ class Table:
         """
         rows = tuple(tuple(column.cell(item) if column.cell else "" for column in columns) for item in items)
         return cls(tuple(columns), rows, indent)
+
+    @property
+    def leaving(self) -> tuple[int, ...]:
+        """The positions of the columns that may be left out, the first to go first."""
+        ranked = [i for i, column in enumerate(self.columns) if column.rank]
+        return tuple(sorted(ranked, key=lambda i: (self.columns[i].rank, i), reverse=True))
 
     def lines(self, width: int | None = None) -> list[str]:
         """The table's lines, and the line that names the columns left out to fit into ``width``."""
@@ -222,15 +233,17 @@ class _Fit:
         if width is None or self._total(self.shown, whole) <= width:
             return
         least = [_least(column, cell) for column, cell in zip(table.columns, cells)]
-        order = sorted((i for i in self.shown if table.columns[i].rank), key=lambda i: (table.columns[i].rank, i))
+        leaving = iter(table.leaving)
         while (missing := self._total(self.shown, least) - width) > 0:
-            if order:
-                self.shown.remove(order.pop())
-            elif not self._shorten(least, missing):
+            if (column := next(leaving, None)) is not None:
+                self.shown.remove(column)
+            elif self._shorten(least, missing):
+                pass
+            elif len(self.shown) > 1:
                 self.shown.pop()  # rank 0 too, rather than lines that are too long
-        self.left_out = tuple(
-            column.name or column.heading for i, column in enumerate(table.columns) if i not in self.shown
-        )
+            else:
+                least[self.shown[0]] -= missing
+        self.left_out = tuple(column.label for i, column in enumerate(table.columns) if i not in self.shown)
         spare = -missing
         # What is left goes to sentences first, then to headings, from the left.
         for i in sorted(self.shown, key=lambda i: (not table.columns[i].wraps, i)):

@@ -13,6 +13,7 @@ import subprocess
 import sys
 import termios
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -21,11 +22,14 @@ from autoddl.__main__ import main
 from autoddl.calib.measurements import SampleFile
 from autoddl.cli._running import parser_of
 from autoddl.pipelines.runtime.load import is_available
+from autoddl.text.tables import Table, Text
 
 from ..calib.synthetic import ring, samples_of
 from .sample_plans import cpu_pipeline, gpt_plan, pipeline_plan, written
 
 WIDTHS = (80, 120)
+#: Says in which order each table loses its columns.
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "tables.md"
 GPT = ("gpt:8x128", "--cluster", "dgx-a100", "--nodes", "2", "--batch", "64", "--quiet")
 PROFILED = ("pipeline", "--profile", "bert-48", "--cluster", "v100-a", "--batch", "64", "--planner")
 
@@ -146,6 +150,27 @@ def longest(text: str) -> int:
     return max(map(len, text.splitlines()))
 
 
+@pytest.fixture
+def orders(monkeypatch) -> set[str]:
+    """The columns that the tables which are printed meanwhile may lose, in order."""
+    found: set[str] = set()
+    fitted = Text.fitted
+
+    def look(text: Text, width: int | None) -> str:
+        tables = [block for section in text.sections for block in section if isinstance(block, Table)]
+        found.update(", ".join(table.columns[i].label for i in table.leaving) for table in tables)
+        return fitted(text, width)
+
+    monkeypatch.setattr(Text, "fitted", look)
+    return found
+
+
+def documented(words: Sequence[str]) -> set[str]:
+    """The orders that the page states for a command."""
+    rows = [line.split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| `")]
+    return {row[2].removesuffix(" |") for row in rows if f"`{words[0]}" in row[0]}
+
+
 def test_every_command_with_tables_is_here():
     parser = parser_of([])
     (commands,) = (action for action in parser._actions if isinstance(action, argparse._SubParsersAction))
@@ -155,18 +180,21 @@ def test_every_command_with_tables_is_here():
 
 @pytest.mark.parametrize("width", WIDTHS)
 @pytest.mark.parametrize("name", COMMANDS)
-def test_lines_fit_the_terminal(name, width, folder):
+def test_lines_fit_the_terminal(name, width, folder, orders):
+    """And columns are left out in the order that the page states."""
     text = on_terminal(COMMANDS[name], folder, width)
     assert 20 < longest(text) <= width
+    assert orders - {""} <= documented(COMMANDS[name])
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not is_available(), reason=is_available().reason)
 @pytest.mark.parametrize("name", RUNNING)
-def test_lines_of_what_runs_fit_the_terminal(name, folder, lent_ranks):
+def test_lines_of_what_runs_fit_the_terminal(name, folder, lent_ranks, orders):
     """The verification of a pipeline takes more than 10 s: every step of it runs on ranks and on one device, once per width."""
     for width in WIDTHS:
         assert 20 < longest(on_terminal(RUNNING[name], folder, width)) <= width
+    assert orders - {""} <= documented(RUNNING[name])
 
 
 @pytest.mark.parametrize(
@@ -180,6 +208,13 @@ def test_wide_prints_what_a_pipe_gets(name, folder, capsys):
     searched = r"(exact search, )[^,]*"  # took a time
     assert re.sub(searched, r"\1", wide) == re.sub(searched, r"\1", piped)
     assert "(--wide" not in piped and longest(piped) > 78
+
+
+def test_the_page_states_no_order_that_is_none(folder, orders, capsys):
+    for name, words in COMMANDS.items():
+        if name != "plan --pipeline":  # has the tables of a paper's planner's
+            assert main(placed(words, folder)) == 0
+    assert {order for words in COMMANDS.values() for order in documented(words)} <= orders
 
 
 def test_what_was_left_out_is_said(folder):
