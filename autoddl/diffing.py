@@ -15,9 +15,8 @@ from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 
 from .explain.view import PlanView
 from .plan import Plan, assessment_of
-from .tables import aligned
 
-__all__ = ["Changed", "Figure", "LayerChange", "PlanDifference", "compare", "difference_document", "difference_text"]
+__all__ = ["Changed", "Figure", "LayerChange", "PlanDifference", "compare", "difference_document"]
 
 FORMAT = "autoddl-plan-difference"
 
@@ -288,7 +287,7 @@ def _figures(before: PlanView, after: PlanView) -> tuple[Figure, ...]:
     return tuple(found)
 
 
-# ------------------------------------------------------------------------------------------------------------ as it is shown
+# ------------------------------------------------------------------------------------------------------------ for programs
 
 
 def difference_document(found: PlanDifference) -> dict[str, Any]:
@@ -324,70 +323,3 @@ def difference_document(found: PlanDifference) -> dict[str, Any]:
         ],
         "figures": {row.what: {"unit": row.unit, "before": row.before, "after": row.after} for row in found.figures},
     }
-
-
-def difference_text(found: PlanDifference, names: tuple[str, str]) -> str:
-    """The difference for people; ``names`` are what the plans are called."""
-    head = [f"before  {names[0]}: {found.before.heading}", f"after   {names[1]}: {found.after.heading}"]
-    if found.is_empty:
-        return "\n".join([*head, "", "no difference"])
-    sections = [head, _figure_lines(found.figures)]
-    for title, rows in (
-        ("Model", found.model),
-        ("Cluster", found.cluster),
-        ("Options", found.options),
-        ("Pipeline", found.pipeline),
-    ):
-        if rows:
-            table = [("", "before", "after"), *((row.what, row.before, row.after) for row in rows)]
-            sections.append([title, *aligned(table)])
-    sections.append(_layer_lines(found))
-    return "\n\n".join("\n".join(section) for section in sections)
-
-
-def _figure_lines(figures: Sequence[Figure]) -> list[str]:
-    rows = [("", "before", "after", "", "")]
-    for row in figures:
-        ratio = f"{row.after / row.before:.3f}x" if row.before and not row.is_equal else ""
-        change = "=" if row.is_equal else _signed(row.after - row.before, row.unit)
-        rows.append((row.what, _shown(row.before, row.unit), _shown(row.after, row.unit), change, ratio))
-    return ["Per step", *aligned(rows, right=(1, 2, 3, 4))]
-
-
-def _shown(value: float, unit: str) -> str:
-    return format_seconds(value) if unit == "s" else format_bytes(value)
-
-
-def _signed(value: float, unit: str) -> str:
-    return ("+" if value >= 0 else "-") + _shown(abs(value), unit)
-
-
-def _layer_lines(found: PlanDifference) -> list[str]:
-    lines = ["Layers (time, bytes sent and memory: after less before, on each device per step)"]
-    changed = [row for row in found.layers if not row.is_same]
-    kept = [row for row in found.layers if row.is_same]
-    if changed:
-        table: list[tuple[str, ...]] = [("layer", "before", "after", "compute", "communication", "sent", "memory")]
-        table += [(_label(row), row.before, row.after, *_amounts([row])) for row in changed]
-        lines += aligned(table, right=(3, 4, 5, 6))
-    if kept:
-        count = sum(len(row.layers) for row in kept)
-        amounts = dict(zip(("compute", "communication", "sent", "memory"), _amounts(kept)))
-        grown = ", ".join(f"{what} {amount}" for what, amount in amounts.items() if amount != "=")
-        lines.append(f"  {count} layers keep their strategy" + (f": {grown}" if grown else ""))
-    lines += [f"  only before: {name}" for name in found.removed] + [f"  only after: {name}" for name in found.added]
-    return lines
-
-
-def _label(row: LayerChange) -> str:
-    return f"{row.name} x {len(row.layers)}" if len(row.layers) > 1 else row.name
-
-
-def _amounts(rows: Sequence[LayerChange]) -> tuple[str, ...]:
-    sums = (
-        (sum(row.compute_s for row in rows), "s"),
-        (sum(row.communication_s for row in rows), "s"),
-        (sum(row.sent_bytes for row in rows), "B"),
-        (sum(row.memory_bytes for row in rows), "B"),
-    )
-    return tuple(_signed(value, unit) if abs(value) > 1e-12 else "=" for value, unit in sums)

@@ -20,12 +20,10 @@ from autoddl.search import solve
 
 from .planner import Planned
 
-__all__ = ["PlanTrust", "trust_document", "trust_lines", "trust_of"]
+__all__ = ["PlanTrust", "trust_document", "trust_of"]
 
 #: Under how many draws of the parameters the best plan is searched for, to find rivals.
 SEARCHES = 8
-#: How many rivals are named.
-NAMED = 4
 
 
 @dataclass(frozen=True)
@@ -95,27 +93,7 @@ def _usage(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: 
     return usage_of(assess(graph, cluster, workload, strategies), cluster, workload)
 
 
-# ---- As people and programs read it --------------------------------------------------------------------------------------------
-
-
-def trust_lines(known: PlanTrust) -> list[str]:
-    """The section of the plan's text."""
-    found = known.trust
-    calibration = known.calibration
-    lines = [
-        "Trust",
-        f"  calibrated {calibration.date[:10]} on {calibration.machine}, {calibration.num_samples:,} samples",
-        f"  best of {len(found.rivals) + 1} plans with probability {found.probability:.0%}, expected regret "
-        f"{found.expected_regret:.2%} (over {found.num_draws} draws of the parameters that the measurements leave open)",
-    ]
-    for name, probability in [rival for rival in found.rivals if rival[1] > 0][:NAMED]:
-        lines.append(f"  else {name}: {probability:.0%}")
-    if found.measurement is not None:
-        measurement = found.measurement
-        lines.append(
-            f"  to settle it against {measurement.rival}, measure {measurement} ({measurement.share:.0%} of the doubt)"
-        )
-    return lines
+# ---- As programs read it -----------------------------------------------------------------------------------------------------
 
 
 def trust_document(known: PlanTrust | None) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 - `measurements`, `nccl`: samples, the CSV files that hold them, the output of nccl-tests.
 - `campaign`: a calibration run from outside, local or inside a job; `measure` and `operations` are what its ranks do.
 - `forms`, `robust`, `fit`, `device`: the formulas, robust non-negative least squares, the choice among formulas, intervals.
-- `clusterfile`: from a fit to a cluster document; `report`: tables and a picture.
+- `clusterfile`: from a fit to a cluster document; `pictures`: measured points and fitted lines.
 - `trust`: how sure a plan is, given what the measurements leave open.
 - `candidates`, `ranked`, `ranking`: strategies that are run on ranks (`replay`), predicted against measured.
 

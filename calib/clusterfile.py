@@ -13,7 +13,9 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.calibration import TRANSFER, Coverage, FormTried, Quality
-from autoddl.costmodel.cluster import Cluster, from_document
+from autoddl.costmodel.cluster import LEVEL_NAMES, Cluster, from_document
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 
 from .device import DeviceFit, fit_device
@@ -21,11 +23,10 @@ from .fit import HeldOut, LevelFit, fit_level, fit_parameters, points_of
 from .forms import FORMS, Form, Key
 from .measurements import Sample
 
-__all__ = ["Fit", "calibrated_document", "fit_samples", "quality_of"]
+__all__ = ["Fit", "calibrated_document", "errors_of_cluster", "fit_samples", "quality_of"]
 
 #: Where errors are stated apart: messages where latency counts, those of most layers, and large ones.
 SIZE_RANGES = ((1, 2**16 - 1), (2**16, 2**24), (2**24 + 1, 2**63))
-_LEVELS = ("inter-node", "intra-node")
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ def fit_samples(samples: Sequence[Sample], seed: int = 0) -> Fit:
         UserError: no collectives were measured, or some at one message size alone.
     """
     fits = []
-    for level in _LEVELS:
+    for level in LEVEL_NAMES:
         points = points_of(samples, level)
         if points:
             fits.append(fit_level(points, level, seed))
@@ -264,3 +265,22 @@ def _replicates(level: str, key: Key, values: np.ndarray) -> dict[str, Any]:
         "term": key.term,
         "values": [float(f"{value:.4g}") for value in values],
     }
+
+
+def errors_of_cluster(cluster: Cluster, samples: Sequence[Sample]) -> list[HeldOut]:
+    """What a cluster predicts of every point of some samples."""
+    result = []
+    sizes: dict[int, Cluster] = {}
+    for index, level in enumerate(LEVEL_NAMES):
+        for point in points_of(samples, level):
+            # Crowding goes by the ranks of a node.
+            resized = sizes.setdefault(point.ranks_per_node, cluster.resized(None, point.ranks_per_node))
+            link = resized.links[index]
+            if point.collective == TRANSFER:
+                seconds = link.latency_s + point.num_bytes / link.bandwidth
+            else:
+                seconds = link.time(
+                    Step(Collective(point.collective), Axis(point.ranks, point.stride), point.num_bytes)
+                )
+            result.append(HeldOut(point, seconds))
+    return result

@@ -11,15 +11,14 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.units import format_seconds
 from autoddl.costmodel.workload import Workload
 
 from .campaign import STALL_S, progress
 from .candidates import RankedStrategy, spread_strategies
+from .pictures import saved
 from .ranking import Score, fastest, score
-from .report import Table, saved
 
-__all__ = ["RankSettings", "Ranking", "draw_ranking", "rank_locally", "ranking_document", "ranking_tables"]
+__all__ = ["RankSettings", "Ranking", "draw_ranking", "rank_locally", "ranking_document"]
 
 
 @dataclass(frozen=True)
@@ -139,59 +138,6 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
         float(np.mean([visit.foreign > DISTURBED for row in table for visit in row])),
         tuple((strategies[i].name, reason) for i, reason in refused.items()),
     )
-
-
-def ranking_tables(ranking: Ranking) -> list[Table]:
-    """Scores, and the strategies in the order of what was predicted."""
-    rows = [
-        (
-            "",
-            "Spearman",
-            "repeat-to-repeat",
-            "pairs in order",
-            "regret of the predicted best",
-            "repeat-to-repeat",
-            "median error",
-        )
-    ]
-    for name, own in ranking.scores.items():
-        rows.append(
-            (
-                name,
-                f"{own.spearman:.3f}",
-                "-" if np.isnan(own.ceiling) else f"{own.ceiling:.3f}",
-                f"{own.pairs:.1%} of {own.num_pairs}",
-                f"{own.regret:.1%}",
-                "-" if np.isnan(own.floor) else f"{own.floor:.1%}",
-                f"{own.error:.1%}",
-            )
-        )
-    rounds = ranking.communication.shape[1]
-    remarks = [
-        f"  {len(ranking.strategies)} strategies, {rounds} round{'s' if rounds > 1 else ''} of which the fastest counts; "
-        "pairs: those measured more than 10 % apart",
-    ]
-    if ranking.disturbed:
-        remarks.append(f"  other processes used the cores during {ranking.disturbed:.0%} of the visits")
-    remarks += [f"  not run: {name}: {reason}" for name, reason in ranking.refused]
-    title = f"{ranking.graph.name} on {ranking.cluster.num_devices} ranks, predicted against measured"
-    return [Table(title, tuple(rows), (1, 2, 3, 4, 5, 6), tuple(remarks)), _strategies(ranking)]
-
-
-def _strategies(ranking: Ranking) -> Table:
-    rows = [("strategy", "communication: predicted", "measured", "step: predicted", "measured")]
-    for i in sorted(range(len(ranking.strategies)), key=lambda i: ranking.strategies[i].communication_s):
-        own = ranking.strategies[i]
-        rows.append(
-            (
-                own.name,
-                format_seconds(own.communication_s),
-                format_seconds(float(ranking.communication[i].min())),
-                format_seconds(own.step_s),
-                "-" if ranking.step is None else format_seconds(float(ranking.step[i].min())),
-            )
-        )
-    return Table("Strategies", tuple(rows), (1, 2, 3, 4))
 
 
 def ranking_document(ranking: Ranking) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from .errors import UserError, quote
 
 __all__ = [
     "abridged",
+    "counted",
     "format_bytes",
     "format_memory_limit",
     "format_ranges",
@@ -70,6 +71,15 @@ def format_seconds(seconds: float) -> str:
 def format_bytes(nbytes: float) -> str:
     """Three significant digits in binary units: ``1.5 GiB``."""
     return _scaled(nbytes, [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
+
+
+def counted(number: int, what: str) -> str:
+    """A number and what is counted, in the plural where it is not one.
+
+    >>> counted(1, "simulation"), counted(1234, "simulation")
+    ('1 simulation', '1,234 simulations')
+    """
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
 
 
 def format_memory_limit(nbytes: float) -> str:

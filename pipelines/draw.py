@@ -13,7 +13,7 @@ import numpy as np
 from .schedule import Kind, Schedule, Task
 from .timeline import Timeline
 
-__all__ = ["to_svg", "to_text", "to_trace"]
+__all__ = ["to_rows", "to_svg", "to_text", "to_trace"]
 
 MICROSECONDS = 1e6
 
@@ -43,8 +43,9 @@ def _has_several_stages(schedule: Schedule) -> bool:
     return any(len(set(workers)) < len(workers) for workers in schedule.placement)
 
 
-def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> str:
-    """A row per worker, a column per tick: a task's label where it begins, ``=`` while it goes on, ``.`` for nothing.
+def to_rows(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> list[tuple[str, list[str]]]:
+    """A row per worker: its name and its cells, one per tick, all equally wide: a task's label where it begins, ``=`` while it
+    goes on, ``.`` for nothing.
 
     A label is ``F3``, ``B3``, ... (kind and micro-batch), with the stage before it where a worker has several of one
     pipeline. All-reduces that take time have a row of their own, below that of their worker.
@@ -56,7 +57,7 @@ def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 24
     makespan = timeline.makespan
     bars = [bar for bar in _bars(timeline) if bar.end > bar.start]
     if not bars:
-        return "\n".join(f"worker {worker}" for worker in range(schedule.num_workers))
+        return [(f"worker {worker}", []) for worker in range(schedule.num_workers)]
     if tick is None:
         shortest = min((bar.end - bar.start for bar in bars if bar.task.kind.is_compute), default=makespan)
         tick = max(shortest, makespan / max_columns)
@@ -72,15 +73,20 @@ def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 24
         for column in range(max(0, first), min(last, columns)):
             row[column] = _label(schedule, bar.task, several) if column == first else "="
     width = max(len(cell) for rows in (compute, reduces) for row in rows for cell in row)
-    lines = []
     head = len(f"worker {schedule.num_workers - 1}")
+    found = []
     for worker, row in enumerate(compute):
-        cells = [cell * width if cell == "=" else cell.center(width) for cell in row]
-        lines.append(f"{f'worker {worker}':>{head}}  {' '.join(cells)}".rstrip())
-        if any(reduces[worker]):
-            cells = [cell * width if cell == "=" else cell.center(width) for cell in reduces[worker]]
-            lines.append(f"{'reduce':>{head}}  {' '.join(cells)}".rstrip())
-    return "\n".join(lines)
+        for name, cells in ((f"worker {worker}", row), ("reduce", reduces[worker])):
+            if any(cells):
+                even = [cell * width if cell == "=" else cell.center(width) for cell in cells]
+                found.append((name.rjust(head), even))
+    return found
+
+
+def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> str:
+    """The rows of `to_rows` as lines."""
+    rows = to_rows(timeline, tick, max_columns)
+    return "\n".join(f"{name}  {' '.join(cells)}".rstrip() for name, cells in rows)
 
 
 ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, BOTTOM = 26, 20, 78, 46, 26

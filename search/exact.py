@@ -26,9 +26,9 @@ from .branching import Bracket, Exploration, OpenNode, OutOfTimeError, explore, 
 from .forest import solve_forest
 from .labels import LabelSearch, StoppedError
 from .lagrangian import Dual, Instance, Point, prepare
+from .outcomes import check_limits, impossible, infeasible, unless_stopped, unproven
 from .progress import Progress, silent
 from .reduction import Domain
-from .report import check_limits, impossible, infeasible, unless_stopped, unproven
 from .result import PROOF_TOLERANCE, Result, Status
 
 __all__ = ["exact", "smallest_memory"]

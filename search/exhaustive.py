@@ -27,8 +27,8 @@ from autoddl.costmodel.table import CostTable
 
 from .branching import lower_bound
 from .exact import smallest_memory
+from .outcomes import check_limits, infeasible, unless_stopped, unproven
 from .progress import Progress, silent
-from .report import check_limits, infeasible, unless_stopped, unproven
 from .result import Result, Status
 
 __all__ = ["exhaustive"]

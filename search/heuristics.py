@@ -33,8 +33,8 @@ from autoddl.costmodel.table import CostTable
 from .branching import lower_bound
 from .exact import smallest_memory
 from .moves import Assignment, random_start
+from .outcomes import check_limits, infeasible, unless_stopped, unproven
 from .progress import Progress, silent
-from .report import check_limits, infeasible, unless_stopped, unproven
 from .result import PROOF_TOLERANCE, Result, SearchError, Status
 from .separable import separable_bound
 

@@ -30,9 +30,9 @@ from scipy.sparse import coo_array, csr_array, vstack
 from autoddl.costmodel.stopping import Deadline, Stop, StopRequestedError
 from autoddl.costmodel.table import CostTable
 
+from .outcomes import check_limits, infeasible, unless_stopped, unproven
 from .progress import Progress, silent
 from .reduction import Reduced, check_table, reduce_table
-from .report import check_limits, infeasible, unless_stopped, unproven
 from .result import Result, Status
 
 __all__ = ["MilpOutcome", "milp_least_memory", "milp_optimum", "solve_milp"]

@@ -28,6 +28,8 @@ ONEFLOW_AREAS = (
     "autoddl/verification/pipeline_job.py",
     "autoddl/export/parts/",
 )
+#: Where texts may be imported: nothing that plans, prices or runs knows how it is shown.
+SHOWING_AREAS = ("autoddl/text/", "autoddl/cli/", "autoddl/report/", "autoddl/__init__.py", "autoddl/api")
 PRINTING_AREAS = ("autoddl/cli/", "autoddl/__main__.py")
 #: Several tests look at the same sources.
 parsed = functools.cache(ast.parse)
@@ -89,6 +91,8 @@ def import_faults(path: Path, text: str) -> list[str]:
                 faults.append(f"{path} imports {name}, which setup.cfg does not declare")
         elif FLOORS.index(floor) > FLOORS.index(own):
             faults.append(f"{path} imports {name}, which is on a floor above")
+        elif name.startswith("autoddl.text") and not path.as_posix().startswith(SHOWING_AREAS):
+            faults.append(f"{path} imports {name} outside {', '.join(SHOWING_AREAS)}")
         elif relative != (floor == own):
             faults.append(f"{path} imports {name} {'relatively' if relative else 'absolutely'}")
     return faults
@@ -202,6 +206,7 @@ def test_imports_keep_to_the_floors(floor):
         ("search/exact.py", "from autoddl.search.result import Result", "absolutely"),
         ("search/exact.py", "from ..costmodel import table", "relatively"),
         ("autoddl/cli/plan.py", "def f():\n    import oneflow as flow", "outside"),
+        ("autoddl/joint/planner.py", "from ..text.tables import Table", "outside"),
         ("pipelines/draw.py", "import importlib\nimportlib.import_module('oneflow.nn')", "outside"),
         pytest.param(
             *("search/exact.py", "import pandas", "does not declare"),

@@ -5,13 +5,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import re
+import shutil
+import sys
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.limits import LARGEST_OPTION, MOST_DIGITS
 from autoddl.costmodel.reading import is_whole, parse_figure
 
-__all__ = ["add_edited", "by_option", "number_option", "whole_option"]
+if TYPE_CHECKING:
+    from ..text.tables import Text
+
+__all__ = ["add_edited", "add_wide", "by_option", "number_option", "show", "terminal_width", "whole_option"]
 
 _OPTIONS = {
     "num_stages": "--stages",
@@ -36,6 +42,27 @@ def add_edited(parser: argparse.ArgumentParser) -> None:
         help="take a plan also if it was edited: compute its figures anew, and drop what was claimed of it (optimality, bounds, "
         "baselines, trust)",
     )
+
+
+def add_wide(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--wide``, of all commands that print tables."""
+    parser.add_argument(
+        "--wide",
+        action="store_true",
+        help="print all columns of tables, however wide the terminal is (as into files and pipes)",
+    )
+
+
+def terminal_width(arguments: argparse.Namespace) -> int | None:
+    """The columns that lines have to fit into; None where standard output is no terminal, or with ``--wide``."""
+    if arguments.wide or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns or 80  # a terminal may not know its size
+
+
+def show(text: Text, arguments: argparse.Namespace, *more: str) -> None:
+    """Print a text as wide as it may be, and ``more`` lines."""
+    print("\n".join([text.fitted(terminal_width(arguments)), *more]))
 
 
 @contextlib.contextmanager

@@ -16,6 +16,7 @@ from autoddl.search import METHODS
 
 from ..models import resolve_model
 from ..planner import Options
+from ._options import add_wide
 
 __all__ = ["add_model_arguments", "add_planning_arguments", "cluster_of", "model_of", "options_of"]
 
@@ -85,6 +86,7 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         help="of one search (20); with --pipeline, processor time of its search (30)",
     )
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 

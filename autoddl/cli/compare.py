@@ -5,16 +5,16 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.stopping import Stop, StopRequestedError
-from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.search import METHODS
 
+from ._options import show
 from ._planning import add_planning_arguments, cluster_of, model_of, options_of
 from ._stopping import interruptible
 
@@ -42,6 +42,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 def run(arguments: argparse.Namespace) -> int:
     """Plan with every method, print one table."""
     from ..planner import make_plan
+    from ..text.comparison import comparison_text
 
     methods = arguments.methods.split(",") if arguments.methods else list(METHODS)
     for method in methods:
@@ -75,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
-        print("\n".join(_text(exact, rows)))
+        show(comparison_text(exact, rows), arguments)
     return asked.exit_code("these are the best plans until then")
 
 
@@ -124,43 +125,3 @@ def _baseline_row(figures: BaselineFigures) -> dict[str, Any]:
         "memory_bytes": figures.assessment.memory_bytes,
         "mesh": figures.mesh,
     }
-
-
-def _text(exact: Planned, rows: list[dict[str, Any]]) -> Iterator[str]:
-    """The lines for people: a table of what is feasible, then why the rest is not."""
-    from ..tables import aligned
-
-    cluster, bound = exact.cluster, format_seconds(exact.lower_bound)
-    yield f"{exact.graph.name} on {cluster.name}, {cluster.num_devices} devices; lower bound {bound}"
-    table = [("plan", "step", "communication", "memory", "to the best", "evaluations", "search", "")]
-    field = "communication_s" if exact.options.objective == "communication" else "step_s"
-    for row in rows:
-        if "infeasible" in row:
-            continue
-        table.append(
-            (
-                row["name"],
-                format_seconds(row["step_s"]),
-                format_seconds(row["communication_s"]),
-                format_bytes(row["memory_bytes"]),
-                f"{row[field] / exact.cost:.4g}x" if exact.cost else "",
-                f"{row['evaluations']:,}" if "evaluations" in row else "",
-                format_seconds(row["search_s"]) if "search_s" in row else "",
-                _remark(row),
-            )
-        )
-    yield from aligned(table, right=(1, 2, 3, 4, 5, 6))
-    for row in rows:
-        if "infeasible" in row:
-            yield f"  {row['name']}: {row['infeasible']}"
-    if exact.left_out:
-        yield f"  {exact.left_out}"
-
-
-def _remark(row: dict[str, Any]) -> str:
-    """What is proven of a search's plan; the mesh of a baseline's."""
-    if "mesh" in row:
-        return str(row["mesh"])
-    interrupted = ", interrupted" if row["status"] == "interrupted" else ""
-    taken_from = f", as {row['taken_from']}: nothing better was found" if "taken_from" in row else ""
-    return "proven optimal" if row["optimal"] else f"gap {row['gap']:.2%}{interrupted}{taken_from}"

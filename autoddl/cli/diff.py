@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ._options import add_edited
+from ._options import add_edited, add_wide, show
 
 __all__ = ["add_parser", "run"]
 
@@ -21,17 +21,19 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser.add_argument("after", metavar="B.json", help="the same, of another plan")
     add_edited(parser)
     parser.add_argument("--exit-code", action="store_true", help="exit with 1 where they differ")
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print."""
-    from ..diffing import compare, difference_document, difference_text
+    from ..diffing import compare, difference_document
     from ..explain import load_view
+    from ..text.difference import difference_text
 
     found = compare(load_view(arguments.before, arguments.edited), load_view(arguments.after, arguments.edited))
     if arguments.json:
         print(json.dumps(difference_document(found), indent=1, allow_nan=False))
     else:
-        print(difference_text(found, (arguments.before, arguments.after)))
+        show(difference_text(found, (arguments.before, arguments.after)), arguments)
     return 1 if arguments.exit_code and not found.is_empty else 0

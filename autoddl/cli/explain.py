@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from ._options import add_edited
+from ._options import add_edited, add_wide, show
 
 __all__ = ["add_parser", "run"]
 
@@ -25,12 +25,14 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--time-limit", type=float, default=30.0, metavar="SECONDS", help="after it regrets are bounds (%(default)g)"
     )
     add_edited(parser)
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, print."""
-    from ..explain import explain, explanation_document, explanation_text, load_view
+    from ..explain import explain, explanation_document, load_view
+    from ..text.explanation import explanation_text
 
     explained = explain(
         load_view(arguments.plan, arguments.edited),
@@ -41,5 +43,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(explanation_document(explained), indent=1, allow_nan=False))
     else:
-        print(explanation_text(explained))
+        show(explanation_text(explained), arguments)
     return 0

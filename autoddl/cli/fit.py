@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING
 from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.writing import write_document
 
+from ._options import add_wide, show
+
 if TYPE_CHECKING:
     from autoddl.calib.clusterfile import Fit
-    from autoddl.calib.report import Table
 
-__all__ = ["add_fit_arguments", "add_parser", "finish", "print_tables", "run"]
+__all__ = ["add_fit_arguments", "add_parser", "finish", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -46,6 +47,7 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
         "--picture", metavar="FILE.svg", help="draw measured points and fitted lines (needs matplotlib)"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (%(default)s)")
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print the cluster file")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -54,11 +56,12 @@ def run(arguments: argparse.Namespace) -> int:
     """Read, fit, write, print."""
     from autoddl.calib.clusterfile import fit_samples
     from autoddl.calib.measurements import numbered, read_samples
-    from autoddl.calib.report import tables_against
+
+    from ..text.fits import errors_text
 
     samples = numbered([sample for path in arguments.measurements for sample in read_samples(path)])
     if arguments.against:
-        print_tables(tables_against(load_cluster(arguments.against), samples))
+        show(errors_text(load_cluster(arguments.against), samples), arguments, "")
         return 0
     base = load_cluster(arguments.base)
     return finish(fit_samples(samples, arguments.seed), base, arguments)
@@ -67,7 +70,9 @@ def run(arguments: argparse.Namespace) -> int:
 def finish(fit: Fit, base: Cluster, arguments: argparse.Namespace) -> int:
     """Write the cluster file and the picture, and print what was found."""
     from autoddl.calib.clusterfile import calibrated_document
-    from autoddl.calib.report import draw, tables
+    from autoddl.calib.pictures import draw
+
+    from ..text.fits import fit_text
 
     stem = os.path.basename(arguments.output).rpartition(".")[0] if arguments.output else ""
     document = calibrated_document(fit, base, arguments.cluster_name or stem or f"{base.name} calibrated")
@@ -78,16 +83,8 @@ def finish(fit: Fit, base: Cluster, arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
         return 0
-    print_tables(tables(fit))
+    show(fit_text(fit), arguments, "")
     for what, path in (("cluster", arguments.output), ("picture", arguments.picture)):
         if path:
             print(f"{what}: {path}")
     return 0
-
-
-def print_tables(found: list[Table]) -> None:
-    """Tables with their remarks."""
-    from ..tables import aligned
-
-    for table in found:
-        print("\n".join((table.title, *aligned(table.rows, right=table.right), *table.remarks)) + "\n")

@@ -12,6 +12,7 @@ from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.pipelines.profile import Profile, load_profile, profile_names
 
+from ._options import add_wide, show
 from ._stopping import interruptible
 
 __all__ = ["add_parser", "run"]
@@ -53,13 +54,16 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         default=4.0,
         help="bytes of weights, gradients and optimizer state per byte of weights (%(default)s: Adam)",
     )
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan and print."""
     from autoddl.pipelines.planners import Clock, Shape, Workload, plan_chimera, plan_dapple, plan_wpipe
-    from autoddl.pipelines.planners.report import Result, document_of, text_of
+    from autoddl.pipelines.planners.document import Result, document_of
+
+    from ..text.pipelines import pipeline_plan_text
 
     cluster = load_cluster(arguments.cluster).resized(arguments.nodes, arguments.devices_per_node)
     limit = arguments.memory_limit
@@ -85,7 +89,10 @@ def run(arguments: argparse.Namespace) -> int:
         else:
             result = plan_dapple(workload, micro_batch, Shape(stages, widths), clock)
     document = document_of(result, workload, is_interrupted=asked.stop.is_requested)
-    print(json.dumps(document, indent=1, allow_nan=False) if arguments.json else text_of(document))
+    if arguments.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        show(pipeline_plan_text(document), arguments)
     return asked.exit_code("this is the best plan until then")
 
 

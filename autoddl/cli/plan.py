@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoddl.costmodel.errors import UserError
 
+from ._options import show
 from ._planning import add_method, add_planning_arguments, cluster_of, model_of, options_of
 from ._stopping import Interruptible, interruptible
 
 if TYPE_CHECKING:
     from ..joint.result import JointPlan
     from ..planner import Planned
+    from ..text.tables import Text
 
 __all__ = ["add_parser", "run"]
 
@@ -25,7 +27,7 @@ class _Answer(NamedTuple):
     """A plan's document for programs and its text for people, each made only where somebody asks for it; the plan; its search."""
 
     document: Callable[[], dict[str, Any]]
-    text: Callable[[], str]
+    text: Callable[[], Text]
     planned: Planned | JointPlan
     asked: Interruptible
 
@@ -67,9 +69,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
     else:
-        print(answer.text())
-        if arguments.output:
-            print(f"\nWritten to {arguments.output}")
+        show(answer.text(), arguments, *(["", f"Written to {arguments.output}"] if arguments.output else []))
     planned = answer.planned
     verdict = "it is proven optimal" if planned.optimal else f"the best one may be up to {planned.gap:.2%} better"
     return answer.asked.exit_code(f"this is the best plan until then, {verdict}")
@@ -77,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
     from ..joint.glance import plan_alone
-    from ..tables import plan_text
+    from ..text.plans import plan_text
     from ..trusting import trust_of
 
     graph, cluster, options = model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method)
@@ -98,8 +98,8 @@ def _with_pipeline(arguments: argparse.Namespace) -> _Answer:
 
     from ..joint.planner import plan_jointly
     from ..joint.result import JointOptions
-    from ..joint.table import joint_text
     from ..plan import joint_document
+    from ..text.jointplans import joint_text
 
     options = JointOptions(options_of(arguments, arguments.method), arguments.pipeline, arguments.allow_stale)
     graph, cluster = model_of(arguments), cluster_of(arguments)

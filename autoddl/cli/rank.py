@@ -8,6 +8,7 @@ import json
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.workload import Workload
 
+from ._options import add_wide, show
 from ._planning import add_model_arguments, model_of
 
 __all__ = ["add_parser", "run"]
@@ -34,6 +35,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--seed", type=int, default=0, help="of the choice of strategies and their order (%(default)s)")
     parser.add_argument("-o", "--output", metavar="RANKING.json", help="write everything that was measured")
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print it")
     parser.add_argument("--quiet", action="store_true", help="no progress bar")
 
@@ -45,11 +47,10 @@ def run(arguments: argparse.Namespace) -> int:
         draw_ranking,
         rank_locally,
         ranking_document,
-        ranking_tables,
     )
     from autoddl.costmodel.writing import write_document
 
-    from .fit import print_tables
+    from ..text.rankings import ranking_text
 
     settings = RankSettings(
         count=arguments.strategies,
@@ -73,5 +74,5 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(document, indent=1, allow_nan=False))
         return 0
-    print_tables(ranking_tables(ranking))
+    show(ranking_text(ranking), arguments, "")
     return 0

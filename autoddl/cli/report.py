@@ -14,8 +14,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     parser = subparsers.add_parser(
         "report",
         help="a plan as one self-contained HTML page",
-        description="Write a plan as one HTML page that needs no network and no script: time, layer graph, pipeline, memory, "
-        "alternatives, baselines, certificate, trust.",
+        description="Write a plan as one HTML page that needs no network: baselines, time, layer graph, pipeline, memory, "
+        "alternatives, certificate, trust.",
     )
     parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
     parser.add_argument("-o", "--output", required=True, metavar="REPORT.html", help="write the page")

@@ -9,10 +9,9 @@ from typing import Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import read_text
-from autoddl.costmodel.units import format_values
 from autoddl.costmodel.writing import write_atomically
 
-from ._options import by_option, number_option, whole_option
+from ._options import add_wide, by_option, number_option, terminal_width, whole_option
 
 __all__ = ["add_parser", "run"]
 
@@ -58,6 +57,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     times.add_argument("--update-time", type=_numbers, default=0.0, metavar="U", help="of a stage's weights (0)")
     parser.add_argument("--format", choices=_FORMATS, default="text")
     parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to stdout")
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="the same as --format json")
 
 
@@ -66,12 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     from autoddl.pipelines.validate import InvalidScheduleError
 
     form = "json" if arguments.json else arguments.format
+    width = None if arguments.output else terminal_width(arguments)
     if arguments.name == "list":
-        text = _listing(as_json=form == "json")
+        text = _listing(form == "json", width)
     else:
         with by_option():
             try:
-                text = _render(arguments, form)
+                text = _render(arguments, form, width)
             except InvalidScheduleError as error:
                 print(str(error).partition("\n")[2], file=sys.stderr)
                 raise UserError(error.reason) from None
@@ -82,9 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _render(arguments: argparse.Namespace, form: str) -> str:
+def _render(arguments: argparse.Namespace, form: str, width: int | None) -> str:
     from autoddl.pipelines import draw, grid
     from autoddl.pipelines.simulator import simulate
+
+    from ..text.runs import simulation_text
 
     schedule = _schedule(arguments)
     if form == "csv":
@@ -97,7 +100,7 @@ def _render(arguments: argparse.Namespace, form: str) -> str:
     facts = _facts(timeline)
     if form == "json":
         return json.dumps(facts, indent=1) + "\n"
-    return f"{draw.to_text(timeline)}\n\n{_summary(facts)}\n"
+    return simulation_text(timeline, facts).fitted(width) + "\n"
 
 
 def _schedule(arguments: argparse.Namespace) -> Any:
@@ -190,26 +193,10 @@ def _facts(timeline: Any) -> dict[str, Any]:
     return facts
 
 
-def _summary(facts: dict[str, Any]) -> str:
-    path = facts["critical_path"]
-    lines = [
-        f"makespan           {facts['makespan']:.6g}",
-        f"bubble ratio       {facts['bubble_ratio']:.4f}",
-        f"critical path      {path['forward']} forwards, {path['backward']} backwards",
-        f"peak activations   {format_values(facts['peak_activations'])} (micro-batches, per worker)",
-        f"weight versions    {format_values(facts['weight_versions'])} (per worker)",
-        f"weight copies      {format_values(facts['weight_copies'])} (versions over all stages of a worker)",
-    ]
-    if "steady_state" in facts:
-        settled = facts["steady_state"]
-        lines.append(
-            f"steady state       {settled['period']:.6g} per update, bubble ratio {settled['bubble_ratio']:.4f}"
-        )
-    return "\n".join(lines)
-
-
-def _listing(as_json: bool) -> str:
+def _listing(as_json: bool, width: int | None) -> str:
     from autoddl.pipelines.generators import families
+
+    from ..text.runs import families_text
 
     if as_json:
         listed = [
@@ -222,8 +209,7 @@ def _listing(as_json: bool) -> str:
             for family in families()
         ]
         return json.dumps({"format": "autoddl-schedule-families", "version": 1, "families": listed}, indent=1) + "\n"
-    width = max(len(family.name) for family in families())
-    return "".join(f"{family.name:<{width}}  {family.summary}\n" for family in families())
+    return families_text(families()).fitted(width) + "\n"
 
 
 def _numbers(text: str) -> Any:

@@ -11,12 +11,15 @@ import json
 import re
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_values
 
-from ._options import add_edited, by_option, whole_option
+from ._options import add_edited, add_wide, by_option, show, whole_option
+
+if TYPE_CHECKING:
+    from ..text.tables import Text
 
 __all__ = ["add_parser", "run"]
 
@@ -86,6 +89,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     how.add_argument("--every", type=int, default=10, metavar="STEPS", help="between checkpoints (%(default)s)")
     add_edited(parser)
     parser.add_argument("--timeline", action="store_true", help="show the last run beside its simulation")
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -111,7 +115,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         with by_option():
             result = train(options, on_step, on_warning=warn, stall_timeout_s=_STALL_TIMEOUT_S)
-    print(_document(options, result) if arguments.json else _text(options, result, arguments.timeline))
+    if arguments.json:
+        print(_document(options, result))
+    else:
+        show(_text(options, result, arguments.timeline), arguments)
     if result.unsaved:
         raise UserError(
             f"the last checkpoint could not be written: {result.unsaved}; steps after step {result.last_saved} are not saved"
@@ -229,23 +236,25 @@ def _problem(arguments: argparse.Namespace) -> Any:
     return FileProblem(arguments.model)
 
 
-def _text(options: Any, result: Any, timeline: bool) -> str:
-    schedule = options.schedule
-    lines = []
-    if result.first_step:
-        lines.append(f"resumed            after step {result.first_step}")
-    if result.last_run is None:
-        return "\n".join([*lines, "nothing left to do"])
-    lines += [
-        f"schedule           {schedule.name}: {schedule.num_stages} stages on {sum(schedule.widths)} ranks",
-        f"steps              {result.first_step + 1} to {result.first_step + len(result.losses)}",
-        f"loss               {result.losses[0]:.4f} to {result.losses[-1]:.4f}",
-        f"{f'{options.problem.unit} per second':18} {result.units_per_s:,.0f}",
-        f"peak activations   {format_values(result.last_run.peak_activations)} (micro-batches, per worker)",
-        f"weight versions    {format_values(result.last_run.peak_versions)} (of one stage, per worker)",
-        f"between stages     {_sent(options, result.last_run)}",
+def _text(options: Any, result: Any, timeline: bool) -> Text:
+    from ..text.runs import timelines
+    from ..text.tables import Text, facts
+
+    schedule, run = options.schedule, result.last_run
+    resumed = [("resumed", f"after step {result.first_step}")] if result.first_step else []
+    if run is None:
+        return Text(([facts(resumed), "nothing left to do"],))
+    figures = [
+        *resumed,
+        ("schedule", f"{schedule.name}: {schedule.num_stages} stages on {sum(schedule.widths)} ranks"),
+        ("steps", f"{result.first_step + 1} to {result.first_step + len(result.losses)}"),
+        ("loss", f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}"),
+        (f"{options.problem.unit} per second", f"{result.units_per_s:,.0f}"),
+        ("peak activations", f"{format_values(run.peak_activations)} (micro-batches, per worker)"),
+        ("weight versions", f"{format_values(run.peak_versions)} (of one stage, per worker)"),
+        ("between stages", _sent(options, run)),
     ]
-    return "\n".join(lines + (_timelines(result.last_run.timeline) if timeline else []))
+    return Text(([facts(figures)], *(timelines(run.timeline) if timeline else ())))
 
 
 def _sent(options: Any, run: Any) -> str:
@@ -258,24 +267,6 @@ def _sent(options: Any, run: Any) -> str:
         f"; {run.num_uncompressed / num_steps:,.3g} messages a step in full precision" if run.num_uncompressed else ""
     )
     return f"{text}, {run.bytes_saved / num_steps:,.0f} saved by compression{full}"
-
-
-def _timelines(measured: Any) -> list[str]:
-    """The measured run, and what the simulator makes of its mean times."""
-    from autoddl.pipelines.draw import to_text
-    from autoddl.pipelines.runtime.pipeline.report import measured_times
-    from autoddl.pipelines.simulator import simulate
-
-    simulated = simulate(measured.schedule, measured_times(measured))
-    tick = max(measured.makespan, simulated.makespan) / 60
-    return [
-        "",
-        f"measured: {measured.makespan:.4f} s, bubbles {measured.bubble_ratio:.1%}",
-        to_text(measured, tick=tick),
-        "",
-        f"simulated with the mean time of each task: {simulated.makespan:.4f} s, bubbles {simulated.bubble_ratio:.1%}",
-        to_text(simulated, tick=tick),
-    ]
 
 
 def _document(options: Any, result: Any) -> str:

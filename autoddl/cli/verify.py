@@ -13,7 +13,7 @@ from tqdm import tqdm
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import LARGEST_SECONDS
 
-from ._options import add_edited
+from ._options import add_edited, add_wide, show
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.failures import RankError
@@ -58,6 +58,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for everything (%(default)g)")
     parser.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
+    add_wide(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
 
@@ -67,8 +68,10 @@ def run(arguments: argparse.Namespace) -> int:
     from autoddl.pipelines.runtime.failures import RankError
 
     from ..plan import load_plan
-    from ..verification import Limits, VerifyOptions, verification_document, verification_text, verify
-    from ..verification.pipeline_report import pipeline_document, pipeline_text
+    from ..text.pipelineverification import pipeline_text
+    from ..text.verification import verification_text
+    from ..verification import Limits, VerifyOptions, verification_document, verify
+    from ..verification.documents import pipeline_document
     from ..verification.pipelines import verify_pipeline
 
     for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
@@ -96,7 +99,10 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json and not isinstance(error, UserError):
             print(json.dumps(_failed_document(error, plan.graph.name), indent=1))
         raise
-    print(json.dumps(document, indent=1, allow_nan=False) if arguments.json else text)
+    if arguments.json:
+        print(json.dumps(document, indent=1, allow_nan=False))
+    else:
+        show(text, arguments)
     return 0 if is_right else 1
 
 

@@ -1,14 +1,14 @@
 """Why a plan is as it is: where its time goes, what limits it, and what every other choice would cost.
 
 ``load_view`` reads any plan for its readers (:class:`PlanView`); ``explain`` finds the alternatives of every layer with their
-regret (:class:`Explanation`); ``explanation_document`` and ``explanation_text`` show it.
+regret (:class:`Explanation`); ``explanation_document`` is its JSON, :mod:`autoddl.text.explanation` its text.
 """
 
 from __future__ import annotations
 
 from .alternatives import Alternative, Choice, MemoryPrice
+from .document import explanation_document
 from .explanation import Explanation, explain
-from .showing import explanation_document, explanation_text
 from .view import PlanView, load_view, view_of
 
 __all__ = [
@@ -19,7 +19,6 @@ __all__ = [
     "PlanView",
     "explain",
     "explanation_document",
-    "explanation_text",
     "load_view",
     "view_of",
 ]

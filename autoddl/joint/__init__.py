@@ -9,7 +9,7 @@
   :mod:`.terrain`, in :mod:`.regions` of its cuts, by :mod:`.ways`; :mod:`.explorer`: what settings share; :mod:`.search`: best
   first over the space.
 - :mod:`.planner`: ``plan_jointly`` for a :mod:`.job`, with the best of all :mod:`.families` (:mod:`.papers`); :mod:`.leastmemory`:
-  where nothing fits; :mod:`.result`: what it returns; :mod:`.table`: as text.
+  where nothing fits; :mod:`.result`: what it returns.
 - :mod:`.glance`: ``plan_alone``, the best plan without a pipeline, with a note where a pipeline is faster.
 """
 

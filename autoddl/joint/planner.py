@@ -16,11 +16,10 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.stopping import Stop, StopRequestedError, TimedStop
-from autoddl.costmodel.units import format_bytes, format_memory_limit
+from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
 from autoddl.pipelines.planners import Clock
 
 from ..planner import InfeasibleError, Planned, make_plan
-from ..tables import counted
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
 from .explorer import Explorer

@@ -1,7 +1,7 @@
-"""A plan as one self-contained HTML page: no script, no request, readable on a phone, in the dark and on paper.
+"""A plan as one self-contained HTML page: no request, readable on a phone, in the dark, on paper and without JavaScript.
 
 ``report_page`` makes the page of an explanation (:mod:`autoddl.explain`).  Everything that stands in it comes from the plan's
-document and is escaped; the page's policy forbids scripts and requests besides.
+document and is escaped; the page's policy forbids requests, and all scripts but the one that sorts tables (``sort.js``).
 """
 
 from __future__ import annotations

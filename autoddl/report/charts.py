@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,20 +30,33 @@ class Segment:
 
 
 def bar(
-    segments: Sequence[Segment], whole: float, label: str, height: float = 24.0, marks: Sequence[float] = ()
+    segments: Sequence[Segment],
+    whole: float,
+    label: str,
+    show: Callable[[float], str],
+    height: float = 24.0,
+    marks: Sequence[tuple[str, float]] = (),
 ) -> Markup:
-    """A stacked bar whose full width is ``whole``, with lines at ``marks``; stretched to its container's width."""
+    """A stacked bar whose full width is ``whole``, with named lines at ``marks``; stretched to its container's width.
+
+    Args:
+        show: a value as text; a segment shows its name, value and share of all segments where it is pointed at.
+    """
     parts = [element("title", label), element("rect", class_="track", x=0, y=0, width=WIDTH, height=height)]
+    total = sum(segment.value for segment in segments)
     x = 0.0
     for segment in segments:
         width = WIDTH * segment.value / whole if whole > 0 else 0.0
         if width > 0:
-            tip = element("title", f"{segment.name}: {segment.value / whole:.1%}")
+            share = f" ({segment.value / total:.1%})" if len(segments) > 1 else ""
+            tip = element("title", f"{segment.name}: {show(segment.value)}{share}")
             parts.append(element("rect", tip, class_=segment.style, x=x, y=0, width=width, height=height))
         x += width
-    for mark in marks:
+    for name, mark in marks:
         at = min(WIDTH - 1, WIDTH * mark / whole) if whole > 0 else 0.0
-        parts.append(element("line", class_="mark", x1=at, x2=at, y1=0, y2=height, vector_effect="non-scaling-stroke"))
+        tip = element("title", f"{name}: {show(mark)}")
+        ends = {"x1": at, "x2": at, "y1": 0, "y2": height}
+        parts.append(element("line", tip, class_="mark", vector_effect="non-scaling-stroke", **ends))
     return element(
         "svg",
         *parts,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
+from autoddl.costmodel.units import format_ranges, format_seconds
 from autoddl.pipelines.schedule import Kind
 
 from ..explain import PlanView
 from .charts import timeline_pictures
 from .markup import Markup, element
-from .sections import Section, facts, paragraph, scrolling, swatch, table
+from .sections import Section, collapsed, facts, nbytes, number, paragraph, scrolling, seconds, swatch, table
 
 __all__ = ["pipeline_section"]
 
+#: Tables of more stages are collapsed.
+MOST_STAGES = 8
 _LEGEND = (
     ((Kind.FORWARD,), "forward", "forward"),
     ((Kind.BACKWARD, Kind.BACKWARD_INPUT), "backward", "backward"),
@@ -65,7 +67,8 @@ def pipeline_section(view: PlanView) -> Section:
         if caption:
             content.append(paragraph(caption[0].upper() + caption[1:], class_="kicker"))
         content.append(scrolling(picture, "pipeline timeline"))
-    content.append(scrolling(_stages(view), "stages"))
+    stages = scrolling(_stages(view), "stages")
+    content.append(stages if spec.num_stages <= MOST_STAGES else collapsed(f"{spec.num_stages} stages", stages))
     return Section("pipeline", "Pipeline", finding, tuple(content))
 
 
@@ -73,23 +76,24 @@ def _stages(view: PlanView) -> Markup:
     pipeline = view.plan.pipeline
     assert pipeline is not None
     rows = []
-    for number, (figures, choice) in enumerate(zip(pipeline.stages, pipeline.configuration.stages)):
-        workers = [replica.worker for replica in pipeline.schedule.replicas_of(number)]
-        crossing = format_bytes(pipeline.boundaries[number - 1].nbytes) if number else "data"
+    for stage, (figures, choice) in enumerate(zip(pipeline.stages, pipeline.configuration.stages)):
+        workers = [replica.worker for replica in pipeline.schedule.replicas_of(stage)]
+        # A difference of sums: what rounding leaves is nothing.
+        communication_s = figures.communication_s if figures.communication_s > 1e-12 * figures.busy_s else 0.0
+        alive = max(pipeline.in_flight[stage])
         rows.append(
             (
-                f"{number}",
+                number(f"{stage}", stage),
                 format_ranges(sorted(workers)),
-                f"{len(figures.graph.layers)}",
+                number(f"{len(figures.graph.layers)}", len(figures.graph.layers)),
                 choice.recompute,
-                format_seconds(figures.forward_s),
-                format_seconds(figures.backward_s),
-                # A difference of sums: what rounding leaves is nothing.
-                format_seconds(figures.communication_s if figures.communication_s > 1e-12 * figures.busy_s else 0.0),
-                format_seconds(figures.all_reduce_s),
-                f"{max(pipeline.in_flight[number]):g}",
-                crossing,
-                format_bytes(max(pipeline.memory[worker] for worker in workers)),
+                seconds(figures.forward_s),
+                seconds(figures.backward_s),
+                seconds(communication_s),
+                seconds(figures.all_reduce_s),
+                number(f"{alive:g}", alive),
+                nbytes(pipeline.boundaries[stage - 1].nbytes) if stage else "data",
+                nbytes(max(pipeline.memory[worker] for worker in workers)),
             )
         )
     head = (

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..explain import Alternative, Choice, Explanation, PlanView
-from ..explain.showing import memory_sentence, regret_text, why_text
 from ..explain.view import DeviceMemory, LayerGroup
 from ..explain.view import Section as PlanSection
+from ..text.explanation import memory_sentence, regret_text, why_text
+from ..text.layers import meaning
 from .charts import Segment, bar, graph_gutters, gutter_width
-from .markup import Content, Markup, element, join
-from .sections import Section, paragraph, scrolling, segments_of, swatch, table
+from .markup import Markup, element, join
+from .sections import (
+    Cell,
+    Quantity,
+    Section,
+    cell,
+    collapsed,
+    nbytes,
+    number,
+    paragraph,
+    scrolling,
+    seconds,
+    segments_of,
+    swatch,
+    table,
+)
 
 __all__ = ["alternatives_section", "graph_section", "memory_section", "time_section"]
 
@@ -35,11 +51,11 @@ def time_section(explained: Explanation) -> Section:
     finding = (
         "The step is " + (", ".join(named[:-1]) + " and " if len(named) > 1 else "") + (named[-1] if named else "empty")
     )
-    rows: list[tuple[Content, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for segment in segments:
-        saves = "" if kinds[segment.name] == "idle" else format_seconds(segment.value / 2)
-        share = f"{segment.value / whole:.1%}" if whole else ""
-        rows.append((join(swatch(segment.style), segment.name), format_seconds(segment.value), share, saves))
+        saves = "" if kinds[segment.name] == "idle" else seconds(segment.value / 2)
+        share = number(f"{segment.value / whole:.1%}", segment.value / whole) if whole else ""
+        rows.append((join(swatch(segment.style), segment.name), seconds(segment.value), share, saves))
     pipeline = view.plan.pipeline
     note = (
         "Every price is bound by one resource, so the step divides exactly into these parts."
@@ -51,7 +67,7 @@ def time_section(explained: Explanation) -> Section:
         "Where the time goes",
         finding,
         (
-            element("div", bar(segments, whole, "parts of the step", height=28), class_="breakdown"),
+            element("div", bar(segments, whole, "parts of the step", format_seconds, height=28), class_="breakdown"),
             scrolling(
                 table(("Bound by", "Time", "Share", "2x faster saves"), rows, numbers=(1, 2, 3), class_="named"),
                 "time by resource",
@@ -70,23 +86,22 @@ def time_section(explained: Explanation) -> Section:
 
 def graph_section(view: PlanView) -> Section:
     """The layer graph with the strategies."""
-    seconds: dict[str, float] = {}
+    spent: dict[str, float] = {}
     for section in view.sections:
         for group in section.groups:
-            seconds[str(group.strategy)] = seconds.get(str(group.strategy), 0.0) + group.seconds * len(section.stages)
-    whole = sum(seconds.values())
-    commonest = max(seconds, key=seconds.__getitem__)
-    if len(seconds) == 1:
+            spent[str(group.strategy)] = spent.get(str(group.strategy), 0.0) + group.seconds * len(section.stages)
+    whole = sum(spent.values())
+    commonest = max(spent, key=spent.__getitem__)
+    if len(spent) == 1:
         finding = f"Every layer is spread as {commonest}"
     else:
-        finding = f"{seconds[commonest] / whole if whole else 0:.0%} of the layers' time is spent at {commonest}"
+        finding = f"{spent[commonest] / whole if whole else 0:.0%} of the layers' time is spent at {commonest}"
     levels = view.plan.cluster.levels
     if view.plan.pipeline is not None:
         levels = view.plan.pipeline.configuration.levels(view.plan.cluster)
     content = [
         paragraph(
-            f"A strategy (p0,p1,p2) for {' and '.join(level.name for level in levels)} splits the samples over p0, the weight's "
-            "columns over p1 and its rows over p2 devices. Equal layers of repeated blocks share a row; times and bytes are those "
+            f"Strategy {meaning(levels)}. Equal layers of repeated blocks share a row; times and bytes are those "
             "of all of them, for each device and step. Lines are tensors.",
             class_="lead",
         ),
@@ -98,11 +113,18 @@ def graph_section(view: PlanView) -> Section:
         ),
     ]
     longest = max((group.seconds for section in view.sections for group in section.groups), default=0.0)
-    for section in view.sections:
-        if section.title:
-            content.append(element("h3", section.title[0].upper() + section.title[1:]))
-        content.append(_graph(view, section, longest))
+    for place, section in enumerate(view.sections):
+        step_s = format_seconds(sum(group.seconds for group in section.groups))
+        content.append(_titled(section.title, step_s, _graph(view, section, longest), is_open=not place))
     return Section("layers", "Layers and strategies", finding, tuple(content))
+
+
+def _titled(title: str, figure: str, content: Markup, is_open: bool) -> Markup:
+    """The table of a stage under its title, one of many; of a plan without stages the table alone."""
+    if not title:
+        return content
+    heading = join(element("h3", title[0].upper() + title[1:]), element("span", figure, class_="quiet small"))
+    return collapsed(heading, content, is_open=is_open)
 
 
 def _graph(view: PlanView, section: PlanSection, longest: float) -> Markup:
@@ -138,7 +160,7 @@ def _graph(view: PlanView, section: PlanSection, longest: float) -> Markup:
         "table",
         element("thead", element("tr", *(element("th", name, scope="col") for name in head))),
         element("tbody", *rows),
-        class_="graph",
+        class_="graph sortable",
         style=f"--gutter:{gutter_width(lanes):g}px",
     )
     return join(scrolling(built, "layer graph"), paragraph(f"{left} more rows stand in the plan.") if left else None)
@@ -160,12 +182,23 @@ def _graph_row(group: LayerGroup, kind: str, block: str, gutter: Markup, longest
     return element(
         "tr",
         element("td", gutter, element("span", class_="node"), class_="gutter"),
-        element("td", name, element("span", f"{kind}{count}", class_="kind"), class_="layer"),
+        element(
+            "td",
+            element("span", group.name.removesuffix(name) or None, class_="of"),
+            name,
+            element("span", f"{kind}{count}", class_="kind"),
+            class_="layer",
+        ),
         element("td", str(group.strategy), class_="strategy code nowrap"),
         element("td", *lines, class_="detail code quiet small"),
-        element("td", bar(segments, longest, label, height=10), class_="time"),
-        element("td", format_seconds(group.seconds), class_="num total"),
+        cell(_drawn(bar(segments, longest, label, format_seconds, height=10), group.seconds), class_="time"),
+        cell(seconds(group.seconds), class_="num total"),
     )
+
+
+def _drawn(picture: Markup, value: float) -> Quantity:
+    """A picture of a time."""
+    return replace(seconds(value), shown=picture)
 
 
 # ------------------------------------------------------------------------------------------------------------ memory
@@ -198,7 +231,7 @@ def memory_section(explained: Explanation) -> Section:
             element(
                 "div",
                 paragraph(title, class_="kicker"),
-                bar(segments, capacity, title, marks=(limit,)),
+                bar(segments, capacity, title, format_bytes, marks=(("limit", limit),)),
                 class_="breakdown",
             )
         )
@@ -220,12 +253,12 @@ def memory_section(explained: Explanation) -> Section:
 
 def _memory_table(memory: Sequence[DeviceMemory], limit: float) -> Markup:
     head = ("Devices", *(name for name, _ in _MEMORY), "total", "left of the limit")
-    rows = [
+    rows: list[tuple[Cell, ...]] = [
         (
             f"{row.title} ({row.num_devices})",
-            *(format_bytes(getattr(row, name)) for name, _ in _MEMORY),
-            element("span", format_bytes(row.total), class_="strong"),
-            format_bytes(limit - row.total),
+            *(nbytes(getattr(row, name)) for name, _ in _MEMORY),
+            replace(nbytes(row.total), shown=element("span", format_bytes(row.total), class_="strong")),
+            nbytes(limit - row.total),
         )
         for row in memory
     ]
@@ -248,10 +281,8 @@ def alternatives_section(explained: Explanation) -> Section | None:
         content.append(
             paragraph(f"Better than the plan, which is not optimal in this: {', '.join(better[:6])}.", class_="why")
         )
-    for section in explained.sections:
-        if section.title:
-            content.append(element("h3", section.title[0].upper() + section.title[1:]))
-        rows = [row for choice in section.choices for row in _choice_rows(choice, view.cost_s)]
+    for place, section in enumerate(explained.sections):
+        bodies = [element("tbody", *_choice_rows(choice, view.cost_s)) for choice in section.choices]
         head = ("Layer", "Strategy", "Regret", "", "What it spends more on")
         built = element(
             "table",
@@ -265,10 +296,11 @@ def alternatives_section(explained: Explanation) -> Section | None:
                     ),
                 ),
             ),
-            element("tbody", *rows),
-            class_="choices",
+            *bodies,
+            class_="choices sortable",
         )
-        content.append(scrolling(built, "alternatives"))
+        count = f"{len(section.choices)} choices"
+        content.append(_titled(section.title, count, scrolling(built, "alternatives"), is_open=not place))
     return Section("alternatives", "What other choices cost", _worth(choices, view.cost_s), tuple(content))
 
 
@@ -295,7 +327,7 @@ def _choice_rows(choice: Choice, cost_s: float) -> list[Markup]:
             "tr",
             element("td", choice.name + count, class_="strong nowrap"),
             element("td", str(choice.strategy), class_="code nowrap"),
-            element("td", "chosen", class_="num quiet"),
+            cell(_nearest(choice), class_="num quiet"),
             element("td", ""),
             element(
                 "td",
@@ -318,13 +350,21 @@ def _choice_rows(choice: Choice, cost_s: float) -> list[Markup]:
     return rows
 
 
+def _nearest(choice: Choice) -> Cell:
+    """Of the chosen strategy; what it is sorted by is the regret of its nearest alternative."""
+    if not choice.alternatives:
+        return "chosen"
+    regret_s = choice.alternatives[0].regret_s
+    return Quantity("chosen", regret_s, f"regret of the nearest alternative: {regret_s:.9g} s")
+
+
 def _alternative_row(alternative: Alternative, cost_s: float) -> Markup:
-    seconds, relative = regret_text(alternative, cost_s)
+    regret, relative = regret_text(alternative, cost_s)
     return element(
         "tr",
         element("td", ""),
         element("td", str(alternative.strategy), class_="code nowrap"),
-        element("td", seconds, class_="num"),
+        cell(replace(seconds(alternative.regret_s), shown=regret), class_="num"),
         element("td", relative, class_="num"),
         element("td", why_text(alternative), class_="quiet small"),
         class_="other",

@@ -9,8 +9,8 @@ from ..explain import PlanView
 from ..explain.view import Rival
 from ..plandocument import NOT_CLAIMED
 from .charts import Segment, bar
-from .markup import Content, Markup, element, join
-from .sections import Section, facts, paragraph, scrolling, swatch, table
+from .markup import Content, Markup, element
+from .sections import Cell, Section, collapsed, facts, nbytes, number, paragraph, scrolling, seconds, swatch, table
 
 __all__ = ["baselines_section", "certificate_section", "provenance_section", "trust_section"]
 
@@ -57,24 +57,25 @@ def baselines_section(view: PlanView) -> Section | None:
         items = [
             element("li", element("span", rival.name, class_="strong"), f": {rival.infeasible}") for rival in excluded
         ]
-        content.append(element("ul", *items, class_="plain"))
+        names = ", ".join(rival.name for rival in excluded[:6]) + (", ..." if len(excluded) > 6 else "")
+        content.append(collapsed(f"Infeasible: {names}", element("ul", *items, class_="plain")))
     return Section("baselines", "Baselines", finding, tuple(content))
 
 
-def _rival_row(rival: Rival, step_s: float, longest: float) -> tuple[Content, ...]:
+def _rival_row(rival: Rival, step_s: float, longest: float) -> tuple[Cell, ...]:
     segments = [
         Segment("computation", max(0.0, rival.step_s - rival.communication_s - rival.bubble_s), "work-1"),
         Segment("communication", rival.communication_s, "talk-1"),
         Segment("bubble", rival.bubble_s, "idle"),
     ]
-    picture = bar(segments, longest, f"{rival.name}: {format_seconds(rival.step_s)}", height=12)
+    picture = bar(segments, longest, f"{rival.name}: {format_seconds(rival.step_s)}", format_seconds, height=12)
     return (
         element("span", rival.name, class_="strong nowrap"),
-        format_seconds(rival.step_s),
-        f"{rival.step_s / step_s:.2f}x" if step_s else "",
+        seconds(rival.step_s),
+        number(f"{rival.step_s / step_s:.2f}x", rival.step_s / step_s) if step_s else "",
         element("div", picture, class_="picture"),
-        format_seconds(rival.communication_s),
-        format_bytes(rival.memory_bytes),
+        seconds(rival.communication_s),
+        nbytes(rival.memory_bytes),
         element("div", rival.how, class_="how quiet small"),
     )
 
@@ -129,25 +130,27 @@ def _raised(number: int) -> str:
 
 
 def _settings(fields: Fields) -> Markup:
-    rows: list[tuple[Content, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     entries = fields.objects("candidates")
     for entry in entries[:MAX_SETTINGS]:
         cost, bound = (None if entry.get(n) is None else entry.number(n) for n in ("cost_s", "lower_bound_s"))
         rows.append(
             (
-                f"{entry.integer('micro_batch'):,}",
+                number(f"{entry.integer('micro_batch'):,}", entry.integer("micro_batch")),
                 "yes" if entry.boolean("recompute") else "no",
                 element("div", entry.text("outcome"), class_="outcome"),
-                "" if cost is None else format_seconds(cost),
-                "none fits" if bound is None else format_seconds(bound),
+                "" if cost is None else seconds(cost),
+                "none fits" if bound is None else seconds(bound),
             )
         )
     head = ("Micro-batch", "Recomputed", "Outcome", "Cost", "No plan is below")
     more = (
         paragraph(f"{len(entries) - len(rows)} more settings stand in the plan.") if len(entries) > len(rows) else None
     )
-    return join(
-        scrolling(table(head, rows, numbers=(3, 4), caption="Settings, and how each was settled"), "settings"), more
+    return collapsed(
+        f"{len(entries)} settings, and how each was settled",
+        scrolling(table(head, rows, numbers=(3, 4)), "settings"),
+        more,
     )
 
 
@@ -188,11 +191,11 @@ def trust_section(view: PlanView) -> Section:
     rivals = [(rival.text("name"), rival.number("probability")) for rival in trust.objects("rivals")]
     regret = trust.number("expected_regret")
     finding = f"This plan is the best with probability {probability:.0%}; choosing it costs {regret:.2%} on average"
-    rows: list[tuple[Content, ...]] = []
+    rows: list[tuple[Cell, ...]] = []
     for name, chance in [("this plan", probability), *(rival for rival in rivals if rival[1] > 0)]:
         style = "talk-1" if name == "this plan" else "work-2"
-        picture = bar([Segment(name, chance, style)], 1.0, f"{name}: {chance:.0%}", height=12)
-        rows.append((name, element("div", picture, class_="picture"), f"{chance:.0%}"))
+        picture = bar([Segment(name, chance, style)], 1.0, f"{name}: {chance:.0%}", "{:.1%}".format, height=12)
+        rows.append((name, element("div", picture, class_="picture"), number(f"{chance:.0%}", chance)))
     content = [
         paragraph(
             f"Over {trust.integer('draws'):,} draws of the parameters that the measurements of {trust.text('calibrated')[:10]} "

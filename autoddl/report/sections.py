@@ -4,12 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Union
+
+from autoddl.costmodel.units import format_bytes, format_seconds
 
 from ..explain.view import Part
 from .charts import Segment
 from .markup import Content, Markup, element
 
-__all__ = ["Section", "facts", "paragraph", "scrolling", "segments_of", "swatch", "table"]
+__all__ = [
+    "Cell",
+    "Quantity",
+    "Section",
+    "cell",
+    "collapsed",
+    "facts",
+    "nbytes",
+    "number",
+    "paragraph",
+    "scrolling",
+    "seconds",
+    "segments_of",
+    "swatch",
+    "table",
+]
 
 
 @dataclass(frozen=True)
@@ -22,6 +40,46 @@ class Section:
     content: tuple[Markup, ...]
 
 
+@dataclass(frozen=True)
+class Quantity:
+    """A number in a table: as it is shown, as the table is sorted by it, and exactly, which is shown on hover."""
+
+    shown: Content
+    value: float
+    exact: str
+
+
+#: What a table's cell may hold.
+Cell = Union[Content, Quantity]
+
+
+def seconds(value: float) -> Quantity:
+    """A time."""
+    return Quantity(format_seconds(value), value, f"{value:.9g} s")
+
+
+def nbytes(value: float) -> Quantity:
+    """A size of memory or of a message."""
+    return Quantity(format_bytes(value), value, f"{value:,.0f} bytes")
+
+
+def number(shown: str, value: float) -> Quantity:
+    """A ratio, a share or a count."""
+    return Quantity(shown, value, f"{value:,.9g}")
+
+
+def cell(content: Cell, **attributes: str | None) -> Markup:
+    """A cell of a table's body."""
+    if not isinstance(content, Quantity):
+        return element("td", content, **attributes)
+    return element("td", content.shown, data_value=f"{content.value!r}", title=content.exact, **attributes)
+
+
+def collapsed(summary: Content, *content: Content, is_open: bool = False) -> Markup:
+    """What is shown once its summary is clicked."""
+    return element("details", element("summary", summary), *content, open="" if is_open else None)
+
+
 def paragraph(*text: Content, class_: str | None = None) -> Markup:
     """A paragraph."""
     return element("p", *text, class_=class_)
@@ -29,12 +87,12 @@ def paragraph(*text: Content, class_: str | None = None) -> Markup:
 
 def table(
     head: Sequence[str],
-    rows: Sequence[Sequence[Content]],
+    rows: Sequence[Sequence[Cell]],
     numbers: Sequence[int] = (),
     caption: str | None = None,
     class_: str | None = None,
 ) -> Markup:
-    """A table; the columns in ``numbers`` are set flush right."""
+    """A table, which can be sorted by a column; the columns in ``numbers`` are set flush right."""
 
     def style(column: int) -> str | None:
         return "num" if column in numbers else None
@@ -45,9 +103,9 @@ def table(
         element("thead", element("tr", *(element("th", x, class_=style(i), scope="col") for i, x in enumerate(head)))),
         element(
             "tbody",
-            *(element("tr", *(element("td", cell, class_=style(i)) for i, cell in enumerate(row))) for row in rows),
+            *(element("tr", *(cell(content, class_=style(i)) for i, content in enumerate(row))) for row in rows),
         ),
-        class_=class_,
+        class_=f"sortable {class_}" if class_ else "sortable",
     )
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import counted
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Schedule
@@ -24,7 +25,6 @@ from ..joint.configuration import PipelineSchedule
 from ..models.builtin import BuiltIn
 from ..plan import Plan
 from ..staging import make_schedule, stage_plans
-from ..tables import counted
 from .prediction import in_float32
 from .scaling import Change, Limits, Scaled, Staging, scale, without_stages
 from .task import NUM_STEPS

@@ -11,11 +11,12 @@ from autoddl.__main__ import main
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.strategy import Strategy
-from autoddl.diffing import compare, difference_document, difference_text
+from autoddl.diffing import compare, difference_document
 from autoddl.explain import view_of
 from autoddl.models import mlp
 from autoddl.plan import plan_from_document
 from autoddl.plandocument import sealed
+from autoddl.text.difference import difference_text
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 
@@ -46,7 +47,7 @@ def piped():
 def test_a_plan_does_not_differ_from_itself(small):
     found = compare(viewed(small), viewed(json.loads(json.dumps(small))))
     assert found.is_empty
-    assert "no difference" in difference_text(found, ("a", "b"))
+    assert "no difference" in str(difference_text(found, ("a", "b")))
     assert difference_document(found)["equal"] is True
 
 
@@ -90,7 +91,7 @@ def test_layers_are_grouped_by_what_changes():
     (row,) = (row for row in found.layers if not row.is_same)
     assert (row.name, row.layers) == ("h.*.mlp.c_fc", tuple(places))
     assert (row.before, row.after) == (str(before), str(after))
-    text = difference_text(found, ("a", "b"))
+    text = str(difference_text(found, ("a", "b")))
     assert "h.*.mlp.c_fc x 2" in text and f"{len(strategies) - 2} layers keep their strategy" in text
 
 
@@ -99,7 +100,7 @@ def test_other_models(small):
     found = compare(viewed(small), other)
     assert changed(found.model)["name"] == ("small", "mlp:64,128,64")
     assert found.layers == () and "h.*.ln_1 x 2" in found.removed and len(found.added) == 2
-    text = difference_text(found, ("a", "b"))
+    text = str(difference_text(found, ("a", "b")))
     assert "only before: h.*.ln_1 x 2" in text and "only after: " in text
 
 

@@ -16,8 +16,8 @@ from autoddl.__main__ import main
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
-from autoddl.diffing import compare, difference_text
-from autoddl.explain import explain, explanation_document, explanation_text, view_of
+from autoddl.diffing import compare
+from autoddl.explain import explain, explanation_document, view_of
 from autoddl.export import export
 from autoddl.joint import JointOptions
 from autoddl.joint.glance import plan_alone
@@ -27,6 +27,8 @@ from autoddl.plan import Plan, assessment_of, joint_document, plan_document, pla
 from autoddl.plandocument import NOT_CLAIMED, sealed
 from autoddl.planner import Options, make_plan
 from autoddl.report import report_page
+from autoddl.text.difference import difference_text
+from autoddl.text.explanation import explanation_text
 from autoddl.trusting import trust_of
 
 from ..fuzz.mutations import places
@@ -339,11 +341,11 @@ def test_strategies_that_were_edited_are_priced_anew():
 def test_readers_show_that_nothing_is_claimed(document):
     before, after = view_of(loaded(document)), view_of(loaded({**document, "optimal": None}, edited=True))
     explained = explain(after, count=1)
-    assert NOT_CLAIMED in explanation_text(explained) and explanation_document(explained)["optimal"] is None
+    assert NOT_CLAIMED in str(explanation_text(explained)) and explanation_document(explained)["optimal"] is None
     page = report_page(explained)
     assert NOT_CLAIMED.capitalize() in page and "Proven" not in page and 'id="baselines"' not in page
     found = compare(before, after)
-    assert NOT_CLAIMED in difference_text(found, ("a", "b"))
+    assert NOT_CLAIMED in str(difference_text(found, ("a", "b")))
     assert {row.what for row in found.options} == {"certificate", "method", "plans to choose from"}
     for form in ("graphml", "chrome-trace"):
         assert export(after.plan, form)

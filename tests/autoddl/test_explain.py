@@ -14,12 +14,13 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
-from autoddl.explain import explain, explanation_document, explanation_text, view_of
+from autoddl.explain import explain, explanation_document, view_of
 from autoddl.explain.alternatives import problem_of
 from autoddl.explain.resources import ResourceBook
 from autoddl.explain.stages import stage_problem
 from autoddl.models import mlp
 from autoddl.plan import assessment_of, plan_from_document
+from autoddl.text.explanation import explanation_text
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 
@@ -144,7 +145,7 @@ def test_a_plan_that_is_not_optimal_is_told_so(small):
     explained = explain(viewed(document), count=3)
     least = min(c.alternatives[0].regret_s for c in explained.sections[0].choices if c.alternatives)
     assert least == pytest.approx(optimum - document["step_s"])
-    assert "better than the plan" in explanation_text(explained)
+    assert "better than the plan" in str(explanation_text(explained))
 
 
 def test_what_memory_costs():
@@ -154,7 +155,7 @@ def test_what_memory_costs():
     price = explain(viewed(tight), count=0).memory_price
     assert price.is_exact and price.unlimited_s == pytest.approx(free["step_s"], rel=1e-9)
     assert price.seconds_per_byte > 0
-    assert "without the limit" in explanation_text(explain(viewed(tight), count=0))
+    assert "without the limit" in str(explanation_text(explain(viewed(tight), count=0)))
     assert explain(viewed(free), count=0).memory_price.seconds_per_byte == 0
 
 

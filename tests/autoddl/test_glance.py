@@ -29,7 +29,7 @@ from autoddl.plan import load_plan, plan_document, save_plan
 from autoddl.plandocument import sealed
 from autoddl.planner import InfeasibleError, Options, make_plan
 from autoddl.search.baselines import baselines
-from autoddl.tables import plan_text
+from autoddl.text.plans import plan_text
 
 from ..stops import StopAfter
 
@@ -66,7 +66,7 @@ def test_a_faster_pipeline_is_noted_and_the_joint_search_is_at_least_as_good():
     assert float(said[2]) == pytest.approx(100 * (1 - found.step_s / plain.cost), abs=0.5)
     optimum = plan_jointly(UNTIED, SLOW, JointOptions(replace(ASKED, time_limit_s=60.0)))
     assert optimum.optimal and optimum.cost <= found.step_s * (1 + 1e-9) < plain.cost
-    assert f"Notes\n  {note}" in plan_text(planned)
+    assert f"Notes\n  {note}" in str(plan_text(planned))
 
 
 def test_the_note_of_a_large_model_at_the_command(capsys):

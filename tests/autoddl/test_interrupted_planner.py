@@ -17,12 +17,12 @@ from autoddl.joint.explorer import Explorer
 from autoddl.joint.planner import plan_jointly
 from autoddl.joint.result import JointOptions
 from autoddl.joint.search import explore
-from autoddl.joint.table import joint_text
 from autoddl.models import Transformer, gpt, resolve_model
 from autoddl.plan import joint_document, plan_document
 from autoddl.planner import Options, make_plan
 from autoddl.search import METHODS
-from autoddl.tables import plan_text
+from autoddl.text.jointplans import joint_text
+from autoddl.text.plans import plan_text
 
 from ..stops import StopAfter
 
@@ -73,7 +73,7 @@ def test_whenever_it_is_stopped_the_plan_is_one(optima, data, asks, method, unti
         assert planned.gap == 0
     elif planned.is_interrupted:
         assert plan_document(planned)["status"] == "interrupted"
-        assert "interrupted" in plan_text(planned)
+        assert "interrupted" in str(plan_text(planned))
 
 
 def test_the_longer_it_runs_the_better_the_plan(optima):
@@ -123,7 +123,7 @@ def test_whenever_a_joint_search_is_stopped_its_plan_holds():
         assert planned.is_interrupted == stop.has_fired
         if not planned.optimal:
             assert planned.status == joint_document(planned)["status"] == "interrupted"
-            assert "not proven: interrupted, the best configuration" in joint_text(planned)
+            assert "not proven: interrupted, the best configuration" in str(joint_text(planned))
             assert planned.gap == pytest.approx(1 - planned.lower_bound_s / planned.evaluation.step_s)
     assert steps == sorted(steps, reverse=True) and steps[-1] == optimum.evaluation.step_s and len(set(steps)) > 1
 

@@ -31,7 +31,6 @@ from autoddl.joint.meshes import Division, has_all_divisions, stage_meshes, unev
 from autoddl.joint.planner import plan_jointly
 from autoddl.joint.stages import Need, Passes, Stages, Wanted
 from autoddl.joint.stagetables import Pricing, Replicas
-from autoddl.joint.table import joint_text
 from autoddl.models import Transformer, gpt, mlp, resolve_model
 from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
@@ -39,6 +38,7 @@ from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
 from autoddl.plan import joint_document, load_plan, plan_from_document, save_plan
 from autoddl.planner import Options, make_plan
 from autoddl.search.fronts import least
+from autoddl.text.jointplans import joint_text
 
 GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
 UNTIED = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))
@@ -587,7 +587,7 @@ def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
     graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
     found = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=7.0), "chimera"))
     assert found.notes == ("the plan is the best that Chimera's planner found; its planner stopped after 7 s",)
-    assert "stopped after 7 s" in joint_text(found)
+    assert "stopped after 7 s" in str(joint_text(found))
     monkeypatch.undo()
     monkeypatch.setattr("autoddl.joint.families.Clock", Short)
     other = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=50.0), "dapple"))

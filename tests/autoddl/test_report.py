@@ -1,7 +1,9 @@
-"""``autoddl report``: what stands in the page, and that nothing in it is alive."""
+"""``autoddl report``: what stands in the page, and that nothing in it is alive but the script that sorts tables."""
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import json
 import re
 from dataclasses import replace
@@ -55,7 +57,7 @@ class Page(HTMLParser):
             self.faults.append(f"</{tag}>")
 
     def handle_data(self, data):
-        if "style" not in self.stack:
+        if not {"style", "script"} & set(self.stack):
             self.text.append(data)
 
     @property
@@ -80,12 +82,16 @@ def page_with(document, claims, **changes):
     return report_page(explain(view_of(replace(plan, document={**document, **claims}, **changes)), count=0))
 
 
+def packaged(name: str) -> str:
+    return resources.files("autoddl.report").joinpath(name).read_text(encoding="utf-8")
+
+
 def assert_is_dead(text: str) -> None:
-    """Well-formed, self-contained, without anything that runs or is fetched."""
+    """Well-formed, self-contained, without anything that is fetched, or that runs but the script that sorts tables."""
     page = Page(text)
     assert page.faults == []
     names = {tag for tag, _ in page.elements}
-    assert not names & {"script", "iframe", "object", "embed", "img", "base", "form", "input", "foreignobject", "use"}
+    assert not names & {"iframe", "object", "embed", "img", "base", "form", "input", "foreignobject", "use"}
     for tag, attributes in page.elements:
         assert not [name for name in attributes if name.startswith("on")], (tag, attributes)
         for name in ("href", "src", "xlink:href", "action", "data"):
@@ -95,7 +101,11 @@ def assert_is_dead(text: str) -> None:
     (style,) = re.findall(r"<style>(.*?)</style>", text, re.DOTALL)
     assert "url(" not in style and "@import" not in style and "http" not in style
     policy = next(m["content"] for m in page.all("meta") if m.get("http-equiv") == "Content-Security-Policy")
-    assert policy.startswith("default-src 'none'") and "script-src" not in policy
+    assert policy.startswith("default-src 'none'")
+    (script,) = re.findall(r"<script>(.*?)</script>", text, re.DOTALL)
+    assert page.all("script") == [{}] and script.strip() == packaged("sort.js").strip()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    assert policy.split("script-src ")[1] == f"'sha256-{digest}'"
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +125,7 @@ def test_page_of_a_plan(small):
     text = page_of(small)
     assert_is_dead(text)
     page = Page(text)
-    anchors = ["time", "layers", "memory", "alternatives", "baselines", "certificate", "trust", "provenance"]
+    anchors = ["baselines", "time", "layers", "memory", "alternatives", "certificate", "trust", "provenance"]
     assert [section["id"] for section in page.all("section")] == anchors
     ids = {attributes["id"] for _, attributes in page.elements if "id" in attributes}
     assert {link["href"][1:] for link in page.all("a")} == set(anchors) <= ids
@@ -212,6 +222,32 @@ def test_long_schedules_show_their_beginning_and_end():
     assert "0F0 on worker 0" in text and "1B199 on worker 1" in text
 
 
+def test_numbers_are_exact_where_they_are_pointed_at(small, piped):
+    """Cells are sorted by ``data-value`` and show it; the segments of bars show their values."""
+    page = Page(page_of(small))
+    cells = [cell for cell in page.all("td") if "data-value" in cell]
+    assert len(cells) > 40 and all(cell["title"] for cell in cells)
+    (step,) = {cell["data-value"] for cell in cells if cell["title"] == f"{viewed(small).step_s:.9g} s"}
+    assert float(step) == viewed(small).step_s
+    tips = re.findall(r"<title>([^<]*)</title></rect>", page_of(piped))
+    assert any(re.fullmatch(r"computation: [\d.]+ .?s \([\d.]+%\)", tip) for tip in tips)
+    assert any(re.fullmatch(r"activations: [\d.]+ [KMG]iB \([\d.]+%\)", tip) for tip in tips)
+    assert "limit: 70 GiB" in page_of(piped)
+
+
+def test_repeated_tables_are_collapsed(piped):
+    """The first stage's is open."""
+    text = page_of(piped)
+    layers = text[text.index('id="layers"') : text.index('id="pipeline"')]
+    assert re.findall(r'<details( open="")?><summary><h3>(Stage \d)', layers) == [
+        (' open=""', "Stage 0"),
+        ("", "Stage 1"),
+    ]
+    assert layers.count("<table") == layers.count("</table></div></details>") == 2
+    assert "1 settings, and how each was settled" not in text
+    assert "<summary>Infeasible: WPipe</summary>" in text
+
+
 def test_one_device_and_no_alternatives():
     text = page_of(gpt_plan(nodes=1, devices=1), count=1)
     assert_is_dead(text)
@@ -298,5 +334,5 @@ def test_where_it_cannot_write(tmp_path, capsys, small):
 
 
 def test_style_is_packaged():
-    style = resources.files("autoddl.report").joinpath("style.css").read_text(encoding="utf-8")
+    style = packaged("style.css")
     assert "@media print" in style and "prefers-color-scheme: dark" in style and "max-width: 40rem" in style

@@ -1,7 +1,7 @@
 """The report in a real browser: nothing is cut off on a phone, on a desk or on paper, and everything can be read.
 
 Chromium loads a copy of the page in which a script looks around and writes what it sees into the page (the original allows no
-scripts); the browser then prints the page's elements.
+scripts but its own); the browser then prints the page's elements.
 """
 
 from __future__ import annotations
@@ -82,11 +82,13 @@ addEventListener("load", () => {
     width: innerWidth, scrollWidth: document.documentElement.scrollWidth, faults,
     dark: matchMedia("(prefers-color-scheme: dark)").matches,
     sections: Object.fromEntries([...document.querySelectorAll("section")].map(s => [s.id, [box(s).width, box(s).height]])),
-    pictures: [...document.querySelectorAll("svg")].map(s => [s.getAttribute("class"), box(s).width, box(s).height]),
+    pictures: [...document.querySelectorAll("svg")].filter(s => !s.closest("details:not([open])"))
+      .map(s => [s.getAttribute("class"), box(s).width, box(s).height]),
     marks: [...document.querySelectorAll("svg.timeline rect")].filter(r => box(r).width > 0 && box(r).height > 0).length,
     boxes: [...document.querySelectorAll(".scroll")].map(b => [b.getAttribute("aria-label"), b.clientWidth, b.scrollWidth]),
     requests: performance.getEntriesByType("resource").length,
     outside: outside.map(e => e.tagName + "." + (e.getAttribute("class") || "") + " " + e.textContent.slice(0, 30)),
+    buttons: document.querySelectorAll("th button").length,
     nodes: [...document.querySelectorAll(".graph tr:not(.block)")].filter(r => r.querySelector(".node")).map(r => {
       const [row, node, edges] = [box(r), box(r.querySelector(".node")), box(r.querySelector(".edges"))];
       return [row.height, edges.height, Math.abs(node.top + node.height / 2 - (edges.top + edges.height / 2))];
@@ -143,10 +145,15 @@ def browse(browser: str, folder: Path, page: Path, *options: str) -> subprocess.
 
 
 def framed(page: Path, width: int) -> str:
-    """The page with the script, in a frame of that width; in one of paper's under the rules for printing."""
+    """The page with the script, in a frame of that width; on phones and on paper with all that is collapsed open.
+
+    In a frame of paper's width the rules for printing hold.
+    """
     text = page.read_text(encoding="utf-8")
     text, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', lambda _: PROBE, text)
     assert count == 1
+    if width in (PAPER, 390):
+        text = text.replace("<details>", "<details open>")
     if width == PAPER:
         text = (
             text.replace("@media print", "@media all")
@@ -172,6 +179,7 @@ def assert_is_right(seen: dict, width: int, sections: set[str]) -> None:
     assert set(seen["sections"]) == sections
     for name, (wide, high) in seen["sections"].items():
         assert wide > 0.8 * min(width, 1088) - 40 and high > 80, name
+    assert seen["buttons"] > 10
     assert seen["pictures"] and all(wide > 1 and high > 1 for _, wide, high in seen["pictures"])
     assert seen["overlaps"] == [] and seen["dim"] == [] and seen["small"] == []
     # The lines of the layer graph fill their rows, and its nodes lie on them.
@@ -213,10 +221,54 @@ def test_print(browser, tmp_path, pages):
     assert {(round(float(w)), round(float(h))) for w, h in sizes} == {(595, 842)}
 
 
-def test_the_page_itself_runs_nothing(browser, tmp_path, pages):
-    """The unchanged page, with a script put into it: its policy stops it."""
+SORT = r"""
+<script>
+addEventListener("load", () => {
+  const report = {};
+  const look = (name, table, heading, column) => {
+    const items = () => table.tBodies.length > 1 ? [...table.tBodies] : [...table.rows].slice(1);
+    const row = item => item.rows ? item.rows[0] : item;
+    const cells = () => items().map(row).filter(r => !r.classList.contains("block")).map(r => r.cells[column]);
+    const now = () => cells().map(c => c.dataset.value === undefined ? c.textContent : Number(c.dataset.value));
+    const button = [...table.tHead.querySelectorAll("button")].find(b => b.textContent == heading);
+    const seen = [now()];
+    for (let i = 0; i < 3; i++) {
+      button.click();
+      seen.push(now(), button.parentElement.getAttribute("aria-sort"));
+    }
+    report[name] = seen;
+  };
+  look("baselines", document.querySelector("#baselines table"), "Step", 1);
+  look("names", document.querySelector("#baselines table"), "Plan", 0);
+  look("layers", document.querySelector("table.graph"), "Time", 4);
+  look("choices", document.querySelector("table.choices"), "Regret", 2);
+  const out = document.createElement("pre");
+  out.id = "probe";
+  out.textContent = JSON.stringify(report);
+  document.body.append(out);
+});
+</script>
+"""
+
+
+def test_tables_are_sorted_by_their_headings(browser, tmp_path, pages):
+    """Largest first, then smallest first, then as they were; layers lose their blocks meanwhile, alternatives stay with choices."""
+    (seen,) = probed(browser, tmp_path, [framed(pages["piped"], 1280).replace(html.escape(PROBE), html.escape(SORT))])
+    for name, (before, first, how, second, other, third, none) in seen.items():
+        assert len(before) > 2 and third == before and none is None
+        descending = name != "names"
+        assert (how, other) == (("descending", "ascending") if descending else ("ascending", "descending"))
+        assert first == sorted(before, reverse=descending, key=lambda x: x if descending else x.lower())
+        assert second == first[::-1]
+    assert seen["baselines"][0] != seen["baselines"][1] and isinstance(seen["layers"][1][0], float)
+
+
+def test_the_page_runs_its_own_script_alone(browser, tmp_path, pages):
+    """The unchanged page, with a script put into it: its policy stops that, and not the page's own."""
     text = pages["plain"].read_text(encoding="utf-8")
     copy = tmp_path / "injected.html"
     copy.write_text(text.replace("</body>", "<script>document.title = 'alive'</script></body>"), encoding="utf-8")
     dom = browse(browser, tmp_path, copy, "--dump-dom").stdout
     assert "<title>small: plan report</title>" in dom and "<title>alive</title>" not in dom
+    assert dom.count('<button type="button" title="sort by this column">') > 10
+    assert '<button type="button"' not in text

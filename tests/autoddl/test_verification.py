@@ -20,8 +20,9 @@ from autoddl.models import Transformer, bert, gpt, known_models, llama, mlp, res
 from autoddl.models.builtin import BuiltIn, Perceptron, Pictures, recognise
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
+from autoddl.text.verification import verification_text
+from autoddl.verification.documents import verification_document
 from autoddl.verification.prediction import missing_steps, predicted_steps, sent_messages
-from autoddl.verification.report import verification_document, verification_text
 from autoddl.verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
 from autoddl.verification.scaling import Limits, needed_flops, needed_memory_bytes, scale
 
@@ -211,15 +212,15 @@ def test_verdicts():
         (a_verification(whole=3.2e6), "a whole step: 3,200,000 bytes were sent, 3,000,000 are predicted"),
     ):
         assert not wrong.is_right and any(fault.startswith(words) for fault in wrong.faults), wrong.faults
-        text = verification_text(wrong)
+        text = str(verification_text(wrong))
         assert f"Off in {len(wrong.faults)} place" in text and words in text
         json.dumps(verification_document(wrong), allow_nan=False)
 
 
 def test_repeated_blocks_are_one_line_and_uncounted_bytes_are_said_to_be():
-    text = verification_text(a_verification())
+    text = str(verification_text(a_verification()))
     assert "  h.*.fc x 2  (2,1,2)     1.91 MiB  1.91 MiB  1.91 MiB     +0.0%    1.0e-07     1.0e-07" in text
     uncounted = replace(a_verification(sent=(None,) * 3, whole=None), uncounted="no namespaces")
-    text = verification_text(uncounted)
+    text = str(verification_text(uncounted))
     assert uncounted.is_right and "bytes were not counted: no namespaces" in text
     assert "takes the steps that it promised" in text

@@ -26,7 +26,7 @@ from autoddl.pipelines.runtime.failures import RankError
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
-from autoddl.tables import aligned
+from autoddl.text.tables import Column, Table
 from autoddl.verification.prediction import predicted_steps
 
 JOBS = Path(__file__).with_name("apply_jobs.py")
@@ -136,7 +136,8 @@ def main() -> None:
         for pool in pools.values():
             pool.close()
     print("Bytes that all ranks send in a training step, and its median time")
-    print("\n".join(aligned(rows, right=range(1, len(rows[0])))))
+    columns = tuple(Column(heading, right=number > 0) for number, heading in enumerate(rows[0]))
+    print("\n".join(Table(columns, tuple(rows[1:])).lines()))
 
 
 if __name__ == "__main__":

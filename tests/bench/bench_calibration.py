@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from autoddl.calib.campaign import CampaignOptions, measure_locally
-from autoddl.calib.clusterfile import Fit, calibrated_document, fit_samples
+from autoddl.calib.clusterfile import Fit, calibrated_document, errors_of_cluster, fit_samples
 from autoddl.calib.fit import UNDISTURBED, HeldOut, points_of
 from autoddl.calib.measurements import Sample, SampleFile
-from autoddl.calib.report import crowding_remarks, errors_of_cluster
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.cluster import from_document, load_cluster
 from autoddl.costmodel.units import format_bytes
+from autoddl.text.fits import crowding_remarks
 
 FITTED = tuple(2**k for k in range(14, 25, 2))
 HELD_OUT = tuple(3 * 2**k for k in (15, 17, 19, 21, 22))

@@ -7,15 +7,15 @@ import json
 
 import pytest
 
-from autoddl.calib.clusterfile import calibrated_document, fit_samples
+from autoddl.calib.clusterfile import calibrated_document, errors_of_cluster, fit_samples
 from autoddl.calib.fit import predict
 from autoddl.calib.measurements import Sample
-from autoddl.calib.report import errors_of_cluster, tables, tables_against
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.writing import write_document
+from autoddl.text.fits import errors_text, fit_text
 
 from .synthetic import ring, samples_of
 
@@ -217,22 +217,23 @@ def test_device_of_the_file():
 
 
 def test_reports_name_form_errors_and_crowding(documents):
-    found = {table.title: table for table in tables(documents["group + crowding"][0])}
-    assert ("group + crowding", "40", "0.0%", "taken") in found["Formulas tried, intra-node"].rows
-    quality = found["Held-out message sizes, intra-node"]
-    assert ("all of them", "4", "64 KiB to 16 MiB", "40", "0.0%") in quality.rows
+    found = {section[0]: section[1:] for section in fit_text(documents["group + crowding"][0]).sections}
+    table, _ = found["Formulas tried, intra-node"]
+    assert ("group + crowding", "40", "0.0%", "taken") in table.rows
+    table, remark, *_ = found["Held-out message sizes, intra-node"]
+    assert ("all of them", "4", "64 KiB to 16 MiB", "40", "0.0%") in table.rows
     # 4 ranks on 2 cores take 1.8 times as long.
-    assert "4 ranks on 2 cores" in quality.remarks[0] and "all-gather 1.8x" in quality.remarks[0]
+    assert "4 ranks on 2 cores" in remark and "all-gather 1.8x" in remark
 
 
 def test_another_session_is_compared(documents):
     """Everything takes a quarter longer: the file is off by 1 - 1/1.25 = 20 %."""
     cluster = from_document(documents["level"][1], "mine")
     later = samples_of(lambda *what: 1.25 * ring(50e-6, 1e-9)(*what), noise=0.0, repetitions=1)
-    (table,) = tables_against(cluster, later)
+    ((_, table),) = errors_text(cluster, later).sections
     assert [row[-1] for row in table.rows if row[0] == "all of them"] == ["20.0%"] * 3
     with pytest.raises(UserError, match="no samples of collectives"):
-        tables_against(cluster, [])
+        errors_text(cluster, [])
 
 
 def test_documents_are_json(documents):

@@ -18,7 +18,8 @@ from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.models.feedforward import mlp
 from autoddl.planner import Options, make_plan
-from autoddl.trusting import trust_document, trust_lines, trust_of
+from autoddl.text.trust import trust_section
+from autoddl.trusting import trust_document, trust_of
 
 from .synthetic import ring, samples_of
 
@@ -153,7 +154,7 @@ def test_a_plan_says_how_sure_it_is(calibrated, objective):
     assert known.trust.expected_regret < 0.02
     document = trust_document(known)
     assert document is not None and document["draws"] == 100
-    assert trust_lines(known)[0] == "Trust" and "10 samples" not in trust_lines(known)[1]
+    assert trust_section(known)[0] == "Trust" and "10 samples" not in trust_section(known)[1]
 
 
 def test_nothing_is_said_of_clusters_that_were_not_measured():

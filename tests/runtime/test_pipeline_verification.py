@@ -32,10 +32,11 @@ from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
 from autoddl.plan import Plan
 from autoddl.search import solve
 from autoddl.staging import schedule_of_plan, stage_plans
+from autoddl.text.pipelineverification import pipeline_text
 from autoddl.training import PlanProblem
 from autoddl.verification import Limits
+from autoddl.verification.documents import pipeline_document
 from autoddl.verification.fitting import chosen_workers, fit_pipeline
-from autoddl.verification.pipeline_report import pipeline_document, pipeline_text
 from autoddl.verification.pipeline_result import PipelineVerification
 from autoddl.verification.pipelines import verify_pipeline
 from autoddl.verification.result import ValueCheck
@@ -103,7 +104,7 @@ def test_a_plan_with_a_pipeline_is_verified(counted_ranks, recomputing, verified
     document = pipeline_document(found)
     json.dumps(document, allow_nan=False)
     assert document["verdict"] == "right" and len(document["stages"]) == 2
-    text = pipeline_text(found)
+    text = str(pipeline_text(found))
     assert (
         "gpt in 2 stages on 2 workers of 2 ranks, 1f1b, against one device" in text
         and "Right: the plan computes what" in text
@@ -160,7 +161,7 @@ def test_what_is_off_is_said(verified):
         f"stage 1, {split.name}, forward: a step is priced but did not run",
     ):
         assert said in off.faults
-    assert pipeline_text(off).count("<- off") >= 2 and "Off in 7 places" in pipeline_text(off)
+    assert str(pipeline_text(off)).count("<- off") >= 2 and "Off in 7 places" in str(pipeline_text(off))
 
 
 @pytest.mark.parametrize(("name", "groups", "delays"), [("pipedream-2bw", 1, (1, 1)), ("wpipe", 2, (1, 1, 0, 0))])
@@ -169,7 +170,7 @@ def test_asynchronous_schedules_equal_one_device_with_their_delays(counted_ranks
     found = verify_pipeline(plan, 4, pool=counted_ranks(4))
     assert found.schedule.delays == delays and found.schedule.num_updates == 3
     assert found.faults == () and found.gradient_step == 3
-    assert "those of stale weights" in pipeline_text(found)
+    assert "those of stale weights" in str(pipeline_text(found))
 
     def sent_by(found: PipelineVerification) -> list[Sent]:
         return [Sent("a run", found.run.sent_bytes, found.run.predicted_bytes, num_readings=0)]

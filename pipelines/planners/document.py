@@ -1,4 +1,4 @@
-"""A planner's result as one JSON document, the same fields whichever planner it was, and as a text for people.
+"""A planner's result as one JSON document, the same fields whichever planner it was.
 
 Common fields: ``planner``, ``profile``, ``cluster``, ``num_devices``, ``batch``, ``plan``, ``micro_batch``, ``num_micro_batches``,
 ``recompute``, ``stages`` (``layers``: their names, ``devices``: their numbers), ``latency_s`` (the planner's own estimate),
@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Union
 
-from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
-
 from .chimera import ChimeraConfiguration, ChimeraResult
 from .dapple import DapplePlan, DappleResult, evaluate
 from .workload import PlannerError, Workload
 from .wpipe import WPipeConfiguration, WPipeResult
 
-__all__ = ["Result", "document_of", "text_of"]
+__all__ = ["Result", "document_of"]
 
 Result = Union[DappleResult, ChimeraResult, WPipeResult]
 MOST_ALTERNATIVES = 10
@@ -158,52 +156,3 @@ def _stages(workload: Workload, cuts: Sequence[int], devices: Sequence[tuple[int
 
 def _stage(workload: Workload, first: int, stop: int, devices: Sequence[int]) -> dict[str, Any]:
     return {"layers": [layer.name for layer in workload.profile.layers[first:stop]], "devices": list(devices)}
-
-
-def text_of(document: dict[str, Any]) -> str:
-    """The document for people: the plan, its stages, and what else was simulated."""
-    speedup = document["speedup_over_dp"]
-    compared = "data parallelism does not fit in memory" if speedup is None else f"{speedup:.2f} x data parallelism"
-    lines = [
-        f"{document['planner']} plan {document['plan']} for {document['profile']} on {document['cluster']} "
-        f"({document['num_devices']} devices), batch {document['batch']}",
-        f"  {document['num_micro_batches']} micro-batches of {document['micro_batch']}"
-        + (", activations recomputed" if document["recompute"] else ""),
-        f"  simulated {format_seconds(document['simulated_s'])}, estimated {format_seconds(document['latency_s'])}; "
-        f"{document['samples_per_s']:.1f} samples/s; {compared}",
-        f"  fullest device: {format_bytes(document['memory_bytes'])}",
-        *(["  interrupted: the best of what was looked at until then"] if document["status"] == "interrupted" else []),
-        "",
-    ]
-    rows = [["stage", "layers", "", "devices"]]
-    for number, stage in enumerate(document["stages"]):
-        names = stage["layers"]
-        span = names[0] if len(names) == 1 else f"{names[0]} .. {names[-1]}"
-        rows.append([str(number), str(len(names)), span, format_ranges(stage["devices"])])
-    lines += _table(rows)
-    if document["alternatives"]:
-        rows = [["alternative", "micro-batch", "micro-batches", "estimated", "simulated"]]
-        rows += [list(row) for row in dict.fromkeys(map(_alternative, document["alternatives"]))]
-        lines += ["", *_table(rows)]
-    return "\n".join(lines)
-
-
-def _alternative(row: dict[str, Any]) -> tuple[str, ...]:
-    """A line of text; alternatives that differ in nothing but their devices have the same one, which is shown once."""
-    how = [
-        *(["-".join(map(str, row["split"])), f"policy {row['policy']}"] if "split" in row else []),
-        *([row["concatenation"]] if "concatenation" in row else []),
-        *(["recomputed"] if row.get("recompute") else []),
-    ]
-    return (
-        row["plan"] + (f" ({', '.join(how)})" if how else ""),
-        str(row["micro_batch"]),
-        str(row["num_micro_batches"]),
-        format_seconds(row["latency_s"]),
-        format_seconds(row["simulated_s"]),
-    )
-
-
-def _table(rows: list[list[str]]) -> list[str]:
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]

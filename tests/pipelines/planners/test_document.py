@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.pipelines.planners import PlannerError, Workload, plan_chimera, plan_dapple, plan_wpipe
-from autoddl.pipelines.planners.report import document_of
+from autoddl.pipelines.planners.document import document_of
 from autoddl.pipelines.profile import Layer, Profile
 
 CLUSTERS = [load_cluster(name).resized(*sizes) for name in ("v100-a", "v100-c") for sizes in ((1, 1), (2, 1), (2, 2))]

@@ -1,0 +1,106 @@
+"""What differs between two plans, as text."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from ..diffing import Changed, Figure, LayerChange, PlanDifference
+from .layers import legend, repeated
+from .tables import Block, Column, Section, Table, Text
+
+__all__ = ["difference_text"]
+
+
+def difference_text(found: PlanDifference, names: tuple[str, str]) -> Text:
+    """The difference for people; ``names`` are what the plans are called."""
+    plans = (("before", found.before), ("after", found.after))
+    rows = tuple((when, f"{name}: {view.heading}") for (when, view), name in zip(plans, names))
+    head = [Table((Column(), Column(wraps=True)), rows, indent="")]
+    if found.is_empty:
+        return Text((head, ["no difference"]))
+    properties = (
+        ("Model", found.model),
+        ("Cluster", found.cluster),
+        ("Options", found.options),
+        ("Pipeline", found.pipeline),
+    )
+    changed: list[Section] = [[title, Table.of(_CHANGES, changes)] for title, changes in properties if changes]
+    return Text((head, ["Per step", Table.of(_FIGURES, found.figures)], *changed, _layers(found)))
+
+
+def _growth(row: Figure) -> str:
+    return "=" if row.is_equal else _signed(row.after - row.before, row.unit)
+
+
+def _ratio(row: Figure) -> str:
+    return f"{row.after / row.before:.3f}x" if row.before and not row.is_equal else ""
+
+
+_FIGURES: tuple[Column[Figure], ...] = (
+    Column("", lambda row: row.what),
+    Column("before", lambda row: _shown(row.before, row.unit), right=True),
+    Column("after", lambda row: _shown(row.after, row.unit), right=True),
+    Column("", _growth, right=True, rank=1, name="difference"),
+    Column("", _ratio, right=True, rank=2, name="ratio"),
+)
+
+_CHANGES: tuple[Column[Changed], ...] = (
+    Column("", lambda row: row.what),
+    Column("before", lambda row: row.before),
+    Column("after", lambda row: row.after, wraps=True),
+)
+
+
+def _shown(value: float, unit: str) -> str:
+    return format_seconds(value) if unit == "s" else format_bytes(value)
+
+
+def _signed(value: float, unit: str) -> str:
+    return ("+" if value >= 0 else "-") + _shown(abs(value), unit)
+
+
+# ---- Layers ------------------------------------------------------------------------------------------------------------------
+
+
+def _grown(rows: Sequence[LayerChange], field: str) -> str:
+    """By how much a figure of the layers grows."""
+    value = sum(getattr(row, field) for row in rows)
+    return _signed(value, "s" if field.endswith("_s") else "B") if abs(value) > 1e-12 else "="
+
+
+def _amount(field: str) -> Callable[[LayerChange], str]:
+    return lambda row: _grown([row], field)
+
+
+_AMOUNTS = {
+    "compute": "compute_s",
+    "communication": "communication_s",
+    "sent": "sent_bytes",
+    "memory": "memory_bytes",
+}
+_LAYERS: tuple[Column[LayerChange], ...] = (
+    Column("layer", lambda row: repeated(row.name, len(row.layers))),
+    Column("before", lambda row: row.before, wraps=True),
+    Column("after", lambda row: row.after, wraps=True),
+    Column("compute", _amount(_AMOUNTS["compute"]), right=True, rank=2),
+    Column("communication", _amount(_AMOUNTS["communication"]), right=True),
+    Column("sent", _amount(_AMOUNTS["sent"]), right=True, rank=3),
+    Column("memory", _amount(_AMOUNTS["memory"]), right=True, rank=1),
+)
+
+
+def _layers(found: PlanDifference) -> Section:
+    lines: list[Block] = ["Layers (time, bytes sent and memory: after less before, on each device per step)"]
+    changed = [row for row in found.layers if not row.is_same]
+    kept = [row for row in found.layers if row.is_same]
+    if changed:
+        lines += [Table.of(_LAYERS, changed), legend()]
+    if kept:
+        count = sum(len(row.layers) for row in kept)
+        amounts = {what: _grown(kept, field) for what, field in _AMOUNTS.items()}
+        grown = ", ".join(f"{what} {amount}" for what, amount in amounts.items() if amount != "=")
+        lines.append(f"  {count} layers keep their strategy" + (f": {grown}" if grown else ""))
+    lines += [f"  only before: {name}" for name in found.removed] + [f"  only after: {name}" for name in found.added]
+    return lines

@@ -1,0 +1,147 @@
+"""An explanation as text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+from ..explain.alternatives import Alternative, Choice
+from ..explain.explanation import Explanation
+from ..explain.view import Part, PlanView
+from .layers import legend
+from .tables import Column, Section, Table, Text
+
+__all__ = ["explanation_text", "memory_sentence", "regret_text", "why_text"]
+
+#: Increases of a resource's time below this part of the regret are not named.
+_NAMED = 0.05
+
+
+def explanation_text(explained: Explanation) -> Text:
+    """What limits the step, the memory, and every choice with its alternatives."""
+    view = explained.view
+    sections = [_heading(view), _time(view), ["Memory", f"  {memory_sentence(explained)}"]]
+    sections.append(["Choices and their nearest alternatives", f"  {explained.scope}"])
+    for number, section in enumerate(explained.sections):
+        table = Table.of(_CHOICES, _choice_rows(section.choices, view.cost_s))
+        sections.append([*([section.title] if section.title else []), table, *([] if number else [legend()])])
+    if any(a.limit == "memory" for section in explained.sections for c in section.choices for a in c.alternatives):
+        sections.append(["memory: without the memory limit this choice would be as good or better"])
+    return Text(tuple(sections))
+
+
+def _heading(view: PlanView) -> Section:
+    what = (
+        "" if view.objective == "step" else f", of it {format_seconds(view.communication_s)} communication (minimised)"
+    )
+    return [view.heading, f"  {format_seconds(view.step_s)} per step{what}, {view.verdict}"]
+
+
+def _time(view: PlanView) -> Section:
+    columns: tuple[Column[Part], ...] = (
+        Column("resource", lambda part: part.name),
+        Column("busy", lambda part: format_seconds(part.seconds), right=True),
+        Column("of the step", lambda part: f"{part.seconds / view.step_s:.1%}" if view.step_s else "", right=True),
+        Column(
+            "twice as fast saves",
+            lambda part: "" if part.kind == "idle" else format_seconds(part.seconds / 2),
+            right=True,
+            rank=1,
+        ),
+    )
+    title = "What limits the step"
+    if view.plan.pipeline is not None:
+        title += f" (worker {view.plan.pipeline.busiest}, the busiest)"
+    return [title, Table.of(columns, sorted(view.parts, key=lambda part: -part.seconds))]
+
+
+def memory_sentence(explained: Explanation) -> str:
+    """How full the devices are, and what the limit costs."""
+    view, price = explained.view, explained.memory_price
+    used = f"{format_bytes(view.memory_bytes)} of {format_bytes(view.memory_limit_bytes)} on the fullest device"
+    if price is None:
+        return used
+    saved = view.cost_s - price.unlimited_s
+    if saved <= 1e-9 * view.cost_s:
+        return f"{used}; the limit costs nothing at this micro-batch"
+    least = "" if price.is_exact else "at best "
+    sentence = (
+        f"{used}; without the limit {least}{format_seconds(saved)} less ({saved / view.cost_s:.2%}) at this micro-batch"
+    )
+    if price.seconds_per_byte:
+        sentence += f", and the first GiB more is worth about {format_seconds(price.seconds_per_byte * 2**30)}"
+    return sentence
+
+
+# ---- Choices -----------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A choice or, with no name, one of its alternatives."""
+
+    name: str
+    strategy: str
+    why: str = ""
+    regret: str = ""
+    relative: str = ""
+
+
+_CHOICES: tuple[Column[_Row], ...] = (
+    Column("layer", lambda row: row.name),
+    Column("strategy", lambda row: row.strategy),
+    Column("regret", lambda row: row.regret, right=True),
+    Column("", lambda row: row.relative, right=True, rank=1, name="regret as a part of the step"),
+    Column("what it spends more on; what changes with it", lambda row: row.why, wraps=True),
+)
+
+
+def _choice_rows(choices: Sequence[Choice], cost_s: float) -> Iterator[_Row]:
+    for choice in choices:
+        count = f" x {len(choice.layers)}" if len(choice.layers) > 1 and " = " not in choice.name else ""
+        yield _Row(choice.name + count, str(choice.strategy), _chosen(choice))
+        for alternative in choice.alternatives:
+            yield _Row("", str(alternative.strategy), why_text(alternative), *regret_text(alternative, cost_s))
+        if choice.num_options == 1:
+            yield _Row("", "(no other)")
+
+
+def _chosen(choice: Choice) -> str:
+    """What the chosen strategy spends its time on."""
+    text = f"{format_seconds(choice.seconds)}, mostly {choice.limit}" if choice.limit else "no time"
+    if len(choice.held) < len(choice.layers):
+        text += f"; alternatives: of {choice.held[0]} alone"
+    if choice.num_fitting < choice.num_options:
+        text += f"; {choice.num_options - choice.num_fitting} of {choice.num_options} strategies fit no plan in memory"
+    return text
+
+
+def regret_text(alternative: Alternative, cost_s: float) -> tuple[str, str]:
+    """In seconds and as a part of what is minimised."""
+    if alternative.regret_s == 0:
+        return ("none" if alternative.is_exact else "at most none", "")
+    sign = "+" if alternative.regret_s > 0 else "-"
+    seconds = sign + format_seconds(abs(alternative.regret_s))
+    known = "" if alternative.is_exact or alternative.least_regret_s is None else "at most "
+    relative = alternative.regret_s / cost_s if cost_s else 0.0
+    return known + seconds, f"{relative:+.2%}" if abs(relative) >= 5e-5 else "<0.01%"
+
+
+def why_text(alternative: Alternative) -> str:
+    """The resources that it costs, largest first, and how much changes along."""
+    floor = _NAMED * abs(alternative.regret_s)
+    grown = sorted(
+        ((delta, name) for name, delta in alternative.deltas_s.items() if delta > 0 and delta >= floor), reverse=True
+    )
+    parts = [f"{name} {format_seconds(delta)}" for delta, name in grown[:2]] if alternative.regret_s > 0 else []
+    if alternative.limit == "memory":
+        parts.insert(0, "memory")
+    text = ", ".join(parts) or "as good"
+    if alternative.regret_s < 0:
+        text = "better than the plan"
+    if alternative.moved:
+        others = alternative.moved
+        text += f"; {others[0]}" + (f" and {len(others) - 1} more change" if len(others) > 1 else " changes")
+    return text
