@@ -7,9 +7,10 @@ fence                                  what is done
 =====================================  ===============================================================================================
 ```console                             lines that begin with ``$ `` are run, the lines below are compared with what they print
 ```console exit=2                      ... and the last command ends with this exit code (0)
-```console skip="minutes"              nothing is run, for one of `REASONS`: command lines are parsed, and their files have to be there
+```console skip="slow"                 nothing is run, for one of `REASONS`: command lines are parsed, and their files have to be there
 ```console needs="ranks"               run where the needs are met (`unmet`): ``oneflow``, ``ranks``, ``counted`` (ranks in a network
-                                       of their own), or a function such as ``autoddl.plan``
+                                       of their own), a function such as ``autoddl.plan``, a command such
+                                       as ``command:models``
 ```python                              run; all Python of a page shares its names
 ```pycon                               a session with ``>>>``, whose output is compared
 ```python file=model.py                written to a file (any language)
@@ -35,6 +36,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +48,8 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = tuple(
     str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 )
-#: Why a command is not run: it takes minutes, needs what a test machine does not have, or changes the machine.
-REASONS = ("minutes", "hosts", "slurm", "root", "installs", "a browser")
+#: Why a command is not run: it takes more than some seconds, needs what a test machine does not have, or changes the machine.
+REASONS = ("slow", "hosts", "slurm", "root", "installs", "a browser")
 
 _ELIDED = "..."
 _SHELL = set("|&;<>()$`*?")
@@ -129,6 +131,8 @@ def shape(line: str) -> str:
     line = re.sub(r"(?<![\w)])[-+](?=0)", "", line)
     line = re.sub(r"\b0 (ns|us|ms|s)\b", "0 s", line)
     line = re.sub(r"\b0 (B|KiB|MiB|GiB|TiB)\b", "0 B", line)
+    # Which tensor has the largest error is a figure, too.
+    line = re.sub(r"(?<=tensors; |s price: )[\w.]+", "NAME", line)
     return re.sub(r"  +", "  ", line)
 
 
@@ -182,6 +186,9 @@ def unmet(need: str) -> str | None:
         if available and need == "counted":
             available = namespace_available()
         return None if available else available.reason
+    if need.startswith("command:"):
+        command = need.partition(":")[2]
+        return None if find_spec(f"autoddl.cli.{command}") else f"there is no command {command}"
     module, _, name = need.rpartition(".")
     return None if callable(getattr(__import__(module), name, None)) else f"there is no function {need}"
 
@@ -280,12 +287,20 @@ class Run:
 
 
 def run_command(words: str) -> tuple[int, str]:
-    """Run a command line of a page; the exit code and all that it printed.
+    """Run a command line of a page; the exit code and all that it printed, with paths as seen from the page's folder.
 
     Commands of ours run in this process, as far as a shell is not needed; ``make demo`` runs what the Makefile has.
     """
+    code, output = _run_command(words)
+    for path, shown in ((f"{os.getcwd()}/", ""), (os.getcwd(), "."), (f"{Path(sys.executable).parent}/", "")):
+        output = output.replace(path, shown)
+    return code, output
+
+
+def _run_command(words: str) -> tuple[int, str]:
     if words.startswith("make "):
         words = _recipe(words.split()[1])
+    words = words.replace("\\\n", " ")
     parts = shlex.split(words, comments=True)
     if parts[0] == "autoddl" and not _SHELL & set(words) and (parts[1] != "launch" or "--dry-run" in parts):
         output = io.StringIO()
