@@ -9,8 +9,8 @@ fence                                  what is done
 ```console exit=2                      ... and the last command ends with this exit code (0)
 ```console skip="slow"                 nothing is run, for one of `REASONS`: command lines are parsed, and their files have to be there
 ```console needs="ranks"               run where the needs are met (`unmet`): ``oneflow``, ``ranks``, ``counted`` (ranks in a network
-                                       of their own), a function such as ``autoddl.plan``, a command such
-                                       as ``command:models``
+                                       of their own), ``module:pandas``, a function such as ``autoddl.plan``,
+                                       a command such as ``command:models``
 ```python                              run; all Python of a page shares its names
 ```pycon                               a session with ``>>>``, whose output is compared
 ```python file=model.py                written to a file (any language)
@@ -91,18 +91,19 @@ class Command:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The fences of a page."""
+    """The fences of a page; one of four backticks may have others in it."""
     blocks: list[Block] = []
     begin: tuple[int, str, dict[str, str]] | None = None
+    ticks = ""
     lines = text.split("\n")
     for number, line in enumerate(lines):
-        if not line.startswith("```"):
-            continue
-        if begin is not None:
+        fence = re.match(r"`{3,}", line)
+        if begin is not None and line.rstrip() == ticks:
             blocks.append(Block(*begin, tuple(lines[begin[0] : number])))
             begin = None
-        else:
-            language, *words = shlex.split(line[3:]) or [""]
+        elif begin is None and fence:
+            ticks = fence[0]
+            language, *words = shlex.split(line[len(ticks) :]) or [""]
             begin = number + 1, language, {name: value for name, _, value in (word.partition("=") for word in words)}
     assert begin is None, f"the fence of line {begin[0]} has no end" if begin else ""
     return blocks
@@ -133,7 +134,8 @@ def shape(line: str) -> str:
     line = re.sub(r"\b0 (B|KiB|MiB|GiB|TiB)\b", "0 B", line)
     # Which tensor has the largest error is a figure, too.
     line = re.sub(r"(?<=tensors; |s price: )[\w.]+", "NAME", line)
-    return re.sub(r"  +", "  ", line)
+    # A gap is closed where there was time for it.
+    return re.sub(r"  (?:0%|proven)(?=  )", "  GAP", re.sub(r"  +", "  ", line))
 
 
 def aligned(expected: Sequence[str], printed: Sequence[str]) -> list[str] | None:
@@ -189,6 +191,9 @@ def unmet(need: str) -> str | None:
     if need.startswith("command:"):
         command = need.partition(":")[2]
         return None if find_spec(f"autoddl.cli.{command}") else f"there is no command {command}"
+    if need.startswith("module:"):
+        module = need.partition(":")[2]
+        return None if find_spec(module) else f"there is no module {module}"
     module, _, name = need.rpartition(".")
     return None if callable(getattr(__import__(module), name, None)) else f"there is no function {need}"
 
