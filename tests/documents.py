@@ -2,24 +2,23 @@
 
 A page is run from top to bottom in an empty folder.  What a block is stands in the first line of its fence:
 
-=====================================  ===============================================================================================
-fence                                  what is done
-=====================================  ===============================================================================================
-```console                             lines that begin with ``$ `` are run, the lines below are compared with what they print
-```console exit=2                      ... and the last command ends with this exit code (0)
-```console skip="slow"                 nothing is run, for one of `REASONS`: command lines are parsed, and their files have to be there
-```console needs="ranks"               run where the needs are met (`unmet`): ``oneflow``, ``ranks``, ``counted`` (ranks in a network
-                                       of their own), ``module:pandas``, a function such as ``autoddl.plan``,
-                                       a command such as ``command:models``
-```python                              run; all Python of a page shares its names
-```pycon                               a session with ``>>>``, whose output is compared
-```python file=model.py                written to a file (any language)
-```python of=model.py                  an excerpt of a file that is there
-```text, ```mermaid, ...               for reading
-=====================================  ===============================================================================================
+==================================  ==============================================================================================
+fence                               what is done
+==================================  ==============================================================================================
+```console                          lines that begin with ``$ `` are run, the lines below are compared with what they print
+```console exit=2                   ... and the last command ends with this exit code (0)
+```console skip="slow"              not run, for one of `REASONS`; command lines are parsed, and their files have to be there
+```console needs="ranks"            run where the needs are met (`unmet`): ``oneflow``, ``ranks``, ``counted`` (ranks in a network
+                                    of their own), ``module:pandas``, ``command:models``, a function such as ``autoddl.plan``
+```python                           run; all Python of a page shares its names
+```pycon                            a session with ``>>>``, whose output is compared
+```python file=model.py             written to a file (any language)
+```python of=model.py               an excerpt of a file that is there
+```text, ```mermaid, ...            for reading
+==================================  ==============================================================================================
 
-**Shape.**  Output is compared without its figures: numbers with their units of time and bytes, and the widths of columns, are no part
-of the shape; words, signs, columns and the number of lines are.  A line ``...`` stands for any lines.
+**Shape.**  Output is compared without its figures: numbers, their signs, units of time and of bytes, and the widths of columns are
+no part of the shape; words, columns and the number of lines are.  A line ``...`` stands for any lines.
 """
 
 from __future__ import annotations
@@ -45,9 +44,7 @@ from autoddl.__main__ import main
 __all__ = ["PAGES", "REASONS", "ROOT", "Block", "Run", "blocks_of", "commands_of", "shape", "unmet"]
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGES = tuple(
-    str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
-)
+PAGES = tuple(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))))
 #: Why a command is not run: it takes more than some seconds, needs what a test machine does not have, or changes the machine.
 REASONS = ("slow", "hosts", "slurm", "root", "installs", "a browser")
 
@@ -307,7 +304,7 @@ def _run_command(words: str) -> tuple[int, str]:
         words = _recipe(words.split()[1])
     words = words.replace("\\\n", " ")
     parts = shlex.split(words, comments=True)
-    if parts[0] == "autoddl" and not _SHELL & set(words) and (parts[1] != "launch" or "--dry-run" in parts):
+    if parts[0] == "autoddl" and not _SHELL & set(words) and not _starts_elsewhere(parts[1:]):
         output = io.StringIO()
         with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
             return main(parts[1:]), output.getvalue()
@@ -322,6 +319,11 @@ def _run_command(words: str) -> tuple[int, str]:
         env={**os.environ, "PATH": path},
     )
     return done.returncode, done.stdout
+
+
+def _starts_elsewhere(parts: Sequence[str]) -> bool:
+    """Whether a command has to start ranks in the page's folder: a job, or ranks that load a file there."""
+    return (parts[0] == "launch" and "--dry-run" not in parts) or (parts[0] == "train" and ".py:" in parts[1])
 
 
 def _recipe(target: str) -> str:

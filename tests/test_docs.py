@@ -16,6 +16,7 @@ import pytest
 from autoddl.cli._running import parser_of
 from autoddl.pipelines.runtime.load import is_available
 
+from .autoddl.launches import forget_jobs
 from .documents import PAGES, REASONS, ROOT, Block, Run, blocks_of, commands_of, shape
 from .sharedranks import lending
 
@@ -47,7 +48,7 @@ def _consoles(page: str, *, is_run: bool) -> list[Block]:
 def test_every_command_of_a_page_prints_what_the_page_has(page, tmp_path, monkeypatch, request):
     """A page is a whole session: plans, runs on ranks that are started for it, and what comes of them."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "200")
+    forget_jobs(monkeypatch)
     is_written = request.config.getoption("--write-docs")
     run = Run(page, is_written=is_written)
     if _starts_ranks(page) and is_available():
@@ -172,7 +173,11 @@ def test_the_readme_fits_on_a_few_screens():
 @pytest.mark.parametrize(
     "line, same, others",
     [
-        ("  step  9.36 s  54.7 sequences/s", "  step     936 ms    1,154.7 sequences/s", ["  step  9.36 s", "  9.36 s"]),
+        (
+            "  step  9.36 s  54.7 sequences/s",
+            "  step     936 ms    1,154.7 sequences/s",
+            ["  step  9.36 s", "  9.36 s"],
+        ),
         ("error  +1.07 ms  1.071x", "error    -210 us  0.9x", ["error  +1.07 ms  1.071"]),
         ("  h.*.ln_1 x 40  (8,1,1) | (2,4,1)", "  h.*.ln_1 x 12   (2,1,1) | (4,2,1)", ["  h.*.ln_1 x 12  (2,1,1)"]),
         ("loss 1e-05", "loss 2.4e-07", ["lost 1e-05"]),
