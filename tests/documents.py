@@ -18,7 +18,8 @@ fence                               what is done
 ==================================  ==============================================================================================
 
 **Shape.**  Output is compared without its figures: numbers, their signs, units of time and of bytes, and the widths of columns are
-no part of the shape; words, columns and the number of lines are.  A line ``...`` stands for any lines.
+no part of the shape; words, columns and the number of lines are.  A line ``...`` stands for any lines; at the end of a line it
+stands for the rest of the line.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ PAGES = tuple(str(path.relative_to(ROOT)) for path in (ROOT / "README.md", *sort
 #: Why a command is not run: it takes more than some seconds, needs what a test machine does not have, or changes the machine.
 REASONS = ("slow", "hosts", "slurm", "root", "installs", "a browser")
 
-_ELIDED = "..."
+_ELIDED, _CUT = "...", " ..."
 _SHELL = set("|&;<>()$`*?")
 _TIMEOUT_S = 240.0
 
@@ -137,29 +138,35 @@ def shape(line: str) -> str:
 
 def aligned(expected: Sequence[str], printed: Sequence[str]) -> list[str] | None:
     """The expected lines with the figures that were printed; None where the shapes differ."""
-    parts: list[list[str]] = [[]]
-    gaps: list[str] = []
-    for line in expected:
-        if line.strip() == _ELIDED:
-            gaps.append(line)
-            parts.append([])
-        else:
-            parts[-1].append(line)
-    shapes = [shape(line) for line in printed]
+    gaps = [-1, *(i for i, line in enumerate(expected) if line.strip() == _ELIDED), len(expected)]
+    parts = [list(expected[begin + 1 : end]) for begin, end in zip(gaps, gaps[1:])]
     found: list[str] = []
     at = 0
     for number, part in enumerate(parts):
-        wanted = [shape(line) for line in part]
-        is_last = number == len(parts) - 1
-        places = range(at, len(shapes) - len(wanted) + 1) if number else [at]
-        if is_last and number:
-            places = [len(shapes) - len(wanted)] if wanted else [len(shapes)]
-        place = next((p for p in places if p >= at and shapes[p : p + len(wanted)] == wanted), None)
-        if place is None or (is_last and place + len(wanted) != len(shapes)):
+        # The first part begins where the output begins, the last one ends where it ends; the others stand anywhere between.
+        first = 0 if number == 0 else at if number < len(parts) - 1 else max(at, len(printed) - len(part))
+        last = 0 if number == 0 else len(printed) - len(part)
+        places = range(first, last + 1)
+        place = next((p for p in places if _are_alike(part, printed[p : p + len(part)])), None)
+        if place is None:
             return None
-        found += [*gaps[number - 1 : number], *printed[place : place + len(wanted)]]
-        at = place + len(wanted)
-    return found
+        at = place + len(part)
+        found += [expected[gaps[number]]] if number else []
+        found += [line if line.endswith(_CUT) else new for line, new in zip(part, printed[place:at])]
+    return found if at == len(printed) or len(parts) > 1 else None
+
+
+def _are_alike(expected: Sequence[str], printed: Sequence[str]) -> bool:
+    if len(expected) != len(printed):
+        return False
+    for line, other in zip(expected, printed):
+        wanted, got = shape(line), shape(other)
+        if wanted.endswith(_CUT):
+            wanted = wanted[: -len(_CUT)]
+            got = got[: len(wanted)]
+        if wanted != got:
+            return False
+    return True
 
 
 def _trimmed(text: str) -> list[str]:
@@ -202,13 +209,13 @@ class Run:
     Attributes:
         page: its path from the root.
         is_written: its outputs are replaced by what was printed; `lines` is the page then.
-        left_out: what was not run, with the reasons.
+        left_out: for each reason the lines of blocks that were not run.
         count: of the blocks that were run.
     """
 
     page: str
     is_written: bool = False
-    left_out: list[str] = field(default_factory=list)
+    left_out: dict[str, list[int]] = field(default_factory=dict)
     count: int = 0
     _names: dict[str, Any] = field(default_factory=lambda: {"__name__": "__main__"})
     _changes: list[tuple[int, int, list[str]]] = field(default_factory=list)
@@ -220,7 +227,7 @@ class Run:
                 continue
             reasons = [reason for need in block.attributes.get("needs", "").split() if (reason := unmet(need))]
             if reasons:
-                self.left_out.append(f"line {block.line}: {', '.join(reasons)}")
+                self.left_out.setdefault(reasons[0], []).append(block.line)
                 continue
             self.count += 1
             self._block(block)

@@ -23,7 +23,7 @@ from .sharedranks import lending
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 BLOCKS = {page: blocks_of(text) for page, text in TEXTS.items()}
 #: Programs of command lines that are not run, and not ours.
-_OTHERS = {"chromium", "make", "pip", "python3", "xdg-open", ".venv/bin/python"}
+_OTHERS = {"chromium", "grep", "make", "pip", "python3", "xdg-open", ".venv/bin/python"}
 #: Arguments of our commands that are files which they read.
 _READ = ("plan", "script", "model", "cluster", "measurements", "hostfile", "text", "against", "base", "profile")
 
@@ -59,7 +59,8 @@ def test_every_command_of_a_page_prints_what_the_page_has(page, tmp_path, monkey
     if is_written:
         (ROOT / page).write_text(run.text(TEXTS[page]), encoding="utf-8")
     if run.left_out:
-        pytest.skip(f"{run.count} blocks ran; {len(run.left_out)} did not: {'; '.join(run.left_out)}")
+        left_out = (f"lines {', '.join(map(str, lines))}: {reason}" for reason, lines in run.left_out.items())
+        pytest.skip(f"{run.count} blocks ran, but not those of {'; '.join(left_out)}")
 
 
 # ---- Commands that are not run ---------------------------------------------------------------------------------------------
@@ -193,10 +194,10 @@ PAGE = """
 $ echo one 1; echo two
 one 2
 two
-$ echo a; echo b; echo c; echo d
+$ echo a; echo b; echo c; echo d or more
 a
 ...
-d
+d ...
 ```
 ```text file=data.txt
 a
@@ -224,7 +225,10 @@ def test_a_page_is_compared(tmp_path, monkeypatch):
     assert run.count == 4 and not run.left_out
     for wrong in (
         PAGE.replace("two\n$", "$"),
-        PAGE.replace("\n...\nd\n", "\n...\nd\ne\n"),
+        PAGE.replace("\n...\nd ...\n", "\n...\nd ...\ne\n"),
+        PAGE.replace("\n...\nd ...\n", "\n...\nc\n"),
+        PAGE.replace("\n...\nd ...\n", "\n...\nd\n"),
+        PAGE.replace("a\n...\nd ...\n", "b\n...\nd ...\n"),
         PAGE.replace("```text of=data.txt\nb", "```text of=data.txt\nb\na"),
         PAGE.replace("row 1", "line 1"),
         PAGE.replace("```console", "```console exit=2"),
@@ -246,4 +250,4 @@ def test_what_is_not_there_is_left_out_and_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = Run("page.md")
     run.blocks(blocks_of('```python needs="autoddl.nothing"\n1 / 0\n```\n'))
-    assert run.left_out == ["line 1: there is no function autoddl.nothing"] and run.count == 0
+    assert run.left_out == {"there is no function autoddl.nothing": [1]} and run.count == 0
