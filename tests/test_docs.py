@@ -12,6 +12,7 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from autoddl.cli._running import parser_of
 from autoddl.pipelines.runtime.load import is_available
@@ -23,7 +24,9 @@ from .sharedranks import lending
 TEXTS = {page: (ROOT / page).read_text(encoding="utf-8") for page in PAGES}
 BLOCKS = {page: blocks_of(text) for page, text in TEXTS.items()}
 #: Programs of command lines that are not run, and not ours.
-_OTHERS = {"chromium", "grep", "make", "pip", "python3", "xdg-open", ".venv/bin/python"}
+_OTHERS = {"chromium", "grep", "make", "nft", "pip", "python3", "unshare", "xdg-open", ".venv/bin/python"}
+#: Of fences: what is run, what is written to a file, and what is for reading.
+_LANGUAGES = {"console", "python", "pycon", "json", "csv", "text", "mermaid"}
 #: Arguments of our commands that are files which they read.
 _READ = ("plan", "script", "model", "cluster", "measurements", "hostfile", "text", "against", "base", "profile")
 
@@ -40,11 +43,17 @@ def _unit(page: str) -> list[pytest.MarkDecorator]:
     return [pytest.mark.ranks("launches") if launches else pytest.mark.ranks, pytest.mark.slow]
 
 
+def _pages() -> list[ParameterSet]:
+    """Those with something to run."""
+    pages = (page for page in PAGES if any(block.is_run for block in BLOCKS[page]))
+    return [pytest.param(page, marks=_unit(page)) for page in pages]
+
+
 def _consoles(page: str, *, is_run: bool) -> list[Block]:
     return [block for block in BLOCKS[page] if block.language == "console" and block.is_run == is_run]
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=_unit(page)) for page in PAGES if BLOCKS[page]])
+@pytest.mark.parametrize("page", _pages())
 def test_every_command_of_a_page_prints_what_the_page_has(page, tmp_path, monkeypatch, request):
     """A page is a whole session: plans, runs on ranks that are started for it, and what comes of them."""
     monkeypatch.chdir(tmp_path)
@@ -81,6 +90,17 @@ def test_commands_that_are_not_run_say_why_and_are_few():
     num_run = sum(len(commands_of(block)) for page in PAGES for block in _consoles(page, is_run=True))
     print(f"{num_run} commands are run, {len(found)} are not")
     assert num_run > len(found)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_command_stands_where_it_is_not_seen(page):
+    """Fences say what they are; commands are in those of the language ``console``."""
+    for block in BLOCKS[page]:
+        where = f"{page}:{block.line}"
+        assert block.language in _LANGUAGES, f"{where}: the language {block.language!r} is none of {sorted(_LANGUAGES)}"
+        known = {"console": {"exit", "needs", "skip"}, "text": set(), "mermaid": set()}
+        assert set(block.attributes) <= known.get(block.language, {"file", "of", "needs"}), where
+    assert not re.search(r"^(    |\t)\s*(\$|autoddl|make|python3?|pip) ", _prose(page), re.M)
 
 
 @pytest.mark.parametrize("page", sorted({page for page, _, _ in _skipped()}))
