@@ -4,7 +4,7 @@
 #   RUNS=3                   how often `make stress` runs the tests on busy cores
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-fast stress bench faults lint clean setup
+.PHONY: help demo test test-fast stress bench faults docs lint clean setup
 
 TESTS ?=
 RUNS ?= 3
@@ -17,6 +17,7 @@ help:
 	@echo "make stress     the tests on busy cores, 3 times (RUNS=3), and once on a single core"
 	@echo "make bench      the benchmarks, with their tables and pictures"
 	@echo "make faults     runs the tests of faults and writes docs/faults.md"
+	@echo "make docs       runs the commands of README.md and docs/, and writes what they print"
 	@echo "make lint       style and types"
 	@echo "make clean      removes .venv and everything else that was made here"
 
@@ -40,6 +41,9 @@ bench: setup
 
 faults: setup
 	@.ci/test .venv --faults -n 0 # one at a time: the page gives their seconds
+
+docs: setup
+	@.ci/test .venv tests/test_docs.py --write-docs -n 0
 
 lint: setup
 	@.ci/lint .venv

@@ -36,8 +36,10 @@ hypothesis.settings.load_profile("busy machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """``--faults``: run the tests that are marked as a fault's, and write docs/faults.md. ``--fuzz-cases``: how much to fuzz."""
+    """``--faults``: run the tests that are marked as a fault's, and write docs/faults.md. ``--write-docs``: write what commands of
+    the other pages print. ``--fuzz-cases``: how much to fuzz."""
     parser.addoption("--faults", action="store_true", help="run the tests of faults, and write docs/faults.md")
+    parser.addoption("--write-docs", action="store_true", help="write the outputs of commands in README.md and docs/")
     parser.addoption(
         "--fuzz-cases", type=int, default=2000, metavar="N", help="mutated inputs of each reader (%(default)s)"
     )
