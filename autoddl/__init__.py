@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
     from .applying import apply
     from .launching.context import launched
-    from .plan import load_plan
+    from .planfile import load_plan
 
 __all__ = ["apply", "launched", "load_plan"]
 
-_HOMES = {"apply": "applying", "launched": "launching.context", "load_plan": "plan"}
+_HOMES = {"apply": "applying", "launched": "launching.context", "load_plan": "planfile"}
 
 
 def __getattr__(name: str) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
-from .plan import Plan
+from .planfile import Plan
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.applied import AppliedModule

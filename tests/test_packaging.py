@@ -222,8 +222,8 @@ def test_import_rules_find_a_breach(path, line, fault):
             "from .result import Result\nfrom . import result\nfrom autoddl.costmodel.table import CostTable",
         ),
         ("pipelines/runtime/ranks.py", "import oneflow as flow\nfrom ..schedule import Schedule"),
-        ("autoddl/cli/plan.py", "from ..plan import Plan\nfrom autoddl.search import solve\nimport numpy as np"),
-        ("autoddl/plan.py", "import autoddl.search.exact, json"),
+        ("autoddl/cli/plan.py", "from ..planfile import Plan\nfrom autoddl.search import solve\nimport numpy as np"),
+        ("autoddl/planfile.py", "import autoddl.search.exact, json"),
     ],
 )
 def test_import_rules_allow_what_is_right(path, line):

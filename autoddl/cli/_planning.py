@@ -14,8 +14,8 @@ from autoddl.costmodel.units import to_si
 from autoddl.costmodel.workload import OPTIMIZERS, PRECISIONS
 from autoddl.search import METHODS
 
-from ..models import resolve_model
 from ..planner import Options
+from ..zoo import resolve_model
 
 __all__ = ["add_model_arguments", "add_planning_arguments", "cluster_of", "model_of", "options_of"]
 

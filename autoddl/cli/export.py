@@ -39,8 +39,8 @@ def run(arguments: argparse.Namespace) -> int:
     from autoddl.pipelines.runtime.load import is_available
 
     from ..export import export
-    from ..models import is_oneflow_model, resolve_model
-    from ..plan import load_plan
+    from ..planfile import load_plan
+    from ..zoo import is_oneflow_model, resolve_model
 
     plan = load_plan(arguments.plan, arguments.edited)
     if arguments.form == "oneflow" and is_oneflow_model(arguments.model) and is_available():

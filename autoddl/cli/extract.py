@@ -28,7 +28,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Extract, write, print."""
-    from ..extract import extract_from_file
+    from ..extraction import extract_from_file
 
     graph = extract_from_file(arguments.model)
     if arguments.output:

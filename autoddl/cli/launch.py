@@ -130,7 +130,7 @@ def _launch(arguments: argparse.Namespace) -> int:
     from ..launching.joining import find_membership
     from ..launching.running import describe, run_job
     from ..launching.slurm import batch_script, in_allocation, run_steps, step_command, submit
-    from ..plan import load_plan
+    from ..planfile import load_plan
 
     plan = load_plan(arguments.plan, arguments.edited)
     demands = demands_of(plan)

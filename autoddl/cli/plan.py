@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     answer = _without_pipeline(arguments) if arguments.pipeline is None else _with_pipeline(arguments)
     document = answer.document() if arguments.output or arguments.json else {}
     if arguments.output:
-        from ..plan import save_plan
+        from ..planfile import save_plan
 
         save_plan(arguments.output, document)
     if arguments.json:
@@ -86,7 +86,7 @@ def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
         trusted = trust_of(planned, asked.stop)
 
     def document() -> dict[str, Any]:
-        from ..plan import plan_document
+        from ..planfile import plan_document
 
         return plan_document(planned, trusted)
 
@@ -99,7 +99,7 @@ def _with_pipeline(arguments: argparse.Namespace) -> _Answer:
     from ..joint.planner import plan_jointly
     from ..joint.result import JointOptions
     from ..joint.table import joint_text
-    from ..plan import joint_document
+    from ..planfile import joint_document
 
     options = JointOptions(options_of(arguments, arguments.method), arguments.pipeline, arguments.allow_stale)
     graph, cluster = model_of(arguments), cluster_of(arguments)

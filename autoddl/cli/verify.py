@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify, print."""
     from autoddl.pipelines.runtime.failures import RankError
 
-    from ..plan import load_plan
+    from ..planfile import load_plan
     from ..verification import Limits, VerifyOptions, verification_document, verification_text, verify
     from ..verification.pipeline_report import pipeline_document, pipeline_text
     from ..verification.pipelines import verify_pipeline

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
     from autoddl.pipelines.runtime.pipeline.weights import OptimizerFactory
 
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["Launched", "launched"]
 
@@ -42,7 +42,7 @@ class Launched:
 
     def load_plan(self) -> Plan:
         """The plan."""
-        from ..plan import load_plan
+        from ..planfile import load_plan
 
         return load_plan(self.plan_path, self.is_edited)
 

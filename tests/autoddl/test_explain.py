@@ -18,8 +18,8 @@ from autoddl.explain import explain, explanation_document, explanation_text, vie
 from autoddl.explain.alternatives import problem_of
 from autoddl.explain.resources import ResourceBook
 from autoddl.explain.stages import stage_problem
-from autoddl.models import mlp
-from autoddl.plan import assessment_of, plan_from_document
+from autoddl.planfile import assessment_of, plan_from_document
+from autoddl.zoo import mlp
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 

@@ -16,14 +16,14 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
-from autoddl.models.builtin import BuiltIn, Perceptron, Pictures, recognise
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
 from autoddl.verification.prediction import missing_steps, predicted_steps, sent_messages
 from autoddl.verification.report import verification_document, verification_text
 from autoddl.verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
 from autoddl.verification.scaling import Limits, needed_flops, needed_memory_bytes, scale
+from autoddl.zoo import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
+from autoddl.zoo.builtin import BuiltIn, Perceptron, Pictures, recognise
 
 # ---- Recognising -----------------------------------------------------------------------------------------------------------------
 

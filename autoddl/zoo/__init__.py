@@ -93,7 +93,7 @@ def resolve_model(
 def _without_options(text: str, family: str, sizes: str) -> LayerGraph:
     """The models that are what they are."""
     if is_oneflow_model(text):
-        from ..extract import extract_from_file  # not above: it needs OneFlow
+        from ..extraction import extract_from_file  # not above: it needs OneFlow
 
         return extract_from_file(text)
     if family == "mlp":
