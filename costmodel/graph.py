@@ -168,7 +168,7 @@ class Layer:
         return f"{self.name} ({self.kind}, {shape})"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerGraph:
     """A DAG of layers.
 
@@ -189,6 +189,9 @@ class LayerGraph:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    def __repr__(self) -> str:
+        return f"<LayerGraph {self.name}: {len(self.layers)} layers, {self.num_parameters:,} parameters>"
 
     def __getitem__(self, name: str) -> Layer:
         return self._by_name[name]

@@ -30,16 +30,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, print."""
-    from ..explain import explain, explanation_document, explanation_text, load_view
+    from ..api.planning import load
 
-    explained = explain(
-        load_view(arguments.plan, arguments.edited),
-        count=arguments.alternatives,
-        layer=arguments.layer,
-        time_limit_s=arguments.time_limit,
+    found = load(arguments.plan, edited=arguments.edited).explain(
+        count=arguments.alternatives, layer=arguments.layer, time_limit_s=arguments.time_limit
     )
-    if arguments.json:
-        print(json.dumps(explanation_document(explained), indent=1, allow_nan=False))
-    else:
-        print(explanation_text(explained))
+    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else found)
     return 0

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.workload import Workload
-
 from ._planning import add_model_arguments, model_of
 
 __all__ = ["add_parser", "run"]
@@ -40,38 +37,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Choose, run, score, print."""
-    from autoddl.calib.ranked import (
-        RankSettings,
-        draw_ranking,
-        rank_locally,
-        ranking_document,
-        ranking_tables,
-    )
     from autoddl.costmodel.writing import write_document
 
-    from .fit import print_tables
+    from ..api.measuring import rank
 
-    settings = RankSettings(
-        count=arguments.strategies,
+    found = rank(
+        model_of(arguments),
+        ranks=arguments.ranks,
+        cluster=arguments.cluster,
+        batch=arguments.batch,
+        strategies=arguments.strategies,
         rounds=arguments.rounds,
         repetitions=arguments.repetitions,
         budget_s=arguments.budget,
-        with_steps=not arguments.communication_only,
+        communication_only=arguments.communication_only,
         seed=arguments.seed,
         quiet=arguments.quiet,
     )
-    graph = model_of(arguments)
-    cluster = load_cluster(arguments.cluster).resized(1, arguments.ranks)
-    batch = 8 * arguments.ranks if arguments.batch is None else arguments.batch
-    ranking = rank_locally(graph, cluster, Workload(batch, batch, "float32", "sgd"), settings)
-    if arguments.output or arguments.json:
-        document = ranking_document(ranking)
     if arguments.output:
-        write_document(arguments.output, document)
+        write_document(arguments.output, found.document())
     if arguments.picture:
-        draw_ranking([ranking], arguments.picture)
-    if arguments.json:
-        print(json.dumps(document, indent=1, allow_nan=False))
-        return 0
-    print_tables(ranking_tables(ranking))
+        found.draw(arguments.picture)
+    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else f"{found}\n")
     return 0

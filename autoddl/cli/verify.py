@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import LARGEST_SECONDS
 
-from ._options import add_edited
+from ._options import add_edited, by_option
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.failures import RankError
@@ -66,38 +65,26 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify, print."""
     from autoddl.pipelines.runtime.failures import RankError
 
-    from ..planfile import load_plan
-    from ..verification import Limits, VerifyOptions, verification_document, verification_text, verify
-    from ..verification.pipeline_report import pipeline_document, pipeline_text
-    from ..verification.pipelines import verify_pipeline
+    from ..api.planning import load
 
-    for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
-        if not 0 < value <= LARGEST_SECONDS:
-            raise UserError(f"--{name} is {value:g}, should be a positive number, at most {LARGEST_SECONDS:g}")
-    if arguments.seed < 0:
-        raise UserError(f"--seed is {arguments.seed}, should be 0 or more")
-    options = VerifyOptions(
-        tolerance=arguments.tolerance,
-        timeout_s=arguments.timeout,
-        seed=arguments.seed,
-        limits=Limits() if arguments.full_size else None,
-    )
-    plan = load_plan(arguments.plan, arguments.edited)
+    plan = load(arguments.plan, edited=arguments.edited)
     try:
-        with _progress(arguments.quiet) as say:
-            asked = {"model": arguments.model, "options": options, "progress": say}
-            if plan.pipeline is not None:
-                staged = verify_pipeline(plan, arguments.ranks, **asked)
-                text, document, is_right = pipeline_text(staged), pipeline_document(staged), staged.is_right
-            else:
-                found = verify(plan, arguments.ranks, **asked)
-                text, document, is_right = verification_text(found), verification_document(found), found.is_right
+        with by_option(), _progress(arguments.quiet) as say:
+            found = plan.verify(
+                arguments.ranks,
+                model=arguments.model,
+                tolerance=arguments.tolerance,
+                full_size=arguments.full_size,
+                timeout_s=arguments.timeout,
+                seed=arguments.seed,
+                progress=say,
+            )
     except RankError as error:
         if arguments.json and not isinstance(error, UserError):
-            print(json.dumps(_failed_document(error, plan.graph.name), indent=1))
+            print(json.dumps(_failed_document(error, plan.model), indent=1))
         raise
-    print(json.dumps(document, indent=1, allow_nan=False) if arguments.json else text)
-    return 0 if is_right else 1
+    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else found)
+    return 0 if found.is_right else 1
 
 
 @contextmanager

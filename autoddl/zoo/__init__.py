@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
 from autoddl.costmodel.documents import load_json
@@ -17,6 +16,7 @@ from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
 from autoddl.costmodel.limits import LARGEST_MLP_WIDTH, LARGEST_SIZES, MOST_LAYERS
 from autoddl.costmodel.reading import shown_path
+from autoddl.costmodel.suggestions import did_you_mean
 
 from .feedforward import VGG_FEATURES, mlp, vgg
 from .huggingface import HUGGINGFACE_TYPES, transformer_from_config
@@ -159,6 +159,7 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
 
 def _unknown(text: str) -> UserError:
     known = known_models()
-    close = get_close_matches(text[:60].lower(), known, 1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return UserError(f"model {quote(text)} is unknown; {hint}known are {', '.join((*known, *FORMS))}")
+    hint = did_you_mean(text, known)
+    return UserError(
+        f"model {quote(text)} is unknown; {hint}{' ' if hint else ''}known are {', '.join((*known, *FORMS))}"
+    )
