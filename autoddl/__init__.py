@@ -12,7 +12,7 @@
 - **Schedules**: `schedule`, `schedule_families`; `pipeline`, the planners of papers, for profiled models.
 - **Clusters**: `calibrate`, `fit`, `predict`, `rank`.
 - **Training**: `launch` runs a script on the ranks of a plan, which there asks `launched`, and `apply` makes a module train at the
-  plan's layouts.
+  plan's layouts; `load_oneflow` imports OneFlow with the libraries that it needs.
 
 Every command of the command line is one of these functions.  What users get wrong is a `UserError`.  Modules are imported when
 one of their names is asked for: OneFlow only where something runs on it.
@@ -23,6 +23,12 @@ from __future__ import annotations
 TYPE_CHECKING = False  # what type checkers take for true; `typing` itself is not imported before Ctrl-C can be taken
 if TYPE_CHECKING:
     from typing import Any
+
+    from autoddl.costmodel.cluster import Cluster
+    from autoddl.costmodel.errors import UserError
+    from autoddl.costmodel.graph import LayerGraph
+    from autoddl.costmodel.stopping import Stop, StopRequestedError
+    from autoddl.pipelines.runtime.load import load_oneflow
 
     from .api.catalogue import BuiltInModel, clusters, models
     from .api.figures import PlannedLayer, PlannedStage
@@ -36,10 +42,6 @@ if TYPE_CHECKING:
     from .api.running import launch
     from .api.schedules import Schedule, Timeline, schedule, schedule_families
     from .applying import apply
-    from .costmodel.cluster import Cluster
-    from .costmodel.errors import UserError
-    from .costmodel.graph import LayerGraph
-    from .costmodel.stopping import Stop
     from .launching.context import launched
     from .planner import InfeasibleError
 
@@ -62,6 +64,7 @@ __all__ = [
     "Ranking",
     "Schedule",
     "Stop",
+    "StopRequestedError",
     "Timeline",
     "UserError",
     "Verification",
@@ -75,6 +78,7 @@ __all__ = [
     "launch",
     "launched",
     "load",
+    "load_oneflow",
     "load_plan",
     "models",
     "pipeline",
@@ -104,8 +108,9 @@ _HOMES = {
         "costmodel.cluster": ("Cluster",),
         "costmodel.errors": ("UserError",),
         "costmodel.graph": ("LayerGraph",),
-        "costmodel.stopping": ("Stop",),
+        "costmodel.stopping": ("Stop", "StopRequestedError"),
         "launching.context": ("launched",),
+        "pipelines.runtime.load": ("load_oneflow",),
         "planner": ("InfeasibleError",),
     }.items()
     for name in names

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from difflib import get_close_matches
 
 from .errors import UserError, quote
 from .limits import MOST_SHOWN_EACH
 
 __all__ = ["closest", "did_you_mean", "unknown"]
+
+#: How alike names have to be (`difflib.SequenceMatcher.ratio`): "colour" is not "cluster", with 0.62.
+_LEAST = 0.65
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
@@ -17,8 +19,10 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     >>> closest("gtp3-13b", ["gpt2", "gpt3-13b"]), closest("red", ["gpt2", "gpt3-13b"])
     ('gpt3-13b', None)
     """
-    by_lower = {name.lower(): name for name in known}
-    found = get_close_matches(word[:MOST_SHOWN_EACH].lower(), by_lower, 1, cutoff=0.5)
+    from difflib import get_close_matches  # not above: it is only needed when something is wrong
+
+    by_lower = {name.lower().lstrip("-"): name for name in known}  # dashes make no options alike
+    found = get_close_matches(word[:MOST_SHOWN_EACH].lower().lstrip("-"), by_lower, 1, cutoff=_LEAST)
     return by_lower[found[0]] if found else None
 
 

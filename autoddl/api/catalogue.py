@@ -56,7 +56,7 @@ def models() -> tuple[BuiltInModel, ...]:
     >>> [model.name for model in autoddl.models() if model.name.startswith("gpt2")]
     ['gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', 'gpt2-64']
     >>> autoddl.models()[0].graph
-    <LayerGraph gpt2: 147 layers, 124,475,904 parameters>
+    <LayerGraph gpt2: 114 layers, 124,475,904 parameters>
     """
     return tuple(map(BuiltInModel, known_models()))
 
@@ -66,7 +66,7 @@ def clusters() -> tuple[Cluster, ...]:
 
     >>> import autoddl
     >>> {cluster.name: cluster.device.name for cluster in autoddl.clusters()}["dgx-a100"]
-    'A100-SXM4-40GB'
+    'NVIDIA A100 SXM4 80 GB'
     """
     return tuple(map(load_cluster, preset_names()))
 

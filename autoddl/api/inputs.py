@@ -73,7 +73,11 @@ def cluster_of(
         UserError: there is no such cluster, its file is malformed, or a number is out of range.
     """
     found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
-    return found.resized(nodes, devices_per_node).with_links(latency_s, bandwidth)
+    if nodes is not None or devices_per_node is not None:
+        if found.resized().links != found.links:
+            raise UserError(f"{found.name} has other links than its file, so it cannot be resized; resize it first")
+        found = found.resized(nodes, devices_per_node)
+    return found.with_links(latency_s, bandwidth)
 
 
 def extract(model: Module | str | os.PathLike[str], inputs: Any = None, *, name: str = "") -> LayerGraph:

@@ -99,6 +99,13 @@ def predict(measurements: Path | Sequence[Path], *, cluster: ClusterLike) -> str
 
     Raises:
         UserError: a file cannot be read, or there are no collectives in it.
+
+    >>> import autoddl, os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "measured.csv")
+    ...     _ = open(path, "w").write("collective,ranks,bytes,seconds\\nall-reduce,4,4096,3e-5\\nall-reduce,4,1048576,4e-4\\n")
+    ...     print(autoddl.predict(path, cluster="dgx-a100").splitlines()[0])
+    dgx-a100 against these samples, intra-node
     """
     paths = [measurements] if isinstance(measurements, (str, os.PathLike)) else list(measurements)
     samples = numbered([sample for path in paths for sample in read_samples(path)])
@@ -140,6 +147,15 @@ def calibrate(
     Raises:
         UserError: a number is out of range, a file cannot be read or written, or OneFlow is not there.
         RankError: a rank failed.
+
+    >>> import autoddl, os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     samples = os.path.join(folder, "samples.csv")
+    ...     found = autoddl.calibrate(
+    ...         samples, ranks=[2], sizes=[4096, 65536, 1 << 20], repetitions=2, communication_only=True, name="here"
+    ...     )
+    >>> found.cluster.name, found.cluster.devices_per_node
+    ('here', 2)
     """
     work: dict[str, Any] = {"shapes": (), "elementwise": ()} if communication_only else {}
     options = CampaignOptions(
@@ -232,6 +248,10 @@ def rank(
     Raises:
         UserError: a number is out of range, the model does not divide over the ranks, or OneFlow is not there.
         RankError: a rank failed.
+
+    >>> import autoddl
+    >>> autoddl.rank("mlp:64,64", ranks=2, strategies=3, rounds=2, repetitions=1, communication_only=True)
+    <Ranking of 3 strategies of mlp:64,64>
     """
     from autoddl.calib.ranked import RankSettings, rank_locally
 

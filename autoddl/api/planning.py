@@ -98,8 +98,14 @@ def plan(
     >>> import autoddl
     >>> plan = autoddl.plan("gpt2", cluster="dgx-a100", nodes=2, batch=64)
     >>> plan
-    >>> plan.layers[2].strategy
-    >>> autoddl.plan("gpt:4x64", cluster="local-cpu", devices_per_node=2, batch=8, sequence=32, pipeline="auto").num_stages
+    <Plan gpt2 on dgx-a100: 2 nodes of 8 x NVIDIA A100 SXM4 80 GB; 39.1 ms per step, proven optimal>
+    >>> len(plan.layers), plan.layers[0].name, plan.layers[0].kind
+    (114, 'wte', 'embedding')
+
+    With a pipeline the plan has the same face:
+
+    >>> autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128, pipeline="auto")
+    <Plan gpt:4x256 on v100-c: 2 nodes of 1 x NVIDIA V100 16 GB, 2 stages; 11.6 ms per step, proven optimal>
     """
     options = _options(
         batch=batch,
@@ -178,7 +184,7 @@ def load(path: str | os.PathLike[str], *, edited: bool = False) -> Plan:
     ...     autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64).save(path)
     ...     plan = autoddl.load(path)
     >>> plan.optimal, plan.layers[0].name
-    (True, 'fc0')
+    (True, 'fc1')
     """
     found = planfile.load_plan(path, edited)
     return Plan(

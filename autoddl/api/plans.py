@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Union
 
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import LARGEST_SECONDS
 from autoddl.costmodel.writing import write_atomically
 
 from .. import planfile
@@ -23,8 +24,9 @@ if TYPE_CHECKING:
     from ..joint.result import JointPlan
     from ..planner import Planned
     from ..trusting import PlanTrust
+    from .schedules import Timeline
 
-__all__ = ["Plan"]
+__all__ = ["Plan", "check_verification"]
 
 Path = Union[str, "os.PathLike[str]"]
 
@@ -51,9 +53,9 @@ class Plan(planfile.Plan):
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
     >>> plan
-    <Plan mlp:256,1024,256 on dgx-a100: 1 node of 8 x A100-SXM4-40GB; 91.4 us per step, proven optimal>
+    <Plan mlp:256,1024,256 on dgx-a100: 1 node of 8 x NVIDIA A100 SXM4 80 GB; 61.6 us per step, proven optimal>
     >>> [layer.name for layer in plan.layers], plan.optimal, plan.num_stages
-    (['fc0', 'fc1'], True, 1)
+    (['fc1', 'fc2'], True, 1)
     """
 
     search: Planned | JointPlan | None = field(default=None, compare=False)
@@ -145,6 +147,13 @@ class Plan(planfile.Plan):
         return tuple(stages_of(self))
 
     @cached_property
+    def timeline(self) -> Timeline | None:
+        """When each task of the pipeline's schedule runs [s], to be printed and drawn; None without a pipeline."""
+        from .schedules import timeline_of
+
+        return None if self.pipeline is None else timeline_of(self.pipeline.timeline)
+
+    @cached_property
     def view(self) -> PlanView:
         """The figures as `explain`, `diff` and `report` show them: time by resource, memory by kind, rivals."""
         return view_of(self, self.where)
@@ -176,8 +185,8 @@ class Plan(planfile.Plan):
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
         >>> plan.to_frame()[["name", "kind", "strategy"]]
           name    kind strategy
-        0  fc0  linear  (8,1,1)
-        1  fc1  linear  (8,1,1)
+        0  fc1  linear  (1,8,1)
+        1  fc2  linear  (1,2,4)
         """
         from .frames import frame_of
 
@@ -210,7 +219,7 @@ class Plan(planfile.Plan):
         """The nearest alternatives of a layer's strategy, each with its regret: how much longer the best plan with it takes.
 
         Args:
-            layer: the name of a layer (``fc0``), or of equal layers of a repeated block (``h.*.mlp.c_fc``).
+            layer: the name of a layer (``fc1``), or of equal layers of a repeated block (``h.*.mlp.c_fc``).
             count: how many; of a pipeline so many for each group of equal stages.
             time_limit_s: after it regrets are bounds.
 
@@ -219,8 +228,10 @@ class Plan(planfile.Plan):
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
-        >>> for alternative in plan.alternatives("fc0", count=2):
-        ...     print(alternative.strategy, f"{alternative.regret_s * 1e6:.1f} us")
+        >>> for alternative in plan.alternatives("fc1", count=2):
+        ...     print(alternative.strategy, f"{alternative.regret_s * 1e6:.2f} us")
+        (2,4,1) 0.95 us
+        (1,4,2) 4.11 us
         """
         explained = self.explain(count=count, layer=layer, time_limit_s=time_limit_s)
         return tuple(alternative for choice in explained.choices for alternative in choice.alternatives)
@@ -293,6 +304,7 @@ class Plan(planfile.Plan):
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
         >>> print(plan.export(form="dot").splitlines()[0])
+        digraph "mlp:256,1024,256" {
         """
         from autoddl.pipelines.runtime.load import is_available
 
@@ -341,20 +353,27 @@ class Plan(planfile.Plan):
         >>> plan.verify()
         <Verification of mlp:64,128,64 on 2 ranks: right>
         """
-        from autoddl.costmodel.limits import LARGEST_SECONDS
-
         from ..verification import Limits, VerifyOptions, verify
         from ..verification.pipelines import verify_pipeline
 
-        for name, value in (("tolerance", tolerance), ("timeout", timeout_s)):
-            if not 0 < value <= LARGEST_SECONDS:
-                raise UserError(f"{name} is {value:g}, should be a positive number, at most {LARGEST_SECONDS:g}")
-        if seed < 0:
-            raise UserError(f"seed is {seed}, should be 0 or more")
+        check_verification(tolerance, timeout_s, seed)
         options = VerifyOptions(tolerance, timeout_s, seed, Limits() if full_size else None)
         run = verify if self.pipeline is None else verify_pipeline
         num_ranks = self.cluster.num_devices if ranks is None else ranks
         return Verification(run(self, num_ranks, model=model, options=options, progress=progress))
+
+
+def check_verification(tolerance: float, timeout_s: float, seed: int) -> None:
+    """Refuse arguments of `Plan.verify` that are out of range.
+
+    Raises:
+        UserError: naming it.
+    """
+    for name, value in (("tolerance", tolerance), ("timeout", timeout_s)):
+        if not 0 < value <= LARGEST_SECONDS:
+            raise UserError(f"{name} is {value:g}, should be a positive number, at most {LARGEST_SECONDS:g}")
+    if seed < 0:
+        raise UserError(f"seed is {seed}, should be 0 or more")
 
 
 def _form_of(path: Path | None) -> str:

@@ -38,9 +38,7 @@ _OPTIONS = {
 _NAMES = "|".join(_OPTIONS)
 _UNMISTAKABLE = "|".join(name for name in _OPTIONS if "_" in name)
 #: Names that are no words wherever they are; those that are where they begin a message, or are listed as options.
-_ARGUMENT = re.compile(
-    rf"(?<!['\w])(?:{_UNMISTAKABLE})(?![\w'])|^(?:{_NAMES})(?= is | has | [0-9:]+ (?:has|is) | '[^']*' cannot )"
-)
+_ARGUMENT = re.compile(rf"(?<!['\w])(?:{_UNMISTAKABLE})(?![\w'])|^(?:{_NAMES})(?= (?:\S+ )?(?:is|has|cannot) )")
 _LISTED = re.compile(rf"(?<= has no option )(?:{_NAMES})(?=; )|(?<=; it has )(?:{_NAMES})(?:, (?:{_NAMES}))*$")
 
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import is_whole
+from autoddl.costmodel.suggestions import did_you_mean
 
 from ..launching.beats import DEFAULT_HOST_TIMEOUT_S
 from ._options import add_edited, by_option
@@ -104,7 +105,10 @@ def _take_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
         at = words.index("--") if "--" in words else len(words)
         parsed, unknown = parse(words[:at], namespace)
         if unknown:
-            parser.error(f"{unknown[0]!r} is no option of launch; the script's own arguments come after --")
+            hint = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
+            parser.error(
+                f"{unknown[0]!r} is no option of launch; the script's own arguments come after --{hint and '; ' + hint}"
+            )
         parsed.arguments = words[at + 1 :]
         return parsed, unknown
 

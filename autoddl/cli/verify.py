@@ -66,10 +66,13 @@ def run(arguments: argparse.Namespace) -> int:
     from autoddl.pipelines.runtime.failures import RankError
 
     from ..api.planning import load
+    from ..api.plans import check_verification
 
+    with by_option():
+        check_verification(arguments.tolerance, arguments.timeout, arguments.seed)
     plan = load(arguments.plan, edited=arguments.edited)
     try:
-        with by_option(), _progress(arguments.quiet) as say:
+        with _progress(arguments.quiet) as say:
             found = plan.verify(
                 arguments.ranks,
                 model=arguments.model,

@@ -16,7 +16,7 @@ from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
 from autoddl.costmodel.limits import LARGEST_MLP_WIDTH, LARGEST_SIZES, MOST_LAYERS
 from autoddl.costmodel.reading import shown_path
-from autoddl.costmodel.suggestions import did_you_mean
+from autoddl.costmodel.suggestions import closest, did_you_mean
 
 from .feedforward import VGG_FEATURES, mlp, vgg
 from .huggingface import HUGGINGFACE_TYPES, transformer_from_config
@@ -159,7 +159,9 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
 
 def _unknown(text: str) -> UserError:
     known = known_models()
-    hint = did_you_mean(text, known)
+    family, colon, sizes = text.partition(":")
+    likely = closest(family, (*FAMILIES, "mlp")) if colon else None
+    hint = did_you_mean(text, known) if likely is None else f"did you mean '{likely}:{sizes}'?"
     return UserError(
         f"model {quote(text)} is unknown; {hint}{' ' if hint else ''}known are {', '.join((*known, *FORMS))}"
     )

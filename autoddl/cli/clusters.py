@@ -1,0 +1,51 @@
+"""``autoddl clusters``: the clusters that are built in."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from typing import Any
+
+from autoddl.costmodel.units import format_bytes, format_seconds
+
+__all__ = ["add_parser", "run"]
+
+
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe the command."""
+    parser = subparsers.add_parser("clusters", help="the clusters that are built in", description=__doc__)
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Print them."""
+    from autoddl.costmodel.cluster import preset_names
+
+    from ..api.catalogue import cluster_record
+    from ..tables import aligned
+
+    records = [cluster_record(name) for name in preset_names()]
+    if arguments.json:
+        print(json.dumps({"format": "autoddl-clusters", "version": 1, "clusters": records}, indent=1, allow_nan=False))
+        return 0
+    rows = [("cluster", "nodes", "device", "memory", "between nodes", "inside a node")]
+    rows += [
+        (
+            record["name"],
+            f"{record['num_nodes']} x {record['devices_per_node']}",
+            record["device"],
+            format_bytes(record["memory_bytes"]),
+            _link(record["inter_node"]),
+            _link(record["intra_node"]),
+        )
+        for record in records
+    ]
+    print("\n".join(aligned(rows, right=(3,), indent="")))
+    print(
+        "\nOther numbers of nodes and devices: --nodes, --devices-per-node. Your own cluster: autoddl calibrate, autoddl fit."
+    )
+    return 0
+
+
+def _link(link: dict[str, Any]) -> str:
+    return f"{link['bandwidth'] / 1e9:.3g} GB/s, {format_seconds(link['latency_s'])}"
