@@ -47,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
         for action in command._actions:
             _complete(action)
     names = {"models": " ".join(known_models()), "clusters": " ".join(preset_names())}
-    preamble = {"bash": _BASH.format(**names), "zsh": _ZSH.format(**names)}
+    preamble = {"bash": _BASH, "zsh": _ZSH}[arguments.shell].format(**names)
     print(shtab.complete(parser, arguments.shell, preamble=preamble))
     return 0
 

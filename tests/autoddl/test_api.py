@@ -292,3 +292,40 @@ def test_a_stop_ends_a_search():
     stop.request()
     with pytest.raises(autoddl.StopRequestedError):
         autoddl.plan("mlp:64,64", cluster="local-cpu", batch=8, stop=stop)
+
+
+# ---- Launching ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.ranks("launches")
+def test_launch_runs_a_script_on_all_ranks(tmp_path, outside_of_jobs):
+    plan = autoddl.plan("mlp:64,64", cluster="local-cpu", devices_per_node=2, batch=8, quiet=True)
+    plan.save("plan.json")
+    Path("script.py").write_text(
+        "import sys, autoddl\n"
+        "job = autoddl.launched()\n"
+        "print(f'{job.rank} of {job.num_ranks}, {job.load_plan().graph.name}, {sys.argv[1:]}', flush=True)\n"
+    )
+    lines: list[str] = []
+    text = autoddl.launch("plan.json", "script.py", ["--steps", "3"], with_oneflow=False, show=lines.append)
+    assert sorted(lines) == [f"[rank {rank}] {rank} of 2, mlp:64,64, ['--steps', '3']" for rank in range(2)]
+    assert text.startswith("2 ranks of ")
+    assert {path.name for path in (tmp_path / "autoddl-logs").glob("*/*")} >= {"rank0.log", "rank1.log"}
+
+
+@pytest.mark.parametrize(
+    ("wishes", "message"),
+    [
+        ({"script": "missing.py"}, "script missing.py does not exist"),
+        ({"max_restarts": -1}, "max_restarts is -1, should be from 0"),
+        ({"grace_s": 0.0}, "grace is 0, should be more than 0"),
+        ({"ssh": ""}, "ssh is empty, should be a command"),
+        ({"hosts": ["a", "b", "c"]}, "the plan is for 1 node of 2 devices, found 3 nodes: a, b, c"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_launched(outside_of_jobs, wishes, message):
+    autoddl.plan("mlp:64,64", cluster="local-cpu", devices_per_node=2, batch=8, quiet=True).save("plan.json")
+    Path("script.py").write_text("")
+    with pytest.raises(autoddl.UserError, match=message):
+        autoddl.launch(**{"plan": "plan.json", "script": "script.py", "dry_run": True, **wishes})
