@@ -41,16 +41,18 @@ class Calibration(Result):
 
     def save(self, path: Path) -> None:
         """Write the cluster file."""
-        write_document(path, self.document())
+        write_document(path, self.document)
 
     def draw(self, path: Path) -> None:
         """Draw measured points and fitted lines; needs matplotlib."""
         draw(self.found, path)
 
+    @property
     def document(self) -> dict[str, Any]:
         return self.cluster.document
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return tables_text(tables(self.found))
 
     def __repr__(self) -> str:
@@ -199,12 +201,14 @@ class Ranking(Result):
 
         draw_ranking([self.found], os.fspath(path))
 
+    @property
     def document(self) -> dict[str, Any]:
         from autoddl.calib.ranked import ranking_document
 
         return ranking_document(self.found)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         from autoddl.calib.ranked import ranking_tables
 
         return tables_text(ranking_tables(self.found))

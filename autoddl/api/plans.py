@@ -164,6 +164,10 @@ class Plan(planfile.Plan):
         return f"<Plan {display.one_line(self.view, self.num_stages)}>"
 
     def __str__(self) -> str:
+        return str(self.text)
+
+    @property
+    def text(self) -> str:
         """The whole plan: what ``autoddl plan`` prints; of a plan that was read from a file its tables."""
         if self.search is not None:
             return texts.search_text(self.search, self.trust)

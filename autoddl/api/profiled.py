@@ -41,14 +41,16 @@ class PipelinePlan(Result):
     workload: Workload
     is_interrupted: bool = False
 
+    @property
     def document(self) -> dict[str, Any]:
         return document_of(self.found, self.workload, is_interrupted=self.is_interrupted)
 
-    def __str__(self) -> str:
-        return text_of(self.document())
+    @property
+    def text(self) -> str:
+        return text_of(self.document)
 
     def __repr__(self) -> str:
-        facts = self.document()
+        facts = self.document
         step = format_seconds(facts["simulated_s"])
         return f"<PipelinePlan {facts['plan']} of {facts['profile']} on {facts['cluster']}: {step} per step>"
 

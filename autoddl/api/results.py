@@ -26,15 +26,20 @@ __all__ = ["Comparison", "Difference", "Explanation", "Result", "Verification"]
 
 
 class Result(ABC):
-    """A result: a line as its ``repr``, a text as its ``str`` and in a notebook, and a JSON document."""
+    """A result: a line as its ``repr``, its text as its ``str`` and in a notebook, and a JSON document."""
 
+    @property
     @abstractmethod
     def document(self) -> dict[str, Any]:
         """What the command line prints with ``--json``."""
 
+    @property
     @abstractmethod
-    def __str__(self) -> str:
+    def text(self) -> str:
         """What the command line prints without ``--json``."""
+
+    def __str__(self) -> str:
+        return str(self.text)
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"
@@ -55,12 +60,14 @@ class Explanation(Result):
         """The choices of the plan, each with its nearest alternatives; of a pipeline those of equal stages once."""
         return tuple(choice for section in self.found.sections for choice in section.choices)
 
+    @property
     def document(self) -> dict[str, Any]:
         from ..explain import explanation_document
 
         return explanation_document(self.found)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return texts.explanation_text(self.found)
 
     def __repr__(self) -> str:
@@ -84,12 +91,14 @@ class Difference(Result):
         """Whether nothing differs."""
         return self.found.is_empty
 
+    @property
     def document(self) -> dict[str, Any]:
         from ..diffing import difference_document
 
         return difference_document(self.found)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return texts.difference_text(self.found, self.names)
 
     def __repr__(self) -> str:
@@ -127,10 +136,12 @@ class Verification(Result):
         """How many ranks ran."""
         return self.found.num_ranks
 
+    @property
     def document(self) -> dict[str, Any]:
         return texts.verification_document(self.found)
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return texts.verification_text(self.found)
 
     def __repr__(self) -> str:
@@ -177,6 +188,7 @@ class Comparison(Result):
         columns = dict.fromkeys(name for row in self.rows for name in row)
         return frame_of([dict(row) for row in self.rows], list(columns), "rows")
 
+    @property
     def document(self) -> dict[str, Any]:
         return {
             "format": "autoddl-comparison",
@@ -188,7 +200,8 @@ class Comparison(Result):
             "rows": [dict(row) for row in self.rows],
         }
 
-    def __str__(self) -> str:
+    @property
+    def text(self) -> str:
         return texts.comparison_text(self.exact, [dict(row) for row in self.rows])
 
     def __repr__(self) -> str:

@@ -110,6 +110,7 @@ class Timeline(timeline.Timeline):
         """JSON for chrome://tracing and Perfetto, the unit taken for seconds; written to ``path`` where that is given."""
         return _written(draw.to_trace(self), path)
 
+    @property
     def document(self) -> dict[str, Any]:
         """The schedule and what the simulation shows, as JSON: what ``autoddl schedule --json`` prints."""
         return schedule_document(self)

@@ -45,5 +45,5 @@ def run(arguments: argparse.Namespace) -> int:
     wishes = wishes_of(arguments, "metropolis-hastings")
     with by_option(), interruptible("a plan") as asked:
         found = compare(graph, cluster=cluster, methods=methods, stop=asked.stop, **wishes)
-    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else found)
+    print(json.dumps(found.document, indent=1, allow_nan=False) if arguments.json else found.text)
     return asked.exit_code("these are the best plans until then")

@@ -30,5 +30,5 @@ def run(arguments: argparse.Namespace) -> int:
 
     before, after = (load(path, edited=arguments.edited) for path in (arguments.before, arguments.after))
     found = before.diff(after)
-    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else found)
+    print(json.dumps(found.document, indent=1, allow_nan=False) if arguments.json else found.text)
     return 1 if arguments.exit_code and not found.is_empty else 0

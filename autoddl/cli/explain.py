@@ -35,5 +35,5 @@ def run(arguments: argparse.Namespace) -> int:
     found = load(arguments.plan, edited=arguments.edited).explain(
         count=arguments.alternatives, layer=arguments.layer, time_limit_s=arguments.time_limit
     )
-    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else found)
+    print(json.dumps(found.document, indent=1, allow_nan=False) if arguments.json else found.text)
     return 0

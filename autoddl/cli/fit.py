@@ -70,9 +70,9 @@ def finish(found: Calibration, arguments: argparse.Namespace) -> int:
     if arguments.picture:
         found.draw(arguments.picture)
     if arguments.json:
-        print(json.dumps(found.document(), indent=1, allow_nan=False))
+        print(json.dumps(found.document, indent=1, allow_nan=False))
         return 0
-    print(f"{found}\n")
+    print(f"{found.text}\n")
     for what, path in (("cluster", arguments.output), ("picture", arguments.picture)):
         if path:
             print(f"{what}: {path}")

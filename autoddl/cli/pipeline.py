@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace) -> int:
             profile_batch=arguments.profile_batch,
             stop=asked.stop,
         )
-    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else found)
+    print(json.dumps(found.document, indent=1, allow_nan=False) if arguments.json else found.text)
     return asked.exit_code("this is the best plan until then")
 
 

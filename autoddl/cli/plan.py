@@ -63,7 +63,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(found.document, indent=1, allow_nan=False))
     else:
-        print(found)
+        print(found.text)
         if arguments.output:
             print(f"\nWritten to {arguments.output}")
     verdict = "it is proven optimal" if found.optimal else f"the best one may be up to {found.gap:.2%} better"

@@ -55,8 +55,8 @@ def run(arguments: argparse.Namespace) -> int:
         quiet=arguments.quiet,
     )
     if arguments.output:
-        write_document(arguments.output, found.document())
+        write_document(arguments.output, found.document)
     if arguments.picture:
         found.draw(arguments.picture)
-    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else f"{found}\n")
+    print(json.dumps(found.document, indent=1, allow_nan=False) if arguments.json else f"{found.text}\n")
     return 0

@@ -113,7 +113,7 @@ def _render(arguments: argparse.Namespace, form: str) -> str:
         return timeline.to_svg()
     if form == "trace":
         return timeline.to_trace()
-    facts = timeline.document()
+    facts = timeline.document
     if form == "json":
         return json.dumps(facts, indent=1) + "\n"
     return f"{timeline}\n\n{_summary(facts)}\n"

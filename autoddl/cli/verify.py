@@ -86,7 +86,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.json and not isinstance(error, UserError):
             print(json.dumps(_failed_document(error, plan.model), indent=1))
         raise
-    print(json.dumps(found.document(), indent=1, allow_nan=False) if arguments.json else found)
+    print(json.dumps(found.document, indent=1, allow_nan=False) if arguments.json else found.text)
     return 0 if found.is_right else 1
 
 

@@ -117,7 +117,7 @@ def test_explain_diff_report_and_export_are_those_of_the_commands(small, capsys,
         return capsys.readouterr().out
 
     assert said("explain", one) == f"{small.explain()}\n"
-    assert json.loads(said("explain", one, "--json")) == json.loads(json.dumps(small.explain().document()))
+    assert json.loads(said("explain", one, "--json")) == json.loads(json.dumps(small.explain().document))
     assert said("diff", one, two) == f"{autoddl.load(one).diff(autoddl.load(two))}\n"
     assert said("export", one, "--to", "graphml") == small.export(form="graphml")
     said("report", one, "-o", str(tmp_path / "command.html"))
@@ -153,7 +153,7 @@ def test_comparison(capsys):
 def test_schedules(capsys, tmp_path):
     run = autoddl.schedule("1f1b", stages=3, micro_batches=4, policy="B").simulate(backward=1)
     assert main(["schedule", "1f1b", "--stages", "3", "--micro-batches", "4", "--policy", "B", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == run.document()
+    assert json.loads(capsys.readouterr().out) == run.document
     path = tmp_path / "schedule.csv"
     path.write_text(run.schedule.to_csv())
     assert autoddl.schedule(str(path)).workers == run.schedule.workers
