@@ -168,6 +168,7 @@ def test_schedules(capsys, tmp_path):
 
 @pytest.mark.parametrize("which", ["small", "joint"])
 def test_a_plan_shows_itself_in_a_line_a_page_and_tables(which, request, tmp_path):
+    """Over 10 s on a busy machine: the second one is a search of pipelines."""
     plan = request.getfixturevalue(which)
     plan.save(tmp_path / "plan.json")
     loaded = autoddl.load(tmp_path / "plan.json")
