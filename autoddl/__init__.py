@@ -1,12 +1,21 @@
-"""AutoDDL's face: extract a model's layer graph, plan it, apply the plan, verify it; and the command line.
+"""AutoDDL: the best way to train a large model on a cluster, with a proof; then run, export and verify it.
 
-- `apply(module, plan)`: a OneFlow model that trains at a plan's layouts; `load_plan(path)` reads the plan;
-  `launched()`: the job that a script was started in by ``autoddl launch``.
-- `planner`: `make_plan` from a layer graph and a cluster (`joint.glance`: `plan_alone`, the same with a note where a pipeline is
-  faster; `joint.planner`: `plan_jointly`, with pipelines); `models`: built-in layer graphs; `extract`: those of OneFlow modules.
-- `export`: a plan as an annotated OneFlow file, a graph or a trace.
+    import autoddl
 
-Nothing is imported before it is asked for: OneFlow only where something runs on it.
+    plan = autoddl.plan("gpt2-xl", cluster="dgx-a100", nodes=2, batch=256)
+    plan.step_s, plan.layers, plan.alternatives("h.*.mlp.c_fc")
+    plan.save("plan.json")
+    autoddl.load("plan.json").verify(ranks=16)
+
+- **Plans**: `plan`, `load`, `compare`; a `Plan` shows, explains, exports and verifies itself.  `models` and `clusters` list what is
+  built in, `extract` makes a layer graph of a OneFlow module.
+- **Schedules**: `schedule`, `schedule_families`; `pipeline`, the planners of papers, for profiled models.
+- **Clusters**: `calibrate`, `fit`, `predict`, `rank`.
+- **Training**: `launch` runs a script on the ranks of a plan, which there asks `launched`, and `apply` makes a module train at the
+  plan's layouts; `load_oneflow` imports OneFlow with the libraries that it needs.
+
+Every command of the command line is one of these functions.  What users get wrong is a `UserError`.  Modules are imported when
+one of their names is asked for: OneFlow only where something runs on it.
 """
 
 from __future__ import annotations
@@ -15,18 +24,110 @@ TYPE_CHECKING = False  # what type checkers take for true; `typing` itself is no
 if TYPE_CHECKING:
     from typing import Any
 
+    from autoddl.costmodel.cluster import Cluster
+    from autoddl.costmodel.errors import UserError
+    from autoddl.costmodel.graph import LayerGraph
+    from autoddl.costmodel.stopping import Stop, StopRequestedError
+    from autoddl.pipelines.runtime.load import load_oneflow
+
+    from .api.catalogue import BuiltInModel, clusters, models
+    from .api.figures import PlannedLayer, PlannedStage
+    from .api.frames import MissingPackageError
+    from .api.inputs import extract
+    from .api.measuring import Calibration, Ranking, calibrate, fit, predict, rank
+    from .api.planning import compare, load, load_plan, plan
+    from .api.plans import Plan
+    from .api.profiled import PipelinePlan, pipeline
+    from .api.results import Comparison, Difference, Explanation, Verification
+    from .api.running import launch
+    from .api.schedules import Schedule, Timeline, schedule, schedule_families
     from .applying import apply
     from .launching.context import launched
-    from .plan import load_plan
+    from .planner import InfeasibleError
 
-__all__ = ["apply", "launched", "load_plan"]
+    __version__: str
 
-_HOMES = {"apply": "applying", "launched": "launching.context", "load_plan": "plan"}
+__all__ = [
+    "BuiltInModel",
+    "Calibration",
+    "Cluster",
+    "Comparison",
+    "Difference",
+    "Explanation",
+    "InfeasibleError",
+    "LayerGraph",
+    "MissingPackageError",
+    "PipelinePlan",
+    "Plan",
+    "PlannedLayer",
+    "PlannedStage",
+    "Ranking",
+    "Schedule",
+    "Stop",
+    "StopRequestedError",
+    "Timeline",
+    "UserError",
+    "Verification",
+    "__version__",
+    "apply",
+    "calibrate",
+    "clusters",
+    "compare",
+    "extract",
+    "fit",
+    "launch",
+    "launched",
+    "load",
+    "load_oneflow",
+    "load_plan",
+    "models",
+    "pipeline",
+    "plan",
+    "predict",
+    "rank",
+    "schedule",
+    "schedule_families",
+]
+
+#: The module of each name.
+_HOMES = {
+    name: module
+    for module, names in {
+        "api.catalogue": ("BuiltInModel", "clusters", "models"),
+        "api.figures": ("PlannedLayer", "PlannedStage"),
+        "api.frames": ("MissingPackageError",),
+        "api.inputs": ("extract",),
+        "api.measuring": ("Calibration", "Ranking", "calibrate", "fit", "predict", "rank"),
+        "api.planning": ("compare", "load", "load_plan", "plan"),
+        "api.plans": ("Plan",),
+        "api.profiled": ("PipelinePlan", "pipeline"),
+        "api.results": ("Comparison", "Difference", "Explanation", "Verification"),
+        "api.running": ("launch",),
+        "api.schedules": ("Schedule", "Timeline", "schedule", "schedule_families"),
+        "applying": ("apply",),
+        "costmodel.cluster": ("Cluster",),
+        "costmodel.errors": ("UserError",),
+        "costmodel.graph": ("LayerGraph",),
+        "costmodel.stopping": ("Stop", "StopRequestedError"),
+        "launching.context": ("launched",),
+        "pipelines.runtime.load": ("load_oneflow",),
+        "planner": ("InfeasibleError",),
+    }.items()
+    for name in names
+}
 
 
 def __getattr__(name: str) -> Any:
-    from importlib import import_module
+    if name == "__version__":
+        from importlib.metadata import version
 
+        return version("autoddl")
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

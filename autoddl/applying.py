@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
-from .plan import Plan
+from .planfile import Plan
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.applied import AppliedModule
@@ -46,6 +46,14 @@ def apply(
 
     Raises:
         UserError: the plan is for another model or another number of ranks, or a layer cannot be run; it names the difference.
+
+    >>> import autoddl
+    >>> flow = autoddl.load_oneflow()
+    >>> module = flow.nn.Sequential(flow.nn.Linear(8, 16), flow.nn.ReLU(), flow.nn.Linear(16, 8))
+    >>> plan = autoddl.plan(module, flow.zeros(4, 8), cluster="local-cpu", devices_per_node=1, batch=4)
+    >>> trained = autoddl.apply(module, plan)
+    >>> trained(flow.zeros(4, 8)).shape
+    oneflow.Size([4, 8])
     """
     from autoddl.pipelines.runtime.applied import AppliedModule
 

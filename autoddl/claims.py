@@ -59,7 +59,7 @@ from .plandocument import (
 from .planner import USABLE_MEMORY, Options, base_workload, micro_batches
 
 if TYPE_CHECKING:
-    from .plan import Plan
+    from .planfile import Plan
 
 __all__ = ["check_claims", "check_facts", "edited_member"]
 
@@ -467,7 +467,7 @@ class _Claims:
         return is_asked and self.plan.cluster.num_devices > 1
 
     def _assessment(self) -> Assessment:
-        from .plan import assessment_of
+        from .planfile import assessment_of
 
         return assessment_of(self.plan)
 

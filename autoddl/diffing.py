@@ -14,7 +14,7 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 
 from .explain.view import PlanView
-from .plan import Plan, assessment_of
+from .planfile import Plan, assessment_of
 
 __all__ = ["Changed", "Figure", "LayerChange", "PlanDifference", "compare", "difference_document"]
 

@@ -18,7 +18,7 @@ from autoddl.pipelines.schedule import Kind, Schedule
 
 from .joint.configuration import PipelineSchedule
 from .joint.cutting import ENTRY
-from .plan import Plan
+from .planfile import Plan
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel

@@ -16,9 +16,9 @@ from autoddl.pipelines.generators import generate
 from autoddl.pipelines.runtime.pipeline.problems import TextModel
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 
-from .models.builtin import BuiltIn
-from .plan import Plan
+from .planfile import Plan
 from .staging import schedule_of_plan, stage_plans
+from .zoo.builtin import BuiltIn
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.data import BatchSource
@@ -63,7 +63,7 @@ class FileProblem:
         from autoddl.pipelines.runtime.models import token_loss
         from autoddl.pipelines.runtime.pipeline.chain import chain_of
 
-        from .extract.userfile import load_model
+        from .extraction.userfile import load_model
 
         flow: Any = load_oneflow()
         for seeded in (random.seed, np.random.seed, flow.manual_seed):

@@ -37,6 +37,7 @@ from .errors import UserError, quote, shortened
 from .limits import MOST_DEVICES, RANGES
 from .localwork import LocalWork, matmul
 from .reading import is_whole, shown_path
+from .suggestions import did_you_mean
 from .units import to_si
 
 __all__ = ["Cluster", "Device", "Link", "load_cluster", "preset_names"]
@@ -259,7 +260,9 @@ def load_cluster(name: str | os.PathLike[str]) -> Cluster:
         with resources.as_file(source) as path:
             return from_document(load_document(path, FORMAT).value, text)
     if not os.path.exists(text):
-        raise UserError(f"cluster {quote(text)} is neither a file nor one of {', '.join(preset_names())}")
+        question = did_you_mean(text, preset_names())
+        hint = f"; {question}" if question else ""
+        raise UserError(f"cluster {quote(text)} is neither a file nor one of {', '.join(preset_names())}{hint}")
     return from_document(load_document(text, FORMAT).value, shown_path(text))
 
 

@@ -46,7 +46,7 @@ assert BUILT_IN  # imported for being registered
 FORMAT = "autoddl-graph"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LayerGraph:
     """A DAG of layers.
 
@@ -67,6 +67,9 @@ class LayerGraph:
 
     def __post_init__(self) -> None:
         _validate(self)
+
+    def __repr__(self) -> str:
+        return f"<LayerGraph {self.name}: {len(self.layers)} layers, {self.num_parameters:,} parameters>"
 
     def __getitem__(self, name: str) -> Layer:
         return self._by_name[name]

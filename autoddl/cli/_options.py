@@ -19,18 +19,32 @@ if TYPE_CHECKING:
 
 __all__ = ["add_edited", "add_wide", "by_option", "number_option", "show", "terminal_width", "whole_option"]
 
+#: Arguments of functions that options are named after.
+_ARGUMENTS = (
+    *(
+        "activation_limit",
+        "all_reduce",
+        "checkpoints",
+        "concatenation",
+        "grace",
+        "groups",
+        "host_timeout",
+        "iterations",
+    ),
+    *("max_in_flight", "max_restarts", "micro_batches", "policy", "profile_batch", "seed", "ssh", "stages"),
+    *("stall_timeout", "start_timeout", "timeout", "tolerance", "warm_up", "width", "widths"),
+)
 _OPTIONS = {
+    **{name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS},
     "num_stages": "--stages",
     "num_micro_batches": "--micro-batches",
     "num_pipelines": "--pipelines",
     "micro_batch_rows": "--micro-batch",
-    **{name: f"--{name.replace('_', '-')}" for name in ("activation_limit", "all_reduce", "max_in_flight", "warm_up")},
-    **{name: f"--{name}" for name in ("concatenation", "groups", "iterations", "policy", "width")},
 }
 _NAMES = "|".join(_OPTIONS)
 _UNMISTAKABLE = "|".join(name for name in _OPTIONS if "_" in name)
 #: Names that are no words wherever they are; those that are where they begin a message, or are listed as options.
-_ARGUMENT = re.compile(rf"(?<!['\w])(?:{_UNMISTAKABLE})(?![\w'])|^(?:{_NAMES})(?= is | has )")
+_ARGUMENT = re.compile(rf"(?<!['\w])(?:{_UNMISTAKABLE})(?![\w'])|^(?:{_NAMES})(?= (?:\S+ )?(?:is|has|cannot) )")
 _LISTED = re.compile(rf"(?<= has no option )(?:{_NAMES})(?=; )|(?<=; it has )(?:{_NAMES})(?:, (?:{_NAMES}))*$")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 import re
+from typing import Any
 
 from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
 from autoddl.costmodel.errors import UserError, quote
@@ -14,11 +15,10 @@ from autoddl.costmodel.units import to_si
 from autoddl.costmodel.workload import OPTIMIZERS, PRECISIONS
 from autoddl.search import METHODS
 
-from ..models import resolve_model
-from ..planner import Options
+from ..zoo import resolve_model
 from ._options import add_wide
 
-__all__ = ["add_model_arguments", "add_planning_arguments", "cluster_of", "model_of", "options_of"]
+__all__ = ["add_model_arguments", "add_planning_arguments", "cluster_of", "model_of", "wishes_of"]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -127,23 +127,22 @@ def _temperature(arguments: argparse.Namespace) -> float | None:
     return _quantity("--temperature", arguments.temperature, "time")
 
 
-def options_of(arguments: argparse.Namespace, method: str) -> Options:
-    """The planner's options."""
+def wishes_of(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
+    """What was asked of the planner, as arguments of :func:`autoddl.plan` and :func:`autoddl.compare`."""
     limit = arguments.memory_limit
-    return Options(
-        batch=arguments.batch,
-        micro_batch=arguments.micro_batch,
-        method=method,
-        objective="communication" if arguments.communication_only else "step",
-        memory_limit_bytes=None if limit is None else limit * 2**30,
-        precision=arguments.precision,
-        optimizer=arguments.optimizer,
-        recompute={"auto": None, "always": True, "never": False}[arguments.recompute],
-        untied=arguments.untied,
-        summa=arguments.summa,
-        seed=arguments.seed,
-        temperature_s=_temperature(arguments) if method == "metropolis-hastings" else None,
-        evaluations=arguments.evaluations,
-        time_limit_s=arguments.time_limit,
-        quiet=arguments.quiet,
-    )
+    return {
+        "batch": arguments.batch,
+        "micro_batch": arguments.micro_batch,
+        "objective": "communication" if arguments.communication_only else "step",
+        "memory_limit_bytes": None if limit is None else limit * 2**30,
+        "precision": arguments.precision,
+        "optimizer": arguments.optimizer,
+        "recompute": {"auto": None, "always": True, "never": False}[arguments.recompute],
+        "untied": arguments.untied,
+        "summa": arguments.summa,
+        "seed": arguments.seed,
+        "temperature_s": _temperature(arguments) if method == "metropolis-hastings" else None,
+        "evaluations": arguments.evaluations,
+        "time_limit_s": arguments.time_limit,
+        "quiet": arguments.quiet,
+    }

@@ -17,9 +17,10 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from autoddl.costmodel.errors import UserError, one_line, printable
+from autoddl.costmodel.suggestions import did_you_mean
 
 from .. import cli
 from ._options import number_option, whole_option
@@ -40,6 +41,7 @@ class _Parser(argparse.ArgumentParser):
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
+        self._words: list[str] = []
         self.register("type", int, whole_option)
         self.register("type", float, number_option)
         self._negative_number_matcher = re.compile(r"-\.?[0-9].*")
@@ -50,13 +52,70 @@ class _Parser(argparse.ArgumentParser):
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
 
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(sys.argv[1:] if args is None else args)
+        return super().parse_known_args(args, namespace)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        parsed, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self._of_command(getattr(parsed, "command", None)).refuse(unknown)
+        return parsed
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Say that there are no such arguments, and which option may be meant."""
+        options = [word.partition("=")[0] for word in words if word.startswith("--")]
+        hints = (did_you_mean(option, self._option_string_actions) for option in options)
+        hint = next(filter(None, hints), "")
+        self._exit(f"unrecognized arguments: {' '.join(words)}{hint and '; ' + hint}")
+
     def error(self, message: str) -> NoReturn:
+        if "are required" in message:  # --clutser says more than that --cluster is missing
+            unknown = next(filter(self._is_unknown, self._words), None)
+            if unknown is not None:
+                self.refuse([unknown])
+        self._exit(message)
+
+    def _exit(self, message: str) -> NoReturn:
         self.exit(USERS_FAULT, f"autoddl: {one_line(message)} (see {self.prog} --help)\n")
+
+    def _is_unknown(self, word: str) -> bool:
+        name = word.partition("=")[0]
+        return (
+            len(name) > 2 and name.startswith("--") and not any(o.startswith(name) for o in self._option_string_actions)
+        )
+
+    def _of_command(self, command: str | None) -> _Parser:
+        """The parser of a command; this one where there is none."""
+        for action in self._actions:
+            if isinstance(action, argparse._SubParsersAction) and command in action.choices:
+                return cast("_Parser", action.choices[command])
+        return self
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is None or value in action.choices:
+            return
+        known = list(map(str, action.choices))
+        hint = did_you_mean(str(value), known)
+        raise argparse.ArgumentError(
+            action, f"invalid choice: {str(value)!r}{hint and '; ' + hint} (choose from {', '.join(known)})"
+        )
+
+
+class _Version(argparse.Action):
+    """Prints the version; looked up only then."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
+        from .. import __version__
+
+        print(f"autoddl {__version__}")
+        parser.exit()
 
 
 def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
     """The parser of the command that ``argv`` begins with; of all commands where it begins with none."""
     parser = _Parser(prog="autoddl", description="Proven-optimal SBP layouts and pipeline schedules for large models.")
+    parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     commands = sorted(info.name for info in pkgutil.iter_modules(cli.__path__) if not info.name.startswith("_"))
     # The other commands need not be loaded to run one.

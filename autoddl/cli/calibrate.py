@@ -10,19 +10,15 @@ import argparse
 import os
 import re
 import sys
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.limits import LARGEST_BYTES, MOST_DEVICES
 from autoddl.costmodel.reading import parse_figure, whole_number
 from autoddl.costmodel.units import format_bytes, to_si
 
 from ._running import OUR_FAULT, report
-from .fit import add_fit_arguments, finish
-
-if TYPE_CHECKING:
-    from autoddl.calib.campaign import CampaignOptions
+from .fit import add_fit_arguments, finish, name_of
 
 __all__ = ["add_parser", "run"]
 
@@ -56,52 +52,44 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Measure, fit, write, print."""
-    from autoddl.calib.campaign import is_in_job, measure_in_job, measure_locally
-    from autoddl.calib.clusterfile import fit_samples
-    from autoddl.calib.measurements import SampleFile, numbered
+    from autoddl.calib.campaign import is_in_job
+    from autoddl.calib.measurements import COLLECTIVES
 
-    options = _options(arguments)
-    base = load_cluster(arguments.base)
+    from ..api.measuring import calibrate
+
     path = arguments.samples or _beside(arguments.output)
-    if is_in_job():
-        try:
-            if measure_in_job(options, path) is None:
-                return 0
-        except BaseException as error:
-            # A rank that merely raised would wait for the others when it exits, and they for it.
-            code = report(error)
-            sys.stderr.flush()
-            os._exit(1 if code == OUR_FAULT else code)
-        file = SampleFile(path)
-    else:
-        file = SampleFile(path)
-        measure_locally(options, file)
+    options: dict[str, Any] = {
+        "ranks": [_whole("--ranks", part) for part in arguments.ranks.split(",")],
+        "sizes": _sizes(arguments.sizes),
+        "collectives": arguments.collectives.split(",") if arguments.collectives else COLLECTIVES,
+        "repetitions": arguments.repetitions,
+        "budget_s": arguments.budget,
+        "communication_only": arguments.communication_only,
+        "base": arguments.base,
+        "name": name_of(arguments),
+        "seed": arguments.seed,
+        "quiet": arguments.quiet,
+    }
+    try:
+        found = calibrate(path, **options)
+    except BaseException as error:
+        if not is_in_job():
+            raise
+        # A rank that merely raised would wait for the others when it exits, and they for it.
+        code = report(error)
+        sys.stderr.flush()
+        os._exit(1 if code == OUR_FAULT else code)
+    if found is None:  # a rank of a job that is not the first
+        return 0
     if not arguments.json:
-        print(f"samples: {path} ({len(file.samples)})\n")
-    return finish(fit_samples(numbered(file.samples), arguments.seed), base, arguments)
+        print(f"samples: {path} ({len(found.found.samples)})\n")
+    return finish(found, arguments)
 
 
 def _beside(output: str | None) -> str:
     if output is None:
         return "measurements.csv"
     return (output[: -len(".json")] if output.endswith(".json") else output) + ".csv"
-
-
-def _options(arguments: argparse.Namespace) -> CampaignOptions:
-    from autoddl.calib.campaign import CampaignOptions
-    from autoddl.calib.measurements import COLLECTIVES
-
-    local_work: dict[str, Any] = {"shapes": (), "elementwise": ()} if arguments.communication_only else {}
-    return CampaignOptions(
-        ranks=tuple(_whole("--ranks", part) for part in arguments.ranks.split(",")),
-        sizes=_sizes(arguments.sizes),
-        collectives=tuple(arguments.collectives.split(",")) if arguments.collectives else COLLECTIVES,
-        repetitions=arguments.repetitions,
-        budget_s=arguments.budget,
-        seed=arguments.seed,
-        quiet=arguments.quiet,
-        **local_work,
-    )
 
 
 def _whole(option: str, text: str) -> int:

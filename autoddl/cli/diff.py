@@ -27,13 +27,12 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Compare, print."""
-    from ..diffing import compare, difference_document
-    from ..explain import load_view
-    from ..text.difference import difference_text
+    from ..api.planning import load
 
-    found = compare(load_view(arguments.before, arguments.edited), load_view(arguments.after, arguments.edited))
+    before, after = (load(path, edited=arguments.edited) for path in (arguments.before, arguments.after))
+    found = before.diff(after)
     if arguments.json:
-        print(json.dumps(difference_document(found), indent=1, allow_nan=False))
+        print(json.dumps(found.document, indent=1, allow_nan=False))
     else:
-        show(difference_text(found, (arguments.before, arguments.after)), arguments)
+        show(found.text, arguments)
     return 1 if arguments.exit_code and not found.is_empty else 0

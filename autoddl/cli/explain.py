@@ -31,17 +31,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, print."""
-    from ..explain import explain, explanation_document, load_view
-    from ..text.explanation import explanation_text
+    from ..api.planning import load
 
-    explained = explain(
-        load_view(arguments.plan, arguments.edited),
-        count=arguments.alternatives,
-        layer=arguments.layer,
-        time_limit_s=arguments.time_limit,
+    found = load(arguments.plan, edited=arguments.edited).explain(
+        count=arguments.alternatives, layer=arguments.layer, time_limit_s=arguments.time_limit
     )
     if arguments.json:
-        print(json.dumps(explanation_document(explained), indent=1, allow_nan=False))
+        print(json.dumps(found.document, indent=1, allow_nan=False))
     else:
-        show(explanation_text(explained), arguments)
+        show(found.text, arguments)
     return 0

@@ -35,19 +35,11 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Load, write."""
-    from autoddl.costmodel.writing import write_atomically
-    from autoddl.pipelines.runtime.load import is_available
+    from ..api.planning import load
 
-    from ..export import export
-    from ..models import is_oneflow_model, resolve_model
-    from ..plan import load_plan
-
-    plan = load_plan(arguments.plan, arguments.edited)
-    if arguments.form == "oneflow" and is_oneflow_model(arguments.model) and is_available():
-        plan.check_graph(resolve_model(arguments.model))
-    text = export(plan, arguments.form, model=arguments.model)
+    plan = load(arguments.plan, edited=arguments.edited)
+    text = plan.export(arguments.output or None, form=arguments.form, model=arguments.model)
     if arguments.output:
-        write_atomically(arguments.output, text)
         print(f"Written to {arguments.output}")
     else:
         sys.stdout.write(text)

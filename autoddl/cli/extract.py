@@ -27,10 +27,10 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Extract, write, print."""
-    from ..extract import extract_from_file
+    from ..api.inputs import extract
     from ..text.graphs import graph_text
 
-    graph = extract_from_file(arguments.model)
+    graph = extract(arguments.model)
     if arguments.output:
         graph.save(arguments.output)
     if arguments.json:

@@ -7,15 +7,12 @@ import json
 import os
 from typing import TYPE_CHECKING
 
-from autoddl.costmodel.cluster import Cluster, load_cluster
-from autoddl.costmodel.writing import write_document
-
 from ._options import add_wide, show
 
 if TYPE_CHECKING:
-    from autoddl.calib.clusterfile import Fit
+    from ..api.measuring import Calibration
 
-__all__ = ["add_fit_arguments", "add_parser", "finish", "run"]
+__all__ = ["add_fit_arguments", "add_parser", "finish", "name_of", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -35,7 +32,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every fit can be told."""
+    """Options shared by all fits."""
     parser.add_argument(
         "--base",
         default="local-cpu",
@@ -54,36 +51,31 @@ def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read, fit, write, print."""
-    from autoddl.calib.clusterfile import fit_samples
-    from autoddl.calib.measurements import numbered, read_samples
+    from ..api.measuring import fit, predict
 
-    from ..text.fits import errors_text
-
-    samples = numbered([sample for path in arguments.measurements for sample in read_samples(path)])
     if arguments.against:
-        show(errors_text(load_cluster(arguments.against), samples), arguments, "")
+        show(predict(arguments.measurements, cluster=arguments.against), arguments, "")
         return 0
-    base = load_cluster(arguments.base)
-    return finish(fit_samples(samples, arguments.seed), base, arguments)
+    name = name_of(arguments)
+    return finish(fit(arguments.measurements, base=arguments.base, name=name, seed=arguments.seed), arguments)
 
 
-def finish(fit: Fit, base: Cluster, arguments: argparse.Namespace) -> int:
-    """Write the cluster file and the picture, and print what was found."""
-    from autoddl.calib.clusterfile import calibrated_document
-    from autoddl.calib.pictures import draw
-
-    from ..text.fits import fit_text
-
+def name_of(arguments: argparse.Namespace) -> str:
+    """What the cluster is to be called; empty for its usual name."""
     stem = os.path.basename(arguments.output).rpartition(".")[0] if arguments.output else ""
-    document = calibrated_document(fit, base, arguments.cluster_name or stem or f"{base.name} calibrated")
+    return str(arguments.cluster_name or stem)
+
+
+def finish(found: Calibration, arguments: argparse.Namespace) -> int:
+    """Write the cluster file and the picture, and print what was found."""
     if arguments.output:
-        write_document(arguments.output, document)
+        found.save(arguments.output)
     if arguments.picture:
-        draw(fit, arguments.picture)
+        found.draw(arguments.picture)
     if arguments.json:
-        print(json.dumps(document, indent=1, allow_nan=False))
+        print(json.dumps(found.document, indent=1, allow_nan=False))
         return 0
-    show(fit_text(fit), arguments, "")
+    show(found.text, arguments, "")
     for what, path in (("cluster", arguments.output), ("picture", arguments.picture)):
         if path:
             print(f"{what}: {path}")

@@ -8,20 +8,19 @@ import os
 import re
 import shlex
 import sys
-import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import LARGEST_SECONDS, MOST_RESTARTS
 from autoddl.costmodel.reading import is_whole
+from autoddl.costmodel.suggestions import did_you_mean
 
 from ..launching.beats import DEFAULT_HOST_TIMEOUT_S
-from ._options import add_edited
+from ._options import add_edited, by_option
 
 if TYPE_CHECKING:
     from ..launching.demands import Demands
+    from ..launching.hosts import Placement
     from ..launching.job import Job
     from ..launching.joining import Membership
 
@@ -106,7 +105,10 @@ def _take_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
         at = words.index("--") if "--" in words else len(words)
         parsed, unknown = parse(words[:at], namespace)
         if unknown:
-            parser.error(f"{unknown[0]!r} is no option of launch; the script's own arguments come after --")
+            hint = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
+            parser.error(
+                f"{unknown[0]!r} is no option of launch; the script's own arguments come after --{hint and '; ' + hint}"
+            )
         parsed.arguments = words[at + 1 :]
         return parsed, unknown
 
@@ -126,17 +128,12 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    from ..launching.demands import check_script, demands_of
+    from ..api.running import demands_for
     from ..launching.joining import find_membership
     from ..launching.running import describe, run_job
     from ..launching.slurm import batch_script, in_allocation, run_steps, step_command, submit
-    from ..plan import load_plan
 
-    plan = load_plan(arguments.plan, arguments.edited)
-    demands = demands_of(plan)
-    if not os.path.isfile(arguments.script):
-        raise UserError(f"script {arguments.script} does not exist")
-    check_script(Path(arguments.script), plan)
+    demands = demands_for(arguments.plan, arguments.script, arguments.edited)
     is_elsewhere = arguments.local or arguments.hosts or arguments.hostfile or arguments.slurm
     member = None if is_elsewhere else find_membership(os.environ)
     if member is not None:
@@ -200,25 +197,20 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
     return 0
 
 
-def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
+def _job(arguments: argparse.Namespace, demands: Demands, placements: Sequence[Placement], **more: Any) -> Job:
+    from ..api.running import make_job
     from ..launching.beats import Beats
-    from ..launching.job import Job
 
-    script, plan = Path(arguments.script).absolute(), Path(arguments.plan).absolute()
-    directory = Path(arguments.chdir or ".").absolute()
     fields: dict[str, Any] = {
-        "plan": plan,
-        "script": script,
         "arguments": tuple(arguments.arguments),
-        "demands": demands,
         "is_edited": arguments.edited,
-        "directory": directory,
-        "log_dir": Path(arguments.log_dir or _default_log_dir()).absolute(),
+        "directory": arguments.chdir or ".",
+        "log_dir": arguments.log_dir,
         "environment": _variables(arguments.env),
-        "checkpoints": Path(arguments.checkpoints).absolute() if arguments.checkpoints else None,
+        "checkpoints": arguments.checkpoints,
         "master_address": arguments.master_address,
         "python": arguments.python,
-        "ssh": _words(arguments.ssh, "--ssh"),
+        "ssh": arguments.ssh,
         "stall_timeout_s": arguments.stall_timeout,
         "start_timeout_s": arguments.start_timeout,
         "grace_s": arguments.grace,
@@ -227,36 +219,20 @@ def _job(arguments: argparse.Namespace, demands: Demands, **more: Any) -> Job:
         "with_oneflow": not arguments.without_oneflow,
         "forced": arguments.force,
     }
-    return Job(**{**fields, **more})
+    with by_option():
+        return make_job(arguments.plan, arguments.script, demands, placements, **{**fields, **more})
 
 
-def _default_log_dir() -> str:
-    """A folder of its own for every job; the ranks of a job that Slurm starts find the same one."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"autoddl-logs/slurm-{job}" if job else time.strftime(f"autoddl-logs/%Y%m%d-%H%M%S-{os.getpid()}")
+def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Placement, ...]:
+    from ..api.running import placements_for
+    from ..launching.hosts import parse_hosts, read_hostfile
 
-
-def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Any, ...]:
-    from ..launching.hosts import LOCALHOST, Host, parse_hosts, place, read_hostfile, renumbered
-
+    hosts = None
     if arguments.hosts:
         hosts = parse_hosts(arguments.hosts)
     elif arguments.hostfile:
         hosts = read_hostfile(arguments.hostfile)
-    else:
-        hosts = [Host(LOCALHOST)]
-    placements = place(hosts, demands.num_nodes, demands.devices_per_node, anyhow=arguments.force)
-    return tuple(renumbered(placements, demands.rank_on) if demands.devices else placements)
-
-
-def _words(text: str, option: str) -> tuple[str, ...]:
-    try:
-        words = tuple(shlex.split(text))
-    except ValueError as error:
-        raise UserError(f"{option} {text!r} cannot be read: {error}") from None
-    if not words:
-        raise UserError(f"{option} is empty, should be a command")
-    return words
+    return placements_for(hosts, demands, arguments.force)
 
 
 def _variables(given: Sequence[str]) -> dict[str, str]:
@@ -272,19 +248,19 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    if not 0 <= arguments.max_restarts <= MOST_RESTARTS:
-        raise UserError(f"--max-restarts is {arguments.max_restarts}, should be from 0 to {MOST_RESTARTS}")
-    for option in ("stall_timeout", "start_timeout", "grace", "host_timeout"):
-        value = getattr(arguments, option)
-        if not 0 < value <= LARGEST_SECONDS:
-            raise UserError(
-                f"--{option.replace('_', '-')} is {value:g}, should be more than 0 and at most {LARGEST_SECONDS:g} seconds"
-            )
+    from ..api.running import check_limits
+
+    with by_option():
+        check_limits(
+            arguments.max_restarts,
+            arguments.checkpoints,
+            arguments.stall_timeout,
+            arguments.start_timeout,
+            arguments.grace,
+            arguments.host_timeout,
+        )
     if arguments.slurm_option and not arguments.slurm:
         raise UserError("--slurm-option is for --slurm")
-    path = arguments.checkpoints
-    if path and os.path.exists(path) and not os.path.isdir(path):
-        raise UserError(f"--checkpoints {path} is a file, should be a folder")
 
 
 def _show(line: str) -> None:

@@ -4,32 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
 
 from autoddl.costmodel.errors import UserError
 
-from ._options import show
-from ._planning import add_method, add_planning_arguments, cluster_of, model_of, options_of
-from ._stopping import Interruptible, interruptible
-
-if TYPE_CHECKING:
-    from ..joint.result import JointPlan
-    from ..planner import Planned
-    from ..text.tables import Text
+from ._options import by_option, show
+from ._planning import add_method, add_planning_arguments, cluster_of, model_of, wishes_of
+from ._stopping import interruptible
 
 __all__ = ["add_parser", "run"]
 
 _PIPELINES = ("auto", "dapple", "chimera", "wpipe")
-
-
-class _Answer(NamedTuple):
-    """A plan's document for programs and its text for people, each made only where somebody asks for it; the plan; its search."""
-
-    document: Callable[[], dict[str, Any]]
-    text: Callable[[], Text]
-    planned: Planned | JointPlan
-    asked: Interruptible
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -60,50 +44,25 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--allow-stale is for pipelines; add --pipeline auto, or leave it out")
     if arguments.temperature is not None and arguments.method != "metropolis-hastings":
         raise UserError(f"--temperature is for --method metropolis-hastings; {arguments.method} has none")
-    answer = _without_pipeline(arguments) if arguments.pipeline is None else _with_pipeline(arguments)
-    document = answer.document() if arguments.output or arguments.json else {}
-    if arguments.output:
-        from ..plan import save_plan
+    from ..api.planning import plan
 
-        save_plan(arguments.output, document)
-    if arguments.json:
-        print(json.dumps(document, indent=1, allow_nan=False))
-    else:
-        show(answer.text(), arguments, *(["", f"Written to {arguments.output}"] if arguments.output else []))
-    planned = answer.planned
-    verdict = "it is proven optimal" if planned.optimal else f"the best one may be up to {planned.gap:.2%} better"
-    return answer.asked.exit_code(f"this is the best plan until then, {verdict}")
-
-
-def _without_pipeline(arguments: argparse.Namespace) -> _Answer:
-    from ..joint.glance import plan_alone
-    from ..text.plans import plan_text
-    from ..trusting import trust_of
-
-    graph, cluster, options = model_of(arguments), cluster_of(arguments), options_of(arguments, arguments.method)
-    with interruptible() as asked:
-        planned = plan_alone(graph, cluster, options, asked.stop)
-        trusted = trust_of(planned, asked.stop)
-
-    def document() -> dict[str, Any]:
-        from ..plan import plan_document
-
-        return plan_document(planned, trusted)
-
-    return _Answer(document, lambda: plan_text(planned, trusted), planned, asked)
-
-
-def _with_pipeline(arguments: argparse.Namespace) -> _Answer:
-    from autoddl.search import progress_bar
-
-    from ..joint.planner import plan_jointly
-    from ..joint.result import JointOptions
-    from ..plan import joint_document
-    from ..text.jointplans import joint_text
-
-    options = JointOptions(options_of(arguments, arguments.method), arguments.pipeline, arguments.allow_stale)
     graph, cluster = model_of(arguments), cluster_of(arguments)
-    bar = progress_bar("pipelines", disable=True if arguments.quiet else None)
-    with interruptible() as asked, bar as progress:
-        planned = plan_jointly(graph, cluster, options, progress, asked.stop)
-    return _Answer(lambda: joint_document(planned), lambda: joint_text(planned), planned, asked)
+    wishes = wishes_of(arguments, arguments.method)
+    with by_option(), interruptible() as asked:
+        found = plan(
+            graph,
+            cluster=cluster,
+            pipeline=arguments.pipeline,
+            allow_stale=arguments.allow_stale,
+            method=arguments.method,
+            stop=asked.stop,
+            **wishes,
+        )
+    if arguments.output:
+        found.save(arguments.output)
+    if arguments.json:
+        print(json.dumps(found.document, indent=1, allow_nan=False))
+    else:
+        show(found.text, arguments, *(["", f"Written to {arguments.output}"] if arguments.output else []))
+    verdict = "it is proven optimal" if found.optimal else f"the best one may be up to {found.gap:.2%} better"
+    return asked.exit_code(f"this is the best plan until then, {verdict}")

@@ -5,9 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 
-from autoddl.costmodel.cluster import load_cluster
-from autoddl.costmodel.workload import Workload
-
 from ._options import add_wide, show
 from ._planning import add_model_arguments, model_of
 
@@ -42,37 +39,29 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Choose, run, score, print."""
-    from autoddl.calib.ranked import (
-        RankSettings,
-        draw_ranking,
-        rank_locally,
-        ranking_document,
-    )
     from autoddl.costmodel.writing import write_document
 
-    from ..text.rankings import ranking_text
+    from ..api.measuring import rank
 
-    settings = RankSettings(
-        count=arguments.strategies,
+    found = rank(
+        model_of(arguments),
+        ranks=arguments.ranks,
+        cluster=arguments.cluster,
+        batch=arguments.batch,
+        strategies=arguments.strategies,
         rounds=arguments.rounds,
         repetitions=arguments.repetitions,
         budget_s=arguments.budget,
-        with_steps=not arguments.communication_only,
+        communication_only=arguments.communication_only,
         seed=arguments.seed,
         quiet=arguments.quiet,
     )
-    graph = model_of(arguments)
-    cluster = load_cluster(arguments.cluster).resized(1, arguments.ranks)
-    batch = 8 * arguments.ranks if arguments.batch is None else arguments.batch
-    ranking = rank_locally(graph, cluster, Workload(batch, batch, "float32", "sgd"), settings)
-    if arguments.output or arguments.json:
-        document = ranking_document(ranking)
     if arguments.output:
-        write_document(arguments.output, document)
+        write_document(arguments.output, found.document)
     if arguments.picture:
-        draw_ranking([ranking], arguments.picture)
+        found.draw(arguments.picture)
     if arguments.json:
-        print(json.dumps(document, indent=1, allow_nan=False))
-        return 0
-    show(ranking_text(ranking), arguments, "")
+        print(json.dumps(found.document, indent=1, allow_nan=False))
+    else:
+        show(found.text, arguments, "")
     return 0

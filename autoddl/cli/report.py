@@ -32,15 +32,9 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 def run(arguments: argparse.Namespace) -> int:
     """Explain, write."""
-    from autoddl.costmodel.writing import write_atomically
+    from ..api.planning import load
 
-    from ..explain import explain, load_view
-    from ..report import report_page
-
-    explained = explain(
-        load_view(arguments.plan, arguments.edited), count=arguments.alternatives, time_limit_s=arguments.time_limit
-    )
-    page = report_page(explained)
-    write_atomically(arguments.output, page)
+    plan = load(arguments.plan, edited=arguments.edited)
+    page = plan.report(arguments.output, count=arguments.alternatives, time_limit_s=arguments.time_limit)
     print(f"Written to {arguments.output} ({len(page.encode()) / 1e3:,.0f} kB); open it in a browser")
     return 0

@@ -8,7 +8,6 @@ import sys
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.reading import read_text
 from autoddl.costmodel.writing import write_atomically
 
 from ._options import add_wide, by_option, number_option, terminal_width, whole_option
@@ -84,58 +83,23 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _render(arguments: argparse.Namespace, form: str, width: int | None) -> str:
-    from autoddl.pipelines import draw, grid
-    from autoddl.pipelines.simulator import simulate
-
+    from ..api.schedules import schedule
     from ..text.runs import simulation_text
 
-    schedule = _schedule(arguments)
-    if form == "csv":
-        return grid.to_csv(schedule)
-    timeline = simulate(schedule, _times(arguments, schedule.num_stages))
-    if form == "svg":
-        return draw.to_svg(timeline)
-    if form == "trace":
-        return draw.to_trace(timeline)
-    facts = _facts(timeline)
-    if form == "json":
-        return json.dumps(facts, indent=1) + "\n"
-    return simulation_text(timeline, facts).fitted(width) + "\n"
-
-
-def _schedule(arguments: argparse.Namespace) -> Any:
-    from autoddl.pipelines.generators import generate
-    from autoddl.pipelines.grid import from_csv
-    from autoddl.pipelines.validate import validate
-
-    if arguments.name.endswith(".csv"):
-        schedule = from_csv(read_text(arguments.name, "schedule"))
-        validate(schedule)
-        return schedule
-    for option in ("stages", "micro_batches"):
-        if getattr(arguments, option) is None:
-            raise UserError(f"--{option.replace('_', '-')} is missing; give a whole number of at least 1")
-    options = {name: getattr(arguments, name) for name in _OPTIONS}
-    if arguments.all_reduce is not None:
-        options["all_reduce"] = arguments.all_reduce
-    if arguments.width is not None:
-        options["width"] = arguments.width[0] if len(arguments.width) == 1 else arguments.width
-    return generate(
+    found = schedule(
         arguments.name,
-        num_stages=arguments.stages,
-        num_micro_batches=arguments.micro_batches,
+        stages=arguments.stages,
+        micro_batches=arguments.micro_batches,
         iterations=arguments.iterations,
+        width=1 if arguments.width is None else arguments.width[0] if len(arguments.width) == 1 else arguments.width,
         recompute=arguments.recompute,
+        all_reduce=arguments.all_reduce,
         activation_limit=arguments.activation_limit,
-        **options,
+        **{name: getattr(arguments, name) for name in _OPTIONS},
     )
-
-
-def _times(arguments: argparse.Namespace, num_stages: int) -> Any:
-    from autoddl.pipelines.times import Times
-
-    return Times.of(
-        num_stages,
+    if form == "csv":
+        return found.to_csv()
+    timeline = found.simulate(
         forward=arguments.forward,
         backward=arguments.backward,
         backward_input=arguments.backward_input,
@@ -147,50 +111,14 @@ def _times(arguments: argparse.Namespace, num_stages: int) -> Any:
         overlap_transfers=not arguments.blocking_transfers,
         all_reduce_overlaps_compute=not arguments.free_regions,
     )
-
-
-def _facts(timeline: Any) -> dict[str, Any]:
-    """The JSON document: the schedule and what the simulation shows."""
-    from autoddl.pipelines import memory
-    from autoddl.pipelines.communication import boundary_crossings
-    from autoddl.pipelines.critical import critical_path
-    from autoddl.pipelines.timeline import steady_state
-
-    schedule = timeline.schedule
-    path = critical_path(timeline)
-    facts: dict[str, Any] = {
-        "format": "autoddl-schedule",
-        "version": 1,
-        "name": schedule.name,
-        "num_stages": schedule.num_stages,
-        "num_micro_batches": schedule.num_micro_batches,
-        "placement": [list(workers) for workers in schedule.placement],
-        "widths": list(schedule.widths),
-        "update_period": schedule.update_period,
-        "delays": list(schedule.delays),
-        "synchronous": schedule.is_synchronous,
-        "valid": True,  # whatever gets here has passed the validator
-        "makespan": timeline.makespan,
-        "bubble_ratio": timeline.bubble_ratio,
-        "bubble_ratios": list(timeline.bubble_ratios),
-        "critical_path": {
-            "forward": path.forward,
-            "backward": path.backward,
-            "tasks": [str(task) for task in path.tasks],
-        },
-        "peak_activations": list(memory.peak_activations(schedule)),
-        "stashed_inputs": list(memory.peak_stashed_inputs(schedule)),
-        "weight_versions": list(memory.peak_weight_versions(schedule)),
-        "weight_copies": list(memory.peak_weight_copies(schedule)),
-        "boundary_crossings": [sum(both) for both in boundary_crossings(schedule)],
-    }
-    if not schedule.is_synchronous and schedule.num_updates >= 3:
-        settled = steady_state(timeline)
-        facts["steady_state"] = {"period": settled.period, "bubble_ratio": settled.bubble_ratio}
-    facts["workers"] = [[str(task) for task in tasks] for tasks in schedule.workers]
-    facts["starts"] = [starts.tolist() for starts in timeline.starts]
-    facts["ends"] = [ends.tolist() for ends in timeline.ends]
-    return facts
+    if form == "svg":
+        return timeline.to_svg()
+    if form == "trace":
+        return timeline.to_trace()
+    facts = timeline.document
+    if form == "json":
+        return json.dumps(facts, indent=1) + "\n"
+    return simulation_text(timeline, facts).fitted(width) + "\n"
 
 
 def _listing(as_json: bool, width: int | None) -> str:

@@ -178,11 +178,11 @@ def _planned(arguments: argparse.Namespace, steps_per_run: int) -> tuple[Any, An
     """The problem, the schedule and the micro-batch of a plan."""
     from autoddl.pipelines.runtime.pipeline.problems import FAMILIES, TextModel, shipped_text
 
-    from ..models.builtin import recognise
-    from ..models.transformers import Transformer
-    from ..plan import load_plan
+    from ..planfile import load_plan
     from ..staging import schedule_of_plan, stage_plans
     from ..training import PlanProblem
+    from ..zoo.builtin import recognise
+    from ..zoo.transformers import Transformer
 
     for option, default in _OF_A_PLAN.items():
         if getattr(arguments, option) != default:

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from tqdm import tqdm
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import LARGEST_SECONDS
 
-from ._options import add_edited, add_wide, show
+from ._options import add_edited, add_wide, by_option, show
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.failures import RankError
@@ -67,43 +66,32 @@ def run(arguments: argparse.Namespace) -> int:
     """Verify, print."""
     from autoddl.pipelines.runtime.failures import RankError
 
-    from ..plan import load_plan
-    from ..text.pipelineverification import pipeline_text
-    from ..text.verification import verification_text
-    from ..verification import Limits, VerifyOptions, verification_document, verify
-    from ..verification.documents import pipeline_document
-    from ..verification.pipelines import verify_pipeline
+    from ..api.planning import load
+    from ..api.plans import check_verification
 
-    for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
-        if not 0 < value <= LARGEST_SECONDS:
-            raise UserError(f"--{name} is {value:g}, should be a positive number, at most {LARGEST_SECONDS:g}")
-    if arguments.seed < 0:
-        raise UserError(f"--seed is {arguments.seed}, should be 0 or more")
-    options = VerifyOptions(
-        tolerance=arguments.tolerance,
-        timeout_s=arguments.timeout,
-        seed=arguments.seed,
-        limits=Limits() if arguments.full_size else None,
-    )
-    plan = load_plan(arguments.plan, arguments.edited)
+    with by_option():
+        check_verification(arguments.tolerance, arguments.timeout, arguments.seed)
+    plan = load(arguments.plan, edited=arguments.edited)
     try:
         with _progress(arguments.quiet) as say:
-            asked = {"model": arguments.model, "options": options, "progress": say}
-            if plan.pipeline is not None:
-                staged = verify_pipeline(plan, arguments.ranks, **asked)
-                text, document, is_right = pipeline_text(staged), pipeline_document(staged), staged.is_right
-            else:
-                found = verify(plan, arguments.ranks, **asked)
-                text, document, is_right = verification_text(found), verification_document(found), found.is_right
+            found = plan.verify(
+                arguments.ranks,
+                model=arguments.model,
+                tolerance=arguments.tolerance,
+                full_size=arguments.full_size,
+                timeout_s=arguments.timeout,
+                seed=arguments.seed,
+                progress=say,
+            )
     except RankError as error:
         if arguments.json and not isinstance(error, UserError):
-            print(json.dumps(_failed_document(error, plan.graph.name), indent=1))
+            print(json.dumps(_failed_document(error, plan.model), indent=1))
         raise
     if arguments.json:
-        print(json.dumps(document, indent=1, allow_nan=False))
+        print(json.dumps(found.document, indent=1, allow_nan=False))
     else:
-        show(text, arguments)
-    return 0 if is_right else 1
+        show(found.text, arguments)
+    return 0 if found.is_right else 1
 
 
 @contextmanager

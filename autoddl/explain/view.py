@@ -1,7 +1,7 @@
 """A plan as its readers see it: the figures that `explain`, `diff` and `report` share, of plans with a pipeline and without.
 
-Everything comes from the plan as :func:`autoddl.plan.load_plan` has checked it.  What was claimed of a plan that was edited is not
-there: it has no certificate and no rivals.
+Everything comes from the plan as :func:`autoddl.planfile.load_plan` has checked it.  What was claimed of a plan that was edited is
+not there: it has no certificate and no rivals.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from autoddl.costmodel.units import format_ranges
 from autoddl.costmodel.workload import OPTIMIZERS
 
 from ..joint.evaluation import Evaluation, stage_workload
-from ..plan import Plan, assessment_of, load_plan
 from ..plandocument import NOT_CLAIMED
+from ..planfile import Plan, assessment_of, load_plan
 from .resources import LOCAL, ResourceBook
 
 __all__ = [
@@ -225,10 +225,10 @@ class PlanView:
 
 
 def load_view(path: str | os.PathLike[str], edited: bool = False) -> PlanView:
-    """Read a plan, as :func:`autoddl.plan.load_plan` does.
+    """Read a plan, as :func:`autoddl.planfile.load_plan` does.
 
     Raises:
-        UserError: as :func:`autoddl.plan.load_plan`.
+        UserError: as :func:`autoddl.planfile.load_plan`.
     """
     return view_of(load_plan(path, edited), os.fspath(path))
 

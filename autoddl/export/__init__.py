@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from autoddl.costmodel.errors import UserError
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["FORMS", "export"]
 

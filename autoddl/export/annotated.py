@@ -11,7 +11,7 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import edge_steps
 
-from ..plan import Plan, assessment_of
+from ..planfile import Plan, assessment_of
 
 if TYPE_CHECKING:
     import networkx

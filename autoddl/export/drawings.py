@@ -12,7 +12,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from .annotated import annotated_graph
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["dot_text", "graphml_text"]
 

@@ -21,8 +21,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 
-from ..models.builtin import recognise
-from ..plan import assessment_of
+from ..planfile import assessment_of
+from ..zoo.builtin import recognise
 from . import templates
 from .assembling import RESERVED, Draft, aliases_of, assembled, axis_lines, check_graph
 from .classes import ClassOfLayers, class_texts
@@ -30,7 +30,7 @@ from .scene import Scene
 from .source import Names, comment, value_text
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["oneflow_text"]
 

@@ -37,8 +37,8 @@ from autoddl.pipelines.schedule import Schedule
 
 from ..joint.cutting import ENTRY
 from ..joint.evaluation import Evaluation
-from ..models.builtin import BuiltIn, recognise
 from ..staging import stage_plans
+from ..zoo.builtin import BuiltIn, recognise
 from . import templates
 from .assembling import RESERVED, Draft, assembled, axis_lines, check_graph
 from .classes import ClassOfLayers, class_texts
@@ -47,7 +47,7 @@ from .scene import Scene
 from .source import Names, comment, literal, value_text
 
 if TYPE_CHECKING:
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["pipeline_text"]
 

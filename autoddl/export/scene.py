@@ -16,7 +16,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 
-from ..models.builtin import BuiltIn
+from ..zoo.builtin import BuiltIn
 from .source import Names, value_text
 
 __all__ = ["Scene", "cost_text", "stored_rows"]

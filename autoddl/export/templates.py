@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ..models.builtin import Perceptron, Pictures
+from ..zoo.builtin import Perceptron, Pictures
 from .scene import Scene
 from .source import literal
 

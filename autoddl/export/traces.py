@@ -17,11 +17,11 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.draw import to_trace
 
-from ..plan import assessment_of
+from ..planfile import assessment_of
 
 if TYPE_CHECKING:
     from ..joint.evaluation import Evaluation
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["trace_text"]
 

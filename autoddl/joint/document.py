@@ -1,6 +1,6 @@
 """The member ``pipeline`` of a plan's document: written from an evaluation, read back as a configuration.
 
-The reader evaluates the configuration anew, and :mod:`autoddl.plan` compares the member that this makes with the one that it read.
+The reader evaluates the configuration anew; :mod:`autoddl.planfile` compares the member that this makes with the one that it read.
 
 =====================  =============================================================================================================
 field                  what it is

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
     from autoddl.pipelines.runtime.pipeline.weights import OptimizerFactory
 
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["Launched", "launched"]
 
@@ -42,7 +42,7 @@ class Launched:
 
     def load_plan(self) -> Plan:
         """The plan."""
-        from ..plan import load_plan
+        from ..planfile import load_plan
 
         return load_plan(self.plan_path, self.is_edited)
 
@@ -65,8 +65,15 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
         job = autoddl.launched()
         trained = autoddl.apply(module, job.load_plan())
 
+    Args:
+        environ: the environment, by default that of this process.
+
     Raises:
         UserError: it was not started by ``autoddl launch``.
+
+    >>> import autoddl
+    >>> autoddl.launched({"AUTODDL_PLAN": "plan.json", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).num_ranks
+    4
     """
     environ = os.environ if environ is None else environ
     if "AUTODDL_PLAN" not in environ:

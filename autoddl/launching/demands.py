@@ -25,7 +25,7 @@ from .hosts import Placement
 if TYPE_CHECKING:
     from autoddl.costmodel.cluster import Cluster
 
-    from ..plan import Plan
+    from ..planfile import Plan
 
 __all__ = ["ONEFLOW_VERSION", "Demands", "Difference", "check_script", "demands_of", "differences"]
 

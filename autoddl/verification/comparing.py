@@ -9,7 +9,7 @@ from typing import TypeVar
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
 
-from ..plan import Plan
+from ..planfile import Plan
 from .pipeline_result import PipelineShard
 from .prediction import PHASES, Steps, missing_steps, output_steps, sent_messages, unpriced_steps
 from .result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification

@@ -22,9 +22,9 @@ from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
 from ..joint.configuration import PipelineSchedule
-from ..models.builtin import BuiltIn
-from ..plan import Plan
+from ..planfile import Plan
 from ..staging import make_schedule, stage_plans
+from ..zoo.builtin import BuiltIn
 from .prediction import in_float32
 from .scaling import Change, Limits, Scaled, Staging, scale, without_stages
 from .task import NUM_STEPS

@@ -20,7 +20,7 @@ from autoddl.pipelines.runtime.pipeline.stage_traffic import layer_steps, passes
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
 from autoddl.pipelines.runtime.workfolders import WorkFolder
 
-from ..plan import Plan
+from ..planfile import Plan
 from ..staging import stage_plans
 from .comparing import phase_check, value_checks, with_recount
 from .fitting import FittedPipeline, fit_pipeline

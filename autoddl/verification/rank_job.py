@@ -26,8 +26,8 @@ from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBi
 from autoddl.pipelines.runtime.rank import report
 from autoddl.pipelines.runtime.wire import Meter
 
-from ..models.builtin import BuiltIn, Perceptron, Pictures
-from ..models.transformers import Transformer
+from ..zoo.builtin import BuiltIn, Perceptron, Pictures
+from ..zoo.transformers import Transformer
 from .prediction import ELEMENTWISE_LOSSES
 from .task import NUM_STEPS, Counted, Reference, Section, Shard, Task
 
@@ -251,7 +251,7 @@ def make_model(task: Task) -> tuple[Any, tuple[np.ndarray, ...]]:
     """The module, and the example inputs that a user's function gave."""
     if task.built_in is not None:
         return initialize(build_module(task.built_in), task.seed), ()
-    from ..extract.userfile import load_model
+    from ..extraction.userfile import load_model
 
     flow.manual_seed(task.seed)
     module, examples = load_model(task.function, with_values=True)

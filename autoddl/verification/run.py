@@ -17,9 +17,9 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
 from autoddl.pipelines.runtime.workfolders import WorkFolder
 
-from ..models import is_oneflow_model, resolve_model
-from ..models.builtin import BuiltIn, recognise
-from ..plan import Plan
+from ..planfile import Plan
+from ..zoo import is_oneflow_model, resolve_model
+from ..zoo.builtin import BuiltIn, recognise
 from .comparing import compare, with_recount
 from .prediction import in_float32, predicted_steps
 from .result import Verification

@@ -35,8 +35,8 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
-from ..models.builtin import BuiltIn, Perceptron, Pictures
-from ..models.transformers import Transformer
+from ..zoo.builtin import BuiltIn, Perceptron, Pictures
+from ..zoo.transformers import Transformer
 
 __all__ = ["Change", "Limits", "Scaled", "Staging", "needed_flops", "needed_memory_bytes", "scale", "without_stages"]
 
@@ -132,7 +132,7 @@ def scale(
     """The model within the limits, as large as halving allows.
 
     Args:
-        built_in: the model that the graph is of (see :func:`autoddl.models.builtin.recognise`); None where it cannot be resized.
+        built_in: the model that the graph is of (see :func:`autoddl.zoo.builtin.recognise`); None where it cannot be resized.
         staging: of a pipeline.
 
     Raises:

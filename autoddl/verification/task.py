@@ -12,7 +12,7 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
-from ..models.builtin import BuiltIn
+from ..zoo.builtin import BuiltIn
 
 __all__ = ["NUM_STEPS", "Counted", "PipelineTask", "Reference", "Section", "Shard", "Task"]
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from autoddl.costmodel.errors import quote
 from autoddl.costmodel.limits import MOST_DEVICES, MOST_PASSES, MOST_STAGES
+from autoddl.costmodel.suggestions import unknown
 
 from ..schedule import Schedule
 from ..validate import validate
@@ -78,7 +78,7 @@ def generate(
         InvalidScheduleError: where the result breaks a rule, such as the activation limit.
     """
     if name not in FAMILIES:
-        raise GeneratorError(f"schedule {quote(name)} is unknown; known are {', '.join(FAMILIES)}")
+        raise GeneratorError(str(unknown("schedule", name, tuple(FAMILIES))))
     family = FAMILIES[name]
     at_least("num_stages", num_stages, 1)
     at_least("num_micro_batches", num_micro_batches, 1)

@@ -75,6 +75,9 @@ def load_oneflow() -> ModuleType:
 
     Raises:
         UserError: where OneFlow cannot be used, with the reason and the versions that would work.
+
+    >>> load_oneflow().__version__
+    '0.9.0'
     """
     if sys.modules.get("oneflow") is not None:
         return sys.modules["oneflow"]

@@ -1,6 +1,6 @@
 """The built-in families as plain OneFlow modules, as a user would write them.
 
-Modules and parameters bear the names that the layer graphs of :mod:`autoddl.models` use, so that a graph extracted from one of
+Modules and parameters bear the names that the layer graphs of :mod:`autoddl.zoo` use, so that a graph extracted from one of
 these modules is the built-in graph.  ``forward(inputs, targets)`` gives the loss: for transformers (batch, sequence) token
 numbers twice, for VGG (batch, 3, height, width) images and (batch,) classes, for perceptrons (batch, features) twice.
 

@@ -13,10 +13,10 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.models import gpt
 from autoddl.pipelines.runtime.launcher import RankPool
-from autoddl.plan import plan_document, save_plan
+from autoddl.planfile import plan_document, save_plan
 from autoddl.planner import Options, make_plan
+from autoddl.zoo import gpt
 
 from .launches import BRISK, PATIENCE_S, Attempt, forget_jobs, launch_command, run_attempts, started
 from .sample_plans import SMALL

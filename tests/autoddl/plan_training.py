@@ -14,9 +14,9 @@ def trainer_of(plan: Any, make: Callable[..., Any]) -> Any:
     """What ``make``, such as `autoddl.launched().trainer`, makes for a plan, with a pipeline or without."""
     import oneflow as flow
 
-    from autoddl.models.builtin import recognise
     from autoddl.pipelines.runtime.models import initialize
     from autoddl.verification.rank_job import build_module, make_batch
+    from autoddl.zoo.builtin import recognise
 
     built_in = recognise(plan.graph)
     assert built_in is not None
@@ -40,7 +40,7 @@ def run_steps(trainer: Any, plan: Any, num_steps: int, after_each: Callable[[], 
 
 def losses_alone(path: str, num_steps: int) -> list[float]:
     """The losses of a plan of one rank; a job of a pool."""
-    from autoddl.plan import load_plan
+    from autoddl.planfile import load_plan
     from autoddl.training import plan_trainer
 
     plan = load_plan(path)

@@ -15,11 +15,11 @@ from autoddl.joint.cutting import chain_of
 from autoddl.joint.evaluation import evaluate, stage_workload
 from autoddl.joint.meshes import StageMesh
 from autoddl.joint.result import Considered, FamilyFigures, JointOptions, JointPlan
-from autoddl.models import Transformer, gpt
-from autoddl.plan import joint_document, plan_document, save_plan
+from autoddl.planfile import joint_document, plan_document, save_plan
 from autoddl.planner import Options, make_plan
 from autoddl.search import solve
 from autoddl.trusting import trust_of
+from autoddl.zoo import Transformer, gpt
 
 __all__ = ["SMALL", "cpu_pipeline", "gpt_plan", "pipeline_plan", "written"]
 

@@ -13,10 +13,10 @@ from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.strategy import Strategy
 from autoddl.diffing import compare, difference_document
 from autoddl.explain import view_of
-from autoddl.models import mlp
-from autoddl.plan import plan_from_document
 from autoddl.plandocument import sealed
+from autoddl.planfile import plan_from_document
 from autoddl.text.difference import difference_text
+from autoddl.zoo import mlp
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 

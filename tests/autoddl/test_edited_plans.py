@@ -22,14 +22,14 @@ from autoddl.export import export
 from autoddl.joint import JointOptions
 from autoddl.joint.glance import plan_alone
 from autoddl.joint.planner import plan_jointly
-from autoddl.models import mlp
-from autoddl.plan import Plan, assessment_of, joint_document, plan_document, plan_from_document
 from autoddl.plandocument import NOT_CLAIMED, sealed
+from autoddl.planfile import Plan, assessment_of, joint_document, plan_document, plan_from_document
 from autoddl.planner import Options, make_plan
 from autoddl.report import report_page
 from autoddl.text.difference import difference_text
 from autoddl.text.explanation import explanation_text
 from autoddl.trusting import trust_of
+from autoddl.zoo import mlp
 
 from ..fuzz.mutations import places
 from .sample_plans import gpt_plan, written

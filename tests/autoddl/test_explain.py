@@ -18,9 +18,9 @@ from autoddl.explain import explain, explanation_document, view_of
 from autoddl.explain.alternatives import problem_of
 from autoddl.explain.resources import ResourceBook
 from autoddl.explain.stages import stage_problem
-from autoddl.models import mlp
-from autoddl.plan import assessment_of, plan_from_document
+from autoddl.planfile import assessment_of, plan_from_document
 from autoddl.text.explanation import explanation_text
+from autoddl.zoo import mlp
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 

@@ -36,12 +36,12 @@ from autoddl.joint.configuration import Configuration, PipelineSchedule, StageCh
 from autoddl.joint.cutting import chain_of
 from autoddl.joint.evaluation import evaluate
 from autoddl.joint.meshes import StageMesh
-from autoddl.models import resolve_model
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.schedule import Kind, parse_task
-from autoddl.plan import Plan, load_plan, plan_document, save_plan
+from autoddl.planfile import Plan, load_plan, plan_document, save_plan
 from autoddl.planner import Options, make_plan
 from autoddl.search import solve
+from autoddl.zoo import resolve_model
 
 MODELS = {
     "gpt": ("gpt:2x64", {"heads": 8, "sequence": 16, "vocabulary": 256}),

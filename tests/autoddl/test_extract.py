@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from autoddl.__main__ import main
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, load_graph
-from autoddl.models import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
 from autoddl.pipelines.runtime.load import is_available, load_oneflow
+from autoddl.zoo import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
 
 available = is_available()
 pytestmark = pytest.mark.skipif(not available, reason=available.reason)
@@ -59,8 +59,8 @@ UNUSED = {"biased": ("q.", "k.", "v.")}
 @functools.cache
 def loaded(name: str) -> tuple[Any, tuple[Any, ...], LayerGraph]:
     """A module of user_models.py, its example inputs, and what is extracted from them."""
-    from autoddl.extract import extract
-    from autoddl.extract.userfile import load_model
+    from autoddl.extraction import extract
+    from autoddl.extraction.userfile import load_model
 
     module, inputs = load_model(f"{MODELS}:{name}")
     return module, inputs, extract(module, inputs)
@@ -76,7 +76,7 @@ def tokens(batch: int, sequence: int):
 
 def check_same(module, inputs, built: LayerGraph) -> None:
     """Layers (names, kinds, shapes, parameters, FLOPs, ties, epilogues, blocks, modules) and edges, one by one."""
-    from autoddl.extract import extract
+    from autoddl.extraction import extract
 
     graph = extract(module, inputs, name=built.name)
     assert [layer.name for layer in graph.layers] == [layer.name for layer in built.layers]
@@ -154,7 +154,7 @@ def test_perceptron_is_as_built_in(widths, batch):
 
 @pytest.mark.parametrize(("depth", "image"), [(11, 32), (13, 64), (19, 224)])
 def test_vgg_is_as_built_in(depth, image):
-    from autoddl.extract.memory import untouched_parameters
+    from autoddl.extraction.memory import untouched_parameters
     from autoddl.pipelines.runtime.models import VGG
 
     with untouched_parameters():
@@ -168,7 +168,7 @@ def test_vgg_is_as_built_in(depth, image):
 
 def products(module, inputs) -> float:
     """FLOPs of one sample by the operators themselves: every matrix product and convolution that the trace holds."""
-    from autoddl.extract.trace import trace
+    from autoddl.extraction.trace import trace
 
     traced = trace(module, inputs)
     total = 0
@@ -249,8 +249,8 @@ def test_gpt_in_another_style():
 
 
 def test_evaluation_mode_has_no_dropout():
-    from autoddl.extract import extract
-    from autoddl.extract.userfile import load_model
+    from autoddl.extraction import extract
+    from autoddl.extraction.userfile import load_model
 
     module, inputs = load_model(f"{MODELS}:nano")
     graph = extract(module.eval(), inputs)
@@ -429,7 +429,7 @@ def model():
 """
 MEASURE = """
 import resource, sys
-from autoddl.models import resolve_model
+from autoddl.zoo import resolve_model
 graph = resolve_model(sys.argv[1])
 graph.save(sys.argv[2])
 print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
@@ -450,7 +450,7 @@ def test_gpt_of_16_billion_parameters_needs_little_memory(tmp_path):
 
 
 def test_replaced_functions_are_put_back():
-    from autoddl.extract.memory import untouched_parameters
+    from autoddl.extraction.memory import untouched_parameters
 
     flow = load_oneflow()
     before = (flow.empty, flow.randn, flow.nn.init.normal_, flow.Tensor.fill_, type(flow.Tensor).__call__)

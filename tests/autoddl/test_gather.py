@@ -9,11 +9,11 @@ import pytest
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
-from autoddl.extract.blocks import mark_blocks
-from autoddl.extract.gather import gather
-from autoddl.extract.norms import find_norms
-from autoddl.extract.operators import Operator, OperatorGraph, Variable
-from autoddl.models.layers import add, linear, norm
+from autoddl.extraction.blocks import mark_blocks
+from autoddl.extraction.gather import gather
+from autoddl.extraction.norms import find_norms
+from autoddl.extraction.operators import Operator, OperatorGraph, Variable
+from autoddl.zoo.layers import add, linear, norm
 
 BATCH = 2
 

@@ -24,12 +24,12 @@ from autoddl.joint.cutting import ENTRY
 from autoddl.joint.glance import NOTE, _level_cut, glance, plan_alone
 from autoddl.joint.job import job_of
 from autoddl.joint.planner import plan_jointly
-from autoddl.models import Transformer, gpt, mlp
-from autoddl.plan import load_plan, plan_document, save_plan
 from autoddl.plandocument import sealed
+from autoddl.planfile import load_plan, plan_document, save_plan
 from autoddl.planner import InfeasibleError, Options, make_plan
 from autoddl.search.baselines import baselines
 from autoddl.text.plans import plan_text
+from autoddl.zoo import Transformer, gpt, mlp
 
 from ..stops import StopAfter
 

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autoddl.costmodel.errors import UserError
-from autoddl.models import bert, gpt, llama, resolve_model
-from autoddl.models.huggingface import HUGGINGFACE_TYPES, transformer_from_config
+from autoddl.zoo import bert, gpt, llama, resolve_model
+from autoddl.zoo.huggingface import HUGGINGFACE_TYPES, transformer_from_config
 
 FAMILIES = {"gpt": gpt, "bert": bert, "llama": llama}
 

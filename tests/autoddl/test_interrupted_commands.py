@@ -17,7 +17,7 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.joint.families import PIPELINES
-from autoddl.plan import load_plan
+from autoddl.planfile import load_plan
 
 #: Each test starts a command.
 pytestmark = pytest.mark.slow

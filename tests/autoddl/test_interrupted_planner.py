@@ -17,12 +17,12 @@ from autoddl.joint.explorer import Explorer
 from autoddl.joint.planner import plan_jointly
 from autoddl.joint.result import JointOptions
 from autoddl.joint.search import explore
-from autoddl.models import Transformer, gpt, resolve_model
-from autoddl.plan import joint_document, plan_document
+from autoddl.planfile import joint_document, plan_document
 from autoddl.planner import Options, make_plan
 from autoddl.search import METHODS
 from autoddl.text.jointplans import joint_text
 from autoddl.text.plans import plan_text
+from autoddl.zoo import Transformer, gpt, resolve_model
 
 from ..stops import StopAfter
 

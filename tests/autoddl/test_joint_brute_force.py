@@ -24,11 +24,11 @@ from autoddl.joint import Configuration, JointOptions, PipelineSchedule, StageCh
 from autoddl.joint.evaluation import Evaluation
 from autoddl.joint.meshes import Division
 from autoddl.joint.planner import plan_jointly
-from autoddl.models import Transformer, gpt, mlp
 from autoddl.pipelines.schedule import Kind
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
 from autoddl.planner import InfeasibleError, Options, make_plan
+from autoddl.zoo import Transformer, gpt, mlp
 
 from .brute_force_stages import Job
 from .joint_brute_force import BruteForce, Found, families

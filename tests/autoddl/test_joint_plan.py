@@ -31,14 +31,14 @@ from autoddl.joint.meshes import Division, has_all_divisions, stage_meshes, unev
 from autoddl.joint.planner import plan_jointly
 from autoddl.joint.stages import Need, Passes, Stages, Wanted
 from autoddl.joint.stagetables import Pricing, Replicas
-from autoddl.models import Transformer, gpt, mlp, resolve_model
 from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
-from autoddl.plan import joint_document, load_plan, plan_from_document, save_plan
+from autoddl.planfile import joint_document, load_plan, plan_from_document, save_plan
 from autoddl.planner import Options, make_plan
 from autoddl.search.fronts import least
 from autoddl.text.jointplans import joint_text
+from autoddl.zoo import Transformer, gpt, mlp, resolve_model
 
 GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
 UNTIED = gpt(Transformer("untied", 4, 64, 4, 8, 128, tied=False))

@@ -21,7 +21,7 @@ from autoddl.launching.hosts import LOCALHOST, Host, Placement, parse_hosts, pla
 from autoddl.launching.joining import check_membership, find_membership
 from autoddl.launching.lines import LineReader, LineSender, Message, write_line
 from autoddl.launching.output import RankOutput
-from autoddl.plan import load_plan
+from autoddl.planfile import load_plan
 
 from .launches import SCRIPT, wait_until_ended
 

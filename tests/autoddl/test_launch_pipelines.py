@@ -20,7 +20,7 @@ from autoddl.joint.meshes import StageMesh
 from autoddl.launching.demands import demands_of
 from autoddl.launching.hosts import Host, Placement, place, renumbered
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.plan import load_plan
+from autoddl.planfile import load_plan
 
 from .launches import PATIENCE_S, SCRIPT, launch_command, shown
 from .sample_plans import cpu_pipeline

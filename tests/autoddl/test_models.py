@@ -9,7 +9,7 @@ import pytest
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, load_graph
-from autoddl.models import (
+from autoddl.zoo import (
     Transformer,
     bert,
     gpt,
@@ -21,8 +21,8 @@ from autoddl.models import (
     resolve_model,
     vgg,
 )
-from autoddl.models.layers import kept_by_epilogue, linear
-from autoddl.models.named import TRANSFORMERS
+from autoddl.zoo.layers import kept_by_epilogue, linear
+from autoddl.zoo.named import TRANSFORMERS
 
 FAMILIES = {"gpt": gpt, "bert": bert, "llama": llama}
 #: What the graph of BERT leaves out: the pooler, and the next-sentence head.

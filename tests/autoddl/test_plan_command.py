@@ -17,9 +17,9 @@ import pytest
 from autoddl.__main__ import main
 from autoddl.costmodel.distribution import Distribution
 from autoddl.costmodel.errors import UserError
-from autoddl.models import Transformer, gpt, mlp
-from autoddl.plan import Plan, assessment_of, load_plan
+from autoddl.planfile import Plan, assessment_of, load_plan
 from autoddl.search import METHODS
+from autoddl.zoo import Transformer, gpt, mlp
 
 SMALL = ["plan", "gpt:2x64", "--heads", "4", "--sequence", "32", "--vocabulary", "256", "--cluster", "gcp-a100"]
 SMALL += ["--nodes", "2", "--devices-per-node", "2", "--quiet"]

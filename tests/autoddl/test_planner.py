@@ -12,8 +12,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, gpt, mlp, resolve_model
-from autoddl.plan import load_plan, plan_document, save_plan
+from autoddl.planfile import load_plan, plan_document, save_plan
 from autoddl.planner import (
     DEFAULT_BATCH_PER_DEVICE,
     USABLE_MEMORY,
@@ -24,6 +23,7 @@ from autoddl.planner import (
     micro_batches,
 )
 from autoddl.search import METHODS, solve
+from autoddl.zoo import Transformer, gpt, mlp, resolve_model
 
 #: Many tokens, few parameters: data parallelism is best.
 LONG = gpt(Transformer("long", 1, 24, 4, 64, 96))

@@ -16,8 +16,6 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
-from autoddl.models.builtin import BuiltIn, Perceptron, Pictures, recognise
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
 from autoddl.text.verification import verification_text
@@ -25,6 +23,8 @@ from autoddl.verification.documents import verification_document
 from autoddl.verification.prediction import missing_steps, predicted_steps, sent_messages
 from autoddl.verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
 from autoddl.verification.scaling import Limits, needed_flops, needed_memory_bytes, scale
+from autoddl.zoo import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
+from autoddl.zoo.builtin import BuiltIn, Perceptron, Pictures, recognise
 
 # ---- Recognising -----------------------------------------------------------------------------------------------------------------
 

@@ -19,12 +19,12 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.sbp import PartialSum, Split
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.models.builtin import BuiltIn
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.wire import measure, measure_baseline, synchronize
 from autoddl.verification.rank_job import build_module, make_batch
+from autoddl.zoo.builtin import BuiltIn
 
 flow: Any = load_oneflow()
 functional: Any = flow.nn.functional

@@ -20,14 +20,14 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer
-from autoddl.models.builtin import BuiltIn, Perceptron
 from autoddl.pipelines.runtime.failures import RankError
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
 from autoddl.text.tables import Column, Table
 from autoddl.verification.prediction import predicted_steps
+from autoddl.zoo import Transformer
+from autoddl.zoo.builtin import BuiltIn, Perceptron
 
 JOBS = Path(__file__).with_name("apply_jobs.py")
 WIDE = BuiltIn("mlp", Perceptron((512, 1024, 768, 512)))

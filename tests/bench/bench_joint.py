@@ -88,8 +88,8 @@ def plan(case: Case, limit_s: float) -> dict[str, float | bool | str | None]:
     from autoddl.joint.families import describe
     from autoddl.joint.planner import plan_jointly
     from autoddl.joint.result import JointOptions
-    from autoddl.models import resolve_model
     from autoddl.planner import Options
+    from autoddl.zoo import resolve_model
 
     graph = resolve_model(case.model)
     cluster = load_cluster(case.cluster).resized(case.nodes, case.devices_per_node)

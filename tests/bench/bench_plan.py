@@ -15,8 +15,8 @@ import time
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
-from autoddl.models import resolve_model
 from autoddl.search import solve
+from autoddl.zoo import resolve_model
 
 #: A limit that binds, relative to what the optimum without a limit needs.
 _BINDING = 0.85

@@ -17,8 +17,8 @@ from autoddl.calib.ranked import Ranking, RankSettings, draw_ranking, rank_local
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.workload import Workload
-from autoddl.models.feedforward import mlp
-from autoddl.models.transformers import Transformer, gpt
+from autoddl.zoo.feedforward import mlp
+from autoddl.zoo.transformers import Transformer, gpt
 
 MODELS: dict[str, tuple[LayerGraph, int]] = {
     "mlp": (mlp([1024, 4096, 1024, 256]), 64),

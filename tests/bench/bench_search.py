@@ -19,8 +19,8 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.table import CostTable
 from autoddl.costmodel.workload import Workload
-from autoddl.models import resolve_model
 from autoddl.search import solve
+from autoddl.zoo import resolve_model
 
 MODEL = "mlp:32768,16384,4096,2048,512"
 HEURISTICS = ("coordinate-descent", "metropolis-hastings", "random")

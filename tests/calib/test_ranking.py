@@ -15,9 +15,9 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.models.feedforward import mlp
-from autoddl.models.transformers import Transformer, gpt
 from autoddl.search import solve
+from autoddl.zoo.feedforward import mlp
+from autoddl.zoo.transformers import Transformer, gpt
 
 
 def test_spearman_is_scipy_s():

@@ -16,10 +16,10 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.models.feedforward import mlp
 from autoddl.planner import Options, make_plan
 from autoddl.text.trust import trust_section
 from autoddl.trusting import trust_document, trust_of
+from autoddl.zoo.feedforward import mlp
 
 from .synthetic import ring, samples_of
 

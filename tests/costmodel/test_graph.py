@@ -9,8 +9,8 @@ import pytest
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter, graph_from_document, load_graph
 from autoddl.costmodel.kinds.registry import kinds
-from autoddl.models import Transformer, bert, gpt, llama, mlp, vgg
-from autoddl.models.layers import GraphBuilder, add, conv2d, embedding, linear, loss, norm
+from autoddl.zoo import Transformer, bert, gpt, llama, mlp, vgg
+from autoddl.zoo.layers import GraphBuilder, add, conv2d, embedding, linear, loss, norm
 
 MODELS = {
     "mlp": mlp([8, 4, 2]),

@@ -19,8 +19,8 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.layerwork import LayerWork, layer_work
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, gpt, mlp
-from autoddl.models.layers import add, attention, conv2d, embedding, linear, loss, norm, opaque, position
+from autoddl.zoo import Transformer, gpt, mlp
+from autoddl.zoo.layers import add, attention, conv2d, embedding, linear, loss, norm, opaque, position
 
 
 def cluster_of(*level_sizes: int) -> Cluster:

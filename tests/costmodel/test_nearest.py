@@ -13,7 +13,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors, nearest_batches, nearest_that_work
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
-from autoddl.models import mlp, vgg
+from autoddl.zoo import mlp, vgg
 
 #: Convolutions take all devices for the samples; 30 features and 8 classes divide some numbers of devices only.
 MODELS = {"vgg": vgg(11, image=32), "mlp": mlp([30, 30, 8])}

@@ -20,8 +20,8 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import OBJECTIVES, PriceBook, Problem
 from autoddl.costmodel.strategy import Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
-from autoddl.models.layers import BLOCK_INPUT, GraphBuilder, add, linear
+from autoddl.zoo import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
+from autoddl.zoo.layers import BLOCK_INPUT, GraphBuilder, add, linear
 
 MODELS = {
     "mlp": mlp([768, 384, 192, 96]),

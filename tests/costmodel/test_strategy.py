@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.strategy import Strategy, alike, data_parallel, enumerate_strategies, transposed
-from autoddl.models.layers import add, attention, conv2d, embedding, linear, loss, norm, position
+from autoddl.zoo.layers import add, attention, conv2d, embedding, linear, loss, norm, position
 
 WIDE = linear("fc", 1, 2**20, 2**20)
 

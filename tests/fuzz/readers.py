@@ -24,8 +24,8 @@ from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.distribution import Distribution
 from autoddl.costmodel.sbp import parse_state
-from autoddl.models import Transformer, bert, gpt, mlp, resolve_model
 from autoddl.pipelines.profile import load_profile, to_document
+from autoddl.zoo import Transformer, bert, gpt, mlp, resolve_model
 
 __all__ = ["READERS", "Case"]
 
@@ -278,7 +278,7 @@ def _nccl(rng: random.Random) -> Case:
 @cache
 def _read_launched_plan_once() -> None:
     """The plan of a launch is the same in all cases, and takes longer to check than what is mutated."""
-    from autoddl import plan as module
+    from autoddl import planfile as module
 
     load = module.load_plan
     load_once = cache(load)

@@ -320,7 +320,7 @@ def test_zero_bubble(num_stages):
         ("gpipe", dict(width=0), "width is 0"),
         ("gpipe", dict(width=(1, 2)), "width has 2 numbers; give one, or 8, one per worker"),
         ("gpipe", dict(all_reduce="soon"), "all_reduce is 'soon'; give one of none, eager, eager-sync-opt"),
-        ("pipe", {}, "schedule 'pipe' is unknown; known are gpipe, "),
+        ("pipe", {}, "schedule 'pipe' is unknown; did you mean 'wpipe'\\? known are gpipe, "),
     ],
 )
 def test_what_is_refused(name, options, message):

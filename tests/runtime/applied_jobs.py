@@ -372,7 +372,7 @@ def refusals(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], 
     import autoddl
     from autoddl.applying import apply
     from autoddl.costmodel.cluster import load_cluster
-    from autoddl.plan import Plan
+    from autoddl.planfile import Plan
 
     assert autoddl.apply is apply
     plan = Plan(graph, load_cluster("dgx-a100"), workload, strategies, {})

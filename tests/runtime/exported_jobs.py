@@ -11,12 +11,12 @@ import numpy as np
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.models.builtin import BuiltIn
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.wire import Meter
 from autoddl.verification.rank_job import build_module, make_batch, relative_errors
+from autoddl.zoo.builtin import BuiltIn
 
 flow = load_oneflow()
 SEED = 3

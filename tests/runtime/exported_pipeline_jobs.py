@@ -13,15 +13,15 @@ from unittest import mock
 
 import numpy as np
 
-from autoddl.models.builtin import BuiltIn
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
 from autoddl.pipelines.runtime.wire import Meter
-from autoddl.plan import Plan
+from autoddl.planfile import Plan
 from autoddl.staging import planned_model
 from autoddl.verification.rank_job import build_module, make_batch
+from autoddl.zoo.builtin import BuiltIn
 
 flow: Any = load_oneflow()
 SEED, RATE = 3, 0.05

@@ -13,8 +13,8 @@ from autoddl.joint.configuration import Configuration, PipelineSchedule, StageCh
 from autoddl.joint.cutting import ENTRY, chain_of
 from autoddl.joint.evaluation import evaluate
 from autoddl.joint.meshes import Meshes
-from autoddl.models.builtin import BuiltIn
-from autoddl.plan import Plan
+from autoddl.planfile import Plan
+from autoddl.zoo.builtin import BuiltIn
 
 __all__ = ["pipelined"]
 

@@ -22,11 +22,11 @@ from autoddl.costmodel.graph import Layer, LayerGraph, graph_from_document
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
-from autoddl.models.builtin import BuiltIn, Perceptron, Pictures
-from autoddl.models.transformers import Transformer
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.processes import is_listening, reserve_port
-from autoddl.plan import Plan
+from autoddl.planfile import Plan
+from autoddl.zoo.builtin import BuiltIn, Perceptron, Pictures
+from autoddl.zoo.transformers import Transformer
 
 from .random_strategies import random_strategies
 from .sent_bytes import Sent, check_sent

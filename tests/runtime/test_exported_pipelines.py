@@ -13,9 +13,9 @@ import pytest
 from autoddl.export.oneflow import oneflow_text
 from autoddl.joint.configuration import PipelineSchedule
 from autoddl.joint.meshes import Division, StageMesh
-from autoddl.models.builtin import BuiltIn, Perceptron
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.plan import Plan
+from autoddl.planfile import Plan
+from autoddl.zoo.builtin import BuiltIn, Perceptron
 
 from .pipeline_plans import pipelined
 from .sent_bytes import Sent, check_sent

@@ -13,9 +13,6 @@ from hypothesis import strategies as st
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
-from autoddl.models.feedforward import mlp
-from autoddl.models.layers import GraphBuilder, attention, embedding, linear
-from autoddl.models.transformers import Transformer, gpt, llama
 from autoddl.pipelines.runtime.layouts import (
     are_apart,
     blocks,
@@ -26,6 +23,9 @@ from autoddl.pipelines.runtime.layouts import (
     scattered,
     weight_indices,
 )
+from autoddl.zoo.feedforward import mlp
+from autoddl.zoo.layers import GraphBuilder, attention, embedding, linear
+from autoddl.zoo.transformers import Transformer, gpt, llama
 
 LEVELS = [(2,), (4,), (6,), (8,), (12,), (2, 2), (2, 4), (4, 2), (3, 4), (2, 2, 2)]
 

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from autoddl.models import Transformer, bert, gpt, llama, mlp, vgg
 from autoddl.pipelines.runtime.load import is_available, load_oneflow
+from autoddl.zoo import Transformer, bert, gpt, llama, mlp, vgg
 
 available = is_available()
 pytestmark = pytest.mark.skipif(not available, reason=available.reason)

@@ -22,14 +22,11 @@ from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
 from autoddl.joint.meshes import Division
-from autoddl.models.builtin import BuiltIn, Perceptron, recognise
-from autoddl.models.feedforward import mlp
-from autoddl.models.transformers import Transformer, gpt
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.runtime.pipeline.stage_plans import check_stages
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
-from autoddl.plan import Plan
+from autoddl.planfile import Plan
 from autoddl.search import solve
 from autoddl.staging import schedule_of_plan, stage_plans
 from autoddl.text.pipelineverification import pipeline_text
@@ -41,6 +38,9 @@ from autoddl.verification.pipeline_result import PipelineVerification
 from autoddl.verification.pipelines import verify_pipeline
 from autoddl.verification.result import ValueCheck
 from autoddl.verification.scaling import needed_flops, needed_memory_bytes
+from autoddl.zoo.builtin import BuiltIn, Perceptron, recognise
+from autoddl.zoo.feedforward import mlp
+from autoddl.zoo.transformers import Transformer, gpt
 
 from .pipeline_plans import pipelined
 from .sent_bytes import Sent, check_sent

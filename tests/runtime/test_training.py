@@ -7,9 +7,9 @@ from pathlib import Path
 import numpy as np
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.models import Transformer, gpt
-from autoddl.plan import plan_document, save_plan
+from autoddl.planfile import plan_document, save_plan
 from autoddl.planner import Options, make_plan
+from autoddl.zoo import Transformer, gpt
 
 JOBS = Path(__file__).with_name("training_jobs.py")
 TEXT = Path(__file__).with_name("sonnets.txt")

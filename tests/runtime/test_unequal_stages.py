@@ -6,14 +6,14 @@ import math
 
 from autoddl.__main__ import main
 from autoddl.joint.meshes import Division
-from autoddl.models.builtin import recognise
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
-from autoddl.plan import load_plan
+from autoddl.planfile import load_plan
 from autoddl.staging import schedule_of_plan, stage_plans
 from autoddl.training import PlanProblem
 from autoddl.verification.pipelines import verify_pipeline
+from autoddl.zoo.builtin import recognise
 
 
 def test_a_plan_of_unequal_stages_runs(counted_ranks, tmp_path, capsys):

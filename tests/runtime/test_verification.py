@@ -16,15 +16,15 @@ from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, gpt, llama, mlp
 from autoddl.pipelines.runtime.availability import Availability
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.plan import Plan, load_plan, plan_document, save_plan
+from autoddl.planfile import Plan, load_plan, plan_document, save_plan
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
 from autoddl.verification import Limits, VerifyOptions, comparing, run, verify
 from autoddl.verification.prediction import predicted_steps
 from autoddl.verification.task import Counted
+from autoddl.zoo import Transformer, gpt, llama, mlp
 
 from ..processes import is_running
 from .sent_bytes import Sent, check_sent

@@ -10,9 +10,9 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, bert, gpt, llama, mlp, vgg
-from autoddl.models.layers import BLOCK_INPUT, GraphBuilder, linear
 from autoddl.search.baselines import BASELINES, Baseline, baselines
+from autoddl.zoo import Transformer, bert, gpt, llama, mlp, vgg
+from autoddl.zoo.layers import BLOCK_INPUT, GraphBuilder, linear
 
 GPT = gpt(Transformer("gpt", 2, 64, 8, 8, 128))
 

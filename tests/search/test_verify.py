@@ -20,10 +20,10 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, transposed
 from autoddl.costmodel.workload import Workload
-from autoddl.models import Transformer, gpt, mlp
-from autoddl.models.layers import BLOCK_INPUT, GraphBuilder, add, embedding, linear, norm
 from autoddl.search import METHODS, Status, solve
 from autoddl.search.verify import Claim, VerificationError, verify
+from autoddl.zoo import Transformer, gpt, mlp
+from autoddl.zoo.layers import BLOCK_INPUT, GraphBuilder, add, embedding, linear, norm
 
 CLUSTER = load_cluster("dgx-a100").resized(2, 2)
 #: Slow links: communication matters for layers as small as these.

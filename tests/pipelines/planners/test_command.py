@@ -80,7 +80,7 @@ def test_a_priced_transformer_and_data_parallelism_that_does_not_fit(capsys: pyt
         (("--profile", "bert-47"), "is neither a file nor one of bert-48, vgg-19 nor transformer:LAYERS"),
         (("--profile", "transformer:48"), "should read transformer:LAYERSxHIDDENxSEQUENCE"),
         (("--widths", "8-8"), "should be numbers of devices, such as 8:8"),
-        (("--widths", "8:8", "--stages", "3"), "--widths 8:8 has 2 stages, --stages says 3"),
+        (("--widths", "8:8", "--stages", "3"), "--widths 8:8 has 2 stages, should have 3"),
         (("--widths", "8:8", "--planner", "chimera"), "is for the dapple planner"),
         (("--stages", "5", "--planner", "chimera"), "5 stages for Chimera"),
         (("--stages", "5", "--planner", "wpipe"), "should be even"),

@@ -19,8 +19,6 @@ from autoddl.costmodel.distribution import canonical
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
-from autoddl.models.feedforward import mlp
-from autoddl.models.transformers import Transformer, gpt
 from autoddl.pipelines import Kind, Schedule, Times, generate
 from autoddl.pipelines.memory import peak_activations, peak_weight_versions
 from autoddl.pipelines.runtime.launcher import RankPool
@@ -33,6 +31,8 @@ from autoddl.pipelines.runtime.pipeline.report import PipelineReport, combine
 from autoddl.pipelines.runtime.pipeline.shared_weights import weight_pieces
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan, stage_layouts
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
+from autoddl.zoo.feedforward import mlp
+from autoddl.zoo.transformers import Transformer, gpt
 
 from ..sent_bytes import Sent, check_sent
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from ..models import layers as make
+from ..zoo import layers as make
 from .drafts import Draft, View
 from .operators import OperatorGraph
 

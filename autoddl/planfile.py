@@ -44,7 +44,7 @@ __all__ = ["Plan", "assessment_of", "joint_document", "load_plan", "plan_documen
 _REMEDY = "plan again, or drop its claims with --edited"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """A plan as read from its document: all that is needed to apply, verify or launch it.
 
@@ -61,6 +61,9 @@ class Plan:
     strategies: Mapping[str, Strategy]
     document: dict[str, Any]
     pipeline: Evaluation | None = None
+
+    def __repr__(self) -> str:
+        return f"<Plan {self.graph.name} on {self.cluster.name}, {self.cluster.num_devices} devices>"
 
     @property
     def num_stages(self) -> int:

@@ -15,7 +15,7 @@ from functools import partial
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
-from ..models import layers as make
+from ..zoo import layers as make
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_loops, fuse_gates, fuse_projections

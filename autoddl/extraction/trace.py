@@ -25,7 +25,7 @@ __all__ = ["trace"]
 _ROOT = "traced"
 _COLOURS = re.compile("\x1b\\[[0-9;]*m")
 _HIDDEN_VALUE = re.compile(r"not allowed to be called in nn\.Graph|Only eager scalar tensor")
-_NOT_USERS = re.compile(r"[/\\](site-packages|dist-packages|extract)[/\\]|^<")
+_NOT_USERS = re.compile(r"[/\\](site-packages|dist-packages|extraction)[/\\]|^<")
 
 
 def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:

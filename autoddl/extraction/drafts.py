@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 
-from ..models.layers import kept_by_epilogue
+from ..zoo.layers import kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import OperatorGraph
 

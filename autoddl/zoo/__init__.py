@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 
 from autoddl.costmodel.documents import load_json
@@ -17,6 +16,7 @@ from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
 from autoddl.costmodel.limits import LARGEST_MLP_WIDTH, LARGEST_SIZES, MOST_LAYERS
 from autoddl.costmodel.reading import shown_path
+from autoddl.costmodel.suggestions import closest, did_you_mean
 
 from .feedforward import VGG_FEATURES, mlp, vgg
 from .huggingface import HUGGINGFACE_TYPES, transformer_from_config
@@ -93,7 +93,7 @@ def resolve_model(
 def _without_options(text: str, family: str, sizes: str) -> LayerGraph:
     """The models that are what they are."""
     if is_oneflow_model(text):
-        from ..extract import extract_from_file  # not above: it needs OneFlow
+        from ..extraction import extract_from_file  # not above: it needs OneFlow
 
         return extract_from_file(text)
     if family == "mlp":
@@ -159,6 +159,9 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
 
 def _unknown(text: str) -> UserError:
     known = known_models()
-    close = get_close_matches(text[:60].lower(), known, 1, cutoff=0.5)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    return UserError(f"model {quote(text)} is unknown; {hint}known are {', '.join((*known, *FORMS))}")
+    family, colon, sizes = text.partition(":")
+    likely = closest(family, (*FAMILIES, "mlp")) if colon else None
+    hint = did_you_mean(text, known) if likely is None else f"did you mean '{likely}:{sizes}'?"
+    return UserError(
+        f"model {quote(text)} is unknown; {hint}{' ' if hint else ''}known are {', '.join((*known, *FORMS))}"
+    )

@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import PurePath
 from typing import Any
 
 from autoddl.costmodel.documents import show_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import LARGEST_SIZES
+from autoddl.costmodel.suggestions import did_you_mean
 
 from .transformers import Transformer
 
@@ -174,8 +174,8 @@ def transformer_from_config(value: Any, where: str) -> tuple[str, Transformer]:
     if kind is None:
         raise UserError(f"{where}: field 'model_type' is missing, should be one of {', '.join(HUGGINGFACE_TYPES)}")
     if not isinstance(kind, str) or kind not in HUGGINGFACE_TYPES:
-        close = get_close_matches(str(kind)[:_LONGEST_NAME], HUGGINGFACE_TYPES, 1)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        question = did_you_mean(str(kind), HUGGINGFACE_TYPES)
+        hint = f" ({question})" if question else ""
         raise UserError(
             f"{where}: model_type is {show_json(kind)}, should be one of {', '.join(HUGGINGFACE_TYPES)}{hint}; "
             f"other models can be extracted from OneFlow: autoddl extract FILE.py:FUNCTION"

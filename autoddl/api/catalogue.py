@@ -1,0 +1,89 @@
+"""What is built in: models and clusters."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
+from autoddl.costmodel.graph import LayerGraph
+
+from ..zoo import known_models, resolve_model
+
+__all__ = ["BuiltInModel", "cluster_record", "clusters", "models"]
+
+
+@dataclass(frozen=True)
+class BuiltInModel:
+    """A model that is known by name.
+
+    Attributes:
+        name: what :func:`autoddl.plan` takes.
+    """
+
+    name: str
+
+    @cached_property
+    def graph(self) -> LayerGraph:
+        """Its layer graph."""
+        return resolve_model(self.name)
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained elements, with the vocabulary as it is padded."""
+        return self.graph.num_parameters
+
+    def record(self) -> dict[str, Any]:
+        """What ``autoddl models --json`` says of it; FLOPs are those of a sample's forward pass."""
+        graph = self.graph
+        return {
+            "name": self.name,
+            "num_parameters": graph.num_parameters,
+            "num_layers": len(graph.layers),
+            "sample": graph.sample,
+            "sample_shape": list(graph.layers[0].input_shape),
+            "flops": graph.flops,
+        }
+
+
+def models() -> tuple[BuiltInModel, ...]:
+    """The models that are built in.
+
+    Models of other sizes are written ``gpt:LAYERSxWIDTH``, ``bert:...``, ``llama:...`` or ``mlp:WIDTH,WIDTH,...``.
+
+    >>> import autoddl
+    >>> [model.name for model in autoddl.models() if model.name.startswith("gpt2")]
+    ['gpt2', 'gpt2-medium', 'gpt2-large', 'gpt2-xl', 'gpt2-64']
+    >>> autoddl.models()[0].graph
+    <LayerGraph gpt2: 114 layers, 124,475,904 parameters>
+    """
+    return tuple(map(BuiltInModel, known_models()))
+
+
+def clusters() -> tuple[Cluster, ...]:
+    """The clusters that are built in; :func:`autoddl.plan` takes their names, and other numbers of nodes and devices.
+
+    >>> import autoddl
+    >>> {cluster.name: cluster.device.name for cluster in autoddl.clusters()}["dgx-a100"]
+    'NVIDIA A100 SXM4 80 GB'
+    """
+    return tuple(map(load_cluster, preset_names()))
+
+
+def cluster_record(name: str) -> dict[str, Any]:
+    """What ``autoddl clusters --json`` says of a built-in cluster; links are per device."""
+    cluster = load_cluster(name)
+    device = cluster.device
+    inter, intra = cluster.links
+    return {
+        "name": name,
+        "description": cluster.document["description"],
+        "num_nodes": cluster.num_nodes,
+        "devices_per_node": cluster.devices_per_node,
+        "device": device.name,
+        "memory_bytes": device.memory_bytes,
+        "peak_flops": dict(device.peak_flops),
+        "inter_node": {"latency_s": inter.latency_s, "bandwidth": inter.bandwidth},
+        "intra_node": {"latency_s": intra.latency_s, "bandwidth": intra.bandwidth},
+    }

@@ -1,0 +1,341 @@
+"""Planning, reading plans, and comparing methods."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.stopping import Stop, StopRequestedError
+from autoddl.costmodel.suggestions import unknown
+from autoddl.costmodel.workload import OPTIMIZERS
+from autoddl.search import METHODS
+
+from .. import planfile
+from ..planner import Options
+from .inputs import ClusterLike, ModelLike, cluster_of, graph_of
+from .plans import Plan
+from .results import Comparison
+
+if TYPE_CHECKING:
+    from ..planner import BaselineFigures, Planned
+
+__all__ = ["LARGEST_ENUMERATION", "compare", "load", "load_plan", "plan"]
+
+#: Larger spaces are not enumerated unless that is asked for by name.
+LARGEST_ENUMERATION = 10**9
+_OBJECTIVES = ("step", "communication")
+
+
+def plan(
+    model: ModelLike,
+    inputs: Any = None,
+    *,
+    cluster: ClusterLike,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    latency_s: float | None = None,
+    bandwidth: float | None = None,
+    heads: int | None = None,
+    sequence: int | None = None,
+    vocabulary: int | None = None,
+    batch: int | None = None,
+    micro_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str = "adam",
+    recompute: bool | None = None,
+    memory_limit_bytes: float | None = None,
+    pipeline: str | None = None,
+    allow_stale: bool = False,
+    method: str = "exact",
+    objective: str = "step",
+    untied: bool = False,
+    summa: bool = True,
+    seed: int = 0,
+    temperature_s: float | None = None,
+    evaluations: int | None = None,
+    time_limit_s: float | None = None,
+    quiet: bool = False,
+    stop: Stop | None = None,
+) -> Plan:
+    """The best way to train a model on a cluster: a strategy for every layer, proven; with ``pipeline`` also stages and a schedule.
+
+    Args:
+        model: a name (``gpt3-13b``; :func:`autoddl.models` lists them), sizes (``gpt:24x1024``, ``mlp:4096,1024,10``), a
+            HuggingFace ``config.json``, a saved graph, ``FILE.py:FUNCTION``, a layer graph, or a ``oneflow.nn.Module``.
+        inputs: of a module: example tensors (or one), with the batch as their first dimension.
+        cluster: a name (:func:`autoddl.clusters` lists them), a file, or a cluster.
+        nodes, devices_per_node: in place of the cluster's own.
+        latency_s, bandwidth: of every link [s], [bytes/s for each device], in place of the cluster's own.
+        heads, sequence, vocabulary: of a built-in transformer, in place of its own.
+        batch: samples per step over all devices; 8 for each device by default.
+        micro_batch: samples per pass over all devices (of a stage); chosen by default.
+        precision: ``float32`` or ``mixed``; by default what the device usually trains in.
+        optimizer: ``adam``, ``momentum`` or ``sgd``.
+        recompute: of activations: always (True), never (False), or whatever is better (None).
+        memory_limit_bytes: for each device; 9/10 of the device's memory by default.
+        pipeline: ``auto`` searches stages, cut, schedule, micro-batch, recomputation and strategies together; ``dapple``,
+            ``chimera`` and ``wpipe`` take the plan of that paper's planner; None plans without a pipeline.
+        allow_stale: with a pipeline, whether to offer asynchronous schedules, whose weights lag behind.
+        method: of the search without a pipeline: one of ``autoddl.search.METHODS``.
+        objective: what is minimised: ``step``, or ``communication`` alone.
+        untied: a choice of its own for every repetition of a block.
+        summa: offer Summa meshes to linear layers.
+        seed, temperature_s, evaluations: of the random methods.
+        time_limit_s: of one search (20 s by default); with a pipeline, processor time of the whole search (30 s).
+        quiet: no progress bar; without it there is one where stderr is a terminal.
+        stop: whoever requests it ends the search; the best plan until then is the answer.
+
+    Raises:
+        InfeasibleError: nothing fits the memory limit; the message gives the smallest one that would do.
+        UserError: a name is unknown, a value is out of range, or the model does not divide over the cluster.
+        StopRequestedError: the stop was requested before there was a plan.
+
+    >>> import autoddl
+    >>> plan = autoddl.plan("gpt2", cluster="dgx-a100", nodes=2, batch=64)
+    >>> plan
+    <Plan gpt2 on dgx-a100: 2 nodes of 8 x NVIDIA A100 SXM4 80 GB; 39.1 ms per step, proven optimal>
+    >>> len(plan.layers), plan.layers[0].name, plan.layers[0].kind
+    (114, 'wte', 'embedding')
+
+    With a pipeline the plan has the same face:
+
+    >>> autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128, pipeline="auto")
+    <Plan gpt:4x256 on v100-c: 2 nodes of 1 x NVIDIA V100 16 GB, 2 stages; 11.6 ms per step, proven optimal>
+    """
+    options = _options(
+        batch=batch,
+        micro_batch=micro_batch,
+        method=method,
+        objective=objective,
+        memory_limit_bytes=memory_limit_bytes,
+        precision=precision,
+        optimizer=optimizer,
+        recompute=recompute,
+        untied=untied,
+        summa=summa,
+        seed=seed,
+        temperature_s=temperature_s,
+        evaluations=evaluations,
+        time_limit_s=time_limit_s,
+        quiet=quiet,
+    )
+    if pipeline is None and allow_stale:
+        raise UserError("allow_stale is for pipelines; give a pipeline too, such as 'auto'")
+    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
+    devices = cluster_of(cluster, nodes, devices_per_node, latency_s, bandwidth)
+    if pipeline is None:
+        return _without_pipeline(graph, devices, options, stop)
+    return _with_pipeline(graph, devices, options, pipeline, allow_stale, stop)
+
+
+def _options(**asked: Any) -> Options:
+    """The planner's options; what is one of a few words is checked here, the numbers are checked by the planner."""
+    for name, known in (("method", tuple(METHODS)), ("objective", _OBJECTIVES), ("optimizer", tuple(OPTIMIZERS))):
+        if asked[name] not in known:
+            raise unknown(name, asked[name], known)
+    return Options(**asked)
+
+
+def _without_pipeline(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None) -> Plan:
+    from ..joint.glance import plan_alone
+    from ..trusting import trust_of
+
+    planned = plan_alone(graph, cluster, options, stop)
+    trust = trust_of(planned, stop)
+    document = planfile.plan_document(planned, trust)
+    return Plan(graph, cluster, planned.workload, planned.strategies, document, search=planned, trust=trust)
+
+
+def _with_pipeline(
+    graph: LayerGraph, cluster: Cluster, options: Options, pipeline: str, allow_stale: bool, stop: Stop | None
+) -> Plan:
+    from autoddl.search import progress_bar
+
+    from ..joint.planner import plan_jointly
+    from ..joint.result import JointOptions
+
+    asked = JointOptions(options, pipeline, allow_stale)
+    with progress_bar("pipelines", disable=True if options.quiet else None) as progress:
+        planned = plan_jointly(graph, cluster, asked, progress, stop)
+    found = planned.evaluation
+    strategies = {layer.layer.name: layer.strategy for layer in found.layers}
+    document = planfile.joint_document(planned)
+    return Plan(graph, cluster, found.configuration.workload, strategies, document, found, search=planned)
+
+
+def load(path: str | os.PathLike[str], *, edited: bool = False) -> Plan:
+    """Read a plan that `Plan.save` or ``autoddl plan -o`` wrote; its figures and claims are checked.
+
+    Args:
+        edited: take a plan also if it was edited: its figures are computed anew, and what was claimed of it (optimality, bounds,
+            baselines, trust) is dropped.
+
+    Raises:
+        UserError: the file cannot be read, a field is malformed, or the plan was edited; the message names the field.
+
+    >>> import autoddl, os, tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = os.path.join(folder, "plan.json")
+    ...     autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64).save(path)
+    ...     plan = autoddl.load(path)
+    >>> plan.optimal, plan.layers[0].name
+    (True, 'fc1')
+    """
+    found = planfile.load_plan(path, edited)
+    return Plan(
+        found.graph,
+        found.cluster,
+        found.workload,
+        found.strategies,
+        found.document,
+        found.pipeline,
+        where=os.fspath(path),
+    )
+
+
+#: The same, as it has always been called.
+load_plan = load
+
+
+# ---- Comparing ---------------------------------------------------------------------------------------------------------
+
+
+def compare(
+    model: ModelLike,
+    inputs: Any = None,
+    *,
+    cluster: ClusterLike,
+    nodes: int | None = None,
+    devices_per_node: int | None = None,
+    latency_s: float | None = None,
+    bandwidth: float | None = None,
+    heads: int | None = None,
+    sequence: int | None = None,
+    vocabulary: int | None = None,
+    batch: int | None = None,
+    micro_batch: int | None = None,
+    precision: str | None = None,
+    optimizer: str = "adam",
+    recompute: bool | None = None,
+    memory_limit_bytes: float | None = None,
+    methods: Sequence[str] | None = None,
+    objective: str = "step",
+    untied: bool = False,
+    summa: bool = True,
+    seed: int = 0,
+    temperature_s: float | None = None,
+    evaluations: int | None = None,
+    time_limit_s: float | None = None,
+    quiet: bool = False,
+    stop: Stop | None = None,
+) -> Comparison:
+    """Baselines and search methods side by side, without a pipeline.
+
+    Args:
+        methods: of ``autoddl.search.METHODS``; by default all, exhaustive only where the space has at most 10^9 assignments.
+        temperature_s: of metropolis-hastings alone.
+
+    All others, and the errors, are those of :func:`autoddl.plan`.
+
+    >>> import autoddl
+    >>> found = autoddl.compare("mlp:64,32,16", cluster="local-cpu", batch=16, methods=["exact", "random"])
+    >>> [row["name"] for row in found.rows]
+    ['exact', 'random', 'data parallel', 'megatron', 'summa']
+    >>> found["random"]["step_s"] >= found["exact"]["step_s"]
+    True
+    """
+    names = tuple(METHODS) if methods is None else tuple(methods)
+    for name in names:
+        if name not in METHODS:
+            raise unknown("method", name, tuple(METHODS))
+    if temperature_s is not None and "metropolis-hastings" not in names:
+        raise UserError("temperature is for metropolis-hastings, which is not among the methods")
+
+    def options_of(method: str) -> Options:
+        return _options(
+            batch=batch,
+            micro_batch=micro_batch,
+            method=method,
+            objective=objective,
+            memory_limit_bytes=memory_limit_bytes,
+            precision=precision,
+            optimizer=optimizer,
+            recompute=recompute,
+            untied=untied,
+            summa=summa,
+            seed=seed,
+            temperature_s=temperature_s if method == "metropolis-hastings" else None,
+            evaluations=evaluations,
+            time_limit_s=time_limit_s,
+            quiet=quiet,
+        )
+
+    from ..planner import make_plan
+
+    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
+    devices = cluster_of(cluster, nodes, devices_per_node, latency_s, bandwidth)
+    stop = stop or Stop()
+    exact = make_plan(graph, devices, options_of("exact"), stop=stop)
+    rows: list[Mapping[str, Any]] = []
+    for name in names:
+        if name == "exact":
+            rows.append(_search_row(name, exact))
+        elif name == "exhaustive" and methods is None and exact.result.space_size > LARGEST_ENUMERATION:
+            too_many = f"{exact.result.space_size:.1e} assignments are too many to enumerate"
+            rows.append({"name": name, "infeasible": too_many})
+        else:
+            rows.append(_row_of(name, graph, devices, options_of(name), exact.baselines, stop))
+    rows += map(_baseline_row, exact.baselines)
+    return Comparison(tuple(rows), exact, stop.is_requested)
+
+
+def _row_of(
+    method: str,
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: Options,
+    baselines: Sequence[BaselineFigures],
+    stop: Stop,
+) -> dict[str, Any]:
+    """What a method other than exact finds, of its own or, where that is not better, of a baseline's."""
+    from ..planner import make_plan
+
+    found = None
+    if not stop.is_requested:
+        with contextlib.suppress(StopRequestedError):
+            found = make_plan(graph, cluster, options, stop=stop, known=baselines)
+    if found is None or (found.is_interrupted and not found.evaluations):
+        return {"name": method, "infeasible": "interrupted before it had a plan"}
+    return _search_row(method, found)
+
+
+def _search_row(method: str, planned: Planned) -> dict[str, Any]:
+    return {
+        "name": method,
+        "step_s": planned.assessment.step_s,
+        "communication_s": planned.assessment.communication_s,
+        "memory_bytes": planned.assessment.memory_bytes,
+        "status": planned.status,
+        "gap": planned.gap,
+        "optimal": planned.optimal,
+        "evaluations": planned.evaluations,
+        "search_s": planned.search_s,
+        **({"taken_from": planned.taken_from} if planned.taken_from else {}),
+    }
+
+
+def _baseline_row(figures: BaselineFigures) -> dict[str, Any]:
+    if figures.assessment is None:
+        return {"name": figures.name, "infeasible": figures.infeasible}
+    return {
+        "name": figures.name,
+        "step_s": figures.assessment.step_s,
+        "communication_s": figures.assessment.communication_s,
+        "memory_bytes": figures.assessment.memory_bytes,
+        "mesh": figures.mesh,
+    }

@@ -1,0 +1,46 @@
+"""What a user may have meant by a name that is unknown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from .errors import UserError, quote
+from .limits import MOST_SHOWN_EACH
+
+__all__ = ["closest", "did_you_mean", "unknown"]
+
+#: How alike names have to be (`difflib.SequenceMatcher.ratio`): "colour" is not "cluster", with 0.62.
+_LEAST = 0.65
+
+
+def closest(word: str, known: Iterable[str]) -> str | None:
+    """The known name that is most like a word; None where none is like it.
+
+    >>> closest("gtp3-13b", ["gpt2", "gpt3-13b"]), closest("red", ["gpt2", "gpt3-13b"])
+    ('gpt3-13b', None)
+    """
+    from difflib import get_close_matches  # not above: it is only needed when something is wrong
+
+    by_lower = {name.lower().lstrip("-"): name for name in known}  # dashes make no options alike
+    found = get_close_matches(word[:MOST_SHOWN_EACH].lower().lstrip("-"), by_lower, 1, cutoff=_LEAST)
+    return by_lower[found[0]] if found else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str:
+    """A question to put into a message; empty where nothing is like the word.
+
+    >>> did_you_mean("dgx-a10", ["dgx-a100", "local-cpu"])
+    "did you mean 'dgx-a100'?"
+    """
+    name = closest(word, known)
+    return "" if name is None else f"did you mean {name!r}?"
+
+
+def unknown(what: str, word: object, known: Sequence[str]) -> UserError:
+    """The error for a name that is none of those known.
+
+    >>> print(unknown("method", "exat", ["exact", "random"]))
+    method 'exat' is unknown; did you mean 'exact'? known are exact, random
+    """
+    hint = did_you_mean(str(word), known)
+    return UserError(f"{what} {quote(word)} is unknown; {hint}{' ' if hint else ''}known are {', '.join(known)}")
