@@ -235,7 +235,7 @@ class _Fit:
         least = [_least(column, cell) for column, cell in zip(table.columns, cells)]
         leaving = iter(table.leaving)
         while (missing := self._total(self.shown, least) - width) > 0:
-            if (column := next(leaving, None)) is not None:
+            if len(self.shown) > 1 and (column := next(leaving, None)) is not None:
                 self.shown.remove(column)
             elif self._shorten(least, missing):
                 pass
