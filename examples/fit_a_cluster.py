@@ -32,9 +32,8 @@ print(found)
 found.save(folder / "ours.json")
 
 # How well does it predict what was measured, and how well does the datasheet?
-for cluster in (found.cluster, "dgx-a100"):
-    print()
-    print(autoddl.predict(measured, cluster=cluster))
+print(f"\n{autoddl.predict(measured, cluster=found.cluster)}")
+print(f"\n{autoddl.predict(measured, cluster='dgx-a100')}")
 
 # A plan on a calibrated cluster says how far it can be trusted.
 plan = autoddl.plan("gpt2", cluster=found.cluster, nodes=1, batch=32)

@@ -172,13 +172,10 @@ class Plan(planfile.Plan):
         """The whole plan: what ``autoddl plan`` prints; of a plan that was read from a file its tables."""
         if self.search is not None:
             return texts.search_text(self.search, self.trust)
-        return display.text_of(display.one_line(self.view, self.num_stages), self._tables())
+        return display.summary_of(self.view, self.stages)
 
     def _repr_html_(self) -> str:
-        return display.html_of(display.one_line(self.view, self.num_stages), self._tables())
-
-    def _tables(self) -> list[display.PlanTable]:
-        return display.tables_of(self.view, self.stages)
+        return display.html_of(display.summary_of(self.view, self.stages))
 
     def to_frame(self) -> pandas.DataFrame:
         """The layers as a pandas DataFrame: a row for each, a column for each attribute of :attr:`layers`.

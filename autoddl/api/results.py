@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import html
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.units import format_seconds
 
 from . import texts
+from .display import html_of
 
 if TYPE_CHECKING:
     import pandas
@@ -43,7 +43,7 @@ class Result(ABC):
         return str(self.text)
 
     def _repr_html_(self) -> str:
-        return f"<pre>{html.escape(str(self))}</pre>"
+        return html_of(self.text)
 
 
 @dataclass(frozen=True, repr=False)

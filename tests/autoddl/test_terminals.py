@@ -40,6 +40,8 @@ COMMANDS = {
     "plan on a calibrated cluster": ("plan", "mlp:64,128,64", "--cluster", "FOLDER/fitted.json", "--quiet"),
     "plan --pipeline": ("plan", *GPT, "--pipeline", "auto", "--time-limit", "2"),
     "plan of a paper's planner": ("plan", *GPT, "--pipeline", "chimera", "--time-limit", "2"),
+    "models": ("models",),
+    "clusters": ("clusters",),
     "compare": ("compare", *GPT, "--evaluations", "500"),
     "explain": ("explain", "FOLDER/plan.json"),
     "explain, of a pipeline": ("explain", "FOLDER/pipeline.json"),
