@@ -51,8 +51,6 @@ COMMANDS = {
     "schedule": ("schedule", "chimera", "--stages", "4", "--micro-batches", "24", "--all-reduce-time", "1"),
     "schedule, asynchronous": ("schedule", "wpipe", "--stages", "40", "--micro-batches", "80", "--iterations", "3"),
     "schedule list": ("schedule", "list"),
-    "models": ("models",),
-    "clusters": ("clusters",),
     "fit": ("fit", "FOLDER/samples.csv", "-o", "FOLDER/fitted again.json"),
     "fit --against": ("fit", "FOLDER/samples.csv", "--against", "FOLDER/fitted.json"),
 }
