@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from autoddl.costmodel.graph import LayerGraph
     from autoddl.costmodel.stopping import Stop, StopRequestedError
     from autoddl.pipelines.runtime.load import load_oneflow
+    from autoddl.search.planner import InfeasibleError
 
     from .api.catalogue import BuiltInModel, clusters, models
     from .api.figures import PlannedLayer, PlannedStage
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
     from .api.schedules import Schedule, Timeline, schedule, schedule_families
     from .applying import apply
     from .launching.context import launched
-    from .planner import InfeasibleError
 
     __version__: str
 

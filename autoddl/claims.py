@@ -42,11 +42,12 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import OBJECTIVES, PriceBook
+from autoddl.pipelines.joint.glance import NOTE
+from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.search import METHODS, Status
 from autoddl.search.baselines import BASELINES, baselines
+from autoddl.search.planner import USABLE_MEMORY, Options, base_workload, micro_batches
 
-from .joint.glance import NOTE
-from .joint.papers import PLANNERS
 from .plandocument import (
     EDITED,
     MEMBERS,
@@ -56,7 +57,6 @@ from .plandocument import (
     hashes_of,
     unclaimed_document,
 )
-from .planner import USABLE_MEMORY, Options, base_workload, micro_batches
 
 if TYPE_CHECKING:
     from .planfile import Plan

@@ -24,11 +24,11 @@ from autoddl.costmodel.cluster import Cluster, Level, Link
 from autoddl.costmodel.documents import canonical_hash
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.result import JointOptions, JointPlan
+from autoddl.search.planner import BaselineFigures, Candidate, Options, Planned
 
-from .joint.document import family_fields, pipeline_facts, search_fields
-from .joint.evaluation import Evaluation
-from .joint.result import JointOptions, JointPlan
-from .planner import BaselineFigures, Candidate, Options, Planned
+from .pipelinedocument import family_fields, pipeline_facts, search_fields
 from .trusting import PlanTrust, trust_document
 
 __all__ = [
@@ -193,7 +193,7 @@ def plan_document(planned: Planned, trusted: PlanTrust | None = None) -> dict[st
 
 
 def joint_document(planned: JointPlan) -> dict[str, Any]:
-    """The JSON document of the joint planner's answer: a plan's, with the member ``pipeline`` (:mod:`autoddl.joint.document`).
+    """The JSON document of the joint planner's answer: a plan's, with the member ``pipeline`` (:mod:`autoddl.pipelinedocument`).
 
     Strategies are over the devices of a stage, and the figures are those of the pipeline.
     """

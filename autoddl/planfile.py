@@ -23,10 +23,10 @@ from autoddl.costmodel.pricing import OBJECTIVES
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.costmodel.writing import write_document
+from autoddl.pipelines.joint.evaluation import Evaluation
 
 from .claims import check_claims, check_facts, edited_member
-from .joint.document import read_splits, recompute_pipeline
-from .joint.evaluation import Evaluation
+from .pipelinedocument import read_splits, recompute_pipeline
 from .plandocument import (
     EDITED,
     FORMAT,

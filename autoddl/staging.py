@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MOST_TRAINING_PASSES
 from autoddl.pipelines.generators import generate
+from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Kind, Schedule
 
-from .joint.configuration import PipelineSchedule
-from .joint.cutting import ENTRY
 from .planfile import Plan
 
 if TYPE_CHECKING:

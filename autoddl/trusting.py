@@ -17,8 +17,7 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search import solve
-
-from .planner import Planned
+from autoddl.search.planner import Planned
 
 __all__ = ["PlanTrust", "trust_document", "trust_of"]
 

@@ -14,15 +14,15 @@ from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.suggestions import unknown
 from autoddl.costmodel.workload import OPTIMIZERS
 from autoddl.search import METHODS
+from autoddl.search.planner import Options
 
 from .. import planfile
-from ..planner import Options
 from .inputs import ClusterLike, ModelLike, cluster_of, graph_of
 from .plans import Plan
 from .results import Comparison
 
 if TYPE_CHECKING:
-    from ..planner import BaselineFigures, Planned
+    from autoddl.search.planner import BaselineFigures, Planned
 
 __all__ = ["LARGEST_ENUMERATION", "compare", "load", "load_plan", "plan"]
 
@@ -142,7 +142,8 @@ def _options(**asked: Any) -> Options:
 
 
 def _without_pipeline(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None) -> Plan:
-    from ..joint.glance import plan_alone
+    from autoddl.pipelines.joint.glance import plan_alone
+
     from ..trusting import trust_of
 
     planned = plan_alone(graph, cluster, options, stop)
@@ -154,10 +155,9 @@ def _without_pipeline(graph: LayerGraph, cluster: Cluster, options: Options, sto
 def _with_pipeline(
     graph: LayerGraph, cluster: Cluster, options: Options, pipeline: str, allow_stale: bool, stop: Stop | None
 ) -> Plan:
+    from autoddl.pipelines.joint.planner import plan_jointly
+    from autoddl.pipelines.joint.result import JointOptions
     from autoddl.search import progress_bar
-
-    from ..joint.planner import plan_jointly
-    from ..joint.result import JointOptions
 
     asked = JointOptions(options, pipeline, allow_stale)
     with progress_bar("pipelines", disable=True if options.quiet else None) as progress:
@@ -275,7 +275,7 @@ def compare(
             quiet=quiet,
         )
 
-    from ..planner import make_plan
+    from autoddl.search.planner import make_plan
 
     graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
     devices = cluster_of(cluster, nodes, devices_per_node, latency_s, bandwidth)
@@ -303,7 +303,7 @@ def _row_of(
     stop: Stop,
 ) -> dict[str, Any]:
     """What a method other than exact finds, of its own or, where that is not better, of a baseline's."""
-    from ..planner import make_plan
+    from autoddl.search.planner import make_plan
 
     found = None
     if not stop.is_requested:

@@ -20,9 +20,10 @@ from .results import Difference, Explanation, Verification
 if TYPE_CHECKING:
     import pandas
 
+    from autoddl.pipelines.joint.result import JointPlan
+    from autoddl.search.planner import Planned
+
     from ..explain import Alternative, PlanView
-    from ..joint.result import JointPlan
-    from ..planner import Planned
     from ..text.tables import Text
     from ..trusting import PlanTrust
     from .schedules import Timeline

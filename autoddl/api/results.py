@@ -15,10 +15,11 @@ from .display import html_of
 if TYPE_CHECKING:
     import pandas
 
+    from autoddl.search.planner import Planned
+
     from ..diffing import PlanDifference
     from ..explain import Choice
     from ..explain import Explanation as Explained
-    from ..planner import Planned
     from ..text.tables import Text
     from ..verification.pipeline_result import PipelineVerification
     from ..verification.result import Verification as Verified

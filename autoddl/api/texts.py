@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, Union
 
 if TYPE_CHECKING:
-    from ..joint.result import JointPlan
-    from ..planner import Planned
+    from autoddl.pipelines.joint.result import JointPlan
+    from autoddl.search.planner import Planned
+
     from ..text.tables import Text
     from ..trusting import PlanTrust
     from ..verification.pipeline_result import PipelineVerification
@@ -20,7 +21,7 @@ __all__ = ["search_text", "verification_document", "verification_text"]
 
 def search_text(search: Search, trusted: PlanTrust | None) -> Text:
     """What a search found."""
-    from ..joint.result import JointPlan
+    from autoddl.pipelines.joint.result import JointPlan
 
     if isinstance(search, JointPlan):
         from ..text.jointplans import joint_text

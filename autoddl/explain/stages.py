@@ -23,10 +23,10 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import Problem, Variable
 from autoddl.costmodel.strategy import Strategy
+from autoddl.pipelines.joint.evaluation import Evaluation, evaluate, stage_workload
+from autoddl.pipelines.joint.partition import ENTRY, chain_of
 from autoddl.search.marginals import marginals, nearest
 
-from ..joint.cutting import ENTRY, chain_of
-from ..joint.evaluation import Evaluation, evaluate, stage_workload
 from .alternatives import Alternative, Choice, answers_to, problem_of
 from .resources import ResourceBook
 from .view import Part, pipeline_parts

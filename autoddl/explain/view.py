@@ -17,8 +17,8 @@ from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_ranges
 from autoddl.costmodel.workload import OPTIMIZERS
+from autoddl.pipelines.joint.evaluation import Evaluation, stage_workload
 
-from ..joint.evaluation import Evaluation, stage_workload
 from ..plandocument import NOT_CLAIMED
 from ..planfile import Plan, assessment_of, load_plan
 from .resources import LOCAL, ResourceBook

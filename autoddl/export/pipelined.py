@@ -25,6 +25,8 @@ from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.draw import to_text
+from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.layouts import product_order
 from autoddl.pipelines.runtime.pipeline.actions import Action, Drop, Receive, Reduce, Run, Send, Update
 from autoddl.pipelines.runtime.pipeline.dryrun import check_programs
@@ -35,8 +37,6 @@ from autoddl.pipelines.runtime.pipeline.slots import RankMap, slots_per_micro_ba
 from autoddl.pipelines.runtime.pipeline.stage_plans import entry_strategy, stage_layouts
 from autoddl.pipelines.schedule import Schedule
 
-from ..joint.cutting import ENTRY
-from ..joint.evaluation import Evaluation
 from ..staging import stage_plans
 from ..zoo.builtin import BuiltIn, recognise
 from . import templates

@@ -20,7 +20,8 @@ from autoddl.pipelines.draw import to_trace
 from ..planfile import assessment_of
 
 if TYPE_CHECKING:
-    from ..joint.evaluation import Evaluation
+    from autoddl.pipelines.joint.evaluation import Evaluation
+
     from ..planfile import Plan
 
 __all__ = ["trace_text"]

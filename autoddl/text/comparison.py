@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.search.planner import Planned
 
-from ..planner import Planned
 from .tables import Column, Table, Text
 
 __all__ = ["comparison_text"]

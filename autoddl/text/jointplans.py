@@ -9,13 +9,13 @@ from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Level
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted, format_bytes, format_ranges, format_seconds
+from autoddl.pipelines.joint.configuration import StageChoice
+from autoddl.pipelines.joint.evaluation import Evaluation, StageFigures
+from autoddl.pipelines.joint.families import describe, figures_of
+from autoddl.pipelines.joint.meshes import StageMesh
+from autoddl.pipelines.joint.paper_planners import PLANNERS
+from autoddl.pipelines.joint.result import FamilyFigures, JointPlan
 
-from ..joint.configuration import StageChoice
-from ..joint.evaluation import Evaluation, StageFigures
-from ..joint.families import describe, figures_of
-from ..joint.meshes import StageMesh
-from ..joint.papers import PLANNERS
-from ..joint.result import FamilyFigures, JointPlan
 from .layers import heading, layouts_of, legend, place, repeated
 from .plans import heading_section, notes_section
 from .tables import Column, Section, Table, Text

@@ -11,8 +11,8 @@ from autoddl.costmodel.cluster import Cluster, Level
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.units import counted, format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
+from autoddl.search.planner import BaselineFigures, Planned
 
-from ..planner import BaselineFigures, Planned
 from ..trusting import PlanTrust
 from .layers import heading, layouts_of, legend, place, repeated
 from .tables import Block, Column, Section, Table, Text

@@ -17,11 +17,11 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted
+from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
-from ..joint.configuration import PipelineSchedule
 from ..planfile import Plan
 from ..staging import make_schedule, stage_plans
 from ..zoo.builtin import BuiltIn

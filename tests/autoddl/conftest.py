@@ -15,7 +15,7 @@ from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.planfile import plan_document, save_plan
-from autoddl.planner import Options, make_plan
+from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import gpt
 
 from .launches import BRISK, PATIENCE_S, Attempt, forget_jobs, launch_command, run_attempts, started

@@ -10,14 +10,14 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
-from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
-from autoddl.joint.cutting import chain_of
-from autoddl.joint.evaluation import evaluate, stage_workload
-from autoddl.joint.meshes import StageMesh
-from autoddl.joint.result import Considered, FamilyFigures, JointOptions, JointPlan
+from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
+from autoddl.pipelines.joint.evaluation import evaluate, stage_workload
+from autoddl.pipelines.joint.meshes import StageMesh
+from autoddl.pipelines.joint.partition import chain_of
+from autoddl.pipelines.joint.result import Considered, FamilyFigures, JointOptions, JointPlan
 from autoddl.planfile import joint_document, plan_document, save_plan
-from autoddl.planner import Options, make_plan
 from autoddl.search import solve
+from autoddl.search.planner import Options, make_plan
 from autoddl.trusting import trust_of
 from autoddl.zoo import Transformer, gpt
 

@@ -19,13 +19,13 @@ from autoddl.costmodel.errors import UserError
 from autoddl.diffing import compare
 from autoddl.explain import explain, explanation_document, view_of
 from autoddl.export import export
-from autoddl.joint import JointOptions
-from autoddl.joint.glance import plan_alone
-from autoddl.joint.planner import plan_jointly
+from autoddl.pipelines.joint import JointOptions
+from autoddl.pipelines.joint.glance import plan_alone
+from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.plandocument import NOT_CLAIMED, sealed
 from autoddl.planfile import Plan, assessment_of, joint_document, plan_document, plan_from_document
-from autoddl.planner import Options, make_plan
 from autoddl.report import report_page
+from autoddl.search.planner import Options, make_plan
 from autoddl.text.difference import difference_text
 from autoddl.text.explanation import explanation_text
 from autoddl.trusting import trust_of

@@ -32,15 +32,15 @@ from autoddl.export.drawings import _short, dot_text, graphml_text
 from autoddl.export.helpers import helper_text, known_names
 from autoddl.export.source import Names, comment, literal, value_text
 from autoddl.export.writing import folded
-from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
-from autoddl.joint.cutting import chain_of
-from autoddl.joint.evaluation import evaluate
-from autoddl.joint.meshes import StageMesh
+from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
+from autoddl.pipelines.joint.evaluation import evaluate
+from autoddl.pipelines.joint.meshes import StageMesh
+from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.schedule import Kind, parse_task
 from autoddl.planfile import Plan, load_plan, plan_document, save_plan
-from autoddl.planner import Options, make_plan
 from autoddl.search import solve
+from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import resolve_model
 
 MODELS = {

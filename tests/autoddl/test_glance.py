@@ -19,15 +19,15 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.units import format_seconds
-from autoddl.joint import JointOptions, evaluate
-from autoddl.joint.cutting import ENTRY
-from autoddl.joint.glance import NOTE, _level_cut, glance, plan_alone
-from autoddl.joint.job import job_of
-from autoddl.joint.planner import plan_jointly
+from autoddl.pipelines.joint import JointOptions, evaluate
+from autoddl.pipelines.joint.glance import NOTE, _level_cut, glance, plan_alone
+from autoddl.pipelines.joint.job import job_of
+from autoddl.pipelines.joint.partition import ENTRY
+from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.plandocument import sealed
 from autoddl.planfile import load_plan, plan_document, save_plan
-from autoddl.planner import InfeasibleError, Options, make_plan
 from autoddl.search.baselines import baselines
+from autoddl.search.planner import InfeasibleError, Options, make_plan
 from autoddl.text.plans import plan_text
 from autoddl.zoo import Transformer, gpt, mlp
 
@@ -150,10 +150,10 @@ def test_an_interrupted_glance_leaves_the_plan_as_it_is():
 
 
 def test_a_stop_before_leaves_the_glance_out(monkeypatch):
-    monkeypatch.setattr("autoddl.joint.glance.evaluate", lambda *_: pytest.fail("a pipeline was worked out"))
+    monkeypatch.setattr("autoddl.pipelines.joint.glance.evaluate", lambda *_: pytest.fail("a pipeline was worked out"))
     stop = Stop()
     planned = make_plan(UNTIED, SLOW, ASKED)
-    monkeypatch.setattr("autoddl.joint.glance.make_plan", lambda *_, **__: stop.request() or planned)
+    monkeypatch.setattr("autoddl.pipelines.joint.glance.make_plan", lambda *_, **__: stop.request() or planned)
     assert plan_alone(UNTIED, SLOW, ASKED, stop) is planned
 
 

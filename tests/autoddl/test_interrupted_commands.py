@@ -16,7 +16,7 @@ from typing import NamedTuple
 import pytest
 
 from autoddl.__main__ import main
-from autoddl.joint.families import PIPELINES
+from autoddl.pipelines.joint.families import PIPELINES
 from autoddl.planfile import load_plan
 
 #: Each test starts a command.
@@ -29,10 +29,10 @@ MLP = ["mlp:32768,16384,8192,4096,2048,1024,512,10", "--cluster", "piz-daint", "
 UNTIED = ["mlp:64,768,768,768,768,32", "--cluster", "gcp-a100", "--nodes", "2", "--devices-per-node", "2"]
 UNTIED += ["--batch", "8", "--quiet"]
 #: The search of the first family of pipelines, when the plan without one is known, and that of the whole space.
-FIRST_EXPLORE = ("autoddl.joint.families:explore", 1)
-BEGINNING = ("autoddl.joint.search:Search.begin", 1)
+FIRST_EXPLORE = ("autoddl.pipelines.joint.families:explore", 1)
+BEGINNING = ("autoddl.pipelines.joint.search:Search.begin", 1)
 #: The search of the whole space goes on when those of all families have ended.
-LAST_EXPLORE = ("autoddl.joint.search:Search.go_on", 1 + sum(not family.stale for family in PIPELINES))
+LAST_EXPLORE = ("autoddl.pipelines.joint.search:Search.go_on", 1 + sum(not family.stale for family in PIPELINES))
 
 
 class Ended(NamedTuple):
@@ -96,7 +96,7 @@ def check_plan(path: Path, status: str = "interrupted") -> None:
 def test_an_interrupted_plan_is_printed_and_written(tmp_path, record_property):
     path = tmp_path / "plan.json"
     arguments = ["plan", *MLP, "--quiet", "--method", "exhaustive", "--time-limit", "10000", "-o", str(path)]
-    ended = interrupted(("autoddl.planner:solve", 1), arguments)
+    ended = interrupted(("autoddl.search.planner:solve", 1), arguments)
     assert ended.code == 130, ended
     assert "the best one may be up to" in one_line(ended)
     assert (
@@ -120,7 +120,7 @@ def test_a_plan_whose_glance_at_pipelines_is_interrupted_is_whole(tmp_path, reco
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert main(arguments) == 0
     assert "a pipeline takes" in shown.getvalue()
-    ended = interrupted(("autoddl.joint.glance:glance", 1), arguments)
+    ended = interrupted(("autoddl.pipelines.joint.glance:glance", 1), arguments)
     assert ended.code == 130, ended
     assert "this is the best plan until then, it is proven optimal" in one_line(ended)
     assert "proven: none of" in ended.out and "a pipeline takes" not in ended.out
@@ -159,7 +159,7 @@ def test_an_interrupted_plan_of_a_paper_is_printed_and_written(tmp_path, record_
     model = UNTIED if name == "wpipe" else GPT  # which no layers may share a weight for
     arguments = ["plan", *model, "--pipeline", name, "--allow-stale", "--json", "-o", str(path)]
     # The plan itself is there, what it is compared with is not.
-    ended = interrupted(("autoddl.joint.planner:families_of", 1), arguments)
+    ended = interrupted(("autoddl.pipelines.joint.planner:families_of", 1), arguments)
     assert ended.code == 130, ended
     one_line(ended)
     assert json.loads(ended.out) == json.loads(path.read_text(encoding="utf-8"))
@@ -247,10 +247,10 @@ def test_a_scheduler_that_ends_the_command_gets_the_plan(tmp_path, record_proper
 @pytest.mark.parametrize(
     ("place", "arguments"),
     [
-        (("autoddl.planner:baseline_figures", 1), ["plan", *GPT, "-o", "plan.json"]),
-        (("autoddl.planner:baseline_figures", 1), ["plan", *GPT, "--pipeline", "auto", "-o", "plan.json"]),
-        (("autoddl.joint.planner:paper_plan", 1), ["plan", *GPT, "--pipeline", "chimera", "-o", "plan.json"]),
-        (("autoddl.planner:baseline_figures", 1), ["compare", *GPT]),
+        (("autoddl.search.planner:baseline_figures", 1), ["plan", *GPT, "-o", "plan.json"]),
+        (("autoddl.search.planner:baseline_figures", 1), ["plan", *GPT, "--pipeline", "auto", "-o", "plan.json"]),
+        (("autoddl.pipelines.joint.planner:paper_plan", 1), ["plan", *GPT, "--pipeline", "chimera", "-o", "plan.json"]),
+        (("autoddl.search.planner:baseline_figures", 1), ["compare", *GPT]),
         (
             ("autoddl.pipelines.planners.chimera:_configurations", 1),
             ["pipeline", "--profile", "bert-48", "--cluster", "v100-a", "--batch", "64", "--planner", "chimera"],
@@ -274,7 +274,7 @@ def test_an_interrupt_before_there_is_a_plan_is_one_line(tmp_path, record_proper
 )
 def test_the_second_interrupt_ends_it_at_once(tmp_path, record_property):
     path = tmp_path / "plan.json"
-    ended = interrupted(("autoddl.planner:verify", 1), ["plan", *GPT, "-o", str(path)], twice=True)
+    ended = interrupted(("autoddl.search.planner:verify", 1), ["plan", *GPT, "-o", str(path)], twice=True)
     assert (ended.code, ended.out, ended.err) == (130, "", "autoddl: interrupted\n")
     assert not path.exists()
     record_property("seconds", ended.seconds)

@@ -12,14 +12,14 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.stopping import Deadline, StopRequestedError
 from autoddl.costmodel.workload import Workload
-from autoddl.joint import chain_of, search
-from autoddl.joint.explorer import Explorer
-from autoddl.joint.planner import plan_jointly
-from autoddl.joint.result import JointOptions
-from autoddl.joint.search import explore
+from autoddl.pipelines.joint import chain_of, search
+from autoddl.pipelines.joint.explorer import Explorer
+from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.joint.result import JointOptions
+from autoddl.pipelines.joint.search import explore
 from autoddl.planfile import joint_document, plan_document
-from autoddl.planner import Options, make_plan
 from autoddl.search import METHODS
+from autoddl.search.planner import Options, make_plan
 from autoddl.text.jointplans import joint_text
 from autoddl.text.plans import plan_text
 from autoddl.zoo import Transformer, gpt, resolve_model
@@ -156,7 +156,7 @@ def test_settings_that_wait_for_more_time_are_in_the_bound(monkeypatch, looks):
     explorer = Explorer(chain_of(UNTIED), SLOW, Workload(8, 8, "mixed", "adam"), 4e6)
     asked = []
 
-    class Undecided(search.Settling):
+    class Undecided(search.SettingSearch):
         def run(self):
             asked.append(self.setting)
             if len(asked) == looks:
@@ -164,7 +164,7 @@ def test_settings_that_wait_for_more_time_are_in_the_bound(monkeypatch, looks):
             explorer.stop.check()
             raise search.UnsettledError
 
-    monkeypatch.setattr(search, "Settling", Undecided)
+    monkeypatch.setattr(search, "SettingSearch", Undecided)
     monkeypatch.setattr(search.Search, "look_at_promising", lambda self: None)
     every = list(explorer.settings(None, False, lambda spec: spec.num_workers > 1))
     bounds = []

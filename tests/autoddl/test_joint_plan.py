@@ -17,7 +17,7 @@ from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.joint import (
+from autoddl.pipelines.joint import (
     ENTRY,
     Configuration,
     JointOptions,
@@ -27,16 +27,16 @@ from autoddl.joint import (
     chain_of,
     evaluate,
 )
-from autoddl.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
-from autoddl.joint.planner import plan_jointly
-from autoddl.joint.stages import Need, Passes, Stages, Wanted
-from autoddl.joint.stagetables import Pricing, Replicas
+from autoddl.pipelines.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
+from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.joint.stage_cost import Pricing, Replicas
+from autoddl.pipelines.joint.stage_search import Need, Passes, Stages, Wanted
 from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
 from autoddl.planfile import joint_document, load_plan, plan_from_document, save_plan
-from autoddl.planner import Options, make_plan
 from autoddl.search.fronts import least
+from autoddl.search.planner import Options, make_plan
 from autoddl.text.jointplans import joint_text
 from autoddl.zoo import Transformer, gpt, mlp, resolve_model
 
@@ -583,13 +583,13 @@ def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
             self.stopped = self.stopped or asked.count(self) > 3
             return self.stopped
 
-    monkeypatch.setattr("autoddl.joint.planner.Clock", Short)
+    monkeypatch.setattr("autoddl.pipelines.joint.planner.Clock", Short)
     graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
     found = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=7.0), "chimera"))
     assert found.notes == ("the plan is the best that Chimera's planner found; its planner stopped after 7 s",)
     assert "stopped after 7 s" in str(joint_text(found))
     monkeypatch.undo()
-    monkeypatch.setattr("autoddl.joint.families.Clock", Short)
+    monkeypatch.setattr("autoddl.pipelines.joint.families.Clock", Short)
     other = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=50.0), "dapple"))
     rows = {family.name: family for family in other.families}
     assert rows["Chimera"].description.endswith("; its planner stopped after 1 s") and other.notes == ()

@@ -16,9 +16,9 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.costmodel.errors import UserError
-from autoddl.joint.meshes import StageMesh
 from autoddl.launching.demands import demands_of
 from autoddl.launching.hosts import Host, Placement, place, renumbered
+from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.planfile import load_plan
 

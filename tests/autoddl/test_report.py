@@ -18,13 +18,13 @@ from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.graph import graph_from_document
 from autoddl.diffing import compare
 from autoddl.explain import explain, view_of
-from autoddl.joint import JointOptions
-from autoddl.joint.planner import plan_jointly
+from autoddl.pipelines.joint import JointOptions
+from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.planfile import joint_document, plan_from_document
-from autoddl.planner import Options
 from autoddl.report import report_page
 from autoddl.report.charts import graph_gutters
 from autoddl.report.markup import Markup, element, join
+from autoddl.search.planner import Options
 from autoddl.zoo import Transformer, gpt, mlp
 
 from .sample_plans import SMALL, gpt_plan, pipeline_plan, written

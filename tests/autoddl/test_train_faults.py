@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from autoddl.__main__ import main
-from autoddl.joint.meshes import StageMesh
+from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.pipeline.checkpoint import checkpoints_in, open_checkpoint

@@ -16,8 +16,8 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
+from autoddl.search.planner import Options, make_plan
 from autoddl.text.verification import verification_text
 from autoddl.verification.documents import verification_document
 from autoddl.verification.prediction import missing_steps, predicted_steps, sent_messages

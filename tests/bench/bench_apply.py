@@ -22,8 +22,8 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.failures import RankError
 from autoddl.pipelines.runtime.launcher import RankPool
-from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
+from autoddl.search.planner import Options, make_plan
 from autoddl.text.tables import Column, Table
 from autoddl.verification.prediction import predicted_steps
 from autoddl.zoo import Transformer

@@ -65,7 +65,7 @@ class Course:
         self.steps: list[tuple[float, float]] = []
 
     def report(self, best_s: float, bound_s: float, simulated: int) -> None:
-        """As :data:`autoddl.joint.job.Report`."""
+        """As :data:`autoddl.pipelines.joint.job.Report`."""
         if math.isfinite(best_s) and (not self.steps or best_s < self.steps[-1][1]):
             self.steps.append((time.perf_counter() - self._start, best_s))
 
@@ -85,10 +85,10 @@ def plan(case: Case, limit_s: float) -> dict[str, float | bool | str | None]:
         os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
     from autoddl.costmodel.cluster import load_cluster
     from autoddl.costmodel.errors import UserError
-    from autoddl.joint.families import describe
-    from autoddl.joint.planner import plan_jointly
-    from autoddl.joint.result import JointOptions
-    from autoddl.planner import Options
+    from autoddl.pipelines.joint.families import describe
+    from autoddl.pipelines.joint.planner import plan_jointly
+    from autoddl.pipelines.joint.result import JointOptions
+    from autoddl.search.planner import Options
     from autoddl.zoo import resolve_model
 
     graph = resolve_model(case.model)

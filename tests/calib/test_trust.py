@@ -16,7 +16,7 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
-from autoddl.planner import Options, make_plan
+from autoddl.search.planner import Options, make_plan
 from autoddl.text.trust import trust_section
 from autoddl.trusting import trust_document, trust_of
 from autoddl.zoo.feedforward import mlp

@@ -16,7 +16,7 @@ from autoddl.costmodel.kinds.loss import loss
 from autoddl.costmodel.layer import Layer
 from autoddl.costmodel.localwork import elementwise
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
-from autoddl.planner import Options, make_plan
+from autoddl.search.planner import Options, make_plan
 from autoddl.zoo.layers import GraphBuilder
 
 

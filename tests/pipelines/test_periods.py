@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autoddl.joint.configuration import PipelineSchedule
-from autoddl.joint.space import schedules
 from autoddl.pipelines.generators import GeneratorError
+from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.space import schedules
 from autoddl.pipelines.periods import insertions
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.stepgraph import StepGraph, Terms

@@ -9,10 +9,10 @@ from dataclasses import replace
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
-from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
-from autoddl.joint.cutting import ENTRY, chain_of
-from autoddl.joint.evaluation import evaluate
-from autoddl.joint.meshes import Meshes
+from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
+from autoddl.pipelines.joint.evaluation import evaluate
+from autoddl.pipelines.joint.meshes import Meshes
+from autoddl.pipelines.joint.partition import ENTRY, chain_of
 from autoddl.planfile import Plan
 from autoddl.zoo.builtin import BuiltIn
 

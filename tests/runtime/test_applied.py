@@ -15,8 +15,8 @@ from autoddl.costmodel.collectives import all_reduce_steps
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
+from autoddl.search.planner import Options, make_plan
 from autoddl.zoo.feedforward import mlp
 from autoddl.zoo.layers import GraphBuilder, conv2d, linear, loss, opaque
 from autoddl.zoo.transformers import Transformer, bert, gpt, llama

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from autoddl.export.oneflow import oneflow_text
-from autoddl.joint.configuration import PipelineSchedule
-from autoddl.joint.meshes import Division, StageMesh
+from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.meshes import Division, StageMesh
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.planfile import Plan
 from autoddl.zoo.builtin import BuiltIn, Perceptron

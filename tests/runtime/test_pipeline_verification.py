@@ -20,8 +20,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
-from autoddl.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
-from autoddl.joint.meshes import Division
+from autoddl.pipelines.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
+from autoddl.pipelines.joint.meshes import Division
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.runtime.pipeline.stage_plans import check_stages

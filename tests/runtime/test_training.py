@@ -8,7 +8,7 @@ import numpy as np
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.planfile import plan_document, save_plan
-from autoddl.planner import Options, make_plan
+from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import Transformer, gpt
 
 JOBS = Path(__file__).with_name("training_jobs.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from autoddl.__main__ import main
-from autoddl.joint.meshes import Division
+from autoddl.pipelines.joint.meshes import Division
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions

@@ -19,8 +19,8 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.availability import Availability
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.planfile import Plan, load_plan, plan_document, save_plan
-from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
+from autoddl.search.planner import Options, make_plan
 from autoddl.verification import Limits, VerifyOptions, comparing, run, verify
 from autoddl.verification.prediction import predicted_steps
 from autoddl.verification.task import Counted

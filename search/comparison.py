@@ -1,0 +1,94 @@
+"""The plans that experts use today, each family at its best micro-batch and recomputation: what a plan is compared with."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+from autoddl.costmodel.assessment import Assessment, assess
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.pricing import Problem
+from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import format_bytes
+from autoddl.costmodel.workload import Workload
+
+from .baselines import BASELINES, Baseline, baselines
+
+__all__ = ["BaselineFigures", "baseline_figures"]
+
+#: Why a family has no plan that a stop cut short.
+_INTERRUPTED = "the search was interrupted before it was looked at"
+
+
+@dataclass(frozen=True)
+class BaselineFigures:
+    """The best member of a baseline's family, or why none is feasible."""
+
+    name: str
+    infeasible: str | None = None
+    mesh: str = ""
+    workload: Workload | None = None
+    strategies: dict[str, Strategy] = field(default_factory=dict)
+    assessment: Assessment | None = None
+
+
+def baseline_figures(
+    graph: LayerGraph, cluster: Cluster, offered: Iterable[Problem | UserError], limit: float, stop: Stop
+) -> Iterator[BaselineFigures]:
+    """The best feasible member of every family, of those before the stop.
+
+    Args:
+        offered: the tied problems, Summa meshes in them, of all micro-batches and recomputations; or why there is none.
+        limit: on the memory of a device [bytes].
+    """
+    until = itertools.takewhile(lambda _: not stop.is_requested, offered)
+    problems = [problem for problem in until if isinstance(problem, Problem)]
+    members = list(baselines(graph, cluster.level_sizes))
+    for name in BASELINES:
+        yield _best_member(name, [member for member in members if member.name == name], problems, limit, stop)
+
+
+def _best_member(
+    name: str, members: list[Baseline], problems: list[Problem], limit: float, stop: Stop
+) -> BaselineFigures:
+    """The cheapest member of a family that fits, or why none does."""
+    why = "no mesh of this shape on these devices"
+    least = math.inf
+    fitting: list[tuple[float, int, Baseline, Problem]] = []
+    for member, problem in itertools.product(members, problems):
+        if stop.is_requested:
+            why = _INTERRUPTED
+            break
+        try:
+            choice = problem.choice(member.strategies)
+        except UserError as fault:
+            if least == math.inf:
+                why = str(fault)
+            continue
+        memory = problem.alone.peak_memory(choice)
+        if memory <= limit:
+            fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem))
+        elif memory < least:
+            least = memory
+            why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
+    best, cost = BaselineFigures(name, infeasible=why), math.inf
+    # Redistributions only add to what the layers cost alone, and most members need none.
+    for alone, _, member, problem in sorted(fitting, key=lambda one: one[:2]):
+        if alone >= cost or (best.assessment is not None and stop.is_requested):
+            break
+        try:
+            assessment = assess(problem.graph, problem.cluster, problem.workload, member.strategies)
+        except UserError as fault:
+            # There is no way between the layouts of some layers.
+            if best.assessment is None:
+                best = BaselineFigures(name, infeasible=str(fault))
+            continue
+        if assessment.cost(problem.objective) < cost:
+            cost = assessment.cost(problem.objective)
+            best = BaselineFigures(name, None, member.mesh, problem.workload, member.strategies, assessment)
+    return best

@@ -1,0 +1,581 @@
+"""The planner: from a layer graph and a cluster to the best plan, its certificate and its baselines.
+
+Besides the strategies it chooses a *setting*: the micro-batch (any divisor of the batch) and whether to recompute, where these are
+not given.  The sweep over them is a best-first search, exact because every setting is settled by a valid lower bound on its cost.
+There are three, each sharper and a hundred times dearer than the one before:
+
+1. separable: redistributions for nothing, every layer on its own under a common memory limit (:mod:`autoddl.search.separable`);
+2. bracket: the Lagrangian dual on the eliminated table, and the best plan met on the way (:func:`autoddl.search.bracket`);
+3. the search itself.
+
+All settings wait in a queue by the best bound that is known of them.  The least is taken out, its next bound worked out, and it is
+put back, until the least bound in the queue is not below the best plan: then none is.  The best baseline is the first plan.
+
+A bound of one setting may serve another one, because more micro-batches, and recomputation, never make anything cheaper but memory:
+
+    cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
+
+and a micro-batch that divides another one offers a subset of its strategies (but 4 does not divide 6: p0 = 4 is possible for 4
+samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors, and with recomputation.
+(From a micro-batch to its divisors not where a redistribution may become cheaper, as the book of prices says: on 12 x 8 devices
+some tensors of few samples go by exchanges, and larger ones by moves that may be dearer.)
+
+When a stop is requested (:mod:`autoddl.costmodel.stopping`) the settings that are left keep the bounds that are known of them, and
+the best choice that was met anywhere is the plan: of a search, of a bracket, or of a baseline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoddl.costmodel.assessment import Assessment
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.nearest import divisors
+from autoddl.costmodel.pricing import PriceBook, Problem
+from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import format_bytes, format_memory_limit
+from autoddl.costmodel.workload import Workload
+
+from . import (
+    METHODS,
+    Bracket,
+    Result,
+    Status,
+    bracket,
+    progress_bar,
+    separable_bound,
+    separable_memory,
+    smallest_memory,
+    solve,
+)
+from .comparison import BaselineFigures, baseline_figures
+from .verify import Claim, verify
+
+__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
+
+#: Samples per device and step where no batch is given.
+DEFAULT_BATCH_PER_DEVICE = 8
+#: Seconds that one search may take where no limit is given: an answer with a gap is better than none.
+DEFAULT_TIME_LIMIT_S = 20.0
+#: Plans whose costs differ by less, relatively, are as good as each other.
+_SAME = 1e-9
+#: The part of a device's memory that a plan may fill where no limit is given.
+USABLE_MEMORY = 0.9
+
+
+class InfeasibleError(UserError):
+    """No plan fits the memory of the devices; the message gives the smallest memory that would do."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user asks of the planner.
+
+    Attributes:
+        batch: samples per step over all devices; 8 per device where it is None.
+        micro_batch: samples per pass over all devices; chosen where it is None.
+        method: the search, one of ``autoddl.search.METHODS``.
+        objective: ``step`` or ``communication``.
+        memory_limit_bytes: per device; 9/10 of the device's memory where it is None: the rest is left to the framework, its
+            kernels' workspaces and fragmentation.
+        precision: of the cluster's device; its default where it is None.
+        optimizer: ``sgd``, ``momentum`` or ``adam``.
+        recompute: always (True), never (False), or whatever is better (None).
+        untied: a choice of its own for every repetition of a block.
+        summa: offer Summa meshes to linear layers.
+        seed: of the random methods.
+        temperature_s: constant, of Metropolis-Hastings; it anneals where it is None.
+        evaluations, time_limit_s: budgets of one search; where they are None the method's own, and 20 s.
+        quiet: no progress bar.
+    """
+
+    batch: int | None = None
+    micro_batch: int | None = None
+    method: str = "exact"
+    objective: str = "step"
+    memory_limit_bytes: float | None = None
+    precision: str | None = None
+    optimizer: str = "adam"
+    recompute: bool | None = None
+    untied: bool = False
+    summa: bool = True
+    seed: int = 0
+    temperature_s: float | None = None
+    evaluations: int | None = None
+    time_limit_s: float | None = None
+    quiet: bool = True
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One micro-batch size with or without recomputation, and how it was settled."""
+
+    micro_batch: int
+    recompute: bool
+    outcome: str
+    cost: float
+    lower_bound: float
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The planner's answer.
+
+    ``result`` is the search's at the chosen micro-batch; ``lower_bound`` and ``optimal`` speak of the whole sweep;
+    ``is_interrupted``: a stop was requested, so that something may have been left out; ``taken_from``: the baseline whose plan it
+    is, where the searches found none better; empty where they did; ``notes``: for the reader, beside those of the graph.
+    """
+
+    graph: LayerGraph
+    cluster: Cluster
+    workload: Workload
+    options: Options
+    memory_limit_bytes: float
+    result: Result
+    lower_bound: float
+    optimal: bool
+    strategies: dict[str, Strategy]
+    assessment: Assessment
+    candidates: tuple[Candidate, ...]
+    baselines: tuple[BaselineFigures, ...]
+    evaluations: int
+    search_s: float
+    is_interrupted: bool = False
+    taken_from: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def cost(self) -> float:
+        """What was minimised, in seconds per step."""
+        return self.assessment.cost(self.options.objective)
+
+    @property
+    def status(self) -> str:
+        """How the search ended, in the words of its document."""
+        return str(end_of(self.optimal, self.is_interrupted))
+
+    @property
+    def gap(self) -> float:
+        """How much better another plan could be at most, relative to this one."""
+        return 0.0 if self.optimal else max(0.0, (self.cost - self.lower_bound) / self.cost)
+
+    @property
+    def left_out(self) -> str:
+        """What the options left out that could be better, and the option that includes it; empty where there is nothing."""
+        said = []
+        faster = {
+            one.name: self.assessment.step_s / one.assessment.step_s - 1
+            for one in self.baselines
+            if one.assessment is not None and one.assessment.step_s < self.assessment.step_s * (1 - _SAME)
+        }
+        if not self.options.summa:
+            by = f" (the step of summa is {_percent(faster['summa'])} faster)" if "summa" in faster else ""
+            said.append(f"Summa meshes are left out, --summa includes them{by}")
+        others = {name: by for name, by in faster.items() if name != "summa" or self.options.summa}
+        if others and self.options.objective == "communication":
+            name = max(others, key=others.__getitem__)
+            said.append(f"the step of {name} is {_percent(others[name])} faster: leave out --communication-only")
+        return "; ".join(said)
+
+
+def _percent(part: float) -> str:
+    return f"{part:.1%}" if part >= 5e-4 else "less than 0.1%"
+
+
+def end_of(optimal: bool, is_interrupted: bool) -> Status:
+    """The status of a whole sweep: a proof counts more than what came after it."""
+    return Status.OPTIMAL if optimal else Status.INTERRUPTED if is_interrupted else Status.LIMIT_REACHED
+
+
+def make_plan(
+    graph: LayerGraph,
+    cluster: Cluster,
+    options: Options,
+    with_baselines: bool = True,
+    stop: Stop | None = None,
+    known: Sequence[BaselineFigures] = (),
+) -> Planned:
+    """The best plan that the options allow, verified against the layer graph; never worse than a baseline that it could choose.
+
+    Args:
+        with_baselines: whether there is anything to compare with, and to begin with.
+        known: the baselines, where a plan of the same options has them already, but for the method's.
+        stop: when it is requested, the best plan until then is the answer, with a bound that holds.  Ctrl-C requests nothing by
+            itself: without a handler for it, it is a `KeyboardInterrupt`, and there is no plan.
+
+    Raises:
+        StopRequestedError: the stop was requested before any plan was known.
+        InfeasibleError: nothing fits the memory limit.
+        UserError: an option is out of range, or a layer does not divide over the cluster.
+    """
+    stop, limit = stop or Stop(), _limit_of(cluster, options)
+    books = _Books(graph, cluster)
+    figures = tuple(known)
+    if with_baselines and not figures:
+        figures = tuple(baseline_figures(graph, cluster, books.problems(options, untied=False), limit, stop))
+    sweep = _Sweep(books, options, limit, figures, stop)
+    best = sweep.run()
+    choice = best.result.choice
+    assert choice is not None
+    strategies = best.problem.strategies(choice)
+    lower = sweep.lower_bound
+    optimal = lower >= best.result.cost * (1 - 1e-9)
+    claim = Claim(
+        strategies=strategies,
+        cost=best.result.cost,
+        lower_bound=best.result.cost if optimal else best.result.lower_bound,
+        memory_bytes=best.result.memory_bytes,
+        optimal=optimal,
+        memory_limit_bytes=limit,
+        objective=options.objective,
+        untied=options.untied,
+        summa=options.summa,
+    )
+    assessment = verify(graph, cluster, best.problem.workload, claim, single_changes=False)
+    return Planned(
+        graph=graph,
+        cluster=cluster,
+        workload=best.problem.workload,
+        options=options,
+        memory_limit_bytes=limit,
+        result=best.result,
+        # The same sum in another order may differ in its last digit: a bound is never above the figure that is printed.
+        lower_bound=min(lower, best.result.cost, assessment.cost(options.objective)),
+        optimal=optimal,
+        strategies=strategies,
+        assessment=assessment,
+        candidates=tuple(sweep.candidates),
+        baselines=figures,
+        evaluations=sweep.evaluations,
+        search_s=sweep.search_s,
+        is_interrupted=stop.is_requested,
+        taken_from=best.taken_from,
+    )
+
+
+def _limit_of(cluster: Cluster, options: Options) -> float:
+    """The bytes per device; refuses options that are out of range."""
+    if options.method not in METHODS:
+        raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
+    limit = options.memory_limit_bytes
+    if limit is None:
+        limit = USABLE_MEMORY * cluster.device.memory_bytes
+    if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
+        raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
+    if options.temperature_s is not None and options.method != "metropolis-hastings":
+        raise UserError(
+            f"temperature {options.temperature_s:g} s is for metropolis-hastings; {options.method} has none"
+        )
+    if options.temperature_s is not None and not 0 < options.temperature_s < math.inf:
+        raise UserError(f"temperature {options.temperature_s:g} should be a finite number of more than 0 s")
+    if options.evaluations is not None and options.evaluations < 1:
+        raise UserError(f"evaluations {options.evaluations} should be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
+    if not 0 < limit < math.inf:
+        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
+    return limit
+
+
+@dataclass(frozen=True)
+class _Found:
+    """The result of a search; ``taken_from``: the baseline that it is, where it is one."""
+
+    problem: Problem
+    result: Result
+    taken_from: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Setting:
+    """A setting that waits: the best lower bound that is known of it, and its bracket, where that has been worked out."""
+
+    problem: Problem
+    bound: float
+    known: Bracket | None = None
+
+
+@dataclass(frozen=True)
+class _Met:
+    """A plan that fits, met outside of the searches: the baseline of that name, or a bracket's."""
+
+    cost: float
+    workload: Workload
+    strategies: Mapping[str, Strategy]
+    name: str = ""
+
+    @property
+    def setting(self) -> tuple[int, bool]:
+        return self.workload.micro_batch, self.workload.recompute
+
+
+def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _Met | None:
+    """The best baseline of those that the search could choose, too."""
+    plans = [
+        _Met(one.assessment.cost(options.objective), one.workload, one.strategies, one.name)
+        for one in figures
+        if one.assessment is not None and one.workload is not None and (one.name != "summa" or options.summa)
+    ]
+    return min(plans, key=lambda plan: plan.cost, default=None)
+
+
+class _Books:
+    """The prices of one graph on one cluster, worked out once for the baselines and all searches."""
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster):
+        self.graph, self.cluster = graph, cluster
+        self._books: dict[tuple[Workload, bool], PriceBook] = {}
+
+    def book(self, workload: Workload, untied: bool) -> PriceBook:
+        """Of a workload, tied or untied, with the Summa meshes that a problem may leave out."""
+        if (workload, untied) not in self._books:
+            like = next((book for (_, other), book in self._books.items() if other == untied), None)
+            like = like or next(iter(self._books.values()), None)
+            self._books[workload, untied] = PriceBook(self.graph, self.cluster, workload, untied, summa=True, like=like)
+        return self._books[workload, untied]
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether smaller micro-batches may make a redistribution cheaper; known for what has been priced."""
+        return any(book.may_shrink for book in self._books.values())
+
+    def problems(self, options: Options, untied: bool, summa: bool = True) -> Iterator[Problem | UserError]:
+        """Of every setting that the options leave open; or why it has none.
+
+        Raises:
+            UserError: an option is out of range.
+        """
+        for recompute in (False, True) if options.recompute is None else (options.recompute,):
+            workload = base_workload(self.cluster, options, recompute)
+            book = self.book(workload, untied)
+            for micro_batch in micro_batches(workload, options):
+                try:
+                    yield book.problem(workload.batch, micro_batch, options.objective, summa)
+                except UserError as fault:
+                    yield fault
+
+
+def _just_above(cost: float) -> float:
+    """A cost that a plan as good as one of this cost is below, also where that is 0."""
+    return cost * (1 + _SAME) + 1e-15
+
+
+class _Sweep:
+    """The search over micro-batches and recomputation (see the module's docstring)."""
+
+    def __init__(self, books: _Books, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop):
+        self.books, self.options, self.limit, self.stop = books, options, limit, stop
+        self.graph, self.cluster = books.graph, books.cluster
+        #: The best baseline, and the cheapest plan that was met outside of searches: that one, until a bracket has a better one.
+        self.baseline = self.met = _cheapest(figures, options)
+        #: A plan of this cost is known to exist: what is not below it need not be searched.
+        self.known = math.inf if self.met is None else _just_above(self.met.cost)
+        #: Optima, or bounds, without the limit.
+        self.free: dict[tuple[int, bool], float] = {}
+        self.candidates: list[Candidate] = []
+        self.best: _Found | None = None
+        self.evaluations = 0
+        self.search_s = 0.0
+        self._is_whole = True  # whether every setting has been priced
+
+    @property
+    def lower_bound(self) -> float:
+        """No plan of any setting costs less; known when the sweep has run."""
+        bounds = [candidate.lower_bound for candidate in self.candidates]
+        return min(bounds) if self._is_whole else 0.0
+
+    def run(self) -> _Found:
+        """Settle every setting, the one of the least bound first; the best plan.
+
+        Raises:
+            StopRequestedError: the stop was requested before any plan was known.
+            UserError: nothing fits, or was found.
+        """
+        settings = list(self._settings())
+        queue = [(setting.bound, number) for number, setting in enumerate(settings)]
+        heapq.heapify(queue)
+        while queue and queue[0][0] < self.known and not self.stop.is_requested:
+            number = heapq.heappop(queue)[1]
+            sharper = self._sharpened(settings[number])
+            if sharper is not None:
+                settings[number] = sharper
+                heapq.heappush(queue, (sharper.bound, number))
+        for bound, number in sorted(queue):
+            left = "cannot be better" if bound >= self.known else str(Status.INTERRUPTED)
+            self._record(settings[number].problem, "does not fit" if bound == math.inf else left, bound)
+        best = self._best(settings)
+        if best is None:
+            raise self._failure([setting.problem for setting in settings])
+        return best
+
+    def _best(self, settings: Sequence[_Setting]) -> _Found | None:
+        """What the searches found; what was met before, where they found nothing better.
+
+        A bracket's plan counts for the exact method, which made it, and where a search was interrupted before it had any: of
+        another method it would say nothing.
+        """
+        found, met = self.best, self.met
+        if self.options.method != "exact" and (found is not None or not self.stop.is_requested):
+            met = self.baseline
+        if met is None or (found is not None and found.result.cost < _just_above(met.cost)):
+            return found
+        workload = met.workload
+        problem = next((one.problem for one in settings if one.problem.workload == workload), None)
+        if problem is None:  # the stop came before its setting was priced
+            book = self.books.book(workload, self.options.untied)
+            problem = book.problem(workload.batch, workload.micro_batch, self.options.objective, self.options.summa)
+        choice = problem.choice(met.strategies)
+        cost = problem.table.evaluate(choice)
+        status = Status.INTERRUPTED if self.stop.is_requested else Status.LIMIT_REACHED
+        bounds = [one.lower_bound for one in self.candidates if (one.micro_batch, one.recompute) == met.setting]
+        bound = min(cost, *bounds) if bounds else 0.0
+        self.candidates = [one for one in self.candidates if (one.micro_batch, one.recompute) != met.setting]
+        self._record(problem, str(status), bound, cost)
+        result = Result(
+            method=self.options.method,
+            status=status,
+            choice=choice,
+            cost=cost,
+            lower_bound=bound,
+            memory_bytes=problem.table.peak_memory(choice),
+            space_size=problem.table.space_size,
+            evaluations=0,
+            seconds=self.search_s,
+            memory_limit_bytes=self.limit,
+        )
+        return _Found(problem, result, met.name)
+
+    def _settings(self) -> Iterator[_Setting]:
+        """Every setting with its separable bound.
+
+        Raises:
+            UserError: no micro-batch divides.
+        """
+        fault, found = None, 0
+        for problem in self.books.problems(self.options, self.options.untied, self.options.summa):
+            if self.stop.is_requested:
+                self._is_whole = False
+                return
+            if isinstance(problem, UserError):
+                # Of the first micro-batch, which divides the most, in case that none does.
+                fault = fault or problem
+                continue
+            with self._timed():
+                bound = separable_bound(problem.alone, self.limit)
+            found += 1
+            yield _Setting(problem, bound)
+        if not found and fault is not None:
+            raise fault
+
+    def _sharpened(self, setting: _Setting) -> _Setting | None:
+        """The setting with its next bound; None where it is settled."""
+        if setting.known is not None:
+            self._search(setting, setting.known)
+            return None
+        inherited = self._free_bound(setting.problem.workload)
+        if inherited > setting.bound:
+            return replace(setting, bound=inherited)
+        workload, table = setting.problem.workload, setting.problem.table
+        with self._timed():
+            known = bracket(table, self.limit, self.known, self.stop)
+        self.free[workload.micro_batch, workload.recompute] = known.free
+        if known.choice is not None and (self.met is None or known.cost < self.met.cost):
+            self.met = _Met(known.cost, workload, setting.problem.strategies(known.choice))
+            self.known = min(self.known, _just_above(known.cost))
+        return replace(setting, bound=max(setting.bound, known.bound), known=known)
+
+    def _free_bound(self, workload: Workload) -> float:
+        """What other settings say of this one's optimum without the limit."""
+        is_growing = not self.books.may_shrink
+        return max(
+            (
+                free
+                for (micro_batch, recompute), free in self.free.items()
+                if recompute <= workload.recompute
+                and (micro_batch == workload.micro_batch or (is_growing and micro_batch % workload.micro_batch == 0))
+            ),
+            default=-math.inf,
+        )
+
+    def _search(self, setting: _Setting, known: Bracket) -> None:
+        options, problem = self.options, setting.problem
+        with self._timed(), progress_bar(options.method, disable=True if options.quiet else None) as progress:
+            result = solve(
+                problem.table,
+                method=options.method,
+                memory_limit=self.limit,
+                seed=options.seed,
+                temperature=options.temperature_s,
+                evaluations=options.evaluations,
+                time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
+                cutoff=self.known,
+                progress=progress,
+                known=known,
+                stop=self.stop,
+            )
+        # Exact counts what it prices on top of the relaxations' minimisers: where one of these is the optimum, that is nothing.
+        self.evaluations += max(result.evaluations, int(result.choice is not None))
+        lower = max(setting.bound, result.lower_bound)
+        if lower == math.inf:
+            self._record(problem, "does not fit", math.inf)
+        elif result.choice is None:
+            self._record(problem, "cannot be better" if lower >= self.known else str(result.status), lower)
+        else:
+            self._record(problem, str(result.status), lower, result.cost)
+            if self.best is None or result.cost < self.best.result.cost:
+                self.best = _Found(problem, result)
+                self.known = min(self.known, result.cost)
+
+    def _record(self, problem: Problem, outcome: str, bound: float, cost: float = math.inf) -> None:
+        workload = problem.workload
+        self.candidates.append(Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound))
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Count the seconds as search."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.search_s += time.perf_counter() - start
+
+    def _failure(self, problems: list[Problem]) -> UserError:
+        """Why there is no plan.
+
+        Raises:
+            StopRequestedError: nobody waits until it is known.
+        """
+        self.stop.check()
+        if any(candidate.lower_bound < math.inf for candidate in self.candidates):
+            return UserError(
+                f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
+                "device before it reached its limit; use --method exact, or raise the limit"
+            )
+        least = math.inf
+        for problem in sorted(problems, key=lambda problem: separable_memory(problem.alone)):
+            if separable_memory(problem.alone) < least:
+                least = min(least, smallest_memory(problem.table, self.stop)[0])
+        return InfeasibleError(
+            f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
+            f"the smallest memory that would do is {format_memory_limit(least)}"
+        )
+
+
+def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Workload:
+    """The workload that the options ask for, as one micro-batch of the whole batch."""
+    batch = DEFAULT_BATCH_PER_DEVICE * cluster.num_devices if options.batch is None else options.batch
+    precision = options.precision or cluster.default_precision
+    return Workload(batch, batch, precision, options.optimizer, recompute)
+
+
+def micro_batches(workload: Workload, options: Options) -> list[int]:
+    """The micro-batches to consider, largest first; whether a given one divides the batch is for the price book to see."""
+    return divisors(workload.batch)[::-1] if options.micro_batch is None else [options.micro_batch]

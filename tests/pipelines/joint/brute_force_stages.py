@@ -1,0 +1,420 @@
+"""All ways to run a stage of a pipeline, for the brute force of :mod:`.brute_force`: every strategy of every layer.
+
+Prices of one layer and of one redistribution come from :mod:`autoddl.costmodel`; their sums, the layers that share a choice, the
+all-reduces over replicas and the memory are written down anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+import numpy as np
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.layerwork import layer_work
+from autoddl.costmodel.pricing import edge_steps
+from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
+from autoddl.costmodel.workload import Workload
+
+__all__ = ["ENTRY", "MODES", "Home", "Job", "Layout", "Stages", "Ways", "unit_starts"]
+
+Layout = tuple[tuple[int, int], ...]
+#: The name of what stands for the tensor that enters a stage.
+ENTRY = "(entry)"
+#: Rows that differ by no more than this are the same but for the order of their sums.
+ROUNDING = 1e-12
+#: More choices than this are filtered before others are combined with them.
+MANY = 60
+#: Columns of what layers cost: seconds per micro-batch and per step, then bytes; all add up but for the last one, a maximum.
+#: ``SHARED`` are gradients that a layer of another stage has, too.
+FORWARD, BACKWARD, ALL_REDUCE, SHARED, STATE, KEPT, BUFFER = range(7)
+#: Columns of a way to run a stage: ``W_AGAIN`` are seconds of the forward pass that is run again; ``FIXED``, ``FLYING`` and
+#: ``PASSING`` are bytes in any case, for every micro-batch in flight, and while a layer runs.
+W_FORWARD, W_BACKWARD, W_AGAIN, W_ALL_REDUCE, W_SHARED, FIXED, FLYING, PASSING = range(8)
+MODES = ("none", "layers", "stage")
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model on a cluster; options as of :class:`autoddl.search.planner.Options`."""
+
+    graph: LayerGraph
+    cluster: Cluster
+    batch: int
+    micro_batch: int | None = None
+    recompute: bool | None = None
+    untied: bool = False
+    summa: bool = False
+    precision: str = "mixed"
+
+    @property
+    def micro_batches(self) -> list[int]:
+        if self.micro_batch is not None:
+            return [self.micro_batch]
+        return [size for size in range(1, self.batch + 1) if self.batch % size == 0]
+
+    @property
+    def recomputations(self) -> tuple[str, ...]:
+        every = ("none", "layers", "stage")
+        return every if self.recompute is None else every[1:] if self.recompute else every[:1]
+
+
+def unit_starts(graph: LayerGraph) -> tuple[int, ...]:
+    """Where the units begin, and the number of layers.
+
+    A cut is where one tensor alone crosses; in a model of repeated blocks where a repetition follows another one.
+    """
+    layers = graph.layers
+    position = {layer.name: place for place, layer in enumerate(layers)}
+    repeats = any(layer.block and layer.block_index for layer in layers)
+    starts = [0]
+    for place in range(1, len(layers)):
+        before, after = layers[place - 1], layers[place]
+        crossing_ones = {source for source, target in graph.edges if position[source] < place <= position[target]}
+        begins = bool(before.block and after.block) and before.block_index != after.block_index
+        if len(crossing_ones) == 1 and (begins or not repeats):
+            starts.append(place)
+    return (*starts, len(layers))
+
+
+def undominated(rows: np.ndarray) -> np.ndarray:
+    """Which rows are not at least as large as some other one in every column (of equal ones the first)."""
+    left = np.lexsort(rows.T[::-1])
+    found = []
+    while len(left):
+        found.append(left[0])
+        left = left[(rows[left] < rows[left[0]] * (1 - ROUNDING)).any(axis=1)]
+    return np.array(found, dtype=np.int64)
+
+
+@dataclass(frozen=True)
+class Home:
+    """What stages of one kind of worker have in common.
+
+    Attributes:
+        shape: nodes, and devices of each.
+        micro_batch: samples.
+        halves: whether samples are gone back through by halves, too.
+        replicas: workers that hold a stage.
+        level: of the link between these (1: they are in the same nodes).
+    """
+
+    shape: tuple[int, int]
+    micro_batch: int
+    halves: bool = False
+    replicas: int = 1
+    level: int = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Variable:
+    """Layers that share a choice.
+
+    Attributes:
+        options: the strategies of its layers by name.
+        layouts: the different ones of activations.
+        layout: per option which of these.
+        costs: per option a row of the first set of columns.
+    """
+
+    options: tuple[dict[str, Strategy], ...]
+    layouts: tuple[Layout, ...]
+    layout: np.ndarray
+    costs: np.ndarray
+
+    @staticmethod
+    def of(options: Sequence[dict[str, Strategy]], costs: np.ndarray) -> Variable:
+        own = [next(iter(option.values())).rows_and_features for option in options]
+        layouts = tuple(dict.fromkeys(own))
+        return Variable(tuple(options), layouts, np.array([layouts.index(one) for one in own], dtype=np.int64), costs)
+
+
+@dataclass(frozen=True, eq=False)
+class Ways:
+    """Ways to run a stage, one per row.
+
+    Attributes:
+        rows: of the second set of columns.
+        modes: of recomputation, as positions in :data:`MODES`.
+        entries, exits: layouts of what enters (None: nothing does) and leaves.
+        choices: per variable the option.
+    """
+
+    rows: np.ndarray
+    modes: np.ndarray
+    entries: np.ndarray
+    exits: np.ndarray
+    choices: np.ndarray
+
+    def only(self, kept: np.ndarray) -> Ways:
+        return Ways(self.rows[kept], self.modes[kept], self.entries[kept], self.exits[kept], self.choices[kept])
+
+    @staticmethod
+    def together(parts: Sequence[Ways]) -> Ways:
+        names = ("rows", "modes", "entries", "exits", "choices")
+        return Ways(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+
+
+class Stages:
+    """Ways to run every stage of a job.
+
+    Args:
+        filtered: leave out those that are dominated.
+    """
+
+    def __init__(self, job: Job, filtered: bool):
+        self.job, self.filtered = job, filtered
+        self.starts = unit_starts(job.graph)
+        ties = [(p.tied_to, layer.name) for layer in job.graph.layers for p in layer.parameters if p.tied_to]
+        assert len(ties) <= 1, "shared gradients have one column"
+        self.tie = ties[0] if ties else ()
+        self.fed = {target for _, target in job.graph.edges}
+        self.layouts: dict[Layout, int] = {}
+        self.devices = cache(self._devices)
+        self.variables = cache(self._variables)
+        self.ways = cache(self._ways)
+        self._work = cache(self._work_of)
+        self._moves = cache(self._moves_of)
+
+    def _devices(self, shape: tuple[int, int]) -> Cluster:
+        return replace(self.job.cluster, num_nodes=shape[0], devices_per_node=shape[1])
+
+    def workload(self, micro_batch: int, by_layers: bool = False) -> Workload:
+        return Workload(self.job.batch, micro_batch, self.job.precision, "adam", by_layers)
+
+    def number(self, layout: Layout) -> int:
+        return self.layouts.setdefault(layout, len(self.layouts))
+
+    # ------------------------------------------------------------------------------------------------- layers and edges
+
+    def _work_of(self, name: str, is_copy: bool, strategy: Strategy, home: Home, by_layers: bool) -> np.ndarray:
+        """The costs of one layer, all-reduces over replicas included (formula: :mod:`autoddl.pipelines.joint.boundary`)."""
+        layer, devices = self.layer(name, is_copy), self.devices(home.shape)
+        workload = self.workload(home.micro_batch, by_layers)
+        work = layer_work(layer, strategy, devices, workload, home.micro_batch, name not in self.fed)
+        gradients = work.state_bytes * workload.itemsize / workload.bytes_per_parameter
+        if home.replicas == 1 or not gradients:
+            all_reduce = sum(map(devices.time, work.gradient))
+        else:
+            # Scattered inside the worker, all-reduced between workers, gathered inside.
+            all_reduce, part = 0.0, gradients
+            for axis in reversed(() if strategy.summa else strategy.axes(0, layer.kind == "embedding")):
+                for collective in (Collective.REDUCE_SCATTER, Collective.ALL_GATHER):
+                    all_reduce += devices.time(Step(collective, axis, part))
+                part /= axis.size
+            link = self.job.cluster.links[home.level]
+            all_reduce += link.time(Step(Collective.ALL_REDUCE, Axis(home.replicas, 1), part))
+        forward = work.forward_s + sum(map(devices.time, work.forward))
+        backward = work.backward_s + sum(map(devices.time, work.backward))
+        shared = gradients if name in self.tie else 0.0
+        return np.array(
+            [forward, backward, all_reduce, shared, work.state_bytes, work.kept_bytes, work.buffer_bytes], dtype=float
+        )
+
+    def layer(self, name: str, is_copy: bool) -> Layer:
+        """A layer of the model, or one with its own copy of a shared weight."""
+        layer = self.job.graph[name]
+        return (
+            replace(layer, parameters=tuple(replace(p, tied_to=None) for p in layer.parameters)) if is_copy else layer
+        )
+
+    def _moves_of(
+        self, producer: str, sources: tuple[Layout, ...], targets: tuple[Layout, ...], shape: tuple[int, int], size: int
+    ) -> np.ndarray:
+        """Seconds forward and backward of a layer's output from every layout to every other one; nan where there is no way."""
+        devices, workload = self.devices(shape), self.workload(size)
+        found = np.full((len(sources), len(targets), 2), math.nan)
+        for (i, source), (j, target) in product(enumerate(sources), enumerate(targets)):
+            ends = [Strategy(tuple((rows, features, 1) for rows, features in end)) for end in (source, target)]
+            with contextlib.suppress(UserError):
+                steps = edge_steps(self.job.graph[producer], ends[0], ends[1], workload, size)
+                found[i, j, 0] = sum(map(devices.time, steps))
+                found[i, j, 1] = sum(devices.time(step.adjoint()) for step in steps)
+        return found
+
+    # -------------------------------------------------------------------------------------------------------- variables
+
+    def members(self, first: int, stop: int) -> tuple[Layer, ...]:
+        """The layers of units ``first`` to ``stop - 1``."""
+        return self.job.graph.layers[self.starts[first] : self.starts[stop]]
+
+    def entering(self, first: int) -> Layer:
+        """The layer whose output the stage takes that begins with unit ``first``."""
+        place = {layer.name: i for i, layer in enumerate(self.job.graph.layers)}
+        start = self.starts[first]
+        (name,) = {source for source, target in self.job.graph.edges if place[source] < start <= place[target]}
+        return self.job.graph[name]
+
+    def _variables(self, first: int, stop: int, home: Home, by_layers: bool) -> tuple[Variable, ...]:
+        """What is chosen in a stage, the entry first."""
+        names = {layer.name for layer in self.members(first, stop)}
+        groups: dict[object, list[Layer]] = {}
+        owner: dict[str, object] = {}
+        for member in self.members(first, stop):
+            tied_to = next((p.tied_to for p in member.parameters if p.tied_to), None)
+            layer = self.layer(member.name, tied_to is not None and tied_to not in names)
+            key: object = layer.name
+            if tied_to is not None and tied_to in names:
+                key = owner[tied_to]
+            elif layer.block and not self.job.untied:
+                key = (layer.block, layer.role, layer.signature())
+            owner[layer.name] = key
+            groups.setdefault(key, []).append(layer)
+        found = [self._variable(layers, home, by_layers) for layers in groups.values()]
+        if first:
+            made = self.entering(first).output_shape
+            offered = self._offered(Layer(ENTRY, "add", input_shape=made, output_shape=made), home)
+            found.insert(0, Variable.of([{ENTRY: one} for one in offered], np.zeros((len(offered), 7))))
+        return tuple(found)
+
+    def _offered(self, layer: Layer, home: Home) -> list[Strategy]:
+        """The strategies that divide the shape of a layer and the samples, or halves of them."""
+        samples, odd = divmod(home.micro_batch, 2) if home.halves else (home.micro_batch, 0)
+        every = enumerate_strategies(layer, self.devices(home.shape).level_sizes, self.job.summa)
+        return [] if odd else [strategy for strategy in every if samples % strategy.p0 == 0]
+
+    def _variable(self, layers: Sequence[Layer], home: Home, by_layers: bool) -> Variable:
+        turned = [(layer.kind == "embedding") != (layers[0].kind == "embedding") for layer in layers]
+        offered = [set(self._offered(layer, home)) for layer in layers]
+        options = []
+        for strategy in self._offered(layers[0], home):
+            own = [transposed(strategy) if turn else strategy for turn in turned]
+            if all(one in every for one, every in zip(own, offered)):
+                options.append(dict(zip((layer.name for layer in layers), own)))
+        costs = np.zeros((len(options), 7))
+        for row, option in zip(costs, options):
+            for layer, strategy in zip(layers, option.values()):
+                is_copy = layer.parameters != self.job.graph[layer.name].parameters
+                work = self._work(layer.name, is_copy, strategy, home, by_layers)
+                row[:] = (*(row + work)[:BUFFER], max(row[BUFFER], work[BUFFER]))
+        return Variable.of(options, costs)
+
+    # ------------------------------------------------------------------------------------------------------------- ways
+
+    def _ways(self, first: int, stop: int, home: Home, alone: int, limited: bool) -> Ways | None:
+        """All ways to run a stage; None where some layer has no strategy.
+
+        Args:
+            alone: the number of micro-batches where it is the whole model: one column of seconds is enough then.
+            limited: whether bytes count.
+        """
+        modes = [mode for mode in self.job.recomputations if not (alone and mode == "stage")]
+        known: dict[bool, Ways | None] = {}
+        for mode in modes:
+            by_layers = mode == "layers"
+            if by_layers not in known:
+                known[by_layers] = self._combined(first, stop, home, by_layers, alone, limited)
+        found = [
+            self._in_mode(mode, ways, first, home) for mode in modes if (ways := known[mode == "layers"]) is not None
+        ]
+        return self.best_of(Ways.together(found), alone, limited) if found else None
+
+    def _in_mode(self, mode: str, ways: Ways, first: int, home: Home) -> Ways:
+        """Ways in a mode of recomputation; ``rows`` were those of the layers."""
+        costs, rows = ways.rows, np.zeros((len(ways.rows), 8))
+        same = [W_FORWARD, W_BACKWARD, W_ALL_REDUCE, W_SHARED, FIXED, FLYING, PASSING]
+        rows[:, same] = costs[:, [FORWARD, BACKWARD, ALL_REDUCE, SHARED, STATE, KEPT, BUFFER]]
+        if mode == "stage":
+            entering = self.entering(first).output_elements if first else 0
+            itemsize, num_devices = self.workload(home.micro_batch).itemsize, home.shape[0] * home.shape[1]
+            rows[:, W_AGAIN] = costs[:, FORWARD]
+            rows[:, FIXED] += costs[:, KEPT]
+            rows[:, FLYING] = home.micro_batch * entering * itemsize / num_devices
+        return replace(ways, rows=rows, modes=np.full(len(rows), MODES.index(mode)))
+
+    def best_of(self, ways: Ways, alone: int, limited: bool) -> Ways:
+        """Those that are not dominated by one with the same layouts at both ends."""
+        rows = ways.rows
+        if alone:
+            seconds = alone * (rows[:, W_FORWARD] + rows[:, W_BACKWARD]) + rows[:, W_ALL_REDUCE]
+            columns = np.column_stack([seconds, rows[:, FIXED:]] if limited else [seconds])
+            return ways.only(self._enough(columns, []))
+        return ways.only(self._enough(rows if limited else rows[:, :FIXED], [ways.entries, ways.exits]))
+
+    def _enough(self, columns: np.ndarray, keys: Sequence[np.ndarray]) -> np.ndarray:
+        """The undominated rows of every group with equal keys; all where nothing is left out."""
+        if not self.filtered:
+            return np.arange(len(columns))
+        number = np.zeros(len(columns), dtype=np.int64)
+        for key in keys:
+            number = number * (1 + key.max(initial=0) - key.min(initial=0)) + key - key.min(initial=0)
+        groups = [np.flatnonzero(number == one) for one in set(number.tolist())]
+        return np.concatenate([rows[undominated(columns[rows])] for rows in groups])
+
+    def _combined(self, first: int, stop: int, home: Home, by_layers: bool, alone: int, limited: bool) -> Ways | None:
+        """All strategies of a stage, with what the layers cost; None where a layer has none.
+
+        Variables are added one by one.  Layouts of those before count where a variable that is still to come looks at them.
+        """
+        variables = self.variables(first, stop, home, by_layers)
+        if not all(one.options for one in variables):
+            return None
+        of_layer = {name: v for v, one in enumerate(variables) for name in one.options[0]}
+        exit_ = of_layer[self.members(first, stop)[-1].name]
+        edges = self._edges(first, stop, of_layer)
+        last_use = [
+            max((other for pair in edges if v in pair for other in pair), default=v) for v in range(len(variables))
+        ]
+        for end in (0, exit_) if first else (exit_,):
+            last_use[end] = len(variables)
+
+        costs, choices = np.zeros((1, 7)), np.zeros((1, 0), dtype=np.int64)
+        for v, variable in enumerate(variables):
+            before = np.repeat(np.arange(len(costs)), len(variable.options))
+            options = np.tile(np.arange(len(variable.options)), len(costs))
+            largest = np.maximum(costs[before, BUFFER], variable.costs[options, BUFFER])
+            costs, choices = costs[before] + variable.costs[options], np.column_stack([choices[before], options])
+            costs[:, BUFFER] = largest
+            for (source, target), producers in edges.items():
+                if max(source, target) == v:
+                    ends = variables[source], variables[target]
+                    rows, columns = (end.layout[choices[:, u]] for end, u in zip(ends, (source, target)))
+                    for producer in producers:
+                        moves = self._moves(producer, ends[0].layouts, ends[1].layouts, home.shape, home.micro_batch)
+                        costs[:, [FORWARD, BACKWARD]] += moves[rows, columns]
+            kept = np.flatnonzero(~np.isnan(costs[:, FORWARD]))
+            if len(costs) > MANY:
+                open_ones = [variables[u].layout[choices[kept, u]] for u in range(v + 1) if last_use[u] > v]
+                kept = kept[self._enough(self._dominance(costs[kept], alone, limited), open_ones)]
+            costs, choices = costs[kept], choices[kept]
+        numbers = [np.array([self.number(layout) for layout in one.layouts]) for one in variables]
+        entries, exits = (numbers[u][variables[u].layout[choices[:, u]]] for u in (0, exit_))
+        return Ways(costs, np.zeros(len(costs)), entries if first else np.full(len(costs), -1), exits, choices)
+
+    @staticmethod
+    def _dominance(costs: np.ndarray, alone: int, limited: bool) -> np.ndarray:
+        """The columns in which one choice has to be as good as another one to make it needless."""
+        if not alone:
+            return costs if limited else costs[:, :STATE]
+        seconds = alone * (costs[:, FORWARD] + costs[:, BACKWARD]) + costs[:, ALL_REDUCE]
+        bytes_ = [costs[:, STATE] + costs[:, KEPT], costs[:, BUFFER]]
+        return np.column_stack([seconds, *bytes_] if limited else [seconds])
+
+    def _edges(self, first: int, stop: int, of_layer: dict[str, int]) -> dict[tuple[int, int], list[str]]:
+        """Per pair of variables, producer's and consumer's, the layers whose outputs go from one to the other."""
+        names = {layer.name for layer in self.members(first, stop)}
+        found: dict[tuple[int, int], list[str]] = {}
+        for source, target in self.job.graph.edges:
+            if target in names:
+                pair = of_layer.get(source, 0), of_layer[target]
+                if pair[0] != pair[1]:
+                    found.setdefault(pair, []).append(source)
+        return found
+
+    def strategies(self, ways: Ways, row: int, first: int, stop: int, home: Home) -> dict[str, Strategy]:
+        """Of the layers by name, with the entry's."""
+        found: dict[str, Strategy] = {}
+        variables = self.variables(first, stop, home, MODES[ways.modes[row]] == "layers")
+        for variable, option in zip(variables, ways.choices[row].tolist()):
+            found.update(variable.options[option])
+        names = [ENTRY] * bool(first) + [layer.name for layer in self.members(first, stop)]
+        return {name: found[name] for name in names}

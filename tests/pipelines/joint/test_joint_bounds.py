@@ -1,0 +1,256 @@
+"""Long paths are what the simulator says; bounds of joint plans are below it; needs are what generated schedules need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autoddl.pipelines.generators import GeneratorError
+from autoddl.pipelines.joint.bounds import balance, homes, least_of_cuts, loads, micro_batches_of, way_in
+from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.cut_regions import closed_arcs
+from autoddl.pipelines.joint.levels import least_level
+from autoddl.pipelines.joint.memory_demand import needs_of, read_off
+from autoddl.pipelines.joint.space import schedules
+from autoddl.pipelines.joint.terrain import Bound
+from autoddl.pipelines.schedule import Schedule
+from autoddl.pipelines.simulator import simulate
+from autoddl.pipelines.stepgraph import StepGraph, Terms
+from autoddl.pipelines.times import Times
+
+SIZES = [(2, 1), (2, 5), (3, 7), (4, 4), (4, 9), (4, 24), (8, 16)]
+
+
+def every_schedule(
+    depth: int, count: int, stale: bool = False, again: bool = False, widths: tuple[int, ...] | int = 2
+) -> Iterator[tuple[PipelineSchedule, Schedule]]:
+    """All that exist; ``again``: with tasks that recompute every stage."""
+    for spec in schedules(depth, count, 64, stale, isinstance(widths, int)):
+        try:
+            yield spec, spec.schedule(widths, (again,) * spec.num_stages)
+        except GeneratorError:
+            continue
+
+
+def random_times(dice: np.random.Generator, num_stages: int, again: bool) -> np.ndarray:
+    """Of every term, some of them nothing, in the order of Terms."""
+    times = dice.exponential(1.0, Terms(num_stages).count) * dice.integers(0, 4, Terms(num_stages).count)
+    if not again:
+        times[Terms(num_stages).recompute] = 0.0
+    return times
+
+
+def makespan(spec: PipelineSchedule, schedule: Schedule, times: np.ndarray) -> float:
+    """By the simulator."""
+    terms, num_stages = Terms(spec.num_stages), spec.num_stages
+    backward = times[terms.backward]
+    return simulate(
+        schedule,
+        Times.of(
+            num_stages,
+            forward=times[terms.forward].tolist(),
+            backward=[spec.backward_passes(s) * one for s, one in enumerate(backward.tolist())],
+            backward_input=[spec.input_passes(s) * one for s, one in enumerate(backward.tolist())],
+            recompute=times[terms.recompute].tolist(),
+            all_reduce=times[terms.all_reduce].tolist(),
+            transfer=times[terms.transfer_forward].tolist(),
+            transfer_backward=times[terms.transfer_backward].tolist(),
+        ),
+    ).makespan
+
+
+def graph_of(spec: PipelineSchedule, schedule: Schedule) -> StepGraph:
+    stages = range(spec.num_stages)
+    return StepGraph(schedule, [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages])
+
+
+# ---- Long paths --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "count"), SIZES)
+@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@settings(max_examples=3, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_a_step_is_its_longest_path(depth: int, count: int, again: bool, seed: int) -> None:
+    """The makespan is the path's counts times its times; at other times the path is a lower bound."""
+    dice, compared = np.random.default_rng(seed), 0
+    for spec, schedule in every_schedule(depth, count, again=again):
+        graph = graph_of(spec, schedule)
+        times = np.array([random_times(dice, spec.num_stages, again) for _ in range(3)])
+        truth = np.array([makespan(spec, schedule, one) for one in times])
+        assert graph.steps(times.T) == pytest.approx(truth, rel=1e-9), spec
+        paths = []
+        for one, expected in zip(times, truth.tolist()):
+            step, path = graph.step(one)
+            assert step == pytest.approx(expected, rel=1e-9) and path @ one == pytest.approx(expected, rel=1e-9), spec
+            assert (path >= 0).all()
+            paths.append(path)
+        assert (np.array(paths) @ times.T <= truth * (1 + 1e-9) + 1e-12).all(), spec
+        compared += 1
+    assert compared >= 5
+
+
+def test_tasks_that_recompute_change_nothing_where_they_take_no_time() -> None:
+    """Searches keep one graph for stages that are recomputed and others."""
+    dice = np.random.default_rng(0)
+    for (spec, plain), (_, again) in zip(every_schedule(4, 9), every_schedule(4, 9, again=True), strict=True):
+        times = random_times(dice, spec.num_stages, again=False)
+        assert graph_of(spec, again).step(times)[0] == pytest.approx(makespan(spec, plain, times), rel=1e-9), spec
+
+
+def test_the_longest_path_of_even_1f1b_by_hand() -> None:
+    """Each worker: N F + N B; the first stage's fill and drain are those of the D - 1 others: (6 + 3)(1 + 2) = 27."""
+    spec = next(spec for spec, _ in every_schedule(4, 6) if spec.label == "1f1b (A)")
+    terms, times = Terms(4), np.zeros(Terms(4).count)
+    times[terms.forward], times[terms.backward] = 1.0, 2.0
+    step, path = graph_of(spec, spec.schedule(1, (False,) * 4)).step(times)
+    assert step == 27.0 and path[terms.forward].sum() == path[terms.backward].sum() == 9.0
+    # The all-reduce of the first stage, which goes back last, is hidden by nothing.
+    times[terms.all_reduce.start] = 5.0
+    assert graph_of(spec, spec.schedule(2, (False,) * 4)).step(times)[0] == 32.0
+
+
+# ---- Bounds ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("depth", "count"), SIZES)
+@pytest.mark.parametrize("again", [False, True], ids=["", "recomputed"])
+@settings(max_examples=4, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.booleans())
+def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bool, seed: int, equal: bool) -> None:
+    dice = np.random.default_rng(seed)
+    devices = (2,) * depth if equal else tuple(dice.integers(1, 5, depth).tolist())
+    compared = 0
+    for spec, schedule in every_schedule(depth, count, again=again, widths=2 if equal else devices):
+        widths = [devices[spec.worker_of(stage)] for stage in range(spec.num_stages)]
+        for _ in range(3):
+            times = random_times(dice, spec.num_stages, again)
+            most = makespan(spec, schedule, times) * (1 + 1e-9)
+            for bound in (balance(spec, widths), *loads(spec), *reaches(spec)):
+                assert (bound >= 0).all() and bound @ times <= most, spec
+        compared += 1
+    assert compared >= 5
+
+
+def test_the_balance_of_even_1f1b_by_hand() -> None:
+    """Every stage counts 1 / (1 - (5/6)^4) = 1296/671 times: of 4 stages of 1 + 2 that makes 12 * 1296/671 = 23.18 of 27."""
+    spec = next(spec for spec, _ in every_schedule(4, 6) if spec.label == "1f1b (A)")
+    terms, times = Terms(4), np.zeros(Terms(4).count)
+    times[terms.forward], times[terms.backward] = 1.0, 2.0
+    assert balance(spec, (2,) * 4) @ times == pytest.approx(12 * 1296 / 671)
+    assert balance(spec, (2,) * 4)[terms.forward].tolist() == pytest.approx([1296 / 671] * 4)
+    assert [load @ times for load in loads(spec)] == [18.0] * 4
+    # Devices 1, 3, 2, 2: shares of 2/6, (2 - 1/3)/6 = 5/18 and (3 - 11/18)/6 = 43/108 from the last one on, where (1 - 109/108)/6
+    # is below 0; the first stage counts where it is on the way alone.  Of 109/108 in all.
+    assert balance(spec, (1, 3, 2, 2))[terms.forward].tolist() == pytest.approx([1, 324 / 109, 216 / 109, 216 / 109])
+
+
+def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
+    """What each worker puts through, behind the ways in and out of its first stage."""
+    through, terms, found = way_in(spec), Terms(spec.num_stages), []
+    parts = (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward)
+    for load in loads(spec):
+        first = int(load[terms.forward].argmax() if not load.any() else np.flatnonzero(load[terms.forward])[0])
+        for part in parts:
+            load[part][:first] += through[part][:first]
+        found.append(load)
+    return found
+
+
+class _Units:
+    """A terrain of units that take so long forward at each stage, and nothing else; shape (stages, units)."""
+
+    def __init__(self, spec: PipelineSchedule, forward: np.ndarray):
+        self.forward = forward
+        self.num_stages, self.num_units = forward.shape
+        self.terms = Terms(self.num_stages)
+        self.setting = SimpleNamespace(schedule=spec, widths=(1,) * self.num_stages)
+        self.is_alone = spec.num_workers == spec.num_stages and spec.num_pipelines == 1
+
+    def grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
+        return ()
+
+    def cheapest(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        return weights[self.terms.forward][:, None] * self.forward, np.zeros(0)
+
+    def costs(self, bound: Bound) -> list[np.ndarray]:
+        sums = np.concatenate([np.zeros((self.num_stages, 1)), np.cumsum(self.forward, axis=1)], axis=1)
+        found = []
+        for stage, (weight, line) in enumerate(zip(bound.weights[self.terms.forward], sums)):
+            arc = weight * (line[None, :] - line[:, None])
+            arc[closed_arcs(stage, self.num_stages, self.num_units)] = np.inf
+            found.append(arc)
+        return found
+
+
+@pytest.mark.parametrize(("depth", "count"), [(2, 1), (2, 5), (3, 4), (4, 8)])
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(0, 4))
+def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) -> None:
+    """The least over all cuts, one by one, of the greatest load of a worker with its ways in and out."""
+    dice, compared = np.random.default_rng(seed), 0
+    for spec, _ in every_schedule(depth, count):
+        forward = dice.integers(1, 9, (spec.num_stages, spec.num_stages + further)).astype(float)
+        terrain, stages = _Units(spec, forward), range(spec.num_stages)
+        paths = [path[terrain.terms.forward] for path in reaches(spec)]
+        least = np.inf
+        for inner in combinations(range(1, terrain.num_units), spec.num_stages - 1):
+            ends = (0, *inner, terrain.num_units)
+            times = np.array([forward[stage, ends[stage] : ends[stage + 1]].sum() for stage in stages])
+            least = min(least, max(float(path @ times) for path in paths))
+        if terrain.is_alone:
+            assert least_level(terrain, least) == pytest.approx(least, rel=1e-12), spec
+        else:
+            # Loads are rounded down, by a 4,000th for every stage.
+            assert least_level(terrain, least * (1 + 1e-9)) == 0.0, spec
+            below = least * (1 - (spec.num_stages + 1) / 4000)
+            assert least_level(terrain, below) == below, spec
+        compared += 1
+    assert compared >= 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 4))
+def test_the_least_of_all_cuts(seed: int, stages: int, further: int) -> None:
+    dice, units = np.random.default_rng(seed), stages + further
+    # What does not need its share of memory counts for less than nothing.
+    of_units = dice.normal(1.0, 1.0, (stages, units))
+    after = dice.exponential(1.0, (stages - 1, units + 1))
+    costs = []
+    for places in combinations(range(1, units), stages - 1):
+        ends = [0, *places, units]
+        inside = sum(of_units[s, ends[s] : ends[s + 1]].sum() for s in range(stages))
+        costs.append(inside + sum(after[s, place] for s, place in enumerate(places)))
+    assert least_of_cuts(of_units, after) == pytest.approx(min(costs), rel=1e-9, abs=1e-12)
+
+
+# ---- What schedules ask of their stages --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [2, 3, 4])
+def test_needs_are_those_of_the_generated_schedule(depth: int) -> None:
+    compared = 0
+    for count in (1, 5, 24, 70):
+        for spec, schedule in every_schedule(depth, count, stale=True):
+            assert needs_of(spec) == read_off(schedule), spec
+            compared += 1
+    assert compared > 25
+
+
+def test_pipelines_get_the_micro_batches_of_the_generated_schedule() -> None:
+    for depth, count in ((2, 3), (4, 6), (4, 9), (8, 21)):
+        for spec, schedule in every_schedule(depth, count):
+            of_workers = homes(depth, spec.groups, spec.num_pipelines)
+            assert list(of_workers) == [schedule.stages_on(worker) for worker in range(depth)], spec
+            if spec.num_pipelines > 1:
+                forwards = [
+                    task for tasks in schedule.workers for task in tasks if task.kind.letter == "F" and task.stage == 0
+                ]
+                done = [sum(t.part.size for t in forwards if t.pipeline == p) for p in range(spec.num_pipelines)]
+                assert done == list(micro_batches_of(depth, count, spec.num_pipelines)), spec

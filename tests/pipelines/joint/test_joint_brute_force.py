@@ -1,0 +1,460 @@
+"""The joint search against brute force: on random small instances its plan is the best of all configurations.
+
+The brute force (:mod:`.brute_force`) is judged first: its times of schedules by the simulator, its configurations by
+``evaluate``, its filter by doing without.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from autoddl.costmodel.cluster import Cluster, Link, load_cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint import (
+    Configuration,
+    JointOptions,
+    PipelineSchedule,
+    StageChoice,
+    StageMesh,
+    chain_of,
+    evaluate,
+)
+from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.meshes import Division
+from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.schedule import Kind
+from autoddl.pipelines.simulator import simulate
+from autoddl.pipelines.times import Times
+from autoddl.search.planner import InfeasibleError, Options, make_plan
+from autoddl.zoo import Transformer, gpt, mlp
+
+from .brute_force_stages import Job
+from .brute_force import BruteForce, Found, families
+from .pipeline_program import TaskTimes, program_of
+
+pytestmark = pytest.mark.slow
+
+#: More than any of the models here needs.
+UNLIMITED = 1e12
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_comparison() -> Iterator[None]:
+    """The families that a plan is compared with take a third of its time, and are not what is judged here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autoddl.pipelines.joint.planner.families_of", lambda *_: (), raising=False)
+        yield
+
+
+# ---- Instances ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Gpt:
+    """The sizes of a model that is not a perceptron."""
+
+    blocks: int
+    width: int
+    sequence: int
+    vocabulary: int
+    tied: bool
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Nodes, devices of each; seconds and bytes/s of links between and in nodes; FLOP/s, bytes/s and seconds of a device."""
+
+    nodes: int
+    devices: int
+    links: tuple[tuple[float, float], tuple[float, float]]
+    flops: float
+    memory_bandwidth: float
+    launch_s: float
+
+    @property
+    def cluster(self) -> Cluster:
+        known = load_cluster("gcp-a100")
+        device = replace(
+            known.device,
+            memory_bytes=UNLIMITED,
+            memory_bandwidth=self.memory_bandwidth,
+            peak_flops={"mixed": self.flops},
+            efficiency=1.0,
+            launch_s=self.launch_s,
+        )
+        links = (Link(*self.links[0]), Link(*self.links[1]))
+        return replace(known, num_nodes=self.nodes, devices_per_node=self.devices, device=device, links=links)
+
+
+@dataclass(frozen=True)
+class Instance:
+    """A small problem.
+
+    Attributes:
+        limit: of memory: 0 is the least that some plan does with, 1 what the best plan without one needs; None: no limit.
+    """
+
+    model: tuple[int, ...] | Gpt
+    machine: Machine
+    batch: int
+    micro_batch: int | None = None
+    recompute: bool | None = None
+    untied: bool = False
+    summa: bool = False
+    limit: float | None = None
+
+    @property
+    def graph(self) -> LayerGraph:
+        model = self.model
+        if not isinstance(model, Gpt):
+            return mlp(model)
+        sizes = Transformer("gpt", model.blocks, model.width, 2, model.sequence, model.vocabulary, tied=model.tied)
+        return gpt(sizes)
+
+    @property
+    def job(self) -> Job:
+        return Job(
+            self.graph, self.machine.cluster, self.batch, self.micro_batch, self.recompute, self.untied, self.summa
+        )
+
+    def options(self, limit: float) -> JointOptions:
+        return JointOptions(
+            Options(
+                batch=self.batch,
+                micro_batch=self.micro_batch,
+                memory_limit_bytes=limit,
+                precision="mixed",
+                recompute=self.recompute,
+                untied=self.untied,
+                summa=self.summa,
+                time_limit_s=100.0,
+            )
+        )
+
+
+#: Nodes and devices of each.
+SHAPES = {
+    "without limits": ((1, 2), (2, 1), (1, 3), (1, 4), (4, 1), (2, 2)),
+    "limited": ((1, 2), (2, 1), (3, 1), (1, 4), (4, 1), (2, 2)),
+    "unequal workers": ((1, 3), (3, 1), (1, 4), (2, 2)),
+    "two levels": ((2, 2),),
+    "transformers": ((1, 2), (2, 1), (2, 2), (1, 4)),
+    "deep": ((1, 2), (2, 1)),
+    "untied and summa": ((1, 4), (2, 2)),
+}
+#: Parts of the way from the least memory to that of the best plan without a limit.
+LIMITS = (0.99, 0.95, 0.9, 0.8, 0.6, 0.4, 0.2, 0.0, -0.1)
+
+
+def random_machine(dice: random.Random, kind: str, batch: int) -> Machine:
+    """From all compute to all network, about a layer of 64 x 64; links alike, or not."""
+    flops = 1e10
+    compute_s = 6 * batch * 64**2 / flops
+
+    def times(low: float, high: float) -> float:
+        return float(f"{10 ** dice.uniform(low, high):.2g}")
+
+    # Where memory is limited networks are slow: on fast ones a plan without a pipeline always spreads everything.
+    fastest = 0 if kind == "limited" else 1.5
+
+    def link() -> tuple[float, float]:
+        return dice.choice((0, 0, times(-3, -1), times(-1, 0.5))) * compute_s, times(-1.5, fastest) * flops / batch
+
+    links = link()
+    return Machine(
+        *dice.choice(SHAPES[kind]),
+        links=(links, link() if kind == "two levels" or dice.random() < 0.5 else links),
+        flops=flops,
+        memory_bandwidth=times(0, 3) * flops / batch,
+        launch_s=dice.choice((0, 0, times(-3, -0.5))) * compute_s,
+    )
+
+
+def random_model(dice: random.Random, kind: str, machine: Machine) -> tuple[int, ...] | Gpt:
+    """A perceptron whose widths divide over all devices, or a transformer."""
+    if kind == "transformers" or (kind == "untied and summa" and dice.random() < 0.2):
+        blocks = dice.choice((2, 4)) if machine.nodes * machine.devices == 2 else 2
+        return Gpt(blocks, 32, dice.choice((4, 8)), 64, dice.random() < 0.5)
+    if kind == "deep":
+        return tuple(dice.choices((8, 32, 64), k=9))
+    unit = 3 if 3 in (machine.nodes, machine.devices) else 1
+    return tuple(unit * width for width in dice.choices((8, 32, 64, 64, 256), k=dice.choice((3, 4, 5))))
+
+
+def random_instance(dice: random.Random, kind: str) -> Instance:
+    batch = dice.choice((1, 2, 4) if kind in ("transformers", "deep") else (1, 2, 3, 4, 6, 8, 8))
+    machine = random_machine(dice, kind, batch)
+    if kind == "untied and summa" and dice.random() < 0.2:
+        machine = replace(machine, nodes=1, devices=2)
+    model = random_model(dice, kind, machine)
+    divisors = [size for size in range(1, batch + 1) if batch % size == 0]
+    is_limited = kind == "limited" or (kind != "without limits" and dice.random() < 0.5)
+    return Instance(
+        model,
+        machine,
+        batch,
+        micro_batch=dice.choice(divisors) if dice.random() < 0.2 else None,
+        recompute=dice.choice((None, None, None, True, False)),
+        untied=kind == "untied and summa" and dice.random() < 0.5,
+        summa=kind == "untied and summa",
+        limit=dice.choice(LIMITS) if is_limited else None,
+    )
+
+
+# ---- The joint search --------------------------------------------------------------------------------------------------
+
+
+def configured(job: Job, found: Found) -> Configuration:
+    """What brute force found, in the words of the search."""
+    shapes = tuple(StageMesh(*one.shape) for one in found.rectangles)
+    family, count = found.family, job.batch // found.micro_batch
+    spec = PipelineSchedule(
+        family.name, len(shapes), count, family.options, family.groups, num_pipelines=family.num_pipelines
+    )
+    stages = tuple(StageChoice(one.stop - one.first, one.recompute, one.strategies) for one in found.stages)
+    mesh = shapes[0] if len(set(shapes)) == 1 else Division(shapes)
+    return Configuration(mesh, spec, Workload(job.batch, found.micro_batch, job.precision, "adam"), stages)
+
+
+def evaluated(job: Job, found: Found) -> Evaluation:
+    return evaluate(chain_of(job.graph), job.cluster, configured(job, found))
+
+
+@dataclass(frozen=True)
+class Solved:
+    """An instance, and what brute force says of it: the best configuration at all, and that within the limit."""
+
+    instance: Instance
+    limit_bytes: float
+    free: Found | None
+    best: Found | None
+
+
+def solved(dice: random.Random, kind: str) -> Solved:
+    """A random instance; rather one whose best plan, if there were no limit, has a pipeline (of unequal workers)."""
+    for _ in range(DRAWS):
+        instance = random_instance(dice, kind)
+        brute = BruteForce(instance.job)
+        best = free = brute.best()
+        shapes = [] if free is None else [one.shape for one in free.rectangles]
+        if len(set(shapes)) > 1 or (len(shapes) > 1 and kind != "unequal workers"):
+            break
+    limit = UNLIMITED
+    if instance.limit is not None and free is not None:
+        least = brute.least_memory()
+        # Between what sums of whole bytes can be.
+        limit = math.floor(least + instance.limit * max(100.0, free.memory_bytes - least)) + 0.3
+        best = brute.best(limit)
+    return Solved(instance, limit, free, best)
+
+
+def judge(case: Solved) -> None:
+    """The plan of the joint search is the best of all configurations."""
+    instance, best, limit = case.instance, case.best, case.limit_bytes
+    graph, cluster, options = instance.graph, instance.machine.cluster, instance.options(limit)
+    if best is None:
+        # Where no number of bytes would do, the error does not speak of memory.
+        with pytest.raises(UserError if case.free is None else InfeasibleError):
+            plan_jointly(graph, cluster, options)
+        return
+    # What brute force found is a configuration of the space, whatever the search finds.
+    known = evaluated(instance.job, best)
+    assert known.step_s == pytest.approx(best.step_s, rel=1e-9), best
+    assert known.memory_bytes == pytest.approx(best.memory_bytes, rel=1e-9) and known.memory_bytes <= limit, best
+    planned = plan_jointly(graph, cluster, options)
+    shown = f"{instance}\nlimit {limit!r}\nbrute force: {best}\nplan: {planned.evaluation.step_s * 1e6:.6g} us"
+    assert planned.evaluation.step_s == pytest.approx(best.step_s, rel=1e-9), shown
+    assert planned.optimal, shown
+    assert planned.lower_bound_s <= best.step_s * (1 + 1e-9), shown
+    assert planned.evaluation.memory_bytes <= limit, shown
+
+
+#: How often an instance is drawn for one whose best plan is of interest.
+DRAWS = 4
+
+
+def test_joint_plan_lets_a_gradient_be_reduced_behind_the_backward_pass() -> None:
+    """The plan of :func:`test_hidden_all_reduce_by_hand`, whose last stage is not the fastest one by itself."""
+    planned = plan_jointly(*HIDDEN, JointOptions(Options(batch=2, recompute=False)))
+    assert planned.evaluation.step_s == pytest.approx(HIDDEN_S, rel=1e-9)
+    assert planned.optimal
+
+
+#: Instances of each kind.
+EXAMPLES = {
+    "without limits": 25,
+    "limited": 25,
+    "unequal workers": 25,
+    "two levels": 25,
+    "transformers": 8,
+    "deep": 8,
+    "untied and summa": 12,
+}
+
+
+def test_stages_of_a_worker_share_a_buffer() -> None:
+    """The least that any plan does with is one of two groups of stages, whose workers need room for one buffer, not for two."""
+    links = ((0.0, 190e9), (4.9152e-06, 2.8e9))
+    machine = Machine(2, 2, links, flops=1e10, memory_bandwidth=9.9e11, launch_s=4.17792e-09)
+    instance = Instance((64, 32, 64, 8, 64), machine, 1, recompute=True)
+    least = BruteForce(instance.job).least_memory()
+    planned = plan_jointly(instance.graph, machine.cluster, instance.options(least + 0.3))
+    assert planned.evaluation.memory_bytes == least and planned.evaluation.configuration.schedule.groups == 2
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_joint_plan_is_the_best_of_all_configurations(kind: str) -> None:
+    """Hundreds of plans, each beside all the configurations that it is the best of."""
+
+    @settings(max_examples=EXAMPLES[kind], phases=(Phase.explicit, Phase.reuse, Phase.generate))
+    @given(st.randoms(use_true_random=True))
+    def check(dice: random.Random) -> None:
+        judge(solved(dice, kind))
+
+    check()
+
+
+# ---- The brute force ---------------------------------------------------------------------------------------------------
+
+#: Two nodes of two P100, every message of which takes 100 us.
+HIDDEN = mlp((256, 64, 256, 64)), load_cluster("piz-daint").resized(2, 2).with_links(100e-6, 10e9)
+#: 4 messages and 14 kernels one after the other; the bytes of products and of element-wise operations, FLOPs, bytes sent.
+HIDDEN_S = 4 * 100e-6 + 14 * 5e-6 + (373504 + 7680) / 732e9 + 262144 / (0.8 * 9.3e12) + (512 + 2 * 512) / 10e9
+
+
+def test_hidden_all_reduce_by_hand() -> None:
+    """One micro-batch of 2 rows on two workers of one device of each node: fc1 and fc2 at (1, 2, 1), then fc3 at (2, 1, 1).
+
+    ===============  ========  =======  ====================  ========================  ================
+    what             messages  kernels  bytes of products     bytes of relu (mse)       bytes sent
+    ===============  ========  =======  ====================  ========================  ================
+    fc1 forward      0         2        4 (512 + 8192 + 64)   2 x 256                   0
+    fc2 forward      1         2        4 (128 + 8192 + 256)  2 x 1024                  256
+    crossing         1         0        0                     0                         512 on each level
+    fc3 forward      0         2        4 (256 + 16384 + 64)  2 x 256                   0
+    fc3 backward     0         3        twice that            3 x 256                   0
+    crossing         1         0        0                     0                         512 on each level
+    fc2 backward     1         3        twice that            3 x 1024                  256
+    fc1 backward     0         2        that                  3 x 256                   0
+    sum              4         14       373504                7680                      512 + 2 x 512
+    ===============  ========  =======  ====================  ========================  ================
+
+    Each of the 8 products has 32768 FLOPs.  In all 470.7 us: fc3's all-reduce, 2 x 100 us and 65536 bytes, 206.6 us, is over before
+    the 225 us that crossing and stage 0 take after its backward pass.
+    """
+    graph, cluster = HIDDEN
+    found = BruteForce(Job(graph, cluster, 2, recompute=False, precision="float32")).best()
+    assert found is not None
+    assert found.step_s == pytest.approx(HIDDEN_S, rel=1e-9) and round(HIDDEN_S * 1e6) == 471
+    assert [one.shape for one in found.rectangles] == [(2, 1), (2, 1)]
+    assert [one.stop - one.first for one in found.stages] == [2, 1]
+
+
+@given(st.randoms(use_true_random=True))
+def test_programs_take_as_long_as_simulated(dice: random.Random) -> None:
+    depth, count, num = dice.randint(2, 4), dice.randint(1, 9), 3
+    family = dice.choice(list(families(depth, count, equal=True)))
+    replicated = tuple(dice.random() < 0.5 for _ in range(depth))
+    stages = range(depth * family.groups)
+    again = [dice.random() < 0.5 for _ in stages]
+    draw = np.random.default_rng(dice.getrandbits(32)).exponential
+    seconds = draw(dice.choice((0.1, 1, 10)), (7, len(stages), num))
+    forward, whole, part, _, all_reduce, there, back = seconds
+    part = np.minimum(whole, part)
+    recompute = forward * np.array(again)[:, None]
+    steps = program_of(family, depth, count, replicated).makespans(
+        TaskTimes(forward, whole, part, recompute, all_reduce, there, back)
+    )
+    schedule = family.schedule(depth, count, [1 + wide for wide in replicated], any(again))
+    workers = tuple(
+        tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or again[task.stage])
+        for tasks in schedule.workers
+    )
+    for one in range(num):
+        times = Times.of(
+            len(stages),
+            forward=forward[:, one].tolist(),
+            backward=whole[:, one].tolist(),
+            backward_input=part[:, one].tolist(),
+            recompute=recompute[:, one].tolist(),
+            all_reduce=all_reduce[:, one].tolist(),
+            transfer=there[:-1, one].tolist(),
+            transfer_backward=back[:-1, one].tolist(),
+        )
+        makespan = simulate(replace(schedule, workers=workers), times).makespan
+        assert steps[one] == pytest.approx(makespan, rel=1e-12), (family, depth, count, replicated, again)
+
+
+@pytest.mark.parametrize("kind", EXAMPLES)
+def test_random_configurations_cost_what_is_evaluated(kind: str) -> None:
+    """Any strategies, not only the best ones (of transformers those that no others dominate)."""
+
+    @settings(max_examples=25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+    @given(st.randoms(use_true_random=True))
+    def check(dice: random.Random) -> None:
+        instance = random_instance(dice, kind)
+        brute = BruteForce(instance.job, filtered=isinstance(instance.model, Gpt))
+        pipelines = [one for one in brute.settings() if one[1] is not None]
+        for rectangles, family, size in dice.sample(pipelines, min(5, len(pipelines))):
+            program = brute.program(rectangles, family, size)
+            batches = list(brute.batches(rectangles, family, program, size, UNLIMITED))
+            if not batches:
+                continue
+            batch = dice.choice(batches)
+            batch = batch.only(np.array([dice.randrange(len(batch.taken[0]))]))
+            (step,) = program.makespans(brute.times(rectangles, family, program, batch))
+            found = brute.found(rectangles, family, program, size, batch, 0, step)
+            known = evaluated(instance.job, found)
+            assert known.step_s == pytest.approx(found.step_s, rel=1e-9), f"{instance}: {found}"
+            assert known.memory_bytes == pytest.approx(found.memory_bytes, rel=1e-9), f"{instance}: {found}"
+
+    check()
+
+
+@given(st.randoms(use_true_random=True))
+def test_without_a_pipeline_it_is_the_planner_of_one_stage(dice: random.Random) -> None:
+    instance = random_instance(dice, dice.choice(list(EXAMPLES)))
+    brute = BruteForce(instance.job)
+    free = brute.best(pipelines=False)
+    for limit in (UNLIMITED,) if free is None else (UNLIMITED, math.floor(0.7 * free.memory_bytes) + 0.3):
+        best = brute.best(limit, pipelines=False)
+        options = instance.options(limit).base
+        if best is None:
+            with pytest.raises(UserError):
+                make_plan(instance.graph, instance.machine.cluster, options, with_baselines=False)
+        else:
+            planned = make_plan(instance.graph, instance.machine.cluster, options, with_baselines=False)
+            assert planned.assessment.step_s == pytest.approx(best.step_s, rel=1e-9), (
+                f"{instance}, limit {limit}: {best}"
+            )
+
+
+@settings(max_examples=25, phases=(Phase.explicit, Phase.reuse, Phase.generate))
+@given(st.randoms(use_true_random=True))
+def test_dominated_ways_are_never_better(dice: random.Random) -> None:
+    """The filter leaves out nothing: without it, the same best steps and least memory."""
+    instance = random_instance(dice, dice.choice(("limited", "untied and summa")))
+    widths = (32, 64, 32) if isinstance(instance.model, Gpt) else instance.model[:4]
+    instance = replace(instance, model=widths, batch=min(2, instance.batch), micro_batch=None)
+    filtered, whole = (BruteForce(instance.job, filtered) for filtered in (True, False))
+    free = filtered.best()
+    if free is None:
+        assert whole.best() is None
+        return
+    least = filtered.least_memory()
+    assert least == pytest.approx(whole.least_memory(), rel=1e-9)
+    for limit in (math.inf, free.memory_bytes - 1, (least + free.memory_bytes) / 2, least + 1):
+        best, known = filtered.best(limit), whole.best(limit)
+        assert (best is None) == (known is None)
+        if best is not None and known is not None:
+            assert best.step_s == pytest.approx(known.step_s, rel=1e-9), f"{instance}, limit {limit}: {known}"

@@ -1,0 +1,158 @@
+"""The linear and the integer program of a setting, against all cuts, one by one."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from autoddl.pipelines.joint.cut_program import TOLERANCE, Cuts
+from autoddl.pipelines.joint.cut_regions import Cut, Region
+from autoddl.pipelines.joint.relaxation import Relaxation
+from autoddl.pipelines.joint.terrain import Bound, Runs
+from autoddl.pipelines.stepgraph import Terms
+
+kinds_of_units = st.lists(st.integers(0, 2), min_size=1, max_size=6)
+
+
+def all_cuts(num_stages: int, region: Region) -> list[Cut]:
+    """Those of a region."""
+    units = region.num_units
+    places = [
+        places
+        for places in combinations(range(1, units), num_stages - 1)
+        if all(low <= place <= high for place, (low, high) in zip(places, region.ranges))
+    ]
+    return [list(zip((0, *ends), (*ends, units))) for ends in places]
+
+
+def runs_of(kinds: list[int], crossing: np.ndarray) -> Runs:
+    """By hand: what crosses behind the units of each run, and what it adds to what crossed before, as the run fills."""
+    first = [unit for unit in range(len(kinds)) if unit == 0 or kinds[unit] != kinds[unit - 1]]
+    sizes = np.diff([*first, len(kinds)])
+    behind = crossing[:, np.array(first)]
+    slopes = np.zeros_like(behind)
+    for boundary, run in product(range(len(behind)), range(1, len(first))):
+        more = behind[boundary, run] - behind[boundary, run - 1]
+        of = run if more >= 0 or sizes[run] == 1 else run - 1
+        slopes[boundary, of] += more / sizes[of]
+    return Runs(np.array(first), sizes, behind[:, 0], slopes)
+
+
+def region_of(data: st.DataObject, num_stages: int, num_units: int) -> Region:
+    """The whole, or a part of it."""
+    region = Region.whole(num_stages, num_units)
+    if data.draw(st.booleans()):
+        return region
+    ranges = [tuple(sorted(data.draw(st.tuples(*[st.integers(low, high)] * 2)))) for low, high in region.ranges]
+    return Region(tuple(ranges), num_units)  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), kinds_of_units, st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.booleans())
+def test_a_divided_cut_takes_no_longer_than_any_other(
+    data: st.DataObject, kinds: list[int], seed: int, stages: int, paths: int, share: bool
+) -> None:
+    """Of all cuts with any way to run each of their units, that fit."""
+    assume(stages <= len(kinds))
+    dice, units, terms = np.random.default_rng(seed), len(kinds), Terms(stages)
+    # What crosses behind units of one kind is the same.
+    crossing = dice.exponential(0.3, (stages - 1, 3))[:, kinds]
+    runs = runs_of(kinds, crossing)
+    ways = dice.exponential(1.0, (2, stages, 3, 5))[:, :, kinds]
+    homes = [[0, *range(2, stages)], [1] if stages > 1 else []] if share else [[stage] for stage in range(stages)]
+    limit = float(dice.uniform(0.5, 4.0)) * units / stages
+    relaxation = Relaxation(runs, [held for held in homes if held], limit)
+    weights = dice.integers(0, 5, (paths, terms.count)).astype(float)
+    for path in weights:
+        relaxation.add_path(path)
+    for way in ways:
+        relaxation.add_columns(way[:, runs.first])
+    region = region_of(data, stages, units)
+    solved = relaxation.solve(region.ranges)
+    parts = (terms.forward, terms.backward, terms.recompute, terms.all_reduce)
+    found = 0
+    for cut in all_cuts(stages, region):
+        stage_of = [stage for stage, (first, stop) in enumerate(cut) for _ in range(first, stop)]
+        across = np.array([crossing[b, stop - 1] for b, (_, stop) in enumerate(cut[:-1])])
+        for chosen in product(range(2), repeat=units):
+            sums = np.zeros((stages, 5))
+            for unit, (stage, way) in enumerate(zip(stage_of, chosen)):
+                sums[stage] += ways[way, stage, unit]
+            if max(sum(sums[stage, 4] for stage in held) for held in homes) > limit:
+                continue
+            times = np.zeros(terms.count)
+            for number, part in enumerate(parts):
+                times[part] = sums[:, number]
+            times[terms.transfer_forward] = times[terms.transfer_backward] = across
+            found += 1
+            assert solved is not None, "it fits"
+            assert solved.step_s <= (weights @ times).max() * (1 + 1e-6) + 1e-9
+    if solved is not None:
+        assert solved.shares.sum() == pytest.approx(1.0) and (solved.shares >= 0).all() and (solved.price >= 0).all()
+        assert solved.step_s == pytest.approx((weights @ solved.times).max(), rel=1e-6, abs=1e-9)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), kinds_of_units, st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(1, 5), st.booleans())
+def test_the_best_cut_by_all_bounds(
+    data: st.DataObject, kinds: list[int], seed: int, stages: int, count: int, crosses: bool
+) -> None:
+    assume(stages <= len(kinds))
+    dice, units, terms = np.random.default_rng(seed), len(kinds), Terms(stages)
+    crossing = crosses * dice.exponential(0.5, (stages - 1, 3))[:, kinds]
+    weights = dice.integers(0, 5, (count, terms.count)).astype(float)
+    values = {path.tobytes(): dice.exponential(1.0, (stages, 3))[:, kinds] for path in weights}
+    terrain = SimpleNamespace(
+        num_stages=stages,
+        num_units=units,
+        terms=terms,
+        runs=runs_of(kinds, crossing),
+        cheapest=lambda path, price: (values[path.tobytes()], None),
+        worth_of_limits=lambda price: float(price.sum()),
+    )
+    cuts = Cuts(terrain)  # type: ignore[arg-type]
+    prices = [np.zeros(stages), dice.uniform(0.0, 0.2, stages)]
+    bounds = [Bound(path, (prices[number % 2],)) for number, path in enumerate(weights)]
+    for bound in bounds:
+        cuts.add(bound)
+
+    def cost(cut: Cut) -> float:
+        """Of the dearest bound."""
+        both = weights[:, terms.transfer_forward] + weights[:, terms.transfer_backward]
+        across = np.array([crossing[b, stop - 1] for b, (_, stop) in enumerate(cut[:-1])])
+        inside = [
+            sum(values[path.tobytes()][stage, first:stop].sum() for stage, (first, stop) in enumerate(cut))
+            for path in weights
+        ]
+        return float(np.max(inside + both @ across - [bound.prices[0].sum() for bound in bounds]))
+
+    region = region_of(data, stages, units)
+    costs = {tuple(cut): cost(cut) for cut in all_cuts(stages, region)}
+    least = min(costs.values(), default=np.inf)
+    solved = cuts.solve(region, max(costs.values(), default=1.0) + 1.0, 60.0)
+    if not costs:
+        assert solved is None
+        return
+    assert solved is not None
+    bound, cut = solved
+    assert tuple(cut) in costs and bound <= least + 1e-5
+    if not crosses or all(size == 1 for size in terrain.runs.sizes):
+        assert bound >= least - 1e-3 * max(1.0, abs(least)) and costs[tuple(cut)] <= least + 1e-3 * max(1.0, abs(least))
+        assert max(cuts.value(number, cut) for number in range(count)) == pytest.approx(costs[tuple(cut)])
+    if least > 0:
+        assert cuts.solve(region, least * (1 - 4 * TOLERANCE) - 1e-5, 60.0) is None or crosses
+
+
+@given(st.data(), st.integers(1, 4), st.integers(0, 4))
+def test_every_other_cut_is_in_one_region(data: st.DataObject, stages: int, further: int) -> None:
+    region = region_of(data, stages, stages + further)
+    cuts = all_cuts(stages, region)
+    assume(cuts)
+    cut = data.draw(st.sampled_from(cuts))
+    parts = [tuple(one) for part in region.without(cut) for one in all_cuts(stages, part)]
+    assert sorted(parts) == sorted(tuple(one) for one in cuts if one != cut)
