@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 
@@ -29,7 +28,6 @@ from .load import load_oneflow
 from .losses import IGNORED, cross_entropy, mean_of_differences
 from .rows import along_rows, row_sums
 from .setting import Batch, LayerSetting, checkpoint, find_module
-from .stepping import num_bytes
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -248,11 +246,6 @@ def _norm(setting: LayerSetting) -> Body:
     if not isinstance(epsilon, (int, float)):
         raise UserError(f"{layer.describe()}: {type(module).__name__} has no eps, which its norm should have")
 
-    def everywhere(sums: Tensor) -> Tensor:
-        for axis in reversed(axes):
-            sums = stepper.run(sums, Step(Collective.ALL_REDUCE, axis, num_bytes(sums)))
-        return sums
-
     def normalised(x: Tensor) -> Tensor:
         width = x.shape[-1]
         if is_centred and not axes:
@@ -262,11 +255,11 @@ def _norm(setting: LayerSetting) -> Body:
             variance = row_sums(x * x) / features
         elif is_centred:
             # Both sums in one message.
-            means = everywhere(flow.cat([row_sums(x), row_sums(x * x)], dim=-1)) / features
+            means = stepper.sum(flow.cat([row_sums(x), row_sums(x * x)], dim=-1), axes) / features
             mean, square = means[..., :1], means[..., 1:]
             x, variance = x - along_rows(mean, width), square - mean * mean
         else:
-            variance = everywhere(row_sums(x * x)) / features
+            variance = stepper.sum(row_sums(x * x), axes) / features
         return x * along_rows(flow.rsqrt(variance + epsilon), width)
 
     def core(x: Tensor, *weights: Tensor) -> Tensor:

@@ -18,13 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
 from .detaching import detached
 from .load import load_oneflow
 from .rows import along_rows, row_sums
-from .stepping import Stepper, num_bytes
+from .stepping import Stepper
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -71,8 +70,7 @@ def cross_entropy(
         exponentials = flow.exp(x - along_rows(maxima, width))
         target_logits = (flow.gather(x, 1, place) - maxima) * here
         sums = flow.cat([row_sums(exponentials), target_logits], dim=1)
-        for axis in reversed(axes):
-            sums = stepper.run(sums, Step(Collective.ALL_REDUCE, axis, num_bytes(sums)))
+        sums = stepper.sum(sums, axes)
         totals = sums[:, :1].contiguous()
         saved.append(exponentials * along_rows(1.0 / totals, width))
         rows = flow.log(totals) - sums[:, 1:]
@@ -104,7 +102,4 @@ def mean_of_differences(
 
 def _everywhere(part: Tensor, axes: Sequence[Axis], stepper: Stepper) -> Tensor:
     """The sum over the ranks of one number, inner levels first."""
-    total = part.reshape(1)
-    for axis in reversed(axes):
-        total = stepper.run(total, Step(Collective.ALL_REDUCE, axis, num_bytes(total)))
-    return total.reshape(())
+    return stepper.sum(part.reshape(1), axes).reshape(())

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import Any
 
-from autoddl.costmodel.collectives import Collective, Step
+from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.redistribution import Digit, Holding, Move, Redistribution, Route
@@ -25,7 +25,7 @@ from autoddl.costmodel.sbp import Broadcast, PartialSum
 
 from .collectives import pad_shard, take_shard
 from .exchanging import exchange_tensor
-from .stepping import Stepper, num_bytes
+from .stepping import Stepper
 
 __all__ = ["move_tensor"]
 
@@ -105,7 +105,7 @@ class _Digits:
 
     def _collective(self, x: Tensor, move: Move, collective: Collective) -> Tensor:
         if collective is Collective.ALL_REDUCE:
-            return self.stepper.run(x, Step(collective, move.axis, num_bytes(x)))
+            return self.stepper.all_reduce(x, move.axis)
         taken = [self.places[after] for _, _, after in move.parts if isinstance(after, Digit)]
         given = [self.places[before] for _, before, _ in move.parts if isinstance(before, Digit)]
         blocks = _blocks_to_front([*taken, *given], len(self.view))
@@ -114,11 +114,11 @@ class _Digits:
         # (digits to be cut, digits that become whole, everything else)
         x = x.reshape(prod(self.view[: len(taken)]), prod(self.view[len(taken) : len(taken + given)]), -1)
         if collective is Collective.REDUCE_SCATTER:
-            x = self.stepper.run(x, Step(collective, move.axis, num_bytes(x)), 0)
+            x = self.stepper.reduce_scatter(x, move.axis, 0)
         elif collective is Collective.ALL_GATHER:
-            x = self.stepper.run(x, Step(collective, move.axis, num_bytes(x) * move.axis.size), 1)
+            x = self.stepper.all_gather(x, move.axis, 1)
         else:
-            x = self.stepper.exchange(x, move.axis, split_dim=0, concat_dim=1)
+            x = self.stepper.all_to_all(x, move.axis, split_dim=0, concat_dim=1)
         sizes = [atom.size for atom, _, _ in move.parts]
         self.view[: len(taken + given)] = [*(1 for _ in taken), *(sizes if given else [])]
         for start, stop in reversed(blocks):

@@ -13,7 +13,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 
 from .detaching import detached
-from .layouts import Indices, blocks
+from .layouts import Layout, layout_of
 from .load import load_oneflow
 from .stepping import Stepper
 
@@ -66,23 +66,22 @@ class LayerSetting:
         return not self.graph.inputs(self.layer.name)
 
     @property
+    def layout(self) -> Layout:
+        """How the layer lies on the ranks."""
+        return layout_of(self.layer, self.strategy)
+
+    @property
     def num_parts(self) -> int:
         """Into how many blocks the features are cut."""
         return self.strategy.p1 * self.strategy.p2
 
     def held(self, length: int) -> np.ndarray:
         """This rank's block of ``length`` features."""
-        return self.blocks(length)[self.stepper.rank]
-
-    def blocks(self, length: int) -> Indices:
-        """Every rank's block of ``length`` features."""
-        return blocks(self.strategy.activations, 1, length)
+        return self.layout.blocks(length)[self.stepper.rank]
 
     def samples(self, value: np.ndarray, batch: Batch) -> np.ndarray:
         """This rank's samples."""
-        width = batch.num_samples // self.strategy.p0
-        start = self.strategy.activations.block(self.stepper.rank, 1 if self.num_parts == 1 else 2)[0] * width
-        return value[start : start + width]
+        return self.layout.samples(value, self.stepper.rank)
 
     def own_module(self) -> Any:
         """The module that the layer stands for; the first one, where it stands for several."""
