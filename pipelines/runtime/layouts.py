@@ -177,11 +177,16 @@ def matrix_indices(out_features: int, in_features: int, layout: Layout) -> Weigh
 def table_indices(vocabulary: int, features: int, layout: Layout) -> WeightIndices:
     """Of the table (vocabulary, features) of an embedding: like a linear layer's transposed weight."""
     output = layout.blocks(features)
+    columns = gathered(output, layout.axes(2))
+    return WeightIndices(table_rows(vocabulary, layout), layout.axes(2), columns, layout.axes(1), output)
+
+
+def table_rows(vocabulary: int, layout: Layout) -> Indices:
+    """The rows of an embedding's table that each rank holds."""
     if vocabulary % layout.num_parts == 0:
-        rows = gathered(layout.blocks(vocabulary), layout.axes(1))
-    else:  # too few for the blocks of an output projection: slices in rank order
-        rows = scattered(everything(vocabulary, layout.num_ranks), layout.axes(2))
-    return WeightIndices(rows, layout.axes(2), gathered(output, layout.axes(2)), layout.axes(1), output)
+        return gathered(layout.blocks(vocabulary), layout.axes(1))
+    # Too few for the blocks of an output projection: slices in rank order.
+    return scattered(everything(vocabulary, layout.num_ranks), layout.axes(2))
 
 
 def everything(length: int, num_ranks: int) -> Indices:
