@@ -48,7 +48,7 @@ def move_lines(
         if isinstance(part, Exchange):
             assert len(route) == 1, "an exchange leads from one end to the other"
             collectives = tuple(step.collective for step in part.steps(1.0))
-            return [MoveLine(f"exchange({{x}}, {layouts[0]}, {layouts[1]})", collectives)]
+            return [MoveLine(f"exchange({{x}}, RANKS, {layouts[0]}, {layouts[1]})", collectives)]
         view = _View(part, shape)
         for move in part.moves:
             lines += view.lines(move, axis_name)
@@ -105,10 +105,10 @@ class _View:
         if concat is not None and not taken:
             lines = [
                 *self.restored(),
-                MoveLine(f"all_gather({{x}}, axis={axis}, dim={concat})", (move.collective,)),
+                MoveLine(f"RANKS.all_gather({{x}}, axis={axis}, dim={concat})", (move.collective,)),
             ]
         elif concat is not None and split is not None and split != concat:
-            text = f"all_to_all({{x}}, axis={axis}, split_dim={split}, concat_dim={concat})"
+            text = f"RANKS.all_to_all({{x}}, axis={axis}, split_dim={split}, concat_dim={concat})"
             lines = [*self.restored(), MoveLine(text, (move.collective,))]
         else:
             kept = [i for i, length in enumerate(self.lengths) if length > 1 or i in given or i == self.spans[0][-1]]
@@ -119,7 +119,7 @@ class _View:
                 "sizes": sizes,
             }
             options = ", ".join(f"{name}={value_text(value)}" for name, value in shown.items())
-            lines = [MoveLine(f"exchange_digits({{x}}, axis={axis}, {options})", (move.collective,))]
+            lines = [MoveLine(f"exchange_digits({{x}}, RANKS, axis={axis}, {options})", (move.collective,))]
             self.is_flat = True
         for place in taken:
             self.lengths[place] = 1
@@ -137,7 +137,7 @@ class _View:
         view = (before, self.lengths[place], -1) if on_samples else (-1, self.lengths[place], behind)
         self.lengths[place] = 1
         self.is_flat = True
-        text = f"take_slice({{x}}.reshape{value_text(view)}, axis={axis_name(atom)}, dim=1).reshape(-1)"
+        text = f"take_shard({{x}}.reshape{value_text(view)}, RANKS.axis({axis_name(atom)}), dim=1).reshape(-1)"
         return [MoveLine(text)]
 
     def _whole_dim(self, places: Sequence[int]) -> int | None:

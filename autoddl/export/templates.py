@@ -84,11 +84,11 @@ def main(options: argparse.Namespace) -> None:
         loss = train_step(model, inputs, targets, MICRO_BATCH)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)  # adding to gradients of zero would send bytes
-        if RANK == 0:
+        if RANKS.rank == 0:
             print(f"step {step + 1}: loss {loss:.6f}", flush=True)
     if options.save:
         state = plain_state(model, ALIASES)
-        if RANK == 0:
+        if RANKS.rank == 0:
             np.savez(options.save, **state)
 
 

@@ -5,6 +5,7 @@ body(inputs, weights, batch) -> output        weights in the order of ``paramete
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,7 +47,7 @@ Variables = dict[str, Any]
 
 #: The functions of statements.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
-    "add": operator.add,
+    "add": lambda *terms: functools.reduce(operator.add, terms),
     "multiply": operator.mul,
     **{
         function.__name__: function

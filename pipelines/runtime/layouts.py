@@ -27,10 +27,11 @@ head (per pair of gate and up), so that every even split holds whole groups:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
+from typing import Any
 
 import numpy as np
 
@@ -61,8 +62,24 @@ __all__ = [
     "whole_layouts",
 ]
 
-#: For every rank the indices, along one dimension, of what it holds, in the order in which it holds them.
-Indices = tuple[np.ndarray, ...]
+
+class Indices(Sequence[np.ndarray]):
+    """For every rank the indices, along one dimension, of what it holds, in the order in which it holds them.
+
+    They are worked out when they are asked for: a rank of thousands wants few of them.
+    """
+
+    def __init__(self, num_ranks: int, of_rank: Callable[[int], np.ndarray]):
+        self._num_ranks = num_ranks
+        self._of_rank = of_rank
+
+    def __len__(self) -> int:
+        return self._num_ranks
+
+    def __getitem__(self, rank: Any) -> Any:
+        if not 0 <= rank < self._num_ranks:
+            raise IndexError(rank)
+        return self._of_rank(rank)
 
 
 @dataclass(frozen=True)
@@ -127,7 +144,7 @@ def blocks(axes: Sequence[Axis], length: int, num_ranks: int) -> Indices:
     if length % parts:
         raise UserError(f"length {length} does not divide into {parts} slices")
     width = length // parts
-    return tuple(np.arange(width) + place_on(axes, rank) * width for rank in range(num_ranks))
+    return Indices(num_ranks, lambda rank: np.arange(width) + place_on(axes, rank) * width)
 
 
 def group(axis: Axis, rank: int) -> tuple[int, ...]:
@@ -136,18 +153,26 @@ def group(axis: Axis, rank: int) -> tuple[int, ...]:
     return tuple(first + k * axis.stride for k in range(axis.size))
 
 
-def gathered(held: Indices, axes: Sequence[Axis]) -> Indices:
+def gathered(held: Sequence[np.ndarray], axes: Sequence[Axis]) -> Sequence[np.ndarray]:
     """What ranks hold after all-gathers over the axes, the outermost first."""
     for axis in axes:
-        held = tuple(np.concatenate([held[other] for other in group(axis, rank)]) for rank in range(len(held)))
+        held = _joined(held, axis)
     return held
 
 
-def scattered(held: Indices, axes: Sequence[Axis]) -> Indices:
+def _joined(held: Sequence[np.ndarray], axis: Axis) -> Indices:
+    return Indices(len(held), lambda rank: np.concatenate([held[other] for other in group(axis, rank)]))
+
+
+def scattered(held: Sequence[np.ndarray], axes: Sequence[Axis]) -> Sequence[np.ndarray]:
     """The inverse of :func:`gathered`: what reduce-scatters leave to each rank."""
     for axis in reversed(axes):
-        held = tuple(np.split(indices, axis.size)[axis.coordinate(rank)] for rank, indices in enumerate(held))
+        held = _parted(held, axis)
     return held
+
+
+def _parted(held: Sequence[np.ndarray], axis: Axis) -> Indices:
+    return Indices(len(held), lambda rank: np.split(held[rank], axis.size)[axis.coordinate(rank)])
 
 
 # ---- Weights ---------------------------------------------------------------------------------------------------------------
@@ -158,11 +183,11 @@ class WeightIndices:
     """What each rank holds of a linear layer or an embedding: rows and columns of its weight with the axes that cut them, and
     the block of its (canonical) output."""
 
-    rows: Indices
+    rows: Sequence[np.ndarray]
     row_axes: tuple[Axis, ...]
-    columns: Indices
+    columns: Sequence[np.ndarray]
     column_axes: tuple[Axis, ...]
-    output: Indices
+    output: Sequence[np.ndarray]
 
 
 def matrix_indices(out_features: int, in_features: int, layout: Layout) -> WeightIndices:
@@ -181,7 +206,7 @@ def table_indices(vocabulary: int, features: int, layout: Layout) -> WeightIndic
     return WeightIndices(table_rows(vocabulary, layout), layout.axes(2), columns, layout.axes(1), output)
 
 
-def table_rows(vocabulary: int, layout: Layout) -> Indices:
+def table_rows(vocabulary: int, layout: Layout) -> Sequence[np.ndarray]:
     """The rows of an embedding's table that each rank holds."""
     if vocabulary % layout.num_parts == 0:
         return gathered(layout.blocks(vocabulary), layout.axes(1))
@@ -191,7 +216,7 @@ def table_rows(vocabulary: int, layout: Layout) -> Indices:
 
 def everything(length: int, num_ranks: int) -> Indices:
     """All indices, on every rank."""
-    return (np.arange(length),) * num_ranks
+    return Indices(num_ranks, lambda rank: np.arange(length))
 
 
 def product_rows(sections: Sequence[int], num_groups: int) -> np.ndarray:
@@ -221,7 +246,7 @@ class ParameterLayout:
     sources: tuple[tuple[str, int], ...]
     shape: tuple[int, ...]
     axes: tuple[tuple[Axis, ...], ...]
-    indices: tuple[Indices, ...]
+    indices: tuple[Sequence[np.ndarray], ...]
     reduced: tuple[Axis, ...]
 
     @property
@@ -231,6 +256,10 @@ class ParameterLayout:
 
     def local_shape(self) -> tuple[int, ...]:
         """Of what each rank holds."""
+        return self._local_shape
+
+    @cached_property
+    def _local_shape(self) -> tuple[int, ...]:
         return tuple(len(held[0]) for held in self.indices)
 
     def take(self, value: np.ndarray, rank: int) -> np.ndarray:
@@ -276,16 +305,26 @@ def linear_layouts(
         (weights, held.rows, (held.row_axes, held.column_axes), (held.columns,), of_weights),
         (biases, held.output, (tuple(bias_axes),), (), layout.axes(0)),
     ):
-        start, in_order = 0, tuple(order[rank_rows] for rank_rows in own)
         parts = [(item,) for item in parameters.items()] if apart else [tuple(parameters.items())]
+        start = 0
         for sources in parts if parameters else ():
             count = sum(rows for _, rows in sources)
-            indices = tuple(of_rank[(of_rank >= start) & (of_rank < start + count)] - start for of_rank in in_order)
             shape = (count, *([in_features] if columns else []))
+            indices = (_rows_between(own, order, start, start + count), *columns)
             name = joined_name([name for name, _ in sources])
-            result.append(ParameterLayout(name, sources, shape, axes, (indices, *columns), reduced))
+            result.append(ParameterLayout(name, sources, shape, axes, indices, reduced))
             start += count
     return tuple(result)
+
+
+def _rows_between(held: Sequence[np.ndarray], order: np.ndarray, start: int, stop: int) -> Indices:
+    """Of the features that ranks hold, in product order, the rows from ``start`` to ``stop``, counted from there."""
+
+    def of_rank(rank: int) -> np.ndarray:
+        rows = order[held[rank]]
+        return rows[(rows >= start) & (rows < stop)] - start
+
+    return Indices(len(held), of_rank)
 
 
 def table_layouts(name: str, vocabulary: int, features: int, layout: Layout) -> tuple[ParameterLayout, ...]:

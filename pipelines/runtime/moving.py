@@ -25,9 +25,9 @@ from autoddl.costmodel.sbp import Broadcast, PartialSum
 
 from .collectives import pad_shard, take_shard
 from .exchanging import exchange_tensor
-from .stepping import Stepper
+from .stepping import Ranks, Stepper
 
-__all__ = ["move_tensor"]
+__all__ = ["exchange_digits", "move_tensor"]
 
 Tensor = Any
 
@@ -108,22 +108,50 @@ class _Digits:
             return self.stepper.all_reduce(x, move.axis)
         taken = [self.places[after] for _, _, after in move.parts if isinstance(after, Digit)]
         given = [self.places[before] for _, before, _ in move.parts if isinstance(before, Digit)]
-        blocks = _blocks_to_front([*taken, *given], len(self.view))
-        for start, stop in blocks:
-            x = _swap(x, self.view, start, stop)
-        # (digits to be cut, digits that become whole, everything else)
-        x = x.reshape(prod(self.view[: len(taken)]), prod(self.view[len(taken) : len(taken + given)]), -1)
-        if collective is Collective.REDUCE_SCATTER:
-            x = self.stepper.reduce_scatter(x, move.axis, 0)
-        elif collective is Collective.ALL_GATHER:
-            x = self.stepper.all_gather(x, move.axis, 1)
-        else:
-            x = self.stepper.all_to_all(x, move.axis, split_dim=0, concat_dim=1)
-        sizes = [atom.size for atom, _, _ in move.parts]
-        self.view[: len(taken + given)] = [*(1 for _ in taken), *(sizes if given else [])]
-        for start, stop in reversed(blocks):
-            x = _swap(x, self.view, stop - start, stop)
+        sizes = [atom.size for atom, _, _ in move.parts] if given else []
+        x = exchange_digits(x, self.stepper, move.axis, self.view, taken, given, sizes)
+        for place in taken:
+            self.view[place] = 1
+        for place, size in zip(given, sizes):
+            self.view[place] = size
         return x
+
+
+def exchange_digits(
+    x: Tensor,
+    ranks: Ranks,
+    axis: Axis,
+    view: Sequence[int],
+    split: Sequence[int],
+    concat: Sequence[int],
+    sizes: Sequence[int],
+) -> Tensor:
+    """A collective that cuts or joins parts of the dimensions of ``x``: digits. It is an all-gather where it cuts none, a
+    reduce-scatter where it joins none, else an all-to-all.
+
+    OneFlow's kernels end at eight dimensions, so ``x`` is reshaped to three at most; the result is left in such a shape.
+
+    Args:
+        view: the lengths of the digits that the dimensions of ``x`` consist of; -1 for what is left of the samples.
+        split: the digits to be cut, as places in ``view``, that of the axis's slowest ranks first.
+        concat: those to become whole; they have length 1 here and ``sizes`` afterwards.
+    """
+    lengths = [x.numel() // -prod(view) if length == -1 else length for length in view]
+    blocks, cut, moved = _blocks_to_front([*split, *concat], len(lengths)), len(split), len(split) + len(concat)
+    for start, stop in blocks:
+        x = _swap(x, lengths, start, stop)
+    # (digits to be cut, digits that become whole, everything else)
+    x = x.reshape(prod(lengths[:cut]), prod(lengths[cut:moved]), -1)
+    if not concat:
+        x = ranks.reduce_scatter(x, axis, 0)
+    elif not split:
+        x = ranks.all_gather(x, axis, 1)
+    else:
+        x = ranks.all_to_all(x, axis, split_dim=0, concat_dim=1)
+    lengths[:moved] = [*(1 for _ in split), *sizes]
+    for start, stop in reversed(blocks):
+        x = _swap(x, lengths, stop - start, stop)
+    return x
 
 
 def _blocks_to_front(front: Sequence[int], count: int) -> list[tuple[int, int]]:

@@ -16,7 +16,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 
 from .detaching import detached
-from .layouts import Indices, Layout, gathered, table_rows
+from .layouts import Layout, gathered, table_rows
 from .load import load_oneflow
 from .rows import along_rows, row_sums
 from .stepping import Ranks
@@ -52,13 +52,13 @@ def data(array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered
         is_gathered: whether of the features those that an all-gather over p1 would bring, not the rank's block alone.
     """
     own = layout.samples(array, ranks.rank).reshape(-1, rows, array.size // len(array) // rows)
-    columns = _data_columns(layout, own.shape[-1], is_gathered)[ranks.rank]
+    columns = _data_columns(layout, own.shape[-1], is_gathered, ranks.rank)
     return flow.tensor(np.ascontiguousarray(own[..., columns]))
 
 
 @functools.cache
-def _data_columns(layout: Layout, features: int, is_gathered: bool) -> Indices:
-    return gathered(layout.blocks(features), layout.axes(1) if is_gathered else ())
+def _data_columns(layout: Layout, features: int, is_gathered: bool, rank: int) -> np.ndarray:
+    return gathered(layout.blocks(features), layout.axes(1) if is_gathered else ())[rank]
 
 
 # ---- Products --------------------------------------------------------------------------------------------------------------

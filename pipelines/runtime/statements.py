@@ -311,8 +311,8 @@ def _add(frame: _Frame) -> LayerProgram:
     count = len(frame.producers)
     if count < 2:
         raise UserError(f"{frame.layer.describe()}: it adds an input of the model, which cannot be run")
-    calls = [Call("add", (X, Name(f"input_{i}"))) for i in range(1, count)]
-    return LayerProgram((), (*calls, *_epilogue(frame)))
+    call = Call("add", (X, *(Name(f"input_{i}") for i in range(1, count))))
+    return LayerProgram((), (call, *_epilogue(frame)))
 
 
 def _loss(frame: _Frame) -> LayerProgram:

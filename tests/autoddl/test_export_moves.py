@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from math import prod
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
@@ -64,7 +65,11 @@ class Ranks:
         self.sent += (axis[0] - 1) / axis[0] * x.numel()
         return Parts(result)
 
-    def take_slice(self, x, axis, dim):
+    def axis(self, axis):
+        return axis
+
+    @staticmethod
+    def take_shard(x, axis, dim):
         size, stride = axis
         return Parts(np.split(a, size, axis=dim)[r // stride % size] for r, a in enumerate(x.arrays))
 
@@ -76,12 +81,16 @@ class Array(np.ndarray):
         return np.ascontiguousarray(self).view(Array)
 
 
+def library(used, given=()):
+    """The text of the definitions that exported files have of these names, without what OneFlow is needed for."""
+    text = helper_text(used, (), {"Tensor", "flow", "_Function", "Ranks", *given})
+    return "\n".join(["from __future__ import annotations", *text.standard, *(section for _, section in text.sections)])
+
+
 def exchanged(ranks, x, source, target):
-    """The helper's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
-    used, num_ranks = {"redistributed", "Layout"}, len(x.arrays)
-    text = helper_text(used, (), {"RANK", "Tensor", "rank_in_job", "differentiable"})
-    parts = ["from __future__ import annotations", *text.standard, *(section for _, section in text.sections)]
-    code = compile("\n".join(parts), "helpers", "exec")
+    """The library's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
+    num_ranks = len(x.arrays)
+    code = compile(library({"redistributed", "Layout"}), "library", "exec")
     boxes = {(a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)}
     results, sent = {}, dict.fromkeys(range(num_ranks), 0)
 
@@ -104,10 +113,17 @@ def exchanged(ranks, x, source, target):
 
         comm = SimpleNamespace(send=send, recv=receive)
         flow = SimpleNamespace(comm=comm, narrow=narrow, cat=join, Size=tuple, device=str)
-        space = {"RANK": rank, "rank_in_job": lambda number: number + 100, "np": np, "flow": flow}
-        exec(code, space)
+        module = ModuleType(f"library_{rank}")
+        space = vars(module)
+        space.update({"np": np, "flow": flow})
+        sys.modules[module.__name__] = module  # dataclasses look themselves up there
+        try:
+            exec(code, space)
+        finally:
+            del sys.modules[module.__name__]
         ends = (eval(end, space) if isinstance(end, str) else end for end in (source, target))
-        results[rank] = np.asarray(space["redistributed"](x.arrays[rank].view(Array), *ends))
+        here = SimpleNamespace(rank=rank, first_rank=100)
+        results[rank] = np.asarray(space["redistributed"](x.arrays[rank].view(Array), here, *ends))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
@@ -120,20 +136,12 @@ def exchanged(ranks, x, source, target):
 
 
 def run(lines, x):
-    """The lines, with the helpers' own text but for the collectives."""
+    """The lines, with the library's own text but for the collectives."""
     ranks = Ranks()
-    space = {
-        "prod": prod,
-        "all_gather": ranks.all_gather,
-        "all_to_all": ranks.all_to_all,
-        "take_slice": ranks.take_slice,
-    }
-    given = {"all_gather", "all_to_all", "take_slice", "Axis", "Tensor"}
-    text = helper_text({"exchange_digits"}, (), given)
-    # Axes are plain pairs here.
-    exec("from __future__ import annotations\n" + text.sections[0][1].replace("axis.size", "axis[0]"), space)
-    space["exchange"] = lambda x, source, target: exchanged(ranks, x, source, target)
-    space["Layout"] = lambda *levels: f"Layout{levels}"  # for the ranks to read
+    space = {"take_shard": ranks.take_shard, "RANKS": ranks}
+    exec(library({"exchange_digits"}, {"Axis"}), space)
+    space["exchange"] = lambda x, ranks, source, target: exchanged(ranks, x, source, target)
+    space["Layout"] = lambda levels: f"Layout({levels})"  # for the ranks to read
     for line in lines:
         x = eval(line.expression.replace("{x}", "x"), {**space, "x": x})
     return x, ranks.sent
@@ -144,7 +152,7 @@ def pair_text(axis):
 
 
 def layout_text(levels):
-    return f"Layout({', '.join(str((p0, 1, s)) for p0, s in levels)})"
+    return f"Layout({tuple((p0, 1, s) for p0, s in levels)})"
 
 
 def check(source_levels, target_levels, rows=3):
@@ -196,18 +204,18 @@ def test_written_moves_bring_every_element_to_its_place(pair):
     ("source", "target", "expressions"),
     [
         # Neighbours exchange samples for features: the dimensions themselves.
-        (((2, 1),), ((1, 2),), ["all_to_all({x}, axis=(2, 1), split_dim=2, concat_dim=0)"]),
+        (((2, 1),), ((1, 2),), ["RANKS.all_to_all({x}, axis=(2, 1), split_dim=2, concat_dim=0)"]),
         # Features are cut innermost axis first: of four ranks the slow one takes the lower digit.
         (
             ((4, 1),),
             ((1, 4),),
             [
-                "exchange_digits({x}, axis=(4, 1), view=[1, 1, -1, 3, 2, 2, 3], split=[5, 4], concat=[0, 1], sizes=[2, 2])",
+                "exchange_digits({x}, RANKS, axis=(4, 1), view=[1, 1, -1, 3, 2, 2, 3], split=[5, 4], concat=[0, 1], sizes=[2, 2])",
                 "{x}.reshape(-1, 3, 3)",
             ],
         ),
         # Columns of six to blocks of two rows by three columns: no digits to exchange.
-        (((1, 6),), ((3, 2),), ["exchange({x}, Layout((1, 1, 6)), Layout((3, 1, 2)))"]),
+        (((1, 6),), ((3, 2),), ["exchange({x}, RANKS, Layout(((1, 1, 6),)), Layout(((3, 1, 2),)))"]),
     ],
 )
 def test_the_lines_of_small_moves(source, target, expressions):

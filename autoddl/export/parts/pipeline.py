@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
 import oneflow as flow
 
-from .blocks import Held, Layout, all_weights
+from autoddl.costmodel.distribution import Axis
+from autoddl.pipelines.runtime.layouts import Layout, ParameterLayout
+from autoddl.pipelines.runtime.pipeline.shared_weights import weight_pieces
+
 from .exchanges import held_by, pieces
-from .layers import gather, scatter
-from .ranks import Axis, Tensor, sum_over_ranks
+from .given import JOB_RANK, RANKS, WORKER, WORKERS
+from .parameters import all_parameters
 from .training import load_plain_state, optimizer_of, plain_state
-from .workers import JOB_RANK, RANK, WORKER, WORKERS
+
+Tensor = Any
 
 #: The schedule's own figures; a file has its own (see there).
 PIPELINES: list[list[int]] = [[0]]
@@ -95,10 +99,10 @@ class Boundary(NamedTuple):
 
 
 class SharedWeight(NamedTuple):
-    """A weight that several stages hold: for each of them what its ranks have of it, dimension by dimension."""
+    """A weight that several stages hold: for each of them how it lies on its ranks."""
 
     name: str
-    held: Mapping[int, tuple[Held, ...]]
+    held: Mapping[int, ParameterLayout]
 
 
 class Replica:
@@ -106,7 +110,7 @@ class Replica:
 
     def __init__(self, module: Any, optimizer: str, learning_rate: float):
         self.module = module
-        self.weights = all_weights(module)
+        self.weights = all_parameters(module)
         self.optimizer = optimizer_of(module, optimizer, learning_rate) if self.weights else None
         self.versions: dict[int, list[Tensor]] = {}
         self.gradients: dict[int, list[Tensor]] = {}
@@ -131,14 +135,14 @@ class Replica:
     def gradient(self, update: int, which: Sequence[int]) -> Tensor:
         """Some weights' gradients as one vector."""
         sums = self.gradients.setdefault(update, [None] * len(self.weights))
-        own = [flow.zeros_like(self.weights[i].block()) if sums[i] is None else sums[i] for i in which]
+        own = [flow.zeros_like(self.weights[i].local()) if sums[i] is None else sums[i] for i in which]
         return flow.cat([gradient.reshape(-1) for gradient in own], dim=0)
 
     def set_gradient(self, update: int, which: Sequence[int], vector: Tensor) -> None:
         """Put a sum over ranks in their place."""
         start = 0
         for i in which:
-            own = self.weights[i].block()
+            own = self.weights[i].local()
             self.gradients[update][i] = flow.narrow(vector, 0, start, own.numel()).reshape(*own.shape)
             start += own.numel()
 
@@ -146,12 +150,12 @@ class Replica:
         """Version ``number`` becomes the next one; with ``keep`` it stays as it is, and the next one lies elsewhere."""
         for weight, gradient in zip(self.weights, self.gradients.pop(number, ())):
             if keep:
-                weight.parameter.data = weight.with_gradient(weight.block() + 0)
-            weight.parameter.grad = None if gradient is None else weight.with_gradient(gradient)
+                weight.tensor.data = weight.with_gradient(weight.local() + 0)
+            weight.tensor.grad = None if gradient is None else weight.with_gradient(gradient)
         if self.optimizer is not None:
             self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
-        leaves = [weight.block().requires_grad_(True) for weight in self.weights]
+        leaves = [weight.local().requires_grad_(True) for weight in self.weights]
         self.versions[number + 1] = leaves if keep else self.versions.pop(number)
         self.use(number + 1)
 
@@ -287,7 +291,7 @@ class Pipeline:
             y = module(x if x is None else some_parts(x, parts, range(part, part + 1)), inputs, targets)
             if is_last:
                 y = y / (UPDATE_PERIOD * PARTS_PER_MICRO_BATCH)
-                if RANK == 0 and one.letter == "F":  # every rank of the stage knows it
+                if RANKS.rank == 0 and one.letter == "F":  # every rank of the stage knows it
                     self.losses[number // UPDATE_PERIOD] += float(y.detach().numpy())
             outputs.append(y)
         y = outputs[0] if len(outputs) == 1 else sum(outputs) if is_last else flow.cat(outputs, dim=0)
@@ -315,9 +319,9 @@ class Pipeline:
         y = self.leaving.pop(one.task)
         boundary = self.boundaries[one.stage if one.letter == "F" else one.stage - 1]
         source, target = self.ends(one, boundary)
-        samples, features = held_by(source, RANK, self.part_samples, boundary.features)
+        samples, features = held_by(source, RANKS.rank, self.part_samples, boundary.features)
         for piece in pieces(source, target, self.part_samples, boundary.features):
-            if piece.source == RANK:
+            if piece.source == RANKS.rank:
                 apart = y.reshape(len(one.parts), -1, *y.shape[1:])
                 apart = flow.narrow(apart, 1, piece.samples.start - samples.start, len(piece.samples))
                 apart = flow.narrow(apart, 3, piece.features.start - features.start, len(piece.features))
@@ -328,7 +332,7 @@ class Pipeline:
         """What this rank needs of another worker's output."""
         boundary = self.boundaries[one.stage if one.letter == "F" else one.stage - 1]
         for piece in pieces(*self.ends(one, boundary), self.part_samples, boundary.features):
-            if piece.destination == RANK:
+            if piece.destination == RANKS.rank:
                 shape = flow.Size((len(one.parts), len(piece.samples), boundary.rows, len(piece.features)))
                 with flow.asyncs.thread(COMMUNICATION):
                     x = flow.comm.recv(
@@ -378,9 +382,9 @@ class Pipeline:
         sharing = {weight.name: tuple(weight.held) for weight in self.shared}
         found: dict[tuple[Axis, ...], list[int]] = {}
         for i, weight in enumerate(replica.weights):
-            holders = sharing.get(next(iter(weight.sources)), stages[:1])
-            if holders == stages and weight.parameter.requires_grad:
-                found.setdefault(weight.sum_over, []).append(i)
+            holders = sharing.get(weight.layout.sources[0][0], stages[:1])
+            if holders == stages and weight.tensor.requires_grad:
+                found.setdefault(weight.layout.reduced, []).append(i)
         return found
 
 
@@ -396,7 +400,7 @@ def save_values(pipeline: Pipeline, name: str) -> None:
     for (number, stage), replica in pipeline.replicas.items():
         if number == 0:
             state = plain_state(replica.module, {})
-            if RANK == 0:
+            if RANKS.rank == 0:
                 np.savez(f"{name}.stage{stage}.npz", **state)
 
 
@@ -411,22 +415,23 @@ def some_parts(x: Tensor, parts: range, some: range) -> Tensor:
 
 def peers_of(stage: int) -> list[int]:
     """The ranks that hold what this one holds of a stage, in all pipelines."""
-    return sorted(WORKERS[workers[stage]][RANK] for workers in PIPELINES)
+    return sorted(WORKERS[workers[stage]][RANKS.rank] for workers in PIPELINES)
 
 
 def sum_over_workers(vector: Tensor, axes: Sequence[Axis], peers: Sequence[int]) -> Tensor:
     """Over some axes of a worker; where others have the stage too it is scattered inside, summed between them, gathered inside."""
     with flow.asyncs.thread(COMMUNICATION):
         if len(peers) == 1:
-            return sum_over_ranks(vector, axes)
+            return RANKS.reduce(vector, axes)
         length = vector.numel()
         padding = -length % int(np.prod([axis.size for axis in axes], dtype=int))
         if padding:
             vector = flow.cat([vector, flow.zeros(padding)], dim=0)
-        own = scatter(vector, axes, 0)
+        own = RANKS.scatter(vector, axes, 0)
         whole = flow.empty(own.numel(), placement=flow.placement("cpu", list(peers)), sbp=flow.sbp.partial_sum)
         flow._C.assign_local_tensor(whole.to_local(), own)
-        return flow.narrow(gather(whole.to_global(sbp=flow.sbp.broadcast).to_local(), axes, 0), 0, 0, length)
+        total = whole.to_global(sbp=flow.sbp.broadcast).to_local()
+        return flow.narrow(RANKS.gather(total, axes, 0), 0, 0, length)
 
 
 def sum_over_stages(one: Instruction, held: Mapping[int, Replica], shared: Sequence[SharedWeight]) -> None:
@@ -435,7 +440,7 @@ def sum_over_stages(one: Instruction, held: Mapping[int, Replica], shared: Seque
     names = {weight.name for weight in shared}
     for stage, replica in held.items():
         for i, stored in enumerate(replica.weights):
-            if (name := next(iter(stored.sources))) in names:
+            if (name := stored.layout.sources[0][0]) in names:
                 own[stage, name] = (i, replica.gradient(one.number, [i]).numpy())
     told: dict[tuple[int, str], dict[int, np.ndarray]] = {}
     for workers in PIPELINES:
@@ -460,46 +465,22 @@ def tell(
 ) -> None:
     """One stage tells another one its gradient; ranks that hold the same take turns."""
     (there, sources), (here, targets) = source, target
-    for teller, listener, places_there, places_here in messages(weight, there, len(sources), here, len(targets)):
-        if sources[teller] == JOB_RANK:
-            shape = [len(held(teller)) for held in weight.held[there]]
-            x = own[there, weight.name][1].reshape(shape)[np.ix_(*places_there)]
-            if sources[teller] == targets[listener]:
+    mine, theirs = weight.held[here], weight.held[there]
+    for piece in weight_pieces(theirs, mine):
+        teller, listener = sources[piece.source], targets[piece.destination]
+        if teller == JOB_RANK:
+            x = own[there, weight.name][1].reshape(theirs.local_shape())[np.ix_(*piece.places_there)]
+            if teller == listener:
                 arrived = x
             else:
                 with flow.asyncs.thread(COMMUNICATION):
-                    flow.comm.send(flow.tensor(np.ascontiguousarray(x)), targets[listener], send_meta=False)
-        if targets[listener] == JOB_RANK:
-            shape = [len(held(listener)) for held in weight.held[here]]
-            if sources[teller] != targets[listener]:
-                size = flow.Size([len(places) for places in places_here])
+                    flow.comm.send(flow.tensor(np.ascontiguousarray(x)), listener, send_meta=False)
+        if listener == JOB_RANK:
+            if teller != listener:
+                size = flow.Size(piece.shape)
                 with flow.asyncs.thread(COMMUNICATION):
-                    arrived = flow.comm.recv(sources[teller], shape=size, dtype=flow.float32, device=flow.device("cpu"))
+                    arrived = flow.comm.recv(teller, shape=size, dtype=flow.float32, device=flow.device("cpu"))
                 arrived = arrived.numpy()
-            vector = told.setdefault((here, weight.name), {}).setdefault(there, np.zeros(shape, np.float32).reshape(-1))
-            vector.reshape(shape)[np.ix_(*places_here)] = arrived
-
-
-def messages(
-    weight: SharedWeight, there: int, num_tellers: int, here: int, num_listeners: int
-) -> Iterator[tuple[int, int, list[np.ndarray], list[np.ndarray]]]:
-    """Who tells whom what: (teller, listener, the places of its elements at the one and at the other)."""
-
-    def key(stage: int, rank: int) -> tuple[bytes, ...]:
-        return tuple(held(rank).tobytes() for held in weight.held[stage])
-
-    alike: dict[tuple[bytes, ...], list[int]] = {}
-    for rank in range(num_tellers):
-        alike.setdefault(key(there, rank), []).append(rank)
-    num_before: dict[tuple[bytes, ...], int] = {}
-    for listener in range(num_listeners):
-        turn = num_before.get(key(here, listener), 0)
-        num_before[key(here, listener)] = turn + 1
-        for ranks in alike.values():
-            teller = ranks[turn % len(ranks)]
-            places = [
-                np.intersect1d(theirs(teller), mine(listener), assume_unique=True, return_indices=True)[1:]
-                for theirs, mine in zip(weight.held[there], weight.held[here])
-            ]
-            if all(len(own) for own, _ in places):
-                yield teller, listener, [own for own, _ in places], [other for _, other in places]
+            of_stage = told.setdefault((here, weight.name), {})
+            vector = of_stage.setdefault(there, np.zeros(mine.local_shape(), np.float32).reshape(-1))
+            vector.reshape(mine.local_shape())[np.ix_(*piece.places_here)] = arrived

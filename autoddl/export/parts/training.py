@@ -9,38 +9,39 @@ from typing import Any
 import numpy as np
 import oneflow as flow
 
-from .blocks import all_weights, initial_value
+from autoddl.pipelines.runtime.models import initial_value
+
+from .parameters import all_parameters
 
 
 def initialize(model: Any, seed: int) -> None:
     """Begin with the values that the plain model begins with."""
-    for weight in all_weights(model):
-        others = weight.shape[1:]
-        parts = [initial_value(name, (rows, *others), seed) for name, rows in weight.sources.items()]
-        weight.assign(np.concatenate(parts))
+    for stored in all_parameters(model):
+        others = stored.layout.shape[1:]
+        parts = [initial_value(name, (rows, *others), seed) for name, rows in stored.layout.sources]
+        stored.assign(np.concatenate(parts))
 
 
 def load_plain_state(model: Any, state: Mapping[str, Any]) -> None:
     """Take the values of a plain model's ``state_dict`` (local tensors or arrays), the same on every rank."""
-    for weight in all_weights(model):
+    for stored in all_parameters(model):
         parts = []
-        for name, rows in weight.sources.items():
+        for name, rows in stored.layout.sources:
             if name not in state:
                 raise ValueError(f"the state_dict lacks {name!r}")
             value = state[name]
             parts.append(value if isinstance(value, np.ndarray) else value.detach().numpy())
-            if parts[-1].shape != (rows, *weight.shape[1:]):
-                raise ValueError(
-                    f"the state_dict's {name} has shape {parts[-1].shape}, should have {(rows, *weight.shape[1:])}"
-                )
-        weight.assign(np.concatenate(parts).astype(np.float32))
+            shape = (rows, *stored.layout.shape[1:])
+            if parts[-1].shape != shape:
+                raise ValueError(f"the state_dict's {name} has shape {parts[-1].shape}, should have {shape}")
+        stored.assign(np.concatenate(parts).astype(np.float32))
 
 
 def plain_state(model: Any, aliases: Mapping[str, str]) -> dict[str, np.ndarray]:
     """The values by the plain model's names, on every rank; all ranks call."""
     values: dict[str, np.ndarray] = {}
-    for weight in all_weights(model):
-        values.update(weight.plain(weight.parameter))
+    for stored in all_parameters(model):
+        values.update(stored.parts(stored.logical()))
     return {**values, **{alias: values[name] for alias, name in aliases.items()}}
 
 
@@ -62,7 +63,7 @@ def train_step(model: Any, inputs: np.ndarray, targets: np.ndarray, micro_batch:
 
 def optimizer_of(model: Any, name: str, learning_rate: float) -> Any:
     """SGD, with momentum or without, or Adam; element-wise, so that each rank does its own blocks."""
-    parameters = [weight.parameter for weight in all_weights(model) if weight.parameter.requires_grad]
+    parameters = [stored.tensor for stored in all_parameters(model) if stored.tensor.requires_grad]
     if name == "adam":
         return flow.optim.Adam(parameters, lr=learning_rate)
     return flow.optim.SGD(parameters, lr=learning_rate, momentum=0.9 if name == "momentum" else 0.0)
