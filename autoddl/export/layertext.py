@@ -10,13 +10,14 @@ from typing import Any
 from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer, Parameter
 from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.pipelines.runtime.layouts import Layout, layout_of, parameter_layouts, product_order
+from autoddl.pipelines.runtime.moves import move_calls
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated, layer_program
 
-from .moves import move_lines
 from .scene import Scene, layout_text, stored_rows
 from .source import value_text
 from .writing import Chain, folded
@@ -186,10 +187,10 @@ class _Writer:
             rows = stored_rows(given.output_shape)
             local = (samples // source.p0, rows, shape[1] // (source.p1 * source.p2))
             steps = list(edge_steps(given, source, self.strategy, scene.workload, samples))
-            ends = layout_text(layout_of(given, source)), layout_text(self.layout)
-            for line in move_lines(route, local, scene.axis, ends):
-                priced = [steps.pop(0) for _ in line.collectives]
-                chain.put(line.expression, scene.cost(priced) if priced else "")
+            ends = f"{layout_text(layout_of(given, source))}, {layout_text(self.layout)}"
+            for call in move_calls(route, local):
+                priced = [steps.pop(0) for _ in range(call.num_steps)]
+                chain.put(self._call_text(call, {"the ends": ends}), scene.cost(priced) if priced else "")
         if len(self.place.inputs) == 1:
             self._check_shape(given)
             rows = stored_rows(self.layer.input_shape)
@@ -230,15 +231,20 @@ class _Writer:
         given = ["{x}" if name == "x" else self.names.get(name, name) for name in statement.tensors]
         chain.put(f"checkpoint({', '.join([self.local_name, *given])})")
 
-    def _call(self, chain: Chain, call: Call, names: dict[str, str]) -> None:
-        """One statement, with what it is priced."""
+    def _call_text(self, call: Call, names: dict[str, str]) -> str:
+        """What is on a statement's right side."""
         arguments = [self._text(value, names) for value in call.arguments]
         if call.function in _OPERATORS:
-            text = f" {_OPERATORS[call.function]} ".join(arguments)
-        else:
-            options = {name: self._text(value, names) for name, value in call.options.items()}
-            arguments += [f"{name}={value}" for name, value in options.items() if value != "None"]
-            text = f"{call.function.replace('ranks.', 'RANKS.')}({', '.join(arguments)})"
+            return f" {_OPERATORS[call.function]} ".join(arguments)
+        if call.function == "reshape":
+            return f"{arguments[0]}.reshape{arguments[1]}"
+        options = {name: self._text(value, names) for name, value in call.options.items() if value != []}
+        arguments += [f"{name}={value}" for name, value in options.items() if value != "None"]
+        return f"{call.function.replace('ranks.', 'RANKS.')}({', '.join(arguments)})"
+
+    def _call(self, chain: Chain, call: Call, names: dict[str, str]) -> None:
+        """One statement, with what it is priced."""
+        text = self._call_text(call, names)
         if call.result == ("x",):
             chain.put(text, self._remark(call))
         else:
@@ -268,6 +274,8 @@ class _Writer:
                 **names,
             }
             return known.get(value.text, value.text)
+        if isinstance(value, Exchange):
+            return names["the ends"]
         if isinstance(value, Fact):
             return self._built_in(value) if self.scene.built_in is not None else self._looked_up(value)
         if isinstance(value, Axis):

@@ -1,4 +1,4 @@
-"""Redistributions written out: the lines, run for all ranks on numpy arrays, bring every element to where it belongs."""
+"""Redistributions as statements: carried out for all ranks on numpy arrays, they bring every element to where it belongs."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autoddl.costmodel.distribution import canonical
+from autoddl.costmodel.distribution import Axis, canonical
 from autoddl.costmodel.redistribution import redistribute, steps
 from autoddl.export.helpers import helper_text
-from autoddl.export.moves import move_lines
+from autoddl.pipelines.runtime.moves import move_calls
 
 
 class Parts:
@@ -43,7 +43,7 @@ class Ranks:
         self.sent = 0.0
 
     def groups(self, x, axis):
-        size, stride = axis
+        size, stride = axis.size, axis.stride
         firsts = [rank for rank in range(len(x.arrays)) if rank // stride % size == 0]
         return [[first + k * stride for k in range(size)] for first in firsts]
 
@@ -53,16 +53,16 @@ class Ranks:
             whole = np.concatenate([x.arrays[rank] for rank in group], axis=dim)
             for rank in group:
                 result[rank] = whole
-        self.sent += (axis[0] - 1) * x.numel()
+        self.sent += (axis.size - 1) * x.numel()
         return Parts(result)
 
     def all_to_all(self, x, axis, split_dim, concat_dim):
         result = list(x.arrays)
         for group in self.groups(x, axis):
-            pieces = [np.split(x.arrays[rank], axis[0], axis=split_dim) for rank in group]
+            pieces = [np.split(x.arrays[rank], axis.size, axis=split_dim) for rank in group]
             for k, rank in enumerate(group):
                 result[rank] = np.concatenate([of_sender[k] for of_sender in pieces], axis=concat_dim)
-        self.sent += (axis[0] - 1) / axis[0] * x.numel()
+        self.sent += (axis.size - 1) / axis.size * x.numel()
         return Parts(result)
 
     def axis(self, axis):
@@ -70,7 +70,7 @@ class Ranks:
 
     @staticmethod
     def take_shard(x, axis, dim):
-        size, stride = axis
+        size, stride = axis.size, axis.stride
         return Parts(np.split(a, size, axis=dim)[r // stride % size] for r, a in enumerate(x.arrays))
 
 
@@ -135,20 +135,21 @@ def exchanged(ranks, x, source, target):
     return Parts(results[rank] for rank in range(num_ranks))
 
 
-def run(lines, x):
-    """The lines, with the library's own text but for the collectives."""
+def run(calls, x, levels):
+    """The statements, with the library's own text but for the collectives."""
     ranks = Ranks()
-    space = {"take_shard": ranks.take_shard, "RANKS": ranks}
-    exec(library({"exchange_digits"}, {"Axis"}), space)
-    space["exchange"] = lambda x, ranks, source, target: exchanged(ranks, x, source, target)
-    space["Layout"] = lambda levels: f"Layout({levels})"  # for the ranks to read
-    for line in lines:
-        x = eval(line.expression.replace("{x}", "x"), {**space, "x": x})
+    space = {"take_shard": ranks.take_shard}
+    exec(library({"exchange_digits", "take_digit"}, {"Axis", "take_shard"}), space)
+    for call in calls:
+        if call.function == "exchange":
+            x = exchanged(ranks, x, *map(layout_text, levels))
+        elif call.function == "reshape":
+            x = x.reshape(*call.arguments[1])
+        elif call.function.startswith("ranks."):
+            x = getattr(ranks, call.function.partition(".")[2])(x, **call.options)
+        else:
+            x = space[call.function](x, ranks, **call.options)
     return x, ranks.sent
-
-
-def pair_text(axis):
-    return f"({axis.size}, {axis.stride})"
 
 
 def layout_text(levels):
@@ -167,15 +168,13 @@ def check(source_levels, target_levels, rows=3):
 
     x = Parts(part(source, rank) for rank in range(num))
     route = redistribute(source, target, shape)
-    layouts = layout_text(source_levels), layout_text(target_levels)
-    lines = move_lines(route, x.arrays[0].shape, pair_text, layouts)
-    found, sent = run(lines, x)
+    calls = move_calls(route, x.arrays[0].shape)
+    found, sent = run(calls, x, (source_levels, target_levels))
     for rank in range(num):
-        assert np.array_equal(found.arrays[rank], part(target, rank)), (source, target, rank, lines)
-    priced = sum(step.mean_sent_bytes for step in steps(route, whole.size))
-    assert sent == pytest.approx(priced)
-    collectives = [collective for line in lines for collective in line.collectives]
-    assert collectives == [step.collective for step in steps(route, 1.0)]
+        assert np.array_equal(found.arrays[rank], part(target, rank)), (source, target, rank, calls)
+    priced = steps(route, whole.size)
+    assert sent == pytest.approx(sum(step.mean_sent_bytes for step in priced))
+    assert sum(call.num_steps for call in calls) == len(priced)
 
 
 def splits(size):
@@ -201,28 +200,36 @@ def test_written_moves_bring_every_element_to_its_place(pair):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "expressions"),
+    ("source", "target", "expected"),
     [
         # Neighbours exchange samples for features: the dimensions themselves.
-        (((2, 1),), ((1, 2),), ["RANKS.all_to_all({x}, axis=(2, 1), split_dim=2, concat_dim=0)"]),
+        (((2, 1),), ((1, 2),), [("ranks.all_to_all", {"axis": Axis(2, 1), "split_dim": 2, "concat_dim": 0})]),
         # Features are cut innermost axis first: of four ranks the slow one takes the lower digit.
         (
             ((4, 1),),
             ((1, 4),),
             [
-                "exchange_digits({x}, RANKS, axis=(4, 1), view=[1, 1, -1, 3, 2, 2, 3], split=[5, 4], concat=[0, 1], sizes=[2, 2])",
-                "{x}.reshape(-1, 3, 3)",
+                (
+                    "exchange_digits",
+                    {
+                        "axis": Axis(4, 1),
+                        "view": [1, 1, -1, 3, 2, 2, 3],
+                        "split": [5, 4],
+                        "concat": [0, 1],
+                        "sizes": [2, 2],
+                    },
+                ),
+                ("reshape", {}),
             ],
         ),
         # Columns of six to blocks of two rows by three columns: no digits to exchange.
-        (((1, 6),), ((3, 2),), ["exchange({x}, RANKS, Layout(((1, 1, 6),)), Layout(((3, 1, 2),)))"]),
+        (((1, 6),), ((3, 2),), [("exchange", {})]),
     ],
 )
-def test_the_lines_of_small_moves(source, target, expressions):
+def test_the_statements_of_small_moves(source, target, expected):
     one, other = canonical(source), canonical(target)
     num = one.num_ranks
     shape = (2 * num, 3 * num)
     local = (shape[0] // prod(p for p, _ in source), 3, shape[1] // prod(s for _, s in source))
-    layouts = layout_text(source), layout_text(target)
-    lines = move_lines(redistribute(one, other, shape), local, pair_text, layouts)
-    assert [line.expression for line in lines] == expressions
+    calls = move_calls(redistribute(one, other, shape), local)
+    assert [(call.function, dict(call.options)) for call in calls] == expected
