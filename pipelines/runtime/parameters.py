@@ -109,6 +109,14 @@ class StoredParameter:
         flow._C.assign_local_tensor(gradient.to_local(), local.contiguous())
         return gradient
 
+    def renew(self) -> None:
+        """Move the value to new storage."""
+        self.tensor.data = self.with_gradient(self.local() + 0)
+
+    def give(self, gradient: Tensor | None) -> None:
+        """Let the optimizer have a gradient of this rank's part, or none."""
+        self.tensor.grad = None if gradient is None else self.with_gradient(gradient)
+
 
 def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tuple[ParameterGroup, ...]:
     """Parameters of one layer, grouped by the axes that their gradients are summed over."""

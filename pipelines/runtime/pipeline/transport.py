@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from .compression import decode, encode, has_rest, num_words, num_words_of_rest
 
 flow: Any = load_oneflow()
 
-__all__ = ["Transport", "wait_for"]
+__all__ = ["Transport"]
 
 Tensor = Any
 
@@ -38,12 +37,6 @@ def _communication_thread() -> Any:
     for ever.
     """
     return flow.asyncs.Thread()
-
-
-def wait_for(tensor: Tensor) -> float:
-    """Wait until a tensor's values are there; the time then (of a clock that all processes of the machine share)."""
-    detached(tensor).reshape(-1)[:1].numpy()
-    return time.monotonic()
 
 
 class Transport:
