@@ -18,7 +18,7 @@ __all__ = ["LIBRARY", "HelperText", "helper_text", "known_names"]
 _RUNTIME = "autoddl.pipelines.runtime"
 _PARTS = "autoddl.export.parts"
 #: The modules that files may use, with what their definitions are in a file; of a name that two of them define the first one's
-#: counts.
+#: counts. What a definition needs when the file is loaded stands in a module before it.
 LIBRARY: Mapping[str, str] = {
     f"{_PARTS}.pipeline": "The pipeline",
     f"{_PARTS}.exchanges": "Blocks from rank to rank",
@@ -36,7 +36,14 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.collectives": "Collectives along one mesh axis",
     f"{_RUNTIME}.mesh": "Mesh axes of the job",
     f"{_RUNTIME}.moving": "Changes of layout",
+    f"{_RUNTIME}.pipeline.actions": "Tasks of a schedule",
+    f"{_RUNTIME}.pipeline.data": "Parts of losses",
+    f"{_RUNTIME}.pipeline.waiting": "Waiting",
+    f"{_RUNTIME}.pipeline.passes": "Passes through stages",
+    f"{_RUNTIME}.pipeline.weights": "Versions of weights",
+    f"{_RUNTIME}.pipeline.inbox": "What has come from other stages",
     f"{_RUNTIME}.pipeline.shared_weights": "Weights that stages share",
+    "autoddl.pipelines.schedule": "Kinds of tasks",
     f"{_RUNTIME}.detaching": "Tensors without their history",
     f"{_RUNTIME}.models": "Initial values",
     "autoddl.costmodel.distribution": "Mesh axes",

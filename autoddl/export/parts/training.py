@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +62,14 @@ def train_step(model: Any, inputs: np.ndarray, targets: np.ndarray, micro_batch:
 
 
 def optimizer_of(model: Any, name: str, learning_rate: float) -> Any:
+    """An optimizer of a model's parameters."""
+    return optimizer_over(
+        [one.tensor for one in all_parameters(model) if one.tensor.requires_grad], name, learning_rate
+    )
+
+
+def optimizer_over(parameters: Sequence[Any], name: str, learning_rate: float) -> Any:
     """SGD, with momentum or without, or Adam; element-wise, so that each rank does its own blocks."""
-    parameters = [stored.tensor for stored in all_parameters(model) if stored.tensor.requires_grad]
     if name == "adam":
         return flow.optim.Adam(parameters, lr=learning_rate)
     return flow.optim.SGD(parameters, lr=learning_rate, momentum=0.9 if name == "momentum" else 0.0)

@@ -15,7 +15,7 @@ from .weights import WeightVersions
 
 flow: Any = load_oneflow()
 
-__all__ = ["Evaluate", "StagePasses"]
+__all__ = ["Evaluate", "StagePasses", "some_slots"]
 
 Tensor = Any
 Evaluate = Callable[[Run, Any, Sequence[Any], int, int], "tuple[Any, list[LossPart]]"]
@@ -81,7 +81,7 @@ class StagePasses:
             with flow.no_grad():
                 outputs.append(self._evaluate(run, None, x, run.first_slot, run.num_slots))
         for num_slots in run.pieces:
-            piece = _slots(x, run.num_slots, slot - run.first_slot, num_slots)
+            piece = some_slots(x, run.num_slots, slot - run.first_slot, num_slots)
             key = (run.task.pipeline, run.task.stage, slot)
             if recomputes:
                 self._inputs[key] = piece
@@ -147,7 +147,7 @@ class StagePasses:
         """So many slots' activations more, or less, are alive."""
 
 
-def _slots(x: Tensor | None, num_slots: int, first: int, count: int) -> Tensor | None:
+def some_slots(x: Tensor | None, num_slots: int, first: int, count: int) -> Tensor | None:
     """Some slots of a tensor that has ``num_slots`` of them, one below the other."""
     if x is None or count == num_slots:
         return x
