@@ -44,6 +44,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.pipeline.inbox": "What has come from other stages",
     f"{_RUNTIME}.pipeline.shared_weights": "Weights that stages share",
     "autoddl.pipelines.schedule": "Kinds of tasks",
+    f"{_RUNTIME}.samples": "Samples",
     f"{_RUNTIME}.detaching": "Tensors without their history",
     f"{_RUNTIME}.models": "Initial values",
     "autoddl.costmodel.distribution": "Mesh axes",

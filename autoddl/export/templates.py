@@ -245,12 +245,12 @@ def _built_in(scene: Scene, size: str, made: str) -> dict[str, str]:
         }
     rows, vocabulary = sizes.sequence, sizes.vocabulary
     # Pipelines are compared with `autoddl train`, which masks what BERT is to guess.
-    of_text = "masked_text" if scene.is_stage and scene.built_in.family == "bert" else "tokens_of_text"
+    of_text = "masked_bytes" if scene.is_stage and scene.built_in.family == "bert" else "following_bytes"
     option = '    parser.add_argument("--text", metavar="FILE", help="train on its bytes in place of random tokens")\n'
     return {
         "batch_argument": ', text: bytes = b""',
         "batch_value": ", text",
-        "batch": f"    if text:\n        return {of_text}(rng, text, {size}, {rows})\n"
+        "batch": f"    if text:\n        return {of_text}(rng, np.frombuffer(text, np.uint8), {size}, {rows})\n"
         f"    return random_tokens(rng, {vocabulary}, {size}, {rows})",
         "prepare": f'    text = read_text(options.text, {rows}, {vocabulary}) if options.text else b""\n{made}',
         "what": "random tokens, or a text",

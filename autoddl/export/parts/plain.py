@@ -79,13 +79,3 @@ def check_against_plain(model: Any, plain: Any, samples: Sequence[np.ndarray], t
     plain.train(modes)
     if not abs(found - expected) <= tolerance * max(abs(expected), 1e-30):
         raise ValueError(f"the annotated model's loss is {found:.7g}, the plain one's {expected:.7g}: they differ")
-
-
-def like(example: np.ndarray, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-    """Random samples in the range of an example's: normal with its mean and deviation, or integers between its extremes."""
-    shape = (num_samples, *example.shape[1:])
-    if np.issubdtype(example.dtype, np.floating):
-        return (example.mean() + example.std() * rng.standard_normal(shape)).astype(example.dtype)
-    if example.dtype == np.bool_:
-        return rng.random(shape) < example.mean()
-    return rng.integers(example.min(), example.max() + 1, size=shape, dtype=example.dtype)

@@ -81,27 +81,6 @@ def random_tokens(rng: np.random.Generator, vocabulary: int, samples: int, rows:
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def tokens_of_text(rng: np.random.Generator, text: bytes, samples: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Passages of a text, its bytes as tokens, and the bytes that follow them."""
-    starts = rng.integers(len(text) - rows, size=samples)
-    tokens = np.stack([np.frombuffer(text, np.uint8, rows + 1, start) for start in starts]).astype(np.int64)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def masked_text(
-    rng: np.random.Generator, text: bytes, samples: int, rows: int, share: float = 0.15
-) -> tuple[np.ndarray, np.ndarray]:
-    """Passages of a text, its bytes as tokens, some of them masked (80 % by token 256, 10 % by any byte); only these count."""
-    starts = rng.integers(len(text) - rows + 1, size=samples)
-    tokens = np.stack([np.frombuffer(text, np.uint8, rows, start) for start in starts]).astype(np.int64)
-    order = rng.random(tokens.shape).argsort(axis=1)
-    chosen = order < max(1, round(share * rows))
-    luck = rng.random(tokens.shape)
-    others = rng.integers(0, 256, tokens.shape)
-    inputs = np.where(chosen & (luck < 0.8), 256, np.where(chosen & (luck >= 0.9), others, tokens))
-    return inputs, np.where(chosen, tokens, -100)
-
-
 def random_images(
     rng: np.random.Generator, shape: tuple[int, ...], classes: int, samples: int
 ) -> tuple[np.ndarray, np.ndarray]:
