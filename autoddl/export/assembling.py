@@ -1,4 +1,4 @@
-"""What files of plans with and without a pipeline have in common: their order, imports, and helpers."""
+"""What files of plans with and without a pipeline have in common: their order, imports, and library."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.statements import LOSSES
 
 from . import templates
-from .helpers import helper_text
+from .library import library_text
 from .source import comment
 
 __all__ = ["RESERVED", "SBP_NAMES", "Draft", "aliases_of", "assembled", "axis_lines", "check_graph", "title"]
 
 #: Variables that are not to be hidden by names of layers.
 RESERVED = (
-    *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "sums", "factor", "angles"),
-    *("entering", "placement", "expected", "RANKS", "WORKERS", "PIPELINES", "JOINT_STAGES", "DELAYS"),
+    *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "factor", "expected"),
+    *("entering", "placement", "RANKS", "WORKERS", "PIPELINES", "JOINT_STAGES", "DELAYS"),
 )
 #: OneFlow's words for what a mesh axis does to a tensor.
 SBP_NAMES = "S0, S1, S2, S3 = map(flow.sbp.split, range(4))\nB = flow.sbp.broadcast"
@@ -33,13 +33,13 @@ LIBRARY_HEADING = """# ==== The library {line}
 
 @dataclass(frozen=True)
 class Draft:
-    """What a file says of its own; the helpers come to it.
+    """What a file says of its own; the library comes to it.
 
     Attributes:
         heading: its docstring and comments.
         num_ranks: that it is started with.
         ranks: statements on the ranks, before everything that is first made of them.
-        first: helpers that it uses while it is loaded.
+        first: names of the library that it uses while it is loaded.
         sections: (title, texts) of what follows, the model and what belongs to it.
         main: how it trains.
     """
@@ -55,22 +55,22 @@ class Draft:
 def assembled(draft: Draft) -> str:
     """The file."""
     own = "\n\n".join([draft.ranks, *(text for _, texts in draft.sections for text in texts), draft.main])
-    helpers = helper_text(_names_in(own), draft.first, _defined_in(own))
-    imports = _merged(helpers.standard, templates.IMPORTS)
+    library = library_text(_names_in(own), draft.first, _defined_in(own))
+    imports = _merged(library.standard, templates.IMPORTS)
     parts = [
         "\n".join(
             [
                 *[draft.heading, ""],
                 *["from __future__ import annotations", "", *imports, ""],
-                *[templates.loading(draft.num_ranks), "", *helpers.installed, ""],
-                *[title("The ranks"), "", helpers.first, "", "", draft.ranks],
+                *[templates.loading(draft.num_ranks), "", *library.installed, ""],
+                *[title("The ranks"), "", library.first, "", "", draft.ranks],
             ]
         ),
     ]
     for name, texts in draft.sections:
         parts += [title(name), *texts] if name else texts
     parts.append(LIBRARY_HEADING)
-    parts += [f"{title(name)}\n\n\n{text}" for name, text in helpers.sections]
+    parts += [f"{title(name)}\n\n\n{text}" for name, text in library.sections]
     parts.append(f"{title('Main')}\n\n\n{draft.main}")
     text = "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
     ast.parse(text)  # never a file that Python does not read

@@ -3,10 +3,10 @@
     heading             what it is, what it is predicted to cost, how to run it
     ranks               the mesh and its axes
     model               a class for each repeated block and one for the model: parameters with their SBP, every step with its price
-    helpers             the collectives, layouts and layers that the model calls, as short as it needs them
+    library             what the model calls, in the runtime's own words: layers, layouts, collectives, as far as it needs them
     main                trains some steps
 
-The statements are those that the runtime executes for the same plan, so losses and bytes are too.
+The statements are those that the runtime carries out for the same plan, so losses, bytes and times are too.
 """
 
 from __future__ import annotations

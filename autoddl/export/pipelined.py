@@ -4,7 +4,7 @@
     ranks               the workers, the stages on them, mesh axes, the figures of the schedule
     model               a class for each repeated block and one for each stage: parameters with their SBP, every step with its price
     schedule            what each worker does, and what it sends when: words, in one order for all of them
-    helpers             the loop that carries them out; collectives, layouts and layers
+    library             the loop that carries them out; passes, layers, layouts and collectives, in the runtime's own words
     main                trains some steps
 
 **Instructions** are those that the runtime lowers the schedule to (:mod:`autoddl.pipelines.runtime.pipeline.lowering`), of whole

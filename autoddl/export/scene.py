@@ -76,10 +76,6 @@ class Scene:
             self.axes[key] = "ALL_RANKS" if is_all else f"AXIS_{axis.size}_STRIDE_{axis.stride}"
         return self.axes[key]
 
-    def axis_list(self, axes: Iterable[Axis]) -> str:
-        """A list of mesh axes."""
-        return f"[{', '.join(map(self.axis, axes))}]"
-
     @cached_property
     def common_mesh(self) -> tuple[Axis, ...] | None:
         """The mesh, outermost axis first, that all axes of all layers can be put together from; None where there is none."""

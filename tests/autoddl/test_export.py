@@ -29,7 +29,7 @@ from autoddl.costmodel.workload import Workload
 from autoddl.export import FORMS, export
 from autoddl.export.annotated import annotated_graph
 from autoddl.export.drawings import _short, dot_text, graphml_text
-from autoddl.export.helpers import helper_text, known_names
+from autoddl.export.library import known_names, library_text
 from autoddl.export.source import Names, comment, literal, value_text
 from autoddl.export.writing import folded
 from autoddl.joint.configuration import Configuration, PipelineSchedule, StageChoice
@@ -440,7 +440,7 @@ def test_only_helpers_that_are_used_are_in_a_file(plan_of):
     perceptron = export(load_plan(plan_of("mlp")), "oneflow")
     assert not any(f"def {name}(" in perceptron for name in ("attend", "cross_entropy", "table_layouts"))
     assert "def attend" in export(load_plan(plan_of("gpt")), "oneflow")
-    text = helper_text({"prime_factors"}, (), ())
+    text = library_text({"prime_factors"}, (), ())
     assert [title for title, _ in text.sections] == ["Mesh axes"]
     assert text.sections[0][1].startswith("@cache\ndef prime_factors") and "class" not in text.sections[0][1]
 
@@ -540,6 +540,11 @@ def test_names_are_identifiers_of_their_own(texts):
     assert all(name.isidentifier() and name.isascii() for name in found.values())
     assert not set(found.values()) & ({"x", "class", "print"} | known_names())
     assert found == {text: names.of(text) for text in texts}
+
+
+def test_layers_do_not_take_the_variables_of_statements():
+    names = Names()
+    assert [names.of(text) for text in ("weight_0", "input_1", "weights_0")] == ["weight_0_2", "input_1_2", "weights_0"]
 
 
 # ---- The command -------------------------------------------------------------------------------------------------------------

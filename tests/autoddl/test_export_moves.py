@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.distribution import Axis, canonical
 from autoddl.costmodel.redistribution import redistribute, steps
-from autoddl.export.helpers import helper_text
+from autoddl.export.library import library_text
 from autoddl.pipelines.runtime.moves import move_calls
 
 
@@ -83,24 +83,24 @@ class Array(np.ndarray):
 
 def library(used, given=()):
     """The text of the definitions that exported files have of these names, without what OneFlow is needed for."""
-    text = helper_text(used, (), {"Tensor", "flow", "_Function", "Ranks", *given})
+    text = library_text(used, (), {"Tensor", "flow", "_Function", "Ranks", *given})
     return "\n".join(["from __future__ import annotations", *text.standard, *(section for _, section in text.sections)])
 
 
 def exchanged(ranks, x, source, target):
     """The library's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
     num_ranks = len(x.arrays)
-    code = compile(library({"redistributed", "Layout"}), "library", "exec")
+    code = compile(library({"redistributed", "Layout"}, {"send", "receive"}), "library", "exec")
     boxes = {(a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)}
     results, sent = {}, dict.fromkeys(range(num_ranks), 0)
 
     def work(rank):
-        def send(part, receiver, send_meta):
-            assert receiver - 100 != rank and not send_meta
+        def send(part, receiver):
+            assert receiver - 100 != rank
             sent[rank] += part.size
             boxes[rank, receiver - 100].put(part.copy())
 
-        def receive(sender, shape, dtype, device):
+        def receive(shape, dtype, sender):
             part = boxes[sender - 100, rank].get(timeout=20)
             assert part.shape == shape and part.dtype == dtype
             return part
@@ -111,18 +111,17 @@ def exchanged(ranks, x, source, target):
         def join(parts, dim):
             return np.concatenate(parts, axis=dim).view(Array)
 
-        comm = SimpleNamespace(send=send, recv=receive)
-        flow = SimpleNamespace(comm=comm, narrow=narrow, cat=join, Size=tuple, device=str)
+        flow = SimpleNamespace(narrow=narrow, cat=join)
         module = ModuleType(f"library_{rank}")
         space = vars(module)
-        space.update({"np": np, "flow": flow})
+        space.update({"np": np, "flow": flow, "send": send, "receive": receive})
         sys.modules[module.__name__] = module  # dataclasses look themselves up there
         try:
             exec(code, space)
         finally:
             del sys.modules[module.__name__]
         ends = (eval(end, space) if isinstance(end, str) else end for end in (source, target))
-        here = SimpleNamespace(rank=rank, first_rank=100)
+        here = SimpleNamespace(rank=rank, first_rank=100, num_ranks=num_ranks)
         results[rank] = np.asarray(space["redistributed"](x.arrays[rank].view(Array), here, *ends))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]

@@ -1,5 +1,5 @@
 """The text of exported files that the runtime does not have: how they load values, train, and carry out a schedule.
 
-These modules are read, not imported: :mod:`autoddl.export.helpers` takes from them and from the runtime the definitions that a file
+These modules are read, not imported: :mod:`autoddl.export.library` takes from them and from the runtime the definitions that a file
 needs.  They import nothing but OneFlow, numpy, the standard library, and what is of the same library.
 """

@@ -272,7 +272,7 @@ class Pipeline:
         samples, features = held_by(source, RANKS.rank, self.part_samples, boundary.features)
         for piece in pieces(source, target, self.part_samples, boundary.features):
             if piece.source == RANKS.rank:
-                rows, columns = within(piece.samples, samples), within(piece.features, features)
+                rows, columns = map(within, piece.block, (samples, features))
                 part = part_of_each_slot(y, len(one.parts), rows, columns)
                 with flow.asyncs.thread(COMMUNICATION):
                     send(detached(part), WORKERS[one.peer][piece.destination])
@@ -282,11 +282,11 @@ class Pipeline:
         boundary = self.boundaries[one.stage if one.letter == "F" else one.stage - 1]
         for piece in pieces(*self.ends(one, boundary), self.part_samples, boundary.features):
             if piece.destination == RANKS.rank:
-                shape = (len(one.parts) * len(piece.samples), boundary.rows, len(piece.features))
+                rows, columns = piece.block
+                shape = (len(one.parts) * len(rows), boundary.rows, len(columns))
                 with flow.asyncs.thread(COMMUNICATION):
                     x = receive(shape, flow.float32, WORKERS[one.peer][piece.source])
-                places = piece.samples.start, piece.features.start
-                self.inbox.put(one.consumer, one.parts[0], len(one.parts), *places, x)
+                self.inbox.put(one.consumer, one.parts[0], len(one.parts), rows.start, columns.start, x)
 
     def ends(self, one: Instruction, boundary: Boundary) -> tuple[Layout, Layout]:
         """The layouts that a task's output has, and is wanted in."""

@@ -13,7 +13,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["LIBRARY", "HelperText", "helper_text", "known_names"]
+__all__ = ["LIBRARY", "LibraryText", "known_names", "library_text"]
 
 _RUNTIME = "autoddl.pipelines.runtime"
 _PARTS = "autoddl.export.parts"
@@ -36,6 +36,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.collectives": "Collectives along one mesh axis",
     f"{_RUNTIME}.mesh": "Mesh axes of the job",
     f"{_RUNTIME}.moving": "Changes of layout",
+    f"{_RUNTIME}.exchanging": "Exchanges",
     f"{_RUNTIME}.pipeline.actions": "Tasks of a schedule",
     f"{_RUNTIME}.pipeline.data": "Parts of losses",
     f"{_RUNTIME}.pipeline.waiting": "Waiting",
@@ -47,6 +48,7 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.samples": "Samples",
     f"{_RUNTIME}.detaching": "Tensors without their history",
     f"{_RUNTIME}.models": "Initial values",
+    "autoddl.costmodel.crossing": "Messages",
     "autoddl.costmodel.distribution": "Mesh axes",
     "autoddl.costmodel.strategy": "Mesh axes of strategies",
     "autoddl.costmodel.errors": "Errors",
@@ -84,7 +86,7 @@ class _Module:
 
 
 @dataclass(frozen=True)
-class HelperText:
+class LibraryText:
     """What goes into a file.
 
     Attributes:
@@ -100,7 +102,7 @@ class HelperText:
     sections: tuple[tuple[str, str], ...]
 
 
-def helper_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]) -> HelperText:
+def library_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]) -> LibraryText:
     """The library of a file.
 
     Args:
@@ -124,7 +126,7 @@ def helper_text(used: Iterable[str], first: Iterable[str], given: Iterable[str])
         texts = [definition.text for definition in late if definition.module == module]
         if texts:
             sections.append((title, _spaced(texts)))
-    return HelperText(standard, installed, _spaced([definition.text for definition in early]), tuple(sections))
+    return LibraryText(standard, installed, _spaced([definition.text for definition in early]), tuple(sections))
 
 
 def known_names() -> frozenset[str]:
