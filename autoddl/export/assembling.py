@@ -27,8 +27,8 @@ SBP_NAMES = "S0, S1, S2, S3 = map(flow.sbp.split, range(4))\nB = flow.sbp.broadc
 #: Where the model ends and the library begins.
 LIBRARY_HEADING = """# ==== The library {line}
 #
-# Up to here the file is the model and its plan. From here to `Main` it is what AutoDDL's runtime does on every rank, in its own
-# words: the functions and classes that the model calls.""".format(line="=" * 101)
+# Up to here the file is the model and its plan (but for `Ranks` and `Axis`). From here to `Main` it is the library: what AutoDDL's
+# runtime does on every rank, in its own words.""".format(line="=" * 101)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,8 @@ DOCSTRING = '''"""An annotated OneFlow model and a training loop, written by `au
 Parameters are OneFlow global tensors with the plan's placements and SBP signatures; layers run on each rank's part, and
 every step of communication stands where it happens, with its predicted price: time, and bytes sent by each rank. The
 backward pass runs the adjoint of each step, at the same price. Activations are (samples, rows, features): samples split
-over p0, features over the other ranks. Edit it like any model; start it as
+over p0, features over the other ranks. What the model calls stands behind it as `The library`, with `Ranks` and `Axis` before
+it: that is AutoDDL's runtime in its own words. Edit the file like any model; start it as
 
     python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
 
@@ -29,7 +30,8 @@ Each stage is a class. Its parameters are OneFlow global tensors on the ranks of
 layers run on each rank's part, and every step of communication stands where it happens, with its predicted price: time, and
 bytes sent by each rank. The backward pass runs the adjoint of each step, at the same price. Activations are (samples, rows,
 features): samples split over p0, features over the other ranks of the stage. What each worker does in which order, and what
-it sends to others, is data: INSTRUCTIONS. Edit it like any model; start it as
+it sends to others, is data: INSTRUCTIONS. What all this calls stands behind it as `The library`, with `Ranks` and `Axis` before
+it: that is AutoDDL's runtime in its own words. Edit the file like any model; start it as
 
     python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
 

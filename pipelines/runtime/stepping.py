@@ -8,7 +8,7 @@ backward, with the bytes of the tensors that they ran on: they are to be the ste
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from math import prod
 from typing import Any
 
@@ -103,14 +103,14 @@ class Ranks:
 
     def reduce(self, x: Tensor, axes: Sequence[Axis]) -> Tensor:
         """The sum of a vector: scattered inside, all-reduced along the outermost axis, gathered inside."""
-        if not axes:
-            return x
-        inner, length = axes[1:], x.shape[0]
-        parts = prod(axis.size for axis in inner)
+        return self.reduce_between(x, axes[1:], lambda own: self.all_reduce(own, axes[0])) if axes else x
+
+    def reduce_between(self, x: Tensor, axes: Sequence[Axis], between: Callable[[Tensor], Tensor]) -> Tensor:
+        """The sum of a vector over the axes and over other ranks: scattered here, each slice summed ``between`` them, gathered."""
+        parts, length = prod(axis.size for axis in axes), x.shape[0]
         if length % parts:
-            x = flow.cat([x, flow.zeros(parts - length % parts, dtype=x.dtype)])
-        x = self.all_reduce(self.scatter(x, inner, 0), axes[0])
-        x = self.gather(x, inner, 0)
+            x = flow.cat([x, flow.zeros(parts - length % parts, dtype=x.dtype)], dim=0)
+        x = self.gather(between(self.scatter(x, axes, 0)), axes, 0)
         return x[:length] if x.shape[0] != length else x
 
 

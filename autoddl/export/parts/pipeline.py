@@ -14,7 +14,7 @@ import numpy as np
 import oneflow as flow
 
 from autoddl.costmodel.distribution import Axis
-from autoddl.pipelines.runtime.collectives import receive, send
+from autoddl.pipelines.runtime.collectives import receive, send, sum_over
 from autoddl.pipelines.runtime.detaching import detached
 from autoddl.pipelines.runtime.layouts import Layout, ParameterLayout
 from autoddl.pipelines.runtime.parameters import StoredParameter
@@ -350,15 +350,7 @@ def sum_over_workers(vector: Tensor, axes: Sequence[Axis], peers: Sequence[int])
     with flow.asyncs.thread(COMMUNICATION):
         if len(peers) == 1:
             return RANKS.reduce(vector, axes)
-        length = vector.numel()
-        padding = -length % int(np.prod([axis.size for axis in axes], dtype=int))
-        if padding:
-            vector = flow.cat([vector, flow.zeros(padding)], dim=0)
-        own = RANKS.scatter(vector, axes, 0)
-        whole = flow.empty(own.numel(), placement=flow.placement("cpu", list(peers)), sbp=flow.sbp.partial_sum)
-        flow._C.assign_local_tensor(whole.to_local(), own)
-        total = whole.to_global(sbp=flow.sbp.broadcast).to_local()
-        return flow.narrow(RANKS.gather(total, axes, 0), 0, 0, length)
+        return RANKS.reduce_between(vector, axes, lambda own: sum_over(own, tuple(peers)))
 
 
 def sum_over_stages(one: Instruction, held: Mapping[int, Replica], shared: Sequence[SharedWeight]) -> None:
