@@ -273,7 +273,7 @@ class _Writer:
                 self.stages[number].strategies[layer.name],
                 entry_strategy(self.plan.graph, self.stages, number + 1),
             )
-            leaving, arriving = (layout_text(Layout(strategy.splits)) for strategy in ends)
+            leaving, arriving = (layout_text(Layout(*strategy.splits)) for strategy in ends)
             remark = (
                 f"{_plain(layer.name)}, a micro-batch: {format_bytes(priced.nbytes)}, forward {format_seconds(priced.forward_s)}, "
                 f"backward {format_seconds(priced.backward_s)}"

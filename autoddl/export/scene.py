@@ -129,7 +129,7 @@ class Scene:
 def layout_text(layout: Layout) -> str:
     """The expression of a layout."""
     options = [name for name in ("embedding", "summa") if getattr(layout, name)]
-    return f"Layout({', '.join([value_text(layout.splits), *(f'{name}=True' for name in options)])})"
+    return f"Layout({', '.join([*map(value_text, layout.splits), *(f'{name}=True' for name in options)])})"
 
 
 def _mesh_text(mesh: Iterable[Axis]) -> str:

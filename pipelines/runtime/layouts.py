@@ -82,9 +82,9 @@ class Indices(Sequence[np.ndarray]):
         return self._of_rank(rank)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Layout:
-    """How a layer lies on the ranks: its strategy in plain numbers.
+    """How a layer lies on the ranks: its strategy in plain numbers, ``Layout((2, 1, 1), (1, 4, 2))``.
 
     Attributes:
         splits: (p0, p1, p2) for each network level, outermost first.
@@ -93,8 +93,12 @@ class Layout:
     """
 
     splits: tuple[tuple[int, int, int], ...]
-    embedding: bool = False
-    summa: bool = False
+    embedding: bool
+    summa: bool
+
+    def __init__(self, *splits: tuple[int, int, int], embedding: bool = False, summa: bool = False):
+        for name, value in (("splits", splits), ("embedding", embedding), ("summa", summa)):
+            object.__setattr__(self, name, value)
 
     def axes(self, which: int) -> tuple[Axis, ...]:
         """The mesh axes of p0 (0), p1 (1) or p2 (2), one per level where it is longer than 1, outermost first."""
@@ -414,7 +418,7 @@ def split_dims(axes: Sequence[Sequence[Axis]], mesh: Sequence[Axis]) -> list[int
 
 def layout_of(layer: Layer, strategy: Strategy) -> Layout:
     """A layer at its strategy."""
-    return Layout(strategy.splits, layer.kind == "embedding", strategy.summa)
+    return Layout(*strategy.splits, embedding=layer.kind == "embedding", summa=strategy.summa)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ def run(calls, x, levels):
 
 
 def layout_text(levels):
-    return f"Layout({tuple((p0, 1, s) for p0, s in levels)})"
+    return f"Layout({', '.join(str((p0, 1, s)) for p0, s in levels)})"
 
 
 def check(source_levels, target_levels, rows=3):

@@ -118,7 +118,7 @@ def test_scattered_undoes_gathered():
 
 def test_blocks_of_a_length_that_does_not_divide():
     with pytest.raises(UserError, match="length 10 does not divide into 4 slices"):
-        Layout(((1, 4, 1),)).blocks(10)
+        Layout((1, 4, 1)).blocks(10)
 
 
 # ---- Product order -------------------------------------------------------------------------------------------------------
