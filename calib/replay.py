@@ -185,7 +185,7 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
     features = max(size, elements // rows // size * size)
     if step.collective is Collective.ALL_TO_ALL:
         matrix = flow.ones(rows, features)
-        return lambda: stepper.exchange(matrix, step.axis, 0, 1)
+        return lambda: stepper.all_to_all(matrix, step.axis, 0, 1)
     if layer is None:
         flat = flow.ones(rows * features // (size if step.collective is Collective.ALL_GATHER else 1))
         return lambda: stepper.run(flat, step, 0)

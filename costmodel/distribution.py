@@ -33,7 +33,7 @@ from math import prod
 from .errors import UserError, quote
 from .sbp import Broadcast, PartialSum, SBPState, Split, dual, parse_state
 
-__all__ = ["Axis", "Distribution", "canonical", "prime_factors"]
+__all__ = ["Axis", "Distribution", "canonical", "canonical_axes", "prime_factors"]
 
 
 @dataclass(frozen=True)
@@ -213,21 +213,24 @@ def canonical(levels: tuple[tuple[int, int], ...], row_dim: int = 0, feature_dim
 
     Within a level the S0 axis stands outermost in the ranks; the features are cut by the primes of ``s``, innermost first.
     """
+    cuts = canonical_axes(levels)
+    states = tuple(Split(feature_dim if of_features else row_dim) for _, of_features in cuts)
+    return Distribution(tuple(axis for axis, _ in cuts), states)
+
+
+def canonical_axes(levels: tuple[tuple[int, int], ...]) -> tuple[tuple[Axis, bool], ...]:
+    """The axes of `canonical` in the order in which they cut, each with whether it cuts features (else rows)."""
     stride = prod(p0 * s for p0, s in levels)
-    axes: list[Axis] = []
-    states: list[SBPState] = []
+    axes = []
     for level, (p0, s) in enumerate(levels):
         stride //= p0 * s
         if p0 > 1:
-            axes.append(Axis(p0, stride * s, level))
-            states.append(Split(row_dim))
-        feature_axes, inner = [], stride
+            axes.append((Axis(p0, stride * s, level), False))
+        inner = stride
         for prime in reversed(prime_factors(s)):
-            feature_axes.append(Axis(prime, inner, level))
+            axes.append((Axis(prime, inner, level), True))
             inner *= prime
-        axes.extend(feature_axes)
-        states.extend([Split(feature_dim)] * len(feature_axes))
-    return Distribution(tuple(axes), tuple(states))
+    return tuple(axes)
 
 
 def all_states(num_dims: int) -> tuple[SBPState, ...]:

@@ -38,7 +38,7 @@ from .kinds.registry import kind_of
 from .layer import Layer
 from .sbp import Broadcast, SBPState, Split
 
-__all__ = ["Alike", "Strategy", "alike", "data_parallel", "enumerate_strategies", "transposed"]
+__all__ = ["Alike", "Strategy", "alike", "data_parallel", "enumerate_strategies", "mesh_axes", "transposed"]
 
 Split3 = tuple[int, int, int]
 
@@ -90,7 +90,7 @@ class Strategy:
 
     def axes(self, which: int, embedding: bool = False) -> tuple[Axis, ...]:
         """The mesh axes of p0 (0), p1 (1) or p2 (2), one per level where it is longer than 1, outermost first."""
-        return _axes(self.splits, embedding)[which]
+        return mesh_axes(self.splits, embedding)[which]
 
     def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
         """What every axis does to input, weight and output around the product, as in the table of the module's docstring.
@@ -190,7 +190,8 @@ def alike(strategies: Sequence[Strategy], sized: tuple[bool, ...]) -> Iterator[A
 
 
 @cache
-def _axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, ...], ...]:
+def mesh_axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, ...], ...]:
+    """The axes of p0, p1 and p2, one per level where it is longer than 1, outermost first."""
     order = (0, 2, 1) if embedding else (0, 1, 2)
     stride = prod(prod(split) for split in splits)
     axes: tuple[list[Axis], ...] = ([], [], [])

@@ -1,8 +1,9 @@
 """Plans for others: an annotated OneFlow model, the document, the annotated layer graph, a trace of the predicted step.
 
 - `export(plan, form)`: the text of a file in one of `FORMS`.
-- :mod:`.oneflow` writes the model, :mod:`.pipelined` one in a pipeline: :mod:`.classes`, :mod:`.layertext` layer by layer,
-  with the helpers of :mod:`.parts` that it needs (:mod:`.assembling`).
+- :mod:`.oneflow` writes the model, :mod:`.pipelined` one in a pipeline: :mod:`.classes`, and :mod:`.layertext` layer by layer,
+  which prints the statements that the runtime runs. :mod:`.library` takes what they call from the runtime's own source (and what
+  that has not from :mod:`.parts`); :mod:`.assembling` puts the file together.
 - :mod:`.annotated` puts a plan's figures on the layer graph, :mod:`.drawings` writes it as GraphML and dot.
 - :mod:`.traces` writes the predicted step.
 """

@@ -1,4 +1,4 @@
-"""What files of plans with and without a pipeline have in common: their order, imports, and helpers."""
+"""What files of plans with and without a pipeline have in common: their order, imports, and library."""
 
 from __future__ import annotations
 
@@ -9,64 +9,68 @@ from dataclasses import dataclass
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.pipelines.runtime.statements import LOSSES
 
 from . import templates
-from .helpers import PARTS, helper_text
+from .library import library_text
 from .source import comment
 
-__all__ = ["Draft", "aliases_of", "assembled", "axis_lines", "check_graph", "title"]
+__all__ = ["RESERVED", "SBP_NAMES", "Draft", "aliases_of", "assembled", "axis_lines", "check_graph", "title"]
 
 #: Variables that are not to be hidden by names of layers.
 RESERVED = (
-    *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "sums", "factor", "angles"),
-    *("entering", "placement", "WORKERS", "PIPELINES", "JOINT_STAGES", "DELAYS"),
+    *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "factor", "expected"),
+    *("entering", "placement", "RANKS", "WORKERS", "PIPELINES", "JOINT_STAGES", "DELAYS"),
 )
-_LOSSES = frozenset({"mse_loss", "l1_loss"})
+#: OneFlow's words for what a mesh axis does to a tensor.
+SBP_NAMES = "S0, S1, S2, S3 = map(flow.sbp.split, range(4))\nB = flow.sbp.broadcast"
+#: Where the model ends and the library begins.
+LIBRARY_HEADING = """# ==== The library {line}
+#
+# Up to here the file is the model and its plan (but for `Ranks` and `Axis`). From here to `Main` it is the library: what AutoDDL's
+# runtime does on every rank, in its own words.""".format(line="=" * 101)
 
 
 @dataclass(frozen=True)
 class Draft:
-    """What a file says of its own; the helpers come to it.
+    """What a file says of its own; the library comes to it.
 
     Attributes:
         heading: its docstring and comments.
         num_ranks: that it is started with.
         ranks: statements on the ranks, before everything that is first made of them.
-        first: helpers that it uses while it is loaded.
-        given: names that it defines itself, in place of helpers.
+        first: names of the library that it uses while it is loaded.
         sections: (title, texts) of what follows, the model and what belongs to it.
         main: how it trains.
-        parts: modules that helpers are taken from; of the same name that of the first one counts.
     """
 
     heading: str
     num_ranks: int
     ranks: str
     first: tuple[str, ...]
-    given: frozenset[str]
     sections: tuple[tuple[str, tuple[str, ...]], ...]
     main: str
-    parts: tuple[str, ...] = PARTS
 
 
 def assembled(draft: Draft) -> str:
     """The file."""
     own = "\n\n".join([draft.ranks, *(text for _, texts in draft.sections for text in texts), draft.main])
-    helpers = helper_text(_names_in(own), draft.first, draft.given, draft.parts)
-    imports = _merged(helpers.standard, templates.IMPORTS)
+    library = library_text(_names_in(own), draft.first, _defined_in(own))
+    imports = _merged(library.standard, templates.IMPORTS)
     parts = [
         "\n".join(
             [
                 *[draft.heading, ""],
                 *["from __future__ import annotations", "", *imports, ""],
-                *[templates.loading(draft.num_ranks), "", *helpers.installed, ""],
-                *[title("The ranks"), "", draft.ranks, helpers.first],
+                *[templates.loading(draft.num_ranks), "", *library.installed, ""],
+                *[title("The ranks"), "", library.first, "", "", draft.ranks],
             ]
         ),
     ]
     for name, texts in draft.sections:
         parts += [title(name), *texts] if name else texts
-    parts += [f"{title(name)}\n\n\n{text}" for name, text in helpers.sections]
+    parts.append(LIBRARY_HEADING)
+    parts += [f"{title(name)}\n\n\n{text}" for name, text in library.sections]
     parts.append(f"{title('Main')}\n\n\n{draft.main}")
     text = "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
     ast.parse(text)  # never a file that Python does not read
@@ -80,7 +84,7 @@ def check_graph(graph: LayerGraph) -> None:
         UserError: it has no loss, or it is not clear what its layers read.
     """
     last = graph.layers[-1]
-    if last.kind != "loss" and not _LOSSES & set(last.epilogue):
+    if last.kind != "loss" and not LOSSES & set(last.epilogue):
         raise UserError(
             f"the plan's model ends in {last.describe()}, without a loss: --to oneflow writes models with one"
         )
@@ -129,6 +133,18 @@ def aliases_of(graph: LayerGraph) -> dict[str, str]:
 
 def _names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
+
+
+def _defined_in(text: str) -> set[str]:
+    """The names that a text binds itself, which are not the library's."""
+    found = set()
+    for node in ast.parse(text).body:
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+    return found
 
 
 def _merged(*groups: Sequence[str]) -> list[str]:

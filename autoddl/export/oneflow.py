@@ -3,10 +3,10 @@
     heading             what it is, what it is predicted to cost, how to run it
     ranks               the mesh and its axes
     model               a class for each repeated block and one for the model: parameters with their SBP, every step with its price
-    helpers             the collectives, layouts and layers that the model calls, as short as it needs them
+    library             what the model calls, in the runtime's own words: layers, layouts, collectives, as far as it needs them
     main                trains some steps
 
-The statements are those that the runtime executes for the same plan, so losses and bytes are too.
+The statements are those that the runtime carries out for the same plan, so losses, bytes and times are too.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from autoddl.costmodel.workload import Workload
 from ..planfile import assessment_of
 from ..zoo.builtin import recognise
 from . import templates
-from .assembling import RESERVED, Draft, aliases_of, assembled, axis_lines, check_graph
+from .assembling import RESERVED, SBP_NAMES, Draft, aliases_of, assembled, axis_lines, check_graph
 from .classes import ClassOfLayers, class_texts
 from .scene import Scene
 from .source import Names, comment, value_text
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["oneflow_text"]
 
 #: What a file uses while it is loaded.
-_FIRST = ("Axis", "mesh", "S0", "B")
+_FIRST = ("Axis", "Ranks")
 
 
 def oneflow_text(plan: Plan, model: str = "") -> str:
@@ -75,9 +75,8 @@ def oneflow_text(plan: Plan, model: str = "") -> str:
         Draft(
             heading=_heading(plan, whole, built_in.family if built_in else model),
             num_ranks=scene.num_ranks,
-            ranks=f"NUM_RANKS = {scene.num_ranks}",
+            ranks=f"RANKS = Ranks({scene.num_ranks})\n{SBP_NAMES}",
             first=_FIRST,
-            given=frozenset({"NUM_RANKS"}),
             sections=(("", (_constants(scene),)), ("The model", tuple(classes))),
             main=templates.main(scene, model),
         )

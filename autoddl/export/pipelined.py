@@ -4,7 +4,7 @@
     ranks               the workers, the stages on them, mesh axes, the figures of the schedule
     model               a class for each repeated block and one for each stage: parameters with their SBP, every step with its price
     schedule            what each worker does, and what it sends when: words, in one order for all of them
-    helpers             the loop that carries them out; collectives, layouts and layers
+    library             the loop that carries them out; passes, layers, layouts and collectives, in the runtime's own words
     main                trains some steps
 
 **Instructions** are those that the runtime lowers the schedule to (:mod:`autoddl.pipelines.runtime.pipeline.lowering`), of whole
@@ -27,7 +27,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.draw import to_text
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.partition import ENTRY
-from autoddl.pipelines.runtime.layouts import product_order
+from autoddl.pipelines.runtime.layouts import Layout, layout_of, product_order
 from autoddl.pipelines.runtime.pipeline.actions import Action, Drop, Receive, Reduce, Run, Send, Update
 from autoddl.pipelines.runtime.pipeline.dryrun import check_programs
 from autoddl.pipelines.runtime.pipeline.holding import Holding, StageLayout, hold, rows_over
@@ -40,10 +40,9 @@ from autoddl.pipelines.schedule import Schedule
 from ..staging import stage_plans
 from ..zoo.builtin import BuiltIn, recognise
 from . import templates
-from .assembling import RESERVED, Draft, assembled, axis_lines, check_graph
+from .assembling import RESERVED, SBP_NAMES, Draft, assembled, axis_lines, check_graph
 from .classes import ClassOfLayers, class_texts
-from .helpers import PIPELINE_PARTS
-from .scene import Scene
+from .scene import Scene, layout_text
 from .source import Names, comment, literal, value_text
 
 if TYPE_CHECKING:
@@ -51,12 +50,8 @@ if TYPE_CHECKING:
 
 __all__ = ["pipeline_text"]
 
-#: What a file uses while it is loaded, and what it defines in place of helpers.
-_FIRST = ("Axis", "mesh", "S0", "B", "RANK")
-_GIVEN = frozenset(
-    {"WORKERS", "PIPELINES", "MICRO_BATCH", "UPDATE_PERIOD", "NUM_UPDATES", "PARTS_PER_MICRO_BATCH", "DELAYS"}
-    | {"JOINT_STAGES"}
-)
+#: What a file uses while it is loaded.
+_FIRST = ("Axis", "Ranks")
 #: Of a line of instructions, and of a picture of the schedule.
 _WIDTH = 108
 #: Workers of a picture.
@@ -127,10 +122,8 @@ class _Writer:
             num_ranks=self.ranks.num_ranks,
             ranks=self._workers(),
             first=_FIRST,
-            given=_GIVEN,
             sections=(("", (self._constants(),)), ("The model", tuple(classes)), ("The schedule", tuple(after))),
             main=templates.pipeline_main(self.scenes[0], names, num_updates, bool(shared)),
-            parts=PIPELINE_PARTS,
         )
 
     # ---- Stages ------------------------------------------------------------------------------------------------------
@@ -146,7 +139,7 @@ class _Writer:
             for parameter in self.plan.graph[layer.name].parameters:
                 owner = self.owners.get(parameter.name, parameter.name)
                 if owner != parameter.name:
-                    copies[layer.name] = owner.rpartition(".")[0]
+                    copies[parameter.name] = owner
         workload = replace(self.plan.workload, recompute=choice.recompute == "layers")
         return Scene(
             graph=figures.graph.graph,
@@ -232,7 +225,14 @@ class _Writer:
             remark = comment(f"worker {worker}{there}: stage {stages}; {needs} a rank")
             start = f"{ranks.start}, " if ranks.start else ""
             lines.append(f"    range({start}{ranks.stop}),  {remark}")
-        return "\n".join([*lines, "]"])
+        lines += [
+            "]",
+            "JOB_RANK = flow.env.get_rank()",
+            "WORKER = next(worker for worker, ranks in enumerate(WORKERS) if JOB_RANK in ranks)",
+            comment("The ranks of this one's worker, counted from 0."),
+            "RANKS = Ranks(len(WORKERS[WORKER]), WORKERS[WORKER][0])",
+        ]
+        return "\n".join([*lines, SBP_NAMES])
 
     def _constants(self) -> str:
         schedule, joint = self.schedule, [s for s, layout in enumerate(self.layouts) if layout.is_joint]
@@ -273,7 +273,7 @@ class _Writer:
                 self.stages[number].strategies[layer.name],
                 entry_strategy(self.plan.graph, self.stages, number + 1),
             )
-            leaving, arriving = map(_layout, ends)
+            leaving, arriving = (layout_text(Layout(*strategy.splits)) for strategy in ends)
             remark = (
                 f"{_plain(layer.name)}, a micro-batch: {format_bytes(priced.nbytes)}, forward {format_seconds(priced.forward_s)}, "
                 f"backward {format_seconds(priced.backward_s)}"
@@ -306,7 +306,9 @@ class _Writer:
                         f"{layers[1].describe()}: it shares {owner} with {layers[0].name!r} of its stage and with other "
                         "stages, which --to oneflow cannot write"
                     )
-                lines += [f"            {number}: {self._held(one, stage.strategies[one.name])}," for one in layers]
+                lines += [
+                    f"            {number}: {self._held(owner, one, stage.strategies[one.name])}," for one in layers
+                ]
             lines.append("        }),")
         if not lines:
             return ""
@@ -314,15 +316,16 @@ class _Writer:
         head = ["def shared_weights() -> list[SharedWeight]:", f'    """{what}"""', "    return ["]
         return "\n".join([*head, *lines, "    ]"])
 
-    def _held(self, layer: Layer, strategy: Strategy) -> str:
-        attributes = layer.attributes
+    def _held(self, name: str, layer: Layer, strategy: Strategy) -> str:
+        attributes, layout = layer.attributes, layout_text(layout_of(layer, strategy))
         if layer.kind == "embedding":
-            return f"table_held({attributes['vocabulary']}, {attributes['features']}, {_layout(strategy, True)})"
+            return f"table_layouts({literal(name)}, {attributes['vocabulary']}, {attributes['features']}, {layout})[0]"
         if layer.kind != "linear" or strategy.summa or product_order(self.plan.graph, layer).num_groups > 1:
             raise UserError(
                 f"{layer.describe()}: it shares a weight with another stage in a way that --to oneflow cannot write"
             )
-        return f"matrix_held({attributes['out_features']}, {attributes['in_features']}, {_layout(strategy)})"
+        weights = f"{{{literal(name)}: {attributes['out_features']}}}"
+        return f"linear_layouts({weights}, {{}}, {attributes['in_features']}, {layout})[0]"
 
     def _instructions(self) -> str:
         programs = self._programs()
@@ -384,11 +387,6 @@ def _word(action: Action) -> str:
     assert isinstance(action, Drop), action
     prefix = f"{action.pipeline}:" if action.pipeline else ""
     return f"{prefix}{action.stage}D{action.version}"
-
-
-def _layout(strategy: Strategy, embedding: bool = False) -> str:
-    levels = ", ".join(map(value_text, strategy.splits))
-    return f"Layout({levels}{', embedding=True' if embedding else ''})"
 
 
 def _plain(text: str) -> str:

@@ -11,15 +11,17 @@ from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.runtime.layouts import Layout, common_mesh, mesh_between, split_dims
 
 from ..zoo.builtin import BuiltIn
 from .source import Names, value_text
 
-__all__ = ["Scene", "cost_text", "stored_rows"]
+__all__ = ["Scene", "cost_text", "layout_text", "stored_rows"]
 
 
 def cost_text(steps: Sequence[Step], cluster: Cluster) -> str:
@@ -45,7 +47,7 @@ class Scene:
         axes: the mesh axes that the file names so far.
         is_stage: whether this is a stage of a pipeline, one of several scenes of a file: `num_ranks` are the stage's, and weights
             collect gradients that are summed when the schedule says so.
-        copies: of layers whose weight is a copy of another stage's, the module that it belongs to in the plain model.
+        copies: of parameters that are copies of another stage's, the name of that in the plain model.
     """
 
     graph: LayerGraph
@@ -74,54 +76,40 @@ class Scene:
             self.axes[key] = "ALL_RANKS" if is_all else f"AXIS_{axis.size}_STRIDE_{axis.stride}"
         return self.axes[key]
 
-    def axis_list(self, axes: Iterable[Axis]) -> str:
-        """A list of mesh axes."""
-        return f"[{', '.join(map(self.axis, axes))}]"
-
-    def layout(self, layer: Layer) -> str:
-        """The expression of a layer's layout."""
-        levels = ", ".join(map(value_text, self.strategies[layer.name].splits))
-        return f"Layout({levels}{', embedding=True' if layer.kind == 'embedding' else ''})"
-
     @cached_property
     def common_mesh(self) -> tuple[Axis, ...] | None:
         """The mesh, outermost axis first, that all axes of all layers can be put together from; None where there is none."""
-        cuts = {1, self.num_ranks}
-        for strategy in set(self.strategies.values()):
-            for is_embedding in (False, True):
-                axes = [axis for which in range(3) for axis in strategy.axes(which, is_embedding)]
-                cuts |= {axis.stride for axis in axes} | {axis.stride * axis.size for axis in axes}
-        return _mesh(cuts)
+        return common_mesh(self.strategies.values(), self.num_ranks)
 
-    def annotation(self, cut: Sequence[Sequence[Axis]], name: str = "sbp") -> str:
-        """The arguments ``placement`` and SBP of a parameter whose dimensions the axes of ``cut`` cut."""
+    def annotation(self, cuts: Sequence[Sequence[Sequence[Axis]]]) -> str:
+        """The arguments ``placement`` and ``sbp`` of parameters whose dimensions these axes cut."""
         mesh, placement = self.common_mesh, "placement" if self.is_stage else "MESH"
         if mesh is None:
-            cuts = {1, self.num_ranks}
-            cuts |= {edge for axes in cut for axis in axes for edge in (axis.stride, axis.stride * axis.size)}
-            mesh = _mesh(cuts)
-            assert mesh is not None, "the axes of one parameter are a mesh"
+            axes = [axis for cut in cuts for of_dim in cut for axis in of_dim]
+            mesh = mesh_between(axes, self.num_ranks)
+            if mesh is None:
+                raise UserError(
+                    "the strategies of this plan have no mesh in common for the parameters of a layer, which --to oneflow "
+                    "cannot write"
+                )
             placement = _mesh_text(mesh)
-        return f"{placement}, {name}={self.sbp(cut, mesh)}"
+        shown = ", ".join(_sbp_text(split_dims(cut, mesh)) for cut in cuts)
+        return f"{placement}, sbp=[{shown}]"
 
     @property
     def mesh_text(self) -> str:
         """The expression of the common mesh."""
         return _mesh_text(self.common_mesh or ())
 
-    def sbp(self, cut: Sequence[Sequence[Axis]], mesh: Sequence[Axis] | None = None) -> str:
-        """The SBP signature of a parameter on a mesh, the common one by default."""
-        states = []
-        for part in (self.common_mesh or ()) if mesh is None else mesh:
-            dims = [dim for dim, axes in enumerate(cut) for a in axes if a.stride <= part.stride < a.stride * a.size]
-            states.append(f"S{dims[0]}" if dims else "B")
-        return f"[{', '.join(states or ['B'])}]"
-
     # ---- Prices --------------------------------------------------------------------------------------------------------
 
     def cost(self, steps: Sequence[Step]) -> str:
         """Of some steps."""
         return cost_text(steps, self.cluster)
+
+    def seconds(self, value: float) -> str:
+        """A time."""
+        return format_seconds(value)
 
     def heading(self, layer: Layer, label: str) -> list[str]:
         """What a layer is, how it lies, and what it is predicted to cost in a training step."""
@@ -138,12 +126,15 @@ class Scene:
         ]
 
 
+def layout_text(layout: Layout) -> str:
+    """The expression of a layout."""
+    options = [name for name in ("embedding", "summa") if getattr(layout, name)]
+    return f"Layout({', '.join([*map(value_text, layout.splits), *(f'{name}=True' for name in options)])})"
+
+
 def _mesh_text(mesh: Iterable[Axis]) -> str:
-    return f"mesh({', '.join(str(axis.size) for axis in mesh)})"
+    return f"RANKS.mesh({', '.join(str(axis.size) for axis in mesh)})"
 
 
-def _mesh(cuts: Iterable[int]) -> tuple[Axis, ...] | None:
-    ordered = sorted(cuts)
-    if any(larger % smaller for smaller, larger in zip(ordered, ordered[1:])):
-        return None
-    return tuple(Axis(end // stride, stride) for stride, end in reversed(list(zip(ordered, ordered[1:]))))
+def _sbp_text(dims: Sequence[int | None]) -> str:
+    return f"[{', '.join('B' if dim is None else f'S{dim}' for dim in dims) or 'B'}]"

@@ -11,10 +11,12 @@ import keyword
 import re
 from collections.abc import Iterable, Mapping
 
-from .helpers import known_names
+from .library import known_names
 
 __all__ = ["Names", "comment", "literal", "value_text"]
 
+#: Variables that layers' statements number: parameters and inputs.
+_NUMBERED = re.compile(r"(weight|bias|input)_\d+")
 #: Longer texts of a document are cut in comments.
 _LONGEST = 300
 
@@ -47,7 +49,7 @@ def value_text(value: object) -> str:
 
 
 class Names:
-    """Identifiers for texts, each its own, none of them a keyword or anything that helpers or Python name so."""
+    """Identifiers for texts, each its own, none of them a keyword or anything that the library or Python name so."""
 
     def __init__(self, reserved: Iterable[str] = ()):
         self._taken = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *known_names(), *reserved}
@@ -59,7 +61,7 @@ class Names:
             stem = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")[:60] or "layer"
             stem = f"_{stem}" if stem[0].isdigit() else stem
             name, count = stem, 1
-            while name in self._taken:
+            while name in self._taken or _NUMBERED.fullmatch(name):
                 count += 1
                 name = f"{stem}_{count}"
             self._taken.add(name)

@@ -16,7 +16,8 @@ DOCSTRING = '''"""An annotated OneFlow model and a training loop, written by `au
 Parameters are OneFlow global tensors with the plan's placements and SBP signatures; layers run on each rank's part, and
 every step of communication stands where it happens, with its predicted price: time, and bytes sent by each rank. The
 backward pass runs the adjoint of each step, at the same price. Activations are (samples, rows, features): samples split
-over p0, features over the other ranks. Edit it like any model; start it as
+over p0, features over the other ranks. What the model calls stands behind it as `The library`, with `Ranks` and `Axis` before
+it: that is AutoDDL's runtime in its own words. Edit the file like any model; start it as
 
     python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
 
@@ -29,7 +30,8 @@ Each stage is a class. Its parameters are OneFlow global tensors on the ranks of
 layers run on each rank's part, and every step of communication stands where it happens, with its predicted price: time, and
 bytes sent by each rank. The backward pass runs the adjoint of each step, at the same price. Activations are (samples, rows,
 features): samples split over p0, features over the other ranks of the stage. What each worker does in which order, and what
-it sends to others, is data: INSTRUCTIONS. Edit it like any model; start it as
+it sends to others, is data: INSTRUCTIONS. What all this calls stands behind it as `The library`, with `Ranks` and `Axis` before
+it: that is AutoDDL's runtime in its own words. Edit the file like any model; start it as
 
     python3 -m oneflow.distributed.launch --nproc_per_node RANKS_OF_A_NODE THIS_FILE.py --steps 10
 
@@ -84,11 +86,11 @@ def main(options: argparse.Namespace) -> None:
         loss = train_step(model, inputs, targets, MICRO_BATCH)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)  # adding to gradients of zero would send bytes
-        if RANK == 0:
+        if RANKS.rank == 0:
             print(f"step {step + 1}: loss {loss:.6f}", flush=True)
     if options.save:
         state = plain_state(model, ALIASES)
-        if RANK == 0:
+        if RANKS.rank == 0:
             np.savez(options.save, **state)
 
 
@@ -245,12 +247,12 @@ def _built_in(scene: Scene, size: str, made: str) -> dict[str, str]:
         }
     rows, vocabulary = sizes.sequence, sizes.vocabulary
     # Pipelines are compared with `autoddl train`, which masks what BERT is to guess.
-    of_text = "masked_text" if scene.is_stage and scene.built_in.family == "bert" else "tokens_of_text"
+    of_text = "masked_bytes" if scene.is_stage and scene.built_in.family == "bert" else "following_bytes"
     option = '    parser.add_argument("--text", metavar="FILE", help="train on its bytes in place of random tokens")\n'
     return {
         "batch_argument": ', text: bytes = b""',
         "batch_value": ", text",
-        "batch": f"    if text:\n        return {of_text}(rng, text, {size}, {rows})\n"
+        "batch": f"    if text:\n        return {of_text}(rng, np.frombuffer(text, np.uint8), {size}, {rows})\n"
         f"    return random_tokens(rng, {vocabulary}, {size}, {rows})",
         "prepare": f'    text = read_text(options.text, {rows}, {vocabulary}) if options.text else b""\n{made}',
         "what": "random tokens, or a text",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from .source import comment
@@ -67,7 +68,11 @@ def _laid_out(line: str, remark: str) -> list[str]:
 
 def folded(line: str, margin: str = "") -> list[str]:
     """A statement that is one call, with its arguments in lines of their own where it is too long."""
-    opening = line.find("(", line.find(" = "))
+    return _folded_at(line.find("(", line.find(" = ")), line, margin)
+
+
+def _folded_at(opening: int, line: str, margin: str) -> list[str]:
+    """A statement whose call begins at ``opening``; -1 where it has none."""
     if len(line) <= _WIDTH or opening < 0:
         return [line]
     places = list(_outside_of_strings(line, opening))
@@ -85,8 +90,16 @@ def folded(line: str, margin: str = "") -> list[str]:
     arguments = [line[start + 1 : end].strip() for start, end in zip(starts, ends)]
     together = ", ".join(arguments)
     is_short = len(together) + len(margin) + 4 <= _WIDTH
-    body = [together] if is_short else [f"{argument}," for argument in arguments]
-    return [line[: opening + 1], *(f"{margin}    {text}" for text in body), f"{margin})"]
+    deeper = f"{margin}    "
+    body = [f"{deeper}{together}"] if is_short else [part for one in arguments for part in _argument(one, deeper)]
+    return [line[: opening + 1], *body, f"{margin})"]
+
+
+def _argument(text: str, margin: str) -> list[str]:
+    """An argument in lines of its own."""
+    call = re.match(r"[\w.]+\(", text)
+    lines = _folded_at(len(margin) + call.end() - 1 if call else -1, f"{margin}{text}", margin)
+    return [*lines[:-1], f"{lines[-1]},"]
 
 
 def _outside_of_strings(line: str, start: int) -> Iterator[int]:

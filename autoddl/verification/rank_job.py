@@ -24,6 +24,7 @@ from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases, initialize
 from autoddl.pipelines.runtime.rank import report
+from autoddl.pipelines.runtime.samples import like
 from autoddl.pipelines.runtime.wire import Meter
 
 from ..zoo.builtin import BuiltIn, Perceptron, Pictures
@@ -283,7 +284,7 @@ def step_data(task: Task, examples: tuple[np.ndarray, ...], step: int) -> tuple[
     rng = np.random.default_rng([task.seed, step])
     if task.built_in is not None:
         return make_batch(task.built_in, task.workload.batch, rng)
-    return tuple(_like(example, task.workload.batch, rng) for example in examples)
+    return tuple(like(example, task.workload.batch, rng) for example in examples)
 
 
 def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
@@ -299,16 +300,6 @@ def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) ->
         rng.standard_normal((num_samples, width), dtype=np.float32) for width in (sizes.widths[0], sizes.widths[-1])
     )
     return first, last
-
-
-def _like(example: np.ndarray, num_samples: int, rng: np.random.Generator) -> np.ndarray:
-    """Random samples in the range of an example's: normal with its mean and deviation, or integers between its extremes."""
-    shape = (num_samples, *example.shape[1:])
-    if np.issubdtype(example.dtype, np.floating):
-        return (example.mean() + example.std() * rng.standard_normal(shape)).astype(example.dtype)
-    if example.dtype == np.bool_:
-        return rng.random(shape) < example.mean()
-    return rng.integers(example.min(), example.max() + 1, size=shape, dtype=example.dtype)
 
 
 def under(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:

@@ -8,11 +8,15 @@
 - `mesh`: ranks as a mesh, `RankAxis` and the groups along it; `collectives`: differentiable collectives along one axis.
 - `network`, `wire`: a network of their own for the ranks of a job, and the bytes that they really send.
 - `applied`: `AppliedModule`, a model that trains at the strategies of a plan (`autoddl.apply` makes it). Below it `program`
-  (layers and their parameters), `sequence` (layers in order, redistributions between them), `layers` (what each kind does),
-  `feeding` (which input they read), `parameters` (global tensors, sums of gradients), `moving`, `exchanging` and `stepping` (the
-  cost model's own steps, executed), `layouts` (which elements a rank holds), `tracing` (a pass in sections that can be measured).
+  (layers and their parameters), `sequence` (layers in order, redistributions between them), `feeding` (which input they read),
+  `parameters` (global tensors, sums of gradients), `tracing` (a pass in sections that can be measured).
+- What a rank does for a layer is written once, and run here or printed in an exported file (:mod:`autoddl.export.library`):
+  `statements` and `moves` say what is called, kind by kind and between layers; `operations`, `attending`, `losses`, `rows`,
+  `moving`, `exchanging` and `stepping` are what is called, `layouts` which elements a rank holds, `facts` what the user's modules
+  say. `layers` carries statements out.
 - `pipeline`: schedules executed on ranks, a package of its own.
 
-`collectives` and all of the last group but `layouts` and `feeding` need OneFlow when they are imported; others do without.
+`statements`, `moves`, `layouts`, `feeding`, `samples` and everything above `collectives` do without OneFlow; others need it when
+they are imported.
 Nothing is imported here, so that processes that have no use for OneFlow never load it.
 """

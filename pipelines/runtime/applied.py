@@ -23,12 +23,12 @@ from autoddl.costmodel.workload import Workload
 
 from .comparing import check_same_function
 from .dropouts import check_dropouts
-from .epilogues import LOSSES
 from .feeding import feeds_of, inputs_of
 from .load import load_oneflow
 from .parameters import StoredParameter
 from .program import Program
 from .setting import Batch
+from .statements import LOSSES
 from .stepping import Stepper
 from .tracing import Measure, TracedSection, trace
 from .userparameters import check_parameters

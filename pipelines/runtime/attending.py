@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +24,7 @@ def attend(
     group_heads: int,
     head_dim: int,
     causal: bool,
-    angles: tuple[Tensor, Tensor] | None,
+    angles: tuple[Tensor, Tensor] | None = None,
     drop: Callable[[Tensor], Tensor] | None = None,
 ) -> Tensor:
     """softmax(q k^T / sqrt(head_dim)) v.
@@ -40,7 +41,7 @@ def attend(
     x = x.reshape(samples, sequence, groups, group_heads + 2, head_dim).permute(0, 2, 3, 1, 4)
     query, key, value = x[:, :, :group_heads], x[:, :, group_heads : group_heads + 1], x[:, :, group_heads + 1 :]
     if angles is not None:
-        query, key = _rotate(query, *angles), _rotate(key, *angles)
+        query, key = rotate(query, *angles), rotate(key, *angles)
     # All query heads of a group look at the same key: their rows stand one below the other.
     query = query.reshape(samples, groups, group_heads * sequence, head_dim)
     key, value = (t.reshape(samples, groups, sequence, head_dim) for t in (key, value))
@@ -54,13 +55,14 @@ def attend(
     return out.reshape(samples, sequence, groups * group_heads * head_dim)
 
 
-def _rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
+def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Pairs (i, i + head_dim / 2) of the last dimension turned by their angles."""
     half = x.shape[-1] // 2
     turned = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
     return x * cosine + turned * sine
 
 
+@functools.cache
 def rotary_angles(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
     """Cosine and sine of theta^(-2 i / head_dim) * position, (sequence, head_dim)."""
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)

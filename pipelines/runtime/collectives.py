@@ -59,6 +59,7 @@ __all__ = [
     "reduce_scatter",
     "send",
     "sum_gradients",
+    "sum_over",
     "take_shard",
 ]
 
@@ -156,6 +157,15 @@ def sum_gradients(x: Tensor, axis: RankAxis) -> Tensor:
     """B -> B: ``x`` itself, whose gradient is summed over the group's ranks: what a replicated parameter passes through."""
     _check_call(x, axis, "all-reduce", _SUMMABLE)
     return _differentiable("sum_gradients", lambda t: t.clone(), lambda dy: _all_reduce(dy, axis), x, axis)
+
+
+def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
+    """P -> B of a vector on any ranks of the job, ascending, this one included; without autograd."""
+    if len(ranks) == 1:
+        return x
+    tensor = flow.empty(x.numel(), dtype=x.dtype, placement=_placement(ranks), sbp=flow.sbp.partial_sum)
+    flow._C.assign_local_tensor(tensor.to_local(), x)  # to_local() shares the storage
+    return tensor.to_global(sbp=flow.sbp.broadcast).to_local()
 
 
 # ---- Point to point -----------------------------------------------------------------------------------------------------

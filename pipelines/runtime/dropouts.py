@@ -9,54 +9,76 @@ that the layer stands for, then in the ones around it, nearest first; where all 
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 from zlib import crc32
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.graph import LayerGraph
 
+from .facts import find_module
 from .load import load_oneflow
-from .setting import LayerSetting, find_module
+from .statements import drops_probabilities
+from .stepping import Ranks
 
 flow = load_oneflow()
 
-__all__ = ["Dropout", "check_dropouts", "dropout_of_attention", "dropouts_behind"]
+__all__ = ["Dropout", "check_dropouts", "dropout_of", "dropped", "dropping"]
 
 Tensor = Any
 
 
 class Dropout:
-    """Drops elements with ``probability``, and scales up the others."""
+    """Drops elements with ``probability``, and scales up the others.
 
-    def __init__(self, probability: float, setting: LayerSetting, number: int):
+    Args:
+        layer, number: the layer's name, and which of its dropouts this is; each draws for itself.
+    """
+
+    def __init__(self, probability: float, layer: str, number: int):
         self.probability = probability
-        self._seed = crc32(f"{setting.layer.name} {setting.stepper.rank} {number}".encode())
+        self._layer = layer
+        self._number = number
         self._generator = flow.Generator()
 
-    def __call__(self, x: Tensor, step: int | None) -> Tensor:
+    def __call__(self, x: Tensor, step: int | None, rank: int) -> Tensor:
         """``step``: the number of the pass; None outside of training."""
         if step is None or self.probability == 0:
             return x
-        self._generator.manual_seed((self._seed + 1_000_003 * step) % 2**31)
+        seed = crc32(f"{self._layer} {rank} {self._number}".encode())
+        self._generator.manual_seed((seed + 1_000_003 * step) % 2**31)
         return flow._C.dropout(x, self.probability, True, False, self._generator, addend=None)
 
 
-def dropouts_behind(setting: LayerSetting) -> list[Dropout]:
-    """The dropouts of a layer's epilogue, in order.
+def dropped(x: Tensor, dropout: Dropout, step: int | None, ranks: Ranks) -> Tensor:
+    """This rank's elements after a dropout."""
+    return dropout(x, step, ranks.rank)
+
+
+def dropping(dropout: Dropout, step: int | None, ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    """The dropout as a function of a tensor alone."""
+    return functools.partial(dropout, step=step, rank=ranks.rank)
+
+
+def dropout_of(model: Any, path: str, layer: str, number: int) -> Dropout:
+    """A dropout of a layer that stands for the module at a path.
 
     Raises:
-        UserError: it is not clear which module of the model has their probability.
+        UserError: it is not clear which module of the model has its probability.
     """
-    count = setting.layer.epilogue.count("dropout")
-    return [Dropout(_probability(setting), setting, number) for number in range(count)]
-
-
-def dropout_of_attention(setting: LayerSetting) -> Dropout | None:
-    """The dropout of attention's probabilities: the backward pass then keeps more than the probabilities."""
-    layer = setting.layer
-    if not _drops_probabilities(layer):
-        return None
-    return Dropout(_probability(setting), setting, -1)
+    names = path.split(".")
+    for end in range(len(names), -1, -1):
+        around = find_module(model, ".".join(names[:end]))
+        if around is None:
+            continue
+        found = {name: m.p for name, m in around.named_modules() if isinstance(m, flow.nn.Dropout)}
+        if len(set(found.values())) == 1:
+            return Dropout(float(next(iter(found.values()))), layer, number)
+        if found:
+            several = ", ".join(f"{name} ({p:g})" for name, p in sorted(found.items()))
+            raise UserError(f"which of {several} drops behind it is not clear; they should be equal")
+    raise UserError("it drops something, but no nn.Dropout of the model says how much")
 
 
 def check_dropouts(module: Any, graph: LayerGraph) -> None:
@@ -65,7 +87,7 @@ def check_dropouts(module: Any, graph: LayerGraph) -> None:
     Raises:
         UserError: the model does and the graph does not.
     """
-    if any("dropout" in layer.epilogue or _drops_probabilities(layer) for layer in graph.layers):
+    if any("dropout" in layer.epilogue or drops_probabilities(layer) for layer in graph.layers):
         return
     opaque = tuple(path for layer in graph.layers if layer.kind == "opaque" for path in layer.modules)
     for path, part in module.named_modules():
@@ -73,25 +95,3 @@ def check_dropouts(module: Any, graph: LayerGraph) -> None:
             raise UserError(
                 f"the plan's model drops nothing, this one's {path} drops with p = {part.p}: plan the model itself, or set p to 0"
             )
-
-
-def _drops_probabilities(layer: Layer) -> bool:
-    return layer.kind == "attention" and layer.kept_elements > layer.attributes["heads"] * layer.rows**2
-
-
-def _probability(setting: LayerSetting) -> float:
-    layer = setting.layer
-    path = (layer.modules[0] if layer.modules else layer.name).split(".")
-    for end in range(len(path), -1, -1):
-        around = find_module(setting.module, ".".join(path[:end]))
-        if around is None:
-            continue
-        found = {name: m.p for name, m in around.named_modules() if isinstance(m, flow.nn.Dropout)}
-        if len(set(found.values())) == 1:
-            return float(next(iter(found.values())))
-        if found:
-            several = ", ".join(f"{name} ({p:g})" for name, p in sorted(found.items()))
-            raise UserError(
-                f"{layer.describe()}: which of {several} drops behind it is not clear; they should be equal"
-            )
-    raise UserError(f"{layer.describe()}: it drops something, but no nn.Dropout of the model says how much")

@@ -15,12 +15,12 @@ from autoddl.costmodel.exchange import Exchange
 
 from .collectives import receive, send
 from .load import load_oneflow
-from .stepping import Stepper, num_bytes
+from .stepping import Ranks, Stepper, num_bytes
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["exchange_tensor", "held_by", "send_pieces"]
+__all__ = ["exchange_blocks", "exchange_tensor", "held_by", "send_pieces"]
 
 Tensor = Any
 
@@ -47,14 +47,26 @@ def _exchanged(x: Tensor, exchange: Exchange, stepper: Stepper, dims: Sequence[i
     num_parts = exchange.source.split_sizes(len(dims))
     shape = tuple(x.shape[dim] * count for dim, count in zip(dims, num_parts))
     mine, wanted = (held_by(end, stepper.rank, shape) for end in (exchange.source, exchange.target))
+    return exchange_blocks(x, exchange.pieces(shape), stepper, mine, wanted, dims)
+
+
+def exchange_blocks(
+    x: Tensor,
+    pieces: Sequence[Piece],
+    ranks: Ranks,
+    mine: Sequence[range],
+    wanted: Sequence[range],
+    dims: Sequence[int],
+) -> Tensor:
+    """What this rank wants of a tensor, of what it has and what others send; arguments as of `send_pieces`."""
     stays = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(mine, wanted))
     blocks = [(stays, _block(x, stays, mine, dims))] if all(stays) else []
-    blocks += [(piece.block, data) for piece, data in send_pieces(x, exchange.pieces(shape), stepper, mine, dims)]
-    return _joined(blocks, dims)
+    blocks += [(piece.block, data) for piece, data in send_pieces(x, pieces, ranks, mine, dims)]
+    return _gridded(blocks, dims)
 
 
 def send_pieces(
-    x: Tensor, pieces: Sequence[Piece], stepper: Stepper, mine: Sequence[range], dims: Sequence[int]
+    x: Tensor, pieces: Sequence[Piece], ranks: Ranks, mine: Sequence[range], dims: Sequence[int]
 ) -> list[tuple[Piece, Tensor]]:
     """Send this rank's pieces and receive what is for it, in the order of ``pieces``, which is the same on all ranks.
 
@@ -66,13 +78,13 @@ def send_pieces(
     """
     arrived = []
     for piece in pieces:
-        if piece.source == stepper.rank:
-            send(_block(x, piece.block, mine, dims), stepper.first_rank + piece.destination)
-        elif piece.destination == stepper.rank:
+        if piece.source == ranks.rank:
+            send(_block(x, piece.block, mine, dims), ranks.first_rank + piece.destination)
+        elif piece.destination == ranks.rank:
             lengths = list(x.shape)
             for dim, indices in zip(dims, piece.block):
                 lengths[dim] = len(indices)
-            arrived.append((piece, receive(tuple(lengths), x.dtype, stepper.first_rank + piece.source)))
+            arrived.append((piece, receive(tuple(lengths), x.dtype, ranks.first_rank + piece.source)))
     return arrived
 
 
@@ -88,7 +100,7 @@ def _block(x: Tensor, block: Sequence[range], held: Sequence[range], dims: Seque
     return x
 
 
-def _joined(blocks: Sequence[tuple[Sequence[range], Tensor]], dims: Sequence[int]) -> Tensor:
+def _gridded(blocks: Sequence[tuple[Sequence[range], Tensor]], dims: Sequence[int]) -> Tensor:
     """The tensor that blocks make up; what the two ends cut it into is a grid, so that they are joined dimension by dimension."""
     rows = {tuple(indices.start for indices in block): x for block, x in blocks}
     for dim in reversed(dims):

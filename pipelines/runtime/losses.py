@@ -13,18 +13,17 @@ The mean is all-reduced last: one number, which the cost model does not count.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 
 from .detaching import detached
+from .layouts import Layout, place_on
 from .load import load_oneflow
 from .rows import along_rows, row_sums
-from .stepping import Stepper, num_bytes
+from .stepping import Ranks
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
@@ -37,46 +36,34 @@ Tensor = Any
 IGNORED = -100
 
 
-def cross_entropy(
-    logits: Tensor,
-    targets: Tensor,
-    count: int,
-    columns: np.ndarray,
-    vocabulary: int,
-    axes: Sequence[Axis],
-    sample_axes: Sequence[Axis],
-    stepper: Stepper,
-) -> Tensor:
-    """The mean cross entropy.
+def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ranks) -> Tensor:
+    """The mean cross entropy over all targets of the micro-batch.
 
     Args:
-        logits: (rows, local vocabulary).
-        targets: (rows,), numbers of the whole vocabulary, or `IGNORED`.
-        count: rows of all ranks that are not ignored.
-        columns: which of the ``vocabulary`` the local logits are: consecutive numbers.
-        axes: over which the vocabulary is split, outermost level first.
-        sample_axes: over which the rows are split.
+        logits: (samples, rows, vocabulary) of this rank, as ``layout`` has them.
+        targets: of all ranks, numbers of the whole vocabulary, or `IGNORED`.
     """
-    first, width = int(columns[0]), len(columns)
-    local = targets - first
+    axes, sample_axes = layout.axes(1), layout.axes(0)
+    own = np.ascontiguousarray(layout.samples(targets, ranks.rank).reshape(-1))
+    logits = logits.reshape(len(own), -1)
+    width, count = logits.shape[1], max(int((targets != IGNORED).sum()), 1)
+    local = flow.tensor(own) - place_on(layout.features, ranks.rank) * width
     is_here = flow.logical_and(local >= 0, local < width)
-    counts = (targets != IGNORED).to(logits.dtype)
+    counts = flow.tensor((own != IGNORED).astype(np.float32))
     here = is_here.to(logits.dtype).reshape(-1, 1)
     place = flow.where(is_here, local, flow.zeros_like(local)).reshape(-1, 1)
     saved: list[Tensor] = []
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         maxima = flow.amax(x, dim=1, keepdim=True)
-        maxima = flow.amax(stepper.gather(maxima, axes, 1), dim=1, keepdim=True)
+        maxima = flow.amax(ranks.gather(maxima, axes, 1), dim=1, keepdim=True)
         exponentials = flow.exp(x - along_rows(maxima, width))
         target_logits = (flow.gather(x, 1, place) - maxima) * here
-        sums = flow.cat([row_sums(exponentials), target_logits], dim=1)
-        for axis in reversed(axes):
-            sums = stepper.run(sums, Step(Collective.ALL_REDUCE, axis, num_bytes(sums)))
+        sums = ranks.sum(flow.cat([row_sums(exponentials), target_logits], dim=1), axes)
         totals = sums[:, :1].contiguous()
         saved.append(exponentials * along_rows(1.0 / totals, width))
         rows = flow.log(totals) - sums[:, 1:]
-        return _everywhere((rows.reshape(-1) * counts).sum() / count, sample_axes, stepper)
+        return ranks.sum(((rows.reshape(-1) * counts).sum() / count).reshape(1), sample_axes).reshape(())
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         scale = (counts * (dy / count)).reshape(-1, 1)
@@ -86,25 +73,15 @@ def cross_entropy(
     return _Function.apply("cross_entropy", forward, backward, logits)
 
 
-def mean_of_differences(
-    predictions: Tensor, targets: Tensor, count: int, axes: Sequence[Axis], stepper: Stepper, is_squared: bool
-) -> Tensor:
-    """The mean over ``count`` elements of all ranks of the squared (or absolute) difference to ``targets``."""
-    difference = detached(predictions) - targets
+def mean_of_differences(predictions: Tensor, targets: Tensor, ranks: Ranks, is_squared: bool) -> Tensor:
+    """The mean over the elements of all ranks of the squared (or absolute) difference to ``targets``."""
+    difference, count = detached(predictions) - targets, predictions.numel() * ranks.num_ranks
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         each = difference * difference if is_squared else flow.abs(difference)
-        return _everywhere(each.sum() / count, axes, stepper)
+        return ranks.sum((each.sum() / count).reshape(1), [Axis(ranks.num_ranks, 1)]).reshape(())
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return (2.0 * difference if is_squared else flow.sign(difference)) * (dy / count)
 
     return _Function.apply("mean_of_differences", forward, backward, predictions)
-
-
-def _everywhere(part: Tensor, axes: Sequence[Axis], stepper: Stepper) -> Tensor:
-    """The sum over the ranks of one number, inner levels first."""
-    total = part.reshape(1)
-    for axis in reversed(axes):
-        total = stepper.run(total, Step(Collective.ALL_REDUCE, axis, num_bytes(total)))
-    return total.reshape(())

@@ -59,15 +59,17 @@ def initialize(module: Any, seed: int) -> Any:
         if id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        shape = tuple(parameter.shape)
-        if len(shape) > 1:
-            generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
-            deviation = max(0.02, 1 / math.sqrt(math.prod(shape[1:])))
-            value = generator.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
-        else:
-            value = np.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=np.float32)
-        parameter.data.copy_(flow.from_numpy(value))
+        parameter.data.copy_(flow.from_numpy(initial_value(name, tuple(parameter.shape), seed)))
     return module
+
+
+def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
+    """What `initialize` gives a parameter, from its name alone."""
+    if len(shape) > 1:
+        generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
+        deviation = max(0.02, 1 / math.sqrt(math.prod(shape[1:])))
+        return generator.standard_normal(shape, dtype=np.float32) * np.float32(deviation)
+    return np.full(shape, 0.0 if name.endswith("bias") else 1.0, dtype=np.float32)
 
 
 class MLP(nn.Module):

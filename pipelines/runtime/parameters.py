@@ -16,85 +16,60 @@ layers use leaves of their own that share the storage; the node adds what these 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from autoddl.costmodel.distribution import Axis
-from autoddl.costmodel.strategy import Strategy
 
 from .layouts import ParameterLayout
 from .load import load_oneflow
-from .stepping import Stepper
+from .stepping import Ranks
 
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["ParameterGroup", "StoredParameter", "common_mesh", "placed_empty"]
+__all__ = ["ParameterGroup", "StoredParameter", "parameter_groups"]
 
 Tensor = Any
-
-
-def common_mesh(strategies: Iterable[Strategy], num_ranks: int) -> tuple[Axis, ...] | None:
-    """The mesh, outermost axis first, that all axes of all strategies can be put together from; None where there is none.
-
-    On one mesh parameters can be used together, as ``clip_grad_norm_`` does.
-    """
-    cuts = {1, num_ranks}
-    for strategy in strategies:
-        for is_embedding in (False, True):
-            axes = [axis for which in range(3) for axis in strategy.axes(which, is_embedding)]
-            cuts |= {axis.stride for axis in axes} | {axis.stride * axis.size for axis in axes}
-    ordered = sorted(cuts)
-    if any(larger % smaller for smaller, larger in zip(ordered, ordered[1:])):
-        return None
-    return tuple(Axis(end // stride, stride) for stride, end in reversed(list(zip(ordered, ordered[1:]))))
-
-
-def placed_empty(layout: ParameterLayout, mesh: tuple[Axis, ...] | None, stepper: Stepper, dtype: Any) -> Tensor:
-    """An uninitialised global tensor of a layout, on ``mesh`` or, without one, on as few axes as it needs."""
-    cutting = {axis: dim for dim, axes in enumerate(layout.axes) for axis in axes}
-    if mesh is None:
-        cuts = sorted({1, stepper.num_ranks} | {cut for a in cutting for cut in (a.stride, a.stride * a.size)})
-        mesh = tuple(Axis(end // stride, stride) for stride, end in reversed(list(zip(cuts, cuts[1:]))))
-    states = []
-    for part in mesh:
-        dims = [dim for a, dim in cutting.items() if a.stride <= part.stride < a.stride * a.size]
-        states.append(flow.sbp.split(dims[0]) if dims else flow.sbp.broadcast)
-    ranks = np.arange(stepper.first_rank, stepper.first_rank + stepper.num_ranks)
-    if mesh:
-        ranks = ranks.reshape([axis.size for axis in mesh])
-    shape = [length * prod(axis.size for axis in axes) for length, axes in zip(layout.local_shape(), layout.axes)]
-    placement = flow.placement("cpu", ranks.tolist())
-    return flow.empty(*shape, dtype=dtype, placement=placement, sbp=states or [flow.sbp.broadcast])
 
 
 class StoredParameter:
     """One parameter: its layout, the global tensor, and a local leaf for accumulation.
 
-    Attributes:
+    Args:
         layout: how it lies.
-        tensor: the ``nn.Parameter``, a global tensor.
+        ranks: on which it lies.
+        placement: all ranks on a mesh.
+        sbp: what each axis of the mesh does to it, the same as ``layout`` says.
+
+    Attributes:
+        tensor: the ``nn.Parameter``, a global tensor; `assign` gives it a value.
         leaf: this rank's part, sharing its storage; collects the gradients of micro-batches that are not summed.
     """
 
     def __init__(
         self,
         layout: ParameterLayout,
-        value: np.ndarray,
-        mesh: tuple[Axis, ...] | None,
-        stepper: Stepper,
+        ranks: Ranks,
+        placement: Any,
+        sbp: Sequence[Any],
+        dtype: Any = flow.float32,
         requires_grad: bool = True,
     ):
         self.layout = layout
-        self._mesh = mesh
-        self._stepper = stepper
-        tensor = placed_empty(layout, mesh, stepper, flow.tensor(value[:0]).dtype)
-        self.tensor = flow.nn.Parameter(tensor, requires_grad)
-        self.assign(value)
+        self._ranks = ranks
+        self._placement = placement
+        self._sbp = list(sbp)
+        self.tensor = flow.nn.Parameter(self._empty(dtype), requires_grad)
         self.leaf = self.local().requires_grad_(requires_grad)
+
+    def _empty(self, dtype: Any) -> Tensor:
+        lengths = zip(self.layout.local_shape(), self.layout.axes)
+        shape = [length * prod(axis.size for axis in axes) for length, axes in lengths]
+        return flow.empty(*shape, dtype=dtype, placement=self._placement, sbp=self._sbp)
 
     def local(self) -> Tensor:
         """This rank's part, without history, sharing the storage."""
@@ -102,17 +77,18 @@ class StoredParameter:
 
     def assign(self, value: np.ndarray) -> None:
         """Take this rank's part of the logical ``value``."""
-        _copy_into(self.tensor, flow.tensor(self.layout.take(value, self._stepper.rank)))
+        local = flow.tensor(self.layout.take(value, self._ranks.rank))
+        flow._C.assign_local_tensor(self.tensor.to_local(), local)  # to_local() shares the storage
 
     def logical(self, tensor: Tensor | None = None) -> np.ndarray:
         """The logical value, on every rank; all ranks call.  Of another tensor of the same layout (its gradient), if given."""
         tensor = self.tensor if tensor is None else tensor
         local = tensor.to_local().detach()
         for dim, axes in enumerate(self.layout.axes):
-            local = self._stepper.gather(local, axes, dim)
+            local = self._ranks.gather(local, axes, dim)
         gathered = local.numpy()
         value = np.empty(self.layout.shape, gathered.dtype)
-        self.layout.gathered().put(value, gathered, self._stepper.rank)
+        self.layout.gathered().put(value, gathered, self._ranks.rank)
         return value
 
     def parts(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
@@ -125,26 +101,38 @@ class StoredParameter:
     @property
     def num_copies(self) -> int:
         """How many ranks hold each element."""
-        return self._stepper.num_ranks // prod(axis.size for axes in self.layout.axes for axis in axes)
+        return self._ranks.num_ranks // prod(axis.size for axes in self.layout.axes for axis in axes)
 
     def with_gradient(self, local: Tensor) -> Tensor:
         """A global tensor like this one that holds ``local``."""
-        gradient = placed_empty(self.layout, self._mesh, self._stepper, local.dtype)
-        _copy_into(gradient, local)
+        gradient = self._empty(local.dtype)
+        flow._C.assign_local_tensor(gradient.to_local(), local.contiguous())
         return gradient
 
+    def renew(self) -> None:
+        """Move the value to new storage."""
+        self.tensor.data = self.with_gradient(self.local() + 0)
 
-def _copy_into(tensor: Tensor, local: Tensor) -> None:
-    flow._C.assign_local_tensor(tensor.to_local(), local.contiguous())  # to_local() shares the storage
+    def give(self, gradient: Tensor | None) -> None:
+        """Let the optimizer have a gradient of this rank's part, or none."""
+        self.tensor.grad = None if gradient is None else self.with_gradient(gradient)
+
+
+def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tuple[ParameterGroup, ...]:
+    """Parameters of one layer, grouped by the axes that their gradients are summed over."""
+    by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
+    for parameter in parameters:
+        by_axes.setdefault(parameter.layout.reduced, []).append(parameter)
+    return tuple(ParameterGroup(members, axes, ranks) for axes, members in by_axes.items())
 
 
 class ParameterGroup:
     """Parameters of one layer whose gradients are summed together, over the axes ``reduced``."""
 
-    def __init__(self, parameters: Sequence[StoredParameter], reduced: tuple[Axis, ...], stepper: Stepper):
+    def __init__(self, parameters: Sequence[StoredParameter], reduced: tuple[Axis, ...], ranks: Ranks):
         self.parameters = tuple(parameters)
         self.reduced = reduced
-        self._stepper = stepper
+        self._ranks = ranks
 
     def summed(self) -> tuple[Tensor, ...]:
         """Local tensors whose gradients arrive, summed over the ranks, in the global parameters."""
@@ -202,7 +190,7 @@ class ParameterGroup:
             if len(gradients) > 1
             else gradients[0].reshape(-1)
         )
-        flat = self._stepper.reduce(flat, self.reduced)
+        flat = self._ranks.reduce(flat, self.reduced)
         result, start = [], 0
         for gradient in gradients:
             result.append(flat[start : start + gradient.numel()].reshape(*gradient.shape))

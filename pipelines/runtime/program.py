@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.distribution import Axis, Distribution
+from autoddl.costmodel.distribution import Distribution
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.pricing import edge_shape
@@ -20,10 +20,10 @@ from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 
-from .layouts import ParameterLayout, parameter_layouts
+from .layouts import ParameterLayout, common_mesh, mesh_between, parameter_layouts, split_dims
 from .load import load_oneflow
 from .moving import move_tensor
-from .parameters import ParameterGroup, StoredParameter, common_mesh
+from .parameters import ParameterGroup, StoredParameter, parameter_groups
 from .sequence import LayerSequence, ReadyLayer
 from .setting import Batch
 from .stepping import Stepper
@@ -90,10 +90,7 @@ class Program:
     def _ready(self, module: Any, layer: Layer) -> RunLayer:
         ready = self.sequence.ready(layer)
         places = self._parameters(module, layer, parameter_layouts(self.graph, layer, ready.strategy))
-        by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
-        for stored in self._owned[layer.name]:
-            by_axes.setdefault(stored.layout.reduced, []).append(stored)
-        groups = tuple(ParameterGroup(members, axes, self.stepper) for axes, members in by_axes.items())
+        groups = parameter_groups(self._owned[layer.name], self.stepper)
         for group in groups:
             self._places.update({id(stored): (group, i) for i, stored in enumerate(group.parameters)})
         weights = tuple(self._places[id(stored)] for stored in places)
@@ -115,11 +112,22 @@ class Program:
                     raise UserError(f"{layer.describe()}: {layout.name} is stored in parts by the layers that share it")
                 logical = np.concatenate([self._values[name].value for name, _ in layout.sources])
                 trained = all(self._values[name].requires_grad for name, _ in layout.sources)
-                stored = StoredParameter(layout, logical, self._mesh, self.stepper, trained)
+                stored = self._stored(layout, flow.tensor(logical[:0]).dtype, trained)
+                stored.assign(logical)
                 self.stored[layout.name] = self._by_tensor[key] = stored
                 own.append(stored)
             places.append(stored)
         return places
+
+    def _stored(self, layout: ParameterLayout, dtype: Any, trained: bool) -> StoredParameter:
+        """On the mesh of all parameters or, where they have none in common, on as few axes as it needs."""
+        mesh = self._mesh
+        if mesh is None:
+            mesh = mesh_between((axis for axes in layout.axes for axis in axes), self.stepper.num_ranks)
+            assert mesh is not None, "the axes of one parameter are a mesh"
+        sbp = [flow.sbp.broadcast if dim is None else flow.sbp.split(dim) for dim in split_dims(layout.axes, mesh)]
+        placement = self.stepper.mesh(*(axis.size for axis in mesh))
+        return StoredParameter(layout, self.stepper, placement, sbp or [flow.sbp.broadcast], dtype, trained)
 
     def _check_alike(self, layer: Layer, layout: ParameterLayout, stored: StoredParameter) -> None:
         """A weight that layers share is stored once: it has to lie alike in all of them."""

@@ -23,8 +23,10 @@ from autoddl.costmodel.strategy import Strategy
 
 from .layers import Body, build_body
 from .load import load_oneflow
-from .moving import move_tensor
+from .moves import move_calls
+from .moving import moved
 from .setting import Batch, LayerSetting
+from .statements import Call
 from .stepping import Stepper
 
 flow = load_oneflow()
@@ -76,6 +78,7 @@ class LayerSequence:
         self.stepper = stepper
         self._module = module
         self._recompute = recompute
+        self._known_moves: dict[tuple[str, str, int], tuple[Call, ...]] = {}
 
     def ready(self, layer: Layer) -> ReadyLayer:
         """A layer made ready.
@@ -122,13 +125,20 @@ class LayerSequence:
         for name, x in zip(ready.producers, inputs):
             source = self.strategies[name]
             if source.rows_and_features != ready.strategy.rows_and_features:
-                shape = edge_shape(self.graph[name], samples)
-                route = redistribute(source.activations, ready.strategy.activations, shape)
-                x = move_tensor(x, route, self.stepper, (0, 2))
+                x = moved(x, self._moves(name, ready, samples, tuple(x.shape)), self.stepper)
             arrived.append(x)
         if len(arrived) == 1:
             arrived[0] = _as_rows(arrived[0], ready.layer)
         return arrived
+
+    def _moves(self, name: str, ready: ReadyLayer, samples: int, local: tuple[int, ...]) -> tuple[Call, ...]:
+        """The statements that bring a layer's output to a reader."""
+        key = (name, ready.name, samples)
+        if key not in self._known_moves:
+            shape = edge_shape(self.graph[name], samples)
+            route = redistribute(self.strategies[name].activations, ready.strategy.activations, shape)
+            self._known_moves[key] = move_calls(route, local)
+        return self._known_moves[key]
 
 
 def _num_readers(layers: Iterable[ReadyLayer]) -> Counter[str]:

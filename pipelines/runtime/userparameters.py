@@ -14,8 +14,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 
+from .facts import find_module
 from .load import load_oneflow
-from .setting import find_module
 from .stepping import Stepper
 
 flow = load_oneflow()

@@ -1,21 +1,22 @@
-"""Redistributions written out: the lines, run for all ranks on numpy arrays, bring every element to where it belongs."""
+"""Redistributions as statements: carried out for all ranks on numpy arrays, they bring every element to where it belongs."""
 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from math import prod
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 
 import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from autoddl.costmodel.distribution import canonical
+from autoddl.costmodel.distribution import Axis, canonical
 from autoddl.costmodel.redistribution import redistribute, steps
-from autoddl.export.helpers import helper_text
-from autoddl.export.moves import move_lines
+from autoddl.export.library import library_text
+from autoddl.pipelines.runtime.moves import move_calls
 
 
 class Parts:
@@ -42,7 +43,7 @@ class Ranks:
         self.sent = 0.0
 
     def groups(self, x, axis):
-        size, stride = axis
+        size, stride = axis.size, axis.stride
         firsts = [rank for rank in range(len(x.arrays)) if rank // stride % size == 0]
         return [[first + k * stride for k in range(size)] for first in firsts]
 
@@ -52,20 +53,24 @@ class Ranks:
             whole = np.concatenate([x.arrays[rank] for rank in group], axis=dim)
             for rank in group:
                 result[rank] = whole
-        self.sent += (axis[0] - 1) * x.numel()
+        self.sent += (axis.size - 1) * x.numel()
         return Parts(result)
 
     def all_to_all(self, x, axis, split_dim, concat_dim):
         result = list(x.arrays)
         for group in self.groups(x, axis):
-            pieces = [np.split(x.arrays[rank], axis[0], axis=split_dim) for rank in group]
+            pieces = [np.split(x.arrays[rank], axis.size, axis=split_dim) for rank in group]
             for k, rank in enumerate(group):
                 result[rank] = np.concatenate([of_sender[k] for of_sender in pieces], axis=concat_dim)
-        self.sent += (axis[0] - 1) / axis[0] * x.numel()
+        self.sent += (axis.size - 1) / axis.size * x.numel()
         return Parts(result)
 
-    def take_slice(self, x, axis, dim):
-        size, stride = axis
+    def axis(self, axis):
+        return axis
+
+    @staticmethod
+    def take_shard(x, axis, dim):
+        size, stride = axis.size, axis.stride
         return Parts(np.split(a, size, axis=dim)[r // stride % size] for r, a in enumerate(x.arrays))
 
 
@@ -76,22 +81,26 @@ class Array(np.ndarray):
         return np.ascontiguousarray(self).view(Array)
 
 
+def library(used, given=()):
+    """The text of the definitions that exported files have of these names, without what OneFlow is needed for."""
+    text = library_text(used, (), {"Tensor", "flow", "_Function", "Ranks", *given})
+    return "\n".join(["from __future__ import annotations", *text.standard, *(section for _, section in text.sections)])
+
+
 def exchanged(ranks, x, source, target):
-    """The helper's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
-    used, num_ranks = {"redistributed", "Layout"}, len(x.arrays)
-    text = helper_text(used, (), {"RANK", "Tensor", "rank_in_job", "differentiable"})
-    parts = ["from __future__ import annotations", *text.standard, *(section for _, section in text.sections)]
-    code = compile("\n".join(parts), "helpers", "exec")
+    """The library's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
+    num_ranks = len(x.arrays)
+    code = compile(library({"redistributed", "Layout"}, {"send", "receive"}), "library", "exec")
     boxes = {(a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)}
     results, sent = {}, dict.fromkeys(range(num_ranks), 0)
 
     def work(rank):
-        def send(part, receiver, send_meta):
-            assert receiver - 100 != rank and not send_meta
+        def send(part, receiver):
+            assert receiver - 100 != rank
             sent[rank] += part.size
             boxes[rank, receiver - 100].put(part.copy())
 
-        def receive(sender, shape, dtype, device):
+        def receive(shape, dtype, sender):
             part = boxes[sender - 100, rank].get(timeout=20)
             assert part.shape == shape and part.dtype == dtype
             return part
@@ -102,12 +111,18 @@ def exchanged(ranks, x, source, target):
         def join(parts, dim):
             return np.concatenate(parts, axis=dim).view(Array)
 
-        comm = SimpleNamespace(send=send, recv=receive)
-        flow = SimpleNamespace(comm=comm, narrow=narrow, cat=join, Size=tuple, device=str)
-        space = {"RANK": rank, "rank_in_job": lambda number: number + 100, "np": np, "flow": flow}
-        exec(code, space)
+        flow = SimpleNamespace(narrow=narrow, cat=join)
+        module = ModuleType(f"library_{rank}")
+        space = vars(module)
+        space.update({"np": np, "flow": flow, "send": send, "receive": receive})
+        sys.modules[module.__name__] = module  # dataclasses look themselves up there
+        try:
+            exec(code, space)
+        finally:
+            del sys.modules[module.__name__]
         ends = (eval(end, space) if isinstance(end, str) else end for end in (source, target))
-        results[rank] = np.asarray(space["redistributed"](x.arrays[rank].view(Array), *ends))
+        here = SimpleNamespace(rank=rank, first_rank=100, num_ranks=num_ranks)
+        results[rank] = np.asarray(space["redistributed"](x.arrays[rank].view(Array), here, *ends))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:
@@ -119,28 +134,21 @@ def exchanged(ranks, x, source, target):
     return Parts(results[rank] for rank in range(num_ranks))
 
 
-def run(lines, x):
-    """The lines, with the helpers' own text but for the collectives."""
+def run(calls, x, levels):
+    """The statements, with the library's own text but for the collectives."""
     ranks = Ranks()
-    space = {
-        "prod": prod,
-        "all_gather": ranks.all_gather,
-        "all_to_all": ranks.all_to_all,
-        "take_slice": ranks.take_slice,
-    }
-    given = {"all_gather", "all_to_all", "take_slice", "Axis", "Tensor"}
-    text = helper_text({"exchange_digits"}, (), given)
-    # Axes are plain pairs here.
-    exec("from __future__ import annotations\n" + text.sections[0][1].replace("axis.size", "axis[0]"), space)
-    space["exchange"] = lambda x, source, target: exchanged(ranks, x, source, target)
-    space["Layout"] = lambda *levels: f"Layout{levels}"  # for the ranks to read
-    for line in lines:
-        x = eval(line.expression.replace("{x}", "x"), {**space, "x": x})
+    space = {"take_shard": ranks.take_shard}
+    exec(library({"exchange_digits", "take_digit"}, {"Axis", "take_shard"}), space)
+    for call in calls:
+        if call.function == "exchange":
+            x = exchanged(ranks, x, *map(layout_text, levels))
+        elif call.function == "reshape":
+            x = x.reshape(*call.arguments[1])
+        elif call.function.startswith("ranks."):
+            x = getattr(ranks, call.function.partition(".")[2])(x, **call.options)
+        else:
+            x = space[call.function](x, ranks, **call.options)
     return x, ranks.sent
-
-
-def pair_text(axis):
-    return f"({axis.size}, {axis.stride})"
 
 
 def layout_text(levels):
@@ -159,15 +167,13 @@ def check(source_levels, target_levels, rows=3):
 
     x = Parts(part(source, rank) for rank in range(num))
     route = redistribute(source, target, shape)
-    layouts = layout_text(source_levels), layout_text(target_levels)
-    lines = move_lines(route, x.arrays[0].shape, pair_text, layouts)
-    found, sent = run(lines, x)
+    calls = move_calls(route, x.arrays[0].shape)
+    found, sent = run(calls, x, (source_levels, target_levels))
     for rank in range(num):
-        assert np.array_equal(found.arrays[rank], part(target, rank)), (source, target, rank, lines)
-    priced = sum(step.mean_sent_bytes for step in steps(route, whole.size))
-    assert sent == pytest.approx(priced)
-    collectives = [collective for line in lines for collective in line.collectives]
-    assert collectives == [step.collective for step in steps(route, 1.0)]
+        assert np.array_equal(found.arrays[rank], part(target, rank)), (source, target, rank, calls)
+    priced = steps(route, whole.size)
+    assert sent == pytest.approx(sum(step.mean_sent_bytes for step in priced))
+    assert sum(call.num_steps for call in calls) == len(priced)
 
 
 def splits(size):
@@ -193,28 +199,36 @@ def test_written_moves_bring_every_element_to_its_place(pair):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "expressions"),
+    ("source", "target", "expected"),
     [
         # Neighbours exchange samples for features: the dimensions themselves.
-        (((2, 1),), ((1, 2),), ["all_to_all({x}, axis=(2, 1), split_dim=2, concat_dim=0)"]),
+        (((2, 1),), ((1, 2),), [("ranks.all_to_all", {"axis": Axis(2, 1), "split_dim": 2, "concat_dim": 0})]),
         # Features are cut innermost axis first: of four ranks the slow one takes the lower digit.
         (
             ((4, 1),),
             ((1, 4),),
             [
-                "exchange_digits({x}, axis=(4, 1), view=[1, 1, -1, 3, 2, 2, 3], split=[5, 4], concat=[0, 1], sizes=[2, 2])",
-                "{x}.reshape(-1, 3, 3)",
+                (
+                    "exchange_digits",
+                    {
+                        "axis": Axis(4, 1),
+                        "view": [1, 1, -1, 3, 2, 2, 3],
+                        "split": [5, 4],
+                        "concat": [0, 1],
+                        "sizes": [2, 2],
+                    },
+                ),
+                ("reshape", {}),
             ],
         ),
         # Columns of six to blocks of two rows by three columns: no digits to exchange.
-        (((1, 6),), ((3, 2),), ["exchange({x}, Layout((1, 1, 6)), Layout((3, 1, 2)))"]),
+        (((1, 6),), ((3, 2),), [("exchange", {})]),
     ],
 )
-def test_the_lines_of_small_moves(source, target, expressions):
+def test_the_statements_of_small_moves(source, target, expected):
     one, other = canonical(source), canonical(target)
     num = one.num_ranks
     shape = (2 * num, 3 * num)
     local = (shape[0] // prod(p for p, _ in source), 3, shape[1] // prod(s for _, s in source))
-    layouts = layout_text(source), layout_text(target)
-    lines = move_lines(redistribute(one, other, shape), local, pair_text, layouts)
-    assert [line.expression for line in lines] == expressions
+    calls = move_calls(redistribute(one, other, shape), local)
+    assert [(call.function, dict(call.options)) for call in calls] == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,6 +29,7 @@ def module_of_file(path: str) -> Any:
     spec = importlib.util.spec_from_file_location("_exported", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
     spec.loader.exec_module(module)
     return module
 
@@ -101,8 +103,10 @@ def _compared(
         "initial": all(np.array_equal(value, reference[name]) for name, value in initial.items()),
         "names": sorted((initial.keys() - exported.ALIASES.keys()) ^ dict(plain.named_parameters()).keys()),
     }
-    weights = exported.all_weights(model)
-    optimizers = [_optimizer(workload, applied.parameters()), _optimizer(workload, [w.parameter for w in weights])]
+    optimizers = [
+        _optimizer(workload, applied.parameters()),
+        _optimizer(workload, [stored.tensor for stored in exported.all_parameters(model)]),
+    ]
     meter = Meter() if counts_bytes else None
     for inputs, targets in batches:
         if meter is not None:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import importlib.util
 import io
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ def module_of(path: str) -> Any:
     spec = importlib.util.spec_from_file_location(f"_{Path(path).stem}", path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # dataclasses look themselves up there
     thread = _communication_thread()
     with mock.patch.object(flow.asyncs, "Thread", lambda: thread):
         spec.loader.exec_module(module)

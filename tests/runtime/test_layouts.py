@@ -14,8 +14,8 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
 from autoddl.pipelines.runtime.layouts import (
+    Layout,
     are_apart,
-    blocks,
     gathered,
     group,
     parameter_layouts,
@@ -117,8 +117,8 @@ def test_scattered_undoes_gathered():
 
 
 def test_blocks_of_a_length_that_does_not_divide():
-    with pytest.raises(UserError, match="length 10 does not divide into the 4 slices"):
-        blocks(Strategy(((1, 4, 1),)).activations, 1, 10)
+    with pytest.raises(UserError, match="length 10 does not divide into 4 slices"):
+        Layout((1, 4, 1)).blocks(10)
 
 
 # ---- Product order -------------------------------------------------------------------------------------------------------

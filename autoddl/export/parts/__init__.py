@@ -1,6 +1,5 @@
-"""The text of exported files: what their models call, as real code that linters and type checkers see.
+"""The text of exported files that the runtime does not have: how they load values, train, and carry out a schedule.
 
-These modules are read, not imported: :mod:`autoddl.export.helpers` takes from them the definitions that a file needs.  They
-import nothing but OneFlow, numpy and the standard library, and one another.  What they do is what the runtime does
-(:mod:`autoddl.pipelines.runtime`), which explains it; tests hold the two together, loss for loss and byte for byte.
+These modules are read, not imported: :mod:`autoddl.export.library` takes from them and from the runtime the definitions that a file
+needs.  They import nothing but OneFlow, numpy, the standard library, and what is of the same library.
 """

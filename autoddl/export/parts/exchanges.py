@@ -1,84 +1,68 @@
-"""Blocks of a tensor that ranks send to each other, where collectives along a mesh axis cannot bring it to another layout."""
+"""Blocks of a tensor that ranks send to each other: between layers, where collectives along a mesh axis cannot bring it to another
+layout, and between stages."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import groupby
+import functools
 from math import prod
-from typing import NamedTuple
+from typing import Any
 
 import oneflow as flow
 
-from .blocks import Layout, block
-from .ranks import RANK, Tensor, differentiable, rank_in_job
+from autoddl.costmodel.crossing import Piece
+from autoddl.costmodel.errors import UserError
+from autoddl.pipelines.runtime.exchanging import exchange_blocks
+from autoddl.pipelines.runtime.layouts import Layout, place_on
+from autoddl.pipelines.runtime.stepping import Ranks
+
+Tensor = Any
+_Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
 
-def exchange(x: Tensor, source: Layout, target: Layout) -> Tensor:
+def exchange(x: Tensor, ranks: Ranks, source: Layout, target: Layout) -> Tensor:
     """(samples, rows, features) from one layout to the other: each rank sends what others want of it. Backward: the way back."""
-    return differentiable(x, lambda t: redistributed(t, source, target), lambda dy: redistributed(dy, target, source))
+    return _Function.apply(
+        "exchange",
+        lambda ctx, t: redistributed(t, ranks, source, target),
+        lambda ctx, dy: redistributed(dy, ranks, target, source),
+        x,
+    )
 
 
-def redistributed(x: Tensor, source: Layout, target: Layout) -> Tensor:
+def redistributed(x: Tensor, ranks: Ranks, source: Layout, target: Layout) -> Tensor:
     """This rank's block at ``target``, of that at ``source``.
 
     In round k ranks r and r ^ k send to each other, the lower one first: so none waits for another one in a circle.
     """
-    lengths = [x.shape[0] * prod(a.size for a in source.p0), x.shape[2] * prod(a.size for a in source.features)]
-    mine, blocks = held_by(source, RANK, *lengths), []
-    for k in range(1 << (source.num_ranks - 1).bit_length()):
-        other = RANK ^ k
-        for sender, receiver in sorted({(RANK, other), (other, RANK)}) if other < source.num_ranks else ():
-            samples, features = map(overlap, held_by(source, sender, *lengths), held_by(target, receiver, *lengths))
-            if not (samples and features):
-                continue
-            if sender == RANK:
-                part = flow.narrow(x, 0, samples.start - mine[0].start, len(samples))
-                part = flow.narrow(part, 2, features.start - mine[1].start, len(features)).contiguous()
-                if receiver != RANK:
-                    flow.comm.send(part, rank_in_job(receiver), send_meta=False)
-                    continue
-            else:
-                shape = flow.Size((len(samples), x.shape[1], len(features)))
-                part = flow.comm.recv(rank_in_job(sender), shape=shape, dtype=x.dtype, device=flow.device("cpu"))
-            blocks.append((samples.start, features.start, part))
-    rows = []
-    for _, side_by_side in groupby(sorted(blocks, key=lambda found: found[:2]), key=lambda found: found[0]):
-        parts = [part for *_, part in side_by_side]
-        rows.append(parts[0] if len(parts) == 1 else flow.cat(parts, dim=2))
-    return rows[0] if len(rows) == 1 else flow.cat(rows, dim=0)
+    shape = x.shape[0] * prod(axis.size for axis in source.axes(0)), x.shape[2] * source.num_parts
+    moving = [piece for piece in pieces(source, target, *shape) if piece.source != piece.destination]
+    moving.sort(key=lambda piece: (piece.source ^ piece.destination, piece.source))
+    mine, wanted = (held_by(end, ranks.rank, *shape) for end in (source, target))
+    return exchange_blocks(x, moving, ranks, mine, wanted, (0, 2))
 
 
-class Piece(NamedTuple):
-    """A message: of every part (samples, features) a block, from one rank to another, each counted within its worker."""
-
-    source: int
-    destination: int
-    samples: range
-    features: range
-
-
-def pieces(source: Layout, target: Layout, num_samples: int, num_features: int) -> Iterator[Piece]:
-    """The messages that bring a tensor from one layout to the other, on other ranks."""
+@functools.cache
+def pieces(source: Layout, target: Layout, num_samples: int, num_features: int) -> tuple[Piece, ...]:
+    """The messages that bring a tensor from one layout to the other, by destination; ranks are counted within either."""
+    found = []
     for destination in range(target.num_ranks):
         wanted = held_by(target, destination, num_samples, num_features)
         for rank in range(source.num_ranks):
-            samples, features = map(overlap, held_by(source, rank, num_samples, num_features), wanted)
-            if samples and features:
-                yield Piece(rank, destination, samples, features)
+            held = held_by(source, rank, num_samples, num_features)
+            block = tuple(range(max(a.start, b.start), min(a.stop, b.stop)) for a, b in zip(held, wanted))
+            if all(block):
+                found.append(Piece(rank, destination, block))
+    return tuple(found)
 
 
-def held_by(layout: Layout, rank: int, num_samples: int, num_features: int) -> tuple[range, range]:
+def held_by(layout: Layout, rank: int, num_samples: int, num_features: int) -> tuple[range, ...]:
     """The block (samples, features) that a rank holds between layers."""
     found = []
-    for axes, length in ((layout.p0, num_samples), (layout.features, num_features)):
+    for axes, length in ((layout.axes(0), num_samples), (layout.features, num_features)):
         parts = prod(axis.size for axis in axes)
         if length % parts:
-            raise ValueError(f"{length} samples or features do not divide over {parts} ranks")
+            raise UserError(f"{length} samples or features do not divide over {parts} ranks")
         width = length // parts
-        found.append(range(block(axes, rank) * width, (block(axes, rank) + 1) * width))
-    return found[0], found[1]
-
-
-def overlap(one: range, other: range) -> range:
-    """What two ranges have in common."""
-    return range(max(one.start, other.start), min(one.stop, other.stop))
+        start = place_on(axes, rank) * width
+        found.append(range(start, start + width))
+    return tuple(found)

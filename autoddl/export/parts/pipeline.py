@@ -7,19 +7,31 @@ from __future__ import annotations
 
 import re
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import groupby
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import oneflow as flow
 
-from .blocks import Held, Layout, all_weights
+from autoddl.costmodel.distribution import Axis
+from autoddl.pipelines.runtime.collectives import receive, send, sum_over
+from autoddl.pipelines.runtime.detaching import detached
+from autoddl.pipelines.runtime.layouts import Layout, ParameterLayout
+from autoddl.pipelines.runtime.parameters import StoredParameter
+from autoddl.pipelines.runtime.pipeline.actions import Run
+from autoddl.pipelines.runtime.pipeline.data import LossPart
+from autoddl.pipelines.runtime.pipeline.inbox import Inbox, part_of_each_slot
+from autoddl.pipelines.runtime.pipeline.passes import StagePasses, some_slots
+from autoddl.pipelines.runtime.pipeline.shared_weights import weight_pieces
+from autoddl.pipelines.runtime.pipeline.weights import WeightVersions
+from autoddl.pipelines.schedule import Kind, Task
+
 from .exchanges import held_by, pieces
-from .layers import gather, scatter
-from .ranks import Axis, Tensor, sum_over_ranks
-from .training import load_plain_state, optimizer_of, plain_state
-from .workers import JOB_RANK, RANK, WORKER, WORKERS
+from .given import JOB_RANK, RANKS, WORKER, WORKERS
+from .parameters import all_parameters
+from .training import load_plain_state, optimizer_over, plain_state
+
+Tensor = Any
 
 #: The schedule's own figures; a file has its own (see there).
 PIPELINES: list[list[int]] = [[0]]
@@ -30,6 +42,8 @@ JOINT_STAGES: set[int] = set()
 #: Where all communication between stages, and of gradients, is issued: beside the computations.
 COMMUNICATION = flow.asyncs.Thread()
 WORD = re.compile(r"(?:(\d+):)?(\d+(?:&\d+)*)([FBIWRAUKD])(\d+)(?:([ab])|(\+)\d+)?(?:([<>])(\d+))?")
+#: The letters of passes, in the order of `Kind`.
+PASSES = "FBIWR"
 #: Inputs and targets of a micro-batch, by its number.
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
@@ -95,65 +109,27 @@ class Boundary(NamedTuple):
 
 
 class SharedWeight(NamedTuple):
-    """A weight that several stages hold: for each of them what its ranks have of it, dimension by dimension."""
+    """A weight that several stages hold: for each of them how it lies on its ranks."""
 
     name: str
-    held: Mapping[int, tuple[Held, ...]]
+    held: Mapping[int, ParameterLayout]
 
 
-class Replica:
-    """A stage on this worker: its module, and the versions and gradients of its weights."""
+class Replica(NamedTuple):
+    """A stage on this worker: its module, the parameters of that, and their versions and gradients."""
 
-    def __init__(self, module: Any, optimizer: str, learning_rate: float):
-        self.module = module
-        self.weights = all_weights(module)
-        self.optimizer = optimizer_of(module, optimizer, learning_rate) if self.weights else None
-        self.versions: dict[int, list[Tensor]] = {}
-        self.gradients: dict[int, list[Tensor]] = {}
+    module: Any
+    stored: list[StoredParameter]
+    weights: WeightVersions
 
-    def begin(self) -> None:
-        """The weights as they are now are version 0."""
-        self.versions, self.gradients = {0: [weight.leaf for weight in self.weights]}, {}
 
-    def use(self, version: int) -> None:
-        """Compute with this version from now on."""
-        for weight, leaf in zip(self.weights, self.versions[version]):
-            weight.leaf = leaf
-
-    def collect(self, version: int, update: int) -> None:
-        """Add the gradients that a backward pass left at a version's leaves to those of an update."""
-        sums = self.gradients.setdefault(update, [None] * len(self.weights))
-        for i, leaf in enumerate(self.versions[version]):
-            gradient, leaf.grad = leaf.grad, None
-            if gradient is not None:
-                sums[i] = gradient if sums[i] is None else sums[i].add_(gradient)
-
-    def gradient(self, update: int, which: Sequence[int]) -> Tensor:
-        """Some weights' gradients as one vector."""
-        sums = self.gradients.setdefault(update, [None] * len(self.weights))
-        own = [flow.zeros_like(self.weights[i].block()) if sums[i] is None else sums[i] for i in which]
-        return flow.cat([gradient.reshape(-1) for gradient in own], dim=0)
-
-    def set_gradient(self, update: int, which: Sequence[int], vector: Tensor) -> None:
-        """Put a sum over ranks in their place."""
-        start = 0
-        for i in which:
-            own = self.weights[i].block()
-            self.gradients[update][i] = flow.narrow(vector, 0, start, own.numel()).reshape(*own.shape)
-            start += own.numel()
-
-    def update(self, number: int, keep: bool) -> None:
-        """Version ``number`` becomes the next one; with ``keep`` it stays as it is, and the next one lies elsewhere."""
-        for weight, gradient in zip(self.weights, self.gradients.pop(number, ())):
-            if keep:
-                weight.parameter.data = weight.with_gradient(weight.block() + 0)
-            weight.parameter.grad = None if gradient is None else weight.with_gradient(gradient)
-        if self.optimizer is not None:
-            self.optimizer.step()
-            self.optimizer.zero_grad(set_to_none=True)
-        leaves = [weight.block().requires_grad_(True) for weight in self.weights]
-        self.versions[number + 1] = leaves if keep else self.versions.pop(number)
-        self.use(number + 1)
+def replica_of(module: Any, optimizer: str, learning_rate: float) -> Replica:
+    """A stage with an optimizer."""
+    stored = all_parameters(module)
+    names = [one.layout.name for one in stored]
+    return Replica(
+        module, stored, WeightVersions(names, stored, lambda own: optimizer_over(own, optimizer, learning_rate))
+    )
 
 
 class Pipeline:
@@ -177,7 +153,7 @@ class Pipeline:
         learning_rate: float,
     ):
         self.replicas = {
-            (pipeline, stage): Replica(stages[stage](), optimizer, learning_rate)
+            (pipeline, stage): replica_of(stages[stage](), optimizer, learning_rate)
             for pipeline, workers in enumerate(PIPELINES)
             for stage, worker in enumerate(workers)
             if worker == WORKER
@@ -191,26 +167,29 @@ class Pipeline:
             for one in self.instructions
             if one.letter in "BW" and not one.arrow
         }
-        self.recomputed = {(one.pipeline, one.stage) for one in self.instructions if one.letter == "R"}
-        self.part_samples = MICRO_BATCH // PARTS_PER_MICRO_BATCH
-        self.inputs: dict[tuple[int, int, int], Tensor] = {}
-        self.alive: dict[tuple[int, int, int], tuple[Tensor, Tensor, Tensor]] = {}
-        self.arrived: dict[tuple[tuple[bool, int, int], int], list[tuple[int, int, Tensor]]] = {}
+        weights = {key: replica.weights for key, replica in self.replicas.items()}
+        recomputed = {one.stage for one in self.instructions if one.letter == "R"}
+        self.passes = StagePasses(weights, self.evaluate, self.last_stage, recomputed)
+        self.inbox = Inbox()
         self.leaving: dict[Instruction, Tensor] = {}
+        self.part_samples = MICRO_BATCH // PARTS_PER_MICRO_BATCH
         self.batches: Batches = lambda number: (np.empty(0), np.empty(0))
-        self.losses = np.zeros(NUM_UPDATES, np.float32)
 
     def run(self, batches: Batches) -> np.ndarray:
         """Carry out the schedule, once; the mean loss of each of its updates, on every rank. All ranks call."""
-        self.batches, self.losses = batches, np.zeros(NUM_UPDATES, np.float32)
+        self.batches = batches
+        self.passes.losses.clear()
         for replica in self.replicas.values():
-            replica.begin()
+            replica.weights.begin()
         for one in self.instructions:
             self.carry_out(one)
         flow._oneflow_internal.eager.Sync()  # the last messages
-        losses = flow.tensor(self.losses)
-        flow.comm.all_reduce(losses)
-        return losses.numpy()
+        losses = np.zeros(NUM_UPDATES, np.float32)
+        for number, loss in self.passes.losses.items():
+            losses[number // UPDATE_PERIOD] += loss / UPDATE_PERIOD
+        total = flow.tensor(losses)
+        flow.comm.all_reduce(total)
+        return total.numpy()
 
     def carry_out(self, one: Instruction) -> None:
         """One instruction."""
@@ -218,95 +197,70 @@ class Pipeline:
             self.send(one)
         elif one.arrow == "<":
             self.receive(one)
-        elif one.letter in "FBIWR":
+        elif one.letter in PASSES:
             self.compute(one)
         elif one.letter == "A":
             self.sum_gradients(one)
         elif one.letter in "UK":
-            self.replicas[one.pipeline, one.stage].update(one.number, keep=one.letter == "K")
+            self.replicas[one.pipeline, one.stage].weights.update(one.number, keeps=one.letter == "K")
         else:  # D
-            del self.replicas[one.pipeline, one.stage].versions[one.number]
+            self.replicas[one.pipeline, one.stage].weights.drop(one.number)
 
     # ---- Computations ------------------------------------------------------------------------------------------------
 
     def compute(self, one: Instruction) -> None:
         """A forward or backward pass, or a part of one, and where its result goes."""
+        x = None
+        if (one.letter == "F" and one.stage) or (one.letter in "BI" and one.stage < self.last_stage):
+            x = self.inbox.take((one.letter == "F", one.pipeline, one.stage), one.parts[0], len(one.parts))
         if one.stage in JOINT_STAGES:  # its ranks communicate meanwhile: nothing else may be under way
             flow._oneflow_internal.eager.Sync()
-        update = one.number // UPDATE_PERIOD
-        version = max(0, update - DELAYS[one.stage])
-        self.replicas[one.pipeline, one.stage].use(version)
-        if one.letter == "F":
-            result = self.forward(one)
-        elif one.letter == "R":
-            key = (one.pipeline, one.stage, one.parts[0])
-            result = self.evaluate(one, key, self.inputs.pop(key), one.parts)
-        else:
-            result = self.backward(one, version, update)
+        result = self.passes.compute(self.run_of(one), x)
         if one.stage in JOINT_STAGES:
             flow._oneflow_internal.eager.Sync()
         _, pipeline, stage = one.consumer
-        if result is None or one.letter in "RW" or not 0 <= stage <= self.last_stage:
+        if result is None or not 0 <= stage <= self.last_stage:
             return
         if PIPELINES[pipeline][stage] == WORKER:
-            self.put(one, 0, 0, result)
+            self.inbox.put(one.consumer, one.parts[0], len(one.parts), 0, 0, result)
         else:
             self.leaving[one] = result
 
-    def forward(self, one: Instruction) -> Tensor:
-        """What the next stage takes, of parts that go back together one after the other; without autograd where it will be
-        recomputed."""
-        x = self.take(one) if one.stage else None
-        is_recomputed = (one.pipeline, one.stage) in self.recomputed
-        outputs, first = [], one.parts[0]
-        if is_recomputed:
-            with flow.no_grad():
-                outputs.append(self.evaluate(one, None, x, one.parts))
+    def run_of(self, one: Instruction) -> Run:
+        """A pass in the words of the runtime: parts are slots, which go forward in the pieces that they go back in."""
+        task = Task(Kind(PASSES.index(one.letter)), one.pipeline, one.stage, one.number)
+        pieces, first = [], one.parts[0]
         while first in one.parts:
-            key = (one.pipeline, one.stage, first)
-            some = range(first, first + self.going_back[key])
-            own = x if x is None else some_parts(x, one.parts, some)
-            if is_recomputed:
-                self.inputs[key] = own
-            else:
-                outputs.append(self.evaluate(one, key, own, some))
-            first = some.stop
-        if one.stage == self.last_stage:
-            return None
-        return outputs[0] if len(outputs) == 1 else flow.cat(outputs, dim=0)
+            own = self.going_back[one.pipeline, one.stage, first] if one.letter == "F" else len(one.parts)
+            pieces.append(own)
+            first += own
+        update = one.number // UPDATE_PERIOD
+        return Run(task, one.parts[0], tuple(pieces), max(0, update - DELAYS[one.stage]), update)
 
-    def evaluate(self, one: Instruction, key: tuple[int, int, int] | None, x: Tensor, parts: range) -> Tensor:
-        """The output, whose history is kept under ``key``; in the last stage the losses' share of their update's."""
-        if x is not None:
-            x = x.detach().requires_grad_(key is not None)
-        module, is_last, outputs = self.replicas[one.pipeline, one.stage].module, one.stage == self.last_stage, []
-        for part in parts:
+    def evaluate(
+        self, run: Run, x: Tensor, weights: Sequence[Tensor], first: int, count: int
+    ) -> tuple[Tensor, list[LossPart]]:
+        """A stage's output for some parts; in the last stage the loss's share of its update's."""
+        replica = self.replicas[run.task.pipeline, run.task.stage]
+        for stored, leaf in zip(replica.stored, weights):
+            stored.leaf = leaf
+        is_last = run.task.stage == self.last_stage
+        outputs: list[Tensor] = []
+        losses = []
+        for part in range(first, first + count):
             number, half = divmod(part, PARTS_PER_MICRO_BATCH)
             rows = slice(half * self.part_samples, (half + 1) * self.part_samples)
             inputs, targets = (array[rows] for array in self.batches(number))
-            y = module(x if x is None else some_parts(x, parts, range(part, part + 1)), inputs, targets)
+            y = replica.module(some_slots(x, count, part - first, 1), inputs, targets)
             if is_last:
+                if RANKS.rank == 0:  # every rank of the stage knows it
+                    share = 1 / PARTS_PER_MICRO_BATCH
+                    losses.append(LossPart(number, float(y.detach().numpy()) * share, share))
                 y = y / (UPDATE_PERIOD * PARTS_PER_MICRO_BATCH)
-                if RANK == 0 and one.letter == "F":  # every rank of the stage knows it
-                    self.losses[number // UPDATE_PERIOD] += float(y.detach().numpy())
             outputs.append(y)
-        y = outputs[0] if len(outputs) == 1 else sum(outputs) if is_last else flow.cat(outputs, dim=0)
-        if key is not None:
-            self.alive[key] = (x, y, None)
-        return y.detach()
-
-    def backward(self, one: Instruction, version: int, update: int) -> Tensor:
-        """The gradient of the input: from both products (B), from the first one (I); nothing from the second one (W)."""
-        key = (one.pipeline, one.stage, one.parts[0])
-        x, y, kept = self.alive.pop(key)
-        gradient = kept if one.letter == "W" else self.take(one) if one.stage < self.last_stage else None
-        if one.letter == "I":
-            self.alive[key] = (x, y, gradient)
-            seed = flow.ones_like(y) if gradient is None else gradient
-            return None if x is None else flow.autograd.grad(y, [x], seed, retain_graph=True)[0]
-        flow.autograd.backward(y, gradient)
-        self.replicas[one.pipeline, one.stage].collect(version, update)
-        return None if x is None else x.grad
+        if len(outputs) == 1:
+            return outputs[0], losses
+        return sum(outputs[1:], outputs[0]) if is_last else flow.cat(outputs, dim=0), losses
 
     # ---- Between stages ----------------------------------------------------------------------------------------------
 
@@ -315,48 +269,29 @@ class Pipeline:
         y = self.leaving.pop(one.task)
         boundary = self.boundaries[one.stage if one.letter == "F" else one.stage - 1]
         source, target = self.ends(one, boundary)
-        samples, features = held_by(source, RANK, self.part_samples, boundary.features)
+        samples, features = held_by(source, RANKS.rank, self.part_samples, boundary.features)
         for piece in pieces(source, target, self.part_samples, boundary.features):
-            if piece.source == RANK:
-                apart = y.reshape(len(one.parts), -1, *y.shape[1:])
-                apart = flow.narrow(apart, 1, piece.samples.start - samples.start, len(piece.samples))
-                apart = flow.narrow(apart, 3, piece.features.start - features.start, len(piece.features))
+            if piece.source == RANKS.rank:
+                rows, columns = map(within, piece.block, (samples, features))
+                part = part_of_each_slot(y, len(one.parts), rows, columns)
                 with flow.asyncs.thread(COMMUNICATION):
-                    flow.comm.send(apart.contiguous(), WORKERS[one.peer][piece.destination], send_meta=False)
+                    send(detached(part), WORKERS[one.peer][piece.destination])
 
     def receive(self, one: Instruction) -> None:
         """What this rank needs of another worker's output."""
         boundary = self.boundaries[one.stage if one.letter == "F" else one.stage - 1]
         for piece in pieces(*self.ends(one, boundary), self.part_samples, boundary.features):
-            if piece.destination == RANK:
-                shape = flow.Size((len(one.parts), len(piece.samples), boundary.rows, len(piece.features)))
+            if piece.destination == RANKS.rank:
+                rows, columns = piece.block
+                shape = (len(one.parts) * len(rows), boundary.rows, len(columns))
                 with flow.asyncs.thread(COMMUNICATION):
-                    x = flow.comm.recv(
-                        WORKERS[one.peer][piece.source], shape=shape, dtype=flow.float32, device=flow.device("cpu")
-                    )
-                self.put(one, piece.samples.start, piece.features.start, x.reshape(-1, *shape[2:]))
+                    x = receive(shape, flow.float32, WORKERS[one.peer][piece.source])
+                self.inbox.put(one.consumer, one.parts[0], len(one.parts), rows.start, columns.start, x)
 
     def ends(self, one: Instruction, boundary: Boundary) -> tuple[Layout, Layout]:
         """The layouts that a task's output has, and is wanted in."""
         layouts = boundary.leaving, boundary.arriving
         return layouts if one.letter == "F" else layouts[::-1]
-
-    def put(self, one: Instruction, sample: int, feature: int, x: Tensor) -> None:
-        """Keep what has come for the task that wants it: of each part a block that begins at a sample and a feature."""
-        for part in one.parts:
-            own = some_parts(x, one.parts, range(part, part + 1))
-            self.arrived.setdefault((one.consumer, part), []).append((sample, feature, own))
-
-    def take(self, one: Instruction) -> Tensor:
-        """All blocks of what a task takes in, as one tensor."""
-        key = (one.letter == "F", one.pipeline, one.stage)
-        rows = []
-        for part in one.parts:
-            blocks = sorted(self.arrived.pop((key, part)), key=lambda found: found[:2])
-            for _, side_by_side in groupby(blocks, key=lambda found: found[0]):
-                own = [x for *_, x in side_by_side]
-                rows.append(own[0] if len(own) == 1 else flow.cat(own, dim=2))
-        return rows[0] if len(rows) == 1 else flow.cat(rows, dim=0)
 
     # ---- Gradients ---------------------------------------------------------------------------------------------------
 
@@ -366,21 +301,21 @@ class Pipeline:
         for stage in one.stages:
             for (_, number), replica in self.replicas.items():
                 if number == stage:
-                    for axes, which in self.by_axes(replica, one.stages).items():
-                        vector = sum_over_workers(replica.gradient(one.number, which), axes, peers_of(stage))
-                        replica.set_gradient(one.number, which, vector)
+                    for axes, names in self.by_axes(replica, one.stages).items():
+                        own = replica.weights.gradient(one.number, names)
+                        vector = sum_over_workers(own, axes, peers_of(stage))
+                        replica.weights.set_gradient(one.number, names, vector)
                     vectors[stage] = replica
         if len(one.stages) > 1:
             sum_over_stages(one, vectors, [weight for weight in self.shared if tuple(weight.held) == one.stages])
 
-    def by_axes(self, replica: Replica, stages: tuple[int, ...]) -> dict[tuple[Axis, ...], list[int]]:
-        """The places of these weights by the axes that their gradients are summed over."""
+    def by_axes(self, replica: Replica, stages: tuple[int, ...]) -> dict[tuple[Axis, ...], list[str]]:
+        """The names of these weights by the axes that their gradients are summed over."""
         sharing = {weight.name: tuple(weight.held) for weight in self.shared}
-        found: dict[tuple[Axis, ...], list[int]] = {}
-        for i, weight in enumerate(replica.weights):
-            holders = sharing.get(next(iter(weight.sources)), stages[:1])
-            if holders == stages and weight.parameter.requires_grad:
-                found.setdefault(weight.sum_over, []).append(i)
+        found: dict[tuple[Axis, ...], list[str]] = {}
+        for stored in replica.stored:
+            if sharing.get(stored.layout.sources[0][0], stages[:1]) == stages:
+                found.setdefault(stored.layout.reduced, []).append(stored.layout.name)
         return found
 
 
@@ -396,47 +331,38 @@ def save_values(pipeline: Pipeline, name: str) -> None:
     for (number, stage), replica in pipeline.replicas.items():
         if number == 0:
             state = plain_state(replica.module, {})
-            if RANK == 0:
+            if RANKS.rank == 0:
                 np.savez(f"{name}.stage{stage}.npz", **state)
 
 
-def some_parts(x: Tensor, parts: range, some: range) -> Tensor:
-    """Of a tensor that holds parts one below the other those in ``some``."""
-    if len(some) == len(parts):
-        return x
-    rows = x.shape[0] // len(parts)
-    # A copy: a view that is detached and reshaped begins elsewhere in OneFlow 0.9.0.
-    return flow.narrow(x, 0, (some.start - parts.start) * rows, len(some) * rows).clone()
+def within(some: range, held: range) -> range:
+    """Indices, counted from the first one held."""
+    return range(some.start - held.start, some.stop - held.start)
 
 
 def peers_of(stage: int) -> list[int]:
     """The ranks that hold what this one holds of a stage, in all pipelines."""
-    return sorted(WORKERS[workers[stage]][RANK] for workers in PIPELINES)
+    return sorted(WORKERS[workers[stage]][RANKS.rank] for workers in PIPELINES)
 
 
 def sum_over_workers(vector: Tensor, axes: Sequence[Axis], peers: Sequence[int]) -> Tensor:
     """Over some axes of a worker; where others have the stage too it is scattered inside, summed between them, gathered inside."""
     with flow.asyncs.thread(COMMUNICATION):
         if len(peers) == 1:
-            return sum_over_ranks(vector, axes)
-        length = vector.numel()
-        padding = -length % int(np.prod([axis.size for axis in axes], dtype=int))
-        if padding:
-            vector = flow.cat([vector, flow.zeros(padding)], dim=0)
-        own = scatter(vector, axes, 0)
-        whole = flow.empty(own.numel(), placement=flow.placement("cpu", list(peers)), sbp=flow.sbp.partial_sum)
-        flow._C.assign_local_tensor(whole.to_local(), own)
-        return flow.narrow(gather(whole.to_global(sbp=flow.sbp.broadcast).to_local(), axes, 0), 0, 0, length)
+            return RANKS.reduce(vector, axes)
+        return RANKS.reduce_between(vector, axes, lambda own: sum_over(own, tuple(peers)))
 
 
 def sum_over_stages(one: Instruction, held: Mapping[int, Replica], shared: Sequence[SharedWeight]) -> None:
     """Stages tell each other the gradients of weights that they share, every rank what it holds; all come to the same sum."""
-    own: dict[tuple[int, str], tuple[int, np.ndarray]] = {}
+    own: dict[tuple[int, str], np.ndarray] = {}
     names = {weight.name for weight in shared}
     for stage, replica in held.items():
-        for i, stored in enumerate(replica.weights):
-            if (name := next(iter(stored.sources))) in names:
-                own[stage, name] = (i, replica.gradient(one.number, [i]).numpy())
+        for stored in replica.stored:
+            if (name := stored.layout.sources[0][0]) in names:
+                vector = replica.weights.gradient(one.number, [stored.layout.name])
+                assert vector is not None  # of no names alone
+                own[stage, name] = vector.numpy()
     told: dict[tuple[int, str], dict[int, np.ndarray]] = {}
     for workers in PIPELINES:
         for source in one.stages:
@@ -446,60 +372,36 @@ def sum_over_stages(one: Instruction, held: Mapping[int, Replica], shared: Seque
                     tell(weight, *ends, own, told)
     for stage, replica in held.items():
         for weight in shared:
-            i, mine = own[stage, weight.name]
+            mine = own[stage, weight.name]
             terms = [mine if other == stage else told[stage, weight.name][other] for other in one.stages]
-            replica.set_gradient(one.number, [i], flow.tensor(sum(terms[1:], terms[0])))
+            (name,) = (s.layout.name for s in replica.stored if s.layout.sources[0][0] == weight.name)
+            replica.weights.set_gradient(one.number, [name], flow.tensor(sum(terms[1:], terms[0])))
 
 
 def tell(
     weight: SharedWeight,
     source: tuple[int, range],
     target: tuple[int, range],
-    own: Mapping[tuple[int, str], tuple[int, np.ndarray]],
+    own: Mapping[tuple[int, str], np.ndarray],
     told: dict[tuple[int, str], dict[int, np.ndarray]],
 ) -> None:
     """One stage tells another one its gradient; ranks that hold the same take turns."""
     (there, sources), (here, targets) = source, target
-    for teller, listener, places_there, places_here in messages(weight, there, len(sources), here, len(targets)):
-        if sources[teller] == JOB_RANK:
-            shape = [len(held(teller)) for held in weight.held[there]]
-            x = own[there, weight.name][1].reshape(shape)[np.ix_(*places_there)]
-            if sources[teller] == targets[listener]:
+    mine, theirs = weight.held[here], weight.held[there]
+    for piece in weight_pieces(theirs, mine):
+        teller, listener = sources[piece.source], targets[piece.destination]
+        if teller == JOB_RANK:
+            x = own[there, weight.name].reshape(theirs.local_shape())[np.ix_(*piece.places_there)]
+            if teller == listener:
                 arrived = x
             else:
                 with flow.asyncs.thread(COMMUNICATION):
-                    flow.comm.send(flow.tensor(np.ascontiguousarray(x)), targets[listener], send_meta=False)
-        if targets[listener] == JOB_RANK:
-            shape = [len(held(listener)) for held in weight.held[here]]
-            if sources[teller] != targets[listener]:
-                size = flow.Size([len(places) for places in places_here])
+                    send(flow.tensor(np.ascontiguousarray(x)), listener)
+        if listener == JOB_RANK:
+            if teller != listener:
                 with flow.asyncs.thread(COMMUNICATION):
-                    arrived = flow.comm.recv(sources[teller], shape=size, dtype=flow.float32, device=flow.device("cpu"))
+                    arrived = receive(piece.shape, flow.float32, teller)
                 arrived = arrived.numpy()
-            vector = told.setdefault((here, weight.name), {}).setdefault(there, np.zeros(shape, np.float32).reshape(-1))
-            vector.reshape(shape)[np.ix_(*places_here)] = arrived
-
-
-def messages(
-    weight: SharedWeight, there: int, num_tellers: int, here: int, num_listeners: int
-) -> Iterator[tuple[int, int, list[np.ndarray], list[np.ndarray]]]:
-    """Who tells whom what: (teller, listener, the places of its elements at the one and at the other)."""
-
-    def key(stage: int, rank: int) -> tuple[bytes, ...]:
-        return tuple(held(rank).tobytes() for held in weight.held[stage])
-
-    alike: dict[tuple[bytes, ...], list[int]] = {}
-    for rank in range(num_tellers):
-        alike.setdefault(key(there, rank), []).append(rank)
-    num_before: dict[tuple[bytes, ...], int] = {}
-    for listener in range(num_listeners):
-        turn = num_before.get(key(here, listener), 0)
-        num_before[key(here, listener)] = turn + 1
-        for ranks in alike.values():
-            teller = ranks[turn % len(ranks)]
-            places = [
-                np.intersect1d(theirs(teller), mine(listener), assume_unique=True, return_indices=True)[1:]
-                for theirs, mine in zip(weight.held[there], weight.held[here])
-            ]
-            if all(len(own) for own, _ in places):
-                yield teller, listener, [own for own, _ in places], [other for _, other in places]
+            of_stage = told.setdefault((here, weight.name), {})
+            vector = of_stage.setdefault(there, np.zeros(mine.local_shape(), np.float32).reshape(-1))
+            vector.reshape(mine.local_shape())[np.ix_(*piece.places_here)] = arrived

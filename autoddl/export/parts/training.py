@@ -2,45 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import oneflow as flow
 
-from .blocks import all_weights, initial_value
+from autoddl.pipelines.runtime.models import initial_value
+
+from .parameters import all_parameters
 
 
 def initialize(model: Any, seed: int) -> None:
     """Begin with the values that the plain model begins with."""
-    for weight in all_weights(model):
-        others = weight.shape[1:]
-        parts = [initial_value(name, (rows, *others), seed) for name, rows in weight.sources.items()]
-        weight.assign(np.concatenate(parts))
+    for stored in all_parameters(model):
+        others = stored.layout.shape[1:]
+        parts = [initial_value(name, (rows, *others), seed) for name, rows in stored.layout.sources]
+        stored.assign(np.concatenate(parts))
 
 
 def load_plain_state(model: Any, state: Mapping[str, Any]) -> None:
     """Take the values of a plain model's ``state_dict`` (local tensors or arrays), the same on every rank."""
-    for weight in all_weights(model):
+    for stored in all_parameters(model):
         parts = []
-        for name, rows in weight.sources.items():
+        for name, rows in stored.layout.sources:
             if name not in state:
                 raise ValueError(f"the state_dict lacks {name!r}")
             value = state[name]
             parts.append(value if isinstance(value, np.ndarray) else value.detach().numpy())
-            if parts[-1].shape != (rows, *weight.shape[1:]):
-                raise ValueError(
-                    f"the state_dict's {name} has shape {parts[-1].shape}, should have {(rows, *weight.shape[1:])}"
-                )
-        weight.assign(np.concatenate(parts).astype(np.float32))
+            shape = (rows, *stored.layout.shape[1:])
+            if parts[-1].shape != shape:
+                raise ValueError(f"the state_dict's {name} has shape {parts[-1].shape}, should have {shape}")
+        stored.assign(np.concatenate(parts).astype(np.float32))
 
 
 def plain_state(model: Any, aliases: Mapping[str, str]) -> dict[str, np.ndarray]:
     """The values by the plain model's names, on every rank; all ranks call."""
     values: dict[str, np.ndarray] = {}
-    for weight in all_weights(model):
-        values.update(weight.plain(weight.parameter))
+    for stored in all_parameters(model):
+        values.update(stored.parts(stored.logical()))
     return {**values, **{alias: values[name] for alias, name in aliases.items()}}
 
 
@@ -61,8 +62,14 @@ def train_step(model: Any, inputs: np.ndarray, targets: np.ndarray, micro_batch:
 
 
 def optimizer_of(model: Any, name: str, learning_rate: float) -> Any:
+    """An optimizer of a model's parameters."""
+    return optimizer_over(
+        [one.tensor for one in all_parameters(model) if one.tensor.requires_grad], name, learning_rate
+    )
+
+
+def optimizer_over(parameters: Sequence[Any], name: str, learning_rate: float) -> Any:
     """SGD, with momentum or without, or Adam; element-wise, so that each rank does its own blocks."""
-    parameters = [weight.parameter for weight in all_weights(model) if weight.parameter.requires_grad]
     if name == "adam":
         return flow.optim.Adam(parameters, lr=learning_rate)
     return flow.optim.SGD(parameters, lr=learning_rate, momentum=0.9 if name == "momentum" else 0.0)
@@ -72,27 +79,6 @@ def random_tokens(rng: np.random.Generator, vocabulary: int, samples: int, rows:
     """Tokens, and the tokens that follow them."""
     tokens = rng.integers(vocabulary, size=(samples, rows + 1))
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def tokens_of_text(rng: np.random.Generator, text: bytes, samples: int, rows: int) -> tuple[np.ndarray, np.ndarray]:
-    """Passages of a text, its bytes as tokens, and the bytes that follow them."""
-    starts = rng.integers(len(text) - rows, size=samples)
-    tokens = np.stack([np.frombuffer(text, np.uint8, rows + 1, start) for start in starts]).astype(np.int64)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def masked_text(
-    rng: np.random.Generator, text: bytes, samples: int, rows: int, share: float = 0.15
-) -> tuple[np.ndarray, np.ndarray]:
-    """Passages of a text, its bytes as tokens, some of them masked (80 % by token 256, 10 % by any byte); only these count."""
-    starts = rng.integers(len(text) - rows + 1, size=samples)
-    tokens = np.stack([np.frombuffer(text, np.uint8, rows, start) for start in starts]).astype(np.int64)
-    order = rng.random(tokens.shape).argsort(axis=1)
-    chosen = order < max(1, round(share * rows))
-    luck = rng.random(tokens.shape)
-    others = rng.integers(0, 256, tokens.shape)
-    inputs = np.where(chosen & (luck < 0.8), 256, np.where(chosen & (luck >= 0.9), others, tokens))
-    return inputs, np.where(chosen, tokens, -100)
 
 
 def random_images(

@@ -13,7 +13,8 @@ from .actions import Action, Drop, Message, Receive, Reduce, Rest, Run, Send, Up
 from .inbox import Inbox, part_of_each_slot
 from .lowering import Lowered
 from .report import RankReport
-from .transport import Transport, wait_for
+from .transport import Transport
+from .waiting import wait_for
 from .work import Work
 
 flow: Any = load_oneflow()

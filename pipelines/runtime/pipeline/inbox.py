@@ -14,7 +14,7 @@ __all__ = ["Inbox", "part_of_each_slot"]
 Tensor = Any
 
 
-class _Part(NamedTuple):
+class _Block(NamedTuple):
     """A block of one slot: rows of ``tensor`` from ``position * num_rows`` on."""
 
     first_row: int
@@ -31,7 +31,7 @@ class Inbox:
     """Outputs of neighbouring stages by (is forward, pipeline, consuming stage) and slot."""
 
     def __init__(self) -> None:
-        self._parts: dict[tuple[tuple[bool, int, int], int], list[_Part]] = {}
+        self._parts: dict[tuple[tuple[bool, int, int], int], list[_Block]] = {}
 
     def put(
         self,
@@ -45,7 +45,7 @@ class Inbox:
         """``tensor`` holds, slot after slot, a block: from this row of each slot and this column on (in any common counting)."""
         num_rows = tensor.shape[0] // num_slots
         for position in range(num_slots):
-            part = _Part(first_row, first_column, num_rows, tensor, position)
+            part = _Block(first_row, first_column, num_rows, tensor, position)
             self._parts.setdefault((key, first_slot + position), []).append(part)
 
     def take(self, key: tuple[bool, int, int], first_slot: int, num_slots: int) -> Tensor:
@@ -59,11 +59,11 @@ class Inbox:
         for parts in slots:
             parts.sort(key=lambda part: (part.first_row, part.first_column))
             for _, side_by_side in groupby(parts, key=lambda part: part.first_row):
-                pieces.append(_joined([part.block() for part in side_by_side], -1))
-        return _joined(pieces, 0).contiguous()
+                pieces.append(_concatenated([part.block() for part in side_by_side], -1))
+        return _concatenated(pieces, 0).contiguous()
 
 
-def _joined(pieces: list[Tensor], dim: int) -> Tensor:
+def _concatenated(pieces: list[Tensor], dim: int) -> Tensor:
     return pieces[0] if len(pieces) == 1 else flow.cat(pieces, dim=dim)
 
 

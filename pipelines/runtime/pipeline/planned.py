@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -232,18 +231,12 @@ class PlannedStages:
 
     def _summed(self, vector: Tensor, axes: tuple[Axis, ...], peers: tuple[int, ...], transport: Transport) -> Tensor:
         """Over some axes of the stage, and over its replicas: scattered inside, summed between them, gathered inside."""
-        slices, length = prod(axis.size for axis in axes), vector.numel()
         if axes:
             transport.bytes_reduced += num_bytes(vector)
         with transport.thread():
             if len(peers) == 1:
-                return self._stepper.reduce(vector, axes) if axes else vector
-            if length % slices:
-                vector = flow.cat([vector, flow.zeros(slices - length % slices)], dim=0)
-            vector = self._stepper.scatter(vector, axes, 0)
-        vector = transport.all_reduce(vector, peers)
-        with transport.thread():
-            return flow.narrow(self._stepper.gather(vector, axes, 0), 0, 0, length)
+                return self._stepper.reduce(vector, axes)
+            return self._stepper.reduce_between(vector, axes, lambda own: transport.all_reduce(own, peers))
 
     def _exchanged(self, action: Reduce, held: Sequence[int], vector: Tensor, transport: Transport) -> Tensor:
         """The sum over stages, of what each has summed over its own ranks; for the stages held here, one behind the other."""

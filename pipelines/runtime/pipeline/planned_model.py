@@ -13,8 +13,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 
 from ..dropouts import check_dropouts
-from ..epilogues import LOSSES
 from ..layouts import ParameterLayout, parameter_layouts
+from ..statements import LOSSES
 from ..userparameters import check_parameters, find_parameter
 from .chain import first_names
 from .stage_plans import StagePlan

@@ -22,13 +22,12 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MOST_TEXT_BYTES
 from autoddl.costmodel.reading import read_bytes
 
+from ..samples import MASK, following_bytes, masked_bytes, passages
+
 __all__ = ["FAMILIES", "Problem", "TextModel", "TextPerceptron", "shipped_text"]
 
 FAMILIES = ("gpt", "bert", "llama")
 _NUM_BYTES = 256
-_MASK = _NUM_BYTES  # the token behind all bytes
-_MASKED_SHARE = 0.15
-_NOT_COUNTED = -100  # a target that OneFlow's cross entropy leaves out
 
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
@@ -103,7 +102,7 @@ class TextModel:
         if self.family == "gpt":
             model = GPT(*sizes, _NUM_BYTES, self.sequence, tied=self.tied)
         elif self.family == "bert":
-            model = Bert(*sizes, _MASK + 1, self.sequence, tied=self.tied)
+            model = Bert(*sizes, MASK + 1, self.sequence, tied=self.tied)
         else:
             model = Llama(*sizes, _NUM_BYTES, _gated(self.width), tied=self.tied)
         return chain_of(initialize(model, seed)), self.batches(micro_batch, seed)
@@ -111,28 +110,13 @@ class TextModel:
     @property
     def num_tokens(self) -> int:
         """Of the vocabulary, at least."""
-        return _MASK + 1 if self.family == "bert" else _NUM_BYTES
+        return MASK + 1 if self.family == "bert" else _NUM_BYTES
 
     def batches(self, micro_batch: int, seed: int) -> Batches:
         """Micro-batches by their number."""
-        draw = self._masked if self.family == "bert" else self._following
+        draw = masked_bytes if self.family == "bert" else following_bytes
         data = _read(self.text, self.sequence + 1)
-        return lambda number: draw(data, micro_batch, seed, number)
-
-    def _following(self, data: np.ndarray, micro_batch: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = _places(data, np.random.default_rng([seed, number]), micro_batch, self.sequence + 1)
-        return rows[:, :-1], rows[:, 1:]
-
-    def _masked(self, data: np.ndarray, micro_batch: int, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """As many in every row, so that rows count alike. Of these 80 % are the mask, 10 % any byte and 10 % as they were."""
-        generator = np.random.default_rng([seed, number])
-        rows = _places(data, generator, micro_batch, self.sequence)
-        order = generator.random(rows.shape).argsort(axis=1)
-        chosen = order < max(1, round(_MASKED_SHARE * self.sequence))
-        luck = generator.random(rows.shape)
-        others = generator.integers(0, _NUM_BYTES, rows.shape)
-        inputs = np.where(chosen & (luck < 0.8), _MASK, np.where(chosen & (luck >= 0.9), others, rows))
-        return inputs, np.where(chosen, rows, _NOT_COUNTED)
+        return lambda number: draw(np.random.default_rng([seed, number]), data, micro_batch, self.sequence)
 
 
 @dataclass(frozen=True)
@@ -164,7 +148,7 @@ class TextPerceptron:
         data = _read(self.text, length)
 
         def batches(number: int) -> tuple[np.ndarray, np.ndarray]:
-            rows = _places(data, np.random.default_rng([seed, number]), micro_batch, length)
+            rows = passages(np.random.default_rng([seed, number]), data, micro_batch, length)
             scaled = (rows / 127.5 - 1).astype(np.float32)
             return scaled[:, :num_inputs], scaled[:, num_inputs:]
 
@@ -182,9 +166,3 @@ def _read(path: Path, num_bytes: int) -> np.ndarray:
     if len(data) < num_bytes:
         raise UserError(f"text {path} has {len(data)} bytes; a sample takes {num_bytes}")
     return data
-
-
-def _places(data: np.ndarray, generator: np.random.Generator, num: int, length: int) -> np.ndarray:
-    """(num, length): bytes at random places."""
-    begins = generator.integers(0, len(data) - length + 1, num)
-    return np.stack([data[begin : begin + length] for begin in begins])

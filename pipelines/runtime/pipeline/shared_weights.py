@@ -8,6 +8,7 @@ there. So a rank is sent as many bytes as its shard has, once for every other st
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 
 import numpy as np
@@ -40,6 +41,7 @@ class WeightPiece:
         return prod(self.shape)
 
 
+@cache
 def weight_pieces(source: ParameterLayout, destination: ParameterLayout) -> tuple[WeightPiece, ...]:
     """Who tells whom what, so that every rank of ``destination`` gets every element that it holds once; by destination.
 
@@ -47,12 +49,12 @@ def weight_pieces(source: ParameterLayout, destination: ParameterLayout) -> tupl
     """
     holders: dict[tuple[bytes, ...], list[int]] = {}
     for rank in range(source.num_ranks):
-        holders.setdefault(_key(source, rank), []).append(rank)
+        holders.setdefault(_key_of(source, rank), []).append(rank)
     num_alike: dict[tuple[bytes, ...], int] = {}
     pieces = []
     for rank in range(destination.num_ranks):
-        turn = num_alike.setdefault(_key(destination, rank), 0)
-        num_alike[_key(destination, rank)] += 1
+        turn = num_alike.setdefault(_key_of(destination, rank), 0)
+        num_alike[_key_of(destination, rank)] += 1
         for ranks in holders.values():
             teller = ranks[turn % len(ranks)]
             there, here = [], []
@@ -68,6 +70,6 @@ def weight_pieces(source: ParameterLayout, destination: ParameterLayout) -> tupl
     return tuple(pieces)
 
 
-def _key(layout: ParameterLayout, rank: int) -> tuple[bytes, ...]:
+def _key_of(layout: ParameterLayout, rank: int) -> tuple[bytes, ...]:
     """What a rank holds."""
     return tuple(held[rank].tobytes() for held in layout.indices)

@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import functools
 import math
-import time
 from typing import Any
 
 import numpy as np
 
-from ..collectives import receive, send
+from ..collectives import receive, send, sum_over
 from ..detaching import detached
 from ..load import load_oneflow
 from .actions import Message
@@ -24,7 +23,7 @@ from .compression import decode, encode, has_rest, num_words, num_words_of_rest
 
 flow: Any = load_oneflow()
 
-__all__ = ["Transport", "wait_for"]
+__all__ = ["Transport"]
 
 Tensor = Any
 
@@ -38,12 +37,6 @@ def _communication_thread() -> Any:
     for ever.
     """
     return flow.asyncs.Thread()
-
-
-def wait_for(tensor: Tensor) -> float:
-    """Wait until a tensor's values are there; the time then (of a clock that all processes of the machine share)."""
-    detached(tensor).reshape(-1)[:1].numpy()
-    return time.monotonic()
 
 
 class Transport:
@@ -126,16 +119,7 @@ class Transport:
 
     def all_reduce(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
         """The sum of a vector over ``ranks`` (ascending, this one included)."""
-        if len(ranks) == 1:
-            return flat
-        self.bytes_reduced += flat.numel() * flat.element_size()
-        with flow.asyncs.thread(_communication_thread()):
-            placement = _placement(ranks)
-            shared = flow.empty(flat.numel(), dtype=flat.dtype, placement=placement, sbp=flow.sbp.partial_sum)
-            flow._C.assign_local_tensor(shared.to_local(), flat)  # to_local() shares the storage
-            return shared.to_global(sbp=flow.sbp.broadcast).to_local()
-
-
-@functools.cache
-def _placement(ranks: tuple[int, ...]) -> Any:
-    return flow.placement("cpu", list(ranks))
+        if len(ranks) > 1:
+            self.bytes_reduced += flat.numel() * flat.element_size()
+        with self.thread():
+            return sum_over(flat, ranks)

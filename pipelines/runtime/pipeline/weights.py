@@ -19,32 +19,52 @@ from .checkpoint import Entry
 
 flow: Any = load_oneflow()
 
-__all__ = ["OptimizerFactory", "ReplicaWeights"]
+__all__ = ["LocalParameter", "OptimizerFactory", "ReplicaWeights", "WeightVersions"]
 
 Tensor = Any
 OptimizerFactory = Callable[[Sequence[Tensor]], Any]
 """Makes an optimizer of a list of parameters, such as ``lambda weights: flow.optim.SGD(weights, lr=0.1)``."""
 
 
-class ReplicaWeights:
-    """Weights of one (pipeline, stage).
-
-    Args:
-        values: initial ones by name; copied.
-        make_optimizer: called once, with the parameters in the order of ``values`` (not at all where there are none).
+class LocalParameter:
+    """A weight that this rank has alone.
 
     Attributes:
-        keeps_gradients: whether the gradients of every update of a run can be asked for afterwards.
+        tensor: for the optimizer.
     """
 
-    def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory) -> None:
-        self.names = tuple(values)
-        self.parameters = [flow.nn.Parameter(value.detach().clone()) for value in values.values()]
-        self.optimizer = make_optimizer(self.parameters) if self.parameters else None
+    def __init__(self, value: Tensor) -> None:
+        self.tensor = flow.nn.Parameter(value.detach().clone())
+
+    def local(self) -> Tensor:
+        """Its value, without history, sharing the storage."""
+        return self.tensor.detach()
+
+    def renew(self) -> None:
+        """Move the value to new storage."""
+        self.tensor.data = self.tensor.detach() + 0
+
+    def give(self, gradient: Tensor | None) -> None:
+        """Let the optimizer have a gradient, or none."""
+        self.tensor.grad = gradient
+
+
+class WeightVersions:
+    """Weights of one (pipeline, stage): versions of their values, and gradients.
+
+    Args:
+        names: of the weights.
+        parameters: the newest values: `LocalParameter` or, in exported files, parts of global tensors (`StoredParameter`).
+        make_optimizer: called once, with the tensors of the parameters (not at all where there are none).
+    """
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[Any], make_optimizer: OptimizerFactory) -> None:
+        self.names = tuple(names)
+        self.parameters = list(parameters)
+        tensors = [parameter.tensor for parameter in self.parameters]
+        self.optimizer = make_optimizer(tensors) if tensors else None
         self._versions: dict[int, list[Tensor]] = {}
         self._gradients: dict[int, list[Tensor | None]] = {}
-        self.keeps_gradients = False
-        self._kept: dict[int, list[Tensor | None]] = {}
 
     @property
     def num_versions(self) -> int:
@@ -55,7 +75,6 @@ class ReplicaWeights:
         """The present values are version 0 of a new run."""
         self._versions = {0: self._leaves()}
         self._gradients = {}
-        self._kept = {}
 
     def version(self, number: int) -> list[Tensor]:
         """The leaves through which computations read a version."""
@@ -80,9 +99,8 @@ class ReplicaWeights:
             return None
         sums = self._gradients.get(update, [None] * len(self.parameters))
         wanted = [self.names.index(name) for name in names]
-        parts = [(sums[i], self.parameters[i]) for i in wanted]
-        vectors = [(flow.zeros_like(parameter) if part is None else part).reshape(-1) for part, parameter in parts]
-        return flow.cat(vectors, dim=0)
+        vectors = [flow.zeros_like(self.parameters[i].local()) if (own := sums[i]) is None else own for i in wanted]
+        return flow.cat([vector.reshape(-1) for vector in vectors], dim=0)
 
     def set_gradient(self, update: int, names: Sequence[str], vector: Tensor) -> None:
         """Put a sum over ranks, in the form of `gradient`, in the place of what this rank has collected."""
@@ -90,9 +108,9 @@ class ReplicaWeights:
         position = 0
         for name in names:
             i = self.names.index(name)
-            parameter = self.parameters[i]
-            sums[i] = flow.narrow(vector, 0, position, parameter.numel()).reshape(*parameter.shape)
-            position += parameter.numel()
+            own = self.parameters[i].local()
+            sums[i] = flow.narrow(vector, 0, position, own.numel()).reshape(*own.shape)
+            position += own.numel()
 
     def update(self, number: int, keeps: bool) -> None:
         """Turn version ``number`` into the next one with the gradients of update ``number``.
@@ -102,23 +120,53 @@ class ReplicaWeights:
         """
         if keeps:
             for parameter in self.parameters:
-                parameter.data = parameter.detach() + 0
+                parameter.renew()
         else:
             del self._versions[number]
         gradients = self._gradients.pop(number, [None] * len(self.parameters))
-        if self.keeps_gradients:  # as copies: optimizers may work on the tensors themselves
-            self._kept[number] = [None if gradient is None else gradient.clone() for gradient in gradients]
+        self._use(number, gradients)
         for parameter, gradient in zip(self.parameters, gradients):
-            parameter.grad = gradient
+            parameter.give(gradient)
         if self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.parameters:
-            parameter.grad = None
+            parameter.give(None)
         self._versions[number + 1] = self._leaves()
+
+    def _use(self, update: int, gradients: Sequence[Tensor | None]) -> None:
+        """An update is about to be made with these."""
 
     def drop(self, number: int) -> None:
         """Nobody needs this version any more."""
         del self._versions[number]
+
+    def _leaves(self) -> list[Tensor]:
+        return [parameter.local().requires_grad_(True) for parameter in self.parameters]
+
+
+class ReplicaWeights(WeightVersions):
+    """Weights of one (pipeline, stage) that can be saved.
+
+    Args:
+        values: initial ones by name; copied.
+        make_optimizer: as of `WeightVersions`.
+
+    Attributes:
+        keeps_gradients: whether the gradients of every update of a run can be asked for afterwards.
+    """
+
+    def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory) -> None:
+        super().__init__(tuple(values), list(map(LocalParameter, values.values())), make_optimizer)
+        self.keeps_gradients = False
+        self._kept: dict[int, list[Tensor | None]] = {}
+
+    def begin(self) -> None:
+        super().begin()
+        self._kept = {}
+
+    def _use(self, update: int, gradients: Sequence[Tensor | None]) -> None:
+        if self.keeps_gradients:  # as copies: optimizers may work on the tensors themselves
+            self._kept[update] = [None if gradient is None else gradient.clone() for gradient in gradients]
 
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
@@ -130,7 +178,7 @@ class ReplicaWeights:
         common = {f"all.{key}": np.array(value) for key, value in state.items() if isinstance(key, str)}
         return {
             name: {
-                "value": np.array(parameter.numpy()),
+                "value": np.array(parameter.local().numpy()),
                 **{key: np.array(value.numpy()) for key, value in state.get(index, {}).items()},
                 **common,
             }
@@ -140,7 +188,7 @@ class ReplicaWeights:
     def kept_gradients(self, update: int) -> dict[str, Entry]:
         """What an update of the last run was made with, by name, in the form of `entries` (zeros where nothing was collected)."""
         return {
-            name: {"value": np.array((flow.zeros_like(parameter) if gradient is None else gradient).numpy())}
+            name: {"value": np.array((flow.zeros_like(parameter.local()) if gradient is None else gradient).numpy())}
             for name, parameter, gradient in zip(self.names, self.parameters, self._kept[update])
         }
 
@@ -152,11 +200,8 @@ class ReplicaWeights:
         saved["state"] = {}
         for index, (name, parameter) in enumerate(zip(self.names, self.parameters)):
             entry = dict(entries[name])
-            parameter.data.copy_(flow.tensor(entry.pop("value")))
+            parameter.tensor.data.copy_(flow.tensor(entry.pop("value")))
             for key in [key for key in entry if key.startswith("all.")]:
                 saved["state"][key[len("all.") :]] = entry.pop(key).item()
             saved["state"][index] = {key: flow.tensor(value) for key, value in entry.items()}
         self.optimizer.load_state_dict(saved)
-
-    def _leaves(self) -> list[Tensor]:
-        return [parameter.detach().requires_grad_(True) for parameter in self.parameters]

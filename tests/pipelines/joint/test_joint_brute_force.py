@@ -38,8 +38,8 @@ from autoddl.pipelines.times import Times
 from autoddl.search.planner import InfeasibleError, Options, make_plan
 from autoddl.zoo import Transformer, gpt, mlp
 
-from .brute_force_stages import Job
 from .brute_force import BruteForce, Found, families
+from .brute_force_stages import Job
 from .pipeline_program import TaskTimes, program_of
 
 pytestmark = pytest.mark.slow

@@ -42,19 +42,18 @@ def model(text: Path, family: str = "gpt", sequence: int = 10) -> TextModel:
 
 
 def test_samples_are_places_of_the_text(text):
-    data = np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.int64)
-    inputs, targets = model(text)._following(data, 3, seed=5, number=7)
+    draw = model(text).batches(3, seed=5)
+    inputs, targets = draw(7)
     assert inputs.shape == targets.shape == (3, 10)
     assert (inputs[:, 1:] == targets[:, :-1]).all()
     assert all(bytes(row.astype(np.uint8)).decode() in TEXT for row in inputs)
-    again, other = (model(text)._following(data, 3, seed=5, number=number)[0] for number in (7, 8))
+    again, other = (draw(number)[0] for number in (7, 8))
     assert (again == inputs).all() and (other != inputs).any()
 
 
 def test_masked_samples_are_places_of_the_text(text):
     """15 % of each row are asked for: 80 % of these show the mask, 10 % another byte; all other bytes are shown."""
-    data = np.frombuffer(text.read_bytes(), dtype=np.uint8).astype(np.int64)
-    inputs, targets = model(text, "bert", 100)._masked(data, 400, seed=5, number=7)
+    inputs, targets = model(text, "bert", 100).batches(400, seed=5)(7)
     asked = targets != -100
     assert (asked.sum(axis=1) == 15).all()
     shown = np.where(asked, targets, inputs)

@@ -1,0 +1,264 @@
+"""The library of exported files: of the runtime's own source the definitions that a file needs, and no others.
+
+Modules are read as text.  A definition is needed if the file names it, or if one that is needed does; names are looked up where the
+module that reads them has them from.  So a file does what :mod:`autoddl.pipelines.runtime` does, because it is that.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+__all__ = ["LIBRARY", "LibraryText", "known_names", "library_text"]
+
+_RUNTIME = "autoddl.pipelines.runtime"
+_PARTS = "autoddl.export.parts"
+#: The modules that files may use, with what their definitions are in a file; of a name that two of them define the first one's
+#: counts. What a definition needs when the file is loaded stands in a module before it.
+LIBRARY: Mapping[str, str] = {
+    f"{_PARTS}.pipeline": "The pipeline",
+    f"{_PARTS}.exchanges": "Blocks from rank to rank",
+    f"{_PARTS}.parameters": "Parameters of layers",
+    f"{_PARTS}.plain": "The plain model",
+    f"{_PARTS}.training": "Values and training",
+    f"{_RUNTIME}.operations": "What layers do on one rank",
+    f"{_RUNTIME}.attending": "Attention",
+    f"{_RUNTIME}.losses": "Losses",
+    f"{_RUNTIME}.rows": "Sums along rows",
+    f"{_RUNTIME}.facts": "Facts of the plain model",
+    f"{_RUNTIME}.parameters": "Global tensors and the sums of their gradients",
+    f"{_RUNTIME}.layouts": "Which elements each rank holds",
+    f"{_RUNTIME}.stepping": "The ranks",
+    f"{_RUNTIME}.collectives": "Collectives along one mesh axis",
+    f"{_RUNTIME}.mesh": "Mesh axes of the job",
+    f"{_RUNTIME}.moving": "Changes of layout",
+    f"{_RUNTIME}.exchanging": "Exchanges",
+    f"{_RUNTIME}.pipeline.actions": "Tasks of a schedule",
+    f"{_RUNTIME}.pipeline.data": "Parts of losses",
+    f"{_RUNTIME}.pipeline.waiting": "Waiting",
+    f"{_RUNTIME}.pipeline.passes": "Passes through stages",
+    f"{_RUNTIME}.pipeline.weights": "Versions of weights",
+    f"{_RUNTIME}.pipeline.inbox": "What has come from other stages",
+    f"{_RUNTIME}.pipeline.shared_weights": "Weights that stages share",
+    "autoddl.pipelines.schedule": "Kinds of tasks",
+    f"{_RUNTIME}.samples": "Samples",
+    f"{_RUNTIME}.detaching": "Tensors without their history",
+    f"{_RUNTIME}.models": "Initial values",
+    "autoddl.costmodel.crossing": "Messages",
+    "autoddl.costmodel.distribution": "Mesh axes",
+    "autoddl.costmodel.strategy": "Mesh axes of strategies",
+    "autoddl.costmodel.errors": "Errors",
+}
+#: What every file imports itself.
+_LOADED = frozenset({"flow", "load_oneflow"})
+#: Short names that several modules have; they stand in front.
+_SHORT = frozenset({"Tensor", "functional", "_Function"})
+
+
+@dataclass(frozen=True)
+class _Definition:
+    """A top-level statement of a module.
+
+    Attributes:
+        names: that it binds.
+        reads: names in it; ``reads_early`` those that it needs when the file is loaded, not in the bodies of functions.
+        text: as it stands in the module.
+    """
+
+    module: str
+    line: int
+    names: frozenset[str]
+    reads: frozenset[str]
+    reads_early: frozenset[str]
+    text: str
+
+
+@dataclass(frozen=True)
+class _Module:
+    """A module as text: its definitions by name, and where the other names of it are from: (module, name there)."""
+
+    definitions: Mapping[str, _Definition]
+    imports: Mapping[str, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class LibraryText:
+    """What goes into a file.
+
+    Attributes:
+        standard: import lines of the standard library.
+        installed: import lines of numpy and OneFlow.
+        first: definitions that the file needs while it is loaded.
+        sections: (title, text) of the others.
+    """
+
+    standard: tuple[str, ...]
+    installed: tuple[str, ...]
+    first: str
+    sections: tuple[tuple[str, str], ...]
+
+
+def library_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]) -> LibraryText:
+    """The library of a file.
+
+    Args:
+        used: names that the file uses.
+        first: those that it uses while it is loaded.
+        given: those that it defines itself.
+    """
+    own, used, first = frozenset(given), set(used), set(first)
+    given = own | _LOADED
+    found = _closure(used | first, given)
+    early = [definition for definition in found if definition.names <= _SHORT]
+    early += _closure(first, given, early=True)
+    late = [definition for definition in found if definition not in early]
+    imports = {"flow": ("oneflow", ""), **{name: _entry(name) for name in used & _imported_names()}}
+    for definition in found:
+        known = _module(definition.module).imports
+        imports.update({name: known[name] for name in definition.reads & set(known) if not _is_ours(known[name][0])})
+    standard, installed = _import_lines({name: origin for name, origin in imports.items() if name not in own})
+    sections = []
+    for module, title in LIBRARY.items():
+        texts = [definition.text for definition in late if definition.module == module]
+        if texts:
+            sections.append((title, _spaced(texts)))
+    return LibraryText(standard, installed, _spaced([definition.text for definition in early]), tuple(sections))
+
+
+def known_names() -> frozenset[str]:
+    """All names of the library, imported ones included: variables of a file are to be called otherwise."""
+    return frozenset(name for module in LIBRARY for name in (*_module(module).definitions, *_module(module).imports))
+
+
+def _closure(names: Iterable[str], given: frozenset[str], early: bool = False) -> list[_Definition]:
+    """The definitions of some names and of those that they read, in the order of `LIBRARY`.
+
+    Raises:
+        AssertionError: two different ones have the same name, or one is from a module that is not of the library.
+    """
+    waiting = [origin for origin in map(_entry, names) if _is_ours(origin[0])]
+    found: dict[str, _Definition] = {}
+    while waiting:
+        module, name = waiting.pop()
+        if name in given:
+            continue
+        assert module in LIBRARY, f"{module}.{name} is not of the library of exported files"
+        definition = _module(module).definitions.get(name)
+        if definition is None:  # that module has it from another one
+            waiting.append(_module(module).imports[name])
+            continue
+        known = found.setdefault(name, definition)
+        if known is not definition:
+            alike = known.text.partition("  #")[0] == definition.text.partition("  #")[0]
+            assert alike, f"{name} of {module} and of {known.module} differ"
+            continue
+        own = _module(module)
+        reads = definition.reads_early if early else definition.reads
+        for read in reads - given:
+            if read in own.definitions and own.definitions[read] is not found.get(read):
+                waiting.append((module, read))
+            elif read in own.imports and _is_ours(own.imports[read][0]):
+                waiting.append(own.imports[read])
+    order = {module: number for number, module in enumerate(LIBRARY)}
+    return sorted(set(found.values()), key=lambda definition: (order[definition.module], definition.line))
+
+
+def _entry(name: str) -> tuple[str, str]:
+    """Where a file has a name from: ("", name) where it is none of the library's."""
+    for module in LIBRARY:
+        if name in _module(module).definitions:
+            return module, name
+    for module in LIBRARY:
+        if name in _module(module).imports:
+            return _module(module).imports[name]
+    return "", name
+
+
+def _imported_names() -> set[str]:
+    """Names of other packages that modules of the library import."""
+    return {name for module in LIBRARY for name, origin in _module(module).imports.items() if not _is_ours(origin[0])}
+
+
+def _is_ours(module: str) -> bool:
+    return module.split(".")[0] == "autoddl"
+
+
+@cache
+def _module(name: str) -> _Module:
+    spec = find_spec(name)
+    assert spec is not None and spec.origin is not None, name
+    text = Path(spec.origin).read_text(encoding="utf-8")
+    lines, tree = text.splitlines(), ast.parse(text)
+    definitions: dict[str, _Definition] = {}
+    imports: dict[str, tuple[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            imports.update({alias.asname or alias.name: (alias.name, "") for alias in node.names})
+        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
+            origin = ".".join(filter(None, [*(name.split(".")[: -node.level] if node.level else ()), node.module]))
+            imports.update({alias.asname or alias.name: (origin, alias.name) for alias in node.names})
+        elif bound := _bound(node):
+            definition = _definition(name, node, bound, lines)
+            definitions.update(dict.fromkeys(bound, definition))
+    return _Module(definitions, imports)
+
+
+def _bound(node: ast.stmt) -> frozenset[str]:
+    """The names that a definition binds; none where a statement is none."""
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return frozenset({node.name})
+    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
+    names = {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+    return frozenset(names - {"__all__", "flow"})
+
+
+def _definition(module: str, node: ast.stmt, names: frozenset[str], lines: list[str]) -> _Definition:
+    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
+    while lines[start - 2].startswith("#:"):
+        start -= 1
+    body = "\n".join(lines[start - 1 : node.end_lineno])
+    reads = _names_in(node)
+    bodies = [part for part in ast.walk(node) if isinstance(part, ast.FunctionDef)]
+    early = reads
+    if bodies:
+        outside = [d for part in bodies for d in part.decorator_list]
+        outside += [*getattr(node, "bases", ()), *getattr(node, "decorator_list", ())]
+        early = frozenset().union(*map(_names_in, outside)) if outside else frozenset()
+    return _Definition(module, node.lineno, names, reads - names, early - names, body)
+
+
+def _names_in(node: ast.AST) -> frozenset[str]:
+    return frozenset(leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name))
+
+
+def _import_lines(imports: Mapping[str, tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    modules: dict[str, set[str]] = {}
+    plain = set()
+    for name, (module, member) in imports.items():
+        if member:
+            modules.setdefault(module, set()).add(member)
+        else:
+            plain.add(f"import {module}" if module == name else f"import {module} as {name}")
+    from_lines = [f"from {module} import {', '.join(sorted(members))}" for module, members in modules.items()]
+
+    def is_installed(line: str) -> bool:
+        return line.split()[1].split(".")[0] in ("numpy", "oneflow")
+
+    lines = [*sorted(plain), *sorted(from_lines)]
+    return tuple(line for line in lines if not is_installed(line)), tuple(line for line in lines if is_installed(line))
+
+
+def _spaced(texts: Iterable[str]) -> str:
+    """Definitions with two empty lines around functions and classes, assignments together."""
+    result, was_long = "", False
+    for text in texts:
+        is_long = text.startswith(("def ", "class ", "@"))
+        if result:
+            result += "\n\n\n" if is_long or was_long else "\n"
+        result += text
+        was_long = is_long
+    return result

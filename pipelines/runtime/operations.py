@@ -1,0 +1,220 @@
+"""What statements of layers call (:mod:`statements`): functions of local tensors, plain numbers, and the `Ranks`.
+
+Activations are (samples, rows, features), images (samples, 1, all elements).  Exported files have these definitions as they are.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from math import pi, prod, sqrt
+from typing import Any
+
+import numpy as np
+
+from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.errors import UserError
+
+from .detaching import detached
+from .layouts import Layout, gathered, table_rows
+from .load import load_oneflow
+from .rows import along_rows, row_sums
+from .stepping import Ranks
+
+flow = load_oneflow()
+functional = flow.nn.functional
+_Function = flow._oneflow_internal.autograd.AutogradFunctionBase
+
+__all__ = [
+    "checkpoint",
+    "convolve",
+    "data",
+    "gate_and_factor",
+    "heads_together",
+    "lookup",
+    "matmul",
+    "normalised",
+    "positions",
+    "quick_gelu",
+    "run_module",
+    "side_by_side",
+    "summa_product",
+    "tanh_gelu",
+]
+
+Tensor = Any
+
+
+def data(array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered: bool = False) -> Tensor:
+    """This rank's samples of what the model is fed with, or of targets: (samples, rows, features).
+
+    Args:
+        is_gathered: whether of the features those that an all-gather over p1 would bring, not the rank's block alone.
+    """
+    own = layout.samples(array, ranks.rank).reshape(-1, rows, array.size // len(array) // rows)
+    columns = _data_columns(layout, own.shape[-1], is_gathered, ranks.rank)
+    return flow.tensor(np.ascontiguousarray(own[..., columns]))
+
+
+@functools.cache
+def _data_columns(layout: Layout, features: int, is_gathered: bool, rank: int) -> np.ndarray:
+    return gathered(layout.blocks(features), layout.axes(1) if is_gathered else ())[rank]
+
+
+# ---- Products --------------------------------------------------------------------------------------------------------------
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    """x W', W being (out, in)."""
+    return flow.matmul(x, weight, transpose_b=True)
+
+
+def side_by_side(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """The rows of several weights (or biases) as one, in product order: a group of each in turn, ``widths`` rows."""
+    others = parts[0].shape[1:]
+    grouped = [part.reshape(part.shape[0] // width, width, *others) for part, width in zip(parts, widths)]
+    return flow.cat(grouped, dim=1).reshape(-1, *others)
+
+
+def summa_product(
+    x: Tensor, weight: Tensor, rows: Sequence[Axis], columns: Sequence[Axis], ranks: Ranks, is_first: bool
+) -> Tensor:
+    """x W' with both operands gathered (x over ``columns``, W over ``rows``), and nothing but their shards kept."""
+
+    def forward(ctx: Any, *_: Tensor) -> Tensor:
+        whole = ranks.gather(detached(x), columns, 2)
+        return matmul(whole, ranks.gather(detached(weight), rows, 1))
+
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        result = []
+        if not is_first:
+            whole_weight = ranks.gather(detached(weight), rows, 1)
+            result.append(ranks.scatter(flow.matmul(dy, whole_weight), columns, 2))
+        whole = ranks.gather(detached(x), columns, 2)
+        outer = flow.matmul(dy.reshape(-1, dy.shape[-1]), whole.reshape(-1, whole.shape[-1]), transpose_a=True)
+        result.append(ranks.scatter(outer, rows, 1))
+        return tuple(result) if len(result) > 1 else result[0]
+
+    return _Function.apply("summa", forward, backward, *([] if is_first else [x]), weight)
+
+
+def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, vocabulary: int, rows: int) -> Tensor:
+    """The rows of this rank's samples' tokens; zeros where another rank has them."""
+    own = layout.samples(tokens, ranks.rank).reshape(-1, rows)
+    if own.size and not 0 <= own.min() <= own.max() < vocabulary:
+        wrong = own.min() if own.min() < 0 else own.max()
+        raise UserError(f"token {wrong} should be from 0 to {vocabulary - 1}")
+    local = _token_places(layout, vocabulary, ranks.rank)[own]
+    x = functional.embedding(flow.tensor(np.maximum(local, 0)), table)
+    if table.shape[0] < vocabulary:
+        x = x * flow.tensor((local >= 0).astype(np.float32)).unsqueeze(-1)
+    return x
+
+
+@functools.cache
+def _token_places(layout: Layout, vocabulary: int, rank: int) -> np.ndarray:
+    """The row of each token in a rank's part of the table; -1 where another rank has it."""
+    held = table_rows(vocabulary, layout)[rank]
+    places = np.full(vocabulary, -1, dtype=np.int64)
+    places[held] = np.arange(len(held))
+    return places
+
+
+# ---- On the canonical layout -----------------------------------------------------------------------------------------------
+
+
+def positions(table: Tensor, num_samples: int, layout: Layout, rows: int) -> Tensor:
+    """The first ``rows`` rows of the table, for each of this rank's samples."""
+    table = table.reshape(-1, table.shape[-1])[:rows].unsqueeze(0)
+    own = num_samples // prod(axis.size for axis in layout.axes(0))
+    return table.expand(own, rows, table.shape[2])
+
+
+def heads_together(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """q, k and v of several tensors as attention wants them: group by group."""
+    x = flow.cat([part.reshape(*part.shape[:2], groups, -1) for part in parts], dim=3)
+    return x.reshape(*x.shape[:2], -1)
+
+
+def normalised(x: Tensor, features: int, is_centred: bool, eps: float, axes: Sequence[Axis], ranks: Ranks) -> Tensor:
+    """(x - mean) / deviation, or x / root mean square, of all ``features``, which are cut over ``axes``."""
+    width = x.shape[-1]
+    if is_centred and not axes:
+        if x.is_cuda:
+            return functional.layer_norm(x, (features,), None, None, eps)
+        x = x - along_rows(row_sums(x) / features, width)
+        variance = row_sums(x * x) / features
+    elif is_centred:
+        # Both sums in one message.
+        means = ranks.sum(flow.cat([row_sums(x), row_sums(x * x)], dim=-1), axes) / features
+        mean, square = means[..., :1], means[..., 1:]
+        x, variance = x - along_rows(mean, width), square - mean * mean
+    else:
+        variance = ranks.sum(row_sums(x * x), axes) / features
+    return x * along_rows(flow.rsqrt(variance + eps), width)
+
+
+# ---- On whole samples ------------------------------------------------------------------------------------------------------
+
+
+def convolve(
+    x: Tensor, shape: Sequence[int], weight: Tensor, bias: Tensor | None, options: Mapping[str, Any]
+) -> Tensor:
+    """A convolution of this rank's images of ``shape``."""
+    y = functional.conv2d(x.reshape(-1, *shape), weight, bias, **options)
+    return y.reshape(y.shape[0], 1, -1)
+
+
+def run_module(
+    own: Any, inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]], weights: Sequence[Tensor], training: bool
+) -> Tensor:
+    """What a module of the user's (`facts.OwnModule`) makes of whole samples of these shapes, with these parameters."""
+    own.module.train(training)
+    for (owner, name), weight in zip(own.places, weights):
+        # Plain tensors in place of parameters: gradients flow to where the weights come from.
+        owner._parameters.pop(name, None)
+        object.__setattr__(owner, name, weight)
+    y = own.module(*(x.reshape(x.shape[0], *shape) for x, shape in zip(inputs, shapes)))
+    if not isinstance(y, flow.Tensor):
+        raise UserError(f"it returns {type(y).__name__}, should return one tensor")
+    shape = tuple(y.shape[1:])
+    return y.reshape(y.shape[0], *((prod(shape[:-1]), shape[-1]) if 0 < len(shape) <= 2 else (1, prod(shape))))
+
+
+# ---- Behind a layer --------------------------------------------------------------------------------------------------------
+
+
+def tanh_gelu(x: Tensor) -> Tensor:
+    """GELU by way of tanh."""
+    return 0.5 * x * (1.0 + flow.tanh(sqrt(2.0 / pi) * (x + 0.044715 * x * x * x)))
+
+
+def quick_gelu(x: Tensor) -> Tensor:
+    """x sigmoid(1.702 x)."""
+    return x * flow.sigmoid(1.702 * x)
+
+
+def gate_and_factor(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Features alternate: what goes through the gate, and what it is multiplied with."""
+    pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def checkpoint(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
+    """``function(*tensors)``, of which only the tensors are kept: the backward pass runs it again first."""
+    needed = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
+    if not needed or not flow.is_grad_enabled():
+        return function(*tensors)
+    kept = [detached(tensor) for tensor in tensors]
+
+    def forward(ctx: Any, *_: Tensor) -> Tensor:
+        return function(*kept)
+
+    def backward(ctx: Any, dy: Tensor) -> Any:
+        with flow.enable_grad():
+            leaves = [tensor.detach().requires_grad_(i in needed) for i, tensor in enumerate(kept)]
+            y = function(*leaves)
+        gradients = flow.autograd.grad([y], [leaves[i] for i in needed], [dy])
+        return tuple(gradients) if len(gradients) > 1 else gradients[0]
+
+    return _Function.apply("checkpoint", forward, backward, *(tensors[i] for i in needed))
