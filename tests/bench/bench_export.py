@@ -19,16 +19,16 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
-from autoddl.models import Transformer
-from autoddl.models.builtin import BuiltIn
-from autoddl.models.layers import GraphBuilder, linear, loss, norm
 from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
 from autoddl.pipelines.joint.evaluation import evaluate
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.runtime.launcher import RankPool
-from autoddl.plan import Plan
-from autoddl.tables import aligned
+from autoddl.planfile import Plan
+from autoddl.text.tables import Column, Table
+from autoddl.zoo import Transformer
+from autoddl.zoo.builtin import BuiltIn
+from autoddl.zoo.layers import GraphBuilder, linear, loss, norm
 
 JOBS = Path(__file__).with_name("export_jobs.py")
 GPT = BuiltIn("gpt", Transformer("gpt", layers=2, width=128, heads=8, sequence=64, vocabulary=512))
@@ -121,7 +121,8 @@ def main() -> None:
             )
         )
     print("A training step by the runtime and by the exported file of the same plan: the least of all repetitions")
-    print("\n".join(aligned(rows, right=range(1, len(rows[0])))))
+    columns = tuple(Column(heading, right=i > 0) for i, heading in enumerate(rows[0]))
+    print("\n".join(Table(columns, tuple(rows[1:])).lines()))
 
 
 if __name__ == "__main__":

@@ -11,15 +11,15 @@ from unittest import mock
 
 import numpy as np
 
-from autoddl.models.builtin import BuiltIn
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
-from autoddl.plan import Plan
+from autoddl.planfile import Plan
 from autoddl.staging import planned_model
 from autoddl.verification.rank_job import build_module, make_batch
+from autoddl.zoo.builtin import BuiltIn
 
 flow: Any = load_oneflow()
 RATE = 0.01
