@@ -7,11 +7,14 @@ module that reads them has them from.  So a file does what :mod:`autoddl.pipelin
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
+
+from autoddl.pipelines.runtime.kinds.registry import registered_functions
 
 __all__ = ["LIBRARY", "LibraryText", "known_names", "library_text"]
 
@@ -122,7 +125,7 @@ def library_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]
         imports.update({name: known[name] for name in definition.reads & set(known) if not _is_ours(known[name][0])})
     standard, installed = _import_lines({name: origin for name, origin in imports.items() if name not in own})
     sections = []
-    for module, title in LIBRARY.items():
+    for module, title in _modules().items():
         texts = [definition.text for definition in late if definition.module == module]
         if texts:
             sections.append((title, _spaced(texts)))
@@ -131,7 +134,7 @@ def library_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]
 
 def known_names() -> frozenset[str]:
     """All names of the library, imported ones included: variables of a file are to be called otherwise."""
-    return frozenset(name for module in LIBRARY for name in (*_module(module).definitions, *_module(module).imports))
+    return frozenset(name for module in _modules() for name in (*_module(module).definitions, *_module(module).imports))
 
 
 def _closure(names: Iterable[str], given: frozenset[str], early: bool = False) -> list[_Definition]:
@@ -146,7 +149,7 @@ def _closure(names: Iterable[str], given: frozenset[str], early: bool = False) -
         module, name = waiting.pop()
         if name in given:
             continue
-        assert module in LIBRARY, f"{module}.{name} is not of the library of exported files"
+        assert module in _modules(), f"{module}.{name} is not of the library of exported files"
         definition = _module(module).definitions.get(name)
         if definition is None:  # that module has it from another one
             waiting.append(_module(module).imports[name])
@@ -163,16 +166,16 @@ def _closure(names: Iterable[str], given: frozenset[str], early: bool = False) -
                 waiting.append((module, read))
             elif read in own.imports and _is_ours(own.imports[read][0]):
                 waiting.append(own.imports[read])
-    order = {module: number for number, module in enumerate(LIBRARY)}
+    order = {module: number for number, module in enumerate(_modules())}
     return sorted(set(found.values()), key=lambda definition: (order[definition.module], definition.line))
 
 
 def _entry(name: str) -> tuple[str, str]:
     """Where a file has a name from: ("", name) where it is none of the library's."""
-    for module in LIBRARY:
+    for module in _modules():
         if name in _module(module).definitions:
             return module, name
-    for module in LIBRARY:
+    for module in _modules():
         if name in _module(module).imports:
             return _module(module).imports[name]
     return "", name
@@ -180,18 +183,30 @@ def _entry(name: str) -> tuple[str, str]:
 
 def _imported_names() -> set[str]:
     """Names of other packages that modules of the library import."""
-    return {name for module in LIBRARY for name, origin in _module(module).imports.items() if not _is_ours(origin[0])}
+    return {
+        name for module in _modules() for name, origin in _module(module).imports.items() if not _is_ours(origin[0])
+    }
 
 
 def _is_ours(module: str) -> bool:
-    return module.split(".")[0] == "autoddl"
+    return module.split(".")[0] == "autoddl" or module in _modules()
+
+
+def _modules() -> Mapping[str, str]:
+    """`LIBRARY`, and where the functions of kinds from outside of the package are from."""
+    outside = {function.__module__ for function in registered_functions().values()}
+    return {**dict.fromkeys(sorted(outside), "Kinds of layers"), **LIBRARY}
 
 
 @cache
 def _module(name: str) -> _Module:
-    spec = find_spec(name)
-    assert spec is not None and spec.origin is not None, name
-    text = Path(spec.origin).read_text(encoding="utf-8")
+    if name in LIBRARY:
+        spec = find_spec(name)
+        assert spec is not None and spec.origin is not None, name
+        path = spec.origin
+    else:  # a user's file may be loaded under any name
+        path = str(sys.modules[name].__file__)
+    text = Path(path).read_text(encoding="utf-8")
     lines, tree = text.splitlines(), ast.parse(text)
     definitions: dict[str, _Definition] = {}
     imports: dict[str, tuple[str, str]] = {}

@@ -18,8 +18,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
 from .facts import find_module
+from .kinds.attention import drops_probabilities
 from .load import load_oneflow
-from .statements import drops_probabilities
 from .stepping import Ranks
 
 flow = load_oneflow()

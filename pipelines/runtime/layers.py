@@ -15,6 +15,7 @@ from autoddl.costmodel.errors import UserError
 from . import facts
 from .attending import attend
 from .dropouts import dropout_of, dropped, dropping
+from .kinds.registry import layer_program, registered_functions
 from .load import load_oneflow
 from .losses import cross_entropy, mean_of_differences
 from .operations import (
@@ -34,7 +35,7 @@ from .operations import (
     tanh_gelu,
 )
 from .setting import Batch, LayerSetting
-from .statements import Call, Fact, Name, Statement, layer_program
+from .statements import Call, Fact, Name, Statement
 
 flow = load_oneflow()
 
@@ -159,7 +160,9 @@ def _ready_call(call: Call, setting: LayerSetting) -> Callable[[Variables], None
 def _function(name: str, setting: LayerSetting) -> Callable[..., Any]:
     owner, _, own = name.rpartition(".")
     owners = {"ranks": setting.stepper, "flow": flow, "functional": flow.nn.functional}
-    return getattr(owners[owner], own) if owner else _FUNCTIONS[name]
+    if owner:
+        return getattr(owners[owner], own)  # type: ignore[no-any-return]
+    return _FUNCTIONS.get(name) or registered_functions()[name]
 
 
 def _fact(fact: Fact, setting: LayerSetting) -> Any:

@@ -38,6 +38,8 @@ import numpy as np
 from autoddl.costmodel.distribution import Axis, canonical_axes
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.kind import Splitting
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.strategy import Strategy, mesh_axes
 
 __all__ = [
@@ -418,7 +420,7 @@ def split_dims(axes: Sequence[Sequence[Axis]], mesh: Sequence[Axis]) -> list[int
 
 def layout_of(layer: Layer, strategy: Strategy) -> Layout:
     """A layer at its strategy."""
-    return Layout(*strategy.splits, embedding=layer.kind == "embedding", summa=strategy.summa)
+    return Layout(*strategy.splits, embedding=kind_of(layer.kind).is_lookup, summa=strategy.summa)
 
 
 @dataclass(frozen=True)
@@ -508,4 +510,5 @@ def parameter_layouts(graph: LayerGraph, layer: Layer, strategy: Strategy) -> tu
         (table,) = layer.parameters
         return table_layouts(table.name, attributes["vocabulary"], attributes["features"], layout)
     shapes = {parameter.name: parameter.shape for parameter in layer.parameters}
-    return whole_layouts(shapes, layout) if layer.kind in ("conv2d", "opaque") else feature_layouts(shapes, layout)
+    is_whole = kind_of(layer.kind).splitting is Splitting.SAMPLES
+    return whole_layouts(shapes, layout) if is_whole else feature_layouts(shapes, layout)

@@ -17,6 +17,7 @@ import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.pricing import edge_shape
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.strategy import Strategy
@@ -89,7 +90,7 @@ class LayerSequence:
         strategy = self.strategies[layer.name]
         if not strategy.divides(layer):
             raise UserError(f"{layer.describe()}: {strategy} does not divide its shape")
-        recompute = self._recompute and layer.kind != "loss"
+        recompute = self._recompute and kind_of(layer.kind).is_recomputed
         setting = LayerSetting(self.graph, layer, strategy, self.stepper, self._module, recompute)
         _check_edges(setting)
         return ReadyLayer(layer, strategy, self.graph.inputs(layer.name), build_body(setting))

@@ -14,6 +14,7 @@ from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
+from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.strategy import Strategy
@@ -149,7 +150,7 @@ def _gradients(
     """Bytes of a rank's weights by the axes that they are summed over: as one vector."""
     for layer in plan.layers(graph):
         strategy = own[layer.name]
-        axes = () if strategy.summa else strategy.axes(0, layer.kind == "embedding")
+        axes = () if strategy.summa else strategy.axes(0, kind_of(layer.kind).is_lookup)
         parts = strategy.num_devices if strategy.summa else strategy.p1 * strategy.p2
         for parameter in layer.parameters:
             owner = (_owner(graph, layer, parameter), parameter.num_elements)
