@@ -21,9 +21,14 @@ def register(kind: LayerKind) -> None:
         UserError: another kind has this name.
     """
     known = _KINDS.get(kind.name)
-    if known is not None and type(known) is not type(kind):
+    if known is not None and _name_of(type(known)) != _name_of(type(kind)):
         raise UserError(f"a kind of layer called {quote(kind.name)} is registered, another one needs another name")
     _KINDS[kind.name] = kind
+
+
+def _name_of(kind: type) -> tuple[str, str]:
+    """Of a class; a file that was loaded twice has two of one name."""
+    return kind.__module__, kind.__qualname__
 
 
 def kinds() -> tuple[str, ...]:

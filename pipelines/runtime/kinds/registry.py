@@ -43,8 +43,11 @@ def register(kind: str, program: Program, functions: Sequence[Callable[..., obje
     """
     kind_of(kind)
     for function in functions:
-        if _FUNCTIONS.setdefault(function.__name__, function) is not function:
+        known = _FUNCTIONS.get(function.__name__, function)
+        # A file that was loaded twice has two of one name.
+        if (known.__module__, known.__qualname__) != (function.__module__, function.__qualname__):
             raise UserError(f"kind {kind!r}: another function is called {function.__name__!r}")
+    _FUNCTIONS.update({function.__name__: function for function in functions})
     _PROGRAMS[kind] = program
 
 
