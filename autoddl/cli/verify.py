@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -16,8 +16,6 @@ from autoddl.costmodel.limits import LARGEST_SECONDS
 from ._options import add_edited, add_wide, show
 
 if TYPE_CHECKING:
-    from autoddl.pipelines.runtime.failures import RankError
-
     from ..verification.run import Progress
 
 __all__ = ["add_parser", "run"]
@@ -68,11 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     from autoddl.pipelines.runtime.failures import RankError
 
     from ..plan import load_plan
-    from ..text.pipelineverification import pipeline_text
     from ..text.verification import verification_text
     from ..verification import Limits, VerifyOptions, verification_document, verify
-    from ..verification.documents import pipeline_document
-    from ..verification.pipelines import verify_pipeline
+    from ..verification.documents import failed_document
 
     for name, value in (("tolerance", arguments.tolerance), ("timeout", arguments.timeout)):
         if not 0 < value <= LARGEST_SECONDS:
@@ -88,22 +84,16 @@ def run(arguments: argparse.Namespace) -> int:
     plan = load_plan(arguments.plan, arguments.edited)
     try:
         with _progress(arguments.quiet) as say:
-            asked = {"model": arguments.model, "options": options, "progress": say}
-            if plan.pipeline is not None:
-                staged = verify_pipeline(plan, arguments.ranks, **asked)
-                text, document, is_right = pipeline_text(staged), pipeline_document(staged), staged.is_right
-            else:
-                found = verify(plan, arguments.ranks, **asked)
-                text, document, is_right = verification_text(found), verification_document(found), found.is_right
+            found = verify(plan, arguments.ranks, model=arguments.model, options=options, progress=say)
     except RankError as error:
         if arguments.json and not isinstance(error, UserError):
-            print(json.dumps(_failed_document(error, plan.graph.name), indent=1))
+            print(json.dumps(failed_document(plan.graph.name, error.rank, str(error)), indent=1))
         raise
     if arguments.json:
-        print(json.dumps(document, indent=1, allow_nan=False))
+        print(json.dumps(verification_document(found), indent=1, allow_nan=False))
     else:
-        show(text, arguments)
-    return 0 if is_right else 1
+        show(verification_text(found), arguments)
+    return 0 if found.is_right else 1
 
 
 @contextmanager
@@ -111,14 +101,3 @@ def _progress(quiet: bool) -> Iterator[Progress]:
     """A line on stderr that says what is going on; quiet where that is no terminal."""
     with tqdm(bar_format="{desc} ({elapsed})", disable=True if quiet else None, leave=False) as bar:
         yield bar.set_description_str
-
-
-def _failed_document(error: RankError, model: str) -> dict[str, Any]:
-    return {
-        "format": "autoddl-verification",
-        "version": 1,
-        "model": model,
-        "verdict": "failed",
-        "rank": error.rank,
-        "error": str(error),
-    }
