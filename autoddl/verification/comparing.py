@@ -8,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.pipeline.slots import RankMap
-from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent
+from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, sent_messages
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
 
 from ..plan import Plan
 from .fitting import FittedPlan
-from .prediction import PHASES, Prediction, RankSteps, missing_steps, sent_messages
+from .prediction import PHASES, Prediction, RankSteps, missing_steps
 from .result import LayerCheck, PhaseCheck, StageCheck, Tolerance, ValueCheck, Verification
 from .task import Counted, Reference, Shard, gradient_step
 

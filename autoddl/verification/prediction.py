@@ -36,11 +36,9 @@ __all__ = [
     "Prediction",
     "RankSteps",
     "Steps",
-    "ends_in_loss",
     "missing_steps",
     "output_steps",
     "predict",
-    "sent_messages",
     "unpriced_steps",
 ]
 
@@ -138,12 +136,6 @@ def _sent_bytes(steps: RankSteps, num_ranks: int) -> float:
     return num_ranks * sum(step.mean_sent_bytes for step in steps.priced)
 
 
-def ends_in_loss(graph: LayerGraph) -> bool:
-    """Whether the model's output is its loss."""
-    last = graph.layers[-1]
-    return last.kind == "loss" or bool(ELEMENTWISE_LOSSES & set(last.epilogue))
-
-
 def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
     """What runs though nobody prices it: the sum of the loss's mean, one number; the gradients of a Summa layer's biases."""
     if phase == "forward" and layer.kind == "loss":
@@ -159,7 +151,7 @@ def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
 def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload) -> Steps:
     """What brings the output of a model without a loss to every rank, which nobody prices: what is done with it is the user's."""
     last = graph.layers[-1]
-    if ends_in_loss(graph):
+    if last.kind == "loss" or ELEMENTWISE_LOSSES & set(last.epilogue):
         return ()
     lying = strategies[last.name].activations
     everywhere = Distribution(lying.axes, (Broadcast(),) * len(lying.axes))
@@ -167,17 +159,6 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], workload
     return _moving(
         steps_of(redistribute(lying, everywhere, shape), _ITEMSIZE * workload.micro_batch * last.output_elements)
     )
-
-
-def sent_messages(step: Step) -> float:
-    """The messages that a rank sends in a step, on average.
-
-    A sum of fewer elements than ranks has fewer pieces to pass around: each makes one hop less than there are ranks, twice.
-    """
-    pieces = (
-        min(step.axis.size, step.nbytes / _ITEMSIZE) if step.collective is Collective.ALL_REDUCE else step.axis.size
-    )
-    return step.mean_messages * pieces / step.axis.size
 
 
 def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[Step], list[Step]]:

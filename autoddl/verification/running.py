@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -22,7 +21,6 @@ from autoddl.pipelines.runtime.pipeline.report import RankReport
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.tracing import Measure, TracedSection
 
-from .prediction import ends_in_loss
 from .task import Task
 
 __all__ = ["AppliedRun", "Arrays", "Data", "PipelineRun", "PlanRun", "loss_of", "make_optimizer", "start_run"]
@@ -79,8 +77,7 @@ class AppliedRun:
     def __init__(self, task: Task, module: Any, data: Data, epsilon: float) -> None:
         self._task, self._data = task, data
         self._names = [name for name, _ in module.named_parameters()]
-        workload = replace(task.workload, recompute=task.stages[0].recompute)
-        self._applied: Any = AppliedModule(module, task.graph, task.strategies, workload)
+        self._applied: Any = AppliedModule(module, task.graph, task.strategies, task.workload)
         self._optimizer = make_optimizer(task, self._applied.parameters(), epsilon)
         self._num_steps, self._loss = 0, 0.0
 
@@ -95,25 +92,9 @@ class AppliedRun:
 
     def run(self) -> None:
         self._optimizer.zero_grad(set_to_none=True)  # kept until now for `gradients`
-        data = self._data(self._num_steps)
-        self._loss = self._applied.train_step(*data) if ends_in_loss(self._task.graph) else self._without_loss(data)
+        self._loss = self._applied.train_step(*self._data(self._num_steps), loss_of=loss_of)
         self._optimizer.step()
         self._num_steps += 1
-
-    def _without_loss(self, data: Sequence[np.ndarray]) -> float:
-        """As users of a model without a loss train it: they make one of its output."""
-        num, width = self._task.workload.num_micro_batches, self._task.workload.micro_batch
-        total = 0.0
-        for i in range(num):
-            part = [array[i * width : (i + 1) * width] for array in data]
-            if i < num - 1:
-                with self._applied.no_sync():
-                    loss = loss_of(self._applied(*part)) / num
-            else:
-                loss = loss_of(self._applied(*part)) / num
-            loss.backward()
-            total += float(loss.numpy())
-        return total
 
     def losses(self) -> list[float]:
         return [self._loss]

@@ -19,13 +19,14 @@ from autoddl.costmodel.workload import Workload
 from autoddl.models import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
 from autoddl.models.builtin import BuiltIn, Perceptron, Pictures, recognise
 from autoddl.pipelines.generators import generate
+from autoddl.pipelines.runtime.pipeline.stage_traffic import sent_messages
 from autoddl.plan import Plan
 from autoddl.planner import Options, make_plan
 from autoddl.search.baselines import baselines
 from autoddl.text.verification import verification_text
 from autoddl.verification.documents import verification_document
 from autoddl.verification.fitting import fit_plan
-from autoddl.verification.prediction import missing_steps, predict, sent_messages
+from autoddl.verification.prediction import missing_steps, predict
 from autoddl.verification.result import LayerCheck, PhaseCheck, StageCheck, Tolerance, ValueCheck, Verification
 from autoddl.verification.scaling import Limits, needed_flops, needed_memory_bytes, scale
 

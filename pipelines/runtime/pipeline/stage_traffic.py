@@ -24,7 +24,7 @@ from ...schedule import Kind, Schedule
 from .slots import slots_per_micro_batch
 from .stage_plans import StagePlan, entry_strategy, stage_layouts
 
-__all__ = ["Sent", "StageTraffic", "gradient_sums", "layer_steps", "passes", "stage_traffic"]
+__all__ = ["Sent", "StageTraffic", "gradient_sums", "layer_steps", "passes", "sent_messages", "stage_traffic"]
 
 _ITEMSIZE = 4
 
@@ -203,11 +203,14 @@ def _sharing(graph: LayerGraph, stages: Sequence[StagePlan], owner: tuple[str, i
 def _sent(steps: Iterable[Step], plan: StagePlan) -> Sent:
     """What the stage's ranks send in steps that each of them takes part in."""
     moving = [step for step in steps if step.axis.size > 1]
-    return Sent(sum(s.mean_sent_bytes for s in moving), sum(_messages(s) for s in moving)) * plan.num_ranks
+    return Sent(sum(s.mean_sent_bytes for s in moving), sum(sent_messages(s) for s in moving)) * plan.num_ranks
 
 
-def _messages(step: Step) -> float:
-    """On average over ranks: a sum of fewer elements than ranks has fewer pieces to pass around."""
+def sent_messages(step: Step) -> float:
+    """The messages that a rank sends in a step, on average.
+
+    A sum of fewer elements than ranks has fewer pieces to pass around: each makes one hop less than there are ranks, twice.
+    """
     pieces: float = step.axis.size
     if step.collective is Collective.ALL_REDUCE:
         pieces = min(pieces, step.nbytes / _ITEMSIZE)
