@@ -1,4 +1,7 @@
-"""A plan with a pipeline as what runs it: the plans of its stages, their schedule, and a model cut so.
+"""A plan as what runs it: the plans of its stages, their schedule, and a model cut so.
+
+A plan without a pipeline is a pipeline of one stage: one worker of all devices, which carries one micro-batch after the other
+forward and back (1F1B).
 
 plan = autoddl.load_plan("joint.json")
 trainer = PipelineTrainer(planned_model(module, plan), plan.pipeline.schedule, make_optimizer, batch)
@@ -10,7 +13,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MOST_TRAINING_PASSES
 from autoddl.pipelines.generators import generate
 from autoddl.pipelines.joint.configuration import PipelineSchedule
@@ -23,17 +25,13 @@ from .planfile import Plan
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 
-__all__ = ["make_schedule", "planned_model", "schedule_of_plan", "stage_plans"]
+__all__ = ["make_schedule", "planned_model", "schedule_of_plan", "scheduling", "stage_plans"]
 
 
 def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
-    """The plans of a plan's stages, in the order of the model.
-
-    Raises:
-        UserError: the plan has no pipeline.
-    """
+    """The plans of a plan's stages, in the order of the model."""
     if plan.pipeline is None:
-        raise UserError("the plan has no pipeline; plan with --pipeline auto, or apply it with autoddl.apply")
+        return (StagePlan(plan.strategies, plan.workload.recompute),)
     result = []
     for choice in plan.pipeline.configuration.stages:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
@@ -41,19 +39,20 @@ def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
     return tuple(result)
 
 
-def schedule_of_plan(plan: Plan, num_steps: int | None = None) -> Schedule:
-    """The schedule of a plan with a pipeline: of one step where it is synchronous; else of ``num_steps``, or some.
-
-    Raises:
-        UserError: the plan has no pipeline.
-    """
+def scheduling(plan: Plan) -> tuple[PipelineSchedule, tuple[int, ...], tuple[bool, ...]]:
+    """What a plan's schedule is made from: see `make_schedule`."""
     if plan.pipeline is None:
-        raise UserError("the plan has no pipeline; plan with --pipeline auto")
-    planned, of = plan.pipeline.schedule, plan.pipeline.configuration.schedule
-    if planned.is_synchronous or num_steps is None:
-        return planned
-    recomputing = [choice.recompute == "stage" for choice in plan.pipeline.configuration.stages]
-    return make_schedule(of, planned.widths, recomputing, num_steps)
+        return PipelineSchedule("1f1b", 1, plan.workload.num_micro_batches), (plan.cluster.num_devices,), (False,)
+    configuration = plan.pipeline.configuration
+    recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
+    return configuration.schedule, plan.pipeline.schedule.widths, recomputing
+
+
+def schedule_of_plan(plan: Plan, num_steps: int | None = None) -> Schedule:
+    """The schedule of a plan: of one step where it is synchronous; else of ``num_steps``, or some."""
+    if plan.pipeline is not None and (plan.pipeline.schedule.is_synchronous or num_steps is None):
+        return plan.pipeline.schedule
+    return make_schedule(*scheduling(plan), num_steps or 1)
 
 
 def make_schedule(

@@ -1,5 +1,5 @@
 """Things to train besides the built-in families: a user's own model, which FILE.py:FUNCTION returns with the samples that it learns
-from, and the model of a plan with a pipeline."""
+from, and the model of a plan."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.pipelines.generators import generate
 from autoddl.pipelines.runtime.pipeline.problems import TextModel
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 
 from .planfile import Plan
-from .staging import schedule_of_plan, stage_plans
+from .staging import planned_model, schedule_of_plan
 from .zoo.builtin import BuiltIn
 
 if TYPE_CHECKING:
@@ -88,7 +87,7 @@ class FileProblem:
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """The transformer of a plan with a pipeline, on the bytes of a text.
+    """The transformer of a plan, on the bytes of a text.
 
     Attributes:
         data: its sizes, and the text.
@@ -154,14 +153,7 @@ def plan_trainer(
     Raises:
         UserError: see `PipelineTrainer`.
     """
-    from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 
-    if plan.pipeline is None:
-        stages: tuple[StagePlan, ...] = (StagePlan(plan.strategies, plan.workload.recompute),)
-        num, width = plan.workload.num_micro_batches, plan.cluster.num_devices
-        schedule = generate("gpipe", num_stages=1, num_micro_batches=num, iterations=1, width=width)
-    else:
-        stages, schedule = stage_plans(plan), schedule_of_plan(plan, num_steps)
-    model = PlannedModel(module, plan.graph, stages, dict(feeds or {}))
-    return PipelineTrainer(model, schedule, make_optimizer, batch, **options)
+    schedule = schedule_of_plan(plan, num_steps)
+    return PipelineTrainer(planned_model(module, plan, feeds), schedule, make_optimizer, batch, **options)

@@ -25,7 +25,7 @@ FLOORS = ["costmodel", "search", "pipelines", "calib", "autoddl"]  # from the gr
 THIRD_PARTY = {"numpy", "scipy", "networkx", "shtab", "tqdm", "matplotlib", "pandas", "oneflow"}
 ONEFLOW_AREAS = (
     *("pipelines/runtime/", "calib/", "autoddl/extract", "autoddl/apply", "autoddl/verification/rank_job.py"),
-    "autoddl/verification/pipeline_job.py",
+    "autoddl/verification/running.py",
     "autoddl/export/parts/",
 )
 #: Where texts may be imported: nothing that plans, prices or runs knows how it is shown.

@@ -4,7 +4,7 @@
 - `plans`: `Plan`; `figures`: its layers and stages; `results`: what its methods and `compare` return.
 - `schedules`: `schedule`; `profiled`: `pipeline`, the papers' planners.
 - `measuring`: `calibrate`, `fit`, `rank`; `running`: `launch`; `catalogue`: `models`, `clusters`.
-- `display`: the tables of a plan, as text and HTML; `texts`: the texts of all other results.
+- `display`: the tables of a plan, as text and HTML.
 
 The package `autoddl` offers all of it flat, and imports each module when one of its names is asked for.
 """

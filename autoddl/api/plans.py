@@ -13,7 +13,7 @@ from autoddl.costmodel.writing import write_atomically
 
 from .. import planfile
 from ..explain import explain, view_of
-from . import display, texts
+from . import display
 from .figures import PlannedLayer, PlannedStage, layers_of, stages_of
 from .results import Difference, Explanation, Verification
 
@@ -172,7 +172,7 @@ class Plan(planfile.Plan):
     def text(self) -> Text:
         """The whole plan: what ``autoddl plan`` prints; of a plan that was read from a file its tables."""
         if self.search is not None:
-            return texts.search_text(self.search, self.trust)
+            return _search_text(self.search, self.trust)
         return display.summary_of(self.view, self.stages)
 
     def _repr_html_(self) -> str:
@@ -357,13 +357,24 @@ class Plan(planfile.Plan):
         <Verification of mlp:64,128,64 on 2 ranks: right>
         """
         from ..verification import Limits, VerifyOptions, verify
-        from ..verification.pipelines import verify_pipeline
 
         check_verification(tolerance, timeout_s, seed)
         options = VerifyOptions(tolerance, timeout_s, seed, Limits() if full_size else None)
-        run = verify if self.pipeline is None else verify_pipeline
         num_ranks = self.cluster.num_devices if ranks is None else ranks
-        return Verification(run(self, num_ranks, model=model, options=options, progress=progress))
+        return Verification(verify(self, num_ranks, model=model, options=options, progress=progress))
+
+
+def _search_text(search: Planned | JointPlan, trusted: PlanTrust | None) -> Text:
+    """What a search found."""
+    from autoddl.pipelines.joint.result import JointPlan
+
+    if isinstance(search, JointPlan):
+        from ..text.jointplans import joint_text
+
+        return joint_text(search)
+    from ..text.plans import plan_text
+
+    return plan_text(search, trusted)
 
 
 def check_verification(tolerance: float, timeout_s: float, seed: int) -> None:

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.units import format_seconds
 
-from . import texts
 from .display import html_of
 
 if TYPE_CHECKING:
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from ..explain import Choice
     from ..explain import Explanation as Explained
     from ..text.tables import Text
-    from ..verification.pipeline_result import PipelineVerification
     from ..verification.result import Verification as Verified
 
 __all__ = ["Comparison", "Difference", "Explanation", "Result", "Verification"]
@@ -120,7 +118,7 @@ class Verification(Result):
         found: all numbers.
     """
 
-    found: Verified | PipelineVerification
+    found: Verified
 
     @property
     def is_right(self) -> bool:
@@ -144,11 +142,15 @@ class Verification(Result):
 
     @property
     def document(self) -> dict[str, Any]:
-        return texts.verification_document(self.found)
+        from ..verification import verification_document
+
+        return verification_document(self.found)
 
     @property
     def text(self) -> Text:
-        return texts.verification_text(self.found)
+        from ..text.verification import verification_text
+
+        return verification_text(self.found)
 
     def __repr__(self) -> str:
         verdict = "right" if self.is_right else f"off: {self.faults[0]}"

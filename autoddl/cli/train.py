@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.units import format_values
+from autoddl.costmodel.units import counted, format_values
 
 from ._options import add_edited, add_wide, by_option, show, whole_option
 
@@ -52,8 +52,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "model",
         metavar="MODEL",
         help="gpt:, bert: or llama:LAYERSxWIDTH, such as gpt:6x64; mlp:WIDTH,WIDTH,...; or FILE.py:FUNCTION, where FUNCTION "
-        "returns an nn.Sequential and (inputs, targets), the samples to learn from; or PLAN.json, what `autoddl plan --pipeline "
-        "auto -o` wrote: its model, stages, strategies, schedule and micro-batch",
+        "returns an nn.Sequential and (inputs, targets), the samples to learn from; or PLAN.json, what `autoddl plan -o` "
+        "wrote: its model, stages, strategies, schedule and micro-batch",
     )
     parser.add_argument("--text", metavar="FILE", help="what a built-in model learns, byte by byte (our license)")
     parser.add_argument("--heads", type=int, help="of a transformer's attention (width / 32, at least 1)")
@@ -246,7 +246,10 @@ def _text(options: Any, result: Any, timeline: bool) -> Text:
         return Text(([facts(resumed), "nothing left to do"],))
     figures = [
         *resumed,
-        ("schedule", f"{schedule.name}: {schedule.num_stages} stages on {sum(schedule.widths)} ranks"),
+        (
+            "schedule",
+            f"{schedule.name}: {counted(schedule.num_stages, 'stage')} on {counted(sum(schedule.widths), 'rank')}",
+        ),
         ("steps", f"{result.first_step + 1} to {result.first_step + len(result.losses)}"),
         ("loss", f"{result.losses[0]:.4f} to {result.losses[-1]:.4f}"),
         (f"{options.problem.unit} per second", f"{result.units_per_s:,.0f}"),

@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -15,8 +15,6 @@ from autoddl.costmodel.errors import UserError
 from ._options import add_edited, add_wide, by_option, show
 
 if TYPE_CHECKING:
-    from autoddl.pipelines.runtime.failures import RankError
-
     from ..verification.run import Progress
 
 __all__ = ["add_parser", "run"]
@@ -68,6 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from ..api.planning import load
     from ..api.plans import check_verification
+    from ..verification.documents import failed_document
 
     with by_option():
         check_verification(arguments.tolerance, arguments.timeout, arguments.seed)
@@ -85,7 +84,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
     except RankError as error:
         if arguments.json and not isinstance(error, UserError):
-            print(json.dumps(_failed_document(error, plan.model), indent=1))
+            print(json.dumps(failed_document(plan.model, error.rank, str(error)), indent=1))
         raise
     if arguments.json:
         print(json.dumps(found.document, indent=1, allow_nan=False))
@@ -99,14 +98,3 @@ def _progress(quiet: bool) -> Iterator[Progress]:
     """A line on stderr that says what is going on; quiet where that is no terminal."""
     with tqdm(bar_format="{desc} ({elapsed})", disable=True if quiet else None, leave=False) as bar:
         yield bar.set_description_str
-
-
-def _failed_document(error: RankError, model: str) -> dict[str, Any]:
-    return {
-        "format": "autoddl-verification",
-        "version": 1,
-        "model": model,
-        "verdict": "failed",
-        "rank": error.rank,
-        "error": str(error),
-    }

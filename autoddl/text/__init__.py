@@ -2,7 +2,7 @@
 
 - `tables`: `Text` (sections of lines and tables), `Table`, `Column`; the only place where widths are computed.
 - `plans`: a plan without a pipeline; `jointplans`: a plan with one; `layers`: what all say of layers.
-- `comparison`, `difference`, `explanation`, `graphs`, `trust`, `verification`, `pipelineverification`: one module per result.
+- `comparison`, `difference`, `explanation`, `graphs`, `trust`, `verification`: one module per result.
 - `fits`, `rankings`: what calibration found; `pipelines`: the plans of the papers' planners; `runs`: schedules and trainings.
 
 Every function returns a `Text`: ``str(text)`` has all columns, ``text.fitted(80)`` fits 80 columns.  A column of a table is one

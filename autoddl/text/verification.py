@@ -7,43 +7,37 @@ from dataclasses import dataclass
 from operator import methodcaller
 
 from autoddl.costmodel.units import counted, format_bytes
+from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 
 from ..verification.prediction import PHASES
 from ..verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification, together, worst
-from ..verification.scaling import Change
-from ..verification.task import NUM_STEPS
 from .layers import legend, place, repeated
 from .tables import Block, Column, Section, Table, Text
 
-__all__ = [
-    "ERRORS",
-    "Group",
-    "allowed_text",
-    "changes_table",
-    "deviation_text",
-    "grouped",
-    "losses_row",
-    "verdict_section",
-    "verification_text",
-    "worst_text",
-]
+__all__ = ["verification_text"]
 
 
 def verification_text(found: Verification) -> Text:
-    """What ran, a line per layer or repeated block, the totals, the verdict."""
-    verdict = verdict_section(found.faults, "one device", found.uncounted, found.seconds)
-    return Text((_heading(found), _layers(found), _errors(found), _traffic(found), verdict))
+    """What ran, a line per layer or repeated block (of each stage, in a pipeline), the totals, the verdict."""
+    return Text((_heading(found), _layers(found), _errors(found), _traffic(found), _verdict(found)))
 
 
 def _heading(found: Verification) -> Section:
-    levels = " x ".join(f"{size} {name}" for name, size in found.levels)
-    workload = found.workload
+    schedule, workload = found.schedule, found.workload
+    if schedule.num_stages == 1:
+        where = f"on {found.num_ranks} ranks ({' x '.join(f'{size} {name}' for name, size in found.levels)})"
+    else:
+        same = len(set(schedule.widths)) == 1
+        widths = str(schedule.widths[0]) if same else ", ".join(map(str, schedule.widths))
+        where = f"in {schedule.num_stages} stages on {schedule.num_workers} workers of {widths} ranks, {schedule.name}"
     passes = f" in {workload.num_micro_batches} micro-batches" if workload.num_micro_batches > 1 else ""
-    lines: list[Block] = [f"{found.model} on {found.num_ranks} ranks ({levels}), against one device"]
+    lines: list[Block] = [f"{found.model} {where}, against one device"]
     lines.append(f"  batch {workload.batch}{passes}, float32" + (", recomputed" if workload.recompute else ""))
     if found.changes:
-        lines.append("  scaled down to fit this machine, every layer at its planned strategy:")
-        lines.append(changes_table(found.changes))
+        stages = "every layer" if schedule.num_stages == 1 else "every stage and layer"
+        lines.append(f"  scaled down to fit this machine, {stages} at its planned strategy:")
+        changes = tuple((c.what, c.before, "->", c.after) for c in found.changes)
+        lines.append(Table(_CHANGES, changes, indent="    "))
     lines += [f"  {note}" for note in found.notes]
     if found.uncounted:
         lines.append(f"  bytes were not counted: {found.uncounted}")
@@ -54,76 +48,85 @@ def _heading(found: Verification) -> Section:
 _CHANGES: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(right=True), Column(), Column(right=True))
 
 
-def changes_table(changes: Sequence[Change]) -> Table:
-    """What was scaled down: from the plan's value to the one that ran."""
-    return Table(_CHANGES, tuple((c.what, c.before, "->", c.after) for c in changes), indent="    ")
-
-
 # ---- Layers ------------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
-class Group:
-    """Equal layers of a repeated block with equal strategies; or one layer."""
+class _Row:
+    """Equal layers of a repeated block with equal strategies, or one layer; in stages ``first`` to ``last``."""
 
+    first: int
+    last: int
     name: str
-    members: list[LayerCheck]
+    members: Sequence[LayerCheck]
     tolerance: Tolerance
 
     @property
-    def label(self) -> str:
-        """The name, and how many they are."""
-        return repeated(self.name, len(self.members))
-
-    def gradient_error(self) -> str:
-        """The worst one."""
-        return error_text(worst([check for member in self.members for check in member.gradients]))
-
-    def parameter_error(self) -> str:
-        """The worst one."""
-        return error_text(worst([check for member in self.members for check in member.parameters]))
+    def stages(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
 
     def phase(self, name: str) -> str:
         """The bytes of a phase, of all members."""
-        return bytes_text(together([member.phases[name] for member in self.members]), self.tolerance)
+        return _bytes_text(together([member.phases[name] for member in self.members]), self.tolerance)
 
 
-def _columns(found: Verification) -> tuple[Column[Group], ...]:
-    def to_price(group: Group) -> str:
-        return deviation_text(together([member.total for member in group.members]), found.tolerance)
+def _columns(found: Verification) -> tuple[Column[_Row], ...]:
+    def to_price(row: _Row) -> str:
+        return _deviation_text(together([member.total for member in row.members]), found.tolerance)
 
-    def mark(group: Group) -> str:
-        return "<- off" if any(member.faults(found.tolerance) for member in group.members) else ""
+    def mark(row: _Row) -> str:
+        return "<- off" if found.is_off(row.members) else ""
 
+    stage: Column[_Row] = Column("stage", lambda row: row.stages, right=True)
     return (
-        Column("layer", lambda group: group.label),
-        Column("(p0,p1,p2)", lambda group: str(group.members[0].strategy), rank=1, name="strategy"),
-        *(Column(phase, methodcaller("phase", phase), right=True, rank=2) for phase in PHASES),
+        *([stage] if len(found.stages) > 1 else []),
+        Column("layer", lambda row: repeated(row.name, len(row.members))),
+        Column("(p0,p1,p2)", lambda row: str(row.members[0].strategy), rank=1, name="strategy"),
+        *(Column(phase, methodcaller("phase", phase), right=True, rank=2) for phase in _phases(found)),
         Column("to price", to_price, right=True),
-        Column("gradients", lambda group: group.gradient_error(), right=True),
-        Column("parameters", lambda group: group.parameter_error(), right=True),
+        Column("gradients", lambda row: _error_text(found.gradients_of(row.members)), right=True),
+        Column("parameters", lambda row: _error_text(found.parameters_of(row.members)), right=True),
         Column("", mark),
     )
 
 
+def _phases(found: Verification) -> Sequence[str]:
+    return [phase for phase in PHASES if phase in found.layers[0].phases]
+
+
 def _layers(found: Verification) -> Section:
     what = "sent" if not found.uncounted else "predicted, not counted"
-    heading = (
-        f"Per layer: bytes {what} by all ranks (of one micro-batch; gradients once per step), and the worst errors relative to "
-        "one device"
-    )
-    return [heading, Table.of(_columns(found), grouped(found.layers, found.tolerance)), legend()]
+    where = "by all ranks" if len(found.stages) == 1 else "inside the stage by its ranks"
+    of = "half a micro-batch" if slots_per_micro_batch(found.schedule) > 1 else "one micro-batch"
+    once = "; gradients once per step" if "gradient" in _phases(found) else ""
+    heading = f"Per layer: bytes {what} {where} (of {of}{once}), and the worst errors relative to one device"
+    return [heading, Table.of(_columns(found), _rows(found)), legend()]
 
 
-def grouped(layers: Sequence[LayerCheck], tolerance: Tolerance) -> list[Group]:
-    """Repetitions with equal strategies as one, in the order of their first."""
-    groups: dict[object, Group] = {}
-    for layer in layers:
-        groups.setdefault((place(layer), layer.strategy), Group(place(layer), [], tolerance)).members.append(layer)
-    return list(groups.values())
+def _rows(found: Verification) -> list[_Row]:
+    """Neighbouring stages with as many layers of each kind, at equal strategies, as one."""
+    runs: list[tuple[list[int], dict[object, list[LayerCheck]]]] = []
+    shape: object = None
+    for number, stage in enumerate(found.stages):
+        groups: dict[object, list[LayerCheck]] = {}
+        for layer in stage.layers:
+            groups.setdefault((place(layer), layer.strategy), []).append(layer)
+        before, shape = shape, [(key, len(members)) for key, members in groups.items()]
+        if shape == before:
+            numbers, known = runs[-1]
+            numbers.append(number)
+            for key, members in groups.items():
+                known[key] += members
+        else:
+            runs.append(([number], groups))
+    return [
+        _Row(numbers[0], numbers[-1], place(members[0]), members, found.tolerance)
+        for numbers, groups in runs
+        for members in groups.values()
+    ]
 
 
-def bytes_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
+def _bytes_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
     """What was sent, or where nobody counted what should be; nothing where barriers alone were."""
     value = phase.predicted_bytes if phase.sent_bytes is None else phase.sent_bytes
     if not phase.predicted_bytes and value <= tolerance.noise_bytes * phase.num_readings:
@@ -131,77 +134,88 @@ def bytes_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
     return format_bytes(value)
 
 
-def deviation_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
+def _deviation_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
     """With ~ where so few bytes are sent that barriers blur them."""
     if phase.deviation is None:
         return ""
     return ("" if tolerance.resolves(phase) else "~ ") + f"{phase.deviation:+.1%}"
 
 
-def error_text(check: ValueCheck | None) -> str:
-    """As it stands in tables."""
+def _error_text(checks: Sequence[ValueCheck]) -> str:
+    """The worst one."""
+    check = worst(checks)
     return "" if check is None else f"{check.error:.1e}"
 
 
 # ---- Totals ------------------------------------------------------------------------------------------------------------------
 
 #: Of what; the worst error; whose it is.
-ERRORS: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(right=True), Column(wraps=True))
+_ERRORS: tuple[Column[tuple[str, ...]], ...] = (Column(), Column(right=True), Column(wraps=True))
 
 
 def _errors(found: Verification) -> Section:
-    rows = (
-        losses_row(found.losses, found.loss_errors),
-        ("gradients", *worst_text(found.gradients)),
-        (f"parameters after {NUM_STEPS} {found.workload.optimizer} steps", *worst_text(found.parameters)),
-    )
-    return [f"Largest errors relative to one device (allowed: {found.tolerance.values:g})", Table(ERRORS, rows)]
+    stale = "" if found.schedule.is_synchronous else ", those of stale weights"
+    losses = ", ".join(f"{value:.6g}" for _, value in found.losses)
+    rows = [(f"loss of {len(found.losses)} steps", f"{max(found.loss_errors):.1e}", losses)]
+    for what, checks in (
+        (f"gradients of step {found.gradient_step}{stale}", found.gradients),
+        (f"parameters after {len(found.losses)} {found.workload.optimizer} steps", found.parameters),
+    ):
+        check = worst(checks)
+        whose = "none" if check is None else f"{len(checks)} tensors; {check.name} on rank {check.rank}"
+        rows.append((what, _error_text(checks), whose))
+    heading = f"Largest errors relative to {_as_what(found)} (allowed: {found.tolerance.values:g})"
+    return [heading, Table(_ERRORS, tuple(rows))]
+
+
+_TRAFFIC: tuple[Column[tuple[str, ...]], ...] = (
+    Column(),
+    Column("predicted", right=True),
+    Column("sent", right=True),
+    Column(right=True),
+)
 
 
 def _traffic(found: Verification) -> Section:
-    step, largest = found.step, _largest_deviation(found)
-    text = f"  predicted {format_bytes(step.predicted_bytes)}"
-    if step.sent_bytes is not None:
-        text += f", sent {format_bytes(step.sent_bytes)}" + (
-            f" ({deviation_text(step, found.tolerance)})" if step.predicted_bytes else ""
-        )
-    lines = ["A training step, all ranks together" + allowed_text(found.tolerance, found.uncounted), text]
+    num_steps, several = found.schedule.num_updates, len(found.stages) > 1
+    rows: list[tuple[str, ...]] = [
+        ("inside stages" if several else "inside layers", *_predicted([s.inside_bytes for s in found.stages])),
+        ("sums of gradients", *_predicted([s.gradient_bytes for s in found.stages])),
+    ]
+    for name, phase in ((("between stages", found.between),) if several else ()) + (("in all", found.step),):
+        sent = "" if phase.sent_bytes is None else format_bytes(phase.sent_bytes)
+        rows.append((name, format_bytes(phase.predicted_bytes), sent, _deviation_text(phase, found.tolerance)))
+    allowed = f"{found.tolerance.relative_bytes:.0%}, and {format_bytes(found.tolerance.noise_bytes)} of barriers"
+    lines: list[Block] = [
+        ("A training step" if num_steps == 1 else f"{num_steps} training steps")
+        + ", all ranks together"
+        + ("" if found.uncounted else f" (allowed: {allowed})"),
+        Table(_TRAFFIC, tuple(rows)),
+    ]
+    largest = _largest_deviation(found)
     if largest is not None:
-        lines.append(
-            f"  the layer that is farthest from its price: {largest.name} ({deviation_text(largest.total, found.tolerance)})"
-        )
+        deviation = _deviation_text(largest.total, found.tolerance)
+        lines.append(f"  the layer that is farthest from its price: {largest.name} ({deviation})")
     return lines
 
 
-def losses_row(losses: Sequence[tuple[float, float]], errors: Sequence[float]) -> tuple[str, str, str]:
-    """The losses of the ranks, and the worst error of one."""
-    return f"loss of {NUM_STEPS} steps", f"{max(errors):.1e}", ", ".join(f"{value:.6g}" for _, value in losses)
-
-
-def allowed_text(tolerance: Tolerance, uncounted: str) -> str:
-    """How far bytes may be off, where they were counted."""
-    if uncounted:
-        return ""
-    return f" (allowed: {tolerance.relative_bytes:.0%}, and {format_bytes(tolerance.noise_bytes)} of barriers)"
-
-
-def worst_text(checks: Sequence[ValueCheck]) -> tuple[str, str]:
-    """The largest error, and whose it is."""
-    found = worst(checks)
-    if found is None:
-        return "", "none"
-    return f"{found.error:.1e}", f"{len(checks)} tensors; {found.name} on rank {found.rank}"
+def _predicted(parts: Sequence[float]) -> tuple[str, str, str]:
+    return format_bytes(sum(parts)), "", ""
 
 
 def _largest_deviation(found: Verification) -> LayerCheck | None:
     resolves = found.tolerance.resolves
-    counted = [x for x in found.layers if x.total.sent_bytes is not None and resolves(x.total)]
-    return max(counted, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
+    resolved = [x for x in found.layers if x.total.sent_bytes is not None and resolves(x.total)]
+    return max(resolved, key=lambda layer: abs(layer.total.deviation or 0.0), default=None)
 
 
-def verdict_section(faults: Sequence[str], as_what: str, uncounted: str, seconds: float) -> Section:
-    """Right, or what is off."""
-    if faults:
-        return [f"Off in {counted(len(faults), 'place')} ({seconds:.0f} s)", *(f"  {fault}" for fault in faults)]
-    promised = "takes the steps that it promised" if uncounted else "sends what it promised"
-    return [f"Right: the plan computes what {as_what} computes, and {promised} ({seconds:.0f} s)"]
+def _verdict(found: Verification) -> Section:
+    took = f"({found.seconds:.0f} s)"
+    if found.faults:
+        return [f"Off in {counted(len(found.faults), 'place')} {took}", *(f"  {fault}" for fault in found.faults)]
+    promised = "takes the steps that it promised" if found.uncounted else "sends what it promised"
+    return [f"Right: the plan computes what {_as_what(found)} computes, and {promised} {took}"]
+
+
+def _as_what(found: Verification) -> str:
+    return "one device" if found.schedule.is_synchronous else "one device with the same delays"

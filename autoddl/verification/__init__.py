@@ -1,11 +1,10 @@
 """Running a plan on local ranks against one device and against its price.
 
 - `verify(plan, num_ranks)` -> `Verification`: loss, gradients, parameters after three optimizer steps, bytes per layer.
-- `pipelines.verify_pipeline` -> `PipelineVerification`: the same for a plan with a pipeline; `pipeline_result`, `pipeline_job`;
-  `fitting`: it on fewer ranks, and smaller.
-- `scaling`: the plan's model made small enough for the machine, with the strategies kept.
-- `prediction`: the steps that are priced; `result`: the verdict; `documents`: its JSON (its text: :mod:`autoddl.text`).
-- `rank_job`: what the ranks do, the only part that needs OneFlow, and only there; `comparing`: what they found.
+- `fitting`: the plan on the ranks and the machine at hand; `scaling`: its model made smaller, with the strategies kept.
+- `prediction`: the steps that are priced; `comparing`: what ranks found beside them; `result`: the verdict; `documents`: its JSON
+  (its text: :mod:`autoddl.text`).
+- `rank_job`: what the ranks do, and `running`: what carries out a plan there; the only parts that need OneFlow, and only there.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Making a plan with a pipeline small enough for the ranks and the machine at hand, with what its stages decide kept.
+"""Making a plan small enough for the ranks and the machine at hand, with what its stages decide kept.
 
 1. *Ranks.*  Where there are fewer ranks than the plan has devices, stages in the middle are left out with their blocks, as few as
    it takes: the first and the last one stay, with all layers that are in no block.  No stage changes its strategies, its
-   recomputation or its width.
+   recomputation or its width.  A plan without a pipeline has one stage, which needs all of its ranks.
 2. *The schedule* is generated anew for the workers that are left; where time is short, of fewer micro-batches too, the fewest that
-   divide the plan's number and are twice as many as workers.
-3. *Sizes* shrink as without a pipeline (`scaling`).
+   divide the plan's number and are twice as many as workers (of one stage: two).
+3. *Sizes* shrink (`scaling`).
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import counted
+from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
 from ..planfile import Plan
-from ..staging import make_schedule, stage_plans
+from ..staging import make_schedule, scheduling, stage_plans
 from ..zoo.builtin import BuiltIn
-from .prediction import in_float32
 from .scaling import Change, Limits, Scaled, Staging, scale, without_stages
 from .task import NUM_STEPS
 
-__all__ = ["FittedPipeline", "chosen_workers", "fit_pipeline"]
+__all__ = ["FittedPlan", "chosen_workers", "fit_plan", "in_float32"]
 
 
 @dataclass(frozen=True)
-class FittedPipeline:
+class FittedPlan:
     """What is run in a plan's place.
 
     Attributes:
         scaled: the model, its strategies and its workload, of one update.
-        stages, schedule: of a single update where the schedule is synchronous, else of `NUM_STEPS`.
+        stages, schedule: of a single update where the schedule is synchronous, else of `NUM_STEPS` at least.
+        is_applied: whether the plan has no pipeline, so that `autoddl.apply` runs it.
     """
 
     scaled: Scaled
     stages: tuple[StagePlan, ...]
     schedule: Schedule
+    is_applied: bool
 
 
 @dataclass(frozen=True)
@@ -56,28 +58,30 @@ class _Workers:
     recomputing: tuple[bool, ...]
 
     def schedule(self, num_micro_batches: int) -> Schedule:
+        """Of one update where it is synchronous, else of `NUM_STEPS` or, where one iteration has more, of these."""
         of = replace(self.of, num_micro_batches=num_micro_batches)
+        once = make_schedule(of, self.widths, self.recomputing, 1)
+        if once.is_synchronous or once.num_updates >= NUM_STEPS:
+            return once
         return make_schedule(of, self.widths, self.recomputing, NUM_STEPS)
 
 
-def fit_pipeline(plan: Plan, num_ranks: int, limits: Limits, built_in: BuiltIn | None) -> FittedPipeline:
-    """The plan's pipeline on so many ranks, within the limits.
+def fit_plan(plan: Plan, num_ranks: int, limits: Limits, built_in: BuiltIn | None) -> FittedPlan:
+    """The plan on so many ranks, within the limits.
 
     Raises:
         UserError: it cannot be brought to so many ranks, or is too large.
     """
-    assert plan.pipeline is not None
     stages, workers = stage_plans(plan), _workers(plan, num_ranks, built_in)
     num_micro_batches = workers.of.num_micro_batches
     schedule = _fitting(workers, (num_micro_batches, *_multiples(num_micro_batches, len(workers.widths))))
     if schedule is None:
-        raise _not_on(
-            plan, num_ranks, f"{plan.pipeline.schedule.name} has no schedule of {len(workers.widths)} workers"
-        )
+        raise _not_on(plan, num_ranks, f"{workers.of.name} has no schedule of {len(workers.widths)} workers")
     few = _fitting(workers, _multiples(num_micro_batches, len(workers.widths))) or schedule
     graph, strategies, built_in, stage_of = _left(plan, stages, workers, num_ranks, built_in)
     size = plan.workload.micro_batch
-    workload = replace(in_float32(plan.workload), batch=size * schedule.update_period, recompute=False)
+    recompute = all(stage.recompute for stage in stages)
+    workload = replace(in_float32(plan.workload), batch=size * schedule.update_period, recompute=recompute)
     staging = Staging(
         stage_of,
         _entries(stages, workers.kept),
@@ -97,9 +101,17 @@ def fit_pipeline(plan: Plan, num_ranks: int, limits: Limits, built_in: BuiltIn |
     if schedule.update_period != plan.workload.num_micro_batches:
         before, after = plan.workload.num_micro_batches, schedule.update_period
         changes.append(Change("micro-batches", str(before), str(after)))
-    return FittedPipeline(
-        replace(scaled, changes=tuple(changes)), _stages(scaled, [stages[number] for number in workers.kept]), schedule
+    return FittedPlan(
+        replace(scaled, changes=tuple(changes)),
+        _stages(scaled, [stages[number] for number in workers.kept]),
+        schedule,
+        is_applied=plan.pipeline is None,
     )
+
+
+def in_float32(workload: Workload) -> Workload:
+    """The workload that runs on CPU ranks."""
+    return replace(workload, precision="float32")
 
 
 # ---- Ranks -----------------------------------------------------------------------------------------------------------------
@@ -107,15 +119,14 @@ def fit_pipeline(plan: Plan, num_ranks: int, limits: Limits, built_in: BuiltIn |
 
 def _workers(plan: Plan, num_ranks: int, built_in: BuiltIn | None) -> _Workers:
     """The plan's own, or as many of them as there are ranks for."""
-    assert plan.pipeline is not None
-    configuration, widths = plan.pipeline.configuration, plan.pipeline.schedule.widths
-    of = configuration.schedule
-    recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
+    of, widths, recomputing = scheduling(plan)
     if sum(widths) == num_ranks:
         return _Workers(tuple(range(of.num_stages)), of, widths, recomputing)
-    if not 0 < num_ranks <= sum(widths):
+    if len(widths) == 1 or not 0 < num_ranks <= sum(widths):
+        nodes, per_node = plan.cluster.num_nodes, plan.cluster.devices_per_node
         raise UserError(
-            f"the plan's pipeline has {counted(sum(widths), 'device')}, --ranks is {num_ranks}; give --ranks {sum(widths)}"
+            f"the plan is for {counted(sum(widths), 'device')} ({counted(nodes, 'node')} of {per_node}), --ranks is {num_ranks}; "
+            f"give --ranks {sum(widths)}, or plan for fewer devices (--nodes, --devices-per-node)"
         )
     chosen = chosen_workers(widths, num_ranks)
     if chosen is None:
@@ -170,8 +181,7 @@ def _left(
 
 
 def _not_on(plan: Plan, num_ranks: int, why: str) -> UserError:
-    assert plan.pipeline is not None
-    widths = plan.pipeline.schedule.widths
+    widths = scheduling(plan)[1]
     each = f"{len(widths)} workers of {', '.join(map(str, sorted(set(widths))))}"
     reason = f" ({why})" if why else ""
     return UserError(
@@ -184,7 +194,9 @@ def _not_on(plan: Plan, num_ranks: int, why: str) -> UserError:
 
 
 def _multiples(num_micro_batches: int, num_workers: int) -> tuple[int, ...]:
-    """Divisors of the number of micro-batches from twice the number of workers on, the least first."""
+    """Divisors of the number of micro-batches from twice the number of workers on, the least first; one worker takes any number."""
+    if num_workers == 1:
+        return (min(2, num_micro_batches),)
     divisors = (n for n in range(2 * num_workers, num_micro_batches + 1) if num_micro_batches % n == 0)
     return tuple(divisors)
 

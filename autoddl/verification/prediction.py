@@ -1,7 +1,9 @@
 """What the cost model says that a plan sends, phase by phase.
 
-    forward, backward   of one micro-batch, with the redistributions of the layer's inputs
-    gradient            once per training step
+    forward, backward   of one slot (a micro-batch, or half of one where the schedule works on halves), with the redistributions
+                        of the layer's inputs
+    gradient            once per update; of an applied module, which sums the gradients of each layer by themselves.  A stage of a
+                        pipeline sums those of all its layers as one vector, which is a part of a run alone
 
 Ranks run in float32 (CPU ranks have no half precision that communicates), so bytes are those of a plan in float32, whatever
 precision it was made for.
@@ -9,10 +11,10 @@ precision it was made for.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 
-from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
 from autoddl.costmodel.distribution import Axis, Distribution
@@ -23,16 +25,20 @@ from autoddl.costmodel.redistribution import steps as steps_of
 from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
+from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, gradient_sums, layer_steps, passes, stage_traffic
+
+from .fitting import FittedPlan
 
 __all__ = [
     "ELEMENTWISE_LOSSES",
     "PHASES",
+    "Prediction",
+    "RankSteps",
     "Steps",
-    "in_float32",
     "missing_steps",
     "output_steps",
-    "predicted_steps",
-    "sent_messages",
+    "predict",
     "unpriced_steps",
 ]
 
@@ -43,23 +49,91 @@ ELEMENTWISE_LOSSES = frozenset({"mse_loss", "l1_loss"})
 _ITEMSIZE = 4
 
 
-def in_float32(workload: Workload) -> Workload:
-    """The workload that runs on CPU ranks."""
-    return replace(workload, precision="float32")
+@dataclass(frozen=True)
+class RankSteps:
+    """The steps that each of some ranks takes part in, with a price and without."""
+
+    priced: Steps = ()
+    unpriced: Steps = ()
+
+    def __add__(self, other: RankSteps) -> RankSteps:
+        return RankSteps(self.priced + other.priced, self.unpriced + other.unpriced)
+
+    def __mul__(self, times: int) -> RankSteps:
+        return RankSteps(self.priced * times, self.unpriced * times)
 
 
-def predicted_steps(
-    graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload, cluster: Cluster
-) -> dict[tuple[str, str], Steps]:
-    """For each (layer, phase) the steps that every rank takes part in."""
-    # Only steps are asked for: how fast the device would be is of no matter, but that it is described for the precision.
-    device = replace(cluster.device, peak_flops={"float32": 1e12, **cluster.device.peak_flops})
-    assessment = assess(graph, replace(cluster, device=device), in_float32(workload), strategies)
+@dataclass(frozen=True)
+class Prediction:
+    """What a plan sends.
+
+    Attributes:
+        sections: per layer and phase, by each rank of the layer's stage; no phase ``gradient`` in pipelines.
+        inside, gradients: bytes of a run of the schedule per stage, on all its ranks: while it computes, and in sums.
+        between: bytes of a run per boundary between stages, in both directions.
+        workers: of a run, by each rank of each worker.
+        apart: what goes from rank to rank besides these steps, in a run.
+    """
+
+    sections: Mapping[tuple[str, str], RankSteps]
+    inside: tuple[float, ...]
+    gradients: tuple[float, ...]
+    between: tuple[float, ...]
+    workers: tuple[RankSteps, ...]
+    apart: Sent
+
+
+def predict(fitted: FittedPlan, cluster: Cluster) -> Prediction:
+    """What ranks send that run a plan.
+
+    Args:
+        cluster: any: only steps are asked for, which do not depend on how fast they are.
+    """
+    graph, stages, schedule, workload = fitted.scaled.graph, fitted.stages, fitted.schedule, fitted.scaled.workload
+    sections = _sections(fitted, cluster)
+    between = stage_traffic(schedule, graph, stages, workload.micro_batch, cluster).between
+    inside, gradients = [0.0] * len(stages), [0.0] * len(stages)
+    workers = [RankSteps()] * schedule.num_workers
+    apart = sum(between, Sent())
+    for worker in range(schedule.num_workers):
+        for _, number in schedule.stages_on(worker):
+            stage = stages[number]
+            computing, summing, between_ranks = RankSteps(), RankSteps(), Sent()
+            # Forward and backward, as often as the schedule has them here.
+            slots = slots_per_micro_batch(schedule)
+            counts = [round(slots * count) for count in passes(schedule, number, worker)]
+            for layer in stage.layers(graph):
+                for phase, count in zip(PHASES, counts):
+                    computing += sections[layer.name, phase] * count
+            # Sums of gradients, layer by layer or all as one.
+            if fitted.is_applied:
+                for layer in stage.layers(graph):
+                    summing += sections[layer.name, "gradient"]
+                outputs = output_steps(graph, fitted.scaled.strategies, workload)
+                computing += RankSteps(unpriced=outputs) * workload.num_micro_batches
+            else:
+                steps, between_ranks = gradient_sums(graph, stages, number, schedule.num_pipelines)
+                summing = RankSteps(_moving(steps)) * schedule.num_updates
+            workers[worker] += computing + summing
+            inside[number] += _sent_bytes(computing, stage.num_ranks)
+            gradients[number] += _sent_bytes(summing, stage.num_ranks) + between_ranks.num_bytes * schedule.num_updates
+            apart += between_ranks * schedule.num_updates
+    between_bytes = tuple(sent.num_bytes for sent in between)
+    return Prediction(sections, tuple(inside), tuple(gradients), between_bytes, tuple(workers), apart)
+
+
+def _sections(fitted: FittedPlan, cluster: Cluster) -> dict[tuple[str, str], RankSteps]:
+    graph, schedule, strategies = fitted.scaled.graph, fitted.schedule, fitted.scaled.strategies
+    priced = layer_steps(schedule, graph, fitted.stages, fitted.scaled.workload.micro_batch, cluster)
     return {
-        (found.layer.name, phase): _moving(steps)
-        for found in assessment.layers
-        for phase, steps in zip(PHASES, (found.forward_steps, found.backward_steps, found.work.gradient))
+        (name, phase): RankSteps(_moving(steps), unpriced_steps(graph[name], strategies[name], phase))
+        for (name, phase), steps in priced.items()
+        if phase != "gradient" or fitted.is_applied
     }
+
+
+def _sent_bytes(steps: RankSteps, num_ranks: int) -> float:
+    return num_ranks * sum(step.mean_sent_bytes for step in steps.priced)
 
 
 def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
@@ -87,21 +161,16 @@ def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], workload
     )
 
 
-def sent_messages(step: Step) -> float:
-    """The messages that a rank sends in a step, on average.
-
-    A sum of fewer elements than ranks has fewer pieces to pass around: each makes one hop less than there are ranks, twice.
-    """
-    pieces = (
-        min(step.axis.size, step.nbytes / _ITEMSIZE) if step.collective is Collective.ALL_REDUCE else step.axis.size
-    )
-    return step.mean_messages * pieces / step.axis.size
-
-
 def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[Step], list[Step]]:
     """(expected steps that did not run, steps that ran unexpectedly); steps are equal up to the padding of all-reduces."""
-    left, missing = list(_moving(ran)), []
+    counts, unmatched = Counter(_moving(ran)), []
     for step in expected:
+        if counts[step]:
+            counts[step] -= 1
+        else:
+            unmatched.append(step)
+    left, missing = list(counts.elements()), []
+    for step in unmatched:
         found = next((other for other in left if _alike(step, other)), None)
         if found is None:
             missing.append(step)

@@ -4,6 +4,10 @@
 parameters go to a file.  `run_plan` runs on all ranks at the plan's layouts and compares with that file, every rank what it
 gathers itself: copies that differ are found on the rank that has them.  `count_again` counts bytes once more.
 
+One device has the schedule's delays: where that is asynchronous, the parameters of a stage with delay d take part in step t as
+they were d updates before, and the gradients update the newest values.  That is all of an asynchronous schedule's semantics, since
+the micro-batches of one update share their versions; how weights are stashed and in which order stages compute is not compared.
+
 Dropout draws at random, so its probability is set to 0 on both sides.  Adam's epsilon is not the usual 1e-8 but a tenth of the
 gradients' root mean square: else entries that are zero but for rounding (a key's bias) make steps of full length, with the sign of
 the rounding.
@@ -13,70 +17,49 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from autoddl.costmodel.collectives import Step
-from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases, initialize
+from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 from autoddl.pipelines.runtime.rank import report
 from autoddl.pipelines.runtime.samples import like
 from autoddl.pipelines.runtime.wire import Meter
 
 from ..zoo.builtin import BuiltIn, Perceptron, Pictures
 from ..zoo.transformers import Transformer
-from .prediction import ELEMENTWISE_LOSSES
-from .task import NUM_STEPS, Counted, Reference, Section, Shard, Task
+from .running import Arrays, PlanRun, loss_of, make_optimizer, start_run
+from .task import Counted, Reference, Section, Shard, Task, gradient_step, num_steps
 
-__all__ = [
-    "build_module",
-    "count_again",
-    "load_reference",
-    "make_batch",
-    "make_model",
-    "make_optimizer",
-    "relative_errors",
-    "run_plan",
-    "run_reference",
-    "step_data",
-    "under",
-]
+__all__ = ["build_module", "count_again", "make_batch", "relative_errors", "run_plan", "run_reference"]
 
 flow: Any = load_oneflow()
-
-Arrays = dict[str, np.ndarray]
-Delays = Callable[[Any], Mapping[str, int]]
 
 
 # ---- Jobs --------------------------------------------------------------------------------------------------------------------
 
 
-def run_reference(task: Task, delays_of: Delays | None = None, gradient_step: int = 0) -> Reference | None:
-    """One device, on the first rank; the others return at once.
-
-    Args:
-        delays_of: by how many updates the values that a step computes with lag behind, by the parameter's name: step t takes those
-            that t less the delay updates have made (the initial ones at first), its gradients update the newest ones.
-        gradient_step: the step whose gradients are kept.
-    """
+def run_reference(task: Task) -> Reference | None:
+    """One device, on the first rank; the others return at once."""
     if flow.env.get_rank():
         return None
     module, examples = make_model(task)
-    history = _History(module, delays_of(module) if delays_of else {})
+    history = _History(module, _delays(task, module))
     values: Arrays = {f"initial/{name}": _copied(tensor) for name, tensor in module.state_dict().items()}
     optimizer, losses = None, []
-    for step in range(NUM_STEPS):
+    for step in range(num_steps(task.schedule)):
         data = step_data(task, examples, step)
         history.go_back(step)
-        loss = _loss(module(*map(flow.tensor, data)))
+        loss = loss_of(module(*map(flow.tensor, data)))
         loss.backward()
         history.go_on()
         gradients = {name: _copied(p.grad) for name, p in module.named_parameters() if p.grad is not None}
-        if step == gradient_step:
+        if step == gradient_step(task.schedule):
             values.update({f"gradient/{name}": value for name, value in gradients.items()})
         if optimizer is None:
             values["epsilon"] = np.array(_epsilon(gradients))
@@ -87,7 +70,16 @@ def run_reference(task: Task, delays_of: Delays | None = None, gradient_step: in
         losses.append(float(loss.numpy()))
     values.update({f"final/{name}": _copied(tensor) for name, tensor in module.named_parameters()})
     np.savez(_file(task), **values)
-    return Reference(tuple(losses))
+    return Reference(tuple(losses), tuple(_under("gradient", values)), tuple(_under("final", values)))
+
+
+def _delays(task: Task, module: Any) -> dict[str, int]:
+    """By how many updates the values that a step computes with lag behind, by the parameter's name: step t takes those that t less
+    the delay updates have made (the initial ones at first)."""
+    if not any(task.schedule.delays):
+        return {}
+    holders = PlannedModel(module, task.graph, task.stages).holders()
+    return {name: task.schedule.delays[stages[0]] for name, stages in holders.items()}
 
 
 class _History:
@@ -115,56 +107,64 @@ class _History:
 
 
 def run_plan(task: Task) -> Shard:
-    """The plan, on all ranks."""
-    applied, examples, values = _applied(task)
+    """The plan, on all ranks; the bytes of the first run are counted."""
+    values, run = _started(task)
     meter = Meter() if task.counts_bytes else None
     report("tracing steps" if meter is None else "counting bytes, layer by layer")
-    sections = _sections(task, applied, examples, meter)
-    optimizer = make_optimizer(task, applied.parameters(), float(values["epsilon"]))
-    losses: list[float] = []
+    sections = _sections(run, meter)
+    total, losses = num_steps(task.schedule), list[float]()
     gradient_errors: dict[str, float] = {}
-    step_steps: tuple[Step, ...] = ()
-    step_bytes = None
-    for step in range(NUM_STEPS):
-        report(f"step {step + 1} of {NUM_STEPS}")
-        run = functools.partial(_train_step, applied, task, step_data(task, examples, step))
-        if step == 0:
-            with applied.stepper.logging() as log:
-                loss, traffic = (run(), None) if meter is None else meter(run)
-            step_steps, step_bytes = tuple(log), traffic.payload_bytes if traffic else None
-            gradient_errors = relative_errors(applied.logical_gradients(), under("gradient", values))
+    run_steps: tuple[Step, ...] = ()
+    run_bytes, boundary_bytes = None, 0
+    while len(losses) < total:
+        report(f"step {len(losses) + 1} of {total}")
+        if losses:
+            run.run()
         else:
-            loss = run()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        losses.append(loss)
-    finals = {name: tensor.numpy() for name, tensor in applied.state_dict().items()}
-    parameter_errors = relative_errors(finals, under("final", values))
-    return Shard(tuple(losses), gradient_errors, parameter_errors, sections, step_steps, step_bytes)
+            with run.logging() as log:
+                if meter is None:
+                    run.run()
+                else:
+                    run_bytes = meter(run.run)[1].payload_bytes
+            run_steps, boundary_bytes = tuple(log), run.boundary_bytes
+        for update, loss in enumerate(run.losses()):
+            if len(losses) == gradient_step(task.schedule):
+                gradient_errors = _errors(run.gradients(update), _under("gradient", values))
+            losses.append(loss)
+    parameter_errors = _errors(run.parameters(), _under("final", values))
+    return Shard(tuple(losses), gradient_errors, parameter_errors, sections, run_steps, boundary_bytes, run_bytes)
 
 
 def count_again(task: Task) -> Counted:
     """Bytes alone, once more, on all ranks."""
-    applied, examples, _ = _applied(task)
+    _, run = _started(task)
     meter = Meter()
-    sections = _sections(task, applied, examples, meter)
-    _, traffic = meter(functools.partial(_train_step, applied, task, step_data(task, examples, 0)))
-    _forget_gradients(applied)
+    sections = _sections(run, meter)
+    _, traffic = meter(run.run)
     return Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes)
 
 
-def _applied(task: Task) -> tuple[Any, tuple[np.ndarray, ...], Arrays]:
-    """The applied module at one device's initial values, example inputs, and what one device found."""
-    values = load_reference(task)
-    module, examples = make_model(task)
-    module.load_state_dict({name: flow.tensor(value) for name, value in under("initial", values).items()})
-    return AppliedModule(module, task.graph, task.strategies, task.workload), examples, values
-
-
-def load_reference(task: Task) -> Arrays:
-    """What one device found, and its initial values."""
+def _started(task: Task) -> tuple[Arrays, PlanRun]:
+    """What one device found, and the plan at its initial values."""
     with np.load(_file(task)) as file:
-        return {name: file[name] for name in file.files}
+        values = {name: file[name] for name in file.files}
+    module, examples = make_model(task)
+    module.load_state_dict({name: flow.tensor(value) for name, value in _under("initial", values).items()})
+    return values, start_run(task, module, functools.partial(step_data, task, examples), float(values["epsilon"]))
+
+
+def _sections(run: PlanRun, meter: Meter | None) -> tuple[Section, ...]:
+    return tuple(
+        Section(s.layer, s.phase, s.steps, None if s.traffic is None else s.traffic.payload_bytes)
+        for s in run.trace(meter)
+    )
+
+
+def _errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Of the tensors that a rank holds; parameters that nothing reaches have a gradient of zero."""
+    zeros = {name: np.zeros_like(value) for name, value in found.items()}
+    errors = relative_errors(found, {**zeros, **expected})
+    return {name: errors[name] for name in found}
 
 
 def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
@@ -184,59 +184,6 @@ def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.n
         error = difference / scale if scale else difference
         errors[name] = error if math.isfinite(error) else math.inf
     return errors
-
-
-# ---- Steps -------------------------------------------------------------------------------------------------------------------
-
-
-def _sections(task: Task, applied: Any, examples: tuple[np.ndarray, ...], meter: Meter | None) -> tuple[Section, ...]:
-    """One micro-batch, phase by phase; without a meter nothing is counted."""
-    part = tuple(array[: task.workload.micro_batch] for array in step_data(task, examples, 0))
-    _, sections = applied.trace(*part, measure=meter)
-    _forget_gradients(applied)
-    return tuple(
-        Section(s.layer, s.phase, s.steps, None if s.traffic is None else s.traffic.payload_bytes) for s in sections
-    )
-
-
-def _forget_gradients(applied: Any) -> None:
-    for parameter in applied.parameters():
-        parameter.grad = None
-
-
-def _train_step(applied: Any, task: Task, data: tuple[np.ndarray, ...]) -> float:
-    if _ends_in_a_loss(task):
-        return applied.train_step(*data)
-    num, width = task.workload.num_micro_batches, task.workload.micro_batch
-    total = 0.0
-    for i in range(num):
-        part = [array[i * width : (i + 1) * width] for array in data]
-        if i < num - 1:
-            with applied.no_sync():
-                loss = _loss(applied(*part)) / num
-        else:
-            loss = _loss(applied(*part)) / num
-        loss.backward()
-        total += float(loss.numpy())
-    return total
-
-
-def _loss(output: Any) -> Any:
-    """The model's own loss; of a model without one the mean square of its output."""
-    return output if output.ndim == 0 else (output * output).mean()
-
-
-def _ends_in_a_loss(task: Task) -> bool:
-    last = task.graph.layers[-1]
-    return last.kind == "loss" or bool(ELEMENTWISE_LOSSES & set(last.epilogue))
-
-
-def make_optimizer(task: Task, parameters: Any, epsilon: float) -> Any:
-    """The workload's."""
-    trained = [p for p in parameters if p.requires_grad]
-    if task.workload.optimizer == "adam":
-        return flow.optim.Adam(trained, lr=1e-3, eps=epsilon)
-    return flow.optim.SGD(trained, lr=0.01, momentum=0.9 if task.workload.optimizer == "momentum" else 0.0)
 
 
 def _epsilon(gradients: Mapping[str, np.ndarray]) -> float:
@@ -302,7 +249,7 @@ def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) ->
     return first, last
 
 
-def under(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
+def _under(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
     """The values of one kind, by their own names."""
     return {name[len(prefix) + 1 :]: value for name, value in values.items() if name.startswith(f"{prefix}/")}
 

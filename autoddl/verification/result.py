@@ -1,9 +1,12 @@
 """What a verification found: numbers beside the numbers that they should be, and the verdict.
 
+Layers send while they compute: that is counted layer by layer, of one slot (a micro-batch, or half of one where the schedule works
+on halves), one stage after the other.  What goes between stages is counted by those that send it, boundaries together; everything
+in a whole run of the schedule, on the wire.
+
 Bytes on the wire are judged to `wire.BYTES_TOLERANCE` and, since barriers are not quite constant, `wire.NOISE_BYTES` per rank and
-reading.  The steps
-that ran are judged exactly: they are recorded by what executes them, the bytes are counted by the network; both have to agree
-with the price.
+reading.  The steps that ran are judged exactly: they are recorded by what executes them, the bytes are counted by the network; both
+have to agree with the price.
 """
 
 from __future__ import annotations
@@ -14,14 +17,17 @@ from functools import cached_property
 from typing import Any
 
 from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import counted
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.wire import BYTES_TOLERANCE
+from autoddl.pipelines.schedule import Schedule
 
 from .scaling import Change
 
 __all__ = [
     "LayerCheck",
     "PhaseCheck",
+    "StageCheck",
     "Tolerance",
     "ValueCheck",
     "Verification",
@@ -117,14 +123,19 @@ class ValueCheck:
     error: float
     rank: int
 
+    def is_off(self, tolerance: Tolerance) -> bool:
+        """Whether it differs, or is no number."""
+        return not self.error <= tolerance.values
+
 
 @dataclass(frozen=True)
 class LayerCheck:
     """One layer.
 
     Attributes:
-        phases: forward and backward of one micro-batch, gradient of one step.
-        gradients, parameters: of its own parameters.
+        phases: forward and backward of one slot, gradient of one step; without the last one in pipelines, whose stages sum the
+            gradients of all their layers as one vector.
+        parameters: the names of its own parameters.
     """
 
     name: str
@@ -133,51 +144,61 @@ class LayerCheck:
     role: str
     strategy: Strategy
     phases: dict[str, PhaseCheck]
-    gradients: tuple[ValueCheck, ...]
-    parameters: tuple[ValueCheck, ...]
+    parameters: tuple[str, ...]
 
     @property
     def total(self) -> PhaseCheck:
         """All phases together."""
         return together(list(self.phases.values()))
 
-    def faults(self, tolerance: Tolerance) -> list[str]:
-        """What is off, in sentences."""
+    def faults(self, where: str, tolerance: Tolerance) -> list[str]:
+        """What is off in what it sends, in sentences."""
         found = []
         for name, phase in self.phases.items():
-            found += phase.faults(f"{self.name}, {name}", tolerance)
-        found += self.total.faults(f"{self.name}, in all", tolerance)
-        for what, checks in (("gradient", self.gradients), ("value after training", self.parameters)):
-            found += [
-                f"{check.name}: the {what} on rank {check.rank} is off by {check.error:.1e}"
-                for check in checks
-                if not check.error <= tolerance.values
-            ]
-        return found
+            found += phase.faults(f"{where}, {name}", tolerance)
+        return found + self.total.faults(f"{where}, in all", tolerance)
+
+
+@dataclass(frozen=True)
+class StageCheck:
+    """One stage: its layers, and the bytes that it is predicted to send in a run, while it computes and in sums of gradients."""
+
+    layers: tuple[LayerCheck, ...]
+    inside_bytes: float
+    gradient_bytes: float
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A plan that ran.
+    """A plan that ran; one without a pipeline is one stage, whose schedule is one micro-batch after the other.
 
     Attributes:
-        model, levels: what the plan is for; (name, size) of each network level.
-        workload, changes: as it ran, and what was scaled down for it.
+        model, levels: what the plan is for; (name, size) of each network level of its cluster.
+        schedule, workload, changes: as they ran, and what was scaled down for it; the workload is of one update.
         tolerance: what counts as equal.
         losses: of each step: one device's, and of all ranks the one that is farthest from it.
-        layers: in order.
-        step: what a whole training step sends.
+        gradient_step: the one whose gradients were compared, counted from 1.
+        stages: in order.
+        gradients, parameters: of all parameters, the worst rank of each.
+        between: what goes between stages in a run.
+        step: all bytes of a run: of a training step, or of `num_updates` of an asynchronous schedule.
         uncounted: why bytes were not counted; "" where they were.
+        notes: for the reader.
         seconds: how long everything took.
     """
 
     model: str
     levels: tuple[tuple[str, int], ...]
+    schedule: Schedule
     workload: Workload
     changes: tuple[Change, ...]
     tolerance: Tolerance
     losses: tuple[tuple[float, float], ...]
-    layers: tuple[LayerCheck, ...]
+    gradient_step: int
+    stages: tuple[StageCheck, ...]
+    gradients: tuple[ValueCheck, ...]
+    parameters: tuple[ValueCheck, ...]
+    between: PhaseCheck
     step: PhaseCheck
     uncounted: str
     notes: tuple[str, ...]
@@ -186,22 +207,32 @@ class Verification:
     @property
     def num_ranks(self) -> int:
         """How many ranks it ran on."""
-        return self.layers[0].strategy.num_devices
+        return sum(self.schedule.widths)
+
+    @property
+    def layers(self) -> tuple[LayerCheck, ...]:
+        """Of all stages."""
+        return tuple(layer for stage in self.stages for layer in stage.layers)
+
+    def gradients_of(self, layers: Sequence[LayerCheck]) -> tuple[ValueCheck, ...]:
+        """Those of some layers' own parameters."""
+        return _of(layers, self.gradients)
+
+    def parameters_of(self, layers: Sequence[LayerCheck]) -> tuple[ValueCheck, ...]:
+        """Some layers' own parameters."""
+        return _of(layers, self.parameters)
+
+    def is_off(self, layers: Sequence[LayerCheck]) -> bool:
+        """Whether anything of some layers is off."""
+        values = (*self.gradients_of(layers), *self.parameters_of(layers))
+        return any(layer.faults("", self.tolerance) for layer in layers) or any(
+            check.is_off(self.tolerance) for check in values
+        )
 
     @property
     def loss_errors(self) -> tuple[float, ...]:
         """Of each step, relative."""
         return tuple(abs(found - expected) / max(abs(expected), 1e-30) for expected, found in self.losses)
-
-    @property
-    def gradients(self) -> tuple[ValueCheck, ...]:
-        """Of all parameters."""
-        return tuple(check for layer in self.layers for check in layer.gradients)
-
-    @property
-    def parameters(self) -> tuple[ValueCheck, ...]:
-        """All of them, after the last step."""
-        return tuple(check for layer in self.layers for check in layer.parameters)
 
     @cached_property
     def faults(self) -> tuple[str, ...]:
@@ -210,14 +241,26 @@ class Verification:
         for step, ((expected, value), error) in enumerate(zip(self.losses, self.loss_errors)):
             if not error <= self.tolerance.values:
                 found.append(f"loss of step {step + 1}: {value:.8g}, should be {expected:.8g} (off by {error:.1e})")
-        for layer in self.layers:
-            found += layer.faults(self.tolerance)
-        found += self.step.faults("a whole step", self.tolerance)
+        of_step, after = f"the gradient of step {self.gradient_step}", f"the value after {len(self.losses)} steps"
+        for what, checks in ((of_step, self.gradients), (after, self.parameters)):
+            found += [
+                f"{check.name}: {what} on rank {check.rank} is off by {check.error:.1e}"
+                for check in checks
+                if check.is_off(self.tolerance)
+            ]
+        for number, stage in enumerate(self.stages):
+            for layer in stage.layers:
+                where = f"stage {number}, {layer.name}" if len(self.stages) > 1 else layer.name
+                found += layer.faults(where, self.tolerance)
+        found += self.between.faults("between stages", self.tolerance)
+        num = self.schedule.num_updates
+        whole = "a whole step" if num == 1 else f"a run of {counted(num, 'step')}"
+        found += self.step.faults(whole, self.tolerance)
         return tuple(found)
 
     @property
     def are_bytes_off(self) -> bool:
-        """Whether anything that was counted is not what was predicted."""
+        """Whether anything that was counted on the wire is not what was predicted."""
         phases = [phase for layer in self.layers for phase in (*layer.phases.values(), layer.total)]
         return not all(map(self.tolerance.allows, (*phases, self.step)))
 
@@ -225,6 +268,11 @@ class Verification:
     def is_right(self) -> bool:
         """Whether nothing is off."""
         return not self.faults
+
+
+def _of(layers: Sequence[LayerCheck], checks: Sequence[ValueCheck]) -> tuple[ValueCheck, ...]:
+    names = {name for layer in layers for name in layer.parameters}
+    return tuple(check for check in checks if check.name in names)
 
 
 def worst(checks: Sequence[ValueCheck]) -> ValueCheck | None:

@@ -1,17 +1,21 @@
-"""Verifying a plan: one device, then the ranks, then the comparison."""
+"""Verifying a plan: one device, then the ranks with the plan's schedule, then the comparison.
+
+Of a synchronous schedule the gradients of the first step are compared. An asynchronous one runs its steps in one go, against one
+device that computes with weights as old as the schedule says; its last step's gradients are compared, which are those of stale
+weights.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
@@ -21,24 +25,13 @@ from ..planfile import Plan
 from ..zoo import is_oneflow_model, resolve_model
 from ..zoo.builtin import BuiltIn, recognise
 from .comparing import compare, with_recount
-from .prediction import in_float32, predicted_steps
+from .fitting import FittedPlan, fit_plan
+from .prediction import predict
 from .result import Verification
-from .scaling import Limits, Scaled, scale
+from .scaling import Limits
 from .task import Task
 
-__all__ = [
-    "NUM_RECOUNTS",
-    "Deadline",
-    "VerifyOptions",
-    "built_in_or_function",
-    "check_ranks",
-    "machine_limits",
-    "notes_of",
-    "started",
-    "task_of",
-    "verify",
-    "why_uncounted",
-]
+__all__ = ["NUM_RECOUNTS", "VerifyOptions", "verify"]
 
 #: How often bytes are counted again before they are called off.
 NUM_RECOUNTS = 4
@@ -84,8 +77,9 @@ def verify(
     """Run a plan on local ranks, and compare it with one device and with its price.
 
     Args:
-        plan: for as many devices.
-        num_ranks: how many ranks to start.
+        plan: with or without a pipeline.
+        num_ranks: how many ranks to start: as many as the plan has devices. Of a plan with a pipeline fewer will do: stages in the
+            middle are left out then (see `fitting`).
         model: what makes the model, such as ``FILE.py:FUNCTION``; needed where it is none that is built in.  Refused where its
             graph is not the plan's.
         options: tolerance, timeout, seed, limits.
@@ -93,81 +87,53 @@ def verify(
         progress: told what is going on.
 
     Raises:
-        UserError: the plan is for another number of ranks or another model, the model cannot be made or is too large, OneFlow is
-            not there.
+        UserError: the plan cannot be brought to so many ranks or is for another model, the model cannot be made or is too large,
+            OneFlow is not there.
         RankError: a rank failed; it is named, and none is left.
     """
     options = options or VerifyOptions()
-    deadline = Deadline(options.timeout_s)
-    check_ranks(plan, num_ranks)
+    deadline = _Deadline(options.timeout_s)
     if not (available := is_available()):
         raise UserError(f"cannot verify: {available.reason}")
-    built_in, function = built_in_or_function(plan, model)
-    limits = options.limits or machine_limits(num_ranks)
-    scaled = scale(plan.graph, plan.strategies, in_float32(plan.workload), limits, built_in)
-    uncounted = why_uncounted(num_ranks)
+    built_in, function = _built_in_or_function(plan, model)
+    fitted = fit_plan(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in)
+    predicted = predict(fitted, plan.cluster)
+    uncounted = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
+    say = progress or (lambda text: None)
+
+    def on_report(rank: int, value: str) -> None:
+        if rank == 0:
+            say(value)
+
     with WorkFolder("verify") as folder:
-        task = task_of(scaled, function, options.seed, str(folder), uncounted)
-        priced = predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
-        finish = functools.partial(
-            compare,
-            plan,
-            scaled,
-            priced,
-            tolerance=options.tolerance,
-            uncounted=uncounted,
-            notes=notes_of(plan, scaled.graph),
-        )
-        say = progress or (lambda text: None)
+        task = _task(fitted, function, options.seed, str(folder), uncounted)
         say(f"starting {num_ranks} ranks")
-        with contextlib.nullcontext(pool) if pool else started(num_ranks, task.counts_bytes, deadline) as ranks:
+        with contextlib.nullcontext(pool) if pool else _started(num_ranks, task.counts_bytes, deadline) as ranks:
             say("running on one device")
             reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.left_s)[0]
-
-            def on_report(rank: int, value: str) -> None:
-                if rank == 0:
-                    say(value)
-
             say(f"running on {num_ranks} ranks")
             shards = ranks.run(f"{_JOBS}:run_plan", task, timeout_s=deadline.left_s, on_report=on_report)
-            found = finish(reference, shards)
+            asked: dict[str, Any] = {"tolerance": options.tolerance, "uncounted": uncounted}
+            found = compare(plan, fitted, predicted, reference, shards, **asked)
             for _ in range(NUM_RECOUNTS):
                 if not found.are_bytes_off:
                     break
                 say("counting bytes again")
                 again = ranks.run(f"{_JOBS}:count_again", task, timeout_s=deadline.left_s)[0]
                 shards = with_recount(shards, again)
-                found = finish(reference, shards)
+                found = compare(plan, fitted, predicted, reference, shards, **asked)
     return replace(found, seconds=deadline.passed_s)
 
 
-def check_ranks(plan: Plan, num_ranks: int) -> None:
-    """Refuse another number of ranks than the plan's.
-
-    Raises:
-        UserError: naming both.
-    """
-    planned = plan.cluster.num_devices
-    if num_ranks != planned:
-        nodes, per_node = plan.cluster.num_nodes, plan.cluster.devices_per_node
-        raise UserError(
-            f"the plan is for {planned} devices ({nodes} nodes of {per_node}), --ranks is {num_ranks}; "
-            f"give --ranks {planned}, or plan for fewer devices (--nodes, --devices-per-node)"
-        )
-
-
-def why_uncounted(num_ranks: int) -> str:
-    """Why bytes on the wire cannot be counted; "" where they can."""
-    return namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
-
-
-def task_of(scaled: Scaled, function: str, seed: int, folder: str, uncounted: str) -> Task:
+def _task(fitted: FittedPlan, function: str, seed: int, folder: str, uncounted: str) -> Task:
     """What ranks and one device are to run."""
     return Task(
-        graph=scaled.graph,
-        strategies=dict(scaled.strategies),
-        workload=scaled.workload,
-        built_in=scaled.built_in,
+        graph=fitted.scaled.graph,
+        workload=fitted.scaled.workload,
+        stages=fitted.stages,
+        schedule=fitted.schedule,
+        is_applied=fitted.is_applied,
+        built_in=fitted.scaled.built_in,
         function=function,
         seed=seed,
         folder=folder,
@@ -189,7 +155,7 @@ def machine_limits(num_ranks: int) -> Limits:
 # ---- The model -------------------------------------------------------------------------------------------------------------
 
 
-def module_function(plan: Plan, model: str) -> str:
+def _module_function(plan: Plan, model: str) -> str:
     """The function that makes the module, with an absolute path; "" where it is built in.  Refuses another model's graph."""
     if not model:
         return ""
@@ -201,13 +167,13 @@ def module_function(plan: Plan, model: str) -> str:
     return f"{Path(file).resolve()}:{name}"
 
 
-def built_in_or_function(plan: Plan, model: str) -> tuple[BuiltIn | None, str]:
-    """How the plan's model is made: one that is built in, or a function (see `module_function`).
+def _built_in_or_function(plan: Plan, model: str) -> tuple[BuiltIn | None, str]:
+    """How the plan's model is made: one that is built in, or a function (see `_module_function`).
 
     Raises:
         UserError: it is another model, or there is no way to make it.
     """
-    function = module_function(plan, model)
+    function = _module_function(plan, model)
     built_in = None if function else recognise(plan.graph)
     if built_in is None and not function:
         raise UserError(
@@ -216,22 +182,10 @@ def built_in_or_function(plan: Plan, model: str) -> tuple[BuiltIn | None, str]:
     return built_in, function
 
 
-def notes_of(plan: Plan, graph: LayerGraph) -> tuple[str, ...]:
-    """What the reader should know of how a plan is run, at its model's size here."""
-    notes = []
-    if plan.workload.precision != "float32":
-        notes.append(
-            f"the plan is for {plan.workload.precision} precision; CPU ranks run, and bytes are priced, in float32"
-        )
-    if any("dropout" in layer.epilogue for layer in graph.layers):
-        notes.append("dropout is off: it draws at random")
-    return tuple(notes)
-
-
 # ---- Ranks and time --------------------------------------------------------------------------------------------------------
 
 
-def started(num_ranks: int, private_network: bool, deadline: Deadline) -> RankPool:
+def _started(num_ranks: int, private_network: bool, deadline: _Deadline) -> RankPool:
     """Ranks that notice soon when one of them stalls."""
     return RankPool(
         num_ranks,
@@ -241,7 +195,7 @@ def started(num_ranks: int, private_network: bool, deadline: Deadline) -> RankPo
     )
 
 
-class Deadline:
+class _Deadline:
     """When everything has to be done."""
 
     def __init__(self, timeout_s: float):

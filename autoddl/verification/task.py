@@ -14,9 +14,9 @@ from autoddl.pipelines.schedule import Schedule
 
 from ..zoo.builtin import BuiltIn
 
-__all__ = ["NUM_STEPS", "Counted", "PipelineTask", "Reference", "Section", "Shard", "Task"]
+__all__ = ["NUM_STEPS", "Counted", "Reference", "Section", "Shard", "Task", "gradient_step", "num_steps"]
 
-#: Steps of the optimizer after which parameters are compared.
+#: Steps of the optimizer that are taken at least.
 NUM_STEPS = 3
 
 
@@ -25,7 +25,8 @@ class Task:
     """What is to be run.
 
     Attributes:
-        graph, strategies, workload: the plan, as it fits the machine.
+        graph, workload, stages, schedule: the plan, as it fits the machine; the workload is that of one update.
+        is_applied: whether the module of `autoddl.apply` runs it; otherwise a `PipelineTrainer` does.
         built_in: the model; None where ``function`` makes it.
         function: ``FILE.py:FUNCTION``, with an absolute path, which returns a module and example inputs; "" without one.
         seed: of initial values (of a built-in model) and data.
@@ -34,36 +35,40 @@ class Task:
     """
 
     graph: LayerGraph
-    strategies: Mapping[str, Strategy]
     workload: Workload
+    stages: tuple[StagePlan, ...]
+    schedule: Schedule
+    is_applied: bool
     built_in: BuiltIn | None
     function: str
     seed: int
     folder: str
     counts_bytes: bool
 
+    @property
+    def strategies(self) -> Mapping[str, Strategy]:
+        """Of all layers, by name."""
+        return {name: strategy for stage in self.stages for name, strategy in stage.strategies.items()}
 
-@dataclass(frozen=True)
-class PipelineTask:
-    """What ranks are given to run a plan with a pipeline.
 
-    Attributes:
-        task: how model and data are made; its batch is that of one update.
-        schedule, stages: the pipeline.
-        gradient_step: the step, counted from 0, whose gradients are compared.
-    """
+def num_steps(schedule: Schedule) -> int:
+    """The steps after which parameters are compared: `NUM_STEPS`, or as many more as the last run of the schedule has."""
+    return -(-NUM_STEPS // schedule.num_updates) * schedule.num_updates
 
-    task: Task
-    schedule: Schedule
-    stages: tuple[StagePlan, ...]
-    gradient_step: int
+
+def gradient_step(schedule: Schedule) -> int:
+    """The step, counted from 0, whose gradients are compared: of an asynchronous schedule the last one, whose weights are the most
+    stale."""
+    return 0 if schedule.is_synchronous else num_steps(schedule) - 1
 
 
 @dataclass(frozen=True)
 class Reference:
-    """One device: the loss of each step."""
+    """One device: the loss of each step, and the names of the parameters, of those with gradients too."""
 
     losses: tuple[float, ...]
+    gradients: tuple[str, ...]
+    parameters: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -85,26 +90,31 @@ class Section:
 class Shard:
     """One rank's findings.
 
+    A *run* carries out the schedule once: one step, or some of them where the schedule is asynchronous.
+
     Attributes:
-        losses: of each step.
-        gradient_errors: of the first step, by parameter; relative to one device's.
+        losses: of each step, the mean over its batch as this rank knows it.
+        gradient_errors: of the parameters that this rank holds, in the step that is compared; relative to one device's.
         parameter_errors: after the last step.
-        sections: the phases of all layers, for one micro-batch.
-        step_steps: the communication of the first training step.
-        step_bytes: what all ranks sent in it; None where nothing was counted.
+        sections: the phases of all layers of all stages, for one slot (a micro-batch, or half of one where the schedule works on
+            halves); those of other stages without steps.
+        run_steps: the communication inside stages that this rank took part in, in the first run.
+        boundary_bytes: what it sent to other stages in that run.
+        run_bytes: what all ranks sent in it; None where nothing was counted.
     """
 
     losses: tuple[float, ...]
     gradient_errors: Mapping[str, float]
     parameter_errors: Mapping[str, float]
     sections: tuple[Section, ...]
-    step_steps: tuple[Step, ...]
-    step_bytes: int | None
+    run_steps: tuple[Step, ...]
+    boundary_bytes: int
+    run_bytes: int | None
 
 
 @dataclass(frozen=True)
 class Counted:
-    """What all ranks sent: in each section of a micro-batch, in the order of `Shard.sections`, and in a training step."""
+    """What all ranks sent: in each section of a slot, in the order of `Shard.sections`, and in a run."""
 
     section_bytes: tuple[int, ...]
-    step_bytes: int
+    run_bytes: int

@@ -109,12 +109,15 @@ class AppliedModule(flow.nn.Module):
         finally:
             self._is_summing = before
 
-    def train_step(self, *batch: Any) -> float:
+    def train_step(self, *batch: Any, loss_of: Callable[[Tensor], Tensor] | None = None) -> float:
         """Forward and backward passes of a whole batch in the plan's micro-batches; gradients are those of the batch's mean
         loss, which is returned.
 
         They are added to what ``grad`` holds. Between steps call ``optimizer.zero_grad(set_to_none=True)``: OneFlow adds to
         gradients of zero by sending bytes that no plan has promised.
+
+        Args:
+            loss_of: the mean loss of a micro-batch, made of the output of a model without one.
         """
         samples = len(batch[0])
         num = self._workload.num_micro_batches
@@ -124,7 +127,8 @@ class AppliedModule(flow.nn.Module):
         for i in range(num):
             part = [argument[i * width : (i + 1) * width] for argument in batch]
             with contextlib.nullcontext() if i == num - 1 else self.no_sync():
-                loss = self(*part) / num
+                value = self(*part)
+                loss = (loss_of(value) if loss_of else value) / num
                 loss.backward()
             total += float(loss.numpy())
         return total

@@ -16,12 +16,16 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.generators import generate
+from autoddl.pipelines.runtime.pipeline.stage_traffic import sent_messages
+from autoddl.planfile import Plan
 from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.verification import verification_text
 from autoddl.verification.documents import verification_document
-from autoddl.verification.prediction import missing_steps, predicted_steps, sent_messages
-from autoddl.verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification
+from autoddl.verification.fitting import fit_plan
+from autoddl.verification.prediction import missing_steps, predict
+from autoddl.verification.result import LayerCheck, PhaseCheck, StageCheck, Tolerance, ValueCheck, Verification
 from autoddl.verification.scaling import Limits, needed_flops, needed_memory_bytes, scale
 from autoddl.zoo import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
 from autoddl.zoo.builtin import BuiltIn, Perceptron, Pictures, recognise
@@ -97,7 +101,10 @@ def test_models_are_made_small_with_their_strategies(name, level_sizes):
         assert strategy == plan.strategies[layer.name] and strategy.divides(layer)
         assert scaled.workload.micro_batch % strategy.p0 == 0
     assert transitions(scaled.graph, scaled.strategies) == transitions(plan.graph, plan.strategies)
-    assert predicted_steps(scaled.graph, scaled.strategies, scaled.workload, plan.cluster)
+    loaded = Plan(plan.graph, plan.cluster, plan.workload, plan.strategies, {})
+    fitted = fit_plan(loaded, num_ranks, limits, recognise(plan.graph))
+    assert (fitted.scaled.graph, fitted.scaled.strategies) == (scaled.graph, scaled.strategies)
+    assert predict(fitted, plan.cluster).workers[0].priced
 
 
 def test_what_is_small_stays_as_it_is():
@@ -182,15 +189,28 @@ def a_verification(sent=(1e6, 1e6, 1e6), gradient=1e-7, parameter=1e-7, loss=2.0
             "fc",
             Strategy(((2, 1, 2),)),
             phases,
-            (ValueCheck(f"h.{i}.fc.weight", gradient, 3),),
-            (ValueCheck(f"h.{i}.fc.weight", parameter, 1),),
+            (f"h.{i}.fc.weight",),
         )
         for i in range(2)
     )
     return Verification(
-        "model", (("node", 4),), Workload(8, 8), (), Tolerance(1e-5, 1600.0), ((2.0, loss),) * 3, layers,
-        PhaseCheck(3e6, whole), "" if whole is not None else "no network", (), 1.0,
-    )  # fmt: skip
+        model="model",
+        levels=(("node", 4),),
+        schedule=generate("1f1b", num_stages=1, num_micro_batches=1, width=(4,)),
+        workload=Workload(8, 8),
+        changes=(),
+        tolerance=Tolerance(1e-5, 1600.0),
+        losses=((2.0, loss),) * 3,
+        gradient_step=1,
+        stages=(StageCheck(layers, 2e6, 1e6),),
+        gradients=tuple(ValueCheck(f"h.{i}.fc.weight", gradient, 3) for i in range(2)),
+        parameters=tuple(ValueCheck(f"h.{i}.fc.weight", parameter, 1) for i in range(2)),
+        between=PhaseCheck(0.0, 0.0),
+        step=PhaseCheck(3e6, whole),
+        uncounted="" if whole is not None else "no network",
+        notes=(),
+        seconds=1.0,
+    )
 
 
 def test_verdicts():
@@ -203,9 +223,9 @@ def test_verdicts():
             "h.0.fc, forward: 1,032,000 bytes were sent, 1,000,000 are predicted",
         ),
         (a_verification(sent=(0.9e6, 1e6, 1e6)), "h.0.fc, forward: 900,000 bytes were sent"),
-        (a_verification(gradient=2e-5), "h.1.fc.weight: the gradient on rank 3 is off by 2.0e-05"),
-        (a_verification(gradient=math.inf), "h.1.fc.weight: the gradient on rank 3 is off by inf"),
-        (a_verification(parameter=math.nan), "h.0.fc.weight: the value after training on rank 1 is off by nan"),
+        (a_verification(gradient=2e-5), "h.1.fc.weight: the gradient of step 1 on rank 3 is off by 2.0e-05"),
+        (a_verification(gradient=math.inf), "h.1.fc.weight: the gradient of step 1 on rank 3 is off by inf"),
+        (a_verification(parameter=math.nan), "h.0.fc.weight: the value after 3 steps on rank 1 is off by nan"),
         (a_verification(loss=2.001), "loss of step 1: 2.001, should be 2 (off by 5.0e-04)"),
         (a_verification(loss=math.nan), "loss of step 3: nan, should be 2 (off by nan)"),
         (a_verification(missing=("all-gather",)), "h.0.fc, forward: all-gather is priced but did not run"),
@@ -215,6 +235,17 @@ def test_verdicts():
         text = str(verification_text(wrong))
         assert f"Off in {len(wrong.faults)} place" in text and words in text
         json.dumps(verification_document(wrong), allow_nan=False)
+
+
+def test_the_document_of_a_plan_without_a_pipeline_has_one_stage():
+    document = verification_document(a_verification())
+    (stage,), (first, second) = document["stages"], document["layers"]
+    assert stage == {"layers": ["h.0.fc", "h.1.fc"], "predicted_bytes": {"inside": 2e6, "gradients": 1e6}}
+    assert (first["stage"], second["name"], second["strategy"]) == (0, "h.1.fc", [[2, 1, 2]])
+    assert second["gradient"]["sent_bytes"] == 1e6 and second["parameters"][0]["rank"] == 1
+    assert document["step"]["predicted_bytes"] == 3e6 and document["steps_per_run"] == 1
+    assert document["largest_gradient_error"] == 1e-7 and document["num_ranks"] == 4
+    assert document["between_stages"]["predicted_bytes"] == 0
 
 
 def test_repeated_blocks_are_one_line_and_uncounted_bytes_are_said_to_be():

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
+from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
@@ -25,7 +26,6 @@ from autoddl.pipelines.runtime.launcher import RankPool
 from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.tables import Column, Table
-from autoddl.verification.prediction import predicted_steps
 from autoddl.zoo import Transformer
 from autoddl.zoo.builtin import BuiltIn, Perceptron
 
@@ -48,8 +48,9 @@ class Case:
     def predicted_bytes(self) -> float:
         """By all ranks in a step."""
         workload = Workload(self.samples, self.samples, "float32")
-        steps = predicted_steps(self.model.graph(), self.strategies, workload, cluster(self.level_sizes))
-        return prod(self.level_sizes) * sum(step.sent_bytes for found in steps.values() for step in found)
+        on = cluster(self.level_sizes)
+        on = replace(on, device=replace(on.device, peak_flops={"float32": 1e12}))
+        return prod(self.level_sizes) * assess(self.model.graph(), on, workload, self.strategies).sent_bytes
 
 
 def cluster(level_sizes: tuple[int, ...]):

@@ -22,20 +22,19 @@ from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
 from autoddl.pipelines.joint.meshes import Division
+from autoddl.pipelines.runtime.availability import Availability
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.runtime.pipeline.stage_plans import check_stages
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
 from autoddl.planfile import Plan
 from autoddl.search import solve
+from autoddl.search.baselines import baselines
 from autoddl.staging import schedule_of_plan, stage_plans
-from autoddl.text.pipelineverification import pipeline_text
+from autoddl.text.verification import verification_text
 from autoddl.training import PlanProblem
-from autoddl.verification import Limits
-from autoddl.verification.documents import pipeline_document
-from autoddl.verification.fitting import chosen_workers, fit_pipeline
-from autoddl.verification.pipeline_result import PipelineVerification
-from autoddl.verification.pipelines import verify_pipeline
+from autoddl.verification import Limits, Verification, prediction, run, verification_document, verify
+from autoddl.verification.fitting import chosen_workers, fit_plan
 from autoddl.verification.result import ValueCheck
 from autoddl.verification.scaling import needed_flops, needed_memory_bytes
 from autoddl.zoo.builtin import BuiltIn, Perceptron, recognise
@@ -81,40 +80,52 @@ def recomputing() -> Plan:
 
 
 @pytest.fixture(scope="module")
-def verified(counted_ranks, recomputing) -> PipelineVerification:
-    return verify_pipeline(recomputing, 4, pool=counted_ranks(4))
+def verified(counted_ranks, recomputing) -> Verification:
+    return verify(recomputing, 4, pool=counted_ranks(4))
 
 
 def test_a_plan_with_a_pipeline_is_verified(counted_ranks, recomputing, verified):
+    """Slow where bytes are counted again."""
     plan, found = recomputing, verified
     assert [stage.recompute for stage in stage_plans(plan)] == [True, False]
     assert found.faults == () and found.is_right and found.changes == ()
     assert found.between.sent_bytes == found.between.predicted_bytes == 2 * 2 * 4 * 16 * 64 * 4
-    assert [[layer.name for layer in layers] for layers in found.layers] == [
-        list(stage.strategies) for stage in found.stages
+    assert [[layer.name for layer in stage.layers] for stage in found.stages] == [
+        list(stage.strategies) for stage in stage_plans(plan)
     ]
     # Of a layer that is split over p1, forward and backward gather or scatter what it reads and gives, on the wire too.
-    split = next(layer for layer in found.layers[0] if layer.name.endswith("mlp.c_fc"))
+    split = next(layer for layer in found.stages[0].layers if layer.name.endswith("mlp.c_fc"))
     for phase in split.phases.values():
         assert phase.predicted_bytes > 0 and (phase.missing, phase.unexpected) == ((), ())
-    check_sent(4, sent_by(found), lambda: sent_by(verify_pipeline(plan, 4, pool=counted_ranks(4))))
+    check_sent(4, sent_by(found), lambda: sent_by(verify(plan, 4, pool=counted_ranks(4))))
     names = {check.name for check in found.gradients}
     assert names == {check.name for check in found.parameters} >= {"wte.weight", "ln_f.weight", "h.1.mlp.c_fc.bias"}
     assert all(0 < check.error < 1e-5 for check in found.gradients if check.name.endswith("c_fc.weight"))
-    document = pipeline_document(found)
+    document = verification_document(found)
     json.dumps(document, allow_nan=False)
     assert document["verdict"] == "right" and len(document["stages"]) == 2
-    text = str(pipeline_text(found))
+    for number, stage in enumerate(document["stages"]):
+        assert [layer["name"] for layer in document["layers"] if layer["stage"] == number] == stage["layers"]
+    text = str(verification_text(found))
     assert (
         "gpt in 2 stages on 2 workers of 2 ranks, 1f1b, against one device" in text
         and "Right: the plan computes what" in text
     )
 
 
-def sent_by(found: PipelineVerification) -> list[Sent]:
+def test_a_pipeline_of_one_stage_is_verified(counted_ranks):
+    """As the joint search has it where no pipeline is faster."""
+    plan = plan_of(PipelineSchedule("1f1b", 1, 4), ("layers",), mlp([64] * 5))
+    found = verify(plan, 2, pool=counted_ranks(2))
+    assert found.faults == () and found.workload.recompute
+    assert {tuple(layer.phases) for layer in found.layers} == {("forward", "backward")}
+    assert str(verification_text(found)).startswith("mlp:64,64,64,64,64 on 2 ranks (2 intra-node), against one device")
+
+
+def sent_by(found: Verification) -> list[Sent]:
     """Of a run, and of the layer that is split; the headers are taken off already."""
-    run = Sent("a run", found.run.sent_bytes, found.traffic.all.num_bytes, relative=0.02, num_readings=0)
-    split = next(layer for layer in found.layers[0] if layer.name.endswith("mlp.c_fc"))
+    run = Sent("a run", found.step.sent_bytes, found.step.predicted_bytes, relative=0.02, num_readings=0)
+    split = next(layer for layer in found.stages[0].layers if layer.name.endswith("mlp.c_fc"))
     return [run, *(Sent(n, p.sent_bytes, p.predicted_bytes, num_readings=0) for n, p in split.phases.items())]
 
 
@@ -126,34 +137,35 @@ def test_exchanges_inside_a_stage_are_verified(counted_ranks):
     plan = pipelined(built_in, one, (1, 3), mesh, micro_batch=12, shape=(1, 8), seed=44)
 
     def run():
-        return verify_pipeline(plan, 8, pool=counted_ranks(8))
+        return verify(plan, 8, pool=counted_ranks(8))
 
     def sent(found):
-        return [Sent("a run", found.run.sent_bytes, found.traffic.all.num_bytes, relative=0.02, num_readings=0)]
+        return [Sent("a run", found.step.sent_bytes, found.step.predicted_bytes, relative=0.02, num_readings=0)]
 
     found = run()
-    assert [str(layer.strategy) for layer in found.layers[1]] == ["(1,3,2)", "(3,1,2)", "(1,6,1)"]
+    assert [str(layer.strategy) for layer in found.stages[1].layers] == ["(1,3,2)", "(3,1,2)", "(1,6,1)"]
     assert found.faults == () and found.is_right
     check_sent(8, sent(found), lambda: sent(run()))
 
 
 def test_what_is_off_is_said(verified):
     found = verified
-    split = next(layer for layer in found.layers[1] if layer.name.endswith("mlp.c_fc"))
+    split = next(layer for layer in found.stages[1].layers if layer.name.endswith("mlp.c_fc"))
     phases = {**split.phases, "forward": replace(split.phases["forward"], missing=("a step",), sent_bytes=1e6)}
-    layers = tuple(
-        tuple(replace(layer, phases=phases) if layer is split else layer for layer in stage) for stage in found.layers
+    stages = tuple(
+        replace(stage, layers=tuple(replace(x, phases=phases) if x is split else x for x in stage.layers))
+        for stage in found.stages
     )
     off = replace(
         found,
         losses=((1.0, 1.1), *found.losses[1:]),
         gradients=(ValueCheck("ln_f.weight", 0.25, 3), *found.gradients),
         parameters=(ValueCheck("ln_f.weight", 0.5, 2), *found.parameters),
-        layers=layers,
+        stages=stages,
         between=replace(found.between, sent_bytes=0.5 * found.between.predicted_bytes),
-        run=replace(found.run, sent_bytes=2 * found.run.predicted_bytes),
+        step=replace(found.step, sent_bytes=2 * found.step.predicted_bytes),
     )
-    assert len(off.faults) == 7 and off.are_bytes_off and pipeline_document(off)["verdict"] == "off"
+    assert len(off.faults) == 8 and off.are_bytes_off and verification_document(off)["verdict"] == "off"
     for said in (
         "loss of step 1: 1.1, should be 1 (off by 1.0e-01)",
         "ln_f.weight: the gradient of step 1 on rank 3 is off by 2.5e-01",
@@ -161,28 +173,64 @@ def test_what_is_off_is_said(verified):
         f"stage 1, {split.name}, forward: a step is priced but did not run",
     ):
         assert said in off.faults
-    assert str(pipeline_text(off)).count("<- off") >= 2 and "Off in 7 places" in str(pipeline_text(off))
+    assert str(verification_text(off)).count("<- off") >= 2 and "Off in 8 places" in str(verification_text(off))
 
 
 @pytest.mark.parametrize(("name", "groups", "delays"), [("pipedream-2bw", 1, (1, 1)), ("wpipe", 2, (1, 1, 0, 0))])
 def test_asynchronous_schedules_equal_one_device_with_their_delays(counted_ranks, name, groups, delays):
     plan = delayed_plan(name, groups)
-    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
+    found = verify(plan, 4, pool=counted_ranks(4))
     assert found.schedule.delays == delays and found.schedule.num_updates == 3
     assert found.faults == () and found.gradient_step == 3
-    assert "those of stale weights" in str(pipeline_text(found))
+    assert "those of stale weights" in str(verification_text(found))
 
-    def sent_by(found: PipelineVerification) -> list[Sent]:
-        return [Sent("a run", found.run.sent_bytes, found.run.predicted_bytes, num_readings=0)]
+    def sent_by(found: Verification) -> list[Sent]:
+        return [Sent("a run", found.step.sent_bytes, found.step.predicted_bytes, num_readings=0)]
 
-    check_sent(4, sent_by(found), lambda: sent_by(verify_pipeline(plan, 4, pool=counted_ranks(4))))
+    check_sent(4, sent_by(found), lambda: sent_by(verify(plan, 4, pool=counted_ranks(4))))
+
+
+def test_a_schedule_that_updates_after_each_micro_batch_is_verified_after_whole_runs(counted_ranks):
+    plan = plan_of(PipelineSchedule("pipedream", 2, 4, synchronous=False), graph=mlp([64] * 9))
+    found = verify(plan, 4, pool=counted_ranks(4))
+    assert found.faults == ()
+    assert found.schedule.num_updates == len(found.losses) == found.gradient_step == 4
+
+
+SCHEDULES = {
+    "chimera, halving": PipelineSchedule("chimera", 2, 4, (("concatenation", "halving"),)),
+    "zero-bubble": PipelineSchedule("zero-bubble", 2, 4),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_rank_runs_the_steps_of_its_schedule(counted_ranks, name):
+    """Of all stages of its worker, as often as the schedule has them, with the sums of gradients; no more and no less."""
+    plan = plan_of(SCHEDULES[name])
+    found = verify(plan, 4, pool=counted_ranks(4))
+    assert found.faults == ()
+    parts = sum(stage.inside_bytes + stage.gradient_bytes for stage in found.stages)
+    assert found.step.predicted_bytes == pytest.approx(parts + found.between.predicted_bytes)
+
+
+def test_a_sum_of_gradients_that_is_not_priced_is_found(ranks, monkeypatch):
+    def without_sums(*arguments):
+        _, between_ranks = gradient_sums(*arguments)
+        return (), between_ranks
+
+    gradient_sums = prediction.gradient_sums
+    monkeypatch.setattr(prediction, "gradient_sums", without_sums)
+    monkeypatch.setattr(run, "namespace_available", lambda: Availability("not counted"))
+    found = verify(plan_of(PipelineSchedule("1f1b", 2, 2)), 4, pool=ranks(4))
+    (fault,) = found.faults
+    assert fault.startswith("a whole step: ") and "ran but is not priced" in fault
 
 
 def test_weights_that_are_not_as_old_as_they_should_be_are_found(ranks, monkeypatch):
     """One device that has no delays does something else from the second step on."""
-    monkeypatch.setattr("autoddl.verification.pipelines._JOB", f"{Path(__file__).with_name('undelayed_job.py')}")
+    monkeypatch.setattr("autoddl.verification.run._JOBS", f"{Path(__file__).with_name('undelayed_job.py')}")
     plan = delayed_plan("pipedream-2bw")
-    found = verify_pipeline(plan, 4, pool=ranks(4))
+    found = verify(plan, 4, pool=ranks(4))
     assert found.loss_errors[0] < 1e-5 < min(found.loss_errors[1:])
     assert max(check.error for check in found.gradients) > 1e-4
 
@@ -199,7 +247,7 @@ def deep_plan(num_blocks: int = 8, num_micro_batches: int = 16, **sizes) -> Plan
 def test_a_plan_of_a_large_model_is_scaled_down_with_its_stages_and_strategies():
     plan = deep_plan(width=2048, heads=16, sequence=1024, vocabulary=50304, num_blocks=16)
     limits = Limits(2e9, 4e11)
-    fitted = fit_pipeline(plan, 8, limits, recognise(plan.graph))
+    fitted = fit_plan(plan, 8, limits, recognise(plan.graph))
     scaled, planned = fitted.scaled, stage_plans(plan)
     assert needed_memory_bytes(scaled.graph, scaled.workload, 8) <= limits.memory_bytes
     assert needed_flops(scaled.graph, scaled.workload) <= limits.flops
@@ -220,14 +268,14 @@ def role(layer):
 def test_inner_stages_are_left_out_where_there_are_fewer_ranks(counted_ranks):
     plan = deep_plan()
     assert sum(plan.pipeline.schedule.widths) == 8
-    fitted = fit_pipeline(plan, 6, Limits(), recognise(plan.graph))
+    fitted = fit_plan(plan, 6, Limits(), recognise(plan.graph))
     assert fitted.schedule.widths == (2, 2, 2) and [change.what for change in fitted.scaled.changes][:2] == [
         "stages",
         "blocks",
     ]
     planned = stage_plans(plan)
     assert [stage.recompute for stage in fitted.stages] == [planned[i].recompute for i in (0, 1, 3)]
-    found = verify_pipeline(deep_plan(4, 2), 4, pool=counted_ranks(4))
+    found = verify(deep_plan(4, 2), 4, pool=counted_ranks(4))
     assert found.faults == () and found.schedule.num_stages == 2
     assert [str(change) for change in found.changes][:2] == ["stages 4 -> 2", "blocks 4 -> 2"]
 
@@ -235,18 +283,18 @@ def test_inner_stages_are_left_out_where_there_are_fewer_ranks(counted_ranks):
 def test_plans_that_cannot_be_brought_to_so_many_ranks_say_so():
     plan = deep_plan()
     for num_ranks, said in (
-        (16, "the plan's pipeline has 8 devices, --ranks is 16; give --ranks 8"),
-        (0, "has 8 devices, --ranks is 0; give --ranks 8"),
+        (16, "the plan is for 8 devices (1 node of 8), --ranks is 16; give --ranks 8, or plan for fewer devices"),
+        (0, "the plan is for 8 devices (1 node of 8), --ranks is 0; give --ranks 8"),
         (7, "8 devices in 4 workers of 2, which cannot be brought to 7 ranks with the strategies kept; give --ranks 8"),
         (2, "cannot be brought to 2 ranks with the strategies kept (two of its 4 workers take 4); give --ranks 8"),
     ):
         with pytest.raises(UserError) as refused:
-            fit_pipeline(plan, num_ranks, Limits(), recognise(plan.graph))
+            fit_plan(plan, num_ranks, Limits(), recognise(plan.graph))
         assert said in str(refused.value) and "\n" not in str(refused.value)
     with pytest.raises(UserError, match="whole blocks of a built-in transformer"):
-        fit_pipeline(plan, 4, Limits(), None)
+        fit_plan(plan, 4, Limits(), None)
     with pytest.raises(UserError, match="is too large to be verified here"):
-        fit_pipeline(plan, 8, Limits(1e6, 1e6), recognise(plan.graph))
+        fit_plan(plan, 8, Limits(1e6, 1e6), recognise(plan.graph))
 
 
 @given(widths=st.lists(st.integers(1, 4), min_size=2, max_size=7), num_ranks=st.integers(2, 28))
@@ -264,21 +312,27 @@ def test_workers_are_chosen_wherever_some_make_up_the_ranks(widths, num_ranks):
         assert chosen in possible and len(chosen) == max(map(len, possible))
 
 
-def test_what_cannot_be_verified_or_applied():
-    synchronous = plan_of(PipelineSchedule("1f1b", 2, 4))
+def test_pipelines_of_several_stages_cannot_be_applied():
     with pytest.raises(UserError, match="the plan is a pipeline of 2 stages, which no single module runs"):
-        autoddl.apply(None, synchronous)
-    with pytest.raises(UserError, match="the plan has no pipeline"):
-        verify_pipeline(replace(synchronous, pipeline=None), 4)
-    with pytest.raises(UserError, match="the plan has no pipeline"):
-        stage_plans(replace(synchronous, pipeline=None))
-    with pytest.raises(UserError, match="the plan has no pipeline"):
-        schedule_of_plan(replace(synchronous, pipeline=None))
+        autoddl.apply(None, plan_of(PipelineSchedule("1f1b", 2, 4)))
 
 
-def test_a_plan_with_a_pipeline_is_trained(ranks):
-    """It learns more of a text than that all bytes are equally likely."""
+def test_a_plan_without_a_pipeline_is_a_pipeline_of_one_stage():
+    staged = plan_of(PipelineSchedule("1f1b", 2, 4))
+    plan = replace(staged, pipeline=None, workload=replace(staged.workload, recompute=True))
+    (stage,), schedule = stage_plans(plan), schedule_of_plan(plan)
+    assert (stage.strategies, stage.recompute, stage.entry) == (plan.strategies, True, None)
+    assert (schedule.num_stages, schedule.widths, schedule.num_micro_batches) == (1, (4,), 4)
+    assert [str(task) for task in schedule.workers[0][:4]] == ["0F0", "0B0", "0F1", "0B1"]
+
+
+@pytest.mark.parametrize("has_pipeline", [True, False])
+def test_plans_are_trained(ranks, has_pipeline):
+    """They learn more of a text than that all bytes are equally likely."""
     plan = plan_of(PipelineSchedule("chimera", 2, 2))
+    if not has_pipeline:
+        strategies = next(b.strategies for b in baselines(plan.graph, (4,)) if b.name == "data parallel")
+        plan = replace(plan, pipeline=None, strategies=strategies)
     data = TextModel(shipped_text(), "gpt", MODEL.layers, MODEL.width, MODEL.heads, MODEL.sequence)
     problem = PlanProblem(data, recognise(plan.graph), plan.graph, stage_plans(plan))
     problem.check()
@@ -301,12 +355,10 @@ def test_what_train_says_of_plans(capsys, tmp_path):
     where = ["--cluster", "gcp-a100", "--nodes", "1", "--devices-per-node", "2", "--batch", "8", "--quiet"]
     path = str(tmp_path / "plan.json")
     assert main(["plan", "mlp:64,64,64", *where, "--pipeline", "auto", "-o", path]) == 0
-    assert main(["plan", "mlp:64,64,64", *where, "-o", str(tmp_path / "plain.json")]) == 0
     capsys.readouterr()
     for arguments, said in (
         ([path], "the plan's model mlp:64,64,64 is not one that learns a text: gpt, bert, llama"),
         ([path, "--stages", "3"], "--stages is for models; a plan says it itself"),
-        ([str(tmp_path / "plain.json")], "the plan has no pipeline; plan with --pipeline auto"),
         ([str(tmp_path / "none.json")], "none.json"),
     ):
         assert main(["train", *arguments]) == 2

@@ -12,7 +12,7 @@ from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
 from autoddl.planfile import load_plan
 from autoddl.staging import schedule_of_plan, stage_plans
 from autoddl.training import PlanProblem
-from autoddl.verification.pipelines import verify_pipeline
+from autoddl.verification import verify
 from autoddl.zoo.builtin import recognise
 
 
@@ -40,7 +40,7 @@ def test_a_plan_of_unequal_stages_runs(counted_ranks, tmp_path, capsys):
     assert [worker["ranks"] for worker in plan.document["pipeline"]["workers"]] == [[0], [1, 2, 3]]
     assert [stage.num_ranks for stage in stage_plans(plan)] == [1, 3]
 
-    found = verify_pipeline(plan, 4, pool=counted_ranks(4))
+    found = verify(plan, 4, pool=counted_ranks(4))
     assert found.faults == () and found.is_right
 
     data = TextModel(shipped_text(), "gpt", 2, 96, 6, 64)

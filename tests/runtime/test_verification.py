@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from autoddl.__main__ import main
+from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
@@ -21,8 +22,8 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.planfile import Plan, load_plan, plan_document, save_plan
 from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
-from autoddl.verification import Limits, VerifyOptions, comparing, run, verify
-from autoddl.verification.prediction import predicted_steps
+from autoddl.verification import Limits, VerifyOptions, comparing, prediction, run, verify
+from autoddl.verification.prediction import PHASES
 from autoddl.verification.task import Counted
 from autoddl.zoo import Transformer, gpt, llama, mlp
 
@@ -99,6 +100,7 @@ def test_loss_gradients_training_and_bytes_are_as_promised(counted_ranks, name):
         assert max(check.error for check in checks) < 1e-5
     expected = priced_bytes(plan)
     for layer in found.layers:
+        assert tuple(layer.phases) == PHASES
         total = sum(expected[layer.name, phase] for phase in layer.phases)
         assert layer.total.predicted_bytes == pytest.approx(total)
     assert found.step.predicted_bytes > 1e6
@@ -113,8 +115,15 @@ def sent_by(found):
 
 
 def priced_bytes(plan):
-    steps = predicted_steps(plan.graph, plan.strategies, plan.workload, plan.cluster)
-    return {key: plan.cluster.num_devices * sum(step.mean_sent_bytes for step in found) for key, found in steps.items()}
+    """By layer and phase, as plans are priced."""
+    device = replace(plan.cluster.device, peak_flops={"float32": 1e12})
+    workload = replace(plan.workload, precision="float32")
+    found = assess(plan.graph, replace(plan.cluster, device=device), workload, plan.strategies)
+    return {
+        (layer.layer.name, phase): plan.cluster.num_devices * sum(step.mean_sent_bytes for step in steps)
+        for layer in found.layers
+        for phase, steps in zip(PHASES, (layer.forward_steps, layer.backward_steps, layer.work.gradient))
+    }
 
 
 def test_a_model_too_large_is_scaled_down_with_its_strategies(counted_ranks, capsys, tmp_path, monkeypatch):
@@ -167,7 +176,7 @@ class Replay:
 
     def __init__(self, reference, shards):
         first = shards[0]
-        counted = Counted(tuple(section.payload_bytes for section in first.sections), first.step_bytes)
+        counted = Counted(tuple(section.payload_bytes for section in first.sections), first.run_bytes)
         self._results = {"run_reference": [reference], "run_plan": shards, "count_again": [counted]}
 
     def run(self, job, *_arguments, **_options):
@@ -202,12 +211,13 @@ def test_the_table_has_a_line_per_layer_and_a_verdict(replay, capsys, monkeypatc
 
 def test_a_wrong_price_is_found(replay, capsys, monkeypatch, plan_file):
     def falsified(*arguments):
-        steps = predicted_steps(*arguments)
+        steps = layer_steps(*arguments)
         key = next(key for key, found in steps.items() if key[0] == "fc2" and found)
         steps[key] = tuple(replace(step, nbytes=1.1 * step.nbytes) for step in steps[key])
         return steps
 
-    monkeypatch.setattr(run, "predicted_steps", falsified)
+    layer_steps = prediction.layer_steps
+    monkeypatch.setattr(prediction, "layer_steps", falsified)
     code, document = verified_json(capsys, monkeypatch, replay, plan_file, 4)
     assert code == 1 and document["verdict"] == "off"
     assert any("is priced but did not run" in fault for fault in document["faults"])
@@ -231,7 +241,7 @@ class NoisyRanks:
         if job.endswith((":run_plan", ":count_again")):
             self.num_recounts += job.endswith(":count_again")
             if self.num_noisy > 0:
-                results[0] = replace(results[0], step_bytes=results[0].step_bytes + 10**6)
+                results[0] = replace(results[0], run_bytes=results[0].run_bytes + 10**6)
             self.num_noisy -= 1
         return results
 
@@ -244,6 +254,26 @@ def test_bytes_are_counted_again_before_they_are_called_off(replay, plan_file, n
     assert found.are_bytes_off == (num_noisy > num_recounts) == (not found.is_right)
 
 
+class ForgetfulRanks:
+    """Ranks none of which holds ``fc1.weight``."""
+
+    def __init__(self, pool):
+        self.pool = pool
+
+    def run(self, job, *arguments, **options):
+        results = self.pool.run(job, *arguments, **options)
+        if job.endswith(":run_plan"):
+            for shard in results:
+                held = {name: error for name, error in shard.gradient_errors.items() if name != "fc1.weight"}
+                results[results.index(shard)] = replace(shard, gradient_errors=held)
+        return results
+
+
+def test_a_parameter_that_no_rank_holds_is_off(replay, plan_file):
+    found = verify(load_plan(plan_file), 4, options=FULL_SIZE, pool=ForgetfulRanks(replay))
+    assert found.faults == ("fc1.weight: the gradient of step 1 on rank 0 is off by inf",)
+
+
 def test_ranks_count_again(counted_ranks):
     noisy = NoisyRanks(counted_ranks(2), num_noisy=1)
     assert verify(RIGHT["mlp on 2"], 2, options=FULL_SIZE, pool=noisy).is_right
@@ -253,7 +283,7 @@ def test_ranks_count_again(counted_ranks):
 def test_values_beyond_the_tolerance_are_named(replay, capsys, monkeypatch, plan_file):
     code, document = verified_json(capsys, monkeypatch, replay, plan_file, 4, "--tolerance", "1e-12")
     assert code == 1
-    assert any(fault.startswith("fc1.weight: the gradient on rank ") for fault in document["faults"])
+    assert any(fault.startswith("fc1.weight: the gradient of step 1 on rank ") for fault in document["faults"])
 
 
 def test_where_bytes_cannot_be_counted_the_reason_is_given(ranks, capsys, monkeypatch, plan_file):
@@ -335,7 +365,7 @@ def test_a_rank_that_computes_something_else_is_found(counted_ranks, capsys, mon
     model = users_model(tmp_path, "x = 1.001 * x")
     code, out, err = verified(capsys, monkeypatch, counted_ranks(2), users_plan, "--ranks", 2, "--model", model)
     assert (code, err) == (1, "")
-    assert "first.weight: the gradient on rank " in out and "Off in " in out
+    assert "first.weight: the gradient of step 1 on rank " in out and "Off in " in out
 
 
 #: Of a rank that is killed, see `test_exit_codes`.
@@ -379,7 +409,7 @@ def refused(capsys, *arguments):
 
 def test_plans_for_something_else_are_refused(capsys, monkeypatch, plan_file, tmp_path):
     assert (
-        "the plan is for 4 devices (1 nodes of 4), --ranks is 3; give --ranks 4, or plan for fewer devices"
+        "the plan is for 4 devices (1 node of 4), --ranks is 3; give --ranks 4, or plan for fewer devices"
         in refused(capsys, plan_file, "--ranks", 3)
     )
     assert "it has fc3 (linear, 256 -> 256) where the model has fc3 (linear, 256 -> 128)" in refused(

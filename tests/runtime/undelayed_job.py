@@ -1,12 +1,15 @@
-"""As the job that verifies a pipeline, but one device knows of no delays."""
+"""As the job that verifies a plan, but one device knows of no delays."""
 
 from __future__ import annotations
 
-from autoddl.verification.pipeline_job import count_pipeline, run_pipeline
-from autoddl.verification.rank_job import run_reference
+from dataclasses import replace
 
-__all__ = ["count_pipeline", "run_one_device", "run_pipeline"]
+from autoddl.verification import rank_job
+from autoddl.verification.rank_job import count_again, run_plan
+
+__all__ = ["count_again", "run_plan", "run_reference"]
 
 
-def run_one_device(pipeline):
-    return run_reference(pipeline.task, gradient_step=pipeline.gradient_step)
+def run_reference(task):
+    schedule = replace(task.schedule, delays=(0,) * task.schedule.num_stages)
+    return rank_job.run_reference(replace(task, schedule=schedule))

@@ -109,6 +109,11 @@ class PlannedStages:
         self.boundaries: Sequence[Boundary] = [_boundary(stage.layers(graph)[-1]) for stage in model.stages[:-1]]
 
     @property
+    def stepper(self) -> Stepper:
+        """The ranks of this rank's worker, and the log of steps."""
+        return self._stepper
+
+    @property
     def first_micro_batch(self) -> int:
         return self._data.first_micro_batch
 

@@ -6,18 +6,18 @@ what nobody prices: the sum of a loss's mean over the ranks, one number. Needs n
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps
+from autoddl.costmodel.collectives import Collective, Step, all_reduce_steps, gather_steps, scatter_steps
 from autoddl.costmodel.crossing import crossing
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer, LayerGraph, Parameter
 from autoddl.costmodel.kinds.registry import kind_of
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
-from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
 from ...communication import boundary_crossings
@@ -25,7 +25,7 @@ from ...schedule import Kind, Schedule
 from .slots import slots_per_micro_batch
 from .stage_plans import StagePlan, entry_strategy, stage_layouts
 
-__all__ = ["Sent", "StageTraffic", "layer_steps", "passes", "stage_traffic"]
+__all__ = ["Sent", "StageTraffic", "gradient_sums", "layer_steps", "passes", "sent_messages", "stage_traffic"]
 
 _ITEMSIZE = 4
 
@@ -86,8 +86,9 @@ def stage_traffic(
         forward, backward = ([s for name in names for s in steps[name, phase]] for phase in ("forward", "backward"))
         num_forward, num_backward = (per_micro_batch * count for count in num_passes[number])
         inside.append(_sent(forward, stages[number]) * num_forward + _sent(backward, stages[number]) * num_backward)
-        summed = _gradients(graph, stages, number, stages[number].strategies, schedule.num_pipelines)
-        gradients.append(summed * schedule.num_updates)
+        steps_of_sums, between_ranks = gradient_sums(graph, stages, number, schedule.num_pipelines)
+        summed = _sent(steps_of_sums, stages[number]) + between_ranks
+        gradients.append(summed * (schedule.num_pipelines * schedule.num_updates))
     for boundary, counts in enumerate(boundary_crossings(schedule)):
         layer = stages[boundary].layers(graph)[-1]
         ends = layouts[boundary].leaving, layouts[boundary + 1].arriving
@@ -100,12 +101,12 @@ def stage_traffic(
     return StageTraffic(tuple(inside), tuple(between), tuple(gradients))
 
 
-def passes(schedule: Schedule, stage: int) -> tuple[float, float]:
-    """Micro-batches that go forward and back through a stage, each time that they do: recomputations go forward again, and the two
-    parts of a backward each go back (but the first stage's input has no gradient)."""
+def passes(schedule: Schedule, stage: int, worker: int | None = None) -> tuple[float, float]:
+    """Micro-batches that go forward and back through a stage (on one of its workers), each time that they do: recomputations go
+    forward again, and the two parts of a backward each go back (but the first stage's input has no gradient)."""
     forward = backward = 0.0
-    for _, _, task in schedule.tasks():
-        if task.stage == stage:
+    for number, _, task in schedule.tasks():
+        if task.stage == stage and worker in (None, number):
             if task.kind in (Kind.FORWARD, Kind.RECOMPUTE):
                 forward += task.part.size
             elif task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) or (task.kind is Kind.BACKWARD_INPUT and stage):
@@ -116,8 +117,9 @@ def passes(schedule: Schedule, stage: int) -> tuple[float, float]:
 def layer_steps(
     schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int, cluster: Cluster
 ) -> dict[tuple[str, str], tuple[Step, ...]]:
-    """Per layer and phase (``forward``, ``backward``; with the redistributions of its inputs) what each rank of its stage takes
-    part in for one slot: a micro-batch, or half of one where the schedule works on halves. Arguments as of `stage_traffic`."""
+    """Per layer and phase what each rank of the layer's stage takes part in: ``forward`` and ``backward``, with the redistributions
+    of its inputs, for one slot (a micro-batch, or half of one where the schedule works on halves); ``gradient``, for one update,
+    where the gradients of each layer are summed by themselves (`gradient_sums`: where not). Arguments as of `stage_traffic`."""
     rows = micro_batch_rows // slots_per_micro_batch(schedule)
     cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
     found: dict[tuple[str, str], tuple[Step, ...]] = {}
@@ -136,43 +138,47 @@ def layer_steps(
             ]
             found[layer.name, "forward"] = (*moves, *work.forward)
             found[layer.name, "backward"] = (*work.backward, *(step.adjoint() for step in moves))
+            found[layer.name, "gradient"] = tuple(work.gradient)
     return found
 
 
-def _gradients(
-    graph: LayerGraph, stages: Sequence[StagePlan], number: int, own: Mapping[str, Strategy], num_replicas: int
-) -> Sent:
-    """What all replicas of a stage send for one update."""
+def gradient_sums(
+    graph: LayerGraph, stages: Sequence[StagePlan], number: int, num_replicas: int
+) -> tuple[tuple[Step, ...], Sent]:
+    """What one replica of a stage sends for one update: the steps that each of its ranks takes part in inside the stage, and what
+    all of its ranks send to ranks of replicas, and of other stages that have the same weights.
+
+    Weights that the same stages have, and that are summed over the same axes, are summed as one vector.
+    """
     plan = stages[number]
-    sent = Sent()
+    apart = Sent()
     owners: set[tuple[str, int]] = set()
-    shards: dict[tuple[Axis, ...], float] = {}
-    """Bytes of a rank's weights by the axes that they are summed over: as one vector."""
+    vectors: dict[tuple[frozenset[int], tuple[Axis, ...]], float] = {}
+    """Bytes of a rank's weights, by the stages that have them and the axes that they are summed over."""
     for layer in plan.layers(graph):
-        strategy = own[layer.name]
-        axes = () if strategy.summa else strategy.axes(0, kind_of(layer.kind).is_lookup)
-        parts = strategy.num_devices if strategy.summa else strategy.p1 * strategy.p2
+        strategy = plan.strategies[layer.name]
         for parameter in layer.parameters:
             owner = (_owner(graph, layer, parameter), parameter.num_elements)
             if owner in owners:
                 continue  # stored once
             owners.add(owner)
+            axes = strategy.axes(0, kind_of(layer.kind).is_lookup)
+            parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2
+            if strategy.summa and len(parameter.shape) > 1:
+                axes, parts = (), strategy.num_devices
             shard = parameter.num_elements / parts * _ITEMSIZE
-            shards[axes] = shards.get(axes, 0.0) + shard
-            others = _sharing(graph, stages, owner) - {number}
-            sent += Sent(
-                len(others) * shard * plan.num_ranks * num_replicas, len(others) * plan.num_ranks * num_replicas
-            )
-    for axes, nbytes in shards.items():
-        sent += _sent(_sums(axes, nbytes, num_replicas), plan) * num_replicas
-    return sent
-
-
-def _sums(axes: Sequence[Axis], nbytes: float, num_replicas: int) -> list[Step]:
-    """Of a vector over the samples' slices, and over replicas."""
-    if num_replicas == 1:
-        return list(all_reduce_steps(axes, nbytes))
-    return list(all_reduce_steps((Axis(num_replicas, 1), *axes), nbytes))
+            sharing = _sharing(graph, stages, owner)
+            vectors[frozenset(sharing), axes] = vectors.get((frozenset(sharing), axes), 0.0) + shard
+            apart += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
+    inside: list[Step] = []
+    for (_, axes), nbytes in vectors.items():
+        if num_replicas == 1:
+            inside += all_reduce_steps(axes, nbytes)
+            continue
+        slices = prod(axis.size for axis in axes)
+        inside += (*scatter_steps(axes, nbytes), *gather_steps(axes, nbytes))
+        apart += _sent([Step(Collective.ALL_REDUCE, Axis(num_replicas, 1), nbytes / slices)], plan)
+    return tuple(inside), apart
 
 
 def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
@@ -198,11 +204,14 @@ def _sharing(graph: LayerGraph, stages: Sequence[StagePlan], owner: tuple[str, i
 def _sent(steps: Iterable[Step], plan: StagePlan) -> Sent:
     """What the stage's ranks send in steps that each of them takes part in."""
     moving = [step for step in steps if step.axis.size > 1]
-    return Sent(sum(s.mean_sent_bytes for s in moving), sum(_messages(s) for s in moving)) * plan.num_ranks
+    return Sent(sum(s.mean_sent_bytes for s in moving), sum(sent_messages(s) for s in moving)) * plan.num_ranks
 
 
-def _messages(step: Step) -> float:
-    """On average over ranks: a sum of fewer elements than ranks has fewer pieces to pass around."""
+def sent_messages(step: Step) -> float:
+    """The messages that a rank sends in a step, on average.
+
+    A sum of fewer elements than ranks has fewer pieces to pass around: each makes one hop less than there are ranks, twice.
+    """
     pieces: float = step.axis.size
     if step.collective is Collective.ALL_REDUCE:
         pieces = min(pieces, step.nbytes / _ITEMSIZE)

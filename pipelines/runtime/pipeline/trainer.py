@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.errors import UserError
 
 from ...schedule import Schedule
@@ -133,6 +135,11 @@ class PipelineTrainer:
         """What each layer of stages with plans sends, phase by phase: see `PlannedStages.trace`; all ranks call."""
         assert isinstance(self._stages, PlannedStages), "stages of a chain send nothing inside"
         return self._stages.trace(measure)
+
+    def logging(self) -> AbstractContextManager[list[Step]]:
+        """A list that grows by every step inside stages with plans that this rank takes part in, while it lasts."""
+        assert isinstance(self._stages, PlannedStages), "stages of a chain send nothing inside"
+        return self._stages.stepper.logging()
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
