@@ -111,7 +111,7 @@ _HOMES = {
         "costmodel.stopping": ("Stop", "StopRequestedError"),
         "launching.context": ("launched",),
         "pipelines.runtime.load": ("load_oneflow",),
-        "planner": ("InfeasibleError",),
+        "search.planner": ("InfeasibleError",),
     }.items()
     for name in names
 }

@@ -97,7 +97,7 @@ def test_oneflows_ports_are_in_the_jobs_own_network(ranks: Callable[[int], RankP
 @pytest.mark.skipif(not (shutil.which("unshare") and shutil.which("ip")), reason="there is no unshare or no ip")
 def test_the_command_of_the_page_gives_a_job_its_own_network(tmp_path, monkeypatch):
     page = (Path(__file__).parents[2] / "docs" / "security.md").read_text(encoding="utf-8")
-    (line,) = [line for line in page.splitlines() if line.startswith("unshare ")]
+    (line,) = [line[2:] for line in page.splitlines() if line.startswith("$ unshare ")]
     monkeypatch.chdir(tmp_path)
     (tmp_path / "script.py").write_text("import os; print(os.readlink('/proc/self/ns/net'))")
     _make_plan(1)
