@@ -41,7 +41,8 @@ from autoddl.calib.trust import SURE, outside_notes, usage_of
 from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.pricing import OBJECTIVES, PriceBook
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.pipelines.joint.glance import NOTE
 from autoddl.pipelines.joint.paper_planners import PLANNERS
 from autoddl.search import METHODS, Status

@@ -19,7 +19,7 @@ from autoddl.costmodel.cluster import from_document as cluster_from_document
 from autoddl.costmodel.documents import Fields, load_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
-from autoddl.costmodel.pricing import OBJECTIVES
+from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.costmodel.writing import write_document

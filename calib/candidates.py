@@ -12,7 +12,8 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.pricing import PriceBook, Problem
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search import solve

@@ -8,7 +8,7 @@
 - `crossing`: the messages that bring a tensor from one mesh of ranks to another one, between the stages of a pipeline.
 - `strategy`: `Strategy`, `enumerate_strategies`; `layerwork`, `layoutprices`: what a layer and an edge do at their layouts.
 - `workload`: `Workload`, the batch, precision and optimizer; `assessment`: `assess`, time and memory of a whole plan.
-- `pricing`, `table`: `PriceBook`, `Problem` and the `CostTable` that the searches work on.
+- `pricing`, `problem`, `table`: `PriceBook`, `Problem` and the `CostTable` that the searches work on.
 - `calibration`: how well a cluster file's figures were measured; `documents`, `writing`, `units`, `errors`: JSON, files, units,
   `UserError`.
 - `stopping`: `Stop` and `Deadline`, which end searches early.

@@ -11,7 +11,7 @@ from autoddl.costmodel.assessment import Assessment, assess
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.pricing import Problem
+from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes

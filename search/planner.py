@@ -38,7 +38,8 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.pricing import PriceBook, Problem
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_memory_limit

@@ -24,7 +24,8 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.layerwork import layer_work
-from autoddl.costmodel.pricing import OBJECTIVES, edge_steps
+from autoddl.costmodel.pricing import edge_steps
+from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.costmodel.strategy import Alike, Strategy, alike, enumerate_strategies, transposed
 from autoddl.costmodel.workload import Workload
 

@@ -18,7 +18,8 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.pricing import PriceBook, Problem, Variable
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.problem import Problem, Variable
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search.marginals import Forced, Marginals, marginals, nearest

@@ -21,7 +21,7 @@ import numpy as np
 
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.layerwork import layer_work
-from autoddl.costmodel.pricing import Problem, Variable
+from autoddl.costmodel.problem import Problem, Variable
 from autoddl.costmodel.strategy import Strategy
 from autoddl.pipelines.joint.evaluation import Evaluation, evaluate, stage_workload
 from autoddl.pipelines.joint.partition import ENTRY, chain_of

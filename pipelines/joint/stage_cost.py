@@ -16,7 +16,8 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.layoutprices import Layout
-from autoddl.costmodel.pricing import Phases, PriceBook, Variable
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.problem import Phases, Variable
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.search.baselines import Baseline, baselines

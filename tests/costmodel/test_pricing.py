@@ -17,7 +17,8 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.pricing import OBJECTIVES, PriceBook, Problem
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.problem import OBJECTIVES, Problem
 from autoddl.costmodel.strategy import Strategy, data_parallel
 from autoddl.costmodel.workload import Workload
 from autoddl.zoo import Transformer, bert, gpt, llama, mlp, resolve_model, vgg
