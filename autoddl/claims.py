@@ -468,9 +468,8 @@ class _Claims:
         return is_asked and self.plan.cluster.num_devices > 1
 
     def _assessment(self) -> Assessment:
-        from .planfile import assessment_of
-
-        return assessment_of(self.plan)
+        plan = self.plan
+        return assess(plan.graph, plan.cluster, plan.workload, plan.strategies)
 
     def _check_odds(self, trust: Fields) -> None:
         """Probabilities are parts of a whole; what is to be measured concerns a rival."""

@@ -33,44 +33,17 @@ from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.rank import report
 
 from .measurements import Sample
+from .settings import ITEM_BYTES, Setting, rows_and_features
 
-__all__ = ["Clock", "Hosts", "MeasureOptions", "Setting", "hosts_of_job", "measure_job", "settings_of"]
+__all__ = ["Clock", "Hosts", "MeasureOptions", "hosts_of_job", "measure_job", "settings_of"]
 
 #: Other processes disturb where they use more than this part of the cores.
 DISTURBED = 0.05
 #: For how much a disturbed repetition counts.
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
-_ITEM = 4  # bytes of a float32
-#: A repetition goes on with a collective until this many bytes have been exchanged, or it has been done this often.
-_BYTES_OF_REPETITION = 2**20
-_MOST_CALLS = 8
-#: Features of the tensors that are gathered and scattered.
-_FEATURES = 512
 #: Cores beyond this one of a host are not told apart.
 _MOST_CORES = 1024
-
-
-@dataclass(frozen=True)
-class Setting:
-    """One thing to be timed.
-
-    ``ranks`` in a group, ``stride`` ranks apart, exchange ``num_bytes``; or local work: ``shape`` is (m, k, n) of a matmul, and
-    empty for an element-wise operation on ``num_bytes``.
-    """
-
-    collective: str
-    ranks: int
-    stride: int
-    num_bytes: int
-    shape: tuple[int, ...] = ()
-
-    @property
-    def calls(self) -> int:
-        """How often it is done in a repetition; transfers once, for stages wait for each of them."""
-        if self.ranks == 1 or self.collective == TRANSFER:
-            return 1
-        return max(1, min(_MOST_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
 
 
 @dataclass(frozen=True)
@@ -136,22 +109,14 @@ def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]
 
 def work_settings(shapes: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Setting]:
     """Matmuls of some shapes, and element-wise operations on some sizes."""
-    products = [Setting("matmul", 1, 1, _ITEM * (m * k + k * n + m * n), (m, k, n)) for m, k, n in shapes]
+    products = [Setting("matmul", 1, 1, ITEM_BYTES * (m * k + k * n + m * n), (m, k, n)) for m, k, n in shapes]
     return products + [Setting("elementwise", 1, 1, size) for size in sizes]
 
 
 def _rounded(size: int, ranks: int) -> int:
     """Bytes of a whole number of rows whose features divide over the ranks."""
-    rows, features = _rows_and_features(size, ranks)
-    return _ITEM * rows * features
-
-
-def _rows_and_features(size: int, ranks: int) -> tuple[int, int]:
-    elements = max(1, size // _ITEM)
-    # All-to-alls cut both dimensions.
-    features = max(1, min(_FEATURES, elements // ranks) // ranks) * ranks
-    rows = max(1, elements // features // ranks) * ranks
-    return rows, features
+    rows, features = rows_and_features(size, ranks)
+    return ITEM_BYTES * rows * features
 
 
 # ---- On the ranks ------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from autoddl.costmodel.calibration import TRANSFER
 from autoddl.pipelines.runtime.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from autoddl.pipelines.runtime.mesh import RankAxis
 
-from .measure import Setting, _rows_and_features
+from .settings import Setting, rows_and_features
 
 __all__ = ["operation"]
 
@@ -35,7 +35,7 @@ def _communication(setting: Setting) -> Callable[[], Any]:
         mine, other = axis.index(rank), sum(axis.group(rank)) - rank
         x = flow.ones(max(1, setting.num_bytes // 4))
         return lambda: send(x, other) if mine == 0 else receive(tuple(x.shape), x.dtype, other)
-    rows, features = _rows_and_features(setting.num_bytes, setting.ranks)
+    rows, features = rows_and_features(setting.num_bytes, setting.ranks)
     if setting.collective == "all-reduce":
         vector = flow.ones(rows * features)
         return lambda: all_reduce(vector, axis)

@@ -16,6 +16,7 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import networkx as nx
 import pytest
 
 import autoddl
@@ -233,6 +234,35 @@ def test_import_rules_find_a_breach(path, line, fault):
 )
 def test_import_rules_allow_what_is_right(path, line):
     assert import_faults(Path(path), line) == []
+
+
+def test_no_module_imports_itself_through_others():
+    """Imports inside functions count as well; those for type checkers alone do not."""
+    paths = {module_name(path): path for path in sources()}
+    graph = nx.DiGraph((name, other) for name, path in paths.items() for other in imported_modules(name, path, paths))
+    assert [sorted(group) for group in nx.strongly_connected_components(graph) if len(group) > 1] == []
+    assert graph.has_edge("autoddl.cli.plan", "autoddl.api.planning") and len(graph) > 300
+
+
+def imported_modules(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
+    """The modules of the package that a module imports, somewhere."""
+    tree = parsed((ROOT / path).read_text())
+    for_types = {
+        id(node)
+        for branch in ast.walk(tree)
+        if isinstance(branch, ast.If) and isinstance(branch.test, ast.Name) and branch.test.id == "TYPE_CHECKING"
+        for statement in branch.body
+        for node in ast.walk(statement)
+    }
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and id(node) not in for_types:
+            above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+            origin = ".".join([*above, *([node.module] if node.module else [])])
+            for alias in node.names:
+                found = f"{origin}.{alias.name}" if f"{origin}.{alias.name}" in known else origin
+                if found in known and found != name:
+                    yield found
 
 
 @pytest.mark.slow

@@ -16,8 +16,9 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
-from autoddl.calib.measure import Hosts, Setting, settings_of
+from autoddl.calib.measure import Hosts, settings_of
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
+from autoddl.calib.settings import Setting
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.launcher import RankPool
