@@ -11,8 +11,9 @@
   built in, `extract` makes a layer graph of a OneFlow module.
 - **Schedules**: `schedule`, `schedule_families`; `pipeline`, the planners of papers, for profiled models.
 - **Clusters**: `calibrate`, `fit`, `predict`, `rank`.
-- **Training**: `launch` runs a script on the ranks of a plan, which there asks `launched`, and `apply` makes a module train at the
-  plan's layouts; `load_oneflow` imports OneFlow with the libraries that it needs.
+- **Training**: `train` trains a plan, or a model with a schedule, on local ranks; `launch` runs a script on the ranks of a plan,
+  which there asks `launched`, and `apply` makes a module train at the plan's layouts; `load_oneflow` imports OneFlow with the
+  libraries that it needs.
 
 Every command of the command line is one of these functions.  What users get wrong is a `UserError`.  Modules are imported when
 one of their names is asked for: OneFlow only where something runs on it.
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from .api.results import Comparison, Difference, Explanation, Verification
     from .api.running import launch
     from .api.schedules import Schedule, Timeline, schedule, schedule_families
+    from .api.training import Training, train
     from .applying import apply
     from .launching.context import launched
 
@@ -66,6 +68,7 @@ __all__ = [
     "Stop",
     "StopRequestedError",
     "Timeline",
+    "Training",
     "UserError",
     "Verification",
     "__version__",
@@ -87,6 +90,7 @@ __all__ = [
     "rank",
     "schedule",
     "schedule_families",
+    "train",
 ]
 
 #: The module of each name.
@@ -104,6 +108,7 @@ _HOMES = {
         "api.results": ("Comparison", "Difference", "Explanation", "Verification"),
         "api.running": ("launch",),
         "api.schedules": ("Schedule", "Timeline", "schedule", "schedule_families"),
+        "api.training": ("Training", "train"),
         "applying": ("apply",),
         "costmodel.cluster": ("Cluster",),
         "costmodel.errors": ("UserError",),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
 from .planfile import Plan
+from .staging import stage_plans
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.applied import AppliedModule
@@ -57,11 +59,13 @@ def apply(
     """
     from autoddl.pipelines.runtime.applied import AppliedModule
 
-    if plan.num_stages > 1:
+    stage, *others = stage_plans(plan)
+    if others:
         raise UserError(
             f"the plan is a pipeline of {plan.num_stages} stages, which no single module runs; train it with a PipelineTrainer of "
             "autoddl.staging.planned_model(module, plan)"
         )
     if graph is not None:
         plan.check_graph(graph)
-    return AppliedModule(module, plan.graph, plan.strategies, plan.workload, feeds, check)
+    workload = replace(plan.workload, recompute=stage.recompute)
+    return AppliedModule(module, plan.graph, stage.strategies, workload, feeds, check)

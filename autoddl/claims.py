@@ -7,57 +7,55 @@
 =====================  =============================================================================================================
 member                 what is checked
 =====================  =============================================================================================================
-options, workload      the options give the workload, method, objective, memory limit and hash of the plan; its strategies are in
-                       the space that they open
+options, workload      the options give the workload, method, objective, memory limit and hash of the plan; without a pipeline its
+                       strategies are in the space that they open
 status, optimal, gap   they say the same: proven where the lower bound reaches the cost, and only there; the gap is theirs
 lower_bound_s          not above the cost; without a pipeline the least bound of all candidates
-space_size             counted again; with a pipeline equal to the search's own count
-candidates             every setting of the options once, with a known outcome; none is cheaper than the plan, which is one of them
-baselines              figures are computed again from mesh, micro-batch and recomputation; they fit the memory limit, and are not
-                       below the lower bound
-families               the parts of a step add up to it, its bound and its paper's are on either side; it fits the memory limit
+space_size             without a pipeline counted again
+candidates             without a pipeline every setting of the options once, with a known outcome; none is cheaper than the plan,
+                       which is one of them
+search                 no more settings are ruled out than there are; without a pipeline they are those of the candidates
+rivals                 the parts of a step add up to it, its bound and its paper's are on either side; it fits the memory limit;
+                       figures of baselines are computed again from mesh, micro-batch and recomputation, and are not below the
+                       plan's lower bound
 trust                  there where the cluster is calibrated, with its date and number of draws; probabilities add up; its notes
-notes                  those of the graph, and of trust; of a plan for the step one more, that a pipeline is faster
+notes                  those of the graph, and of trust; without a pipeline of a plan for the step one more, that one is faster
 memory_limit_bytes     that of the options, or the usual part of the device's memory; the plan needs no more
 =====================  =============================================================================================================
 
 **What is left** is protected by the hashes alone, and a forger who makes the hashes anew can say what he wants of it: the seconds
-and evaluations that a search took; the bounds of the single candidates, as far as they stay below their costs; why a baseline or
-family is infeasible; the figures of families within their sums; the probabilities of trust within theirs; with a pipeline the lower
-bound, the counts of the search, and notes; without one how much faster a pipeline is.  `autoddl plan` proves a bound again.
+and evaluations that a search took; the bounds of the single candidates, as far as they stay below their costs; why a rival is
+infeasible; the figures of rivals that are no baselines within their sums; the probabilities of trust within theirs; the space in
+words; with a pipeline the lower bound, the counts of the search, and notes; without one how much faster a pipeline is.  `autoddl
+plan` proves a bound again.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields as dataclass_fields
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from autoddl.calib.trust import SURE, outside_notes, usage_of
-from autoddl.costmodel.assessment import Assessment, assess
+from autoddl.calib.trust import SURE
 from autoddl.costmodel.documents import Fields, canonical_hash, show_json
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import OBJECTIVES
-from autoddl.pipelines.joint.glance import NOTE
+from autoddl.pipelines.joint.evaluation import evaluate_unpipelined
+from autoddl.pipelines.joint.megatron_trials import NOTE
 from autoddl.pipelines.joint.paper_planners import PLANNERS
+from autoddl.pipelines.joint.partition import chain_of
+from autoddl.pipelines.joint.result import JointOptions, baseline_how
 from autoddl.search import METHODS, Status
-from autoddl.search.baselines import BASELINES, baselines
-from autoddl.search.planner import USABLE_MEMORY, Options, base_workload, micro_batches
+from autoddl.search.baselines import BASELINES, Baseline, baselines
+from autoddl.search.planner import NOT_BETTER, NOT_FITTING, USABLE_MEMORY, Options, base_workload, micro_batches
 
-from .plandocument import (
-    EDITED,
-    MEMBERS,
-    PIPELINE_CLAIMS,
-    SEAL,
-    baseline_figures,
-    hashes_of,
-    unclaimed_document,
-)
+from .plandocument import EDITED, MEMBERS, RIVAL_FIGURES, SEAL, hashes_of, method_of, unclaimed_document
+from .trusting import trust_notes
 
 if TYPE_CHECKING:
     from .planfile import Plan
@@ -67,19 +65,9 @@ __all__ = ["check_claims", "check_facts", "edited_member"]
 #: Sums of the same floats in another order differ by less than this part.
 _TOLERANCE = 1e-9
 #: Figures that are differences of sums as large as the step: they keep the step's absolute precision.
-_DIFFERENCES = frozenset(
-    (
-        "inner_communication_s",
-        "exposed_transfer_s",
-        "exposed_all_reduce_s",
-        "bubble_s",
-        "communication_s",
-        "bubble_ratio",
-    )
-)
-#: How a search ends that found a plan, and how a setting of it is settled.
+_DIFFERENCES = frozenset(("exposed_transfer_s", "exposed_all_reduce_s", "bubble_s", "bubble_ratio"))
+#: How a search ends that found a plan.
 _STATUSES = tuple(str(status) for status in Status if status is not Status.INFEASIBLE)
-_NOT_BETTER, _NOT_FITTING = "cannot be better", "does not fit"
 
 
 # ---- The seal ------------------------------------------------------------------------------------------------------------------
@@ -110,19 +98,13 @@ def check_facts(fields: Fields, facts: Mapping[str, Any], first: str | None = No
     Raises:
         UserError: naming the first field that is missing, unknown, or something else.
     """
-    known = [name for name in MEMBERS if name in facts or name not in ("pipeline", "stage_levels")]
-    unknown = next((name for name in fields.value if name not in known), None)
+    unknown = next((name for name in fields.value if name not in MEMBERS), None)
     if unknown is not None:
-        raise UserError(f"{fields.where}: unknown field {show_json(unknown)}; known ones are {', '.join(known)}")
-    for name in known:
+        raise UserError(f"{fields.where}: unknown field {show_json(unknown)}; known ones are {', '.join(MEMBERS)}")
+    for name in MEMBERS:
         fields.get(name)
     for name in sorted(facts, key=lambda name: name != first):
-        given = fields.get(name)
-        if name == "pipeline":
-            given = {key: value for key, value in given.items() if key not in PIPELINE_CLAIMS}
-        _compare(
-            fields.where, name, given, facts[name], facts["step_s"] if name in ("pipeline", "communication_s") else 0
-        )
+        _compare(fields.where, name, fields.get(name), facts[name], facts["step_s"])
 
 
 def _compare(where: str, name: str, given: Any, expected: Any, scale: float) -> None:
@@ -174,14 +156,9 @@ def check_claims(plan: Plan, fields: Fields, facts: Mapping[str, Any]) -> None:
         return
     claims = _Claims(plan, fields, objective, limit)
     claims.check_certificate()
-    if plan.pipeline is None:
-        claims.check_options(fields.object("options"), fields.text("method"))
-        claims.check_candidates()
-        claims.check_baselines()
-    else:
-        claims.check_joint_options(fields.object("options"))
-        claims.check_search(fields.object("pipeline"))
-        claims.check_families(fields.object("pipeline"))
+    claims.check_options()
+    claims.check_search()
+    claims.check_rivals()
     claims.check_trust()
 
 
@@ -190,10 +167,6 @@ def _check_unclaimed(fields: Fields, facts: Mapping[str, Any], expected: Mapping
     for name, value in expected.items():
         if name not in facts and name not in SEAL:
             _compare(fields.where, name, fields.get(name), value, 0.0)
-    if "pipeline" in facts:
-        pipeline = fields.object("pipeline")
-        for name in PIPELINE_CLAIMS:
-            _compare(pipeline.where, name, pipeline.get(name), expected["pipeline"][name], 0.0)
 
 
 class _Claims:
@@ -201,14 +174,16 @@ class _Claims:
 
     def __init__(self, plan: Plan, fields: Fields, objective: str, limit: float):
         self.plan, self.fields, self.objective, self.limit = plan, fields, objective, limit
-        self.cost = fields.number("communication_s" if objective == "communication" else "step_s")
-        if objective == "communication" and plan.pipeline is not None:
-            # Of a pipeline that is a step in which nothing is computed.
-            self.cost = plan.pipeline.cost(objective)
+        self.cost = plan.evaluation.cost(objective)
         self.lower_bound, self.optimal = fields.number("lower_bound_s"), fields.boolean("optimal")
-        self.options = Options()
+        options = fields.object("options")
+        self.asked = _read_options(options)
         #: As the search added it up: in its last digit it may differ from the cost, and it decided what is optimal.
         self.chosen_cost = self.cost
+
+    @property
+    def options(self) -> Options:
+        return self.asked.base
 
     def fault(self, text: str, where: str = "") -> UserError:
         return UserError(f"{where or self.fields.where}: {text}")
@@ -223,7 +198,7 @@ class _Claims:
     def check_certificate(self) -> None:
         """Status, optimality, bound and gap say the same; counts are numbers."""
         status = _one_of(self.fields, "status", _STATUSES)
-        if self.lower_bound > self.cost:
+        if self.lower_bound > self.cost * (1 + _TOLERANCE):
             what = "communication_s" if self.objective == "communication" else "step_s"
             raise self.fault(f"lower_bound_s is {self.lower_bound!r}, more than its {what} {self.cost!r}")
         reached = self.lower_bound >= self.cost * (1 - _TOLERANCE)
@@ -239,40 +214,29 @@ class _Claims:
 
     # ---- The options
 
-    def check_options(self, options: Fields, method: str) -> None:
-        """The options of a plan without a pipeline."""
-        self.options = _read_options(options)
+    def check_options(self) -> None:
+        """They are what the plan was made for."""
+        plan, asked, options = self.plan, self.asked, self.fields.object("options")
+        stages = plan.evaluation.configuration.stages
         _one_of(options, "method", tuple(METHODS))
-        for name, value in (("method", method), ("objective", self.objective)):
-            self.same(name, value, options)
-        recompute = self.plan.workload.recompute
-        if self.options.recompute is not None and self.options.recompute != recompute:
-            raise self.fault(
-                f"recompute is {show_json(self.options.recompute)}, its workload's is other", options.where
-            )
-        self._check_asked(options)
-
-    def check_joint_options(self, options: Fields) -> None:
-        """The options of a plan with a pipeline."""
-        base = options.object("base")
-        self.options = _read_options(base)
-        pipeline = _one_of(options, "pipeline", ("auto", *PLANNERS))
-        options.boolean("allow_stale")
-        options.finish()
-        self.same("method", "joint" if pipeline == "auto" else pipeline)
-        assert self.plan.pipeline is not None
-        stages = self.plan.pipeline.configuration.stages
-        if self.plan.workload.recompute and any(stage.recompute != "layers" for stage in stages):
-            raise self.fault("workload: recompute is true, its stages' is other")
+        if asked.pipeline is not None:
+            _one_of(options, "pipeline", ("auto", *PLANNERS))
+        elif plan.has_pipeline or asked.allow_stale:
+            raise self.fault("pipeline is null, but its plan has one, or allow_stale is true", options.where)
+        self.same("method", method_of(asked))
+        self.same("objective", self.objective, options)
+        if asked.pipeline is None and stages[0].recompute == "stage":
+            raise self.fault("stages: recompute is 'stage', which is of plans with a pipeline")
         for stage in stages:
-            if self.options.recompute is not None and self.options.recompute != (stage.recompute != "none"):
-                raise self.fault(f"recompute is {show_json(self.options.recompute)}, its stages' is other", base.where)
-        if not self.plan.pipeline.configuration.schedule.synchronous and not options.boolean("allow_stale"):
+            if asked.base.recompute is not None and asked.base.recompute != (stage.recompute != "none"):
+                said = show_json(asked.base.recompute)
+                raise self.fault(f"recompute is {said}, its stages' is other", options.where)
+        if not plan.evaluation.configuration.schedule.synchronous and not asked.allow_stale:
             raise self.fault("allow_stale is false, its schedule is asynchronous", options.where)
-        self._check_asked(base, by_paper=pipeline in PLANNERS)
+        self._check_asked(options, by_paper=asked.pipeline in PLANNERS)
 
     def _check_asked(self, options: Fields, by_paper: bool = False) -> None:
-        """What both kinds of plans were asked for; ``by_paper`` of a plan that a paper's planner chose."""
+        """The workload and the memory limit; ``by_paper`` of a plan that a paper's planner chose."""
         workload, cluster = self.plan.workload, self.plan.cluster
         asked = base_workload(cluster, self.options, workload.recompute)
         size = self.options.micro_batch
@@ -286,9 +250,35 @@ class _Claims:
         self.same("memory_limit_bytes", USABLE_MEMORY * cluster.device.memory_bytes if limit is None else limit)
         self.same("options_hash", canonical_hash(self.fields.get("options")))
 
-    # ---- Candidates and space
+    # ---- Space and candidates
 
-    def check_candidates(self) -> None:
+    def check_search(self) -> None:
+        """The counts are of settings; what can be counted again is."""
+        search = self.fields.object("search")
+        search.text("space")
+        settings, misfits, ruled_out, _ = (
+            search.integer(name) for name in ("settings", "ruled_out_by_memory", "ruled_out_by_bound", "stage_searches")
+        )
+        for what, count in (("ruled_out_by_memory", misfits), ("ruled_out_by_bound", ruled_out)):
+            if count > settings:
+                raise self.fault(f"{what} is {count}, more than its settings {settings}", search.where)
+        search.finish()
+        if self.asked.pipeline is None:
+            self._check_candidates()
+            outcomes = [entry.text("outcome") for entry in self.fields.objects("candidates")]
+            self.same("settings", len(outcomes), search)
+            self.same("ruled_out_by_memory", outcomes.count(NOT_FITTING), search)
+            self.same("ruled_out_by_bound", outcomes.count(NOT_BETTER), search)
+            self.same("stage_searches", 0, search)
+            return
+        self.same("candidates", [])
+        size = self.fields.get("space_size")
+        if type(size) is not int or size < 0:
+            raise self.fault(f"space_size is {show_json(size)}, should be a whole number of at least 0")
+        reached = self.lower_bound >= self.cost * (1 - _TOLERANCE)
+        self.same("optimal", self.asked.pipeline == "auto" and reached)
+
+    def _check_candidates(self) -> None:
         """Every setting once; the plan is the best of them; their bounds are the plan's; the space is as large as it says."""
         plan, options = self.plan, self.options
         book = PriceBook(plan.graph, plan.cluster, plan.workload, options.untied, options.summa)
@@ -319,17 +309,17 @@ class _Claims:
 
     def _bound_of(self, entry: Fields, is_chosen: bool) -> float:
         """The lower bound of a candidate, once its entry is checked."""
-        outcome = _one_of(entry, "outcome", (*_STATUSES, _NOT_BETTER, _NOT_FITTING))
+        outcome = _one_of(entry, "outcome", (*_STATUSES, NOT_BETTER, NOT_FITTING))
         bound = math.inf if entry.get("lower_bound_s") is None else entry.number("lower_bound_s")
         cost = math.inf if entry.get("cost_s") is None else entry.number("cost_s")
         entry.finish()
         if is_chosen:
             self.same("cost_s", self.cost, entry)
             self.chosen_cost = cost
-        if outcome == _NOT_FITTING and min(bound, cost) < math.inf:
+        if outcome == NOT_FITTING and min(bound, cost) < math.inf:
             raise self.fault(f"outcome is {outcome!r}, but it has figures", entry.where)
         # Better than what: a plan that is known to exist, a baseline say, which is not always the one that was found.
-        if outcome == _NOT_BETTER and not cost == math.inf > bound:
+        if outcome == NOT_BETTER and not cost == math.inf > bound:
             raise self.fault(f"outcome is {outcome!r}, but it has a cost, or no bound", entry.where)
         if outcome == "optimal" and cost < math.inf and bound < cost * (1 - 2 * _TOLERANCE):
             raise self.fault(f"outcome is 'optimal', but lower_bound_s {bound!r} is below cost_s {cost!r}", entry.where)
@@ -339,137 +329,96 @@ class _Claims:
             raise self.fault(f"lower_bound_s is {bound!r}, more than its cost_s {cost!r}", entry.where)
         return bound
 
-    # ---- Baselines and families
+    # ---- Rivals
 
-    def check_baselines(self) -> None:
-        """Their figures are those of their meshes."""
-        table = self.fields.object("baselines")
-        if table.value and sorted(table.value) != sorted(BASELINES):
-            raise self.fault(f"baselines are {show_json(list(table.value))}, should be {', '.join(BASELINES)}")
-        plan = self.plan
-        members = list(baselines(plan.graph, plan.cluster.level_sizes)) if table.value else []
-        for name in table.value:
-            entry = table.object(name)
-            if "infeasible" in entry:
-                entry.text("infeasible")
-                entry.finish()
-                continue
-            mesh = entry.text("mesh")
-            member = next((one for one in members if (one.name, one.mesh) == (name, mesh)), None)
-            if member is None:
-                raise self.fault(f"mesh {show_json(mesh)} is none of {name}", entry.where)
-            size, recompute = entry.integer("micro_batch", 1), entry.boolean("recompute")
-            asked = self.options.micro_batch, self.options.recompute
-            if asked[0] not in (None, size) or asked[1] not in (None, recompute):
-                raise self.fault("micro_batch or recompute is not what the options ask for", entry.where)
-            try:
-                workload = replace(plan.workload, micro_batch=size, recompute=recompute)
-                truth = assess(plan.graph, plan.cluster, workload, member.strategies)
-            except UserError as error:
-                raise self.fault(str(error), entry.where) from None
-            for figure, value in baseline_figures(truth).items():
-                self.same(figure, value, entry)
-            entry.finish()
-            self._check_rival(entry, truth, name != "summa" or self.options.summa)
-
-    def _check_rival(self, entry: Fields, truth: Assessment, is_in_space: bool) -> None:
-        """It fits, and if the search could have chosen it, its cost is not below the bound."""
-        if truth.memory_bytes > self.limit * (1 + _TOLERANCE):
-            raise self.fault(f"memory_bytes is {truth.memory_bytes:g}, over the limit of {self.limit:g}", entry.where)
-        if is_in_space and truth.cost(self.objective) < self.lower_bound * (1 - _TOLERANCE):
-            raise self.fault(f"its cost is below the plan's lower_bound_s {self.lower_bound!r}", entry.where)
-
-    def check_families(self, pipeline: Fields) -> None:
-        """The parts of their steps add up."""
-        self.same("baselines", {})
-        self.same("candidates", [])
-        seen: set[str] = set()
-        for entry in pipeline.objects("families"):
-            name = entry.text("name")
-            if name in seen:
-                raise self.fault(f"name {show_json(name)} stands twice", entry.where)
-            seen.add(name)
+    def check_rivals(self) -> None:
+        """Each once; figures of baselines are those of their meshes, of others the parts of their steps add up."""
+        entries = self.fields.objects("rivals")
+        names = [entry.text("name") for entry in entries]
+        twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
+        if twice is not None:
+            raise self.fault(f"rivals: name {show_json(twice)} stands twice")
+        if self.asked.pipeline is None and names and sorted(names) != sorted(BASELINES):
+            raise self.fault(f"rivals are {show_json(names)}, should be {', '.join(BASELINES)}")
+        members = list(baselines(self.plan.graph, self.plan.cluster.level_sizes)) if names else []
+        for name, entry in zip(names, entries):
             if "infeasible" in entry:
                 entry.text("infeasible")
             else:
-                self._check_family(entry)
+                if self.asked.pipeline is None:
+                    self._check_baseline(name, entry, members)
+                self._check_figures(entry)
             entry.finish()
 
-    def _check_family(self, entry: Fields) -> None:
-        entry.text("description")
-        step_s = entry.number("step_s", exclusive=True)
-        parts = [entry.number(part) for part in ("compute_s", "communication_s", "exposed_communication_s", "bubble_s")]
+    def _check_baseline(self, name: str, entry: Fields, members: Sequence[Baseline]) -> None:
+        """Its figures follow from its mesh, and what the search could have chosen does not cost less than the bound."""
+        mesh, size, recompute = entry.text("mesh"), entry.integer("micro_batch", 1), entry.boolean("recompute")
+        member = next((one for one in members if (one.name, one.mesh) == (name, mesh)), None)
+        if member is None:
+            raise self.fault(f"mesh {show_json(mesh)} is none of {name}", entry.where)
+        if self.options.micro_batch not in (None, size) or self.options.recompute not in (None, recompute):
+            raise self.fault("micro_batch or recompute is not what the options ask for", entry.where)
+        workload = replace(self.plan.workload, micro_batch=size, recompute=recompute)
+        try:
+            truth = evaluate_unpipelined(chain_of(self.plan.graph), self.plan.cluster, workload, member.strategies)
+        except UserError as error:
+            raise self.fault(str(error), entry.where) from None
+        for figure in RIVAL_FIGURES:
+            _compare(entry.where, figure, entry.get(figure), getattr(truth, figure), truth.step_s)
+        for figure, value in (("how", baseline_how(mesh, workload)), ("lower_bound_s", None), ("paper_step_s", None)):
+            self.same(figure, value, entry)
+        is_in_space = name != "summa" or self.options.summa
+        if is_in_space and truth.cost(self.objective) < self.lower_bound * (1 - _TOLERANCE):
+            raise self.fault(f"its cost is below the plan's lower_bound_s {self.lower_bound!r}", entry.where)
+
+    def _check_figures(self, entry: Fields) -> None:
+        entry.text("how")
+        step_s = entry.number("step_s")
+        parts = [entry.number(part) for part in ("compute_s", "communication_s", "bubble_s")]
         # Of an asynchronous schedule the steady state is measured, and what exposed parts take from it may overlap.
         is_exact = entry.text("name") not in ("PipeDream", "PipeDream-2BW", PLANNERS["wpipe"])
         if sum(parts) < step_s * (1 - 1e-6) or (is_exact and sum(parts) > step_s * (1 + 1e-6)):
             raise self.fault(f"step_s is {step_s!r}, its parts make it {sum(parts)!r}", entry.where)
-        bound, paper = entry.number("lower_bound_s"), entry.get("paper_step_s")
-        if bound > step_s * (1 + _TOLERANCE):
+        if entry.number("exposed_communication_s") > parts[1] + _TOLERANCE * step_s:
+            raise self.fault(f"exposed_communication_s is more than its communication_s {parts[1]!r}", entry.where)
+        bound, paper = entry.get("lower_bound_s"), entry.get("paper_step_s")
+        if bound is not None and entry.number("lower_bound_s") > step_s * (1 + _TOLERANCE):
             raise self.fault(f"lower_bound_s is {bound!r}, more than its step_s {step_s!r}", entry.where)
         if paper is not None and entry.number("paper_step_s") < step_s * (1 - _TOLERANCE):
             raise self.fault(f"paper_step_s is {paper!r}, less than its step_s {step_s!r}", entry.where)
-        if entry.number("memory_bytes") > self.limit * (1 + _TOLERANCE):
-            raise self.fault(
-                f"memory_bytes is {entry.number('memory_bytes'):g}, over the limit of {self.limit:g}", entry.where
-            )
-
-    def check_search(self, pipeline: Fields) -> None:
-        """The search's own member repeats the certificate."""
-        search, options = pipeline.object("search"), self.fields.object("options")
-        search.text("space")
-        counts = {
-            name: search.integer(name)
-            for name in ("settings", "ruled_out_by_memory", "ruled_out_by_bound", "stage_searches")
-        }
-        for what in ("ruled_out_by_memory", "ruled_out_by_bound"):
-            if counts[what] > counts["settings"]:
-                raise self.fault(f"{what} is {counts[what]}, more than its settings {counts['settings']}", search.where)
-        for name in ("lower_bound_s", "optimal", "gap"):
-            self.same(name, self.fields.get(name), search)
-        for name in ("pipeline", "allow_stale"):
-            self.same(name, options.get(name), search)
-        for name, total in (("configurations", "space_size"), ("simulated", "evaluations")):
-            search.integer(name)
-            self.same(name, self.fields.get(total), search)
-        search.finish()
-        self.same("optimal", options.text("pipeline") == "auto" and self.lower_bound >= self.cost * (1 - _TOLERANCE))
-        notes = self.fields.texts("notes")
-        if notes[: len(self.plan.graph.notes)] != tuple(self.plan.graph.notes):
-            raise self.fault("notes do not begin with those of its graph")
+        memory = entry.number("memory_bytes")
+        if memory > self.limit * (1 + _TOLERANCE):
+            raise self.fault(f"memory_bytes is {memory:g}, over the limit of {self.limit:g}", entry.where)
 
     # ---- Trust
 
     def check_trust(self) -> None:
-        """It is there where the cluster is calibrated, and of its calibration."""
+        """It is there where the cluster is calibrated, and of its calibration; the notes are its, and the graph's."""
         plan, calibration = self.plan, self.plan.cluster.calibration
         own: list[str] = []
         if self.fields.get("trust") is not None:
             trust = self.fields.object("trust")
-            if calibration is None or not calibration.replicates or plan.pipeline is not None:
-                raise self.fault("trust is given, but its cluster is not calibrated, or it has a pipeline")
-            own = outside_notes(usage_of(self._assessment(), plan.cluster, plan.workload), plan.cluster)
+            if calibration is None or not calibration.replicates:
+                raise self.fault("trust is given, but its cluster is not calibrated")
+            own = list(trust_notes(plan.evaluation))
             self.same("calibrated", calibration.date, trust)
             self.same("draws", len(calibration.replicates[0].values), trust)
             self.same("notes", own, trust)
             self._check_odds(trust)
             trust.finish()
-        elif calibration is not None and calibration.replicates and plan.pipeline is None:
+        elif calibration is not None and calibration.replicates:
             raise self.fault("trust is null, but its cluster is calibrated")
-        if plan.pipeline is None:
-            given, own = self.fields.texts("notes"), [*plan.graph.notes, *own]
-            if len(given) == len(own) + 1 and given[-1].startswith(NOTE) and self._may_be_faster:
-                own.append(given[-1])
-            self.same("notes", own)
+        given, own = self.fields.texts("notes"), [*plan.graph.notes, *own]
+        if list(given[: len(own)]) != own:
+            raise self.fault(f"notes are {show_json(list(given))}, should begin with {show_json(own)}")
+        more = given[len(own) :]
+        if self.asked.pipeline is None and more and not (len(more) == 1 and self._is_of_a_glance(more[0])):
+            raise self.fault(f"notes hold {show_json(more[0])}, which is neither of its graph nor of its trust")
 
-    @property
-    def _may_be_faster(self) -> bool:
-        """Whether pipelines were looked at beside the plan without one."""
+    def _is_of_a_glance(self, note: str) -> bool:
+        """Whether a note is what is found when pipelines are looked at beside the plan without one."""
         is_asked = self.objective == "step" and self.options.method == "exact"
-        return is_asked and self.plan.cluster.num_devices > 1
-
-    def _assessment(self) -> Assessment:
-        plan = self.plan
-        return assess(plan.graph, plan.cluster, plan.workload, plan.strategies)
+        return is_asked and self.plan.cluster.num_devices > 1 and note.startswith(NOTE)
 
     def _check_odds(self, trust: Fields) -> None:
         """Probabilities are parts of a whole; what is to be measured concerns a rival."""
@@ -482,13 +431,10 @@ class _Claims:
         odds = [probability, *rivals.values()]
         if abs(sum(odds) - 1) > _TOLERANCE or len(rivals) != len(trust.objects("rivals")):
             raise self.fault("probabilities of the plan and its rivals should add up to 1", trust.where)
-        missing = [
-            name
-            for name, entry in self.fields.object("baselines").value.items()
-            if "mesh" in entry and name not in rivals
-        ]
+        compared = [entry.text("name") for entry in self.fields.objects("rivals") if "infeasible" not in entry]
+        missing = [name for name in compared if name not in rivals]
         if missing:
-            raise self.fault(f"rivals lack {missing[0]}, a baseline", trust.where)
+            raise self.fault(f"rivals lack {missing[0]}, which the plan is compared with", trust.where)
         if any(abs(one * draws - round(one * draws)) > 1e-6 for one in odds):
             raise self.fault(f"probabilities should be multiples of 1 / {draws}", trust.where)
         if trust.get("measurement") is None:
@@ -527,7 +473,7 @@ _READERS: dict[str, Callable[[Fields, str], Any]] = {
 }
 
 
-def _read_options(fields: Fields) -> Options:
+def _read_options(fields: Fields) -> JointOptions:
     """The options as :func:`.plandocument.option_fields` wrote them."""
     values: dict[str, Any] = {}
     for option in dataclass_fields(Options):
@@ -536,5 +482,7 @@ def _read_options(fields: Fields) -> Options:
         kind, _, may_be_null = str(option.type).partition(" | ")
         is_null = may_be_null == "None" and fields.get(option.name) is None
         values[option.name] = None if is_null else _READERS[kind](fields, option.name)
+    pipeline = None if fields.get("pipeline") is None else fields.text("pipeline")
+    allow_stale = fields.boolean("allow_stale")
     fields.finish()
-    return Options(**values)
+    return JointOptions(Options(**values), pipeline, allow_stale)

@@ -5,7 +5,7 @@ Layers are compared by name.  Those that stand at the same place of a repeated b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,12 +13,14 @@ from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.units import format_bytes, format_ranges, format_seconds
 
-from .explain.view import PlanView
-from .planfile import Plan, assessment_of
+from .explain import PlanView
+from .explain.groups import group_name, place_of
 
 __all__ = ["Changed", "Figure", "LayerChange", "PlanDifference", "compare", "difference_document"]
 
 FORMAT = "autoddl-plan-difference"
+#: The figures of layers that are compared.
+_AMOUNTS = ("compute_s", "communication_s", "sent_bytes", "memory_bytes")
 
 
 @dataclass(frozen=True)
@@ -47,12 +49,12 @@ class Figure:
 
 @dataclass(frozen=True)
 class LayerChange:
-    """Layers of one place in their blocks that change alike.
+    """Layers at the same place of their blocks that change in the same way.
 
     Attributes:
         name: of the block and role, or the layer's.
         layers: by name.
-        before, after: their strategies as text, with their stages where one of the plans has some.
+        before, after: their strategies as text, with their stages where the plan has several.
         is_same: whether strategy and stages are the same.
         compute_s, communication_s, sent_bytes, memory_bytes: after less before, on each device per step.
     """
@@ -93,29 +95,36 @@ class PlanDifference:
 
     @property
     def is_empty(self) -> bool:
-        """Whether the plans say the same, however they were found."""
+        """Whether the plans are the same, however they were found."""
         properties = (self.model, self.cluster, self.options, self.pipeline, self.removed, self.added)
         return not any(properties) and all(x.is_same for x in self.layers) and all(x.is_equal for x in self.figures)
 
 
 def compare(before: PlanView, after: PlanView) -> PlanDifference:
-    """Compare two plans, of the same model or of different ones."""
-    mine, theirs = _facts(before.plan), _facts(after.plan)
+    """Compare two plans, of the same model or of different ones.
+
+    >>> import autoddl
+    >>> from autoddl.explain import view_of
+    >>> one, two = (autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=n, batch=64) for n in (1, 2))
+    >>> [(row.what, row.before, row.after) for row in compare(view_of(one), view_of(two)).cluster][:1]
+    [('nodes', '1', '2')]
+    """
+    mine, theirs = _layers_of(before), _layers_of(after)
     return PlanDifference(
         before,
         after,
-        model=_unequal(_model(before), _model(after)),
-        cluster=_unequal(_cluster(before.plan.cluster), _cluster(after.plan.cluster)),
-        options=_unequal(_options(before), _options(after)),
-        pipeline=_unequal(_pipeline(before.plan), _pipeline(after.plan)),
-        removed=_only(mine, theirs),
-        added=_only(theirs, mine),
+        model=_changed(_model(before), _model(after)),
+        cluster=_changed(_cluster(before.plan.cluster), _cluster(after.plan.cluster)),
+        options=_changed(_options(before), _options(after)),
+        pipeline=_changed(_pipeline(before), _pipeline(after)),
+        removed=_only_in(mine, theirs),
+        added=_only_in(theirs, mine),
         layers=_layer_changes(mine, theirs),
         figures=_figures(before, after),
     )
 
 
-def _unequal(before: dict[str, str], after: dict[str, str]) -> tuple[Changed, ...]:
+def _changed(before: dict[str, str], after: dict[str, str]) -> tuple[Changed, ...]:
     names = dict.fromkeys((*before, *after))
     pairs = [(name, before.get(name, "none"), after.get(name, "none")) for name in names]
     return tuple(Changed(*pair) for pair in pairs if pair[1] != pair[2])
@@ -173,10 +182,10 @@ def _space(size: int) -> str:
     return f"{size:,}" if size < 10**9 else f"10^{len(str(size)) - 1}"
 
 
-def _pipeline(plan: Plan) -> dict[str, str]:
-    if plan.pipeline is None:
+def _pipeline(view: PlanView) -> dict[str, str]:
+    if not view.has_pipeline:
         return {}
-    configuration = plan.pipeline.configuration
+    configuration = view.evaluation.configuration
     spec, stages = configuration.schedule, configuration.stages
     return {
         "stages": f"{spec.num_stages}",
@@ -193,80 +202,63 @@ def _pipeline(plan: Plan) -> dict[str, str]:
 
 
 @dataclass(frozen=True)
-class _Fact:
+class _PlacedLayer:
+    """A layer, and its stage where there are several."""
+
     assessed: LayerAssessment
     stage: int | None
 
-    @property
-    def name(self) -> str:
-        return self.assessed.layer.name
 
-    @property
-    def place(self) -> object:
-        layer = self.assessed.layer
-        return (layer.block, layer.role) if layer.block else layer.name
-
-
-def _facts(plan: Plan) -> dict[str, _Fact]:
-    if plan.pipeline is None:
-        found = [_Fact(layer, None) for layer in assessment_of(plan).layers]
-    elif plan.num_stages == 1:
-        found = [_Fact(layer, None) for layer in plan.pipeline.layers]
-    else:
-        stages = enumerate(plan.pipeline.stages)
-        found = [_Fact(layer, number) for number, stage in stages for layer in stage.assessment.layers]
-    return {fact.name: fact for fact in found}
+def _layers_of(view: PlanView) -> dict[str, _PlacedLayer]:
+    return {
+        assessed.layer.name: _PlacedLayer(assessed, number if view.has_pipeline else None)
+        for number, stage in enumerate(view.evaluation.stages)
+        for assessed in stage.assessment.layers
+    }
 
 
-def _only(facts: dict[str, _Fact], others: dict[str, _Fact]) -> tuple[str, ...]:
-    groups: dict[object, list[_Fact]] = {}
-    for fact in facts.values():
-        if fact.name not in others:
-            groups.setdefault(fact.place, []).append(fact)
+def _only_in(layers: Mapping[str, _PlacedLayer], others: Mapping[str, _PlacedLayer]) -> tuple[str, ...]:
+    groups: dict[object, list[_PlacedLayer]] = {}
+    for name, placed in layers.items():
+        if name not in others:
+            groups.setdefault(place_of(placed.assessed.layer), []).append(placed)
     return tuple(_group_name(group) + (f" x {len(group)}" if len(group) > 1 else "") for group in groups.values())
 
 
-def _group_name(facts: Sequence[_Fact]) -> str:
-    layer = facts[0].assessed.layer
-    return f"{layer.block}.*.{layer.role}" if len(facts) > 1 else layer.name
+def _group_name(layers: Sequence[_PlacedLayer]) -> str:
+    return group_name([placed.assessed.layer for placed in layers])
 
 
-def _layer_changes(before: dict[str, _Fact], after: dict[str, _Fact]) -> tuple[LayerChange, ...]:
-    groups: dict[object, list[tuple[_Fact, _Fact]]] = {}
-    for name, fact in before.items():
+def _layer_changes(before: Mapping[str, _PlacedLayer], after: Mapping[str, _PlacedLayer]) -> tuple[LayerChange, ...]:
+    groups: dict[object, list[tuple[_PlacedLayer, _PlacedLayer]]] = {}
+    for name, mine in before.items():
         if name in after:
-            pair = (fact, after[name])
-            key = (fact.place, fact.assessed.strategy, pair[1].assessed.strategy)
-            groups.setdefault(key, []).append(pair)
+            theirs = after[name]
+            key = (place_of(mine.assessed.layer), mine.assessed.strategy, theirs.assessed.strategy)
+            groups.setdefault(key, []).append((mine, theirs))
     return tuple(_layer_change(group) for group in groups.values())
 
 
-def _layer_change(pairs: Sequence[tuple[_Fact, _Fact]]) -> LayerChange:
+def _layer_change(pairs: Sequence[tuple[_PlacedLayer, _PlacedLayer]]) -> LayerChange:
     before, after = zip(*pairs)
-    texts = _placed(before), _placed(after)
-
-    def grown(values: Iterable[tuple[float, float]]) -> float:
-        return sum(b - a for a, b in values)
-
-    both = [(mine.assessed, theirs.assessed) for mine, theirs in pairs]
+    texts = _strategy_text(before), _strategy_text(after)
+    grown = {
+        name: sum(getattr(theirs.assessed, name) - getattr(mine.assessed, name) for mine, theirs in pairs)
+        for name in _AMOUNTS
+    }
     return LayerChange(
         name=_group_name(before),
-        layers=tuple(fact.name for fact in before),
+        layers=tuple(placed.assessed.layer.name for placed in before),
         before=texts[0],
         after=texts[1],
         is_same=texts[0] == texts[1],
-        compute_s=grown((a.compute_s, b.compute_s) for a, b in both),
-        communication_s=grown((a.communication_s, b.communication_s) for a, b in both),
-        sent_bytes=grown((a.sent_bytes, b.sent_bytes) for a, b in both),
-        memory_bytes=grown(
-            (a.work.state_bytes + a.work.kept_bytes, b.work.state_bytes + b.work.kept_bytes) for a, b in both
-        ),
+        **grown,
     )
 
 
-def _placed(facts: Sequence[_Fact]) -> str:
-    strategy = str(facts[0].assessed.strategy)
-    stages = sorted({fact.stage for fact in facts if fact.stage is not None})
+def _strategy_text(layers: Sequence[_PlacedLayer]) -> str:
+    strategy = str(layers[0].assessed.strategy)
+    stages = sorted({placed.stage for placed in layers if placed.stage is not None})
     if not stages:
         return strategy
     return f"{strategy} in stage{'s' if len(stages) > 1 else ''} {format_ranges(stages)}"
@@ -281,9 +273,8 @@ def _figures(before: PlanView, after: PlanView) -> tuple[Figure, ...]:
         ("memory", "B", "memory_bytes"),
     )
     found = [Figure(what, unit, getattr(before, name), getattr(after, name)) for what, unit, name in names]
-    bubbles = [0.0 if v.plan.pipeline is None else v.plan.pipeline.bubble_s for v in (before, after)]
-    if any(bubbles):
-        found.insert(3, Figure("pipeline bubble", "s", *bubbles))
+    if before.bubble_s or after.bubble_s:
+        found.insert(3, Figure("pipeline bubble", "s", before.bubble_s, after.bubble_s))
     return tuple(found)
 
 
@@ -314,10 +305,7 @@ def difference_document(found: PlanDifference) -> dict[str, Any]:
                 "before": row.before,
                 "after": row.after,
                 "equal": row.is_same,
-                "compute_s": row.compute_s,
-                "communication_s": row.communication_s,
-                "sent_bytes": row.sent_bytes,
-                "memory_bytes": row.memory_bytes,
+                **{name: getattr(row, name) for name in _AMOUNTS},
             }
             for row in found.layers
         ],

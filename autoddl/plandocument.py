@@ -1,13 +1,25 @@
 """What stands in a plan's document, and the hashes that seal it.
 
-A document has three kinds of members:
+A document has the same members for every plan; one without a pipeline has one stage.  There are three kinds of them:
 
-- **Inputs**: ``graph``, ``cluster``, ``links``, ``workload``, ``options``; of ``layers`` the names and strategies; of ``pipeline``
-  the mesh, the schedule and the stages.
-- **Facts**, which follow from the inputs: all other figures of ``layers`` and ``pipeline``, the totals, the levels, the hashes of
-  graph, cluster and options.  :func:`facts_of` makes them, for the writer and for the reader, who compares them.
-- **Claims** of the search: the certificate (``status``, ``optimal``, ``lower_bound_s``, ``gap``), ``baselines``, ``candidates``,
-  ``trust``, and of ``pipeline`` ``search`` and ``families``.  :mod:`autoddl.claims` says what is checked of them.
+- **Inputs**: ``graph``, ``cluster``, ``links``, ``workload``, ``options``; of ``layers`` the names and strategies; the
+  ``schedule``; of ``workers`` the meshes; of ``stages`` the layers, recomputation and entry.
+- **Facts**, which follow from the inputs: all other figures of ``layers``, ``workers`` and ``stages`` (:mod:`.stagedocument`),
+  ``boundaries``, ``timeline``, the totals, the levels, the hashes of graph, cluster and options.  :func:`facts_of` makes them, for
+  the writer and for the reader, who compares them.
+- **Claims** of the search: the certificate (``status``, ``optimal``, ``lower_bound_s``, ``gap``, ``space_size``, ``evaluations``,
+  ``search``, ``candidates``), ``rivals`` and ``trust``.  :mod:`autoddl.claims` says what is checked of them.
+
+=====================  =============================================================================================================
+claim                  what it is
+=====================  =============================================================================================================
+search                 space (in words), settings, ruled_out_by_memory, ruled_out_by_bound, stage_searches
+                       (:class:`.result.Considered`); null where the plan was edited
+candidates             of a plan without a pipeline per setting: micro_batch, recompute, outcome, lower_bound_s, cost_s
+rivals                 per family: name, and infeasible or how, its figures, lower_bound_s, paper_step_s
+                       (:class:`.result.Rival`); of a baseline also mesh, micro_batch and recompute, which its figures follow from
+trust                  :func:`.trusting.trust_document`; null where the cluster is not calibrated
+=====================  =============================================================================================================
 
 ``hashes`` holds a hash of every other member, and ``content_hash`` is the hash of those: the hash of the whole content, which
 also tells which member was edited.  A plan whose claims were dropped has the status :data:`EDITED` and null in their place.
@@ -17,18 +29,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any, Union
+from typing import Any
 
-from autoddl.costmodel.assessment import Assessment, LayerAssessment
+from autoddl.costmodel.assessment import LayerAssessment
 from autoddl.costmodel.cluster import Cluster, Level, Link
 from autoddl.costmodel.documents import canonical_hash
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.evaluation import Evaluation
-from autoddl.pipelines.joint.result import JointOptions, JointPlan
-from autoddl.search.planner import BaselineFigures, Candidate, Options, Planned
+from autoddl.pipelines.joint.result import JointOptions, PlanResult, Rival
+from autoddl.search.planner import Candidate
 
-from .pipelinedocument import family_fields, pipeline_facts, search_fields
+from .stagedocument import stage_facts
 from .trusting import PlanTrust, trust_document
 
 __all__ = [
@@ -36,21 +47,20 @@ __all__ = [
     "FORMAT",
     "MEMBERS",
     "NOT_CLAIMED",
-    "PIPELINE_CLAIMS",
+    "RIVAL_FIGURES",
     "SEAL",
     "VERSION",
-    "baseline_figures",
     "facts_of",
     "hashes_of",
-    "joint_document",
     "links_fields",
+    "method_of",
     "plan_document",
     "sealed",
     "unclaimed_document",
 ]
 
 FORMAT = "autoddl-plan"
-VERSION = 3
+VERSION = 4
 
 #: The status of a plan that was edited and loaded all the same, its claims dropped; and what people read in their place.
 EDITED = "edited"
@@ -58,20 +68,18 @@ NOT_CLAIMED = "not claimed: the plan was edited"
 #: The method that such a plan was made with.
 BY_HAND = "by hand"
 
-#: All members, in the order in which they are written; ``stage_levels`` and ``pipeline`` of plans with a pipeline alone.
+#: All members, in the order in which they are written.
 MEMBERS = (
     "format", "version", "content_hash", "model", "method", "objective", "status", "optimal", "communication_s", "compute_s",
     "step_s", "lower_bound_s", "gap", "search_s", "space_size", "evaluations", "memory_bytes", "memory_limit_bytes",
-    "sent_bytes", "workload", "options", "levels", "stage_levels", "pipeline", "layers", "baselines", "candidates", "trust",
-    "notes", "graph_hash", "cluster_hash", "options_hash", "graph", "cluster", "links", "hashes",
+    "sent_bytes", "workload", "options", "levels", "schedule", "workers", "stages", "boundaries", "timeline", "layers", "rivals",
+    "search", "candidates", "trust", "notes", "graph_hash", "cluster_hash", "options_hash", "graph", "cluster", "links", "hashes",
 )  # fmt: skip
-#: The members of the member ``pipeline`` that are claims.
-PIPELINE_CLAIMS = ("search", "families")
 #: The members that seal the others.
 SEAL = ("hashes", "content_hash")
+#: The figures of a rival that follow from its plan.
+RIVAL_FIGURES = ("step_s", "compute_s", "communication_s", "exposed_communication_s", "bubble_s", "memory_bytes")
 _TOTALS = ("communication_s", "compute_s", "step_s", "memory_bytes", "sent_bytes")
-
-Truth = Union[Assessment, Evaluation]
 
 
 # ---- The seal ------------------------------------------------------------------------------------------------------------------
@@ -93,40 +101,32 @@ def hashes_of(document: Mapping[str, Any]) -> dict[str, str]:
 # ---- Facts ---------------------------------------------------------------------------------------------------------------------
 
 
-def facts_of(graph: LayerGraph, cluster: Cluster, workload: Workload, truth: Truth) -> dict[str, Any]:
-    """The members that follow from a plan's inputs, and the inputs as they are written; of ``pipeline`` without its claims."""
-    facts = {
+def facts_of(graph: LayerGraph, evaluation: Evaluation) -> dict[str, Any]:
+    """The members that follow from a plan's inputs, and the inputs as they are written."""
+    cluster = evaluation.cluster
+    return {
         "format": FORMAT,
         "version": VERSION,
         "model": graph.name,
-        **{name: getattr(truth, name) for name in _TOTALS},
-        "workload": workload.document(),
+        **{name: getattr(evaluation, name) for name in _TOTALS},
+        "workload": evaluation.configuration.workload.document(),
         "levels": _level_fields(cluster.levels),
-        "layers": _layers_fields(truth),
+        **stage_facts(evaluation),
+        "layers": [
+            {**_layer_fields(layer), "stage": number}
+            for number, stage in enumerate(evaluation.stages)
+            for layer in stage.assessment.layers
+        ],
         "graph_hash": graph.hash,
         "cluster_hash": cluster.hash,
         "graph": graph.document(),
         "cluster": cluster.document,
         "links": links_fields(cluster),
     }
-    if isinstance(truth, Evaluation):
-        facts["stage_levels"] = _level_fields(truth.configuration.mesh_of(0).devices(cluster).levels)
-        facts["pipeline"] = pipeline_facts(truth)
-    return facts
 
 
 def _level_fields(levels: tuple[Level, ...]) -> list[dict[str, Any]]:
     return [{"name": level.name, "size": level.size} for level in levels]
-
-
-def _layers_fields(truth: Truth) -> list[dict[str, Any]]:
-    if isinstance(truth, Assessment):
-        return [_layer_fields(layer) for layer in truth.layers]
-    return [
-        {**_layer_fields(layer), "stage": number}
-        for number, stage in enumerate(truth.stages)
-        for layer in stage.assessment.layers
-    ]
 
 
 def _layer_fields(layer: LayerAssessment) -> dict[str, Any]:
@@ -168,59 +168,35 @@ def _link_fields(link: Link) -> dict[str, Any]:
 # ---- Claims --------------------------------------------------------------------------------------------------------------------
 
 
-def plan_document(planned: Planned, trusted: PlanTrust | None = None) -> dict[str, Any]:
+def plan_document(found: PlanResult, trusted: PlanTrust | None = None) -> dict[str, Any]:
     """The JSON document of a planner's answer; ``trust`` is null where the cluster was not calibrated."""
-    options = option_fields(planned.options)
+    options, considered = option_fields(found.options), found.considered
     claims = {
-        "method": planned.options.method,
-        "objective": planned.options.objective,
-        "status": planned.status,
-        "optimal": planned.optimal,
-        "lower_bound_s": planned.lower_bound,
-        "gap": planned.gap,
-        "search_s": planned.search_s,
-        "space_size": planned.result.space_size,
-        "evaluations": planned.evaluations,
-        "memory_limit_bytes": planned.memory_limit_bytes,
+        "method": method_of(found.options),
+        "objective": found.options.base.objective,
+        "status": found.status,
+        "optimal": found.optimal,
+        "lower_bound_s": found.lower_bound_s,
+        "gap": found.gap,
+        "search_s": found.search_s,
+        "space_size": considered.configurations,
+        "evaluations": considered.simulated,
+        "memory_limit_bytes": found.memory_limit_bytes,
         "options": options,
         "options_hash": canonical_hash(options),
-        "baselines": {figures.name: _baseline_fields(figures) for figures in planned.baselines},
-        "candidates": [_candidate_fields(candidate) for candidate in planned.candidates],
+        "rivals": [_rival_fields(rival) for rival in found.rivals],
+        "search": {
+            "space": considered.space,
+            "settings": considered.settings,
+            "ruled_out_by_memory": considered.ruled_out_by_memory,
+            "ruled_out_by_bound": considered.ruled_out_by_bound,
+            "stage_searches": considered.stage_searches,
+        },
+        "candidates": [_candidate_fields(candidate) for candidate in found.candidates],
         "trust": trust_document(trusted),
-        "notes": [*planned.graph.notes, *(trusted.notes if trusted else ()), *planned.notes],
+        "notes": [*found.graph.notes, *(trusted.notes if trusted else ()), *found.notes],
     }
-    return sealed({**facts_of(planned.graph, planned.cluster, planned.workload, planned.assessment), **claims})
-
-
-def joint_document(planned: JointPlan) -> dict[str, Any]:
-    """The JSON document of the joint planner's answer: a plan's, with the member ``pipeline`` (:mod:`autoddl.pipelinedocument`).
-
-    Strategies are over the devices of a stage, and the figures are those of the pipeline.
-    """
-    evaluation, options = planned.evaluation, joint_option_fields(planned.options)
-    certificate = {"lower_bound_s": planned.lower_bound_s, "optimal": planned.optimal, "gap": planned.gap}
-    facts = facts_of(planned.graph, planned.cluster, planned.configuration.workload, evaluation)
-    facts["pipeline"] |= {
-        "search": search_fields(planned.considered, certificate, planned.options),
-        "families": [family_fields(figures) for figures in planned.families],
-    }
-    claims = {
-        "method": "joint" if planned.options.pipeline == "auto" else planned.options.pipeline,
-        "objective": planned.options.base.objective,
-        "status": planned.status,
-        **certificate,
-        "search_s": planned.search_s,
-        "space_size": planned.considered.configurations,
-        "evaluations": planned.considered.simulated,
-        "memory_limit_bytes": planned.memory_limit_bytes,
-        "options": options,
-        "options_hash": canonical_hash(options),
-        "baselines": {},
-        "candidates": [],
-        "trust": None,
-        "notes": [*planned.graph.notes, *planned.notes],
-    }
-    return sealed({**facts, **claims})
+    return sealed({**facts_of(found.graph, found.evaluation), **claims})
 
 
 def unclaimed_document(facts: Mapping[str, Any], objective: str, memory_limit_bytes: float) -> dict[str, Any]:
@@ -230,35 +206,32 @@ def unclaimed_document(facts: Mapping[str, Any], objective: str, memory_limit_by
         facts: of :func:`facts_of`.
         objective, memory_limit_bytes: what was minimised under which limit, before the plan was edited.
     """
-    nothing = ("optimal", "lower_bound_s", "gap", "search_s", "space_size", "evaluations", "options", "trust")
-    document = {
-        **facts,
-        **dict.fromkeys(nothing),
-        "method": BY_HAND,
-        "objective": objective,
-        "status": EDITED,
-        "memory_limit_bytes": memory_limit_bytes,
-        "options_hash": canonical_hash(None),
-        "baselines": {},
-        "candidates": [],
-        "notes": list(facts["graph"]["notes"]),
-    }
-    if "pipeline" in facts:
-        document["pipeline"] = {**facts["pipeline"], "search": None, "families": []}
-    return sealed(document)
+    nothing = ("optimal", "lower_bound_s", "gap", "search_s", "space_size", "evaluations", "options", "search", "trust")
+    return sealed(
+        {
+            **facts,
+            **dict.fromkeys(nothing),
+            "method": BY_HAND,
+            "objective": objective,
+            "status": EDITED,
+            "memory_limit_bytes": memory_limit_bytes,
+            "options_hash": canonical_hash(None),
+            "rivals": [],
+            "candidates": [],
+            "notes": list(facts["graph"]["notes"]),
+        }
+    )
 
 
-def option_fields(options: Options) -> dict[str, Any]:
+def method_of(options: JointOptions) -> str:
+    """The search that made a plan: of ``METHODS`` without a pipeline; ``joint``, or a paper's planner."""
+    return {None: options.base.method, "auto": "joint"}.get(options.pipeline, str(options.pipeline))
+
+
+def option_fields(options: JointOptions) -> dict[str, Any]:
     """What the user asked for (but how it was shown)."""
-    fields = asdict(options)
+    fields = {**asdict(options.base), "pipeline": options.pipeline, "allow_stale": options.allow_stale}
     del fields["quiet"]
-    return fields
-
-
-def joint_option_fields(options: JointOptions) -> dict[str, Any]:
-    """What the user asked of the joint planner (but how it was shown)."""
-    fields = asdict(options)
-    fields["base"] = option_fields(options.base)
     return fields
 
 
@@ -276,17 +249,16 @@ def _finite(value: float) -> float | None:
     return value if value < float("inf") else None
 
 
-def _baseline_fields(figures: BaselineFigures) -> dict[str, Any]:
-    if figures.assessment is None or figures.workload is None:
-        return {"infeasible": figures.infeasible}
-    return {
-        **baseline_figures(figures.assessment),
-        "mesh": figures.mesh,
-        "micro_batch": figures.workload.micro_batch,
-        "recompute": figures.workload.recompute,
+def _rival_fields(rival: Rival) -> dict[str, Any]:
+    if rival.infeasible is not None:
+        return {"name": rival.name, "infeasible": rival.infeasible}
+    fields: dict[str, Any] = {
+        "name": rival.name,
+        "how": rival.how,
+        **{name: getattr(rival, name) for name in RIVAL_FIGURES},
     }
-
-
-def baseline_figures(assessment: Assessment) -> dict[str, float]:
-    """The figures of a baseline that follow from its mesh, micro-batch and recomputation."""
-    return {name: getattr(assessment, name) for name in ("communication_s", "step_s", "memory_bytes")}
+    fields |= {"lower_bound_s": rival.lower_bound_s, "paper_step_s": rival.paper_step_s}
+    if rival.mesh is not None and rival.configuration is not None:
+        workload = rival.configuration.workload
+        fields |= {"mesh": rival.mesh, "micro_batch": workload.micro_batch, "recompute": workload.recompute}
+    return fields

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoddl.costmodel.assessment import Assessment, assess
+from autoddl.costmodel.assessment import Assessment
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.cluster import from_document as cluster_from_document
 from autoddl.costmodel.documents import Fields, load_json
@@ -23,25 +23,33 @@ from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.costmodel.writing import write_document
-from autoddl.pipelines.joint.evaluation import Evaluation
+from autoddl.pipelines.joint.evaluation import Evaluation, evaluate, evaluate_unpipelined
+from autoddl.pipelines.joint.partition import chain_of
 
 from .claims import check_claims, check_facts, edited_member
-from .pipelinedocument import read_splits, recompute_pipeline
 from .plandocument import (
     EDITED,
     FORMAT,
     VERSION,
     facts_of,
-    joint_document,
     links_fields,
     plan_document,
     unclaimed_document,
 )
+from .stagedocument import read_configuration, read_splits
 
-__all__ = ["Plan", "assessment_of", "joint_document", "load_plan", "plan_document", "plan_from_document", "save_plan"]
+__all__ = [
+    "Plan",
+    "assessment_of",
+    "load_plan",
+    "plan_document",
+    "plan_from_document",
+    "save_plan",
+    "unpipelined_plan",
+]
 
 #: What to do with a plan that was edited.
-_REMEDY = "plan again, or drop its claims with --edited"
+_REMEDY = "plan again, or drop its claims with edited=True"
 
 
 @dataclass(frozen=True, repr=False)
@@ -50,9 +58,9 @@ class Plan:
 
     Attributes:
         graph, cluster, workload: what it was made for.
-        strategies: of every layer, by name; over the devices of its stage where the plan is a pipeline.
+        strategies: of every layer, by name; over the devices of its stage.
         document: the whole JSON document, its figures checked; of a plan that was edited the one that is left of it.
-        pipeline: the stages, their schedule and its simulation; None of a plan without its member ``pipeline``.
+        evaluation: its stages, their schedule and all figures; a plan without a pipeline is a pipeline of one stage.
     """
 
     graph: LayerGraph
@@ -60,7 +68,7 @@ class Plan:
     workload: Workload
     strategies: Mapping[str, Strategy]
     document: dict[str, Any]
-    pipeline: Evaluation | None = None
+    evaluation: Evaluation
 
     def __repr__(self) -> str:
         return f"<Plan {self.graph.name} on {self.cluster.name}, {self.cluster.num_devices} devices>"
@@ -68,7 +76,12 @@ class Plan:
     @property
     def num_stages(self) -> int:
         """1 of a plan without a pipeline."""
-        return 1 if self.pipeline is None else len(self.pipeline.stages)
+        return len(self.evaluation.stages)
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether it has more than one stage."""
+        return self.evaluation.has_pipeline
 
     @property
     def is_claimed(self) -> bool:
@@ -84,6 +97,19 @@ class Plan:
         if graph.hash == self.graph.hash:
             return
         raise UserError(f"the plan was made for another model than {graph.name}: {_difference(self.graph, graph)}")
+
+
+def unpipelined_plan(
+    graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
+) -> Plan:
+    """A plan of one stage with these strategies, which no planner made: it has no document.
+
+    Raises:
+        UserError: a strategy does not fit its layer, the cluster or the micro-batch.
+    """
+    return Plan(
+        graph, cluster, workload, strategies, {}, evaluate_unpipelined(chain_of(graph), cluster, workload, strategies)
+    )
 
 
 def _difference(planned: LayerGraph, given: LayerGraph) -> str:
@@ -105,7 +131,7 @@ def load_plan(path: str | os.PathLike[str], edited: bool = False) -> Plan:
 
     Args:
         edited: take a plan also if it was edited: its graph, cluster, workload, strategies, meshes and schedule; its figures are
-            then computed anew, and what the search claimed of it (optimality, bounds, baselines, families, trust) is dropped.
+            then computed anew, and what the search claimed of it (optimality, bounds, rivals, trust) is dropped.
 
     Raises:
         UserError: it cannot be read, a field is malformed, or it was edited; the message names the member or the field.
@@ -141,7 +167,7 @@ def _checked(fields: Fields, where: str) -> Plan:
     changed = edited_member(fields)
     try:
         plan = _inputs(fields, where)
-        facts = facts_of(plan.graph, plan.cluster, plan.workload, _truth(plan, where))
+        facts = facts_of(plan.graph, plan.evaluation)
         check_facts(fields, facts, changed)
         check_claims(plan, fields, facts)
     except UserError as error:
@@ -158,13 +184,13 @@ def _checked(fields: Fields, where: str) -> Plan:
 def _unclaimed(fields: Fields, where: str) -> Plan:
     """What is left of a plan that was edited."""
     plan = _inputs(fields, where)
-    truth = _truth(plan, where)
+    needed = plan.evaluation.memory_bytes
     objective, limit = fields.text("objective"), fields.number("memory_limit_bytes", exclusive=True)
     if objective not in OBJECTIVES:
         raise UserError(f"{where}: objective is {objective!r}, should be one of {', '.join(OBJECTIVES)}")
-    if truth.memory_bytes > limit:
-        raise UserError(f"{where}: memory_limit_bytes is {limit:g}, its strategies need {truth.memory_bytes:g}")
-    facts = facts_of(plan.graph, plan.cluster, plan.workload, truth)
+    if needed > limit:
+        raise UserError(f"{where}: memory_limit_bytes is {limit:g}, its strategies need {needed:g}")
+    facts = facts_of(plan.graph, plan.evaluation)
     return replace(plan, document=unclaimed_document(facts, objective, limit))
 
 
@@ -179,10 +205,13 @@ def _inputs(fields: Fields, where: str) -> Plan:
         known = ", ".join(cluster.device.peak_flops)
         raise UserError(f"{where}: workload: precision is {workload.precision!r}, its cluster's devices have {known}")
     strategies = _strategies(fields, graph, where)
-    pipeline = None
-    if "pipeline" in fields:
-        pipeline = recompute_pipeline(fields.object("pipeline"), graph, cluster, workload, strategies)
-    return Plan(graph, cluster, workload, strategies, fields.value, pipeline)
+    chain = chain_of(graph)
+    configuration = read_configuration(fields, chain, cluster, workload, strategies)
+    try:
+        evaluation = evaluate(chain, cluster, configuration)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+    return Plan(graph, cluster, workload, strategies, fields.value, evaluation)
 
 
 def _with_links(cluster: Cluster, fields: Fields) -> Cluster:
@@ -216,22 +245,12 @@ def _strategies(fields: Fields, graph: LayerGraph, where: str) -> dict[str, Stra
     return strategies
 
 
-def _truth(plan: Plan, where: str) -> Assessment | Evaluation:
-    """The figures of a plan, computed anew."""
-    if plan.pipeline is not None:
-        return plan.pipeline
-    try:
-        return assessment_of(plan)
-    except UserError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
 def assessment_of(plan: Plan) -> Assessment:
-    """The figures of a plan without a pipeline, computed anew.
+    """The layers' figures of a plan without a pipeline.
 
     Raises:
-        UserError: the plan is a pipeline, whose figures are ``plan.pipeline``.
+        UserError: the plan is a pipeline, whose figures are those of its schedule.
     """
-    if plan.num_stages > 1:
+    if plan.has_pipeline:
         raise UserError("the plan is a pipeline; its figures are those of its schedule")
-    return assess(plan.graph, plan.cluster, plan.workload, plan.strategies)
+    return plan.evaluation.stages[0].assessment

@@ -4,36 +4,32 @@ A plan without a pipeline is a pipeline of one stage: one worker of all devices,
 forward and back (1F1B).
 
 plan = autoddl.load_plan("joint.json")
-trainer = PipelineTrainer(planned_model(module, plan), plan.pipeline.schedule, make_optimizer, batch)
+trainer = PipelineTrainer(planned_model(module, plan), schedule_of_plan(plan), make_optimizer, batch)
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.limits import MOST_TRAINING_PASSES
-from autoddl.pipelines.generators import generate
-from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.configuration import PERIODS, PipelineSchedule
 from autoddl.pipelines.joint.partition import ENTRY
-from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
-from autoddl.pipelines.schedule import Kind, Schedule
+from autoddl.pipelines.runtime.stage.plan import StagePlan
+from autoddl.pipelines.schedule import Schedule
 
 from .planfile import Plan
 
 if TYPE_CHECKING:
-    from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
+    from autoddl.pipelines.runtime.stage.model import PlannedModel
 
 __all__ = ["make_schedule", "planned_model", "schedule_of_plan", "scheduling", "stage_plans"]
 
 
 def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
     """The plans of a plan's stages, in the order of the model."""
-    if plan.pipeline is None:
-        return (StagePlan(plan.strategies, plan.workload.recompute),)
     result = []
-    for choice in plan.pipeline.configuration.stages:
+    for choice in plan.evaluation.configuration.stages:
         strategies = {name: strategy for name, strategy in choice.strategies.items() if name != ENTRY}
         result.append(StagePlan(strategies, choice.recompute == "layers", choice.strategies.get(ENTRY)))
     return tuple(result)
@@ -41,18 +37,14 @@ def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
 
 def scheduling(plan: Plan) -> tuple[PipelineSchedule, tuple[int, ...], tuple[bool, ...]]:
     """What a plan's schedule is made from: see `make_schedule`."""
-    if plan.pipeline is None:
-        return PipelineSchedule("1f1b", 1, plan.workload.num_micro_batches), (plan.cluster.num_devices,), (False,)
-    configuration = plan.pipeline.configuration
+    configuration = plan.evaluation.configuration
     recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
-    return configuration.schedule, plan.pipeline.schedule.widths, recomputing
+    return configuration.schedule, plan.evaluation.schedule.widths, recomputing
 
 
 def schedule_of_plan(plan: Plan, num_steps: int | None = None) -> Schedule:
     """The schedule of a plan: of one step where it is synchronous; else of ``num_steps``, or some."""
-    if plan.pipeline is not None and (plan.pipeline.schedule.is_synchronous or num_steps is None):
-        return plan.pipeline.schedule
-    return make_schedule(*scheduling(plan), num_steps or 1)
+    return make_schedule(*scheduling(plan), num_steps or PERIODS)
 
 
 def make_schedule(
@@ -67,31 +59,16 @@ def make_schedule(
     Raises:
         UserError: there is no such schedule.
     """
-    options: dict[str, Any] = dict(of.options)
-    schedule = generate(
-        of.name,
-        num_stages=of.num_workers,
-        num_micro_batches=of.num_micro_batches,
-        iterations=1 if of.synchronous else num_steps,
-        width=widths,
-        recompute=any(recomputing),
-        most_passes=MOST_TRAINING_PASSES,
-        **options,
-    )
-    workers = (
-        tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or recomputing[task.stage])
-        for tasks in schedule.workers
-    )
-    return replace(schedule, workers=tuple(workers))
+    return of.schedule(widths, tuple(recomputing), num_steps, MOST_TRAINING_PASSES)
 
 
 def planned_model(module: Any, plan: Plan, feeds: Mapping[str, int | None] | None = None) -> PlannedModel:
     """A model cut in the stages of a plan, for a `PipelineTrainer`; on every rank of the job.
 
     Args:
-        module: the unmodified model, on the host, with the same values on every rank.
+        module: the unmodified model, on the host; where its values differ, the first rank's are taken.
         feeds: see :func:`autoddl.apply`.
     """
-    from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
+    from autoddl.pipelines.runtime.stage.model import PlannedModel
 
     return PlannedModel(module, plan.graph, stage_plans(plan), dict(feeds or {}))

@@ -1,30 +1,36 @@
-"""Things to train besides the built-in families: a user's own model, which FILE.py:FUNCTION returns with the samples that it learns
-from, and the model of a plan."""
+"""What is trained besides the built-in families: a user's own model, which FILE.py:FUNCTION returns with the samples that it learns
+from, and the model of a plan, which is one or the other."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.pipelines.runtime.pipeline.problems import TextModel
-from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
+from autoddl.pipelines.runtime.pipeline.problems import FAMILIES, TextModel, shipped_text
+from autoddl.pipelines.runtime.stage.plan import StagePlan
 
+from .ownmodels import function_of_plan
 from .planfile import Plan
-from .staging import planned_model, schedule_of_plan
-from .zoo.builtin import BuiltIn
+from .staging import planned_model, schedule_of_plan, stage_plans
+from .zoo import is_oneflow_model
+from .zoo.builtin import BuiltIn, recognise
+from .zoo.transformers import Transformer
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.data import BatchSource
+    from autoddl.pipelines.runtime.pipeline.problems import TrainingProblem
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
     from autoddl.pipelines.runtime.pipeline.weights import OptimizerFactory
+    from autoddl.pipelines.schedule import Schedule
 
-__all__ = ["FileProblem", "PlanProblem", "plan_trainer"]
+__all__ = ["FileProblem", "OwnPlanProblem", "PlanProblem", "plan_trainer", "problem_of_plan"]
 
 
 @dataclass(frozen=True)
@@ -62,27 +68,79 @@ class FileProblem:
         from autoddl.pipelines.runtime.models import token_loss
         from autoddl.pipelines.runtime.pipeline.chain import chain_of
 
-        from .extraction.userfile import load_model
+        model, inputs, targets = load_samples(self.target, seed)
+        is_of_classes = np.issubdtype(targets.dtype, np.integer)
+        loss = token_loss if is_of_classes else load_oneflow().nn.functional.mse_loss
+        return chain_of(model, loss), drawn(inputs, targets, micro_batch, seed)
 
-        flow: Any = load_oneflow()
-        for seeded in (random.seed, np.random.seed, flow.manual_seed):
-            seeded(seed)
-        model, tensors = load_model(self.target, with_values=True)
-        shapes = [tuple(tensor.shape) for tensor in tensors]
-        if len(tensors) != 2 or not all(shapes) or shapes[0][0] != shapes[1][0] or not shapes[0][0]:
-            shown = " and ".join("x".join(map(str, shape)) or "a single number" for shape in shapes)
-            raise UserError(
-                f"{self.target} returns tensors of {shown}; to train it should return the model and (inputs, targets), "
-                "with as many rows each"
-            )
-        inputs, targets = (np.array(tensor.numpy()) for tensor in tensors)
-        loss = token_loss if np.issubdtype(targets.dtype, np.integer) else flow.nn.functional.mse_loss
 
-        def batches(number: int) -> tuple[np.ndarray, np.ndarray]:
-            rows = np.random.default_rng([seed, number]).integers(0, len(inputs), micro_batch)
-            return inputs[rows], targets[rows]
+@dataclass(frozen=True)
+class OwnPlanProblem:
+    """A user's model at the strategies of its plan, on the samples that FUNCTION of a file returns with it.
 
-        return chain_of(model, loss), batches
+    The model computes its loss itself. Micro-batches and initial values are those of a `FileProblem`.
+
+    Attributes:
+        target: ``FILE.py:FUNCTION``.
+        graph, stages: the plan's.
+    """
+
+    target: str
+    graph: LayerGraph
+    stages: tuple[StagePlan, ...]
+
+    @property
+    def unit(self) -> str:
+        return "samples"
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+    def check(self) -> None:
+        """The model has been compared with the plan's; the samples are known on ranks only."""
+
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, Any]:
+        """The planned model, and micro-batches by their number."""
+        from autoddl.pipelines.runtime.stage.model import PlannedModel
+
+        model, inputs, targets = load_samples(self.target, seed)
+        return PlannedModel(model, self.graph, self.stages), drawn(inputs, targets, micro_batch, seed)
+
+
+def load_samples(target: str, seed: int) -> tuple[Any, np.ndarray, np.ndarray]:
+    """The module that ``FILE.py:FUNCTION`` returns with its own initial values, and the inputs and targets that it learns.
+
+    Raises:
+        UserError: see `load_model`; or the inputs and targets do not fit each other.
+    """
+    from autoddl.pipelines.runtime.load import load_oneflow
+
+    from .extraction.userfile import load_model
+
+    flow: Any = load_oneflow()
+    for seeded in (random.seed, np.random.seed, flow.manual_seed):
+        seeded(seed)
+    model, tensors = load_model(target, with_values=True)
+    shapes = [tuple(tensor.shape) for tensor in tensors]
+    if len(tensors) != 2 or not all(shapes) or shapes[0][0] != shapes[1][0] or not shapes[0][0]:
+        shown = " and ".join("x".join(map(str, shape)) or "a single number" for shape in shapes)
+        raise UserError(
+            f"{target} returns tensors of {shown}; to train it should return the model and (inputs, targets), "
+            "with as many rows each"
+        )
+    inputs, targets = (np.array(tensor.numpy()) for tensor in tensors)
+    return model, inputs, targets
+
+
+def drawn(inputs: np.ndarray, targets: np.ndarray, micro_batch: int, seed: int) -> BatchSource:
+    """Micro-batches by their number, of samples drawn at random."""
+
+    def batches(number: int) -> tuple[np.ndarray, np.ndarray]:
+        rows = np.random.default_rng([seed, number]).integers(0, len(inputs), micro_batch)
+        return inputs[rows], targets[rows]
+
+    return batches
 
 
 @dataclass(frozen=True)
@@ -120,12 +178,44 @@ class PlanProblem:
     def load(self, micro_batch: int, seed: int) -> tuple[Any, Any]:
         """The planned model, and micro-batches by their number."""
         from autoddl.pipelines.runtime.models import initialize
-        from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
+        from autoddl.pipelines.runtime.stage.model import PlannedModel
 
         from .verification.rank_job import build_module
 
         module = initialize(build_module(self.built_in), seed)
         return PlannedModel(module, self.graph, self.stages), self.data.batches(micro_batch, seed)
+
+
+def problem_of_plan(plan: Plan, model: str, text: Path | None, num_steps: int) -> tuple[TrainingProblem, Schedule, int]:
+    """What a plan trains, the schedule of one run, and the samples of a micro-batch.
+
+    Args:
+        model: ``FILE.py:FUNCTION`` that makes the plan's model; "" of one that is built in.
+        text: what a built-in model learns; the shipped one where it is None.
+        num_steps: of one run, where the schedule is asynchronous.
+
+    Raises:
+        UserError: the plan's model is not one that learns a text, and nothing else makes it; or ``model`` makes another one.
+    """
+    stages, schedule = stage_plans(plan), schedule_of_plan(plan, num_steps)
+    size = plan.workload.micro_batch
+    if model:
+        if text is not None:
+            raise UserError(f"text={text} is for built-in models; {model} brings its own data")
+        if not is_oneflow_model(model):
+            raise UserError(f"model {model!r} should be FILE.py:FUNCTION")
+        return OwnPlanProblem(function_of_plan(plan, model), plan.graph, stages), schedule, size
+    built_in = recognise(plan.graph)
+    if built_in is None or built_in.family not in FAMILIES or not isinstance(built_in.sizes, Transformer):
+        raise UserError(
+            f"the plan's model {plan.graph.name} is not one that learns a text: {', '.join(FAMILIES)}; "
+            "give model=FILE.py:FUNCTION, which makes it and its samples"
+        )
+    sizes = built_in.sizes
+    data = TextModel(
+        *(text or shipped_text(), built_in.family, sizes.layers, sizes.width, sizes.heads, sizes.sequence, sizes.tied)
+    )
+    return PlanProblem(data, built_in, plan.graph, stages), schedule, size
 
 
 def plan_trainer(
@@ -143,7 +233,7 @@ def plan_trainer(
     A plan without a pipeline is trained as a pipeline of one stage.
 
     Args:
-        module: the unmodified model, on the host, with the same values on every rank.
+        module: the unmodified model, on the host; where its values differ, the first rank's are taken.
         make_optimizer: of a list of parameters.
         batch: inputs and targets of a micro-batch (of ``plan.workload.micro_batch`` samples) by its number over all steps.
         num_steps: weight updates of a run of an asynchronous schedule; some by default. Others do one.

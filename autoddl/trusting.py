@@ -7,19 +7,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from autoddl.calib.trust import Candidate, Trust, Usage, drawn_cluster, outside_notes, trust, usage_of
-from autoddl.costmodel.assessment import assess
+from autoddl.calib.stageusage import usage_of_all, usage_of_step
+from autoddl.calib.trust import Candidate, Trust, drawn_cluster, outside_notes, trust
 from autoddl.costmodel.calibration import Calibration
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.evaluation import Evaluation, evaluate, evaluate_unpipelined
+from autoddl.pipelines.joint.partition import chain_of
+from autoddl.pipelines.joint.result import PlanResult
 from autoddl.search import solve
-from autoddl.search.planner import Planned
 
-__all__ = ["PlanTrust", "trust_document", "trust_of"]
+__all__ = ["PlanTrust", "trust_document", "trust_notes", "trust_of"]
 
 #: Under how many draws of the parameters the best plan is searched for, to find rivals.
 SEARCHES = 8
@@ -34,43 +34,53 @@ class PlanTrust:
     notes: tuple[str, ...]
 
 
-def trust_of(planned: Planned, stop: Stop | None = None) -> PlanTrust | None:
-    """How sure a plan is; None where its cluster was not calibrated, or where the ``stop`` was requested before it was known."""
-    stop = stop or Stop()
-    calibration = planned.cluster.calibration
+def trust_of(found: PlanResult, stop: Stop | None = None) -> PlanTrust | None:
+    """How sure a plan is; None where its cluster was not calibrated.
+
+    Args:
+        stop: where it is requested, no more rivals are searched for.
+    """
+    calibration, objective = found.cluster.calibration, found.options.base.objective
     if calibration is None or not calibration.replicates:
         return None
-    communication_only = planned.options.objective == "communication"
-    candidates = list(_candidates(planned, stop))
-    if stop.is_requested:  # without all rivals nothing is known
-        return None
-    found = trust(candidates, planned.cluster, communication_only)
-    return PlanTrust(calibration, found, tuple(outside_notes(candidates[0].usage, planned.cluster)))
+    candidates = [
+        Candidate(name, usage_of_step(evaluation, objective)) for name, evaluation in _candidates(found, stop or Stop())
+    ]
+    known = trust(candidates, found.cluster, objective == "communication")
+    return PlanTrust(calibration, known, trust_notes(found.evaluation))
 
 
-def _candidates(planned: Planned, stop: Stop) -> Iterator[Candidate]:
-    """The plan; its baselines; and the best plans under some draws of the parameters, at the plan's micro-batch."""
-    graph, cluster, workload = planned.graph, planned.cluster, planned.workload
-    yield Candidate("this plan", _usage(graph, cluster, workload, planned.strategies))
-    for figures in planned.baselines:
-        if figures.workload is not None:
-            yield Candidate(figures.name, _usage(graph, cluster, figures.workload, figures.strategies))
-    seen = {tuple(planned.strategies.items())}
+def trust_notes(evaluation: Evaluation) -> tuple[str, ...]:
+    """Where a plan lies outside of what its cluster was calibrated for."""
+    return tuple(outside_notes(usage_of_all(evaluation), evaluation.cluster))
+
+
+def _candidates(found: PlanResult, stop: Stop) -> Iterator[tuple[str, Evaluation]]:
+    """The plan; its rivals; and without a pipeline the best plans under some draws of the parameters, at the plan's micro-batch."""
+    graph, cluster, options, workload = found.graph, found.cluster, found.options.base, found.workload
+    chain = chain_of(graph)
+    yield "this plan", found.evaluation
+    for rival in found.rivals:
+        if rival.configuration is not None:
+            yield rival.name, evaluate(chain, cluster, rival.configuration)
+    if found.options.pipeline is not None:
+        return
+    seen = {tuple(found.strategies.items())}
     number = 0
     for k in _spread(_num_draws(cluster), SEARCHES):
         if stop.is_requested:
             return
-        book = PriceBook(graph, drawn_cluster(cluster, k), workload, planned.options.untied, planned.options.summa)
-        problem = book.problem(workload.batch, workload.micro_batch, planned.options.objective)
-        result = solve(problem.table, memory_limit=planned.memory_limit_bytes, time_limit=5.0, stop=stop)
+        book = PriceBook(graph, drawn_cluster(cluster, k), workload, options.untied, options.summa)
+        problem = book.problem(workload.batch, workload.micro_batch, options.objective)
+        result = solve(problem.table, memory_limit=found.memory_limit_bytes, time_limit=5.0, stop=stop)
         if result.choice is None or not math.isfinite(result.cost):
             continue
         strategies = problem.strategies(result.choice)
         if tuple(strategies.items()) not in seen:
             seen.add(tuple(strategies.items()))
             number += 1
-            name = f"alternative {number} ({_difference(planned.strategies, strategies)})"
-            yield Candidate(name, _usage(graph, cluster, workload, strategies))
+            name = f"alternative {number} ({_difference(found.strategies, strategies)})"
+            yield name, evaluate_unpipelined(chain, cluster, workload, strategies)
 
 
 def _num_draws(cluster: Cluster) -> int:
@@ -86,10 +96,6 @@ def _difference(chosen: Mapping[str, Strategy], other: Mapping[str, Strategy]) -
     changed = [name for name in chosen if chosen[name] != other[name]]
     first = f"{changed[0]} at {other[changed[0]]}"
     return first if len(changed) == 1 else f"{first} and {len(changed) - 1} more"
-
-
-def _usage(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]) -> Usage:
-    return usage_of(assess(graph, cluster, workload, strategies), cluster, workload)
 
 
 # ---- As programs read it -----------------------------------------------------------------------------------------------------

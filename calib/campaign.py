@@ -1,7 +1,7 @@
-"""A calibration run, seen from outside: what to measure, on which ranks, into which file.
+"""Calibration runs: what to measure, on which ranks, into which file.
 
-``measure_locally`` starts ranks on this machine; ``measure_in_job`` is called by every rank that a cluster's launcher started.
-Both continue what the file has already.
+``measure_locally`` starts ranks on this machine.  ``measure_in_job`` is called by every rank of a job that a cluster's launcher
+started.  Both continue an existing file.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .measurements import COLLECTIVES, Sample, SampleFile
 
 __all__ = ["CampaignOptions", "is_in_job", "measure_in_job", "measure_locally"]
 
-#: (m, k, n): square, thin and flat, from a tenth of a millisecond to some tens on one core.
+#: (m, k, n) of matrix products: square, thin and flat, from 0.1 ms to some 10 ms on one core.
 SHAPES = (
     (16, 256, 256),
     (16, 1024, 1024),
@@ -35,7 +35,7 @@ SHAPES = (
     (512, 512, 2048),
 )
 ELEMENTWISE_BYTES = (1 << 14, 1 << 18, 1 << 21, 1 << 24)
-#: A rank of a busy machine may be late by more than the launcher's usual patience.
+#: Stall timeout [s] of ranks; ranks of a busy machine may be later than the launcher's default allows.
 STALL_S = 60.0
 
 
@@ -44,14 +44,15 @@ class CampaignOptions:
     """What to measure.
 
     Attributes:
-        ranks: numbers of ranks, one job each (local runs).
+        ranks: numbers of ranks, with one job for each (local runs only).
         sizes: message sizes in bytes.
-        collectives: which of them.
-        shapes, elementwise: local work; none where they are empty.
-        repetitions: of each setting.
-        budget_s: for everything, starting ranks included.
+        collectives: the collectives, out of :data:`COLLECTIVES`.
+        shapes: (m, k, n) of the matrix products.
+        elementwise: sizes in bytes of the element-wise operations.
+        repetitions: number of repetitions of each setting.
+        budget_s: time limit of the whole run, including the start of ranks; None for no limit.
         seed: of the order of settings.
-        quiet: no progress bar.
+        quiet: show no progress bar.
     """
 
     ranks: tuple[int, ...] = (2, 4)
@@ -68,9 +69,7 @@ class CampaignOptions:
         if not self.ranks or min(self.ranks) < 2:
             raise UserError(f"ranks {list(self.ranks)} should be numbers of at least 2")
         if len(set(self.sizes)) < 2:
-            raise UserError(
-                f"sizes {list(self.sizes)} should be two at least: one cannot tell latency and bandwidth apart"
-            )
+            raise UserError(f"sizes {list(self.sizes)} should be at least two, to separate latency from bandwidth")
         if min(self.sizes) < 1 or max(self.sizes) > 2**32:
             raise UserError(f"sizes {min(self.sizes)} to {max(self.sizes)} should be from 1 byte to 4 GiB")
         if self.repetitions < 1:
@@ -83,16 +82,19 @@ class CampaignOptions:
 
 
 def is_in_job() -> bool:
-    """Whether a launcher has started this process as one rank of several."""
+    """Whether a launcher started this process as one rank of several."""
     return int(os.environ.get("WORLD_SIZE", "1") or 1) > 1 and "RANK" in os.environ
 
 
 def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
-    """Measure on ranks of this machine, a job for each number of ranks; how many samples were taken.
+    """Measure on ranks of this machine, with a job for each number of ranks.
+
+    Returns:
+        The number of samples taken.
 
     Raises:
         UserError: ranks cannot be started, or a sample cannot be written.
-        RankError: a rank failed. In each case the samples up to then are in the file.
+        RankError: a rank failed.  The samples taken before an error are in the file.
     """
     from autoddl.pipelines.runtime.failures import RankError
     from autoddl.pipelines.runtime.launcher import RankPool
@@ -101,7 +103,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
     from . import measure
 
     before, start = file.num_written, time.monotonic()
-    is_private = bool(namespace_available())  # where it can be, nobody else reaches OneFlow's ports
+    is_private = bool(namespace_available())  # if possible, keep others from OneFlow's ports
     for position, num_ranks in enumerate(options.ranks):
         settings = tuple(_settings(options, num_ranks))
         done = _done(file.samples, settings, num_ranks)
@@ -109,7 +111,7 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
             continue
         budget = None
         if options.budget_s is not None:
-            # What one job leaves is the next one's.
+            # Share the remaining budget evenly among the remaining jobs.
             left = options.budget_s - (time.monotonic() - start)
             budget = left / (len(options.ranks) - position)
             if budget <= 0:
@@ -137,7 +139,10 @@ def measure_locally(options: CampaignOptions, file: SampleFile) -> int:
 
 
 def measure_in_job(options: CampaignOptions, path: str) -> int | None:
-    """Measure on the ranks of this job; every rank calls.  How many samples were taken, on rank 0; None on the others.
+    """Measure on the ranks of this job; every rank calls.
+
+    Returns:
+        The number of samples taken on rank 0; None on the other ranks.
 
     Raises:
         UserError: rank 0 cannot write a sample.
@@ -151,7 +156,7 @@ def measure_in_job(options: CampaignOptions, path: str) -> int | None:
     settings = tuple(_settings(options, num_ranks))
     file = SampleFile(path) if rank == 0 else None
     done = _done(file.samples, settings, num_ranks) if file else (0.0,) * len(settings)
-    # What rank 0 has in its file counts for all.
+    # Rank 0 has the file, and sends the counts to all ranks.
     done = tuple(map(float, measure.exchange(np.array(done))[0]))
     asked = measure.MeasureOptions(settings, options.repetitions, done, options.budget_s, seed=options.seed)
     if file is None:
@@ -175,7 +180,7 @@ def _settings(options: CampaignOptions, num_ranks: int) -> list[Any]:
 
 
 def _done(samples: Sequence[Sample], settings: Sequence[Any], num_ranks: int) -> tuple[float, ...]:
-    """How many samples of each setting there are from jobs of so many ranks, disturbed ones counting less."""
+    """The number of samples of each setting from jobs of ``num_ranks`` ranks; disturbed ones count less."""
     from .measure import DISTURBED, DISTURBED_COUNTS
 
     counts: dict[object, float] = {}
@@ -188,7 +193,7 @@ def _done(samples: Sequence[Sample], settings: Sequence[Any], num_ranks: int) ->
 
 
 def progress(what: str, total: int, quiet: bool, unit: str = "sample") -> Any:
-    """A bar on stderr; none where that is no terminal."""
+    """A progress bar on stderr; it is not shown if stderr is not a terminal."""
     from tqdm import tqdm
 
     return tqdm(total=total, desc=what, unit=unit, disable=True if quiet else None)

@@ -1,4 +1,4 @@
-"""Strategies of a model that are worth running: spread over the range of predicted costs, the usual ones among them."""
+"""Strategies of a model to run on ranks: the optimum, the baselines, and others spread over the range of predicted costs."""
 
 from __future__ import annotations
 
@@ -21,15 +21,21 @@ from autoddl.search.baselines import baselines
 
 __all__ = ["RankedStrategy", "spread_strategies"]
 
-#: Random assignments that are priced to choose from.
+#: Number of random assignments to choose from.
 _DRAWN = 4000
-#: Spaces up to this size are enumerated instead.
+#: Largest space that is enumerated instead.
 _ENUMERATED = 4096
 
 
 @dataclass(frozen=True)
 class RankedStrategy:
-    """A strategy for every layer, and what the cost model predicts of one training step."""
+    """A strategy for every layer, and the prediction of the cost model for one training step.
+
+    Attributes:
+        name: for tables.
+        strategies: the strategy of each layer, by name.
+        communication_s, step_s: predicted seconds of communication and of the whole step.
+    """
 
     name: str
     strategies: Mapping[str, Strategy]
@@ -40,11 +46,17 @@ class RankedStrategy:
 def spread_strategies(
     graph: LayerGraph, cluster: Cluster, workload: Workload, count: int, seed: int = 0
 ) -> list[RankedStrategy]:
-    """The optimum, the baselines that divide, and others so that predicted communication times are spread evenly (on a logarithmic
-    scale) from the smallest to the largest; as many as there are where there are fewer than ``count``.
+    """The optimum, the baselines that divide the model, and others.
+
+    The predicted communication times of the others are spread evenly on a logarithmic scale.
+
+    Args:
+        graph, cluster, workload: what the strategies are for.
+        count: number of strategies; fewer are returned if there are not so many.
+        seed: of the random assignments.
 
     Raises:
-        UserError: nothing divides over the cluster's devices, or ``count`` is not at least 2.
+        UserError: no assignment is possible on the cluster's devices, or ``count`` is less than 2.
     """
     if count < 2:
         raise UserError(f"{count} strategies cannot be ranked; it takes at least 2")
@@ -65,7 +77,7 @@ def spread_strategies(
         named.setdefault(choice, f"{baseline.name} {baseline.mesh}")
     choices = _choices(problem, seed)
     if not choices:
-        raise UserError(f"{graph.name} has no strategies on {cluster.num_devices} devices that can follow each other")
+        raise UserError(f"{graph.name} has no plan of finite cost on {cluster.num_devices} devices")
     kept = [choice for choice in named if math.isfinite(problem.table.evaluate(choice))]
     others = [choice for choice in choices if choice not in named]
     kept += _spread(others, np.array([problem.table.evaluate(c) for c in others]), count - len(kept))
@@ -79,7 +91,7 @@ def spread_strategies(
 
 
 def _choices(problem: Problem, seed: int) -> list[tuple[int, ...]]:
-    """All assignments, or many at random; those that cannot follow each other left out."""
+    """All assignments, or random ones of a large space; assignments of infinite cost are left out."""
     table = problem.table
     sizes = [len(costs) for costs in table.cost]
     if table.space_size <= _ENUMERATED:
@@ -88,14 +100,14 @@ def _choices(problem: Problem, seed: int) -> list[tuple[int, ...]]:
         rng = np.random.default_rng(seed)
         found = []
         for _ in range(_DRAWN):
-            # Whole models at one layout with a few layers changed: wholly mixed ones cost more than all that anybody compares.
+            # Most layers share one layout: independent random layouts would cost more than any plan worth comparing.
             found.append(_random_choice(problem, sizes, rng))
         found = list(dict.fromkeys(found))
     return [choice for choice in found if math.isfinite(table.evaluate(choice))]
 
 
 def _random_choice(problem: Problem, sizes: list[int], rng: np.random.Generator) -> tuple[int, ...]:
-    """One layout (p0, s) for the whole model where layers can have it, and layers of their own with a random probability."""
+    """One layout (p0, s) for all layers that can have it, except that each layer is random with a random probability."""
     layouts = [
         [variable.strategy(variable.layers[0], option).rows_and_features for option in range(size)]
         for variable, size in zip(problem.variables, sizes)
@@ -114,12 +126,12 @@ def _random_choice(problem: Problem, sizes: list[int], rng: np.random.Generator)
 
 
 def _spread(choices: list[tuple[int, ...]], costs: np.ndarray, count: int) -> list[tuple[int, ...]]:
-    """``count`` of them whose costs are as evenly spread as can be."""
+    """``count`` of the choices, whose costs are spread as evenly as possible on a logarithmic scale."""
     if count <= 0:
         return []
     if len(choices) <= count:
         return choices
-    # One without any communication stands apart from the scale.
+    # A choice without communication has no logarithm.
     logs = np.log(np.maximum(costs, 1e-9))
     free = np.ones(len(choices), dtype=bool)
     kept = []

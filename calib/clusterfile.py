@@ -1,6 +1,6 @@
-"""From fits to a cluster file: the parameters with their intervals, and the ``calibration`` that says how far they go.
+"""The cluster document of a fit: parameters with their intervals, and the ``calibration`` record.
 
-What was not measured stays as it is in the base cluster: memory, the peak rates, a network level without samples.
+Values that were not measured are taken from the base cluster: memory, peak rates, network levels without samples.
 """
 
 from __future__ import annotations
@@ -25,13 +25,19 @@ from .measurements import Sample
 
 __all__ = ["Fit", "calibrated_document", "errors_of_cluster", "fit_samples", "quality_of"]
 
-#: Where errors are stated apart: messages where latency counts, those of most layers, and large ones.
+#: Ranges of message sizes [bytes] with separate errors: dominated by latency, typical of layers, and large.
 SIZE_RANGES = ((1, 2**16 - 1), (2**16, 2**24), (2**24 + 1, 2**63))
 
 
 @dataclass(frozen=True)
 class Fit:
-    """Everything that was learnt from samples: a fit for each network level that was measured, and of the device."""
+    """The fit of all samples.
+
+    Attributes:
+        levels: the fit of each network level that was measured.
+        device: the fit of the device; None if it was not measured.
+        samples: all samples.
+    """
 
     levels: tuple[LevelFit, ...]
     device: DeviceFit | None
@@ -39,10 +45,10 @@ class Fit:
 
 
 def fit_samples(samples: Sequence[Sample], seed: int = 0) -> Fit:
-    """Fit all that was measured.
+    """Fit all network levels and the device.
 
     Raises:
-        UserError: no collectives were measured, or some at one message size alone.
+        UserError: no collectives were measured, or one was measured at a single message size.
     """
     fits = []
     for level in LEVEL_NAMES:
@@ -57,7 +63,16 @@ def fit_samples(samples: Sequence[Sample], seed: int = 0) -> Fit:
 
 
 def calibrated_document(fit: Fit, base: Cluster, name: str) -> dict[str, Any]:
-    """The cluster document, checked by loading it."""
+    """The document of the calibrated cluster.
+
+    Args:
+        fit: the fit.
+        base: the cluster whose values are used if they were not measured.
+        name: of the calibrated cluster.
+
+    Raises:
+        UserError: the document is not a valid cluster.
+    """
     document: dict[str, Any] = {key: value for key, value in base.document.items() if key != "calibration"}
     date = _date(fit.samples)
     document["name"] = name
@@ -83,7 +98,7 @@ def calibrated_document(fit: Fit, base: Cluster, name: str) -> dict[str, Any]:
 
 
 def _quantity(value: float, unit: str, factor: float, source: str, draws: np.ndarray | None = None) -> dict[str, Any]:
-    """A value in SI units as ``value / factor`` in a unit that people read."""
+    """A quantity of a cluster document: the SI value divided by ``factor``, which is its value in ``unit``."""
     entry: dict[str, Any] = {"value": _digits(value / factor), "unit": unit, "source": source}
     if draws is not None:
         low, high = np.quantile(draws / factor, [0.025, 0.975])
@@ -95,14 +110,14 @@ def _digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
-#: A link that takes no time per byte is as fast as a cluster file can say.
+#: Bandwidth [bytes/s] of a link without time per byte: the largest that a cluster file allows.
 _FASTEST = 1e18
 
 
 def _terms(
     parameters: Mapping[Key, float], draws: Mapping[Key, np.ndarray], scope: tuple[str, int], source: str
 ) -> dict[str, Any]:
-    """Latency, bandwidth, and where they are among the parameters copy and crowding."""
+    """Latency and bandwidth of a scope (collective, group size), and copy and crowding if they are parameters."""
 
     def value(term: str) -> float:
         return float(parameters.get(Key(*scope, term), 0.0))
@@ -127,7 +142,7 @@ def _terms(
 
 
 def _link(fit: LevelFit, source: str) -> dict[str, Any]:
-    """A link's fields: its own (alpha, beta) are those of transfers, where they were measured, else of all collectives."""
+    """The fields of a link; its own (alpha, beta) are those of transfers if they were measured, else of all collectives."""
     form = fit.form
     rings = [point for point in fit.points if point.collective != TRANSFER]
     if fit.transfer:
@@ -151,7 +166,7 @@ def _link(fit: LevelFit, source: str) -> dict[str, Any]:
     if not form.by_group:
         link["collectives"] = {name: _terms(fit.parameters, fit.draws, (name, 0), source) for name in names}
         return link
-    # Group sizes that were not measured take what fits all measured ones.
+    # Group sizes that were not measured use the fit to all measured group sizes.
     anywhere = fit_parameters(Form("", crowding=form.crowding), rings)
     link["collectives"] = {}
     for name in names:
@@ -196,8 +211,8 @@ def _calibration(fit: Fit, date: str) -> dict[str, Any]:
         machine += f" ({'/'.join(map(str, cores))} cores)"
     return {
         "date": date,
-        "machine": machine or "an unnamed machine",
-        "versions": " | ".join(versions[:4]) or "not said by the samples",
+        "machine": machine or "an unknown machine",
+        "versions": " | ".join(versions[:4]) or "unknown versions",
         "num_samples": len(fit.samples),
         "covered": [_listed(asdict(covered)) for level in fit.levels for covered in _covered(level)],
         "quality": [asdict(quality) for level in fit.levels for quality in quality_of(level.level, level.held_out)],
@@ -211,7 +226,7 @@ def _listed(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _date(samples: Iterable[Sample]) -> str:
-    """When the last sample was taken; now, where samples do not say."""
+    """The time of the last sample; the current time if samples have no times."""
     times = [sample.time for sample in samples if sample.time]
     return max(times) if times else datetime.now(timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
 
@@ -225,7 +240,7 @@ def _covered(fit: LevelFit) -> Iterable[Coverage]:
 
 
 def quality_of(level: str, held_out: Sequence[HeldOut]) -> list[Quality]:
-    """Median errors, by collective, ranks of a node and range of sizes."""
+    """Median errors by collective, ranks per node and range of message sizes."""
     groups: dict[tuple[str, int, tuple[int, int]], list[HeldOut]] = {}
     for one in held_out:
         point = one.point
@@ -268,12 +283,12 @@ def _replicates(level: str, key: Key, values: np.ndarray) -> dict[str, Any]:
 
 
 def errors_of_cluster(cluster: Cluster, samples: Sequence[Sample]) -> list[HeldOut]:
-    """What a cluster predicts of every point of some samples."""
+    """The predictions of a cluster for every point of some samples."""
     result = []
     sizes: dict[int, Cluster] = {}
     for index, level in enumerate(LEVEL_NAMES):
         for point in points_of(samples, level):
-            # Crowding goes by the ranks of a node.
+            # Crowding depends on the number of ranks per node.
             resized = sizes.setdefault(point.ranks_per_node, cluster.resized(None, point.ranks_per_node))
             link = resized.links[index]
             if point.collective == TRANSFER:

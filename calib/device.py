@@ -2,8 +2,8 @@
 
     t = (1 + e c) (launch + 2 m k n / rate + bytes / memory_bandwidth)
 
-as :mod:`autoddl.costmodel.cluster` prices them; e is the excess of ranks over cores.  At a given c this is linear in the three
-others; c is found by a bounded scalar search over what is left unexplained.
+as in :mod:`autoddl.costmodel.cluster`; e is the excess of ranks over cores.  For a given crowding c this is linear in the three
+other parameters; c minimises the residuals, by a bounded scalar search.
 """
 
 from __future__ import annotations
@@ -22,12 +22,20 @@ from .robust import location, nonnegative_fit
 
 __all__ = ["DeviceFit", "fit_device"]
 
+#: Largest crowding of the search.
 _MOST_CROWDING = 10.0
 
 
 @dataclass(frozen=True)
 class DeviceFit:
-    """``parameters``: launch [s], work [s/FLOP], memory [s/byte], crowding [1]; ``draws`` of each; ``error``: median, relative."""
+    """The fitted parameters of a device.
+
+    Attributes:
+        parameters: launch [s], work [s/FLOP], memory [s/byte], crowding [1].
+        draws: bootstrap values of each parameter, shape (draws,).
+        error: median of |predicted - measured| / measured.
+        num_points: number of points fitted.
+    """
 
     parameters: Mapping[str, float]
     draws: Mapping[str, np.ndarray]
@@ -36,7 +44,7 @@ class DeviceFit:
 
 
 def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
-    """The device's parameters; None where there are not enough matmuls to tell."""
+    """Fit the parameters of the device; None if fewer than three different matmuls were measured."""
     groups: dict[object, list[Sample]] = {}
     for sample in samples:
         if sample.collective in DEVICE_WORK:
@@ -54,7 +62,7 @@ def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
     crowd = np.array([excess(first.ranks_per_node, first.cores or None) for first in firsts])
     everything = np.ones(len(firsts))
     parameters = _fit(features, crowd, seconds, everything, (0.0, _MOST_CROWDING))
-    # Draws look for crowding near the fit's: far away they would not find it.
+    # Draws search crowding near that of the fit, since the scalar search finds only local minima.
     around = (0.5 * parameters[3], 1.5 * parameters[3] + 0.1)
     rng = np.random.default_rng(seed)
     draws = []
@@ -82,7 +90,7 @@ def _fit(
         return float(np.sum(weights * np.minimum(np.abs(np.log(np.maximum(predicted, 1e-12) / seconds)), 1.0)))
 
     if not np.any(crowd > 0) or not np.any(crowd == 0):
-        # Nothing to compare with: whatever crowding there was is in the other parameters.
+        # Crowding cannot be separated from the other parameters.
         return np.append(at(0.0), 0.0)
     crowding = float(minimize_scalar(unexplained, bounds=bounds, method="bounded", options={"xatol": 2e-2}).x)
     return np.append(at(crowding), crowding)

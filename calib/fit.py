@@ -1,13 +1,14 @@
-"""Fitting the cost model's parameters to samples.
+"""Fitting the parameters of network levels to samples.
 
-1. Samples of one measurement become a *point*: the robust centre of its repetitions.  Samples that were taken while other
-   processes used the machine are left out where enough others are left.
-2. Each form of :mod:`forms` is fitted to the points of a network level (:mod:`robust`: non-negative, relative, blind to outliers).
-3. Cross-validation chooses: all points of one message size are held out in turn and predicted from the other sizes.  The form
-   with the fewest parameters is taken whose error is not worse than the best one's by more than the standard error of the
-   difference, nor by a tenth of it.
-4. Bootstrap: repetitions are drawn again within each point, and points get random weights of mean 1 (Rubin's Bayesian
-   bootstrap: no draw loses all large messages); what the fits of all draws spread over is the interval.
+1. The samples of one setting become a *point*, the robust centre of its repetitions.  Samples that other processes disturbed are
+   left out if enough others remain.
+2. Each form of :mod:`forms` is fitted to the points of a network level by robust non-negative least squares of relative
+   residuals (:mod:`robust`).
+3. Cross-validation chooses the form: all points of one message size are held out in turn and predicted from the other sizes.
+   The chosen form has the fewest parameters among those whose mean error exceeds the best one's by at most the standard error of
+   the difference and at most a tenth of the best error.
+4. Bootstrap: repetitions are resampled within each point, and points get random weights of mean 1 (Rubin's Bayesian bootstrap, in
+   which no draw loses all large messages).  The quantiles of the fits to all draws are the interval.
 """
 
 from __future__ import annotations
@@ -21,38 +22,49 @@ import numpy as np
 from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.errors import UserError
 
-from .forms import FORMS, Form, Key, Point, scopes
+from .forms import FORMS, Form, Key, MeasuredPoint, scopes
 from .measurements import COLLECTIVES, Sample
 from .robust import location, nonnegative_fit
 
-__all__ = ["Choice", "HeldOut", "LevelFit", "fit_level", "fit_parameters", "held_out", "points_of", "predict"]
+__all__ = ["FormTrial", "HeldOut", "LevelFit", "fit_level", "fit_parameters", "held_out", "points_of", "predict"]
 
-#: How many times the parameters are fitted to resampled points.
+#: Number of bootstrap draws.
 DRAWS = 100
-#: Errors that differ by less than this are equal: no clock and no ring is that regular.
+#: Difference of relative errors that counts as equal; clocks and collectives are less regular than this.
 NEGLIGIBLE = 0.002
-#: Samples count as undisturbed up to this fraction of foreign CPU time ...
+#: Largest fraction of foreign CPU time of an undisturbed sample.
 UNDISTURBED = 0.05
-#: ... and others are left out where a measurement has so many undisturbed ones.
+#: Number of undisturbed samples of a setting from which on disturbed ones are left out.
 ENOUGH = 5
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """What was predicted of a point from other message sizes alone."""
+    """The prediction of a point, by default from other message sizes only.
 
-    point: Point
+    Attributes:
+        point: the point.
+        predicted_s: the predicted time [s].
+    """
+
+    point: MeasuredPoint
     predicted_s: float
 
     @property
     def error(self) -> float:
-        """Relative to the measurement."""
+        """|predicted - measured| / measured."""
         return abs(self.predicted_s - self.point.seconds) / self.point.seconds
 
 
 @dataclass(frozen=True)
-class Choice:
-    """A form that was tried: its number of parameters, and its errors on held-out message sizes, point by point."""
+class FormTrial:
+    """A form that was compared.
+
+    Attributes:
+        form: the form.
+        num_parameters: number of its parameters.
+        errors: relative error of each point when its message size is held out.
+    """
 
     form: Form
     num_parameters: int
@@ -60,22 +72,23 @@ class Choice:
 
     @property
     def median_error(self) -> float:
+        """Median of the errors."""
         return float(np.median(self.errors))
 
 
 @dataclass(frozen=True)
 class LevelFit:
-    """A network level's parameters.
+    """The fit of a network level.
 
     Attributes:
-        level: its name.
-        form: what was chosen.
-        parameters: the fit, in seconds and seconds per byte.
-        draws: for each parameter the fits to resampled points; the k-th draws of all belong together.
-        held_out: every point predicted from other sizes, at the chosen form.
-        choices: all forms that were tried.
-        transfer, transfer_draws: latency and slowness of point-to-point messages, where they were measured.
-        points: everything that was fitted.
+        level: name of the level.
+        form: the chosen form.
+        parameters: the fitted values, in seconds and seconds per byte.
+        draws: bootstrap values of each parameter, shape (draws,); the k-th values of all belong to the same draw.
+        held_out: prediction of every point from other message sizes, with the chosen form.
+        choices: all forms that were compared.
+        transfer, transfer_draws: the same as ``parameters`` and ``draws`` for point-to-point messages; empty if not measured.
+        points: all points that were fitted.
     """
 
     level: str
@@ -83,20 +96,20 @@ class LevelFit:
     parameters: Mapping[Key, float]
     draws: Mapping[Key, np.ndarray]
     held_out: tuple[HeldOut, ...]
-    choices: tuple[Choice, ...]
+    choices: tuple[FormTrial, ...]
     transfer: Mapping[Key, float]
     transfer_draws: Mapping[Key, np.ndarray]
-    points: tuple[Point, ...]
+    points: tuple[MeasuredPoint, ...]
 
     def interval(self, key: Key, share: float = 0.95) -> tuple[float, float]:
-        """The central interval of the draws."""
+        """The central interval of the draws that contains the fraction ``share`` of them."""
         draws = self.draws[key] if key in self.draws else self.transfer_draws[key]
         low, high = np.quantile(draws, [(1 - share) / 2, (1 + share) / 2])
         return float(low), float(high)
 
 
-def points_of(samples: Sequence[Sample], level: str) -> list[Point]:
-    """The points of a level, in the order in which their first samples came."""
+def points_of(samples: Sequence[Sample], level: str) -> list[MeasuredPoint]:
+    """The points of a level, in the order of their first samples."""
     groups: dict[object, list[Sample]] = {}
     for sample in samples:
         if sample.level == level and sample.collective in COLLECTIVES:
@@ -106,7 +119,7 @@ def points_of(samples: Sequence[Sample], level: str) -> list[Point]:
         first = members[0]
         times = undisturbed([(sample.seconds, sample.foreign) for sample in members])
         found.append(
-            Point(
+            MeasuredPoint(
                 first.collective,
                 level,
                 first.ranks,
@@ -122,7 +135,7 @@ def points_of(samples: Sequence[Sample], level: str) -> list[Point]:
 
 
 def undisturbed(samples: Sequence[tuple[float, float]]) -> np.ndarray:
-    """The seconds of (seconds, foreign) pairs that no other process disturbed; the less disturbed half where those are too few."""
+    """The seconds of undisturbed (seconds, foreign) pairs; if they are too few, those of the less disturbed half."""
     quiet = [seconds for seconds, foreign in samples if foreign <= UNDISTURBED]
     if len(quiet) >= ENOUGH:
         return np.array(quiet)
@@ -130,11 +143,17 @@ def undisturbed(samples: Sequence[tuple[float, float]]) -> np.ndarray:
     return np.array([seconds for seconds, foreign in samples if foreign <= limit])
 
 
-def fit_level(points: Sequence[Point], level: str, seed: int = 0, forms: Sequence[Form] = FORMS) -> LevelFit:
+def fit_level(points: Sequence[MeasuredPoint], level: str, seed: int = 0, forms: Sequence[Form] = FORMS) -> LevelFit:
     """Choose a form for a level and fit it.
 
+    Args:
+        points: the points of the level.
+        level: its name.
+        seed: of the bootstrap.
+        forms: the forms to compare.
+
     Raises:
-        UserError: there are no collectives among the points, or some were measured at one message size alone.
+        UserError: there are no collectives among the points, or one was measured at a single message size.
     """
     transfers = [point for point in points if point.collective == TRANSFER]
     rings = [point for point in points if point.collective != TRANSFER]
@@ -164,8 +183,8 @@ def fit_level(points: Sequence[Point], level: str, seed: int = 0, forms: Sequenc
     )
 
 
-def predict(parameters: Mapping[Key, float], form: Form, points: Sequence[Point]) -> np.ndarray:
-    """Seconds of points; nan where the parameters do not cover a point's collective or group size."""
+def predict(parameters: Mapping[Key, float], form: Form, points: Sequence[MeasuredPoint]) -> np.ndarray:
+    """The predicted seconds of points, shape (points,); nan if there are no parameters for the collective or group size."""
     seconds = np.full(len(points), math.nan)
     for scope in scopes(form, points, is_fit=False):
         if any(key in parameters for key in scope.keys):
@@ -174,8 +193,8 @@ def predict(parameters: Mapping[Key, float], form: Form, points: Sequence[Point]
     return seconds
 
 
-def held_out(form: Form, points: Sequence[Point]) -> list[HeldOut]:
-    """Every point, predicted from the points of all other message sizes (sizes within a factor of 1.2 count as one)."""
+def held_out(form: Form, points: Sequence[MeasuredPoint]) -> list[HeldOut]:
+    """Predict every point from the points of all other message sizes; sizes within a factor of 1.2 count as one."""
     result = []
     classes = _size_classes(points)
     for size in sorted(set(classes)):
@@ -186,7 +205,7 @@ def held_out(form: Form, points: Sequence[Point]) -> list[HeldOut]:
     return result
 
 
-def _size_classes(points: Sequence[Point]) -> list[int]:
+def _size_classes(points: Sequence[MeasuredPoint]) -> list[int]:
     numbers: dict[int, int] = {}
     last, count = 0, -1
     for size in sorted({point.num_bytes for point in points}):
@@ -196,7 +215,7 @@ def _size_classes(points: Sequence[Point]) -> list[int]:
     return [numbers[point.num_bytes] for point in points]
 
 
-def _check_sizes(points: Sequence[Point], level: str) -> None:
+def _check_sizes(points: Sequence[MeasuredPoint], level: str) -> None:
     sizes: dict[str, set[int]] = {}
     for point, size in zip(points, _size_classes(points)):
         sizes.setdefault(point.collective, set()).add(size)
@@ -205,14 +224,21 @@ def _check_sizes(points: Sequence[Point], level: str) -> None:
             only = next(point.num_bytes for point in points if point.collective == collective)
             raise UserError(
                 f"all samples of {collective} on the {level} level have one message size ({only} bytes): latency and bandwidth "
-                "cannot be told apart; measure two sizes at least, three or more to see how well they fit"
+                "cannot be separated; measure at least two sizes, or three to estimate the error of the fit"
             )
 
 
 def fit_parameters(
-    form: Form, points: Sequence[Point], weights: np.ndarray | None = None, seconds: np.ndarray | None = None
+    form: Form, points: Sequence[MeasuredPoint], weights: np.ndarray | None = None, seconds: np.ndarray | None = None
 ) -> dict[Key, float]:
-    """A form's parameters; ``weights`` and ``seconds`` replace the points' own in a resampled fit."""
+    """Fit the parameters of a form.
+
+    Args:
+        form: the form.
+        points: the points.
+        weights: weight of each point, for a resampled fit; by default 1.
+        seconds: time of each point, for a resampled fit; by default its own.
+    """
     own = np.array([point.seconds for point in points]) if seconds is None else seconds
     parameters: dict[Key, float] = {}
     for scope in scopes(form, points):
@@ -221,17 +247,17 @@ def fit_parameters(
     return parameters
 
 
-def _choice(form: Form, points: Sequence[Point]) -> Choice:
+def _choice(form: Form, points: Sequence[MeasuredPoint]) -> FormTrial:
     count = sum(len(scope.keys) for scope in scopes(form, points))
     predictions = held_out(form, points)
     by_point = {id(one.point): one.error for one in predictions}
-    # A point that a form cannot predict at all counts as wholly wrong.
-    return Choice(form, count, tuple(by_point.get(id(point), 1.0) for point in points))
+    # A point that the form cannot predict counts with an error of 100 %.
+    return FormTrial(form, count, tuple(by_point.get(id(point), 1.0) for point in points))
 
 
-def _chosen(choices: Sequence[Choice]) -> Choice:
-    """The smallest form that is as good as the best one (see the module's docstring)."""
-    # Errors beyond 100 % are all the same: useless.
+def _chosen(choices: Sequence[FormTrial]) -> FormTrial:
+    """The form with the fewest parameters that is about as good as the best one (see the module's docstring)."""
+    # Clip errors at 100 %: larger ones are equally useless.
     clipped = [np.minimum(choice.errors, 1.0) for choice in choices]
     best = int(np.argmin([errors.mean() for errors in clipped]))
     for choice, errors in sorted(zip(choices, clipped), key=lambda pair: pair[0].num_parameters):
@@ -242,7 +268,7 @@ def _chosen(choices: Sequence[Choice]) -> Choice:
     return choices[best]
 
 
-def _bootstrap(form: Form, points: Sequence[Point], rng: np.random.Generator) -> dict[Key, np.ndarray]:
+def _bootstrap(form: Form, points: Sequence[MeasuredPoint], rng: np.random.Generator) -> dict[Key, np.ndarray]:
     centres = np.stack([_resampled(point.repetitions, rng) for point in points])
     draws: dict[Key, list[float]] = {}
     for k in range(DRAWS):
@@ -253,7 +279,7 @@ def _bootstrap(form: Form, points: Sequence[Point], rng: np.random.Generator) ->
 
 
 def _resampled(repetitions: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Centres of as many repetitions, drawn again."""
+    """Robust centres of resampled repetitions, shape (draws,)."""
     if len(repetitions) == 1:
         return np.repeat(repetitions, DRAWS)
     return location(rng.choice(repetitions, size=(DRAWS, len(repetitions))))

@@ -1,4 +1,4 @@
-"""The formulas that a network level may be fitted with, from one (alpha, beta) to terms for every collective and group size.
+"""The forms (formulas) that are fitted to a network level, from one (alpha, beta) to terms for every collective and group size.
 
 Every form predicts, for a group of p ranks and n bytes (messages and sent bytes as in :mod:`autoddl.costmodel.collectives`),
 
@@ -7,16 +7,16 @@ Every form predicts, for a group of p ranks and n bytes (messages and sent bytes
 ==========================  ==============================================================================================
 form                        parameters
 ==========================  ==============================================================================================
-level                       alpha, beta of the level (the paper's)
+level                       alpha, beta of the level (as in the AutoDDL paper)
 collective                  alpha, beta of each collective
-... + copy                  gamma of each: a cost per byte of local reduction and copying, which shrinks no more as p grows
-... + crowding              alpha', beta': the price of e = max(0, ranks per core - 1), where ranks share cores
-group                       alpha, beta of each collective in groups of each size (which holds gamma already)
+... + copy                  gamma of each: a cost per byte of local reduction and copying, independent of p
+... + crowding              alpha', beta': the cost of e = max(0, ranks per core - 1), if ranks share cores
+group                       alpha, beta of each collective in groups of each size (which includes gamma)
 group + crowding            alpha', beta' for each of them
 ==========================  ==============================================================================================
 
-All are linear in their parameters and separate into *scopes* (the level; a collective; a collective and a group size) that share
-none.  A column that says nothing new of a scope's points (copying, where there is one group size) is left out.
+All forms are linear in their parameters.  Each separates into *scopes* (the level; a collective; a collective and a group size)
+without common parameters.  Columns that depend linearly on others (copy, for a single group size) are left out.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.cluster import excess
 from autoddl.costmodel.collectives import Collective
 
-__all__ = ["FORMS", "Form", "Key", "Point", "Scope", "scopes"]
+__all__ = ["FORMS", "Form", "Key", "MeasuredPoint", "Scope", "scopes"]
 
 
 @dataclass(frozen=True, eq=False)
-class Point:
-    """The repetitions of one measurement, and what they are of.
+class MeasuredPoint:
+    """One measured setting with its repetitions.
 
     Attributes:
-        collective, level, ranks, num_bytes: as the columns of samples.
-        ranks_per_node, cores, stride: likewise.
+        collective, level, ranks, num_bytes, ranks_per_node, cores, stride: as the columns of samples
+            (:mod:`autoddl.calib.measurements`).
         repetitions: seconds, shape (repetitions,).
-        seconds: their robust centre.
+        seconds: robust centre of the repetitions.
     """
 
     collective: str
@@ -57,24 +57,30 @@ class Point:
 
     @property
     def excess(self) -> float:
-        """Ranks per core beyond one."""
+        """Ranks per core in excess of one."""
         return excess(self.ranks_per_node, self.cores or None)
 
     @property
     def messages(self) -> float:
-        """That each rank sends."""
+        """Number of messages that each rank sends."""
         return 1.0 if self.collective == TRANSFER else float(Collective(self.collective).messages(self.ranks))
 
     @property
     def sent_bytes(self) -> float:
-        """That each rank sends."""
+        """Number of bytes that each rank sends."""
         if self.collective == TRANSFER:
             return float(self.num_bytes)
         return Collective(self.collective).sent_bytes(self.ranks, self.num_bytes)
 
 
 class Key(NamedTuple):
-    """One parameter: of which collective ("" for all), of which group size (0 for all), which term."""
+    """The name of a parameter.
+
+    Attributes:
+        collective: its collective; "" for all.
+        group: its group size; 0 for all.
+        term: ``latency``, ``slowness``, ``copy``, ``crowded latency`` or ``crowded slowness``.
+    """
 
     collective: str
     group: int
@@ -82,7 +88,13 @@ class Key(NamedTuple):
 
 
 class Scope(NamedTuple):
-    """Points that share parameters: which points (indices), the parameters, and the columns (points, parameters)."""
+    """Points that share parameters.
+
+    Attributes:
+        points: indices of the points.
+        keys: the parameters.
+        columns: the linear map from parameters to seconds, shape (points, parameters).
+    """
 
     points: np.ndarray
     keys: tuple[Key, ...]
@@ -91,7 +103,14 @@ class Scope(NamedTuple):
 
 @dataclass(frozen=True)
 class Form:
-    """Which terms there are (table: module docstring)."""
+    """The terms of a formula (table: module docstring).
+
+    Attributes:
+        name: of the form.
+        by_collective, by_group: whether each collective and each group size has its own parameters.
+        copy: whether there is a term gamma.
+        crowding: whether there are terms alpha' and beta'.
+    """
 
     name: str
     by_collective: bool = True
@@ -100,7 +119,7 @@ class Form:
     crowding: bool = False
 
 
-#: From few parameters to many.
+#: All forms, from few parameters to many.
 FORMS = (
     Form("level", by_collective=False),
     Form("level + crowding", by_collective=False, crowding=True),
@@ -113,8 +132,14 @@ FORMS = (
 )
 
 
-def scopes(form: Form, points: Sequence[Point], is_fit: bool = True) -> list[Scope]:
-    """The separate fits that a form consists of; for a prediction (not ``is_fit``) with every column that the form has."""
+def scopes(form: Form, points: Sequence[MeasuredPoint], is_fit: bool = True) -> list[Scope]:
+    """The scopes of a form, which are fitted separately.
+
+    Args:
+        form: the form.
+        points: the points.
+        is_fit: whether to leave out linearly dependent columns; predictions need all columns.
+    """
     members: dict[tuple[str, int], list[int]] = {}
     for i, point in enumerate(points):
         scope = (point.collective if form.by_collective else "", point.ranks if form.by_group else 0)
@@ -129,7 +154,7 @@ def scopes(form: Form, points: Sequence[Point], is_fit: bool = True) -> list[Sco
     return result
 
 
-def _columns(form: Form, points: Sequence[Point]) -> list[tuple[str, np.ndarray]]:
+def _columns(form: Form, points: Sequence[MeasuredPoint]) -> list[tuple[str, np.ndarray]]:
     messages = np.array([point.messages for point in points])
     sent = np.array([point.sent_bytes for point in points])
     crowd = np.array([point.excess for point in points])
@@ -142,7 +167,7 @@ def _columns(form: Form, points: Sequence[Point]) -> list[tuple[str, np.ndarray]
 
 
 def _independent(columns: Sequence[tuple[str, np.ndarray]]) -> list[tuple[str, np.ndarray]]:
-    """Those that are no combination of the ones before them."""
+    """The columns that are not linear combinations of earlier ones."""
     kept: list[tuple[str, np.ndarray]] = []
     rows: list[np.ndarray] = []
     for term, column in columns:

@@ -1,18 +1,18 @@
-"""What ranks do to be measured: the runtime's own collectives, transfers between two ranks, and local work.
+"""Measuring on ranks: the runtime's collectives, transfers between two ranks, and local work.
 
 Every rank of a job calls :func:`measure_job` and makes the same calls in the same order.  One repetition is
 
     wait for all ranks; t0; the operation; wait for this rank's pending operations; t1
 
-and takes as long as the slowest rank. Small collectives are done several times in a repetition, one after the other, and the
-mean counts: so plans do them, and to wait for all ranks would weigh more than they do. Settings are visited in rounds, a
-*block* of a few repetitions each, in an order that is shuffled anew in every round: what drifts (the machine's temperature,
-its other users) spreads over all of them, and an interrupted run has measured everything some times. Blocks are gathered to
-*stretches* of a quarter of a second, long enough for the system's clocks to tell what other processes used meanwhile. Where
-that is more than a twentieth of the cores, a repetition is kept but counts for a third only: the setting is visited again.
+and its time is that of the slowest rank.  Small collectives run several times in a repetition, one after the other, and the mean
+counts, since waiting for all ranks would dominate the time of one.  Settings are visited in rounds, in *blocks* of a few
+repetitions, in a new random order in each round.  So drift (temperature, other users of the machine) spreads over all settings, and
+an interrupted run has samples of each.  Consecutive blocks form *stretches* of a quarter of a second, long enough to read from the
+system's clocks how much CPU time other processes used.  If that is more than a twentieth of the cores, a repetition is kept but
+counts as a third, so that the setting is visited again.
 
-All groups along an axis communicate at the same time, as they do in a plan.  Tensors have the shapes that layers give them:
-features are gathered and scattered along the last dimension, gradients are reduced as vectors.
+All groups along an axis communicate at the same time, as in a plan.  Tensors have the shapes of layers: features are gathered and
+scattered along the last dimension, gradients are reduced as vectors.
 """
 
 from __future__ import annotations
@@ -33,33 +33,33 @@ from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.rank import report
 
 from .measurements import Sample
-from .settings import ITEM_BYTES, Setting, rows_and_features
+from .settings import ITEM_BYTES, TimedSetting, rows_and_features
 
-__all__ = ["Clock", "Hosts", "MeasureOptions", "hosts_of_job", "measure_job", "settings_of"]
+__all__ = ["Hosts", "MeasureOptions", "SharedClock", "hosts_of_job", "measure_job", "settings_of"]
 
-#: Other processes disturb where they use more than this part of the cores.
+#: A repetition is disturbed if other processes use more than this fraction of the cores.
 DISTURBED = 0.05
-#: For how much a disturbed repetition counts.
+#: Weight of a disturbed repetition.
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
-#: Cores beyond this one of a host are not told apart.
+#: Number of cores of a host that are distinguished.
 _MOST_CORES = 1024
 
 
 @dataclass(frozen=True)
 class MeasureOptions:
-    """How a job measures.
+    """Options of a measuring job.
 
     Attributes:
         settings: what to time.
-        repetitions: of each setting, in all; whole blocks are measured, so there may be a few more.
-        done: for each setting how many of them there are already, disturbed ones counting less.
-        budget_s: after how long to stop; None for never.
-        block: repetitions at a time.
+        repetitions: total of each setting; whole blocks are measured, so there may be a few more.
+        done: number of existing repetitions of each setting; disturbed ones count less.
+        budget_s: time limit; None for no limit.
+        block: number of repetitions of a block.
         seed: of the order.
     """
 
-    settings: tuple[Setting, ...]
+    settings: tuple[TimedSetting, ...]
     repetitions: int
     done: tuple[float, ...]
     budget_s: float | None
@@ -69,18 +69,26 @@ class MeasureOptions:
 
 @dataclass(frozen=True)
 class Hosts:
-    """Where the ranks of a job are: the host of each, by number, and this rank's name of its own."""
+    """The hosts of the ranks of a job.
+
+    Attributes:
+        numbers: number of each rank's host.
+        name: name of this rank's host.
+    """
 
     numbers: tuple[int, ...]
     name: str
 
     @property
     def ranks_per_node(self) -> int:
-        """Of the fullest host."""
+        """Largest number of ranks of a host."""
         return max(self.numbers.count(number) for number in set(self.numbers))
 
     def level(self, ranks: int, stride: int) -> str | None:
-        """Which level groups of an axis communicate on: inside hosts, one rank of each; None where groups mix the two."""
+        """The network level of the groups along an axis.
+
+        It is ``intra-node`` if every group is on one host, ``inter-node`` if its ranks are all on different hosts, else None.
+        """
         size, found = len(self.numbers), set()
         for first in range(size):
             if first // stride % ranks == 0:
@@ -89,8 +97,8 @@ class Hosts:
         return found.pop() if len(found) == 1 else None
 
 
-def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]) -> list[Setting]:
-    """Every collective on every axis that the mesh of a plan on ``num_ranks`` ranks can have; transfers between halves too."""
+def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]) -> list[TimedSetting]:
+    """Every collective on every axis of a mesh of ``num_ranks`` ranks, and transfers along axes of size 2."""
     axes = [
         (ranks, stride)
         for ranks in range(2, num_ranks + 1)
@@ -101,20 +109,20 @@ def settings_of(num_ranks: int, sizes: Sequence[int], collectives: Sequence[str]
     for size in sizes:
         for collective in collectives:
             if collective == TRANSFER:
-                found += [Setting(collective, 2, stride, size) for ranks, stride in axes if ranks == 2]
+                found += [TimedSetting(collective, 2, stride, size) for ranks, stride in axes if ranks == 2]
             else:
-                found += [Setting(collective, ranks, stride, _rounded(size, ranks)) for ranks, stride in axes]
+                found += [TimedSetting(collective, ranks, stride, _rounded(size, ranks)) for ranks, stride in axes]
     return found
 
 
-def work_settings(shapes: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[Setting]:
-    """Matmuls of some shapes, and element-wise operations on some sizes."""
-    products = [Setting("matmul", 1, 1, ITEM_BYTES * (m * k + k * n + m * n), (m, k, n)) for m, k, n in shapes]
-    return products + [Setting("elementwise", 1, 1, size) for size in sizes]
+def work_settings(shapes: Sequence[tuple[int, int, int]], sizes: Sequence[int]) -> list[TimedSetting]:
+    """Settings of local work: matmuls of shapes (m, k, n), and element-wise operations on numbers of bytes."""
+    products = [TimedSetting("matmul", 1, 1, ITEM_BYTES * (m * k + k * n + m * n), (m, k, n)) for m, k, n in shapes]
+    return products + [TimedSetting("elementwise", 1, 1, size) for size in sizes]
 
 
 def _rounded(size: int, ranks: int) -> int:
-    """Bytes of a whole number of rows whose features divide over the ranks."""
+    """About ``size`` bytes, rounded to a tensor that divides over the ranks."""
     rows, features = rows_and_features(size, ranks)
     return ITEM_BYTES * rows * features
 
@@ -123,7 +131,7 @@ def _rounded(size: int, ranks: int) -> int:
 
 
 def hosts_of_job() -> Hosts:
-    """Found out by exchanging names; every rank calls."""
+    """The hosts of this job, from an exchange of host names; every rank calls."""
     name = os.uname().nodename
     digest = np.frombuffer(name.encode()[:64].ljust(64, b"\0"), dtype=np.int64)
     rows = [row.tobytes() for row in exchange(digest)]
@@ -131,7 +139,7 @@ def hosts_of_job() -> Hosts:
 
 
 def cores_of_ranks(hosts: Hosts) -> int:
-    """How many cores the ranks of this host share, some of them bound to a part; every rank calls."""
+    """Number of cores that the ranks of this host share (the union of their CPU affinities); every rank calls."""
     mask = np.zeros(_MOST_CORES, dtype=np.int64)
     mask[[core for core in os.sched_getaffinity(0) if core < _MOST_CORES]] = 1
     own = hosts.numbers[load_oneflow().env.get_rank()]
@@ -140,15 +148,15 @@ def cores_of_ranks(hosts: Hosts) -> int:
 
 
 def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = report) -> tuple[int, bool]:
-    """Time everything.  Rank 0 gives lists of samples to ``keep`` as they are taken (by default to the launcher).
+    """Time all settings; every rank calls.  Rank 0 passes samples to ``keep`` as they are taken (by default to the launcher).
 
     Returns:
-        how many samples were taken, and whether the budget ended it.
+        The number of samples taken, and whether the budget ended the job.
     """
     from .operations import operation
 
     flow = load_oneflow()
-    clock = Clock(hosts_of_job(), options.budget_s)
+    clock = SharedClock(hosts_of_job(), options.budget_s)
     hosts, num_ranks = clock.hosts, flow.env.get_world_size()
     done = list(options.done)
     levels = [hosts.level(s.ranks, s.stride) if s.ranks > 1 else "device" for s in options.settings]
@@ -177,9 +185,12 @@ def measure_job(options: MeasureOptions, keep: Callable[[list[Sample]], None] = 
 
 
 def _stretch(
-    clock: Clock, options: MeasureOptions, order: Sequence[int], operation: Callable[[Setting], Callable[[], Any]]
+    clock: SharedClock,
+    options: MeasureOptions,
+    order: Sequence[int],
+    operation: Callable[[TimedSetting], Callable[[], Any]],
 ) -> list[tuple[int, np.ndarray]]:
-    """The first settings of ``order``, as many as take a quarter of a second."""
+    """Time the first settings of ``order``, for a quarter of a second; returns (setting, seconds of its repetitions)."""
     measured: list[tuple[int, np.ndarray]] = []
     clock.begin()
     for i in order:
@@ -199,7 +210,13 @@ def _repeated(run: Callable[[], Any], times: int) -> Callable[[], None]:
 
 
 def _sample(
-    setting: Setting, level: str, repetition: int, seconds: float, foreign: float, num_ranks: int, clock: Clock
+    setting: TimedSetting,
+    level: str,
+    repetition: int,
+    seconds: float,
+    foreign: float,
+    num_ranks: int,
+    clock: SharedClock,
 ) -> Sample:
     return Sample(
         collective=setting.collective,
@@ -220,8 +237,20 @@ def _sample(
     )
 
 
-class Clock:
-    """What all ranks agree on: the time that has passed on rank 0, and what other processes used."""
+class SharedClock:
+    """A stopwatch that all ranks agree on.
+
+    Args:
+        hosts: the hosts of the ranks.
+        budget_s: time limit; None for no limit.
+
+    Attributes:
+        hosts: the hosts of the ranks.
+        num_cores: number of cores that the ranks of this host share.
+        versions: of the software, as text.
+        elapsed: seconds since the stretch began, on rank 0.
+        is_over: whether the budget was used up, on rank 0.
+    """
 
     def __init__(self, hosts: Hosts, budget_s: float | None):
         flow = load_oneflow()
@@ -236,12 +265,12 @@ class Clock:
         self.is_over = False
 
     def begin(self) -> None:
-        """A stretch begins."""
+        """Begin a stretch; every rank calls."""
         self._start = self._last = exchange(self._readings())
         self.elapsed = 0.0
 
     def time(self, run: Callable[[], Any], repetitions: int) -> np.ndarray:
-        """Seconds of the slowest rank, for each repetition; one before them warms up."""
+        """Seconds of the slowest rank for each repetition, after one warm-up; every rank calls."""
         eager = load_oneflow()._oneflow_internal.eager
         times = np.empty(repetitions + 1)
         for i in range(len(times)):
@@ -254,7 +283,7 @@ class Clock:
         return self.slowest(times[1:])
 
     def slowest(self, times: np.ndarray) -> np.ndarray:
-        """The largest times of all ranks; brings all clocks up to date."""
+        """The element-wise maximum of ``times`` over all ranks; also updates ``elapsed`` and ``is_over``.  Every rank calls."""
         gathered = exchange(np.concatenate((times, self._readings())))
         self._last = gathered[:, len(times) :]
         self.elapsed = float(self._last[0, 0] - self._start[0, 0])
@@ -263,7 +292,7 @@ class Clock:
 
     @property
     def foreign(self) -> float:
-        """The largest fraction of a host's cores that others used during the stretch."""
+        """The largest fraction of a host's cores that other processes used during the stretch."""
         wall, own, busy = (self._last - self._start).T
         shares = []
         for number in set(self.hosts.numbers):
@@ -273,12 +302,12 @@ class Clock:
         return float(min(1.0, max(0.0, *shares))) if shares else 0.0
 
     def _readings(self) -> np.ndarray:
-        """Seconds since the start, of this process on CPUs, and of the whole host."""
+        """(seconds since the start, CPU seconds of this process, CPU seconds of the whole host)."""
         return np.array([time.monotonic() - self._zero, time.process_time(), host_busy_s()])
 
 
 def processor() -> str:
-    """The processor's name, where the system says it."""
+    """The name of the processor; of the architecture if the system does not give it."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as file:
             names = [line.partition(":")[2] for line in file if line.startswith("model name")]
@@ -288,7 +317,7 @@ def processor() -> str:
 
 
 def host_busy_s() -> float:
-    """Seconds that all cores of this host were busy, the time that a hypervisor took away included; 0 where it is not known."""
+    """Total busy seconds of all cores of this host, including time stolen by a hypervisor; 0 if unknown."""
     try:
         with open("/proc/stat", encoding="ascii") as file:
             user, nice, system, _, _, interrupts, soft, stolen, *_ = map(int, file.readline().split()[1:])
@@ -298,7 +327,7 @@ def host_busy_s() -> float:
 
 
 def exchange(values: np.ndarray) -> np.ndarray:
-    """Everybody's values (of 8 bytes each), shape (ranks, values); every rank calls."""
+    """The values of all ranks (8 bytes each), shape (ranks, values); every rank calls."""
     flow = load_oneflow()
     from autoddl.pipelines.runtime.collectives import all_gather
     from autoddl.pipelines.runtime.mesh import RankAxis

@@ -1,28 +1,8 @@
-"""Samples: what was timed, and the CSV files that hold them.
+"""Samples: timed repetitions, and the CSV files that hold them.
 
-A file is appended to as samples are taken, so an interrupted run keeps what it has and continues.  Columns:
-
-==================  ==============================================================================================
-column              meaning
-==================  ==============================================================================================
-collective          all-reduce, all-gather, reduce-scatter, all-to-all, point-to-point; matmul, elementwise
-level               intra-node or inter-node; device for matmul and elementwise
-ranks               of the group that communicates; 1 for matmul and elementwise
-bytes               n as :mod:`autoddl.costmodel.collectives` defines it; what an element-wise operation reads and writes
-repetition          0, 1, ...
-seconds             of the slowest rank
-host, time          where and when (UTC)
-job_ranks           ranks of the whole job: its other groups communicate at the same time
-ranks_per_node      ranks that share a node
-cores               that they share; 0 where ranks do not share cores
-stride              ranks between neighbours in the group
-shape               m x k x n of a product
-foreign             fraction of the cores' time that other processes used meanwhile
-versions            of the software
-==================  ==============================================================================================
-
-Only the first, ``ranks``, ``bytes`` and ``seconds`` have to be there: plain CSV that people already have is read alike, and so is
-the output of nccl-tests (:mod:`autoddl.calib.nccl`).
+Samples are appended to the file as they are taken, so that an interrupted run can continue.  The columns are the attributes of
+:class:`Sample`.  Only ``collective``, ``ranks``, ``bytes`` and ``seconds`` are required, so that CSV tables of other programs can
+be read.  The output of nccl-tests (:mod:`autoddl.calib.nccl`) can be read as well.
 """
 
 from __future__ import annotations
@@ -51,7 +31,7 @@ from .nccl import is_nccl_output, nccl_rows
 
 __all__ = ["COLLECTIVES", "DEVICE_WORK", "Sample", "SampleFile", "read_samples"]
 
-#: Everything that is timed between ranks, and on one of them.
+#: The operations that are timed between ranks, and on one rank.
 COLLECTIVES = (*(collective.value for collective in Collective), TRANSFER)
 DEVICE_WORK = ("matmul", "elementwise")
 LEVELS = ("intra-node", "inter-node", "device")
@@ -59,7 +39,24 @@ LEVELS = ("intra-node", "inter-node", "device")
 
 @dataclass(frozen=True)
 class Sample:
-    """One row (columns: module docstring)."""
+    """One timed repetition, a row of the file.
+
+    Attributes:
+        collective: all-reduce, all-gather, reduce-scatter, all-to-all or point-to-point; matmul or elementwise.
+        level: intra-node or inter-node; device for matmul and elementwise.
+        ranks: size of the group that communicates; 1 for matmul and elementwise.
+        bytes: n of :mod:`autoddl.costmodel.collectives`; the bytes that local work reads and writes.
+        repetition: 0, 1, ...
+        seconds: time of the slowest rank.
+        host, time: where and when (UTC).
+        job_ranks: ranks of the whole job, whose other groups communicate at the same time.
+        ranks_per_node: ranks on each node.
+        cores: cores that they share; 0 if ranks do not share cores.
+        stride: difference between neighbouring ranks of the group.
+        shape: m x k x n of a matmul.
+        foreign: fraction of the cores' time that other processes used meanwhile.
+        versions: of the software.
+    """
 
     collective: str
     level: str
@@ -79,7 +76,7 @@ class Sample:
 
     @property
     def setting(self) -> tuple[object, ...]:
-        """All that repetitions of one measurement have in common."""
+        """A key that the repetitions of one setting have in common."""
         return (
             self.collective,
             self.level,
@@ -105,7 +102,12 @@ _REQUIRED = ("collective", "ranks", "bytes", "seconds")
 class SampleFile:
     """A CSV file that samples are appended to.
 
-    An existing file is continued: its header has to be ours, and a last line that an interruption cut off is removed.
+    An existing file is continued.  Its header must be that of :class:`Sample`; an incomplete last line is removed.
+
+    Attributes:
+        path: of the file.
+        samples: all samples in the file.
+        num_written: number of samples written by this object.
 
     Raises:
         UserError: the file cannot be read or written, or is another kind of file.
@@ -120,7 +122,7 @@ class SampleFile:
             whole = data[:size].decode("utf-8")
             if whole and _header(whole) != list(COLUMNS):
                 raise UserError(
-                    f"{path}: its first line is not that of our samples ({', '.join(COLUMNS)}); name another file"
+                    f"{path}: its first line should be the header of a file of samples ({', '.join(COLUMNS)}); name another file"
                 )
             self.samples = list(_read_csv(whole, shown_path(path))) if whole else []
             if size < len(data):
@@ -131,10 +133,10 @@ class SampleFile:
             raise self._fault(error) from None
 
     def append(self, samples: Iterable[Sample]) -> None:
-        """Write samples so that they are on the disk when this returns; what was written before stays where it fails.
+        """Write samples and flush them to the disk.  If it fails, earlier samples are kept.
 
         Raises:
-            UserError: they cannot be written, because the disk is full, say.
+            UserError: the samples cannot be written, for example because the disk is full.
         """
         added = list(samples)
         buffer = io.StringIO()
@@ -148,7 +150,7 @@ class SampleFile:
         self.num_written += len(added)
 
     def _append(self, text: str) -> None:
-        # Unbuffered: a buffer would come back when the file is closed, and fail there once more.
+        # Unbuffered: a failed buffer would be written again, and fail again, when the file is closed.
         with open(self.path, "ab", buffering=0) as file:
             data = text.encode()
             while data:
@@ -163,10 +165,10 @@ class SampleFile:
 
 
 def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
-    """The samples of a CSV file, ours or a plain one, or of the output of nccl-tests.
+    """Read the samples of a CSV file (columns: :class:`Sample`), or of the output of nccl-tests.
 
     Raises:
-        UserError: the file cannot be read, a column is missing, a value is out of range (with its line), or it holds no samples.
+        UserError: the file cannot be read or has no samples, a column is missing, or a value is out of range.
     """
     text, where = read_text(path), shown_path(path)
     if is_nccl_output(text):
@@ -180,7 +182,7 @@ def read_samples(path: str | os.PathLike[str]) -> list[Sample]:
 
 
 def numbered(samples: Sequence[Sample]) -> list[Sample]:
-    """Repetitions counted anew for each setting, in order: files may come from several runs."""
+    """Number the repetitions of each setting again, in order, since a file may come from several runs."""
     counts: dict[object, int] = {}
     result = []
     for sample in samples:
@@ -256,7 +258,7 @@ def _integer(row: Mapping[str, str], name: str, at: str, minimum: int, maximum: 
     text = row.get(name, "")
     if not text and default is not None:
         return default
-    # Tables of other programs have whole numbers such as 1e6 and 16384.0.
+    # Tables of other programs have integers such as 1e6 and 16384.0.
     value = int(text) if is_whole(text) else parse_figure(text)
     if not minimum <= value <= maximum or value != int(value):
         raise UserError(

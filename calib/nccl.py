@@ -1,4 +1,4 @@
-"""The output of nccl-tests (all_reduce_perf and the like), as people keep it in log files.
+"""Reading the output of nccl-tests (all_reduce_perf and others) from log files.
 
     # Collective test starting: all_reduce_perf                              newer versions only
     #  Rank  0 Group  0 Pid   1887 on   worker-1 device  0 [0x8d] NVIDIA H100 80GB HBM3
@@ -7,10 +7,11 @@
     #        (B)    (elements)                               (us)  (GB/s)  (GB/s)            (us)  (GB/s)  (GB/s)
          1048576        262144     float     sum      -1    57.25   18.32   32.05      0    55.86   18.77   32.85      0
 
-A row has two times, out of place and in place, in microseconds; ours work out of place, so the first is taken.  ``size`` is n
-of our formulas in every test: the tensor of an all-reduce, the gathered output, the scattered input, all that an all-to-all
-gives away, one message of sendrecv.  The columns differ between versions and tests (there may be no ``redop`` or ``root``), so
-they are found by the header line.  Lines of other programs between the rows (NCCL INFO, prefixes of mpirun) are passed over.
+A row has two times in microseconds, out of place and in place.  The first is used, since our collectives work out of place.
+``size`` is n of :mod:`autoddl.costmodel.collectives` in every test: the tensor of an all-reduce, the gathered output, the scattered
+input, the input of an all-to-all, one message of sendrecv.  The columns differ between versions and tests (``redop`` or ``root``
+may be missing), so the header line gives their positions.  Other lines between the rows (NCCL INFO) are ignored, and so are
+prefixes of mpirun.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from autoddl.costmodel.reading import is_whole, parse_figure
 
 __all__ = ["is_nccl_output", "nccl_rows"]
 
-#: Programs of nccl-tests that measure what plans are made of.
+#: The programs of nccl-tests whose collectives occur in plans.
 PROGRAMS = {
     "all_reduce": "all-reduce",
     "all_gather": "all-gather",
@@ -38,7 +39,7 @@ _PROGRAM = re.compile(r"\b([a-z_]+)_perf(?:_mpi)?\b")
 _RANK = re.compile(r"#\s+Rank\s+([0-9]{1,7})\s+(?:Group\s+[0-9]+\s+)?Pid\s+[0-9]+\s+on\s+(\S+)\s+device\s+[0-9]+")
 _HEADER = re.compile(r"#\s+size\s+count\s+type\b.*\btime\b.*\balgbw\b.*")
 _DATA = re.compile(r"[0-9]+\s+[0-9]+\s+[a-z]")
-#: What launchers put in front of a line: "[1,0]<stdout>:", "(worker, rank=1) ", "0: ".
+#: Prefixes of lines by launchers: "[1,0]<stdout>:", "(worker, rank=1) ", "0: ".
 _PREFIX = re.compile(r"^(?:\[[0-9]+,[0-9]+\]<std(?:out|err)>:|\([^)]*\)\s|[0-9]+:\s)+")
 _LONGEST_LINE = 1000
 
@@ -46,16 +47,17 @@ Row = dict[str, Union[str, int, float]]
 
 
 def is_nccl_output(text: str) -> bool:
-    """Whether a text has the table of nccl-tests in it."""
+    """Whether a text contains a table of nccl-tests."""
     return any(_HEADER.match(_stripped(line)) for line in text.splitlines())
 
 
 def nccl_rows(text: str, path: str, where: str) -> Iterator[Row]:
-    """The out-of-place times, as fields of a sample; one test after the other where a file holds several.
+    """The out-of-place times as fields of samples; a file may hold several tests.
 
     Args:
-        path: the file's, which may name the test.
-        where: the file in messages.
+        text: the content of the file.
+        path: the path of the file, whose name may contain that of the test.
+        where: the name of the file in messages.
 
     Raises:
         UserError: the test or the ranks are not named before the table, a row is cut off, or its time is not positive.
@@ -69,7 +71,7 @@ def nccl_rows(text: str, path: str, where: str) -> Iterator[Row]:
         if found := [name for name in _PROGRAM.findall(line) if name in PROGRAMS]:
             program = found[-1]
         if "Using devices" in line:
-            # mpirun may print the heading once for every process.
+            # mpirun may print the heading for every process.
             hosts = {} if columns else hosts
             columns = []
         elif match := _RANK.match(line):
@@ -86,7 +88,7 @@ def nccl_rows(text: str, path: str, where: str) -> Iterator[Row]:
 
 
 def _stripped(line: str) -> str:
-    """A line without what launchers put in front of it; of long ones, which the tests do not print, the beginning."""
+    """The beginning of a line (nccl-tests prints no long lines), without prefixes of launchers."""
     return _PREFIX.sub("", line[:_LONGEST_LINE]).strip()
 
 
@@ -96,7 +98,7 @@ def _of_name(path: str) -> str | None:
 
 
 def _row(values: list[str], columns: list[str], at: str) -> tuple[int, float] | None:
-    """(bytes, seconds) of a row; None of one without bytes (small sizes are rounded down to nothing)."""
+    """(bytes, seconds) of a row; None if it has 0 bytes (small sizes are rounded down)."""
     if len(values) != len(columns):
         raise UserError(f"{at}: has {len(values)} values, should have {len(columns)}; was the file cut off?")
     size = int(values[0]) if is_whole(values[0]) else LARGEST_BYTES + 1
@@ -112,7 +114,7 @@ def _row(values: list[str], columns: list[str], at: str) -> tuple[int, float] | 
 def _fields(program: str | None, hosts: dict[int, str], size: int, seconds: float, at: str) -> Row:
     if program is None:
         names = ", ".join(f"{name}_perf" for name in PROGRAMS)
-        raise UserError(f"{at}: it is not said which test this is; put its name ({names}) into the file's name")
+        raise UserError(f"{at}: the name of the test is missing; put it ({names}) into the name of the file")
     if len(hosts) < 2:
         raise UserError(
             f"{at}: {len(hosts)} ranks are listed before the table, should be 2 or more ('# Rank 0 ... on HOST')"

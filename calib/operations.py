@@ -1,4 +1,4 @@
-"""The operations that are timed; imported on ranks only."""
+"""The operations that are timed.  This module imports OneFlow; only ranks import it."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from autoddl.costmodel.calibration import TRANSFER
 from autoddl.pipelines.runtime.collectives import all_gather, all_reduce, all_to_all, receive, reduce_scatter, send
 from autoddl.pipelines.runtime.mesh import RankAxis
 
-from .settings import Setting, rows_and_features
+from .settings import TimedSetting, rows_and_features
 
 __all__ = ["operation"]
 
 
-def operation(setting: Setting) -> Callable[[], Any]:
-    """A function that does it once; its operands exist before it is called."""
+def operation(setting: TimedSetting) -> Callable[[], Any]:
+    """A function that runs the operation of a setting once; its operands are allocated here."""
     if setting.collective == "matmul":
         m, k, n = setting.shape
         left, right = flow.ones(m, k), flow.ones(n, k)
@@ -28,7 +28,7 @@ def operation(setting: Setting) -> Callable[[], Any]:
     return _communication(setting)
 
 
-def _communication(setting: Setting) -> Callable[[], Any]:
+def _communication(setting: TimedSetting) -> Callable[[], Any]:
     num_ranks, rank = flow.env.get_world_size(), flow.env.get_rank()
     axis = RankAxis(setting.ranks, setting.stride, num_ranks)
     if setting.collective == TRANSFER:

@@ -1,4 +1,4 @@
-"""Pictures of what was measured and fitted."""
+"""Plots of measured points and fitted curves."""
 
 from __future__ import annotations
 
@@ -18,17 +18,21 @@ from autoddl.costmodel.writing import write_atomically
 
 from .clusterfile import Fit
 from .fit import LevelFit, predict
-from .forms import FORMS, Point
+from .forms import FORMS, MeasuredPoint
 
 __all__ = ["draw", "saved"]
 
 
 @contextlib.contextmanager
 def saved(path: str | os.PathLike[str], num_rows: int, num_columns: int) -> Iterator[Any]:
-    """A grid of panels to be drawn in, which is then written; the ending of ``path`` says in which format.
+    """A context with a grid of matplotlib axes, which are saved at its end.
+
+    Args:
+        path: of the file; its suffix gives the format.
+        num_rows, num_columns: size of the grid.
 
     Raises:
-        UserError: matplotlib is not installed, or the file cannot be written.
+        UserError: matplotlib is not installed, the format is unknown, or the file cannot be written.
     """
     try:
         import matplotlib
@@ -52,17 +56,15 @@ def saved(path: str | os.PathLike[str], num_rows: int, num_columns: int) -> Iter
 def _format(path: str | os.PathLike[str], known: Iterable[str]) -> str:
     ending = Path(path).suffix.lstrip(".").lower() or "png"
     if ending not in known:
-        raise UserError(
-            f"{path}: no picture can be written as {ending!r}; known endings are {', '.join(sorted(known))}"
-        )
+        raise UserError(f"{path}: format {ending!r} is not supported, should be one of {', '.join(sorted(known))}")
     return ending
 
 
 def draw(fit: Fit, path: str | os.PathLike[str]) -> None:
-    """Measured points and fitted lines, one panel per collective.
+    """Plot measured points and fitted curves, one panel per collective and level.
 
     Raises:
-        UserError: as `saved`.
+        UserError: as for `saved`.
     """
     panels = [(level, name) for level in fit.levels for name in dict.fromkeys(p.collective for p in level.points)]
     columns = min(3, len(panels))
@@ -74,7 +76,7 @@ def draw(fit: Fit, path: str | os.PathLike[str]) -> None:
             axis.set_title(f"{name}, {level.level}")
 
 
-def _panel(axis: Any, fit: LevelFit, points: Sequence[Point]) -> None:
+def _panel(axis: Any, fit: LevelFit, points: Sequence[MeasuredPoint]) -> None:
     is_transfer = points[0].collective == TRANSFER
     form = (FORMS[1] if fit.form.crowding else FORMS[0]) if is_transfer else fit.form
     parameters = fit.transfer if is_transfer else fit.parameters

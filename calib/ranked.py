@@ -1,4 +1,4 @@
-"""A ranking, seen from outside: strategies are chosen, run on local ranks, and scored."""
+"""Rankings: strategies are chosen, run on local ranks, and compared with their predictions."""
 
 from __future__ import annotations
 
@@ -18,20 +18,21 @@ from .candidates import RankedStrategy, spread_strategies
 from .pictures import saved
 from .ranking import Score, fastest, score
 
-__all__ = ["RankSettings", "Ranking", "draw_ranking", "rank_locally", "ranking_document"]
+__all__ = ["MeasuredRanking", "RankSettings", "draw_ranking", "rank_locally", "ranking_document"]
 
 
 @dataclass(frozen=True)
 class RankSettings:
-    """How to rank.
+    """Options of a ranking.
 
     Attributes:
-        count: strategies to run.
-        rounds, repetitions: visits of each strategy, and repetitions in a visit.
-        budget_s: begin no more rounds after this time.
-        with_steps: run whole training steps, not communication alone.
+        count: number of strategies to run.
+        rounds: number of visits of each strategy.
+        repetitions: number of repetitions of a visit.
+        budget_s: time after which no round begins; None for no limit.
+        with_steps: whether to run whole training steps besides communication.
         seed: of the choice, the order and the data.
-        quiet: no progress bar.
+        quiet: show no progress bar.
     """
 
     count: int = 40
@@ -51,14 +52,15 @@ class RankSettings:
 
 
 @dataclass(frozen=True)
-class Ranking:
-    """What was predicted and measured.
+class MeasuredRanking:
+    """Predicted and measured times of strategies.
 
     Attributes:
-        strategies: those that ran.
-        communication, step: seconds, shape (strategies, rounds); step is None where it was not run.
-        disturbed: the fraction of visits in which other processes used more than a twentieth of the cores.
-        refused: strategies that the runtime cannot run, with its reason.
+        graph, cluster, workload: the model, and what its strategies were priced for.
+        strategies: the strategies that ran, with their predictions.
+        communication, step: measured seconds, shape (strategies, rounds); ``step`` is None if steps did not run.
+        disturbed: fraction of visits in which other processes used more than a twentieth of the cores.
+        refused: (name, reason) of strategies that the runtime cannot run.
     """
 
     graph: LayerGraph
@@ -72,14 +74,14 @@ class Ranking:
 
     @property
     def scores(self) -> dict[str, Score]:
-        """Of communication, and of the step where it was run."""
+        """The scores of ``communication``, and of ``step`` if steps ran."""
         found = {"communication": score([s.communication_s for s in self.strategies], self.communication)}
         if self.step is not None:
             found["step"] = score([s.step_s for s in self.strategies], self.step)
         return found
 
 
-def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settings: RankSettings) -> Ranking:
+def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settings: RankSettings) -> MeasuredRanking:
     """Run strategies on as many local ranks as the cluster has devices.
 
     Raises:
@@ -90,12 +92,12 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
     from autoddl.pipelines.runtime.network import namespace_available
 
     from .measure import DISTURBED
-    from .replay import RankOptions, Visit, rank_job
+    from .replay import ReplayOptions, Visit, rank_job
 
     if cluster.num_devices < 2:
         raise UserError(f"ranks {cluster.num_devices} should be at least 2: one rank has nothing to communicate")
     strategies = spread_strategies(graph, cluster, workload, settings.count, settings.seed)
-    options = RankOptions(
+    options = ReplayOptions(
         graph,
         cluster,
         workload,
@@ -113,7 +115,7 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
             visits.append(visit)
             bar.update()
 
-        is_private = bool(namespace_available())  # where it can be, nobody else reaches OneFlow's ports
+        is_private = bool(namespace_available())  # if possible, keep others from OneFlow's ports
         with RankPool(cluster.num_devices, private_network=is_private, stall_timeout_s=STALL_S) as pool:
             pool.run(rank_job, options, on_report=keep)
     refused = {visit.candidate: visit.refused for visit in visits if visit.refused is not None}
@@ -128,7 +130,7 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
     step = None
     if settings.with_steps:
         step = np.array([[visit.step_s for visit in row] for row in table], dtype=float)
-    return Ranking(
+    return MeasuredRanking(
         graph,
         cluster,
         workload,
@@ -140,8 +142,8 @@ def rank_locally(graph: LayerGraph, cluster: Cluster, workload: Workload, settin
     )
 
 
-def ranking_document(ranking: Ranking) -> dict[str, Any]:
-    """Everything as JSON; times in seconds, one per round."""
+def ranking_document(ranking: MeasuredRanking) -> dict[str, Any]:
+    """The ranking as a JSON document; times are in seconds, one per round."""
     return {
         "format": "autoddl-ranking",
         "version": 1,
@@ -169,8 +171,8 @@ def _finite(fields: dict[str, Any]) -> dict[str, Any]:
     return {name: None if isinstance(value, float) and np.isnan(value) else value for name, value in fields.items()}
 
 
-def draw_ranking(rankings: Sequence[Ranking], path: str) -> None:
-    """Predicted against measured times, a row for each ranking.
+def draw_ranking(rankings: Sequence[MeasuredRanking], path: str) -> None:
+    """Plot predicted against measured times, with a row of panels for each ranking.
 
     Raises:
         UserError: matplotlib is not installed, or the file cannot be written.

@@ -1,15 +1,14 @@
-"""How well predicted times rank strategies: statistics of predicted against measured times.
+"""Statistics of how well predicted times rank strategies.
 
-- *Spearman*: the rank correlation of predicted and measured times.
-- *Ceiling*: the measurements agree with themselves only so well: the rank correlation of odd and even rounds.  A prediction
-  cannot be asked for more than about that.
-- *Pairs*: of all pairs whose measured times are more than 10 % apart, how many the prediction puts in the right order.
-- *Regret*: how much longer the strategy of the smallest predicted time takes than the fastest one measured.
-- *Floor*: what measurements regret of themselves: the fastest strategy of the odd rounds, in the even ones, and the reverse.
+- *Spearman*: rank correlation of predicted and measured times.
+- *Ceiling*: rank correlation of the odd and the even rounds of the measurements, about the best that a prediction can reach.
+- *Pairs*: fraction of pairs in the right order, among those whose measured times are more than 10 % apart.
+- *Regret*: relative excess of the time of the predicted best strategy over that of the measured best.
+- *Floor*: regret of the measurements themselves: the fastest strategy of the odd rounds, timed in the even ones, and vice versa.
 
-A strategy's measured time is that of its fastest round: what comes between, on a shared machine, only lengthens a round, by
-anything, and rounds of one strategy differ by more than strategies do.  The *error*, of predicted times in themselves, is
-relative to the robust centre of the rounds (:func:`autoddl.calib.robust.location`), which is what calibration fits.
+The measured time of a strategy is that of its fastest round, since disturbances on a shared machine only lengthen rounds, and
+rounds of one strategy may differ by more than strategies do.  The *error* of predicted times is relative to the robust centre of
+the rounds (:func:`autoddl.calib.robust.location`), which is what calibration fits.
 """
 
 from __future__ import annotations
@@ -24,15 +23,18 @@ from .robust import location
 
 __all__ = ["Score", "fastest", "pair_accuracy", "regret", "score", "spearman"]
 
-#: Pairs closer than this are left out of the accuracy.
+#: Smallest relative difference of pairs that count.
 APART = 0.1
 
 
 @dataclass(frozen=True)
 class Score:
-    """How well predictions rank (module docstring); ``error`` is the median of |predicted - measured| / measured.
+    """Statistics of predictions (module docstring).
 
-    Ceiling and floor are nan with a single round.
+    Attributes:
+        spearman, ceiling, regret, floor: as defined there; ceiling and floor are nan with a single round.
+        pairs, num_pairs: fraction of pairs in the right order, and number of pairs that count.
+        error: median of |predicted - measured| / measured.
     """
 
     spearman: float
@@ -45,7 +47,7 @@ class Score:
 
 
 def score(predicted: Sequence[float], measured: np.ndarray) -> Score:
-    """The score of predictions.
+    """Compute the score of predictions.
 
     Args:
         predicted: seconds of each strategy.
@@ -66,12 +68,16 @@ def score(predicted: Sequence[float], measured: np.ndarray) -> Score:
 
 
 def fastest(measured: np.ndarray) -> np.ndarray:
-    """Of each strategy's rounds, shape (strategies, rounds)."""
+    """The time of the fastest round of each strategy; shape (strategies, rounds) -> (strategies,)."""
     return measured.min(axis=1)
 
 
 def spearman(a: np.ndarray, b: np.ndarray) -> float:
-    """The rank correlation, ties sharing their mean rank; 0 where one of them is constant."""
+    """The rank correlation; ties share their mean rank.  0 if one of the arrays is constant.
+
+    >>> spearman(np.array([1.0, 2.0, 3.0]), np.array([1.0, 4.0, 9.0]))
+    1.0
+    """
     ranks = rankdata(a), rankdata(b)
     if np.ptp(ranks[0]) == 0 or np.ptp(ranks[1]) == 0:
         return 0.0
@@ -86,7 +92,7 @@ def ceiling(measured: np.ndarray) -> float:
 
 
 def floor(measured: np.ndarray) -> float:
-    """The regret of one half of the rounds' fastest strategy in the other half; nan with a single round."""
+    """The regret of the fastest strategy of one half of the rounds in the other half; nan with a single round."""
     if measured.shape[1] < 2:
         return float("nan")
     odd, even = _halves(measured)
@@ -98,16 +104,23 @@ def _halves(measured: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 
 def pair_accuracy(predicted: np.ndarray, measured: np.ndarray, apart: float = APART) -> tuple[float, int]:
-    """The fraction of pairs in the right order, and how many pairs are more than ``apart`` apart; 1 where there are none."""
+    """The fraction of pairs in the right order, and the number of pairs.
+
+    Only pairs count whose measured times differ by more than the fraction ``apart``; the fraction is 1 if there are none.
+    """
     i, j = np.triu_indices(len(measured), 1)
     low, high = np.minimum(measured[i], measured[j]), np.maximum(measured[i], measured[j])
     counted = high > low * (1 + apart)
     right = (predicted[i] < predicted[j]) == (measured[i] < measured[j])
-    # Equal predictions say nothing: half a point.
+    # Equal predictions count half.
     points = np.where(predicted[i] == predicted[j], 0.5, right)
     return (float(points[counted].mean()) if counted.any() else 1.0), int(counted.sum())
 
 
 def regret(predicted: np.ndarray, measured: np.ndarray) -> float:
-    """How much longer the predicted best takes than the measured best, relative."""
+    """Relative excess of the measured time of the predicted best over that of the measured best.
+
+    >>> regret(np.array([1.0, 2.0]), np.array([3.0, 2.0]))
+    0.5
+    """
     return float(measured[int(np.argmin(predicted))] / measured.min() - 1)

@@ -1,9 +1,9 @@
-"""What ranks do to time strategies: their communication alone, and whole training steps.
+"""Timing strategies on ranks: their communication alone, and whole training steps.
 
-*Communication* is the plan's list of steps, forward, backward and for the gradients, run one after the other on tensors of the
-right sizes with nothing between them: the very functions that the plan's layers call.  *Step* is the applied model: forward and
-backward passes of a batch, gradients summed.  Strategies are visited in rounds, in an order that is shuffled anew in each, and
-a visit that other processes disturbed is repeated.
+*Communication* is the plan's list of steps (forward, backward, gradients).  The functions that the plan's layers call run one after
+the other on tensors of the right sizes, without computation in between.  *Step* is a training step of the applied model: forward
+and backward passes of a batch, and the reduction of gradients.  Strategies are visited in rounds, in a new random order in each.
+A visit that other processes disturbed is repeated.
 """
 
 from __future__ import annotations
@@ -27,30 +27,30 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.rank import report
 
-from .measure import DISTURBED, Clock, Hosts, exchange, hosts_of_job
+from .measure import DISTURBED, Hosts, SharedClock, exchange, hosts_of_job
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.stepping import Stepper
 
-#: How often a visit is tried that other processes disturb.
+#: Largest number of attempts of a visit that other processes disturb.
 MOST_ATTEMPTS = 3
-#: What takes less than this in all is repeated more often.
+#: Total time of the repetitions of a visit; short operations are repeated more often to reach it.
 _ENOUGH_S = 0.05
 
-__all__ = ["RankOptions", "Visit", "rank_job", "steps_alone", "steps_of"]
+__all__ = ["ReplayOptions", "Visit", "rank_job", "steps_alone", "steps_of"]
 
 
 @dataclass(frozen=True)
-class RankOptions:
-    """What to time.
+class ReplayOptions:
+    """Options of a ranking job.
 
     Attributes:
         graph, cluster, workload: the model, and what it was priced for.
-        strategies: of every layer, for each candidate.
-        rounds: visits of each.
-        repetitions: timed in a visit, at least, after one that warms up; their median counts.
-        budget_s: begin no more rounds after this time.
-        with_steps: whether to run whole training steps too.
+        strategies: for each candidate the strategy of every layer, by name.
+        rounds: number of visits of each candidate.
+        repetitions: least number of timed repetitions of a visit, after a warm-up; their median counts.
+        budget_s: time after which no round begins; None for no limit.
+        with_steps: whether to run whole training steps besides communication.
         seed: of the order, the parameters and the data.
     """
 
@@ -67,8 +67,16 @@ class RankOptions:
 
 @dataclass(frozen=True)
 class Visit:
-    """One candidate timed once: seconds of the slowest rank.  ``step_s`` is None where steps were not run, ``refused`` says why a
-    candidate cannot be run at all."""
+    """One visit of a candidate; times are those of the slowest rank.
+
+    Attributes:
+        candidate: its number.
+        round: number of the round.
+        communication_s: seconds of communication.
+        step_s: seconds of a training step; None if steps did not run.
+        foreign: fraction of the cores' time that other processes used.
+        refused: the reason why the runtime cannot run the candidate; None if it can.
+    """
 
     candidate: int
     round: int
@@ -78,11 +86,11 @@ class Visit:
     refused: str | None = None
 
 
-def rank_job(options: RankOptions) -> int:
-    """Visit all candidates in rounds; rank 0 reports every `Visit`.  Returns how many rounds were completed."""
+def rank_job(options: ReplayOptions) -> int:
+    """Visit all candidates in rounds; rank 0 reports every `Visit`.  Returns the number of completed rounds."""
     flow = load_oneflow()
     graph = _without_dropout(options.graph)
-    clock = Clock(hosts_of_job(), options.budget_s)
+    clock = SharedClock(hosts_of_job(), options.budget_s)
     assessments = [assess(graph, options.cluster, options.workload, chosen) for chosen in options.strategies]
     step_of = _Steps(graph, options, _fit(assessments, clock.hosts)) if options.with_steps else None
     shuffler = random.Random(options.seed)
@@ -110,7 +118,7 @@ def _visit(
     steps: Sequence[tuple[Layer | None, Step]],
     run: Callable[[], Any] | None,
     repetitions: int,
-    clock: Clock,
+    clock: SharedClock,
 ) -> Visit:
     best: Visit | None = None
     communicate = steps_alone(steps)
@@ -127,8 +135,8 @@ def _visit(
     return best
 
 
-def _median(run: Callable[[], Any], repetitions: int, clock: Clock) -> float:
-    """Of at least so many repetitions, and of more where they are short: all ranks see the same times, and so agree how many."""
+def _median(run: Callable[[], Any], repetitions: int, clock: SharedClock) -> float:
+    """The median of at least ``repetitions`` times, and of more if they are short.  All ranks see the same times."""
     times = clock.time(run, repetitions)
     more = int(min(100.0, _ENOUGH_S / np.median(times))) - repetitions
     if more > 0:
@@ -140,7 +148,7 @@ def _median(run: Callable[[], Any], repetitions: int, clock: Clock) -> float:
 
 
 def steps_of(assessment: Assessment, workload: Workload) -> list[tuple[Layer | None, Step]]:
-    """All steps of a training step, in the order in which they run, with the layer whose rows and features they move."""
+    """All communication steps of a training step, in order, with the layer whose tensors they move (None for gradients)."""
     forward = [(layer.layer, step) for layer in assessment.layers for step in layer.forward_steps]
     backward = [(layer.layer, step) for layer in reversed(assessment.layers) for step in layer.backward_steps]
     # Gradients are reduced as vectors.
@@ -151,7 +159,7 @@ def steps_of(assessment: Assessment, workload: Workload) -> list[tuple[Layer | N
 
 
 def steps_alone(steps: Sequence[tuple[Layer | None, Step]]) -> Callable[[], None]:
-    """A function that runs steps, without what is computed between them; the tensors exist before."""
+    """A function that runs communication steps without the computation in between; their tensors are allocated here."""
     calls = [_call(layer, step) for layer, step in steps]
 
     def run() -> None:
@@ -176,7 +184,7 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
     if layer is None or step.collective is Collective.ALL_TO_ALL:
         rows = size
     else:
-        # (rows of some samples, features): features are gathered and scattered.
+        # The tensor is (rows of some samples, features); features are gathered and scattered.
         rows = layer.rows
         while rows * size < elements and elements % (2 * rows * size) == 0 and elements // rows > 1024:
             rows *= 2
@@ -196,11 +204,12 @@ def _call(layer: Layer | None, step: Step) -> Callable[[], Any]:
 
 def _exchange_call(step: ExchangeStep, stepper: Stepper) -> Callable[[], Any]:
     """What an exchange sends on one network level, of a tensor (samples, features, rows) of its size."""
-    from autoddl.pipelines.runtime.exchanging import held_by, send_pieces
+    from autoddl.costmodel.crossing import cuts_of, held_by
+    from autoddl.pipelines.runtime.exchanging import send_pieces
 
     shape = step.exchange.divisors
     pieces = [piece for piece in step.exchange.pieces(shape) if step.exchange.level_of(piece) == step.axis.level]
-    mine = held_by(step.exchange.source, stepper.rank, shape)
+    mine = held_by(cuts_of(step.exchange.source, len(shape)), stepper.rank, shape)
     rows = max(1, round(step.tensor_bytes / 4 / np.prod(shape)))
     x = load_oneflow().ones(*map(len, mine), rows)
     return lambda: send_pieces(x, pieces, stepper, mine, (0, 1))
@@ -210,12 +219,16 @@ def _exchange_call(step: ExchangeStep, stepper: Stepper) -> Callable[[], Any]:
 
 
 class _Steps:
-    """What trains one step at a candidate's strategies, by the candidate's number; the reason where it cannot be run.
+    """Functions that run a training step under a candidate's strategies, by number of the candidate.
 
-    Kept from visit to visit (``keeps``), where all of them fit in the memory: to make one takes as long as some steps.
+    Calling the object returns the function, or the reason why the candidate cannot run.
+
+    Args:
+        graph, options: the model and the candidates.
+        keeps: whether to keep the applied models between visits, since making one takes as long as several steps.
     """
 
-    def __init__(self, graph: LayerGraph, options: RankOptions, keeps: bool) -> None:
+    def __init__(self, graph: LayerGraph, options: ReplayOptions, keeps: bool) -> None:
         self._graph, self._options, self._keeps = graph, options, keeps
         self._module = skeleton(graph, options.seed)
         self._batch = random_batch(graph, options.workload.batch, options.seed)
@@ -244,26 +257,24 @@ class _Steps:
 
 
 def _fit(assessments: Sequence[Assessment], hosts: Hosts) -> bool:
-    """Whether parameters and gradients of all candidates fit in a quarter of the memory that every host has free."""
+    """Whether parameters and gradients of all candidates fit into a quarter of the free memory of every host."""
     needed = sum(layer.work.state_bytes for assessment in assessments for layer in assessment.layers)
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return bool(needed * hosts.ranks_per_node <= 0.25 * exchange(np.array([float(free)])).min())
 
 
 def skeleton(graph: LayerGraph, seed: int) -> Any:
-    """A module that has the parameters of a graph, with small random values, at their paths, and nothing to call.
+    """A module with the parameters of a graph at their paths, with small random values, and without a forward method.
 
     Raises:
-        UserError: a layer is the user's own code.
+        UserError: a layer is opaque, so that its code is not known.
     """
     flow = load_oneflow()
     rng = np.random.default_rng(seed)
     root = flow.nn.Module()
     for layer in graph.layers:
         if layer.kind == "opaque":
-            raise UserError(
-                f"{layer.describe()}: it is code of the model's own, which cannot be run from its graph alone"
-            )
+            raise UserError(f"{layer.describe()}: its code is not part of the graph, so the model cannot run")
         for path in layer.modules or (layer.name,):
             owner = _at(root, path, _convolution(layer) if layer.kind == "conv2d" else None)
             if layer.kind == "norm":
@@ -292,7 +303,7 @@ def _convolution(layer: Layer) -> Any:
 
 
 def _at(root: Any, path: str, made: Any = None) -> Any:
-    """The submodule at a path, plain ones made on the way."""
+    """The submodule at a path; missing modules on the path are made."""
     *parents, last = path.split(".") if path else [""]
     if not last:
         return root
@@ -306,7 +317,11 @@ def _at(root: Any, path: str, made: Any = None) -> Any:
 
 
 def random_batch(graph: LayerGraph, samples: int, seed: int) -> tuple[np.ndarray, ...]:
-    """Inputs and targets of a batch."""
+    """Random inputs and targets of a batch.
+
+    Raises:
+        UserError: the last layer is not a loss.
+    """
     rng = np.random.default_rng(seed)
     first, last = graph.layers[0], graph.layers[-1]
     inputs: np.ndarray
@@ -319,11 +334,11 @@ def random_batch(graph: LayerGraph, samples: int, seed: int) -> tuple[np.ndarray
         return inputs, rng.integers(0, last.attributes["vocabulary"], shape)
     if any(operation.endswith("_loss") for operation in last.epilogue):
         return inputs, rng.standard_normal((samples, *last.output_shape), dtype=np.float32)
-    raise UserError(f"{graph.name}: its last layer, {last.describe()}, is no loss; a training step ends in one")
+    raise UserError(f"{graph.name}: its last layer, {last.describe()}, should be a loss")
 
 
 def _without_dropout(graph: LayerGraph) -> LayerGraph:
-    """Dropout neither communicates nor computes anything to speak of."""
+    """The graph without dropout, whose cost is negligible."""
     layers = tuple(
         replace(layer, epilogue=tuple(operation for operation in layer.epilogue if operation != "dropout"))
         for layer in graph.layers

@@ -1,14 +1,15 @@
-"""Robust locations and non-negative robust least squares.
+"""Robust location, and robust non-negative least squares.
 
 Both are M-estimators with Tukey's biweight: with residuals r in units of c s (s a robust scale),
 
     weight(r) = (1 - r^2)^2 for |r| < 1, else 0
 
-so that gross outliers count nothing, where they would pull a mean or, all being on one side, even a median.  c = 4.685 keeps 95 %
+so that gross outliers have no weight.  They would shift a mean, and even a median, since all are on one side.  c = 4.685 keeps 95 %
 of the efficiency of least squares under normal noise (Huber & Ronchetti 2009).
 
-**Regression.**  t = X theta with theta >= 0 and relative noise: the residuals are t / (X theta) - 1, relative to the *prediction*
-(relative to the measurement, noise in the weights would bias all parameters down).  Iteratively reweighted:
+**Regression.**  The model is t = X theta with theta >= 0 and relative noise.  The residuals are t / (X theta) - 1, relative to the
+*prediction* (if they were relative to the measurement, noise in the weights would bias all parameters down).  The solution is by
+iteratively reweighted least squares:
 
     theta <- argmin over theta >= 0 of  sum_i w_i ((x_i theta - t_i) / (x_i theta_before))^2      (scipy.optimize.nnls)
 """
@@ -24,18 +25,21 @@ __all__ = ["location", "nonnegative_fit"]
 
 _BIWEIGHT = 4.685
 _HUBER = 1.345
-#: MAD to standard deviation, for normal noise.
+#: Factor from the median absolute deviation to the standard deviation, for normal noise.
 _MAD = 1.4826
-#: The part of the repetitions that a location starts from, and half the width of that part of a normal distribution, in deviations.
+#: Fraction of repetitions that `location` starts from, and half the width of this core of a normal distribution in deviations.
 _CORE = 0.4
 _CORE_WIDTH = 0.524
 
 
 def location(values: np.ndarray) -> np.ndarray:
-    """The centre of each row of ``values`` (rows, repetitions), in relative terms; one or two repetitions have their mean.
+    """The robust centre of each row of ``values``, shape (rows, repetitions) -> (rows,); the mean of one or two repetitions.
 
-    It starts in the shortest interval that holds two fifths of the row, whose length gives the scale: what disturbs a
-    measurement makes it longer, by anything, and may well disturb the greater part of them.
+    The iteration starts in the shortest interval that contains two fifths of the row, whose length gives the scale.  Disturbances
+    only lengthen repetitions, and may affect most of them.
+
+    >>> location(np.array([1.0, 1.01, 0.99, 1.0, 9.0])).round(2)
+    array([1.])
     """
     ordered = np.sort(np.atleast_2d(np.asarray(values, dtype=float)), axis=1)
     num_rows, count = ordered.shape
@@ -62,17 +66,19 @@ def location(values: np.ndarray) -> np.ndarray:
 def nonnegative_fit(
     features: np.ndarray, seconds: np.ndarray, weights: np.ndarray | None = None, least_scale: float = 0.1
 ) -> np.ndarray:
-    """theta >= 0 of seconds = features @ theta (see the module's docstring).
+    """Solve seconds = features @ theta for theta >= 0, robustly (see the module's docstring).
 
     Args:
-        features: (points, parameters), non-negative.
-        seconds: (points,), positive.
-        weights: (points,), of each point besides what robustness gives it.
-        least_scale: the scale of relative residuals is taken as at least this: within 4.685 times as much a point is no outlier,
-            however well the others fit.
+        features: non-negative, shape (points, parameters).
+        seconds: positive, shape (points,).
+        weights: prior weights, shape (points,); by default 1.
+        least_scale: lower bound of the scale of relative residuals; residuals below 4.685 times this are never outliers.
+
+    Returns:
+        theta, shape (parameters,).
     """
     prior = np.ones(len(seconds)) if weights is None else np.asarray(weights, dtype=float)
-    # Columns differ by many orders of magnitude (messages, bytes): each is measured by its largest share.
+    # Scale the columns (messages, bytes), which differ by many orders of magnitude.
     units = np.maximum((features / seconds[:, None]).max(axis=0), 1e-300)
     scaled = features / units
     theta = _solve(scaled, seconds, prior, seconds)
@@ -80,7 +86,7 @@ def nonnegative_fit(
         predicted = np.maximum(scaled @ theta, 1e-3 * seconds)
         residuals = seconds / predicted - 1
         scale = max(_MAD * float(np.median(np.abs(residuals))), least_scale)
-        if iteration < 5:  # Huber's weights first: they lead into the right valley from anywhere
+        if iteration < 5:  # Huber's weights first: their objective is convex, so the start does not matter
             robust = np.minimum(1.0, _HUBER * scale / np.maximum(np.abs(residuals), 1e-300))
         else:
             robust = np.clip(1 - (residuals / (_BIWEIGHT * scale)) ** 2, 0, None) ** 2

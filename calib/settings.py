@@ -1,4 +1,4 @@
-"""What is timed: collectives, transfers and local work of given sizes."""
+"""The settings of measurements: collectives, transfers and local work of given sizes."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.calibration import TRANSFER
 
-__all__ = ["ITEM_BYTES", "Setting", "rows_and_features"]
+__all__ = ["ITEM_BYTES", "TimedSetting", "rows_and_features"]
 
-#: Of a float32.
+#: Bytes of a float32.
 ITEM_BYTES = 4
-#: A repetition goes on with a collective until this many bytes have been exchanged, or it has been done this often.
+#: A repetition repeats a collective until this many bytes are exchanged, but at most this many times.
 _BYTES_OF_REPETITION = 2**20
 _MOST_CALLS = 8
 #: Features of the tensors that are gathered and scattered.
@@ -18,11 +18,14 @@ _FEATURES = 512
 
 
 @dataclass(frozen=True)
-class Setting:
-    """One thing to be timed.
+class TimedSetting:
+    """One operation to time.
 
-    ``ranks`` in a group, ``stride`` ranks apart, exchange ``num_bytes``; or local work: ``shape`` is (m, k, n) of a matmul, and
-    empty for an element-wise operation on ``num_bytes``.
+    Attributes:
+        collective: name of the operation, as in samples.
+        ranks, stride: size of a group, and difference between its neighbouring ranks; 1 for local work.
+        num_bytes: n of :mod:`autoddl.costmodel.collectives`; bytes read and written by local work.
+        shape: (m, k, n) of a matmul; else empty.
     """
 
     collective: str
@@ -33,16 +36,16 @@ class Setting:
 
     @property
     def calls(self) -> int:
-        """How often it is done in a repetition; transfers once, for stages wait for each of them."""
+        """Number of calls in a repetition; 1 for transfers, since pipeline stages wait for each of them."""
         if self.ranks == 1 or self.collective == TRANSFER:
             return 1
         return max(1, min(_MOST_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
 
 
 def rows_and_features(size: int, ranks: int) -> tuple[int, int]:
-    """The shape of a tensor of about ``size`` bytes that divides over ranks in both dimensions."""
+    """The shape (rows, features) of a tensor of about ``size`` bytes whose dimensions are both divisible by ``ranks``."""
     elements = max(1, size // ITEM_BYTES)
-    # All-to-alls cut both dimensions.
+    # All-to-alls split both dimensions.
     features = max(1, min(_FEATURES, elements // ranks) // ranks) * ranks
     rows = max(1, elements // features // ranks) * ranks
     return rows, features

@@ -1,65 +1,66 @@
-"""How sure a choice among plans is, given how well the cluster's parameters are known.
+"""Trust: the probability that a plan is the best one, given the uncertainty of the cluster's parameters.
 
-A calibrated cluster carries K draws of its parameters (Bayesian bootstrap of the measurements).  A plan's cost is linear in them,
+A calibrated cluster has K draws of its parameters (Bayesian bootstrap of the measurements).  The cost of a plan is linear in them,
 
     cost_k = sum over (level, collective, group size) of  messages alpha_k + sent bytes beta_k + bytes gamma_k
              + (1 + e c_k) (launches l_k + FLOPs w_k + bytes m_k)
 
-so all plans are priced under all draws at once.  From the matrix of costs (plans, draws):
+so all plans are priced under all draws at once.  From the matrix of costs, shape (plans, draws):
 
-    probability that a plan is best = how many draws it has the smallest cost in
+    probability that a plan is best = fraction of the draws in which it has the smallest cost
     expected regret of the choice   = mean over draws of (its cost - the smallest) / the smallest
 
-The rivals are plans that somebody might have chosen, and the optima under some of the draws: whatever the doubt could make best.
-What would settle a tie: the doubt about the difference D between the choice and its strongest rival is split over the terms,
-share = cov(term's difference, D) / var(D), and the measurement behind the largest share is named.
+The rivals are alternative plans, and the optima under some of the draws.  If the choice is not certain, a measurement is proposed:
+the variance of the difference D between the costs of the choice and of its strongest rival is divided among the terms,
+share = cov(difference of the term, D) / var(D), and the term of the largest share is to be measured again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Optional
 
 import numpy as np
 
-from autoddl.costmodel.assessment import Assessment
 from autoddl.costmodel.calibration import TRANSFER, Calibration
 from autoddl.costmodel.cluster import Cluster, Link
-from autoddl.costmodel.collectives import Collective
+from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.localwork import LocalWork
 from autoddl.costmodel.units import format_bytes
-from autoddl.costmodel.workload import Workload
 
 __all__ = [
     "Candidate",
     "Measurement",
     "Trust",
     "Usage",
+    "UsageSum",
     "drawn_cluster",
     "outside_notes",
     "reference_peak",
     "trust",
-    "usage_of",
 ]
 
-#: A tie: the choice is best with less than this probability.
+#: Level, collective (None: messages from one device to another) and group size.
+Key = tuple[str, Optional[Collective], int]
+
+#: Probability from which on a choice counts as certain; below it there is a tie.
 SURE = 0.95
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What one training step uses on each device.
+    """Counts of one training step on each device.
 
     Attributes:
         rings: for each (level, collective, group size) the sums of messages, sent bytes and bytes n.
-        sizes: and the n of each step, with how often it runs.
-        launches, flops, memory_bytes: local work, as `autoddl.costmodel.cluster` prices it; FLOPs as the reference precision
-            (float32, where the device has it) does them.
+        sizes: for each (level, collective, group size) the n of its steps, each with the number of times that it runs.
+        launches, flops, memory_bytes: local work, as `autoddl.costmodel.cluster` prices it.  FLOPs are scaled to the reference
+            precision (float32 if the device has it).
     """
 
-    rings: Mapping[tuple[str, Collective, int], tuple[float, float, float]]
-    sizes: Mapping[tuple[str, Collective, int], Mapping[float, float]]
+    rings: Mapping[Key, tuple[float, float, float]]
+    sizes: Mapping[Key, Mapping[float, float]]
     launches: float = 0.0
     flops: float = 0.0
     memory_bytes: float = 0.0
@@ -67,7 +68,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan that could be chosen."""
+    """A plan that could be chosen.
+
+    Attributes:
+        name: of the plan.
+        usage: its counts.
+    """
 
     name: str
     usage: Usage
@@ -75,9 +81,13 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What to measure to tell two plans apart: ``share`` of the doubt about their difference would go with it.
+    """A measurement that would help to distinguish two plans.
 
-    ``collective`` is "" for local work, with no level, ranks or size.
+    Attributes:
+        rival: name of the other plan.
+        collective: what to measure; "" for local work, which has no level, ranks and size.
+        level, ranks, num_bytes: network level, group size and message size to measure.
+        share: share of the variance of the plans' difference that is due to this term.
     """
 
     rival: str
@@ -95,14 +105,14 @@ class Measurement:
 
 @dataclass(frozen=True)
 class Trust:
-    """How sure a choice is.
+    """The certainty of a choice.
 
     Attributes:
-        probability: that it is the best of all candidates.
-        expected_regret: how much more it costs than the best, relative, averaged over the draws.
-        rivals: (name, probability of being best) of the others, likeliest first.
-        measurement: what would settle a tie; None where there is none, or nothing would.
-        num_draws: of the parameters.
+        probability: probability that the choice is the best of all candidates.
+        expected_regret: relative excess of its cost over the best, mean over the draws.
+        rivals: (name, probability of being best) of the other candidates, most probable first.
+        measurement: a measurement that would help to settle a tie; None if there is no tie, or none would help.
+        num_draws: number of draws of the parameters.
     """
 
     probability: float
@@ -112,34 +122,55 @@ class Trust:
     num_draws: int
 
 
-def usage_of(assessment: Assessment, cluster: Cluster, workload: Workload) -> Usage:
-    """What a plan uses per training step."""
-    sums: dict[tuple[str, Collective, int], np.ndarray] = {}
-    sizes: dict[tuple[str, Collective, int], dict[float, float]] = {}
-    names = [level.name for level in cluster.levels]
-    for layer in assessment.layers:
-        repeated = (*layer.forward_steps, *layer.backward_steps)
-        for steps, times in ((repeated, workload.num_micro_batches), (layer.work.gradient, 1)):
-            for step in steps:
-                key = (names[step.axis.level], step.collective, step.axis.size)
-                amounts = times * np.array([step.messages, step.sent_bytes, step.nbytes])
-                sums[key] = sums.get(key, np.zeros(3)) + amounts
-                counts = sizes.setdefault(key, {})
-                counts[step.nbytes] = counts.get(step.nbytes, 0.0) + times
-    rings = {key: (float(a), float(b), float(c)) for key, (a, b, c) in sums.items()}
-    local = LocalWork()
-    for layer in assessment.layers:
-        local += workload.num_micro_batches * (layer.work.forward_work + layer.work.backward_work)
-    relative = cluster.device.peak_flops[workload.precision] / reference_peak(cluster)
-    return Usage(rings, sizes, local.launches, local.flops / relative, local.nbytes)
+class UsageSum:
+    """Adds up what a step uses, on devices of a cluster that train in ``precision``."""
+
+    def __init__(self, cluster: Cluster, precision: str):
+        self._relative = cluster.device.peak_flops[precision] / reference_peak(cluster)
+        self._rings: dict[Key, np.ndarray] = {}
+        self._sizes: dict[Key, dict[float, float]] = {}
+        self._work = LocalWork()
+
+    def add_steps(self, steps: Iterable[Step], names: Sequence[str], times: float) -> None:
+        """Steps of collectives, so many times; ``names`` are those of the levels that their axes count in."""
+        for step in steps:
+            key = (names[step.axis.level], step.collective, step.axis.size)
+            self._add(key, np.array([step.messages, step.sent_bytes, step.nbytes]), step.nbytes, times)
+
+    def add_messages(self, level: str, messages: float, nbytes: float, times: float) -> None:
+        """Messages from one device to another, ``nbytes`` together."""
+        self._add((level, None, 2), np.array([messages, nbytes, 0.0]), nbytes / messages, times)
+
+    def add_work(self, work: LocalWork, times: float) -> None:
+        """Local work, so many times."""
+        self._work += times * work
+
+    def _add(self, key: Key, amounts: np.ndarray, size: float, times: float) -> None:
+        if times:
+            self._rings[key] = self._rings.get(key, np.zeros(3)) + times * amounts
+            counts = self._sizes.setdefault(key, {})
+            counts[size] = counts.get(size, 0.0) + times
+
+    @property
+    def usage(self) -> Usage:
+        """The sums."""
+        rings = {key: (float(a), float(b), float(c)) for key, (a, b, c) in self._rings.items()}
+        work = self._work
+        return Usage(rings, self._sizes, work.launches, work.flops / self._relative, work.nbytes)
 
 
 def trust(candidates: Sequence[Candidate], cluster: Cluster, communication_only: bool) -> Trust:
-    """How sure the first of the candidates is; the cluster is calibrated."""
+    """The certainty of the first of the candidates.
+
+    Args:
+        candidates: the choice and its rivals.
+        cluster: a calibrated cluster.
+        communication_only: whether cost is communication only.
+    """
     parts = [_parts(candidate.usage, cluster, communication_only) for candidate in candidates]
     costs = np.stack([sum(own.values(), np.zeros(_num_draws(cluster))) for own in parts])
     best = costs.min(axis=0)
-    # Equal costs, of equal plans say, are no doubt about the first of them.
+    # Draws in which others cost as much count for the choice.
     is_best = np.argmin(costs, axis=0)
     ties = costs[0] <= best * (1 + 1e-9)
     is_best[ties] = 0
@@ -159,21 +190,22 @@ def costs_of(usage: Usage, cluster: Cluster, communication_only: bool) -> np.nda
 
 
 def outside_notes(usage: Usage, cluster: Cluster) -> list[str]:
-    """Where a plan's group sizes or messages lie outside of what its cluster was calibrated for."""
+    """Notes about group sizes and messages of a plan that are outside the calibrated range of its cluster."""
     calibration = cluster.calibration
     assert calibration is not None
     notes = []
     for level, collective in dict.fromkeys((key[0], key[1]) for key in usage.rings):
-        covered = calibration.coverage(level, collective.value)
+        name = _name_of(collective)
+        covered = calibration.coverage(level, name)
         if covered is None:
-            notes.append(f"{collective.value} on the {level} level was not calibrated")
+            notes.append(f"{name} on the {level} level was not calibrated")
             continue
         keys = [key for key in usage.rings if key[:2] == (level, collective)]
         groups = sorted(key[2] for key in keys if key[2] not in covered.groups)
         if groups:
             measured = ", ".join(map(str, covered.groups))
             notes.append(
-                f"{collective.value} over {', '.join(map(str, groups))} {level} ranks lies outside of the calibrated group "
+                f"{name} over {', '.join(map(str, groups))} {level} ranks is outside the calibrated group "
                 f"sizes ({measured})"
             )
         sizes = [size for key in keys for size in usage.sizes[key]]
@@ -183,12 +215,12 @@ def outside_notes(usage: Usage, cluster: Cluster) -> list[str]:
             ends = format_bytes(min(outside))
             if max(outside) > min(outside):
                 ends += f" to {format_bytes(max(outside))}"
-            notes.append(f"{collective.value} of {ends} ({level}) lies outside of the calibrated sizes ({where})")
+            notes.append(f"{name} of {ends} ({level}) is outside the calibrated sizes ({where})")
     return notes
 
 
 def drawn_cluster(cluster: Cluster, k: int) -> Cluster:
-    """The cluster as the k-th draw has it."""
+    """The cluster with the parameters of the k-th draw."""
     draws = _Draws(cluster)
     links = []
     for name, link in zip(("inter-node", "intra-node"), cluster.links):
@@ -214,7 +246,7 @@ def drawn_cluster(cluster: Cluster, k: int) -> Cluster:
 
 
 class _Draws:
-    """The terms of a calibrated cluster under all draws; what was not measured is the same in all of them."""
+    """The terms of a calibrated cluster under all draws; terms that were not measured are equal in all draws."""
 
     def __init__(self, cluster: Cluster):
         assert cluster.calibration is not None
@@ -230,7 +262,7 @@ class _Draws:
         return ("device", "", 0) in self._values
 
     def terms(self, level: str, collective: Collective | None, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """(alpha, beta, gamma) of a collective in groups of ``size`` (0: of any), or of the link itself."""
+        """(alpha, beta, gamma) of a collective in groups of ``size`` (0 for any), or of the link itself; each of shape (draws,)."""
         link = self.cluster.links[0 if level == "inter-node" else 1]
         if collective is None:
             places: list[tuple[str, str, int]] = [(level, TRANSFER, 0), (level, "", 0)]
@@ -253,7 +285,7 @@ class _Draws:
         )
 
     def device(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Seconds per launch, per FLOP and per byte."""
+        """Seconds per launch, per FLOP and per byte, each of shape (draws,)."""
         device = self.cluster.device
         if not self.has_device:
             rate = device.efficiency * reference_peak(self.cluster)
@@ -267,9 +299,13 @@ class _Draws:
 
 
 def reference_peak(cluster: Cluster) -> float:
-    """The peak FLOP/s of the precision that efficiencies are measured in: float32, where the device has it."""
+    """Peak FLOP/s of the precision that efficiencies are measured in: float32 if the device has it."""
     peaks = cluster.device.peak_flops
     return peaks.get("float32", next(iter(peaks.values())))
+
+
+def _name_of(collective: Collective | None) -> str:
+    return TRANSFER if collective is None else collective.value
 
 
 def _num_draws(cluster: Cluster) -> int:
@@ -278,7 +314,7 @@ def _num_draws(cluster: Cluster) -> int:
 
 
 def _parts(usage: Usage, cluster: Cluster, communication_only: bool) -> dict[Any, np.ndarray]:
-    """A plan's cost under all draws, term by term."""
+    """The cost of a plan by term, each of shape (draws,)."""
     draws = _Draws(cluster)
     parts: dict[Any, np.ndarray] = {}
     for (level, collective, size), (messages, sent, nbytes) in usage.rings.items():
@@ -293,7 +329,7 @@ def _parts(usage: Usage, cluster: Cluster, communication_only: bool) -> dict[Any
 def _settling(
     chosen: Candidate, rival: Candidate, mine: dict[Any, np.ndarray], theirs: dict[Any, np.ndarray]
 ) -> Measurement | None:
-    """The measurement whose doubt is the largest part of that about the difference."""
+    """The measurement with the largest share of the variance of the difference; None if there is no variance."""
     keys = list(dict.fromkeys((*mine, *theirs)))
     zero = np.zeros_like(next(iter((mine or theirs).values())))
     differences = np.stack([mine.get(key, zero) - theirs.get(key, zero) for key in keys])
@@ -310,7 +346,7 @@ def _settling(
     for usage in (chosen.usage, rival.usage):
         for nbytes, times in usage.sizes.get(keys[i], {}).items():
             counts[nbytes] = counts.get(nbytes, 0.0) + times
-    # Where most of the bytes are.
+    # The mean message size, weighted by bytes.
     weight = sum(nbytes * times for nbytes, times in counts.items())
     typical = sum(nbytes * nbytes * times for nbytes, times in counts.items()) / weight if weight else 0.0
-    return Measurement(rival.name, collective.value, level, size, typical, float(shares[i]))
+    return Measurement(rival.name, _name_of(collective), level, size, typical, float(shares[i]))

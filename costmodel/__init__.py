@@ -1,17 +1,18 @@
-"""The vocabulary of plans (SBP states, layer graph, cluster) and what everything costs on a cluster.
+"""The vocabulary of plans (SBP states, layer graph, cluster) and the cost model.
 
-- `sbp`, `distribution`: `Split`, `Broadcast`, `PartialSum`; how one tensor lies on a mesh of ranks, printed and parsed.
-- `layer`: `Layer`; `kinds`: what is special to each kind of layer, one module each; `graph`: `LayerGraph`, `load_graph`.
+- `sbp`, `distribution`: `Split`, `Broadcast`, `PartialSum`; the distribution of a tensor over a mesh of ranks, printed and parsed.
+- `layer`: `Layer`; `kinds`: one module per kind of layer; `graph`: `LayerGraph`, `load_graph`.
 - `cluster`: `Cluster`, `load_cluster`, `preset_names` (the files of `clusters/`).
-- `collectives`, `redistribution`: `steps` between any two distributions, what they send and how long they take.
-- `exchange`: the messages by which an evenly split tensor changes its mesh, where collectives along axes cannot bring it over.
-- `crossing`: the messages that bring a tensor from one mesh of ranks to another one, between the stages of a pipeline.
-- `strategy`: `Strategy`, `enumerate_strategies`; `layerwork`, `layoutprices`: what a layer and an edge do at their layouts.
+- `collectives`, `redistribution`: the communication `steps` between any two distributions, their bytes and their time.
+- `exchange`: point-to-point messages between two even splits whose meshes have no common refinement.
+- `crossing`: the messages between two meshes of different ranks (cross-mesh resharding), used between pipeline stages.
+- `strategy`: `Strategy`, `enumerate_strategies`; `layerwork`, `layoutprices`: the cost of a layer and of an edge.
 - `workload`: `Workload`, the batch, precision and optimizer; `assessment`: `assess`, time and memory of a whole plan.
 - `pricing`, `problem`, `table`: `PriceBook`, `Problem` and the `CostTable` that the searches work on.
-- `calibration`: how well a cluster file's figures were measured; `documents`, `writing`, `units`, `errors`: JSON, files, units,
-  `UserError`.
+- `calibration`: the calibration record of a cluster file; `documents`, `reading`, `writing`, `units`, `errors`: JSON, files,
+  units, `UserError`.
+- `limits`, `nearest`, `suggestions`: bounds on user input, and the hints in error messages.
 - `stopping`: `Stop` and `Deadline`, which end searches early.
 
-It imports nothing else of the project, and nothing is imported here before it is asked for.
+The folder imports nothing else of the project.  This module imports nothing eagerly.
 """

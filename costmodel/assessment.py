@@ -1,6 +1,6 @@
-"""What given strategies cost, straight from the layer graph: one pass over layers and edges, no tables.
+"""Time and memory of a plan, computed from the layer graph in one pass over layers and edges, without a cost table.
 
-Every figure of a plan comes from here, and the verifier of the searches compares their answers with it.
+Every figure of a plan comes from here.  The verifier (:mod:`autoddl.search.verify`) compares the results of searches with it.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph
+from .kinds.registry import kind_of
 from .layerwork import LayerWork, layer_work
 from .pricing import edge_steps
 from .strategy import Strategy, transposed
@@ -23,15 +24,16 @@ __all__ = ["Assessment", "LayerAssessment", "assess"]
 
 @dataclass(frozen=True)
 class LayerAssessment:
-    """One layer of a plan.  Redistributions count at the layer that consumes the tensor.
+    """Cost of one layer of a plan.  The redistribution of a tensor counts at the layer that consumes it.
 
     Attributes:
-        layer, strategy, work: the layer, its strategy, and what it does for one micro-batch.
-        arriving: forward steps that bring its inputs here, for one micro-batch; the backward pass mirrors them.
-        forward_communication_s, backward_communication_s: of one micro-batch.
-        gradient_communication_s: once per step.
-        communication_s, compute_s: of one training step.
-        sent_bytes: by each device in one training step.
+        layer, strategy: the layer and its strategy.
+        work: steps, computation and memory of the layer for one micro-batch.
+        arriving: forward steps that redistribute its inputs, for one micro-batch; the backward pass mirrors them.
+        forward_communication_s, backward_communication_s: seconds per micro-batch.
+        gradient_communication_s: seconds per training step.
+        communication_s, compute_s: seconds per training step.
+        sent_bytes: bytes that each device sends per training step.
     """
 
     layer: Layer
@@ -46,6 +48,11 @@ class LayerAssessment:
     sent_bytes: float
 
     @property
+    def memory_bytes(self) -> float:
+        """State, and the activations of one micro-batch, on each device."""
+        return self.work.state_bytes + self.work.kept_bytes
+
+    @property
     def forward_steps(self) -> tuple[Step, ...]:
         """All communication of one micro-batch's forward pass."""
         return (*self.arriving, *self.work.forward)
@@ -58,7 +65,11 @@ class LayerAssessment:
 
 @dataclass(frozen=True)
 class Assessment:
-    """A plan's figures: per layer, and of one training step."""
+    """Cost of a plan, per layer and per training step.
+
+    Attributes:
+        layers: the cost of each layer, in the order of the graph.
+    """
 
     layers: tuple[LayerAssessment, ...]
 
@@ -74,11 +85,11 @@ class Assessment:
 
     @property
     def step_s(self) -> float:
-        """Seconds per training step: nothing is taken as overlapped."""
+        """Seconds per training step, without overlap of communication and computation."""
         return self.communication_s + self.compute_s
 
     def cost(self, objective: str) -> float:
-        """What the searches minimise."""
+        """Seconds per training step that a search minimises under ``objective`` (``step`` or ``communication``)."""
         return self.communication_s if objective == "communication" else self.step_s
 
     @cached_property
@@ -89,15 +100,19 @@ class Assessment:
     @cached_property
     def memory_bytes(self) -> float:
         """Peak bytes on each device: what stays, and the largest buffer."""
-        resident = sum(layer.work.state_bytes + layer.work.kept_bytes for layer in self.layers)
+        resident = sum(layer.memory_bytes for layer in self.layers)
         return resident + max(layer.work.buffer_bytes for layer in self.layers)
 
 
 def assess(graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]) -> Assessment:
-    """Price a strategy for every layer.
+    """Compute the cost of a plan.
+
+    Args:
+        graph, cluster, workload: what the plan is for.
+        strategies: the strategy of every layer, by name.
 
     Raises:
-        UserError: a layer has none, or one that does not fit its shape, the cluster or the micro-batch.
+        UserError: a layer has no strategy, or its strategy does not fit the layer's shape, the cluster or the micro-batch.
     """
     assessed = []
     for layer in graph.layers:
@@ -161,7 +176,10 @@ def _check(
         if parameter.tied_to is not None:
             partner = fitting = strategies.get(parameter.tied_to)
             # The table of an embedding is the transposed matrix of a linear layer.
-            if partner is not None and (graph[parameter.tied_to].kind == "embedding") != (layer.kind == "embedding"):
+            if (
+                partner is not None
+                and kind_of(graph[parameter.tied_to].kind).is_lookup != kind_of(layer.kind).is_lookup
+            ):
                 fitting = transposed(partner)
             if strategy != fitting:
                 raise UserError(

@@ -1,8 +1,8 @@
-"""What a cluster file says of its calibration: what was measured, how well it fits, and what doubt remains.
+"""The calibration record of a cluster file: measured ranges, errors of the fit, and uncertainty of the parameters.
 
-The parameters themselves stand in the cluster's links and device.  Here are the ranges that they were measured in, the errors on
-message sizes that the fit had not seen, and *replicates* of the parameters: the same fit to resampled measurements, of which the
-k-th values of all parameters belong together.
+The parameters themselves are in the cluster's links and device.  The record holds the ranges that they were measured in, the
+errors on held-out message sizes, and bootstrap *replicates* of the parameters: values from the same fit to resampled
+measurements.  The k-th values of all parameters belong to the same resample.
 """
 
 from __future__ import annotations
@@ -24,20 +24,26 @@ _LINK_TERMS = {
     "crowded latency": _TIME,
     "crowded slowness": _SLOWNESS,
 }
-#: What replicates can be of: for each level its terms, with the largest value of each (of work: 1 s per FLOP).
+#: The parameters that can have replicates: for each level its terms, with the largest value of each (of work: 1 s per FLOP).
 TERMS: Mapping[str, Mapping[str, float]] = {
     "inter-node": _LINK_TERMS,
     "intra-node": _LINK_TERMS,
     "device": {"launch": _TIME, "work": 1.0, "memory": _SLOWNESS, "crowding": _FACTOR},
 }
-#: What they can be of on a link, besides collectives: messages from one device to another.
+#: Messages from one device to another; on a link they have parameters like a collective.
 TRANSFER = "point-to-point"
 _COLLECTIVES = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", TRANSFER)
 
 
 @dataclass(frozen=True)
 class Coverage:
-    """The message sizes [bytes] and group sizes at which a collective was measured on a level."""
+    """The range in which a collective was measured on a level.
+
+    Attributes:
+        level, collective: the network level and the collective.
+        groups: the group sizes that were measured.
+        smallest_bytes, largest_bytes: the range of message sizes.
+    """
 
     level: str
     collective: str
@@ -48,14 +54,14 @@ class Coverage:
 
 @dataclass(frozen=True)
 class Quality:
-    """How well message sizes that a fit had not seen are predicted.
+    """Error of a fit on held-out message sizes.
 
     Attributes:
-        level, collective: of the measurements.
-        ranks_per_node: how many ranks shared a node.
+        level, collective: the network level and the collective that were measured.
+        ranks_per_node: number of ranks that shared a node.
         smallest_bytes, largest_bytes: the range of message sizes.
         held_out_error: median of |predicted - measured| / measured.
-        num_points: how many medians of repetitions that is over.
+        num_points: number of points that the median is over; each point is a median of repetitions.
     """
 
     level: str
@@ -69,7 +75,15 @@ class Quality:
 
 @dataclass(frozen=True)
 class FormTried:
-    """A set of terms that was tried for a level: parameters, median error on held-out sizes, and whether it was taken."""
+    """A form of the model that the fit tried for a level.
+
+    Attributes:
+        level: the network level.
+        form: the terms of the model, as text.
+        num_parameters: number of parameters.
+        held_out_error: median relative error on held-out message sizes.
+        is_taken: whether the fit chose this form.
+    """
 
     level: str
     form: str
@@ -80,7 +94,15 @@ class FormTried:
 
 @dataclass(frozen=True)
 class Replicates:
-    """Values [SI units] of one parameter; ``group`` is 0 where it is of all group sizes."""
+    """Bootstrap values of one parameter.
+
+    Attributes:
+        level: the network level, or ``device``.
+        collective: the collective; empty if the parameter is shared by all.
+        group: the group size; 0 if the parameter is shared by all group sizes.
+        term: name of the parameter (:data:`TERMS`).
+        values: one value per resample, in SI units.
+    """
 
     level: str
     collective: str
@@ -91,7 +113,16 @@ class Replicates:
 
 @dataclass(frozen=True)
 class Calibration:
-    """The ``calibration`` field of a cluster file."""
+    """The ``calibration`` field of a cluster file.
+
+    Attributes:
+        date, machine, versions: when, where and with which software the measurements were made.
+        num_samples: number of measurements.
+        covered: the measured ranges.
+        quality: errors on held-out message sizes.
+        forms: the forms of the model that were compared.
+        replicates: bootstrap values of the parameters.
+    """
 
     date: str
     machine: str
@@ -103,24 +134,26 @@ class Calibration:
     replicates: tuple[Replicates, ...]
 
     def coverage(self, level: str, collective: str) -> Coverage | None:
-        """Where a collective was measured on a level; None where it was not."""
+        """The range in which a collective was measured on a level; None if it was not measured there."""
         return next((c for c in self.covered if (c.level, c.collective) == (level, collective)), None)
 
 
 def interval_of(entry: Fields) -> tuple[float, float]:
-    """The ``interval`` of a quantity, in the quantity's own unit.
+    """The ``interval`` of a quantity, (lower end, upper end) in the unit of the quantity.
 
     Raises:
-        UserError: it is not two numbers in order.
+        UserError: it is not two numbers in ascending order.
     """
     values = _numbers(entry, "interval")
     if len(values) != 2 or values[0] > values[1]:
-        raise UserError(f"{entry.where}: interval is {quote(list(values[:9]))}, should be a lower and an upper end")
+        raise UserError(
+            f"{entry.where}: interval is {quote(list(values[:9]))}, should be two numbers in ascending order"
+        )
     return values[0], values[1]
 
 
 def calibration_from_fields(fields: Fields) -> Calibration:
-    """The calibration from its parsed JSON object.
+    """Read the calibration from its parsed JSON object.
 
     Raises:
         UserError: a field is missing, unknown or out of range.
@@ -137,7 +170,9 @@ def calibration_from_fields(fields: Fields) -> Calibration:
     )
     counts = {len(replicates.values) for replicates in calibration.replicates}
     if len(counts) > 1:
-        raise UserError(f"{fields.where}: replicates have {quote(sorted(counts))} values, all should have as many")
+        raise UserError(
+            f"{fields.where}: replicates have {quote(sorted(counts))} values, all should have the same number"
+        )
     fields.finish()
     return calibration
 
@@ -152,7 +187,7 @@ def _choice(entry: Fields, name: str, choices: Iterable[str]) -> str:
 
 
 def _numbers(entry: Fields, name: str, maximum: float = LARGEST_FIGURE) -> tuple[float, ...]:
-    # Each one is checked as a field of its own would be.
+    # Check each number like a field of its own.
     values = entry.sequence(name)
     inner = Fields({str(i): value for i, value in enumerate(values)}, f"{entry.where}: {name}")
     return tuple(inner.number(str(i), maximum=maximum) for i in range(len(values)))

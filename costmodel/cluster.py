@@ -1,24 +1,25 @@
 """The cluster: devices, their memory and speed, and the links between them.
 
-Compute.  A local product of an (m x k) and a (k x n) matrix takes
+**Compute.**  A local product of an (m x k) and a (k x n) matrix takes
 
     t = launch + 2 m k n / (efficiency * peak) + (m k + k n + m n) * itemsize / memory_bandwidth
 
 so that its effective efficiency, 2mkn / (peak t), depends on its size: small and thin products reach a fraction of the peak.
 Element-wise work takes launch + bytes / memory_bandwidth.
 
-Links.  Each network level has a latency alpha and a bandwidth 1/beta *per device*, at a time when all devices of a node
-communicate: every step of a plan runs on all devices at once.  Where a number is given per node (a shared network card), it
-is divided by the devices of the node.
+**Links.**  Each network level has a latency alpha and a bandwidth 1/beta *per device*, measured while all devices of a node
+communicate, since every step of a plan runs on all devices at once.  A bandwidth that is given per node (a shared network
+card) is divided by the number of devices of the node.
 
-**Calibrated terms.**  A measured cluster may say more than one (alpha, beta) per level, all of it affine in bytes:
+**Calibrated terms.**  A measured cluster may have more terms than one (alpha, beta) per level.  All are affine in bytes:
 
-- a collective, and a collective in groups of one size, may have their own (alpha, beta);
-- *copy*: seconds per byte of the tensor that a collective reduces and copies locally, where no group size has its own terms;
-- *crowding*: what alpha and beta (and, as a factor, compute) grow by where the ranks of a node share ``cores_per_node`` cores: they
-  are added ``excess`` = max(0, devices_per_node / cores_per_node - 1) times.
+- a collective, or a collective in groups of one size, may have its own (alpha, beta);
+- *copy*: seconds per byte of the tensor for local reductions and copies of a collective, added if the group size has no terms
+  of its own;
+- *crowding*: increments of alpha and beta (for compute, of a factor) if ranks share the ``cores_per_node`` cores of a node.  They
+  are multiplied by ``excess`` = max(0, devices_per_node / cores_per_node - 1).
 
-A cluster is a JSON file: every number carries its unit and its source (datasheet, paper, measured).
+A cluster is a JSON file.  Every number has a unit and a source (datasheet, paper, measured).
 """
 
 from __future__ import annotations
@@ -48,10 +49,14 @@ LEVEL_NAMES = ("inter-node", "intra-node")
 
 @dataclass(frozen=True)
 class Link:
-    """A network level: ``latency_s`` per message and ``bandwidth`` [bytes/s] per device.
+    """The links of one network level.
 
-    ``collectives`` holds (latency_s, bandwidth) of collectives that were calibrated on their own, ``groups`` those of a
-    collective in groups of one size, ``copies`` the seconds per byte of local reductions and copies.
+    Attributes:
+        latency_s: seconds per message (alpha).
+        bandwidth: bytes/s per device (1 / beta).
+        collectives: (latency_s, bandwidth) of collectives that were calibrated separately.
+        groups: (latency_s, bandwidth) of a collective in groups of one size.
+        copies: seconds per byte of a collective's local reductions and copies.
     """
 
     latency_s: float
@@ -62,7 +67,7 @@ class Link:
 
     def time(self, step: Step) -> float:
         """Seconds that ``step`` takes on this link (formulas: :mod:`autoddl.costmodel.collectives`)."""
-        if not (self.groups or self.collectives or self.copies):  # the usual case, asked many thousand times a plan
+        if not (self.groups or self.collectives or self.copies):  # the usual case; a plan calls this thousands of times
             return step.messages * self.latency_s + step.sent_bytes / self.bandwidth
         own = self.groups.get((step.collective, step.axis.size)) if self.groups else None
         if own is not None:
@@ -74,7 +79,13 @@ class Link:
 
 @dataclass(frozen=True)
 class Level:
-    """One network level that a plan spreads over: its name, its size and its link."""
+    """One network level of a plan's mesh.
+
+    Attributes:
+        name: ``inter-node`` or ``intra-node``.
+        size: number of nodes, or of devices per node.
+        link: the links of this level.
+    """
 
     name: str
     size: int
@@ -85,8 +96,13 @@ class Level:
 class Device:
     """One device.
 
-    ``peak_flops`` [FLOP/s] per precision (``float32``, ``mixed``), its first entry the default; ``efficiency`` is the
-    fraction of the peak that large products reach; ``launch_s`` is the time to start one kernel.
+    Attributes:
+        name: of the device type.
+        memory_bytes: capacity of the memory.
+        memory_bandwidth: bytes/s.
+        peak_flops: FLOP/s per precision (``float32``, ``mixed``); the first entry is the default precision.
+        efficiency: fraction of the peak that large matrix products reach.
+        launch_s: seconds to launch one kernel.
     """
 
     name: str
@@ -99,10 +115,20 @@ class Device:
 
 @dataclass(frozen=True)
 class Cluster:
-    """``num_nodes`` nodes of ``devices_per_node`` equal devices; ``links`` = (inter-node, intra-node).
+    """A cluster of equal nodes of equal devices.
 
-    ``cores_per_node`` is given where the devices are ranks that share the cores of a node; ``calibration`` says what was measured,
-    where something was.
+    Attributes:
+        name: of the cluster.
+        num_nodes, devices_per_node: its size.
+        device: the type of its devices.
+        links: (inter-node, intra-node).
+        document: the JSON document that the cluster was read from.
+        cores_per_node: cores that the ranks of a node share; None if devices are not ranks on cores.
+        calibration: the record of the measurements; None if nothing was measured.
+
+    >>> cluster = load_cluster("dgx-a100").resized(num_nodes=2, devices_per_node=8)
+    >>> cluster.num_devices, [(level.name, level.size) for level in cluster.levels]
+    (16, [('inter-node', 2), ('intra-node', 8)])
     """
 
     name: str
@@ -116,19 +142,19 @@ class Cluster:
 
     @property
     def excess(self) -> float:
-        """By how many ranks per core the ranks of a node exceed one per core."""
+        """Ranks per core in excess of one; see :func:`excess`."""
         return excess(self.devices_per_node, self.cores_per_node)
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
+        """Number of devices of all nodes."""
         return self.num_nodes * self.devices_per_node
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The network levels with more than one member, outermost first; of a single device its own, of size 1.
+        """The network levels of size 2 or more, outermost first; for a single device one level of size 1.
 
-        ``Axis.level`` of everything that is planned for this cluster counts in this list.
+        ``Axis.level`` is an index into this tuple.
         """
         sizes = (self.num_nodes, self.devices_per_node)
         every = tuple(Level(name, size, link) for name, size, link in zip(LEVEL_NAMES, sizes, self.links))
@@ -140,13 +166,13 @@ class Cluster:
         return tuple(level.size for level in self.levels)
 
     @property
-    def sized_levels(self) -> tuple[bool, ...]:
-        """For each of :attr:`levels` whether its link has terms of its own for groups of some sizes."""
+    def size_dependent_levels(self) -> tuple[bool, ...]:
+        """For each of :attr:`levels`, whether its link has separate terms for some group sizes."""
         return tuple(bool(level.link.groups) for level in self.levels)
 
     @property
     def default_precision(self) -> str:
-        """The precision that users of this device train in."""
+        """The default precision of the device."""
         return next(iter(self.device.peak_flops))
 
     def time(self, step: Step) -> float:
@@ -159,7 +185,7 @@ class Cluster:
         return launches_s + arithmetic_s + memory_s
 
     def local_times(self, work: LocalWork, precision: str) -> tuple[Any, Any, Any]:
-        """Seconds of its arithmetic, of its memory's traffic, and of launching its kernels."""
+        """Seconds of local work as (arithmetic, memory traffic, kernel launches)."""
         device = self.device
         speed = device.efficiency * device.peak_flops[precision]
         return work.flops / speed, work.nbytes / device.memory_bandwidth, work.launches * device.launch_s
@@ -169,12 +195,12 @@ class Cluster:
         return self.local_time(matmul(m, k, n, itemsize, count), precision)
 
     def elementwise_time(self, nbytes: float) -> float:
-        """Seconds of a kernel that reads and writes ``nbytes`` in all."""
+        """Seconds of an element-wise kernel that reads and writes ``nbytes`` in total."""
         return self.device.launch_s + nbytes / self.device.memory_bandwidth
 
     @property
     def hash(self) -> str:
-        """What the plan records of the cluster it was made for: shape, links and device, not prose."""
+        """Hash of size, links and device, without descriptions; a plan records it."""
         return canonical_hash(
             {
                 "levels": [self.num_nodes, self.devices_per_node],
@@ -190,7 +216,7 @@ class Cluster:
         )
 
     def resized(self, num_nodes: int | None = None, devices_per_node: int | None = None) -> Cluster:
-        """The same kind of cluster with other numbers of nodes and devices (per-node bandwidth is shared anew)."""
+        """The cluster with another number of nodes or of devices per node; bandwidths given per node are divided again."""
         document = dict(self.document)
         for name, what, value in (
             ("num_nodes", "nodes", num_nodes),
@@ -203,7 +229,7 @@ class Cluster:
         return from_document(document, self.name)
 
     def with_links(self, latency_s: float | None = None, bandwidth: float | None = None) -> Cluster:
-        """The same cluster with latency [s] and bandwidth [bytes/s per device] of every level replaced."""
+        """The cluster with the latency [s] or the bandwidth [bytes/s per device] of all levels replaced."""
         for name, value, quantity, unit in (
             ("latency", latency_s, "time", "s"),
             ("bandwidth", bandwidth, "rate", "bytes/s"),
@@ -220,12 +246,12 @@ class Cluster:
             )
             for link in self.links
         )
-        # Nothing of these links was measured.
+        # The calibration does not describe the new links.
         return replace(self, links=(inter, intra), calibration=None)
 
 
 def excess(devices_per_node: int, cores_per_node: int | None) -> float:
-    """By how many ranks per core the ranks of a node exceed one per core; 0 where devices are not ranks on cores."""
+    """Ranks per core in excess of one; 0 if devices are not ranks on cores (``cores_per_node`` is None)."""
     return 0.0 if cores_per_node is None else max(0.0, devices_per_node / cores_per_node - 1.0)
 
 
@@ -243,16 +269,16 @@ def _hashed(link: Link) -> list[Any]:
 
 @cache
 def preset_names() -> tuple[str, ...]:
-    """The clusters that come with AutoDDL."""
+    """The names of the built-in clusters."""
     files = resources.files("autoddl.costmodel.clusters").iterdir()
     return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
 
 
 def load_cluster(name: str | os.PathLike[str]) -> Cluster:
-    """A preset by name, or a cluster file.
+    """Load a built-in cluster by name, or a cluster file by path.
 
     Raises:
-        UserError: there is no such preset or file, or the file is not a valid cluster.
+        UserError: there is no such built-in cluster or file, or the file is not a valid cluster.
     """
     text = os.fspath(name)
     if text in preset_names():
@@ -283,7 +309,7 @@ def _quantity(fields: Fields, name: str, quantity: str, unit_of: str | None = No
 
 
 def _pair(fields: Fields, excess_: float, share: float = 1.0) -> tuple[float, float]:
-    """(latency_s, bandwidth) of fields that have a latency, a bandwidth and perhaps a crowding."""
+    """Read (latency_s, bandwidth) with the optional crowding terms added; ``share`` devices share the bandwidth."""
     latency, bandwidth = _quantity(fields, "latency", "time"), _quantity(fields, "bandwidth", "rate") / share
     if "crowding" in fields:
         crowding = fields.object("crowding")
@@ -312,7 +338,7 @@ def _link(fields: Fields, devices_per_node: int, excess_: float) -> Link:
 
 
 def _collective(entry: Fields, collective: Collective, link: Link, excess_: float, share: float) -> None:
-    """Put a collective's own terms into the link's tables."""
+    """Read the separate terms of a collective into the dictionaries of ``link``."""
     link.collectives[collective] = _pair(entry, excess_, share)
     if "copy" in entry:
         link.copies[collective] = _quantity(entry, "copy", "slowness")
@@ -328,7 +354,7 @@ def _collective(entry: Fields, collective: Collective, link: Link, excess_: floa
 
 
 def _device(fields: Fields, excess_: float) -> Device:
-    # Crowded ranks take turns: everything takes longer by one factor.
+    # Ranks that share cores take turns: all local work slows down by the same factor.
     slower = 1.0 + (excess_ * _quantity(fields, "crowding", "factor", "ratio") if "crowding" in fields else 0.0)
     peaks = fields.object("peak")
     peak_flops = {name: _quantity(peaks, name, "compute") for name in peaks.value}
@@ -349,7 +375,7 @@ def _device(fields: Fields, excess_: float) -> Device:
 
 
 def from_document(value: Any, where: str) -> Cluster:
-    """A cluster from its parsed JSON document.
+    """Read a cluster from its parsed JSON document.
 
     Raises:
         UserError: a field is missing, unknown or out of range.

@@ -1,6 +1,6 @@
-"""What a collective sends and how long it takes: bandwidth-optimal rings in the alpha-beta model.
+"""Collectives: messages, bytes and time of bandwidth-optimal rings in the alpha-beta model.
 
-``p`` devices, ``alpha`` = latency of one message [s], ``beta`` = seconds per byte:
+``p`` is the number of devices, ``alpha`` the latency of one message [s], ``beta`` the seconds per byte:
 
 ==================  =======================================  ==========================================
 collective          seconds                                  ``n`` bytes are
@@ -11,13 +11,13 @@ reduce-scatter      (p-1) alpha + (p-1)/p n beta             the input
 all-to-all          (p-1) alpha + (p-1)/p n beta             the output (as large as the input)
 ==================  =======================================  ==========================================
 
-The factor of alpha is the number of messages that a device sends, the factor of beta the bytes that it sends: what is
-priced is what is sent.  Reduction arithmetic is taken as overlapped.  (AutoDDL, Section 3; Thakur et al. 2005.)
+The factor of alpha is the number of messages that a device sends; the factor of beta is the number of bytes that it sends.
+The arithmetic of reductions is assumed to overlap with communication.  (AutoDDL, Section 3; Thakur et al. 2005.)
 
-**Several network levels.**  A collective over axes of several levels runs along one after the other: an all-gather the outer level
-first, while the tensor is small, a reduce-scatter the inner level first; an all-reduce is a reduce-scatter inside the nodes, an
-all-reduce between them, and an all-gather inside.  In all each device sends the bytes of one ring over all devices, but of p
-devices in a node only 1/p of them cross the nodes.
+**Several network levels.**  A collective over axes of several levels runs along one axis after the other.  An all-gather starts
+at the outermost level, while the tensor is small; a reduce-scatter starts at the innermost.  An all-reduce is a reduce-scatter
+inside the nodes, an all-reduce between nodes, and an all-gather inside the nodes.  Each device sends as many bytes as in one
+ring over all devices, but with p devices per node only 1/p of them cross nodes.
 """
 
 from __future__ import annotations
@@ -43,19 +43,23 @@ class Collective(Enum):
 
     @property
     def rounds(self) -> int:
-        """How often a ring passes all its data around: twice for an all-reduce."""
+        """Number of rounds of the ring: 2 for an all-reduce, else 1."""
         return 2 if self is Collective.ALL_REDUCE else 1
 
     def messages(self, num_devices: int) -> int:
-        """How many messages each device sends."""
+        """Number of messages that each device sends."""
         return self.rounds * (num_devices - 1)
 
     def sent_bytes(self, num_devices: int, nbytes: float) -> float:
-        """How many bytes each device sends; ``nbytes`` as in the module's table."""
+        """Number of bytes that each device sends; ``nbytes`` is n of the module's table.
+
+        >>> Collective.ALL_REDUCE.sent_bytes(4, 1024)
+        1536.0
+        """
         return self.rounds * (num_devices - 1) / num_devices * nbytes
 
 
-#: What runs in the backward pass where a collective ran in the forward pass.
+#: The collective of the backward pass for each collective of the forward pass.
 ADJOINT = {
     Collective.ALL_REDUCE: Collective.ALL_REDUCE,
     Collective.ALL_GATHER: Collective.REDUCE_SCATTER,
@@ -66,7 +70,13 @@ ADJOINT = {
 
 @dataclass(frozen=True)
 class Step:
-    """One collective along one mesh axis on ``nbytes`` (as in the module's table) per device."""
+    """One collective along one mesh axis.
+
+    Attributes:
+        collective: which one.
+        axis: the mesh axis.
+        nbytes: bytes per device, n of the module's table.
+    """
 
     collective: Collective
     axis: Axis
@@ -74,26 +84,26 @@ class Step:
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes that each device sends."""
+        """Number of bytes that each device sends."""
         return self.collective.sent_bytes(self.axis.size, self.nbytes)
 
     @property
     def messages(self) -> int:
-        """The messages that each device sends."""
+        """Number of messages that each device sends."""
         return self.collective.messages(self.axis.size)
 
     @property
     def mean_sent_bytes(self) -> float:
-        """The bytes that a device sends on average: as many as each of them, in a collective."""
+        """Mean over the devices of the bytes that they send; equal to :attr:`sent_bytes` for a collective."""
         return self.sent_bytes
 
     @property
     def mean_messages(self) -> float:
-        """The messages that a device sends on average."""
+        """Mean over the devices of the messages that they send."""
         return self.messages
 
     def adjoint(self) -> Step:
-        """The step that runs on the gradient in the backward pass: it sends as many bytes."""
+        """The step on the gradient in the backward pass, which sends as many bytes."""
         return replace(self, collective=ADJOINT[self.collective])
 
     def __str__(self) -> str:
@@ -101,7 +111,7 @@ class Step:
 
 
 def gather_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
-    """All-gather to ``nbytes`` along one axis per level: the outermost first, while the tensor is small."""
+    """Steps of an all-gather of ``nbytes`` (the output) along ``axes``, one per level, outermost first."""
     steps = []
     for position, axis in enumerate(axes):
         inner = prod(other.size for other in axes[position + 1 :])
@@ -110,12 +120,12 @@ def gather_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
 
 
 def scatter_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
-    """Reduce-scatter of ``nbytes`` along one axis per level: the innermost first."""
+    """Steps of a reduce-scatter of ``nbytes`` (the input) along ``axes``; they run innermost first."""
     return tuple(step.adjoint() for step in reversed(gather_steps(axes, nbytes)))
 
 
 def all_reduce_steps(axes: Sequence[Axis], nbytes: Any) -> tuple[Step, ...]:
-    """All-reduce of ``nbytes``: reduced and gathered inside the inner levels, all-reduced at the outermost."""
+    """Steps of an all-reduce of ``nbytes``: reduce-scatter along the inner axes, all-reduce along the outermost, all-gather."""
     if not axes:
         return ()
     inner = axes[1:]

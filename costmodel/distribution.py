@@ -1,24 +1,23 @@
-"""Distributions: how one tensor lies on all ranks.
+"""Distributions: the layout of one tensor over a mesh of ranks.
 
-The ranks are a mesh.  An axis of the mesh is a ``(size, stride)`` pair: rank ``r`` has the coordinate ``r // stride % size``
-on it, as in a mixed-radix number whose digits are the axes.  A distribution gives every axis one SBP state::
+An axis of the mesh is a ``(size, stride)`` pair: rank ``r`` has the coordinate ``r // stride % size`` on it.  The coordinates are
+the digits of the rank as a mixed-radix number.  A distribution gives every axis one SBP state::
 
     (S0:4, B:2, S1:8)            64 ranks: mesh (4, 2, 8), rank = 16 i + 8 j + k
     (S0:2, S1:4 | S0:2, S1:4)    two network levels: 8 nodes (2 x 4) of 8 devices (2 x 4)
     (S0:2@4, S1:2@1, S1:2@2)     8 ranks; the innermost axis (stride 1) cuts dimension 1 before the middle one does
 
-Axes are listed in the order in which they cut the tensor: where several axes split one dimension, the first listed takes the
-most significant digit of the index.  Strides are printed (``@``) only where that order is not the order of the ranks.  ``|``
-stands between network levels, outermost first.
+Axes are listed in the order in which they cut the tensor: if several axes split one dimension, the first listed takes the
+most significant digit of the index.  Strides are printed (``@``) only if that order differs from the order of the ranks.  ``|``
+separates network levels, outermost first.
 
-**Canonical layout.**  Between layers every activation lies evenly split: rows (samples) over the first ``p0`` ranks of each
-level, features over the remaining ``s = p / p0``.  Rows are cut in rank order, features *innermost axis first*, prime digit
-by prime digit.  Then a change of ``p0`` by a factor ``r`` moves the last digit of the rows to the last digit of the features:
-one all-to-all along one axis of size ``r``, wherever the two meshes nest: always where ``p`` is a power of one prime, and for
-p0 = 2, 4, 12 of 12 ranks, but not for 3 of 12 beside 2 of 12, which cut the ranks at places that do not divide each other (there
-ranks exchange unequal pieces: :mod:`.exchange`).
-(With features in plain rank order the new axis would take the most significant digit, every other feature digit would shift by
-one, and the exchange would leave the axis.)
+**Canonical layout.**  Between layers every activation is evenly split.  At each level of ``p`` ranks, rows (samples) are split
+over ``p0`` ranks and features over the other ``s = p / p0``.  Rows are cut in rank order, features *innermost axis first*, one
+prime factor of ``s`` at a time.  Then a change of ``p0`` by a factor ``r`` moves the last digit of the rows to the last digit of
+the features, which is one all-to-all along one axis of size ``r``.  This holds if one of the two values of ``p0`` divides the
+other: always if ``p`` is a power of one prime, and for p0 = 2, 4, 12 of 12 ranks, but not between p0 = 2 and p0 = 3 of 12 ranks,
+where ranks exchange unequal pieces (:mod:`.exchange`).  (If features were cut in rank order, the new axis would take their most
+significant digit and shift all others, so that the all-to-all would involve further axes.)
 """
 
 from __future__ import annotations
@@ -33,25 +32,51 @@ from math import prod
 from .errors import UserError, quote
 from .sbp import Broadcast, PartialSum, SBPState, Split, dual, parse_state
 
-__all__ = ["Axis", "Distribution", "canonical", "canonical_axes", "prime_factors"]
+__all__ = ["Axis", "Distribution", "canonical", "canonical_axes", "flat_coordinate", "prime_factors"]
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis of the mesh: ``size`` ranks, ``stride`` apart, joined by the links of network level ``level`` (0 = outermost)."""
+    """One axis of the mesh.
+
+    Attributes:
+        size: number of ranks along the axis.
+        stride: difference between neighbouring ranks on the axis.
+        level: network level whose links connect them; 0 is the outermost.
+
+    >>> [Axis(size=2, stride=2).coordinate(rank) for rank in range(4)]
+    [0, 0, 1, 1]
+    """
 
     size: int
     stride: int
     level: int = 0
 
     def coordinate(self, rank: int) -> int:
-        """Where ``rank`` stands on this axis, in ``range(size)``."""
+        """The coordinate of ``rank`` on this axis, in ``range(size)``."""
         return rank // self.stride % self.size
+
+
+def flat_coordinate(axes: Sequence[Axis], rank: int) -> int:
+    """Which of the slices that axes cut is the rank's: its coordinates as the digits of a number."""
+    number = 0
+    for axis in axes:
+        number = number * axis.size + axis.coordinate(rank)
+    return number
 
 
 @dataclass(frozen=True)
 class Distribution:
-    """A state per mesh axis; axes in the order in which they cut the tensor (see the module's docstring)."""
+    """An SBP state for every mesh axis.
+
+    Attributes:
+        axes: the mesh axes, in the order in which they cut the tensor (see the module's docstring).
+        states: the SBP state of each axis.
+
+    >>> layout = Distribution.parse("(S0:4, B:2, S1:8)")
+    >>> layout.num_ranks, layout.local_shape((64, 64)), layout.block(9, 2)
+    (64, (16, 8), (0, 1))
+    """
 
     axes: tuple[Axis, ...]
     states: tuple[SBPState, ...]
@@ -61,7 +86,11 @@ class Distribution:
 
     @classmethod
     def on_mesh(cls, levels: Sequence[Sequence[tuple[int, SBPState]]]) -> Distribution:
-        """A distribution whose axes are listed in rank order: for each network level its (size, state) pairs."""
+        """Make a distribution whose axes are in rank order from the (size, state) pairs of each network level.
+
+        >>> str(Distribution.on_mesh([[(4, Split(0)), (2, Broadcast())]]))
+        '(S0:4, B:2)'
+        """
         flat = [(size, state, level) for level, pairs in enumerate(levels) for size, state in pairs]
         stride = prod(size for size, _, _ in flat)
         axes = []
@@ -90,7 +119,7 @@ class Distribution:
                     )
                 entries.append((parse_state(match[1]), int(match[2]), match[3], level))
         if any(stride for _, _, stride, _ in entries):
-            # Axes of size 1 need no stride; every other one says its own.
+            # If one axis has a stride, all axes of size 2 or more need one.
             axes = tuple(Axis(size, int(stride or 1), level) for _, size, stride, level in entries)
             result = cls(axes, tuple(state for state, _, _, _ in entries))
             result._check_strides(text)
@@ -120,11 +149,11 @@ class Distribution:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the mesh has."""
+        """Number of ranks of the mesh."""
         return prod(axis.size for axis in self.axes)
 
     def split_sizes(self, num_dims: int) -> tuple[int, ...]:
-        """Into how many slices each of ``num_dims`` tensor dimensions is cut.
+        """Number of slices of each of ``num_dims`` tensor dimensions.
 
         Raises:
             UserError: an axis splits a dimension that the tensor does not have.
@@ -138,7 +167,7 @@ class Distribution:
         return tuple(sizes)
 
     def local_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of what each rank holds of a tensor of ``shape``.
+        """The shape of each rank's slice of a tensor of ``shape``.
 
         Raises:
             UserError: a dimension is not divisible by the number of its slices.
@@ -152,7 +181,7 @@ class Distribution:
         return tuple(length // parts for length, parts in zip(shape, sizes))
 
     def block(self, rank: int, num_dims: int) -> tuple[int, ...]:
-        """Which slice of each dimension ``rank`` holds: indices below :meth:`split_sizes`."""
+        """The index of the slice that ``rank`` holds, for each dimension; each is less than its :meth:`split_sizes`."""
         index = [0] * num_dims
         for axis, state in zip(self.axes, self.states):
             if isinstance(state, Split):
@@ -160,7 +189,7 @@ class Distribution:
         return tuple(index)
 
     def slices(self, rank: int, shape: Sequence[int]) -> tuple[slice, ...]:
-        """The slices of a tensor of ``shape`` that ``rank`` holds (of a summand, where an axis is a partial sum)."""
+        """The slices of a tensor of ``shape`` that ``rank`` holds (of a summand, if an axis is a partial sum)."""
         local = self.local_shape(shape)
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(self.block(rank, len(shape)), local))
 
@@ -169,7 +198,7 @@ class Distribution:
         return all(axis.coordinate(rank) == 0 for axis, state in zip(self.axes, self.states) if isinstance(state, kind))
 
     def dual(self) -> Distribution:
-        """The distribution of the gradient of a tensor that lies like this one."""
+        """The distribution of the gradient of a tensor with this distribution."""
         return Distribution(self.axes, tuple(dual(state) for state in self.states))
 
     def without_unit_axes(self) -> Distribution:
@@ -180,7 +209,7 @@ class Distribution:
 
 @lru_cache(maxsize=4096)
 def _text(distribution: Distribution) -> str:
-    """The printed form; a plan prints the same few distributions for every repetition of a block."""
+    """The printed form.  Cached, since a plan prints the same distributions for every repetition of a block."""
     in_rank_order = distribution == distribution._in_rank_order()
     levels: dict[int, list[str]] = {
         level: [] for level in range(max((axis.level for axis in distribution.axes), default=0) + 1)
@@ -193,7 +222,11 @@ def _text(distribution: Distribution) -> str:
 
 @cache
 def prime_factors(number: int) -> tuple[int, ...]:
-    """The prime factors in ascending order: 12 -> (2, 2, 3)."""
+    """The prime factors in ascending order.
+
+    >>> prime_factors(12)
+    (2, 2, 3)
+    """
     factors, divisor = [], 2
     while divisor * divisor <= number:
         while number % divisor == 0:
@@ -205,13 +238,14 @@ def prime_factors(number: int) -> tuple[int, ...]:
 
 @lru_cache(maxsize=65536)
 def canonical(levels: tuple[tuple[int, int], ...], row_dim: int = 0, feature_dim: int = 1) -> Distribution:
-    """The layout of activations between layers.
+    """The canonical layout of activations between layers (see the module's docstring).
 
     Args:
-        levels: for each network level, outermost first, ``(p0, s)``: rows over ``p0`` ranks, features over ``s``.
+        levels: ``(p0, s)`` for each network level, outermost first: rows over ``p0`` ranks, features over ``s``.
         row_dim, feature_dim: the tensor dimensions that are split.
 
-    Within a level the S0 axis stands outermost in the ranks; the features are cut by the primes of ``s``, innermost first.
+    >>> str(canonical(((2, 4),)))
+    '(S0:2@4, S1:2@1, S1:2@2)'
     """
     cuts = canonical_axes(levels)
     states = tuple(Split(feature_dim if of_features else row_dim) for _, of_features in cuts)
@@ -219,7 +253,7 @@ def canonical(levels: tuple[tuple[int, int], ...], row_dim: int = 0, feature_dim
 
 
 def canonical_axes(levels: tuple[tuple[int, int], ...]) -> tuple[tuple[Axis, bool], ...]:
-    """The axes of `canonical` in the order in which they cut, each with whether it cuts features (else rows)."""
+    """The axes of `canonical` in the order in which they cut; the flag of an axis is True if it cuts features, not rows."""
     stride = prod(p0 * s for p0, s in levels)
     axes = []
     for level, (p0, s) in enumerate(levels):

@@ -1,6 +1,6 @@
-"""JSON documents: every file that we read or write has a ``format`` and a ``version`` and is checked field by field.
+"""Reading JSON documents: each has a ``format`` and a ``version`` and is validated field by field.
 
-Writing them: `writing`.
+:mod:`.writing` writes them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def load_document(path: str | os.PathLike[str], form: str, version: int = 1) -> 
 
 
 def load_json(path: str | os.PathLike[str]) -> Any:
-    """Read any JSON document (one that is not ours, for instance).
+    """Read a JSON file of any format.
 
     Raises:
         UserError: the file cannot be read, or is not JSON.
@@ -43,7 +43,7 @@ def load_json(path: str | os.PathLike[str]) -> Any:
 
 
 def parse_json(text: str, where: str) -> Any:
-    """The value of a JSON text.
+    """Parse a JSON text; ``where`` names it in the error.
 
     Raises:
         UserError: it is not JSON.
@@ -55,7 +55,7 @@ def parse_json(text: str, where: str) -> Any:
 
 
 def check_document(value: Any, form: str, version: int, where: str) -> Fields:
-    """The fields of a parsed document, its format and version checked.
+    """Check format and version of a parsed document, and return its fields.
 
     Raises:
         UserError: it is not an object of that format and version.
@@ -69,7 +69,23 @@ def check_document(value: Any, form: str, version: int, where: str) -> Fields:
 
 
 class Fields:
-    """A JSON object that is read field by field; every fault names the place, the value and what would be right."""
+    """A JSON object that is read field by field.
+
+    Every method that reads a field raises `UserError` if the field is missing or invalid.  The message names the place, the value
+    and what would be valid.
+
+    Attributes:
+        value: the parsed object.
+        where: its place, for messages: the file and the path of fields.
+
+    >>> fields = Fields({"stages": 4}, "plan.json")
+    >>> fields.integer("stages")
+    4
+    >>> fields.text("name")
+    Traceback (most recent call last):
+        ...
+    autoddl.costmodel.errors.UserError: plan.json: field 'name' is missing
+    """
 
     def __init__(self, value: Any, where: str):
         if not isinstance(value, dict):
@@ -82,7 +98,7 @@ class Fields:
         return name in self.value
 
     def get(self, name: str) -> Any:
-        """The raw value of a field that has to be there."""
+        """The raw value of a required field."""
         self._read.add(name)
         if name not in self.value:
             raise UserError(f"{self.where}: field {name!r} is missing")
@@ -99,12 +115,12 @@ class Fields:
         return self._line(name, self._typed(name, (str,), "a string"))
 
     def _line(self, name: str, value: str) -> str:
-        """Names and sources stand in messages and tables: no line breaks, no control characters, no halves of characters."""
-        # Printable is none of them, and soon found out.
+        """Refuse line breaks, control characters and surrogates: the text may appear in messages and tables."""
+        # isprintable is fast, and false for all of these.
         if not value.isprintable() and any(
             unicodedata.category(character) in ("Cc", "Cs", "Zl", "Zp") for character in value
         ):
-            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be a text of one line")
+            raise UserError(f"{self.where}: {name} is {show_json(value)}, should be a string of one line")
         return value
 
     def boolean(self, name: str) -> bool:
@@ -177,10 +193,10 @@ class Fields:
         return [Fields(value, f"{self.where}: {name}[{i}]") for i, value in enumerate(self.sequence(name))]
 
     def finish(self, ignored: Iterable[str] = ()) -> None:
-        """Refuse fields that nobody asked for (misspelt ones, most often).
+        """Check that every field was read, except those ``ignored``.  A field that was not is unknown, often misspelt.
 
         Raises:
-            UserError: there is one.
+            UserError: there is an unknown field.
         """
         unknown = sorted(set(self.value) - self._read - set(ignored))
         if unknown:
@@ -190,7 +206,7 @@ class Fields:
 
 
 def show_json(value: Any) -> str:
-    """A JSON value for a message: at most 60 characters of it."""
+    """A JSON value as text for a message, shortened to 60 characters."""
     try:
         text = json.dumps(value, default=str)
     except (ValueError, RecursionError):  # nested too deeply, or a number too long
@@ -199,6 +215,6 @@ def show_json(value: Any) -> str:
 
 
 def canonical_hash(document: Any) -> str:
-    """A hash of a JSON value that does not depend on the order of its fields."""
+    """SHA-256 of a JSON value, independent of the order of fields."""
     text = json.dumps(document, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return "sha256:" + hashlib.sha256(text.encode()).hexdigest()

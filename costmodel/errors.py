@@ -1,4 +1,4 @@
-"""The one base of everything that a user can get wrong, and how input is shown in its message."""
+"""`UserError`, the base class of all errors in user input, and the formatting of input in messages."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from .limits import MOST_SHOWN, MOST_SHOWN_EACH
 
 __all__ = ["UserError", "one_line", "printable", "quote", "shortened"]
 
-#: What may be the user's in a message: quoted text, and words longer than any of ours.
+#: User input in a message: quoted text, and words longer than any word of our messages.
 _INPUT = re.compile(r"(?<!\w)'.*?'(?!\w)|(?<!\w)\".*?\"(?!\w)|\S{32,}")
-#: Characters of a whole message; the longest of ours names all models.
+#: Characters of a whole message; the longest one lists all models.
 _LONGEST_MESSAGE = 1200
 
 
 class UserError(ValueError):
-    """A fault in what the user gave: one line that names the thing, its value and what would be right.
+    """An error in user input.  Its message is one line that names the thing, its value and what would be valid.
 
-    The command line prints the message and exits with ``exit_code``; library users catch it as a ``ValueError``.
+    The command line prints the message and exits with ``exit_code``.  Callers of the library can catch it as a ``ValueError``.
     """
 
     exit_code = 2
 
 
 def quote(text: object) -> str:
-    """A value of the user's for a message: quoted, without control characters, at most 60 characters of it.
+    """Quote a value of user input for a message: without control characters, shortened to 60 characters.
 
     >>> print(quote("2 us"), quote("x" * 100))
     '2 us' 'xxxxxxxxxxxxxxxxxxxxxxxxxxx...xxxxxxxxxxxxxxxxxxxxxxxxxxx'
@@ -33,7 +33,11 @@ def quote(text: object) -> str:
 
 
 def shortened(text: str, most: int = MOST_SHOWN_EACH) -> str:
-    """The text with its middle left out where it has more than ``most`` characters (at least 3)."""
+    """Replace the middle of a text by ``...`` if it has more than ``most`` characters (``most`` >= 3).
+
+    >>> shortened("abcdefghijklmnop", 10)
+    'abcd...nop'
+    """
     if len(text) <= most:
         return text
     half = (most - 3) // 2
@@ -41,15 +45,15 @@ def shortened(text: str, most: int = MOST_SHOWN_EACH) -> str:
 
 
 def printable(message: str) -> str:
-    """A message on one line, without control characters, of at most 1,200 characters."""
+    """Bring a message onto one line: control characters escaped, at most 1,200 characters."""
     characters = (c if c.isprintable() or c.isspace() else repr(c)[1:-1] for c in message)
     return shortened(" ".join("".join(characters).split()), _LONGEST_MESSAGE)
 
 
 def one_line(message: str) -> str:
-    """A message about the user's input as it is printed: `printable`, with at most 200 characters of that input.
+    """Bring a message onto one line like :func:`printable`, with at most 200 characters of user input.
 
-    Input is what stands in quotes, and words of 32 characters or more; the longest of them are shortened until all fit.
+    User input is text in quotes and words of 32 characters or more.  The longest are shortened until all fit.
     """
     text = printable(message)
     parts = [match.span() for match in _INPUT.finditer(text)]

@@ -1,9 +1,9 @@
-"""Exchanges: every rank sends each other rank just what that one wants of it, and nothing else.
+"""Exchanges: all-to-alls of unequal pieces, in which every rank sends each other rank exactly the block that it needs.
 
-Between two even splits of a tensor over the same ranks a rank sends the blocks of its part that others want, and keeps what it
-wants itself.  The blocks are those of :mod:`.crossing`; they may be unequal, and ranks may send to more or fewer others.  A 6 x 6
-tensor on 6 ranks, from p0 = 1 (a column each: in the order of their columns ranks 0, 3, 1, 4, 2, 5) to p0 = 3 (two rows by three
-columns each), in elements of the 6 that a rank holds; those in brackets stay:
+An exchange goes between two even splits of a tensor over the same ranks.  The blocks are those of :mod:`.crossing`.  They may be
+unequal, and ranks may send to different numbers of ranks.  Example: a 6 x 6 tensor on 6 ranks, from p0 = 1 (one column per rank;
+the columns are on ranks 0, 3, 1, 4, 2, 5) to p0 = 3 (two rows by three columns per rank).  The table gives the number of elements
+sent, of the 6 that a rank holds; those in brackets stay on the rank:
 
     ========  ========  ========  ========  ========  ========  ========
     from      to 0      to 1      to 2      to 3      to 4      to 5
@@ -16,16 +16,16 @@ columns each), in elements of the 6 that a rank holds; those in brackets stay:
     5                   2                   2                   (2)
     ========  ========  ========  ========  ========  ========  ========
 
-Meshes of which neither refines the other (those of p0 = 2 and p0 = 3 of 6 ranks) have no digits in common that collectives along
-axes could pass on; :mod:`.redistribution` says where exchanges take their place.
+If neither of two meshes refines the other (p0 = 2 and p0 = 3 of 6 ranks), collectives along axes cannot redistribute directly
+between them.  :mod:`.redistribution` says when an exchange is used instead.
 
-**Price.**  A network level carries the messages between ranks that differ in their place on it, and on no level outside of it.
-Levels work one after another, on each all ranks at once, so that with the constants of the level's all-to-all
+**Price.**  A message between two ranks uses the outermost network level on which they differ.  Levels work one after another, and
+all ranks of a level work in parallel.  With alpha and beta of the level's all-to-all:
 
     seconds = sum over levels:  most messages of a rank * alpha  +  most bytes of a rank * beta
 
-where a rank's messages and bytes are those that it sends or those that it receives, the larger.  The backward pass is the exchange
-from the target to the source: of the same blocks, the other way round.
+The messages (bytes) of a rank are the maximum of those that it sends and those that it receives.  The backward pass is the
+exchange from the target to the source, with the same blocks in the opposite direction.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from math import lcm, prod
 import numpy as np
 
 from .collectives import Collective, Step
-from .crossing import Piece, crossing, is_even_split, overlaps
+from .crossing import Piece, cuts_of, is_even_split, moving_pieces, overlaps
 from .distribution import Axis, Distribution
 
 __all__ = ["Exchange", "ExchangeStep", "exchange_between"]
@@ -46,12 +46,12 @@ __all__ = ["Exchange", "ExchangeStep", "exchange_between"]
 
 @dataclass(frozen=True)
 class Load:
-    """What one network level carries; bytes are fractions of the tensor's.
+    """The traffic of an exchange on one network level.  Bytes are fractions of the whole tensor.
 
     Attributes:
-        axis: the whole level.
-        most_messages, most_sent: of the busiest rank, sending or receiving.
-        mean_messages, mean_sent: on average over all ranks.
+        axis: an axis that spans the whole level.
+        most_messages, most_sent: messages and bytes of the busiest rank, sending or receiving.
+        mean_messages, mean_sent: messages and bytes sent, mean over all ranks.
     """
 
     axis: Axis
@@ -63,12 +63,12 @@ class Load:
 
 @dataclass(frozen=True)
 class ExchangeStep(Step):
-    """An exchange's messages on one network level: an all-to-all along ``axis``, the whole level, whose pieces are unequal.
+    """The messages of an exchange on one network level: an all-to-all of unequal pieces along ``axis``, the whole level.
 
     Attributes:
-        exchange: what it is a step of.
-        load: what the level carries.
-        tensor_bytes: of the logical tensor.
+        exchange: the exchange that this is a step of.
+        load: the traffic on the level.
+        tensor_bytes: bytes of the logical tensor.
     """
 
     exchange: Exchange
@@ -77,26 +77,26 @@ class ExchangeStep(Step):
 
     @property
     def sent_bytes(self) -> float:
-        """The bytes that the busiest device sends or receives."""
+        """Number of bytes that the busiest device sends or receives."""
         return self.load.most_sent * self.tensor_bytes
 
     @property
     def messages(self) -> int:
-        """The messages that the busiest device sends or receives."""
+        """Number of messages that the busiest device sends or receives."""
         return self.load.most_messages
 
     @property
     def mean_sent_bytes(self) -> float:
-        """The bytes that a device sends on average."""
+        """Mean over the devices of the bytes that they send."""
         return self.load.mean_sent * self.tensor_bytes
 
     @property
     def mean_messages(self) -> float:
-        """The messages that a device sends on average."""
+        """Mean over the devices of the messages that they send."""
         return self.load.mean_messages
 
     def adjoint(self) -> ExchangeStep:
-        """The step that runs on the gradient in the backward pass: it sends as many bytes."""
+        """The step on the gradient in the backward pass, which sends as many bytes."""
         return ExchangeStep(
             self.collective, self.axis, self.nbytes, self.exchange.reversed(), self.load, self.tensor_bytes
         )
@@ -110,12 +110,12 @@ class ExchangeStep(Step):
 
 @dataclass(frozen=True)
 class Exchange:
-    """How a tensor gets from one even split to another one over the same ranks.
+    """The exchange between two even splits of a tensor over the same ranks.
 
     Attributes:
-        source, target: the ends.
-        divisors: what the dimensions of the tensor have to divide by.
-        loads: what each network level carries, outermost first; levels that carry nothing are left out.
+        source, target: the two distributions.
+        divisors: number that each dimension of the tensor must be divisible by.
+        loads: traffic of the network levels, outermost first; levels without traffic are left out.
     """
 
     source: Distribution
@@ -124,21 +124,22 @@ class Exchange:
     loads: tuple[Load, ...]
 
     def steps(self, nbytes: float) -> tuple[ExchangeStep, ...]:
-        """What is priced for a tensor of ``nbytes``."""
+        """The steps that the cost model prices, for a tensor of ``nbytes``."""
         local = nbytes / self.source.num_ranks
         return tuple(ExchangeStep(Collective.ALL_TO_ALL, load.axis, local, self, load, nbytes) for load in self.loads)
 
     def pieces(self, shape: Sequence[int]) -> tuple[Piece, ...]:
-        """The messages for a tensor of ``shape``, in an order that all ranks keep to.
+        """The messages for a tensor of ``shape``, in the order in which all ranks send and receive them (:func:`moving_pieces`).
 
-        In round k ranks r and r ^ k (bitwise) send to each other, the lower one first: no rank has two partners in a round, and
-        none waits for another one in a circle.
+        Raises:
+            UserError: the tensor does not divide at either end.
         """
-        moving = [piece for piece in crossing(self.source, self.target, shape) if piece.source != piece.destination]
-        return tuple(sorted(moving, key=lambda piece: (piece.source ^ piece.destination, piece.source)))
+        for end in (self.source, self.target):
+            end.local_shape(shape)
+        return moving_pieces(cuts_of(self.source, len(shape)), cuts_of(self.target, len(shape)), tuple(shape))
 
     def level_of(self, piece: Piece) -> int:
-        """The network level that a message takes."""
+        """The network level that a message uses."""
         return next(
             level
             for level, stride in _level_strides(self.source)
@@ -146,25 +147,25 @@ class Exchange:
         )
 
     def reversed(self) -> Exchange:
-        """The way back, which is that of the gradient too."""
+        """The exchange from the target to the source, which is also that of the gradient."""
         return Exchange(self.target, self.source, self.divisors, self.loads)
 
 
 @lru_cache(maxsize=1 << 16)
 def exchange_between(source: Distribution, target: Distribution, num_dims: int) -> Exchange | None:
-    """The exchange between two distributions over the same ranks; None where one of them is not an even split."""
+    """The exchange between two distributions over the same ranks; None if one of them is not an even split."""
     if not (is_even_split(source) and is_even_split(target)):
         return None
-    if hash(source) > hash(target):  # the way there and the way back carry the same
-        twin = exchange_between(target, source, num_dims)
-        assert twin is not None
-        return twin.reversed()
+    if hash(source) > hash(target):  # both directions have the same traffic: compute and cache it once
+        reverse = exchange_between(target, source, num_dims)
+        assert reverse is not None
+        return reverse.reversed()
     divisors = tuple(lcm(*sizes) for sizes in zip(source.split_sizes(num_dims), target.split_sizes(num_dims)))
     return Exchange(source, target, divisors, tuple(_loads(source, target, divisors)))
 
 
 def _loads(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> list[Load]:
-    found = overlaps(source, target, shape)
+    found = overlaps(cuts_of(source, len(shape)), cuts_of(target, len(shape)), shape)
     num_ranks, outer = source.num_ranks, source.num_ranks
     sources, destinations = found.sources.ravel(), found.destinations.ravel()
     sizes = found.num_elements.ravel() / prod(shape)
@@ -184,14 +185,14 @@ def _loads(source: Distribution, target: Distribution, shape: tuple[int, ...]) -
                     mean_sent=float(sent[0].sum()) / num_ranks,
                 )
             )
-            # What is left has a level further inside.
+            # The other messages use a level further inside.
             sources, destinations, sizes = sources[is_inside], destinations[is_inside], sizes[is_inside]
         outer = stride
     return loads
 
 
 def _level_strides(distribution: Distribution) -> list[tuple[int, int]]:
-    """The network levels that the ranks spread over, outermost first, each with how far apart its neighbours are."""
+    """(level, stride of its innermost axis) of the network levels of the mesh, outermost first."""
     strides: dict[int, int] = {}
     for axis in distribution.axes:
         strides[axis.level] = min(axis.stride, strides.get(axis.level, axis.stride))

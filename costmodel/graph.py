@@ -1,22 +1,22 @@
-"""The layer graph: what a model computes, one node per layer that a strategy is chosen for.
+"""The layer graph of a model: one node per layer that a strategy is chosen for.
 
-An edge is the producer's output.  What a node is, is told in :mod:`autoddl.costmodel.layer`; kinds and their attributes:
+An edge is the producer's output.  :mod:`autoddl.costmodel.layer` describes the nodes.  The kinds of layers and their attributes:
 
 ===========  ====================================================================================================
 kind         attributes
 ===========  ====================================================================================================
 linear       in_features, out_features (of the product; the output may be narrower after a gated epilogue)
-embedding    vocabulary, features: a table that is looked up
-position     positions, features: a table that is added to every sample
+embedding    vocabulary, features: a lookup table
+position     positions, features: a table added to every sample
 attention    heads, kv_heads, head_dim, causal: softmax(q k^T) v on whole heads of whole sequences
 norm         features, statistics (2 for layer norm: mean and variance; 1 for RMS norm)
-add          -: element-wise sum of its inputs (residual)
+add          none: element-wise sum of its inputs (residual)
 conv2d       in_channels, out_channels, kernel_size, stride, padding
 loss         vocabulary: cross entropy of logits that may be split along the vocabulary
-opaque       -: anything else; it can be split along the batch only
+opaque       none: any other layer; it can be split along the batch only
 ===========  ====================================================================================================
 
-Others can be registered (:mod:`autoddl.costmodel.kinds`).
+Further kinds can be registered (:mod:`autoddl.costmodel.kinds`).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Layer", "LayerGraph", "Parameter", "load_graph"]
 
-assert BUILT_IN  # imported for being registered
+assert BUILT_IN  # the import registers the built-in kinds
 
 FORMAT = "autoddl-graph"
 
@@ -54,9 +54,8 @@ class LayerGraph:
         name: of the model.
         sample: what one sample is ("sequence", "image", "row").
         layers: in topological order.
-        edges: (producer, consumer) by name; a consumer's edges stand in the order of its inputs.
-        itemsize: bytes per element the model was written in (4 for float32); plans may choose another precision.
-        notes: what whoever made the graph wants users to know.
+        edges: (producer, consumer) by name; the edges of a consumer are in the order of its inputs.
+        notes: remarks of the extraction for the user, such as operations that were ignored.
     """
 
     name: str
@@ -86,12 +85,12 @@ class LayerGraph:
         return {name: tuple(sources) for name, sources in table.items()}
 
     def inputs(self, name: str) -> tuple[str, ...]:
-        """The producers of a layer's inputs, in order; empty where it reads the data itself."""
+        """The producers of a layer's inputs, in order; empty if the layer reads the data itself."""
         return self._inputs[name]
 
     @property
     def num_parameters(self) -> int:
-        """Trained elements of the whole model, tied ones once."""
+        """Number of trained elements of the model; shared weights count once."""
         return sum(layer.num_parameters for layer in self.layers)
 
     @property
@@ -100,8 +99,8 @@ class LayerGraph:
         return sum(layer.flops for layer in self.layers)
 
     def networkx(self) -> networkx.DiGraph:
-        """The graph as networkx knows it; nodes carry their :class:`Layer` as ``layer``."""
-        import networkx as nx  # only here: planning starts a fifth of a second sooner without it
+        """The graph as a networkx graph; the node attribute ``layer`` is its :class:`Layer`."""
+        import networkx as nx  # imported lazily: it takes 0.2 s, and planning does not need it
 
         graph = nx.DiGraph(name=self.name)
         graph.add_nodes_from((layer.name, {"layer": layer}) for layer in self.layers)
@@ -126,7 +125,7 @@ class LayerGraph:
 
     @cached_property
     def hash(self) -> str:
-        """What the plan records of the model it was made for (everything but prose)."""
+        """Hash of layers and edges, without name and notes; a plan records it."""
         document = self.document()
         return canonical_hash({"layers": document["layers"], "edges": document["edges"]})
 
@@ -162,7 +161,7 @@ def load_graph(path: str | os.PathLike[str]) -> LayerGraph:
 
 
 def graph_from_document(value: Any, where: str) -> LayerGraph:
-    """A graph from its parsed JSON document.
+    """Read a graph from its parsed JSON document.
 
     Raises:
         UserError: a field is missing, unknown or out of range, or the graph is not a DAG.
@@ -234,13 +233,13 @@ def _validate(graph: LayerGraph) -> None:
 
 
 def _validate_tie(graph: LayerGraph, position: Mapping[str, int], layer: Layer, parameter: Parameter) -> None:
-    """A weight is shared with an earlier layer of the same kind, or between an embedding and a linear layer."""
+    """Check that a weight is tied to an earlier layer of the same kind, or ties an embedding and a linear layer."""
     what = f"layer {layer.name!r}: {parameter.name} is tied to"
     if parameter.tied_to is None or parameter.tied_to not in position:
         raise UserError(f"{what} unknown layer {parameter.tied_to!r}")
     owner = graph.layers[position[parameter.tied_to]]
     if position[owner.name] >= position[layer.name]:
-        raise UserError(f"{what} {owner.name!r}, which should stand before it")
+        raise UserError(f"{what} {owner.name!r}, which should come before it")
     if not kind_of(layer.kind).shares_weights_with(kind_of(owner.kind)):
         raise UserError(
             f"{what} {owner.name!r}, a {owner.kind} layer; it should be of the same kind as this {layer.kind}"

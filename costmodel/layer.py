@@ -1,22 +1,23 @@
 """Layers, the nodes of layer graphs, and their parameters.
 
-Shapes are *per sample* (a sequence, an image, a row): ``output_shape`` is (rows, features) of the tensor that the layer hands on;
-for images (channels, height, width).  The batch belongs to the plan, not to the model.  Element-wise operations (activation
-functions, dropout, bias) belong to the layer they follow: its ``epilogue``.
+Shapes are *per sample* (a sequence, an image, a row): ``output_shape`` is (rows, features) of the layer's output; for images
+(channels, height, width).  The batch belongs to the plan, not to the model.  Element-wise operations (activation functions,
+dropout, bias) belong to the layer that they follow and form its ``epilogue``.
 
-``flops`` counts the forward pass of one sample, a multiply-add as two; only matrix products count, since all else is bound by
-memory bandwidth. ``kept_elements`` counts the elements per sample that the backward pass keeps besides the layer's input
-(activation functions' arguments, attention probabilities): split like the output.
+``flops`` counts the forward pass of one sample, a multiply-add as two.  Only matrix products count, since all other operations
+are bound by memory bandwidth.  ``kept_elements`` counts the elements per sample that are kept for the backward pass besides the
+layer's input (arguments of activation functions, attention probabilities).  They are split like the output.
 
-A fused layer stands for several modules that read the same tensor: attention's query, key and value projections, or gate and up
-projection of a gated MLP.  Its features are ordered by group (a group is a key-value head with its query heads; gate and up
-alternate), so that an even split of the features gives whole heads, and pairs of gate and up.
+A fused layer stands for several modules that read the same tensor: the query, key and value projections of attention, or the
+gate and up projections of a gated MLP.  Its features are ordered by group: a group is a key-value head with its query heads, or
+one feature of gate and one of up.  So an even split of the features cuts no group.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from .kinds.registry import kind_of
@@ -26,7 +27,13 @@ __all__ = ["Layer", "Parameter"]
 
 @dataclass(frozen=True)
 class Parameter:
-    """A trained tensor.  ``tied_to`` names the layer whose parameter this one is (same storage)."""
+    """A trained tensor.
+
+    Attributes:
+        name: qualified name in the module, such as "blocks.0.mlp.fc1.weight".
+        shape: its shape.
+        tied_to: name of the earlier layer whose parameter has the same storage; None if the parameter is not shared.
+    """
 
     name: str
     shape: tuple[int, ...]
@@ -34,11 +41,8 @@ class Parameter:
 
     @property
     def num_elements(self) -> int:
-        """The product of the shape."""
-        count = 1
-        for length in self.shape:
-            count *= length
-        return count
+        """Number of elements."""
+        return prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -46,18 +50,18 @@ class Layer:
     """One node of a layer graph.
 
     Attributes:
-        name: unique in the graph; the module path where there is one.
-        kind: a registered one (:mod:`autoddl.costmodel.kinds`).
+        name: unique in the graph; the module path if there is one.
+        kind: name of a registered kind (:mod:`autoddl.costmodel.kinds`).
         input_shape, output_shape: per sample.
-        attributes: whole numbers, as the kind demands.
+        attributes: integers, as the kind requires.
         parameters: trained tensors, in the order of the module.
         epilogue: element-wise operations that follow, such as ("gelu",).
         flops: forward FLOPs per sample.
-        kept_elements: elements per sample that the backward pass keeps besides the input.
-        block: the repeated block that the layer belongs to, such as "blocks"; empty outside of one.
-        block_index: which repetition.
-        role: the layer's place inside its block, such as "mlp.fc1": equal over the repetitions.
-        modules: the module paths that the layer stands for (more than one where layers were fused).
+        kept_elements: elements per sample that are kept for the backward pass besides the input.
+        block: the repeated block that the layer belongs to, such as "blocks"; empty if none.
+        block_index: index of the repetition.
+        role: name of the layer inside its block, such as "mlp.fc1"; equal in all repetitions.
+        modules: the module paths that the layer stands for; several for a fused layer.
     """
 
     name: str
@@ -76,16 +80,13 @@ class Layer:
 
     @property
     def num_parameters(self) -> int:
-        """Trained elements, those tied to another layer not counted."""
+        """Number of trained elements, without those tied to another layer."""
         return sum(p.num_elements for p in self.parameters if p.tied_to is None)
 
     @property
     def rows(self) -> int:
-        """Rows per sample: the sequence length of a transformer, 1 of a perceptron."""
-        rows = 1
-        for length in self.output_shape[:-1]:
-            rows *= length
-        return rows
+        """Rows per sample: the sequence length of a transformer, 1 for a perceptron."""
+        return prod(self.output_shape[:-1])
 
     @property
     def features(self) -> int:
@@ -100,13 +101,10 @@ class Layer:
     @property
     def input_elements(self) -> int:
         """Elements of the input per sample."""
-        count = 1
-        for length in self.input_shape:
-            count *= length
-        return count
+        return prod(self.input_shape)
 
     def signature(self) -> tuple[Any, ...]:
-        """What two layers have in common that can be given the same strategy at the same cost."""
+        """A key: layers with equal signatures have the same strategies at the same costs."""
         return (
             self.kind,
             self.input_shape,
@@ -119,5 +117,5 @@ class Layer:
         )
 
     def describe(self) -> str:
-        """Name, kind and shapes, for errors and reports."""
+        """Name, kind and shape, for errors and reports."""
         return f"{self.name} ({self.kind}, {kind_of(self.kind).shape_text(self)})"

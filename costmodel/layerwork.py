@@ -1,13 +1,13 @@
-"""What one layer does at a strategy: its communication steps, its compute time, its memory.
+"""Communication steps, compute time and memory of one layer under a strategy.
 
-What is special to a kind of layer is in its module of :mod:`autoddl.costmodel.kinds`; here is what all have in common.
+The modules of :mod:`autoddl.costmodel.kinds` hold what differs between kinds of layers.  This module holds the common part.
 
-**Gradients.**  Those of a layer's parameters are all-reduced over p0, once per step.
+**Gradients.**  The gradients of parameters are all-reduced over p0, once per training step.
 
-**Compute.**  Each kind counts its kernels, FLOPs and bytes of memory traffic; ``Cluster.local_time`` makes seconds of them.
+**Compute.**  Each kind counts kernels, FLOPs and bytes of memory traffic; ``Cluster.local_time`` converts them to seconds.
 
-**Memory.**  Kept for the backward pass: what the body of the layer keeps; with recomputation only the evenly split input.  The
-buffer is what exists while the layer runs: gathered input and unreduced output, and with recomputation all that it would have kept.
+**Memory.**  The kept activations are those of the layer's body; with recomputation only the evenly split input.  The buffer
+exists only while the layer runs: gathered input and unreduced output, and with recomputation the recomputed activations.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from dataclasses import dataclass
 
 from .cluster import Cluster
 from .collectives import Step, all_reduce_steps
-from .kinds.kind import Frame, Number
+from .kinds.kind import LayerQuantities, Number
 from .kinds.registry import kind_of
 from .layer import Layer
 from .localwork import LocalWork
-from .strategy import Alike, Strategy
+from .strategy import Strategy, StrategyGroup
 from .workload import Workload
 
 __all__ = ["LayerWork", "layer_work"]
@@ -28,16 +28,16 @@ __all__ = ["LayerWork", "layer_work"]
 
 @dataclass(frozen=True)
 class LayerWork:
-    """One layer on one device, for one micro-batch (``gradient``: once per step).
+    """Work and memory of one layer on one device.
 
     Attributes:
         forward, backward: communication steps of one micro-batch.
-        gradient: communication steps after the last micro-batch.
-        forward_work, backward_work: computation of one micro-batch (recomputation included in the backward pass).
-        forward_s, backward_s: the seconds that it takes.
-        state_bytes: parameters, gradients and optimizer states.
-        kept_bytes: activations kept from the forward to the backward pass.
-        buffer_bytes: what exists only while the layer runs.
+        gradient: communication steps after the last micro-batch, once per training step.
+        forward_work, backward_work: computation of one micro-batch (the backward pass includes recomputation).
+        forward_s, backward_s: seconds of ``forward_work`` and ``backward_work``.
+        state_bytes: bytes of parameters, gradients and optimizer states.
+        kept_bytes: bytes of activations kept from the forward to the backward pass of one micro-batch.
+        buffer_bytes: bytes that exist only while the layer runs.
     """
 
     forward: tuple[Step, ...]
@@ -53,17 +53,23 @@ class LayerWork:
 
 
 def layer_work(
-    layer: Layer, strategy: Strategy | Alike, cluster: Cluster, workload: Workload, samples: Number, is_first: bool
+    layer: Layer,
+    strategy: Strategy | StrategyGroup,
+    cluster: Cluster,
+    workload: Workload,
+    samples: Number,
+    is_first: bool,
 ) -> LayerWork:
-    """What ``layer`` does at ``strategy`` with ``samples`` samples per micro-batch over all devices.
+    """Work and memory of ``layer`` under ``strategy``.
 
     Args:
-        strategy: one, or many that run the same steps: then the numbers of the answer are arrays, as they are where ``samples``
-            is one.  (They are broadcast: samples of shape (2, 1) give numbers of shape (2, strategies) or less.)
-        samples: any number from 0 on: all costs are affine in it, and the tables make use of that.
-        is_first: whether the layer reads the data itself (no gathered input, no gradient for it).
+        strategy: one strategy, or a group of strategies that run the same steps.  For a group, the numbers of the result are
+            arrays of shape (strategies,).
+        samples: samples per micro-batch over all devices: a number >= 0, or an array that is broadcast against the strategies
+            (shape (2, 1) gives numbers of shape (2, strategies) or less).  All costs are affine in it.
+        is_first: whether the layer reads the data itself; then it gathers no input and computes no gradient for it.
     """
-    kind, frame = kind_of(layer.kind), Frame(layer, strategy, workload, samples)
+    kind, frame = kind_of(layer.kind), LayerQuantities(layer, strategy, workload, samples)
     body = kind.work(frame, is_first)
     forward, backward = body.forward, body.backward
     backward_work, kept, buffer = body.backward_work, body.kept_bytes, body.buffer_bytes

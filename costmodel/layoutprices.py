@@ -1,13 +1,13 @@
-"""What it costs to change the canonical layout of a tensor, for all pairs of layouts at once.
+"""Costs of redistributions between canonical layouts, for all pairs of layouts at once.
 
-The price of a redistribution is affine in the bytes of the tensor, and the same for all tensors that divide into its digits: so the
-routes between all pairs of layouts are planned once, and a table of (fixed, per byte) serves every edge of every model.
+The cost of a redistribution is affine in the bytes of the tensor, and the same for all tensors that divide into its digits.  So
+the routes between all pairs of layouts are planned once, and one table of (fixed, per byte) serves all edges of all models.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -24,21 +24,21 @@ __all__ = ["MANY", "Layout", "LayoutPrices", "communication_time"]
 #: A canonical layout: (p0, s) for each network level.
 Layout = tuple[tuple[int, int], ...]
 
-#: Slopes are taken over so many samples or bytes: over one, latencies would swallow their digits.
+#: Number of samples or bytes over which a slope is computed.  With 1, the latency would cancel most digits of the slope.
 MANY = 2.0**40
 
 
 def communication_time(cluster: Cluster, steps_: Sequence[Step]) -> float:
-    """Seconds of steps that run one after the other."""
+    """Total seconds of steps that run one after the other."""
     return sum(cluster.time(step) for step in steps_)
 
 
 class LayoutPrices:
-    """Prices on one cluster, worked out as they are asked for.
+    """Costs of redistributions on one cluster, computed on demand and cached.
 
     Attributes:
-        may_shrink: whether smaller micro-batches may make a redistribution cheaper.  Moves were priced that not every tensor
-            divides into, and the exchange that takes their place where they do not costs less on these links.
+        may_shrink: whether a redistribution priced so far may become cheaper with smaller micro-batches.  This happens if a tensor
+            no longer divides into the digits of the collectives, and the exchange used instead costs less on these links.
     """
 
     def __init__(self, cluster: Cluster):
@@ -51,9 +51,9 @@ class LayoutPrices:
     def costs(
         self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
     ) -> np.ndarray:
-        """Seconds per step, forward and backward, between every pair of layouts; inf where there is no way.
+        """Seconds per training step, forward and backward, between every pair of layouts; inf without a route.
 
-        Args: as of :meth:`phases`.
+        The arguments are those of :meth:`phases`; the result has shape (sources, targets).
         """
         forward, backward = self.phases(tensor, sources, targets, workload)
         return workload.num_micro_batches * (forward + backward)
@@ -61,11 +61,14 @@ class LayoutPrices:
     def phases(
         self, tensor: tuple[int, int], sources: tuple[Layout, ...], targets: tuple[Layout, ...], workload: Workload
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Seconds per micro-batch of the forward and of the backward pass, between every pair of layouts; inf without a way.
+        """Seconds per micro-batch of the forward and of the backward pass, between every pair of layouts; inf without a route.
 
         Args:
             tensor: (features, elements per sample).
-            sources, targets: layouts into whose slices the samples of the micro-batch divide.
+            sources, targets: layouts whose numbers of row slices divide the micro-batch.
+
+        Returns:
+            Two arrays of shape (sources, targets).
         """
         features, elements = tensor
         shape = (workload.micro_batch, features)
@@ -78,7 +81,7 @@ class LayoutPrices:
         return prices[:, :, 0] + nbytes * prices[:, :, 1], prices[:, :, 2] + nbytes * prices[:, :, 3]
 
     def _table(self, sources: tuple[Layout, ...], targets: tuple[Layout, ...]) -> np.ndarray:
-        """For each pair of layouts the price of a tensor that always divides."""
+        """The cost for each pair of layouts (:meth:`_price`) of a tensor that divides into all digits."""
         if (sources, targets) not in self._tables:
             always = (self.cluster.num_devices**2,) * 2
             rows = [[self._price(source, target, always) for target in targets] for source in sources]
@@ -88,7 +91,7 @@ class LayoutPrices:
     def _price(
         self, source: Layout, target: Layout, shape: tuple[int, int]
     ) -> tuple[float, float, float, float, int, int]:
-        """(seconds, seconds per byte of the tensor) there, and back, and what its two dimensions have to divide by."""
+        """(seconds, seconds per byte) forward, the same backward, and the divisors of the tensor's two dimensions."""
         if source == target:
             return 0.0, 0.0, 0.0, 0.0, 1, 1
         key = (source, target, *(math.gcd(length, self.cluster.num_devices**2) for length in shape))
@@ -100,13 +103,13 @@ class LayoutPrices:
             else:
                 ways = [[self._affine(part, back) for part in route] for back in (False, True)]
                 prices = [sum(price[which] for price in way) for way in ways for which in range(2)]
-                parts = [_least_common_multiple(part.divisors[dim] for part in route) for dim in range(2)]
+                parts = [math.lcm(*(part.divisors[dim] for part in route)) for dim in range(2)]
                 self._known[key] = (prices[0], prices[1], prices[2], prices[3], parts[0], parts[1])
                 self._compare_exchange(route, prices[0] + prices[2], prices[1] + prices[3])
         return self._known[key]
 
     def _compare_exchange(self, route: Route, fixed: float, per_byte: float) -> None:
-        """Note whether more passes, by an exchange, may cost less than fewer by these moves: there are twice as many at least."""
+        """Set ``may_shrink`` if the exchange may be cheaper.  Smaller micro-batches mean at least twice as many passes."""
         exchange = exchange_between(route[0].source, route[-1].target, 2) if len(route) > 1 else None
         if exchange is not None:
             ways = [self._affine(exchange, back) for back in (False, True)]
@@ -114,7 +117,7 @@ class LayoutPrices:
             self.may_shrink = self.may_shrink or 2 * its_fixed < fixed or its_per_byte < per_byte
 
     def _affine(self, part: Redistribution | Exchange, is_back: bool) -> tuple[float, float]:
-        """(seconds, seconds per byte of the tensor) of a part of a route, or of its way back."""
+        """(seconds, seconds per byte of the tensor) of a part of a route, forward or backward (``is_back``)."""
         if isinstance(part, Exchange):
             fixed, many = (
                 communication_time(self.cluster, [s.adjoint() if is_back else s for s in part.steps(nbytes)])
@@ -137,10 +140,3 @@ class LayoutPrices:
             fixed, many = (self.cluster.time(Step(collective, axis, nbytes)) for nbytes in (0.0, MANY))
             self._collectives[key] = (fixed, (many - fixed) / MANY)
         return self._collectives[key]
-
-
-def _least_common_multiple(numbers: Iterable[int]) -> int:
-    result = 1
-    for number in numbers:
-        result = result * number // math.gcd(result, number)
-    return result

@@ -1,7 +1,7 @@
-"""How large things may be that a user gives: every bound once, with its reason.
+"""Bounds on user input, each with its reason.
 
-A bound is far above all that makes sense and far below what would take hours, gigabytes or more than 64 bits.  Within them
-products stay in range too: 2^40 samples of 2^62 elements are 5e30, and sums of figures of 1e30 keep far away from 1e308.
+A bound is far above all sensible values, and far below what would take hours, gigabytes or more than 64 bits.  Products of values
+within the bounds stay in range as well: 2^40 samples of 2^62 elements are 5e30, and sums of numbers of 1e30 are far below 1e308.
 """
 
 from __future__ import annotations
@@ -44,43 +44,43 @@ __all__ = [
 #: Bytes of a document, a profile, a schedule, a table of measurements.  Parsed JSON takes up to 24 times its text, and the largest
 #: plan seen (GPT-3 of 1,000 layers, untied) has 10 MB.
 MOST_FILE_BYTES = 64 * 2**20
-#: Bytes of a text to train on; each is held as an integer of 8 bytes.
+#: Bytes of a text to train on; each is stored as an integer of 8 bytes.
 MOST_TEXT_BYTES = 2**28
-#: Seconds until somebody has to write into a pipe that is read.
+#: Seconds to wait for data from a pipe.
 PIPE_WAIT_S = 60.0
-#: Digits of a whole number that is read from a text: all of these fit 63 bits.
+#: Digits of an integer in a text; all such integers fit into 63 bits.
 MOST_DIGITS = 18
-#: The largest whole number of a document: numpy's and JSON readers' integers.
+#: The largest integer of a document; it fits into numpy's integers and those of other JSON readers.
 LARGEST_WHOLE = 2**63 - 1
-#: Characters of the user's input in one message, in all and of each value.
+#: Characters of user input in one message: in total, and of each value.
 MOST_SHOWN, MOST_SHOWN_EACH = 200, 60
 
 # Figures
 
-#: Any number of a document or an option.  The largest true ones are FLOPs.
+#: Any number of a document or an option.  The largest real ones are FLOPs.
 LARGEST_FIGURE = 1e30
-#: A number on the command line: a time in a unit of the user's, a limit in GiB, a factor.
+#: A number on the command line: a time in any unit, a limit in GiB, a factor.
 LARGEST_OPTION = 1e18
-#: FLOPs of a layer and sample.
+#: FLOPs of a layer per sample.
 LARGEST_FLOPS = 1e30
-#: Elements of a tensor: byte counts of it fit 64 bits.
+#: Elements of a tensor; its number of bytes fits into 64 bits.
 LARGEST_TENSOR = 2**62
 #: Dimensions of a tensor.
 MOST_DIMS = 16
 #: Bytes of a message, an activation, a layer's parameters: an exabyte.
 LARGEST_BYTES = 10**18
-#: Seconds that something takes or may take: 31 years.  Clocks of the system end at 9.2e9 seconds.
+#: A duration or time limit in seconds: 31 years.  System clocks end at 9.2e9 seconds.
 LARGEST_SECONDS = 1e9
 
-#: The shortest time that is measured: no clock tells less, and the inverse of it stays a number.
+#: The shortest measured time: below the resolution of any clock, and its inverse is finite.
 SHORTEST_SECONDS = 1e-12
 
 # Models and training
 
-#: Layers of a graph: 4,096 blocks, the most that a built-in model has, of 12 layers each, and what stands around them: more are
-#: not planned within seconds.
+#: Layers of a graph: 4,096 blocks of 12 layers (the largest built-in model) and the layers around them.  Larger graphs are not
+#: planned within seconds.
 MOST_LAYERS = 2**16
-#: Sizes of a transformer; within them every count fits 63 bits.
+#: Sizes of a transformer; within them every count fits into 63 bits.
 LARGEST_SIZES = {
     "layers": 2**12,
     "width": 2**20,
@@ -95,14 +95,14 @@ LARGEST_SIZES = {
 }
 #: Features of a layer of a perceptron.
 LARGEST_MLP_WIDTH = 2**30
-#: Layers of a profile, repetitions counted: planners compare all pairs of cuts.
+#: Layers of a profile, including repetitions; planners compare all pairs of cuts.
 MOST_PROFILE_LAYERS = 2_000
 #: Samples per step.
 LARGEST_BATCH = 2**40
 
 # Clusters and hosts
 
-#: What a quantity of a cluster can be, in SI units: anything else would make times infinite or zero.
+#: (minimum, maximum) of each quantity of a cluster, in SI units.  Outside of it, times would be infinite or zero.
 RANGES = {
     "time": (0.0, 1e3),
     "size": (1.0, 1e18),
@@ -117,24 +117,24 @@ RANGES = {
 MOST_DEVICES = 2**20
 #: Hosts of a job: names of a list of nodes, tasks per node.
 MOST_HOSTS = 2**16
-#: Characters of a host's name with its user: names of the DNS have 253.
+#: Characters of ``user@host``; a DNS name has at most 253.
 LONGEST_HOST_NAME = 320
-#: Times that a failed job is started anew.
+#: Restarts of a failed job.
 MOST_RESTARTS = 10**6
 
 # Schedules
 
 #: Stages of a pipeline; validation and simulation keep tables of stages by workers.
 MOST_STAGES = 2**12
-#: Passes of a micro-batch through a stage: about 10 us each to generate, validate and simulate, and 1 kB.
-#: 128 workers with 1,000 micro-batches are half of it.
+#: Passes of a micro-batch through a stage: generating, validating and simulating one takes about 10 us and 1 kB.
+#: 128 workers with 1,000 micro-batches are half of this bound.
 MOST_PASSES = 2**18
-#: Passes of all steps that a training run makes between two checkpoints: a minute of generating before hours of training.
+#: Passes of all training steps between two checkpoints: a minute to generate the schedule, before hours of training.
 MOST_TRAINING_PASSES = 2**22
-#: Tasks of a schedule that is read from a file: a pass is at most four (forward, recomputation, and a backward in two parts).
+#: Tasks of a schedule file: at most four per pass (forward, recomputation, and a backward in two parts).
 MOST_TASKS = 4 * MOST_PASSES
 
 # Measurements
 
-#: Rows of a table of measurements, each of which is an object.
+#: Rows of a table of measurements; each becomes an object.
 MOST_SAMPLES = 10**6

@@ -1,7 +1,7 @@
-"""What a device computes by itself, counted: kernels, FLOPs and bytes of its memory.
+"""Local work of a device: counts of kernels, FLOPs and bytes of memory traffic.
 
-One kernel multiplies an (m x k) by a (k x n) matrix in 2 m k n FLOPs, and reads and writes (m k + k n + m n) elements; an
-element-wise kernel only reads and writes.  What they cost is said in :meth:`autoddl.costmodel.cluster.Cluster.local_time`.
+A matrix product of (m x k) by (k x n) is one kernel with 2 m k n FLOPs, which reads and writes (m k + k n + m n) elements.  An
+element-wise kernel only reads and writes.  :meth:`autoddl.costmodel.cluster.Cluster.local_time` converts the counts to seconds.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ __all__ = ["LocalWork", "elementwise", "matmul"]
 
 @dataclass(frozen=True)
 class LocalWork:
-    """Counts, which are numbers or arrays of numbers.
+    """Counts of local work: numbers, or arrays of numbers.
 
     Attributes:
-        launches: of kernels.
-        flops: a multiply-add is two.
-        nbytes: read from and written to the device's memory.
+        launches: number of kernels.
+        flops: number of FLOPs; a multiply-add counts as two.
+        nbytes: bytes read from and written to the device's memory.
     """
 
     launches: Any = 0
@@ -34,10 +34,14 @@ class LocalWork:
 
 
 def matmul(m: Any, k: Any, n: Any, itemsize: int, count: Any = 1) -> LocalWork:
-    """``count`` products (m x k) by (k x n) in one kernel."""
+    """Work of ``count`` products (m x k) by (k x n) in one kernel, with ``itemsize`` bytes per element.
+
+    >>> matmul(2, 3, 4, itemsize=4)
+    LocalWork(launches=1, flops=48.0, nbytes=104)
+    """
     return LocalWork(1, count * 2.0 * m * k * n, count * (m * k + k * n + m * n) * itemsize)
 
 
 def elementwise(nbytes: Any) -> LocalWork:
-    """A kernel that reads and writes ``nbytes`` in all."""
+    """Work of an element-wise kernel that reads and writes ``nbytes`` in total."""
     return LocalWork(1, 0.0, nbytes)

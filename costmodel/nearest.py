@@ -1,6 +1,6 @@
-"""What to say where nothing divides: the nearest batches or micro-batches that do.
+"""The nearest valid batches or micro-batches, for messages about one that does not divide.
 
-Whether a batch works is for the caller to say; it is looked for upwards and downwards from the one that was refused.
+The search goes up and down from the refused value; the caller's predicate tells which values are valid.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def divisors(number: int) -> list[int]:
 
 
 def nearest_that_work(what: str, value: int, working: Iterable[int]) -> str:
-    """The nearest of some numbers below and above ``value``, as the end of a message.
+    """The end of a message that names the nearest of the numbers ``working`` below and above ``value``.
 
     >>> nearest_that_work("micro-batch", 7, [1, 2, 3, 4, 6, 8, 12])
     'the nearest micro-batches that work are 6 and 8'
@@ -45,12 +45,12 @@ def nearest_that_work(what: str, value: int, working: Iterable[int]) -> str:
 
 
 def nearest_batches(batch: int, works: Callable[[int], bool], reach: int, multiple: int = 1) -> list[int]:
-    """The largest batch below, and the smallest above ``batch``, that work; of those within reach.
+    """The largest valid batch below ``batch`` and the smallest above it, if there are any within reach.
 
     Args:
-        works: whether a batch does.
-        reach: how many are looked at on either side; as many as devices are enough where multiples of them work.
-        multiple: of which only multiples are looked at: a micro-batch that is given.
+        works: whether a batch is valid.
+        reach: how many candidates to try on each side.  The number of devices is enough if its multiples are valid.
+        multiple: try only multiples of this number (a given micro-batch).
 
     >>> nearest_batches(100, lambda batch: batch % 8 == 0, reach=8)
     [96, 104]

@@ -1,18 +1,18 @@
-"""From a layer graph, a cluster and a workload to the cost table of the searches.
+"""The cost table of a layer graph on a cluster, for any number of micro-batches.
 
-**Variables.**  Layers that are tied share one variable: the same layer of every repetition of a block (unless ``untied``), and
-layers that share a weight.  Where an embedding and a linear layer share one, the strategy of the one is the transpose of the
-other's.  The cost of a variable is the sum over its layers; redistributions between two variables are summed over their edges.
+**Variables.**  Tied layers share one variable: the same layer of every repetition of a block (unless ``untied``), and layers
+that share a weight.  If an embedding and a linear layer share a weight, the strategy of one is the transpose of the other's.
+The cost of a variable is the sum over its layers; the redistributions between two variables are summed over their edges.
 
 **Affine prices.**  At a fixed strategy every cost is affine in the samples b of a micro-batch: fixed + b * slope (latencies and
 kernel launches; bytes and FLOPs).  With M micro-batches of b = batch / M samples, a step takes
 
     M * fixed + batch * slope + once        (once: the weight gradient's all-reduce)
 
-so one :class:`PriceBook` gives the table of any number of micro-batches, recomputation apart.
+so one :class:`PriceBook` gives the table of any number of micro-batches; recomputation needs another book.
 
-**Redistribution classes.**  Between layers activations are canonical: what an edge costs depends on (p0, s) per level at both
-ends alone, not on how s is divided into p1 and p2.
+**Redistribution classes.**  Between layers activations are canonical.  So the cost of an edge depends only on (p0, s) per level at
+both ends, not on how s is divided into p1 and p2.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from .cluster import Cluster
 from .collectives import Step
 from .errors import UserError
 from .graph import Layer, LayerGraph
+from .kinds.registry import kind_of
 from .layerwork import layer_work
 from .layoutprices import MANY, LayoutPrices, communication_time
 from .limits import LARGEST_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
 from .problem import Coefficients, Objective, Offer, PhaseEdge, Phases, Problem, Variable
 from .redistribution import redistribute, steps
-from .strategy import Strategy, alike, enumerate_strategies, transposed
+from .strategy import Strategy, enumerate_strategies, group_strategies, transposed
 from .table import ByClass, CostTable, Edge
 from .workload import Workload
 
@@ -48,7 +49,13 @@ __all__ = [
 
 @dataclass(frozen=True, eq=False)
 class _Column:
-    """What is on offer for a variable at one micro-batch, with costs, memory and buffers."""
+    """The options of a variable at one micro-batch.
+
+    Attributes:
+        offer: the strategies that divide the micro-batch.
+        cost: seconds per training step.
+        memory, buffer: resident and transient bytes.
+    """
 
     offer: Offer
     cost: np.ndarray
@@ -57,7 +64,7 @@ class _Column:
 
 
 def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
-    """The tensor on an edge as redistributions see it: samples by features (images: all elements of one)."""
+    """The shape (samples, features) of the tensor on an edge for redistribution; an image's features are all its elements."""
     features = producer.features if len(producer.output_shape) <= 2 else producer.output_elements
     return (samples, features)
 
@@ -65,7 +72,13 @@ def edge_shape(producer: Layer, samples: int) -> tuple[int, int]:
 def edge_steps(
     producer: Layer, source: Strategy, target: Strategy, workload: Workload, samples: float
 ) -> tuple[Step, ...]:
-    """The forward steps that bring a layer's output to where a consumer wants it; the backward pass sends as much.
+    """The forward steps that redistribute a layer's output for a consumer; the backward pass sends as many bytes.
+
+    Args:
+        producer: the layer whose output it is.
+        source, target: the strategies of the producer and of the consumer.
+        workload: its micro-batch decides which route divides.
+        samples: samples per micro-batch that the bytes are counted for.
 
     Raises:
         UserError: the tensor does not divide.
@@ -77,18 +90,18 @@ def edge_steps(
 
 
 class PriceBook:
-    """Everything that a graph costs on a cluster, for every number of micro-batches.
+    """Costs of a graph on a cluster, for every number of micro-batches.
 
     Args:
-        graph, cluster: what to price.
-        workload: its batch and micro-batch are replaced by :meth:`problem`; precision, optimizer and recomputation count.
+        graph, cluster: the model and the machine.
+        workload: precision, optimizer and recomputation; :meth:`problem` replaces its batch and micro-batch.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
-        like: another book of the same graph and cluster, whose prices this one may share.
-        among: the only strategies that are on offer; None: all.
+        like: another book of the same graph and cluster, whose cached prices this one shares.
+        allowed: the allowed strategies; None allows all.
 
     Raises:
-        UserError: the device has no speed for the precision, or a layer has no strategy at all on this cluster.
+        UserError: the device has no speed for the precision, or a layer has no strategy on this cluster.
     """
 
     def __init__(
@@ -99,12 +112,12 @@ class PriceBook:
         untied: bool = False,
         summa: bool = False,
         like: PriceBook | None = None,
-        among: frozenset[Strategy] | None = None,
+        allowed: frozenset[Strategy] | None = None,
     ):
         if workload.precision not in cluster.device.peak_flops:
             known = ", ".join(cluster.device.peak_flops)
             raise UserError(
-                f"precision {workload.precision!r} is not one that {cluster.device.name} is described for ({known})"
+                f"precision {workload.precision!r} is not defined for {cluster.device.name}, should be one of {known}"
             )
         self.graph = graph
         self.cluster = cluster
@@ -113,22 +126,22 @@ class PriceBook:
         self.summa = summa
         twin = (
             like
-            if like and among is None and like.graph is graph and (like.untied, like.summa) == (untied, summa)
+            if like and allowed is None and like.graph is graph and (like.untied, like.summa) == (untied, summa)
             else None
         )
         self.variables: tuple[Variable, ...] = (
-            twin.variables if twin else _variables(graph, cluster, untied, summa, among)
+            twin.variables if twin else _variables(graph, cluster, untied, summa, allowed)
         )
         self._prices: dict[object, _Prices] = {}
         self._narrowed: dict[tuple[Offer, bytes], Offer] = twin._narrowed if twin else {}
-        self._working: dict[int, list[int]] = twin._working if twin else {}  # micro-batches of a batch
-        # What does not depend on how layers are tied, or on recomputation, is worked out once for all books of a family.
+        self._working: dict[int, list[int]] = twin._working if twin else {}  # valid micro-batches of each batch
+        # These prices do not depend on ties or recomputation: all books that are `like` each other share them.
         self._moves: LayoutPrices = like._moves if like else LayoutPrices(cluster)
         self._layer_prices: dict[object, _Prices] = like._layer_prices if like else {}
 
     @property
     def may_shrink(self) -> bool:
-        """Whether, of the redistributions priced so far, some may become cheaper with smaller micro-batches."""
+        """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
         return self._moves.may_shrink
 
     @cached_property
@@ -136,7 +149,7 @@ class PriceBook:
         return tuple(self._price(variable) for variable in self.variables)
 
     def _price(self, variable: Variable) -> _Prices:
-        """The sum over the variable's layers; equal layers are priced once, and equal variables share their arrays."""
+        """Sum the prices of a variable's layers.  Equal layers are priced once; equal variables share their arrays."""
         counts: dict[object, int] = {}
         first: dict[object, Layer] = {}
         for name in variable.layers:
@@ -162,18 +175,22 @@ class PriceBook:
     def problem(
         self, batch: int, micro_batch: int, objective: Objective = "step", summa: bool | None = None
     ) -> Problem:
-        """The cost table of one batch and micro-batch, with or without the book's Summa meshes (with, where it has any).
+        """The search problem of one batch and micro-batch.
+
+        Args:
+            batch, micro_batch: samples per training step and per pass, over all devices.
+            objective: what to minimise, ``step`` or ``communication``.
+            summa: whether to offer the book's Summa meshes; by default they are offered if the book has any.
 
         Raises:
-            UserError: the micro-batch does not divide the batch, or its samples do not over any strategy of some layer.
+            UserError: the micro-batch does not divide the batch, or no strategy of some layer divides the micro-batch.
         """
         if 0 < micro_batch <= LARGEST_BATCH and batch % micro_batch:
             fault = f"micro-batch {micro_batch} does not divide the batch of {batch}"
             raise UserError(f"{fault}; {self._nearest(batch, micro_batch)}")
         workload = replace(self.workload, batch=batch, micro_batch=micro_batch)
         num = workload.num_micro_batches
-        # Equal variables share their options and arrays: a deep model is put together in no time, and searches recognise
-        # what is equal by identity.
+        # Equal variables share options and arrays.  This is fast for deep models, and searches recognise equality by identity.
         shared: dict[object, _Column] = {}
         columns = []
         for variable, prices in zip(self.variables, self._variable_prices):
@@ -202,13 +219,15 @@ class PriceBook:
         return Problem(self.graph, self.cluster, workload, objective, variables, alone, edges)
 
     def phases(self, micro_batch: int, objective: Objective = "step", part: int | None = None) -> Phases:
-        """The parts of the costs of one micro-batch.
+        """Cost and memory of the passes of one micro-batch.
 
         Args:
-            part: the samples that every strategy has to divide, where passes are of less than a micro-batch.
+            micro_batch: samples per pass, over all devices.
+            objective: ``step``, or ``communication`` to leave out computation.
+            part: samples that every strategy must divide, if a pass has fewer samples than a micro-batch.
 
         Raises:
-            UserError: the samples do not divide over any strategy of some layer.
+            UserError: no strategy of some layer divides the samples.
         """
         workload = replace(self.workload, micro_batch=micro_batch)
         shared: dict[object, tuple[Offer, tuple[np.ndarray, ...]]] = {}
@@ -235,7 +254,7 @@ class PriceBook:
         return Phases(tuple(variables), forward, backward, gradient, state, kept_bytes, buffer, edges)
 
     def coefficients(self, objective: Objective = "step") -> tuple[Coefficients, ...]:
-        """Per variable what its options cost for any number of samples."""
+        """For each variable, the coefficients of its options' costs as functions of the number of samples."""
         return tuple(
             prices.coefficients(v.offer, objective) for v, prices in zip(self.variables, self._variable_prices)
         )
@@ -258,7 +277,11 @@ class PriceBook:
         return tuple(edges)
 
     def _kept(self, variable: Variable, workload: Workload, summa: bool) -> np.ndarray:
-        """Which options divide the samples of a micro-batch."""
+        """The indices of the options that divide the micro-batch.
+
+        Raises:
+            UserError: there are none.
+        """
         micro_batch = workload.micro_batch
         kept = np.flatnonzero((micro_batch % variable.offer.p0 == 0) & (~variable.offer.summa | summa))
         if len(kept) == 0:
@@ -269,17 +292,17 @@ class PriceBook:
 
     @cached_property
     def _slices(self) -> tuple[tuple[int, ...], ...]:
-        """For every different offer into how many slices its options cut the samples; offers that take any number are left out."""
+        """For every different offer, the distinct p0 of its options; offers with p0 = 1 divide everything and are left out."""
         found = {id(variable.offer): variable.offer for variable in self.variables}
         slices = {tuple(np.unique(offer.p0).tolist()) for offer in found.values()}
         return tuple(sorted(numbers for numbers in slices if numbers[0] > 1))
 
     def _divides(self, samples: int) -> bool:
-        """Whether every layer has a strategy that divides so many samples: as a micro-batch, and so as a batch of one or more."""
+        """Whether every layer has a strategy that divides ``samples``; then they are a valid micro-batch."""
         return all(any(samples % number == 0 for number in numbers) for numbers in self._slices)
 
     def _nearest(self, batch: int, micro_batch: int) -> str:
-        """The nearest micro-batches of the batch that work; where it has none, the nearest batches."""
+        """The end of a message: the nearest valid micro-batches of the batch; if it has none, the nearest valid batches."""
         if batch not in self._working:
             self._working[batch] = [size for size in divisors(batch) if self._divides(size)]
         if self._working[batch]:
@@ -289,7 +312,7 @@ class PriceBook:
         return nearest_that_work("batch", batch, batches)
 
     def _narrow(self, offer: Offer, kept: np.ndarray) -> Offer:
-        """Some of the options; micro-batches that keep the same ones share one object."""
+        """The options at the indices ``kept``; micro-batches that keep the same options share one object."""
         key = (offer, kept.tobytes())
         if key not in self._narrowed:
             self._narrowed[key] = Offer(tuple(offer.options[i] for i in kept))
@@ -299,9 +322,9 @@ class PriceBook:
 
     @cached_property
     def _variable_edges(self) -> dict[tuple[int, int], tuple[tuple[tuple[int, int], int], ...]]:
-        """For each ordered pair of variables the tensors on their edges: (features, elements per sample), and how many.
+        """For each ordered pair of variables, their edges' tensors (features, elements per sample) and the count of each.
 
-        Edges inside one variable cost nothing: both ends lie alike (a transposed strategy has the same p0).
+        Edges inside one variable cost nothing: both ends have the same layout (a transposed strategy has the same p0).
         """
         owner = {name: i for i, variable in enumerate(self.variables) for name in variable.layers}
         edges: dict[tuple[int, int], Counter[tuple[int, int]]] = {}
@@ -328,7 +351,7 @@ class PriceBook:
 
 
 def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
-    """A layer that is left without a strategy: layer, shape and device count."""
+    """The beginning of a message about a layer without a strategy."""
     shape = " x ".join(map(str, cluster.level_sizes))
     devices = f"{cluster.num_devices} devices" + (f" ({shape})" if len(cluster.level_sizes) > 1 else "")
     return f"{layer.describe()} has no strategy on {devices} {why}"
@@ -338,7 +361,7 @@ def _no_strategy(layer: Layer, cluster: Cluster, why: str) -> str:
 
 
 def _variables(
-    graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool, among: frozenset[Strategy] | None = None
+    graph: LayerGraph, cluster: Cluster, untied: bool, summa: bool, allowed: frozenset[Strategy] | None = None
 ) -> tuple[Variable, ...]:
     """Group the layers; see the module's docstring."""
     groups: dict[object, list[str]] = {}
@@ -354,7 +377,7 @@ def _variables(
         key_of[layer.name] = key
         groups.setdefault(key, []).append(layer.name)
     known: dict[object, Offer] = {}
-    return tuple(_variable(graph, tuple(names), cluster, summa, known, among) for names in groups.values())
+    return tuple(_variable(graph, tuple(names), cluster, summa, known, allowed) for names in groups.values())
 
 
 def _variable(
@@ -363,15 +386,15 @@ def _variable(
     cluster: Cluster,
     summa: bool,
     known: dict[object, Offer],
-    among: frozenset[Strategy] | None,
+    allowed: frozenset[Strategy] | None,
 ) -> Variable:
     first = graph[names[0]]
-    swapped = frozenset(n for n in names if (graph[n].kind == "embedding") != (first.kind == "embedding"))
+    swapped = frozenset(n for n in names if kind_of(graph[n].kind).is_lookup != kind_of(first.kind).is_lookup)
     key = tuple({(graph[name].signature(), name in swapped): None for name in names})
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
         options = _common_options(list(members.values()), swapped, cluster, summa)
-        known[key] = Offer(tuple(s for s in options if among is None or s in among))
+        known[key] = Offer(tuple(s for s in options if allowed is None or s in allowed))
     if not known[key].options:
         raise UserError(f"{_no_strategy(first, cluster, 'that divides its shape')}; try another number of devices")
     if len(names) == 1:
@@ -398,23 +421,27 @@ def _common_options(
 
 @dataclass(frozen=True, eq=False)
 class _Prices:
-    """Affine prices of a variable's options (arrays of one entry per option).
+    """Affine prices of a variable's options.
 
     Attributes:
-        times: (fixed, slope) of forward and backward communication, and of forward and backward compute; shape (8, options).
-        gradient: seconds per step.
+        times: (fixed, slope) in seconds per micro-batch of forward communication, backward communication, forward compute and
+            backward compute; shape (8, options).
+        gradient: seconds per training step of the gradients' all-reduce, shape (options,).
+        state_bytes: bytes of parameters, gradients and optimizer states, shape (options,).
+        kept_bytes: kept bytes per sample, shape (options,).
+        buffer_fixed, buffer_slope: buffer bytes, shape (different layers, options).  Each layer has a row, since the maximum of
+            affine functions is not affine.
     """
 
     times: np.ndarray
     gradient: np.ndarray
     state_bytes: np.ndarray
     kept_bytes: np.ndarray
-    #: One row per different layer: the largest of affine functions is not affine.
     buffer_fixed: np.ndarray
     buffer_slope: np.ndarray
 
     def scaled(self, count: int) -> _Prices:
-        """Of ``count`` equal layers: buffers are transient, so they are not added up."""
+        """The prices of ``count`` equal layers.  Buffers are transient and not added up."""
         return _Prices(
             self.times * count,
             self.gradient * count,
@@ -425,7 +452,7 @@ class _Prices:
         )
 
     def plus(self, other: _Prices) -> _Prices:
-        """Of two layers that share the choice."""
+        """The prices of two groups of layers that share one choice."""
         return _Prices(
             self.times + other.times,
             self.gradient + other.gradient,
@@ -436,25 +463,28 @@ class _Prices:
         )
 
     def cost(self, num_micro_batches: int, batch: int, objective: Objective) -> np.ndarray:
+        """Seconds per training step, shape (options,)."""
         rows = np.split(self.times, 2)[: 1 if objective == "communication" else 2]
         each = sum(num_micro_batches * (fixed + more) + batch * (slope + steep) for fixed, slope, more, steep in rows)
         return np.asarray(each + self.gradient)
 
     def coefficients(self, offer: Offer, objective: Objective) -> Coefficients:
-        """What a pass of a micro-batch takes, forward and backward."""
+        """The costs as functions of the samples of a micro-batch."""
         forward, backward = self.times[0:2], self.times[2:4]
         if objective != "communication":
             forward, backward = forward + self.times[4:6], backward + self.times[6:8]
         return Coefficients(offer, forward, backward, self.gradient, self.state_bytes, self.kept_bytes)
 
     def memory(self, micro_batch: int) -> np.ndarray:
+        """Resident bytes, shape (options,)."""
         return np.ceil(self.state_bytes + micro_batch * self.kept_bytes)
 
     def buffer(self, micro_batch: int) -> np.ndarray:
+        """Bytes of the largest buffer of any layer, shape (options,)."""
         return np.ceil(self.buffer_fixed + micro_batch * self.buffer_slope).max(axis=0)
 
 
-#: The samples that affine prices are read off at.
+#: The numbers of samples at which affine prices are evaluated, to obtain fixed part and slope.
 _TWO_POINTS = np.array([[0.0], [MANY]])
 
 
@@ -462,7 +492,7 @@ def _price_layer(book: PriceBook, layer: Layer, variable: Variable) -> _Prices:
     is_first = not book.graph.inputs(layer.name)
     strategies = [variable.strategy(layer.name, option) for option in range(len(variable.options))]
     columns = np.zeros((13, len(strategies)))
-    for group in alike(strategies, book.cluster.sized_levels):
+    for group in group_strategies(strategies, book.cluster.size_dependent_levels):
         work = layer_work(layer, group, book.cluster, book.workload, _TWO_POINTS, is_first)
         at = (2, len(group.indices))
 

@@ -1,8 +1,8 @@
-"""What is chosen and what it costs: variables with their options, and the problem of a search.
+"""Search problems: variables with their options, and the cost table over them.
 
-Layers that are tied share one :class:`Variable`.  A :class:`Problem` is the cost table of one micro-batch with what its numbers
-stand for; :class:`Coefficients` and :class:`Phases` have the parts of which a pipeline's step is made.  All of them are made by a
-:class:`autoddl.costmodel.pricing.PriceBook`.
+Tied layers share one :class:`Variable`.  A :class:`Problem` is the cost table of one batch and micro-batch together with the
+meaning of its numbers.  :class:`Coefficients` and :class:`Phases` hold the components of the step time of a pipeline.  A
+:class:`autoddl.costmodel.pricing.PriceBook` makes all of them.
 """
 
 from __future__ import annotations
@@ -24,34 +24,38 @@ from .workload import Workload
 __all__ = ["OBJECTIVES", "Coefficients", "Objective", "Offer", "PhaseEdge", "Phases", "Problem", "Variable"]
 
 Objective = str
-#: What a search minimises: the time of a step, or (as the paper does) of its communication alone.
+#: What a search minimises: the time of a training step, or only of its communication (as the AutoDDL paper does).
 OBJECTIVES = ("step", "communication")
 
 
 @dataclass(frozen=True, eq=False)
 class Offer:
-    """The strategies that a variable's layers choose from; equal variables share one object."""
+    """The strategies that a variable's layers choose from; equal variables share one object.
+
+    Attributes:
+        options: the strategies.
+    """
 
     options: tuple[Strategy, ...]
 
     @cached_property
     def index(self) -> dict[Strategy, int]:
-        """Where each option stands."""
+        """The index of each strategy in ``options``."""
         return {strategy: i for i, strategy in enumerate(self.options)}
 
     @cached_property
     def p0(self) -> np.ndarray:
-        """Into how many slices each option cuts the samples."""
+        """Number of slices of the samples, shape (options,)."""
         return np.array([strategy.p0 for strategy in self.options])
 
     @cached_property
     def summa(self) -> np.ndarray:
-        """Which options are Summa meshes."""
+        """Whether each option is a Summa mesh, shape (options,)."""
         return np.array([strategy.summa for strategy in self.options])
 
     @cached_property
     def layouts(self) -> tuple[tuple[Layout, ...], np.ndarray]:
-        """The distinct canonical layouts of the options, and which of them each option has."""
+        """The distinct canonical layouts of the options, and the index of each option's layout among them."""
         number: dict[Layout, int] = {}
         of_option = [number.setdefault(strategy.rows_and_features, len(number)) for strategy in self.options]
         return tuple(number), np.array(of_option)
@@ -62,10 +66,10 @@ class Variable:
     """Layers that share one choice.
 
     Attributes:
-        name: of the block and role, or of the first layer.
-        layers: names, in the order of the graph.
+        name: block and role, or name of the layer.
+        layers: names of the layers, in the order of the graph.
         offer: the strategies of the first layer.
-        swapped: which of the layers take the transposed strategy.
+        swapped: names of the layers that take the transposed strategy.
     """
 
     name: str
@@ -79,20 +83,20 @@ class Variable:
         return self.offer.options
 
     def strategy(self, layer: str, option: int) -> Strategy:
-        """The strategy of one of the layers."""
+        """The strategy of one of the layers under an option."""
         strategy = self.options[option]
         return transposed(strategy) if layer in self.swapped else strategy
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """A cost table together with what its numbers stand for.
+    """A search problem: a cost table together with the meaning of its numbers.
 
     Attributes:
-        graph, cluster, workload, objective: what it is the table of.
-        variables: of the table, with the options on offer.
-        alone: the table with redistributions for nothing: what the layers cost by themselves.
-        edges: works out the redistributions.
+        graph, cluster, workload, objective: the model, the machine, the training step and what to minimise.
+        variables: the variables of the table, with their options.
+        alone: the table without edges, as if redistributions were free.
+        edges: computes the edges of the table.
     """
 
     graph: LayerGraph
@@ -105,12 +109,14 @@ class Problem:
 
     @cached_property
     def table(self) -> CostTable:
-        """The layers and the redistributions between them.  These are worked out when they are first asked for: of most numbers of
-        micro-batches nobody does, because what the layers cost by themselves is too much already."""
+        """The table with layers and redistributions.
+
+        The edges are computed on first use: for most numbers of micro-batches the layers alone already cost too much.
+        """
         return replace(self.alone, edges=self.edges())
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
-        """The strategy of every layer, in the order of the graph."""
+        """The strategy of every layer under a choice (an option index per variable), in the order of the graph."""
         found = {
             layer: variable.strategy(layer, option)
             for variable, option in zip(self.variables, choice)
@@ -119,10 +125,10 @@ class Problem:
         return {layer.name: found[layer.name] for layer in self.graph.layers}
 
     def choice(self, strategies: Mapping[str, Strategy]) -> tuple[int, ...]:
-        """The options that give every layer, by name, its strategy.
+        """The choice (an option index per variable) that gives every layer its strategy; inverse of :meth:`strategies`.
 
         Raises:
-            UserError: a layer cannot have it.
+            UserError: a layer does not have the strategy, or tied layers differ.
         """
         choice = []
         for variable in self.variables:
@@ -147,12 +153,14 @@ class Problem:
 
 @dataclass(frozen=True, eq=False)
 class Coefficients:
-    """A variable's options, for a micro-batch of b samples: seconds forward[0] + b forward[1], and so on.
+    """Costs of a variable's options as affine functions of the samples b of a micro-batch: forward[0] + b forward[1] seconds.
 
     Attributes:
-        forward, backward: shape (2, options): fixed, and per sample.
-        gradient, state: seconds and bytes per step.
-        kept: bytes per sample.
+        offer: the options.
+        forward, backward: seconds per micro-batch: fixed part and slope per sample, shape (2, options).
+        gradient: seconds per training step of the gradients' all-reduce, shape (options,).
+        state: bytes of parameters, gradients and optimizer states, shape (options,).
+        kept: kept bytes per sample, shape (options,).
     """
 
     offer: Offer
@@ -165,7 +173,12 @@ class Coefficients:
 
 @dataclass(frozen=True, eq=False)
 class PhaseEdge:
-    """Redistributions between two variables, of one micro-batch: seconds forward and backward by classes of options."""
+    """Redistributions between two variables, for one micro-batch.
+
+    Attributes:
+        source, target: indices of the two variables.
+        forward, backward: seconds per micro-batch, by layouts of the options.
+    """
 
     source: int
     target: int
@@ -175,15 +188,16 @@ class PhaseEdge:
 
 @dataclass(frozen=True, eq=False)
 class Phases:
-    """What every option does to the passes of one micro-batch, to the update and to memory; one array per variable.
+    """Components of the cost of one micro-batch; each array has shape (options,), and there is one per variable.
 
-    Where a :class:`Problem` has one cost of a step, this tells its parts: a pipeline's step depends on each of them.
+    A :class:`Problem` has only their sum over a training step.  The step time of a pipeline depends on each of them.
 
     Attributes:
-        forward, backward: seconds of one micro-batch.
-        gradient: seconds per step of the gradients' all-reduce.
-        state: bytes of parameters, gradients and optimizer.
-        kept: bytes that one micro-batch keeps from its forward to its backward pass.
+        variables: the variables, with their options.
+        forward, backward: seconds per micro-batch.
+        gradient: seconds per training step of the gradients' all-reduce.
+        state: bytes of parameters, gradients and optimizer states.
+        kept: bytes kept from the forward to the backward pass of one micro-batch.
         buffer: bytes that exist only while a layer runs.
         edges: redistributions between variables.
     """

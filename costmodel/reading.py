@@ -1,11 +1,11 @@
-"""Reading what users give: files of bounded size, whole numbers and figures, each refused in one line where it is none.
+"""Reading user input: files of bounded size, integers and numbers.  Invalid input raises a one-line `UserError`.
 
-**Files.**  At most as many bytes are read as a bound allows, of devices that never end (/dev/zero) too.  A pipe is read until its
-writers have closed it; where nobody writes into it for a minute, it is refused.  Text is UTF-8, with or without a byte order mark,
-without NUL characters; ends of lines are those of any system.
+**Files.**  A bound limits the number of bytes read, also from devices that never end (/dev/zero).  A pipe is read until its
+writers close it; if no data arrives for a minute, it is an error.  Text is UTF-8, with or without a byte order mark, without NUL
+characters, and with the line ends of any system.
 
-**Numbers.**  Whole numbers are ASCII digits, at most 18 of them.  Python's ``int`` takes more: digits of other scripts,
-underscores, and thousands of digits, in quadratic time.  Figures are finite and at most 1e30.
+**Numbers.**  Integers have at most 18 ASCII digits.  Python's ``int`` accepts more: digits of other scripts, underscores, and
+thousands of digits, in quadratic time.  Other numbers ("figures") are finite and at most 1e30.
 """
 
 from __future__ import annotations
@@ -26,35 +26,36 @@ __all__ = ["csv_rows", "figure", "is_whole", "parse_figure", "read_bytes", "read
 
 _WHOLE = re.compile(rf"[0-9]{{1,{limits.MOST_DIGITS}}}")
 _FIGURE = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
-#: Characters of a figure; no program writes more than 25.
+#: Characters of a number; no program writes more than 25.
 _LONGEST_FIGURE = 100
 _CHUNK = 2**20
 
 
 def shown_path(path: str | os.PathLike[str]) -> str:
-    """A path as messages begin with it: at most 100 characters."""
+    """A path for the beginning of a message, shortened to 100 characters."""
     return shortened(os.fspath(path), limits.MOST_SHOWN // 2)
 
 
 def read_bytes(path: str | os.PathLike[str], what: str = "", most: int = limits.MOST_FILE_BYTES) -> bytes:
-    """All bytes of a file.
+    """Read all bytes of a file.
 
     Args:
-        what: what the file is, for messages: ``hostfile``, say.
-        most: bytes that it may have.
+        path: of the file.
+        what: what the file is, for messages, such as ``hostfile``.
+        most: largest size of the file in bytes.
 
     Raises:
-        UserError: it cannot be read, is larger, or is a pipe that nobody writes into.
+        UserError: the file cannot be read or is larger, or it is a pipe without data for a minute.
     """
     name = f"{what} {shown_path(path)}" if what else f"{shown_path(path)}:"
     try:
-        # Without O_NONBLOCK a pipe that nobody writes into would be waited for here, for ever.
+        # Without O_NONBLOCK, opening a pipe without writers would block for ever.
         handle = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             return _read(handle, name, most)
         finally:
             os.close(handle)
-    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character, or one that is no text
+    except (OSError, ValueError) as error:  # ValueError: a path with a NUL character, or one that cannot be encoded
         if isinstance(error, UserError):
             raise
         raise UserError(f"{name} cannot be read ({getattr(error, 'strerror', None) or error})") from None
@@ -81,10 +82,10 @@ def _read(handle: int, name: str, most: int) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], what: str = "", most: int = limits.MOST_FILE_BYTES) -> str:
-    """The text of a file, its lines ended by ``\\n``; arguments and errors as of :func:`read_bytes`.
+    """Read a text file; line ends become ``\\n``.  The arguments are those of :func:`read_bytes`.
 
     Raises:
-        UserError: it cannot be read, or is no text.
+        UserError: as for :func:`read_bytes`, or the file is not UTF-8 text.
     """
     data = read_bytes(path, what, most)
     name = f"{what} {shown_path(path)}" if what else f"{shown_path(path)}:"
@@ -93,15 +94,15 @@ def read_text(path: str | os.PathLike[str], what: str = "", most: int = limits.M
     except UnicodeDecodeError as error:
         raise UserError(f"{name} cannot be read (byte {error.start:,} is not UTF-8 text)") from None
     if "\0" in text:
-        raise UserError(f"{name} cannot be read (character {text.index(chr(0)):,} is a NUL: it is no text)")
+        raise UserError(f"{name} cannot be read (character {text.index(chr(0)):,} is a NUL, not text)")
     return text.replace("\r\n", "\n").replace("\r", "\n") if "\r" in text else text
 
 
 def csv_rows(text: str, where: str) -> Iterator[tuple[int, list[str]]]:
-    """The rows of a CSV text, each with the number of its last line.
+    """The rows of a CSV text as (number of the row's last line, cells); ``where`` names the text in the error.
 
     Raises:
-        UserError: it is not CSV.
+        UserError: the text is not CSV.
     """
     lines = csv.reader(io.StringIO(text))
     try:
@@ -112,19 +113,24 @@ def csv_rows(text: str, where: str) -> Iterator[tuple[int, list[str]]]:
 
 
 def is_whole(text: str) -> bool:
-    """Whether :func:`whole_number` takes the text for a number of at least 0."""
+    """Whether the text is a non-negative integer that :func:`whole_number` accepts.
+
+    >>> is_whole("12"), is_whole("1_000"), is_whole("-1")
+    (True, False, False)
+    """
     return _WHOLE.fullmatch(text) is not None
 
 
 def whole_number(text: str, what: str, least: int = 0, most: int = 10**limits.MOST_DIGITS - 1) -> int:
-    """A whole number out of a text.
+    """Parse an integer.
 
     Args:
-        what: the number's name and place, for the message.
-        least, most: what it may be.
+        text: the digits, with an optional sign.
+        what: name and place of the number, for the message.
+        least, most: the range, inclusive.
 
     Raises:
-        UserError: it is not a whole number, or out of range.
+        UserError: the text is not an integer in the range.
     """
     negative = least < 0 and text.startswith("-")
     digits = text[1:] if negative or text.startswith("+") else text
@@ -136,21 +142,26 @@ def whole_number(text: str, what: str, least: int = 0, most: int = 10**limits.MO
 
 
 def parse_figure(text: str) -> float:
-    """A finite number out of a text, at most 1e30 large; NaN where it is none."""
+    """Parse a finite number of absolute value at most 1e30; NaN if the text is not one.
+
+    >>> parse_figure("1e3"), parse_figure("inf")
+    (1000.0, nan)
+    """
     match = _FIGURE.fullmatch(text.strip()) if len(text) <= _LONGEST_FIGURE else None
     value = float(match[0]) if match else math.nan
     return value if abs(value) <= limits.LARGEST_FIGURE else math.nan
 
 
 def figure(text: str, what: str, least: float = 0.0, most: float = limits.LARGEST_FIGURE) -> float:
-    """A number out of a text.
+    """Parse a number.
 
     Args:
-        what: the number's name and place, for the message.
-        least, most: what it may be.
+        text: a decimal number.
+        what: name and place of the number, for the message.
+        least, most: the range, inclusive.
 
     Raises:
-        UserError: it is not a number, not finite, or out of range.
+        UserError: the text is not a finite number in the range.
     """
     value = parse_figure(text)
     if not least <= value <= most:

@@ -1,11 +1,11 @@
-"""Redistribution: the communication steps that bring a tensor from one distribution to another.
+"""Redistribution: the communication steps between two distributions of a tensor over the same ranks.
 
-One list, used twice: the cost model prices these steps, the runtime executes these very steps.
+*One list, used twice*: the cost model prices these steps and the runtime executes them.
 
 **Digits.**  Both meshes are refined until every axis of one is an axis of the other (2 x 4 and 4 x 2 ranks become 2 x 2 x 2),
-and every dimension until both sides cut it at the same places.  Then each axis of the refined mesh owns one *digit* of one
-dimension's index (it is split there), or none (``B``), or holds a summand (``P``); digits that no axis owns lie locally.  A
-redistribution changes who owns which digit, and every change is one collective along one axis:
+and every dimension until both ends cut it at the same places.  Then each axis of the refined mesh owns one *digit* of one
+dimension's index (the dimension is split there), or holds a copy (``B``) or a summand (``P``).  Digits that no axis owns are
+local.  A redistribution changes the owners of digits; every change is one collective along one axis:
 
 =========================  ==================  =====================================================
 change of an axis          step                n (bytes per device)
@@ -18,22 +18,23 @@ digit -> B                 all-gather          the local tensor after
 B -> P, digit -> P         local zero-fill     -
 =========================  ==================  =====================================================
 
-A digit can be taken only while nobody owns it.  The steps are ordered so that few bytes move: first what shrinks the tensor
-(slice, reduce-scatter), then all-to-all, all-reduce, and last what makes it grow (all-gather, outer network level first, while
-it is small).  Neighbouring axes that change in the same way at the same time change together, in one collective.  A cycle of
-axes that wait for each other's digits is broken through a spare digit of the tensor, or by gathering one of them.
+An axis can take a digit only if no other axis owns it.  The steps are ordered so that few bytes move: first those that shrink the
+tensor (slice, reduce-scatter), then all-to-all and all-reduce, and last those that enlarge it (all-gather, outer network level
+first, while the tensor is small).  Neighbouring axes with the same kind of change at the same time share one collective.  A cycle
+of axes that wait for each other's digits is broken through a spare digit of the tensor, or by gathering one axis.
 
-**Without a common refinement** (2 x 3 and 3 x 2), the tensor goes through a distribution that both can express: split along one
-dimension over all ranks, or copied everywhere; the one that sends less.  Or, between two even splits, by one exchange of just what
-each rank wants (:mod:`.exchange`).  It is taken
+**Without a common refinement** (2 x 3 and 3 x 2), the tensor goes through a distribution that both meshes can express: split along
+one dimension over all ranks, or copied everywhere, whichever sends less.  Between two even splits, one exchange of unequal pieces
+(:mod:`.exchange`) is the alternative.  It is chosen
 
-- where it cannot be dearer, whatever latency and bandwidth are: on no network level it sends more bytes or more messages, and on
-  some less of either;
-- instead of gathering on the way what is split at both ends, unless some level would carry more bytes: in 12 x 8 ranks, that
-  sends up to 95 times what a rank holds, and needs the memory for it.
+- if it cannot be slower, for any latency and bandwidth: it sends on no network level more bytes or messages, and on some level
+  fewer of either;
+- or if the collectives would gather on the way what is split at both ends, unless the exchange sends more bytes on some level.
+  On 12 x 8 ranks such a gather sends up to 95 times the bytes that a rank holds, and needs the memory for them.
 
-Where the moves that are kept do not divide a tensor, the same two reasons decide between the moves that do and the exchange, which
-always does.  So a smaller micro-batch may move less than a larger one, on some links; :class:`.layoutprices.LayoutPrices` notes it.
+If the chosen collectives do not divide a tensor, the same two rules decide between collectives that do and the exchange, which
+always does.  So a redistribution may take less time with a smaller micro-batch, on some links
+(:attr:`.layoutprices.LayoutPrices.may_shrink`).
 """
 
 from __future__ import annotations
@@ -56,13 +57,18 @@ __all__ = ["Digit", "Move", "Redistribution", "Route", "redistribute", "reversed
 
 @dataclass(frozen=True)
 class Digit:
-    """Digit ``index`` (0 = most significant) of the index of dimension ``dim``; it is ``size`` long."""
+    """A digit of the index of a tensor dimension.
+
+    Attributes:
+        dim: the dimension.
+        index: position of the digit; 0 is the most significant.
+    """
 
     dim: int
     index: int
 
 
-#: Fractions of a tensor that differ by less are equal.
+#: Fractions of a tensor that differ by less than this are equal.
 _ROUNDING = 1e-9
 
 #: What an axis holds: a digit, a copy or a summand.
@@ -71,10 +77,12 @@ Holding = Union[Digit, Broadcast, PartialSum]
 
 @dataclass(frozen=True)
 class Move:
-    """Some neighbouring axes change what they hold, at the same time.
+    """A simultaneous change of what some neighbouring axes hold.
 
-    ``axis`` spans them all; ``parts`` lists the refined axes, outermost first, with what each holds before and after.
-    ``collective`` is None where the change is local.
+    Attributes:
+        collective: the collective of the change; None if the change is local.
+        axis: the axis that spans all of them.
+        parts: (axis of the refined mesh, its holding before, its holding after), outermost first.
     """
 
     collective: Collective | None
@@ -87,11 +95,11 @@ class Redistribution:
     """The moves between two distributions that share a refined mesh.
 
     Attributes:
-        source, target: the ends.
-        digits: for each tensor dimension the sizes of its digits, most significant first; what they leave of the dimension is
-            one more, local, digit.
-        holdings: what each refined axis holds at the start.
-        moves: in order.
+        source, target: the two distributions.
+        digits: for each tensor dimension the sizes of its digits, most significant first; the rest of the dimension is one more,
+            local digit.
+        holdings: what each axis of the refined mesh holds at the start.
+        moves: the changes, in order.
         fractions: for each move, the bytes n of its collective as a fraction of the logical tensor.
     """
 
@@ -104,11 +112,11 @@ class Redistribution:
 
     @property
     def divisors(self) -> tuple[int, ...]:
-        """What the dimensions of the tensor have to divide by."""
+        """The number that each dimension of the tensor must be divisible by."""
         return tuple(prod(sizes) for sizes in self.digits)
 
     def steps(self, nbytes: float) -> tuple[Step, ...]:
-        """The collectives for a tensor of ``nbytes`` in all (local changes send nothing)."""
+        """The collectives for a tensor of ``nbytes`` in total; local changes send nothing."""
         return tuple(
             Step(move.collective, move.axis, fraction * nbytes)
             for move, fraction in zip(self.moves, self.fractions)
@@ -116,7 +124,7 @@ class Redistribution:
         )
 
     def reversed(self) -> Redistribution:
-        """That of the gradient: the adjoint moves in reverse order, on the dual distributions."""
+        """The redistribution of the gradient: the adjoint moves in reverse order, on the dual distributions."""
         held = dict(self.holdings)
         moves = []
         for move in self.moves:
@@ -133,26 +141,32 @@ class Redistribution:
         )
 
 
-#: The parts of a way between two distributions, in order.
+#: The parts of a route between two distributions, in order.
 Route = tuple[Union[Redistribution, Exchange], ...]
 
 
 def redistribute(source: Distribution, target: Distribution, shape: Sequence[int]) -> Route:
-    """How a tensor of ``shape`` gets from ``source`` to ``target``: usually one :class:`Redistribution`; two, or one
-    :class:`Exchange`, where the meshes have no common refinement.
+    """The route of a tensor of ``shape`` from ``source`` to ``target``.
+
+    Returns:
+        Usually one :class:`Redistribution`.  If the meshes have no common refinement, two, or one :class:`Exchange`.
 
     Raises:
-        UserError: the tensor does not divide at either end, the numbers of ranks differ, or there is no way between the two.
+        UserError: the tensor does not divide at one of the ends, the numbers of ranks differ, or there is no route.
+
+    >>> route = redistribute(Distribution.parse("(S0:4)"), Distribution.parse("(B:4)"), (8, 8))
+    >>> [str(step) for step in steps(route, 1024)]
+    ['all-gather over 4 (stride 1), 1,024 bytes']
     """
     if source.num_ranks != target.num_ranks:
         raise UserError(
-            f"{source} is on {source.num_ranks} ranks, {target} on {target.num_ranks}; both should be equal"
+            f"{source} is on {source.num_ranks} ranks, {target} on {target.num_ranks}; the numbers should be equal"
         )
     source.local_shape(shape)
     target.local_shape(shape)
     source, target = source.without_unit_axes(), target.without_unit_axes()
-    # What matters of a dimension is how it divides into digits that ranks can own.  Most tensors divide as often as is asked for,
-    # so the route of one that always divides serves them all.
+    # Only the divisibility of the dimensions matters.  Most tensors divide into all digits of the route, so they share the
+    # cached route of a tensor that always divides.
     route = _best_route(source, target, (source.num_ranks**2,) * len(shape))
     if route is None or not divides(route, shape):
         is_refined = route is not None and len(route) == 1
@@ -171,43 +185,43 @@ def divides(route: Route, shape: Sequence[int]) -> bool:
 
 
 def steps(route: Route, nbytes: float) -> tuple[Step, ...]:
-    """The communication of a redistribution of a tensor of ``nbytes`` in all."""
+    """The communication steps of a route for a tensor of ``nbytes`` in total."""
     return tuple(step for part in route for step in part.steps(nbytes))
 
 
 @lru_cache(maxsize=1 << 17)
 def _best_route(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> Route | None:
-    """The moves, or an exchange (rule: module's docstring)."""
+    """The collectives or an exchange, by the rules of the module's docstring."""
     moves = _route(source, target, shape)
-    swells = moves is not None and _swells(moves, source, target, len(shape))
-    if moves is not None and len(moves) == 1 and not swells:
+    exceeds_ends = moves is not None and _exceeds_ends(moves, source, target, len(shape))
+    if moves is not None and len(moves) == 1 and not exceeds_ends:
         return moves
     exchange = exchange_between(source, target, len(shape))
-    if exchange is None or (moves is not None and not _is_beaten(moves, exchange, swells)):
+    if exchange is None or (moves is not None and not _prefers_exchange(moves, exchange, exceeds_ends)):
         return moves
     return (exchange,)
 
 
-def _swells(route: tuple[Redistribution, ...], source: Distribution, target: Distribution, num_dims: int) -> bool:
-    """Whether a rank has more of the tensor on the way than at both ends."""
+def _exceeds_ends(route: tuple[Redistribution, ...], source: Distribution, target: Distribution, num_dims: int) -> bool:
+    """Whether a rank holds more of the tensor on the way than at both ends."""
     if all(fraction * source.num_ranks < 1.0 + _ROUNDING for part in route for fraction in part.fractions):
-        return False  # never more than in an even split: the usual case
+        return False  # the usual case: never more than an even split
     fewest_parts = min(prod(end.split_sizes(num_dims)) for end in (source, target))
     return any(step.nbytes * fewest_parts > 1.0 + _ROUNDING for step in steps(route, 1.0))
 
 
-def _is_beaten(moves: Route, exchange: Exchange, swells: bool) -> bool:
-    """Whether the exchange takes the place of moves that have more on the way than at both ends, or have not."""
+def _prefers_exchange(moves: Route, exchange: Exchange, exceeds_ends: bool) -> bool:
+    """Whether the exchange is chosen over ``moves``; ``exceeds_ends`` says whether those hold more on the way than at both ends."""
     mine, its = (_loads_by_level(part) for part in (steps(moves, 1.0), exchange.steps(1.0)))
     pairs = [(its.get(level, (0.0, 0)), own) for level, own in mine.items()]
     if its.keys() - mine.keys() or any(sent > own_sent + _ROUNDING for (sent, _), (own_sent, _) in pairs):
         return False
     has_fewer = any(sent < own_sent - _ROUNDING or count < own_count for (sent, count), (own_sent, own_count) in pairs)
-    return swells or (has_fewer and all(count <= own_count for (_, count), (_, own_count) in pairs))
+    return exceeds_ends or (has_fewer and all(count <= own_count for (_, count), (_, own_count) in pairs))
 
 
 def _loads_by_level(steps_: Iterable[Step]) -> dict[int, tuple[float, int]]:
-    """For each network level the (bytes, messages) that the busiest rank sends."""
+    """(bytes, messages) that the busiest rank sends, for each network level."""
     loads: dict[int, tuple[float, int]] = {}
     for step in steps_:
         nbytes, messages = loads.get(step.axis.level, (0.0, 0))
@@ -232,7 +246,7 @@ def _route(source: Distribution, target: Distribution, shape: tuple[int, ...]) -
 def _common_distributions(
     source: Distribution, target: Distribution, shape: tuple[int, ...]
 ) -> list[tuple[Distribution, Distribution]]:
-    """Distributions that both meshes can express, each as a pair (on the source's mesh, on the target's)."""
+    """Distributions that both meshes can express, each as a pair (on the source's mesh, on the target's mesh)."""
     states: list[SBPState] = [Broadcast()]
     states += [Split(dim) for dim, length in enumerate(shape) if length % source.num_ranks == 0]
     pairs = []
@@ -246,7 +260,7 @@ def _common_distributions(
 
 
 def _direct(source: Distribution, target: Distribution, shape: tuple[int, ...]) -> Redistribution | None:
-    """The moves on the common refinement; None where there is none, or where they do not divide."""
+    """The moves on the common refinement; None if there is no refinement, or the tensor does not divide."""
     refined = _refine(source, target, len(shape))
     if refined is None:
         return None
@@ -272,7 +286,7 @@ def _direct(source: Distribution, target: Distribution, shape: tuple[int, ...]) 
 def _refine(
     source: Distribution, target: Distribution, num_dims: int
 ) -> tuple[list[list[int]], dict[Axis, Holding], dict[Axis, Holding]] | None:
-    """Axes and digits fine enough for both ends: (digit sizes per dimension, holdings at the start, at the goal)."""
+    """The common refinement of both ends: (digit sizes per dimension, holdings at the start, holdings at the goal)."""
     rank_cuts = {axis.stride for end in (source, target) for axis in end.axes} | {source.num_ranks}
     dim_cuts = [{1} for _ in range(num_dims)]
     while True:
@@ -300,7 +314,7 @@ def _refine(
 def _holdings(
     end: Distribution, rank_cuts: Sequence[int], atoms: Mapping[int, Axis], num_dims: int
 ) -> dict[Axis, Holding]:
-    """What each atom holds at one end."""
+    """What each atom (axis of the refined mesh) holds at one end."""
     free: dict[Axis, Holding] = {}
     owners: list[list[Axis]] = [[] for _ in range(num_dims)]
     for axis, state in zip(end.axes, end.states):
@@ -324,14 +338,14 @@ def _quotients(cuts: set[int]) -> list[int]:
 
 
 def _atoms(axis: Axis, rank_cuts: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """(stride, size) of the pieces that ascending cuts divide an axis into, outermost first: that takes the first digit."""
+    """(stride, size) of the pieces that ascending cuts divide an axis into, outermost first, in the order of their digits."""
     first, last = bisect_left(rank_cuts, axis.stride), bisect_left(rank_cuts, axis.stride * axis.size)
     for cut in range(last - 1, first - 1, -1):
         yield rank_cuts[cut], rank_cuts[cut + 1] // rank_cuts[cut]
 
 
 def _cut_inside(cuts: set[int], position: int, stride: int, size: int, rank_cuts: set[int]) -> None:
-    """Where the other end cuts the dimension inside this atom's digit, the atom itself has to be cut."""
+    """Cut this atom wherever the other end cuts the dimension inside the atom's digit; adds to ``rank_cuts``."""
     for cut in cuts:
         if position < cut < position * size and cut % position == 0 and size % (cut // position) == 0:
             rank_cuts.add(stride * size // (cut // position))
@@ -353,11 +367,11 @@ class _Planner:
         self.shape = shape
         self.moves: list[Move] = []
         self.fractions: list[float] = []
-        #: Into how many parts the tensor is cut: a rank holds one.
+        # Number of parts that the tensor is cut into; a rank holds one.
         self.parts = prod(atom.size for atom, held in self.held.items() if isinstance(held, Digit))
 
     def run(self) -> bool:
-        """Choose the moves; False where a cycle cannot be broken."""
+        """Choose the moves; False if a cycle cannot be broken."""
         while True:
             while self._take_free_digits():
                 pass
@@ -370,7 +384,7 @@ class _Planner:
         return True
 
     def _take_free_digits(self) -> bool:
-        """All axes whose digit is free take it; whether there were any.  Slices first, then reduce-scatters: they shrink."""
+        """Let axes take digits that are free: slices first, then reduce-scatters, then all-to-alls.  False if there are none."""
         wanted = [atom for atom in self.pending if isinstance(self.goal[atom], Digit)]
         if not wanted:
             return False
@@ -389,7 +403,7 @@ class _Planner:
         return False
 
     def _release_a_blocker(self, waiting: list[Axis]) -> bool:
-        """Gather an axis that gives up its digit in the end anyway and keeps another one waiting."""
+        """Release digits that other axes wait for, from axes whose goal is not a digit.  False if there are none."""
         wanted = {self.goal[atom] for atom in waiting}
         blockers = [a for a in self.pending if self.held[a] in wanted and not isinstance(self.goal[a], Digit)]
         if blockers:
@@ -401,7 +415,7 @@ class _Planner:
         return bool(blockers)
 
     def _break_a_cycle(self, waiting: list[Axis]) -> bool:
-        """Every waiting axis waits for another one's digit: park one of them in a spare digit, or gather it."""
+        """Break a cycle of axes that wait for each other's digits: move one to a spare digit, or gather it."""
         atom = min(
             (a for a in waiting if isinstance(self.held[a], Digit)), key=lambda a: (-a.level, a.stride), default=None
         )
@@ -416,7 +430,7 @@ class _Planner:
         return True
 
     def _finish(self) -> None:
-        """What is left: summands to be added up, then copies to be gathered, then copies and slices to be made summands."""
+        """The changes that need no free digit: all-reduces, then all-gathers, then local changes to summands."""
         pending = tuple(self.pending)
         reduced = {a: self.goal[a] for a in pending if isinstance(self.held[a], PartialSum)}
         self._change(Collective.ALL_REDUCE, reduced, outer_first=False)
@@ -427,7 +441,7 @@ class _Planner:
         self._change(None, {a: self.goal[a] for a in self.pending})
 
     def _change(self, collective: Collective | None, goal: dict[Axis, Holding], outer_first: bool = True) -> None:
-        """Let the axes of ``goal`` change at the same time, neighbours of one level in one move."""
+        """Change the axes of ``goal`` at the same time; neighbours of one level share one move."""
         runs: list[list[Axis]] = []
         for atom in sorted(goal, key=lambda a: -a.stride):
             previous = runs[-1][-1] if runs else None

@@ -1,7 +1,7 @@
-"""SBP: the state of a tensor on one axis of a device mesh, as OneFlow describes it.
+"""SBP: the state of a tensor on one axis of a device mesh, as in OneFlow.
 
 =================  ======  ==============================================================================
-state              prints  every device along the axis holds
+state              prints  each device along the axis holds
 =================  ======  ==============================================================================
 ``Split(dim)``     S(0)    an even slice of the tensor along tensor dimension ``dim``
 ``Broadcast()``    B       a full copy
@@ -22,7 +22,11 @@ __all__ = ["Broadcast", "PartialSum", "SBPState", "Split", "dual", "parse_state"
 
 @dataclass(frozen=True)
 class Split:
-    """Split evenly along tensor dimension ``dim``."""
+    """Split evenly along a tensor dimension.
+
+    Attributes:
+        dim: the tensor dimension.
+    """
 
     dim: int
 
@@ -50,7 +54,11 @@ SBPState = Union[Split, Broadcast, PartialSum]
 
 
 def dual(state: SBPState) -> SBPState:
-    """The state of the gradient: copies receive summands, summands receive copies, slices receive slices."""
+    """The state of the gradient of a tensor: B and P are dual to each other, a split is dual to itself.
+
+    >>> print(dual(Broadcast()), dual(PartialSum()), dual(Split(1)))
+    P B S(1)
+    """
     if isinstance(state, Broadcast):
         return PartialSum()
     if isinstance(state, PartialSum):
@@ -59,10 +67,13 @@ def dual(state: SBPState) -> SBPState:
 
 
 def parse_state(text: str) -> SBPState:
-    """Read ``S0``, ``S(0)``, ``B`` or ``P``.
+    """Parse ``S0``, ``S(0)``, ``B`` or ``P``.
 
     Raises:
         UserError: the text is none of these.
+
+    >>> parse_state("S0")
+    Split(dim=0)
     """
     match = re.fullmatch(r"S\(([0-9]{1,4})\)|S([0-9]{1,4})|([BP])", text.strip())
     if match is None:

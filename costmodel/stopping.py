@@ -1,9 +1,8 @@
-"""When a search should end: its time is over, or somebody outside asked for it.
+"""Ending a search early: at its time limit, or on request.
 
-A `Stop` is passed down by whoever may ask: the command line's signal handler, another thread, a test.  A `Deadline` is what a
-search asks: it knows both the time limit and the stop, so that a search that keeps to its time limit can be interrupted, too.
-Work that has no answer to give before it is done asks the `Stop` itself, and leaves by `StopRequestedError`; the search around it
-catches that and answers with the best that it has.
+The caller that may interrupt a search (the command line's signal handler, another thread, a test) passes it a `Stop`.  The search
+polls a `Deadline`, which combines the time limit with the `Stop`.  Work without an intermediate result calls `Stop.check`, which
+raises `StopRequestedError`; the search around it catches the exception and returns its best result so far.
 """
 
 from __future__ import annotations
@@ -16,11 +15,11 @@ __all__ = ["Deadline", "Stop", "StopRequestedError", "TimedStop"]
 
 
 class StopRequestedError(Exception):
-    """The work was stopped before there was an answer."""
+    """A stop was requested before the work had a result."""
 
 
 class Stop:
-    """A request from outside that a search end soon, with the best that it has found.
+    """A request that a search end soon and return its best result so far.
 
     >>> stop = Stop()
     >>> stop.is_requested
@@ -34,33 +33,34 @@ class Stop:
         self._requested = False
 
     def request(self) -> None:
-        """Ask for it; safe in a signal handler and from other threads, and cannot be taken back."""
+        """Request the stop.  Safe in signal handlers and from other threads; it cannot be undone."""
         self._requested = True
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody asked."""
+        """Whether a stop was requested."""
         return self._requested
 
     def check(self) -> None:
-        """Leave the work if somebody asked.
+        """Raise if a stop was requested.
 
-        Raises: StopRequestedError
+        Raises:
+            StopRequestedError: a stop was requested.
         """
         if self.is_requested:
             raise StopRequestedError
 
 
 class Deadline:
-    """Over after so many seconds from its making, or when a stop is requested.
+    """A time limit, counted from construction, that also ends when a stop is requested.
 
     Args:
-        limit_s: seconds of the timer.
-        stop: whose request ends it, too; by default nobody's.
-        timer: ``time.perf_counter``, or ``time.process_time`` where a busy machine should not change what is found.
+        limit_s: seconds of the timer; None for no limit.
+        stop: a stop that ends the deadline early; None for none.
+        timer: ``time.perf_counter``, or ``time.process_time`` so that a busy machine does not change the result.
 
     Attributes:
-        stopped: whether somebody was told that it is over, and left something out for that.
+        stopped: whether :attr:`is_over` was ever true when a search read it, so that the search left something out.
     """
 
     def __init__(
@@ -76,24 +76,24 @@ class Deadline:
 
     @property
     def is_over(self) -> bool:
-        """Whether to end."""
+        """Whether the search should end; sets ``stopped`` if so."""
         self.stopped = self.stopped or self.stop.is_requested or self.left_s <= 0
         return self.stopped
 
     @property
     def left_s(self) -> float:
-        """Seconds until the time limit; infinite without one."""
+        """Seconds until the time limit; infinite without a limit."""
         return self.limit_s - (self._timer() - self._begin)
 
     def part(self, share: float) -> Deadline:
-        """One with the same beginning and stop, and this share of the time limit."""
+        """A deadline with the same start and stop, and ``share`` of the time limit."""
         part = Deadline(share * self.limit_s, self.stop, self._timer)
         part._begin = self._begin
         return part
 
 
 class TimedStop(Stop):
-    """A stop that requests itself when a deadline is over: for work that knows of stops alone, and should leave with its best."""
+    """A stop that is also requested when a deadline is over, for work that takes a `Stop` only."""
 
     def __init__(self, deadline: Deadline) -> None:
         super().__init__()
@@ -101,5 +101,5 @@ class TimedStop(Stop):
 
     @property
     def is_requested(self) -> bool:
-        """Whether somebody asked, or the deadline is over."""
+        """Whether a stop was requested, or the deadline is over."""
         return self._requested or self._deadline.is_over

@@ -1,4 +1,4 @@
-"""Strategies: how one layer is spread over the devices.
+"""Strategies: the parallelisation of one layer over the devices.
 
 At each network level the devices form a mesh (p0, p1, p2), p2 innermost.  For a matrix product O = I W (AutoDDL, Section 3):
 
@@ -12,13 +12,13 @@ output O                S0          S1          P
 
 Around the product the activations are *canonical* (:mod:`autoddl.costmodel.distribution`): rows over p0, features over the
 other s = p1 p2 ranks.  So a layer gathers its input over p1, multiplies, and reduce-scatters its output over p2.  Layers
-without a product (norms, attention, sums, losses) work on the canonical layout itself: their strategy is (p0, s, 1).
+without a product (norms, attention, sums, losses) work on the canonical layout itself; their strategy is (p0, s, 1).
 
-An embedding is the product of one-hot rows with its table.  Its axes stand in the order (p0, p2, p1), so that its table at
-(p0, p1, p2) lies exactly like the transposed matrix of a linear layer at (p0, p2, p1): tied weights are stored once.
+An embedding is the product of one-hot rows with its table.  Its axes are in the order (p0, p2, p1).  So its table at (p0, p1, p2)
+has the same layout as the transposed matrix of a linear layer at (p0, p2, p1), and tied weights are stored once.
 
-Summa spreads a product over a mesh of r x c ranks per level; input, weight and output are all split S0 over r and S1 over c,
-nothing is replicated: (r, c) is written as (r, c, 1) with ``summa`` set.
+Summa distributes a product over a mesh of r x c ranks per level.  Input, weight and output are all split S0 over r and S1 over c;
+nothing is replicated.  The mesh (r, c) is written as (r, c, 1) with ``summa`` set.
 """
 
 from __future__ import annotations
@@ -36,16 +36,34 @@ from .distribution import Axis, Distribution, canonical
 from .kinds.kind import Splitting
 from .kinds.registry import kind_of
 from .layer import Layer
+from .nearest import divisors
 from .sbp import Broadcast, SBPState, Split
 
-__all__ = ["Alike", "Strategy", "alike", "data_parallel", "enumerate_strategies", "mesh_axes", "transposed"]
+__all__ = [
+    "Strategy",
+    "StrategyGroup",
+    "data_parallel",
+    "enumerate_strategies",
+    "group_strategies",
+    "mesh_axes",
+    "transposed",
+]
 
 Split3 = tuple[int, int, int]
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """(p0, p1, p2) for each network level, outermost first (see the module's docstring)."""
+    """The strategy of one layer (see the module's docstring).
+
+    Attributes:
+        splits: (p0, p1, p2) for each network level, outermost first.
+        summa: whether the product is a Summa product on the mesh (p0, p1).
+
+    >>> strategy = Strategy(((2, 1, 1), (1, 4, 2)))
+    >>> print(strategy, strategy.num_devices, strategy.activations)
+    (2,1,1) | (1,4,2) 16 (S0:2@8 | S1:2@1, S1:2@2, S1:2@4)
+    """
 
     splits: tuple[Split3, ...]
     summa: bool = False
@@ -55,7 +73,7 @@ class Strategy:
 
     @property
     def p0(self) -> int:
-        """Into how many slices the samples are cut."""
+        """Number of slices of the samples: the product of p0 over the levels."""
         return prod(split[0] for split in self.splits)
 
     @property
@@ -70,12 +88,12 @@ class Strategy:
 
     @property
     def panels(self) -> int:
-        """Into how many panels a Summa product cuts its operands."""
+        """Number of panels that a Summa product cuts its operands into."""
         return max(self.p0, self.p1)
 
     @property
     def num_devices(self) -> int:
-        """All devices."""
+        """Number of devices."""
         return self.p0 * self.p1 * self.p2
 
     @cached_property
@@ -89,16 +107,15 @@ class Strategy:
         return canonical(self.rows_and_features)
 
     def axes(self, which: int, embedding: bool = False) -> tuple[Axis, ...]:
-        """The mesh axes of p0 (0), p1 (1) or p2 (2), one per level where it is longer than 1, outermost first."""
+        """The mesh axes of p0, p1 or p2 (``which`` = 0, 1 or 2), outermost first; axes of size 1 are left out."""
         return mesh_axes(self.splits, embedding)[which]
 
     def sbp(self, layer: Layer) -> dict[str, Distribution | None]:
-        """What every axis does to input, weight and output around the product, as in the table of the module's docstring.
+        """The distributions of ``input``, ``weight`` and ``output`` of the product, as in the table of the module's docstring.
 
-        The axes are listed as (p0, p1, p2) for every kind of layer, so that an entry stands beside the number of the strategy
-        that it belongs to; axes of size 1 are kept, and a layer without weights has None for ``weight``.  This is a table for
-        readers: where an axis's ranks lie is what :meth:`axes` says (for an embedding p2 lies outside p1), and the activations
-        between layers are :attr:`activations`.
+        The axes are in the order (p0, p1, p2) for every kind of layer, including axes of size 1, so that the entries match the
+        printed strategy.  ``weight`` is None for a layer without weights.  The result is for display.  :meth:`axes` gives the
+        actual order of ranks (p2 is outside p1 for an embedding), and :attr:`activations` the layout between layers.
         """
         input_states, weight_states, output_states = kind_of(layer.kind).states
         if self.summa:
@@ -110,8 +127,10 @@ class Strategy:
         }
 
     def divides(self, layer: Layer) -> bool:
-        """Whether the layer can be spread so: features (whole heads, where it has heads) divide, images stay whole, and what
-        has no product is not split over p2."""
+        """Whether the layer's shape allows the strategy.
+
+        Features (for attention, whole heads) must divide, images are not split, and only products are split over p2.
+        """
         kind = kind_of(layer.kind)
         if self.p2 > 1 and (self.summa or kind.splitting is not Splitting.PRODUCT):
             return False
@@ -126,20 +145,22 @@ class Strategy:
 
 
 @dataclass(frozen=True, eq=False)
-class Alike:
-    """Strategies that run the same steps along axes of other sizes: to arithmetic they are one, whose numbers are arrays.
+class StrategyGroup:
+    """Strategies that run the same steps along axes of different sizes.
+
+    A group has the interface of one :class:`Strategy`, with arrays of shape (strategies,) in place of numbers.
 
     Attributes:
-        indices: where they stand in the sequence that they were taken from, shape (strategies,).
-        splits: shape (strategies, levels, 3).
-        summa: of all of them.
-        sized: the network levels on which all have the same splits.
+        indices: indices of the strategies in the sequence that was grouped, shape (strategies,).
+        splits: (p0, p1, p2) per strategy and level, shape (strategies, levels, 3).
+        summa: whether all of them are Summa meshes, or none.
+        same_size: for each network level, whether all strategies have the same splits on it.
     """
 
     indices: np.ndarray
     splits: np.ndarray
     summa: bool
-    sized: tuple[bool, ...]
+    same_size: tuple[bool, ...]
 
     @cached_property
     def _products(self) -> np.ndarray:
@@ -166,32 +187,37 @@ class Alike:
         return np.maximum(self.p0, self.p1)
 
     def axes(self, which: int, embedding: bool = False) -> tuple[Axis, ...]:
-        """As of one :class:`Strategy`; sizes are arrays, or one number on a level that is ``sized``.  Strides mean nothing."""
+        """Like :meth:`Strategy.axes`; sizes are arrays, or one number on a level that is ``same_size``.  Strides are undefined."""
         axes: list[Any] = []
-        for level, is_sized in enumerate(self.sized):
+        for level, is_sized in enumerate(self.same_size):
             sizes = self.splits[:, level, which]
             if sizes[0] > 1:
                 axes.append(Axis(cast(int, int(sizes[0]) if is_sized else sizes), 0, level))
         return tuple(axes)
 
 
-def alike(strategies: Sequence[Strategy], sized: tuple[bool, ...]) -> Iterator[Alike]:
-    """Strategies in groups that run the same steps: axes longer than 1 in the same places, of the same size on levels that are
-    ``sized`` (where the price of a step is not the same formula for all sizes)."""
+def group_strategies(strategies: Sequence[Strategy], same_size: tuple[bool, ...]) -> Iterator[StrategyGroup]:
+    """Group strategies that run the same steps.
+
+    Args:
+        strategies: all on the same number of levels.
+        same_size: for each level, whether strategies of a group must have equal splits on it, because the price formula of a step
+            depends on the size of the axis.  On other levels only the places of axes longer than 1 must be equal.
+    """
     splits = np.array([strategy.splits for strategy in strategies])
     summa = np.array([strategy.summa for strategy in strategies])
-    pattern = np.where(np.array(sized)[None, :, None], splits, splits > 1).reshape(len(strategies), -1)
+    pattern = np.where(np.array(same_size)[None, :, None], splits, splits > 1).reshape(len(strategies), -1)
     groups: dict[bytes, list[int]] = {}
     for index, row in enumerate(np.column_stack((pattern, summa))):
         groups.setdefault(row.tobytes(), []).append(index)
     for members in groups.values():
         indices = np.array(members)
-        yield Alike(indices, splits[indices], bool(summa[indices[0]]), sized)
+        yield StrategyGroup(indices, splits[indices], bool(summa[indices[0]]), same_size)
 
 
 @cache
 def mesh_axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, ...], ...]:
-    """The axes of p0, p1 and p2, one per level where it is longer than 1, outermost first."""
+    """The axes of p0, of p1 and of p2, each outermost first; axes of size 1 are left out."""
     order = (0, 2, 1) if embedding else (0, 1, 2)
     stride = prod(prod(split) for split in splits)
     axes: tuple[list[Axis], ...] = ([], [], [])
@@ -204,25 +230,28 @@ def mesh_axes(splits: tuple[Split3, ...], embedding: bool) -> tuple[tuple[Axis, 
 
 
 def transposed(strategy: Strategy) -> Strategy:
-    """The strategy of a layer whose weight is the transpose of this one's: p1 and p2 change places."""
+    """The strategy of a layer with the transposed weight: p1 and p2 are swapped.
+
+    >>> print(transposed(Strategy(((2, 4, 1),))))
+    (2,1,4)
+    """
     return Strategy(tuple((p0, p2, p1) for p0, p1, p2 in strategy.splits))
 
 
 def data_parallel(level_sizes: Sequence[int]) -> Strategy:
-    """Everything on the samples: (p, 1, 1) at every level."""
+    """The data-parallel strategy: (p, 1, 1) at every level."""
     return Strategy(tuple((size, 1, 1) for size in level_sizes))
 
 
 @cache
 def _splits(size: int) -> tuple[Split3, ...]:
-    """All ordered factorisations of ``size`` into three."""
-    divisors = [d for d in range(1, size + 1) if size % d == 0]
-    return tuple((p0, p1, size // p0 // p1) for p0 in divisors for p1 in divisors if (size // p0) % p1 == 0)
+    """All ordered factorisations of ``size`` into three factors."""
+    return tuple((p0, p1, size // p0 // p1) for p0 in divisors(size) for p1 in divisors(size // p0))
 
 
 @cache
 def _all(level_sizes: tuple[int, ...], splitting: Splitting) -> tuple[Strategy, ...]:
-    """Every strategy of layers that are split so, before shapes are looked at."""
+    """All strategies of layers with this ``splitting``, regardless of shapes."""
     if splitting is Splitting.SAMPLES:
         return (data_parallel(level_sizes),)
     per_level = [_splits(size) for size in level_sizes]
@@ -233,11 +262,12 @@ def _all(level_sizes: tuple[int, ...], splitting: Splitting) -> tuple[Strategy, 
 
 
 def enumerate_strategies(layer: Layer, level_sizes: Sequence[int], summa: bool = False) -> Iterator[Strategy]:
-    """The strategies of a layer that divide its features and heads (whether the samples divide is up to the micro-batch).
+    """The strategies of a layer that divide its features and heads.  The samples are not considered.
 
     Args:
-        level_sizes: devices of each network level, outermost first.
-        summa: offer Summa meshes (r, c > 1) to linear layers too.
+        layer: the layer.
+        level_sizes: number of devices at each network level, outermost first.
+        summa: include Summa meshes (r, c > 1) for linear layers.
     """
     sizes, kind = tuple(level_sizes), kind_of(layer.kind)
     for strategy in _all(sizes, kind.splitting):

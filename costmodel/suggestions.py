@@ -1,4 +1,4 @@
-"""What a user may have meant by a name that is unknown."""
+"""Suggestions for misspelt names ("did you mean ...?")."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from .limits import MOST_SHOWN_EACH
 
 __all__ = ["closest", "did_you_mean", "unknown"]
 
-#: How alike names have to be (`difflib.SequenceMatcher.ratio`): "colour" is not "cluster", with 0.62.
+#: Least similarity of names (`difflib.SequenceMatcher.ratio`); "colour" and "cluster" have 0.62.
 _LEAST = 0.65
 
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The known name that is most like a word; None where none is like it.
+    """The known name most similar to a word; None if none is similar.
 
     >>> closest("gtp3-13b", ["gpt2", "gpt3-13b"]), closest("red", ["gpt2", "gpt3-13b"])
     ('gpt3-13b', None)
     """
-    from difflib import get_close_matches  # not above: it is only needed when something is wrong
+    from difflib import get_close_matches  # imported lazily: only errors need it
 
-    by_lower = {name.lower().lstrip("-"): name for name in known}  # dashes make no options alike
+    by_lower = {name.lower().lstrip("-"): name for name in known}  # leading dashes would make all options similar
     found = get_close_matches(word[:MOST_SHOWN_EACH].lower().lstrip("-"), by_lower, 1, cutoff=_LEAST)
     return by_lower[found[0]] if found else None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
-    """A question to put into a message; empty where nothing is like the word.
+    """A question for a message; empty if no known name is similar.
 
     >>> did_you_mean("dgx-a10", ["dgx-a100", "local-cpu"])
     "did you mean 'dgx-a100'?"
@@ -37,7 +37,12 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 def unknown(what: str, word: object, known: Sequence[str]) -> UserError:
-    """The error for a name that is none of those known.
+    """The error for an unknown name.
+
+    Args:
+        what: what the name is of, such as "method".
+        word: the unknown name.
+        known: the known names.
 
     >>> print(unknown("method", "exat", ["exact", "random"]))
     method 'exat' is unknown; did you mean 'exact'? known are exact, random

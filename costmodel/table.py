@@ -1,14 +1,14 @@
-"""The cost table: the one instance that every search algorithm works on.
+"""The cost table: the problem instance of all search algorithms.
 
 A table is a pairwise model over *variables*.  A variable is a layer, or a group of layers tied to one choice
-(the same layer of every transformer block).  Choosing strategy ``x_i`` for every variable ``i`` costs
+(the same layer of every transformer block).  A choice of strategy ``x_i`` for every variable ``i`` costs
 
     cost(x)   = sum_i cost_i[x_i] + sum_(i,j) edge_ij[x_i, x_j]                 seconds per training step
     memory(x) = sum_i memory_i[x_i] + max_i buffer_i[x_i]                      bytes on each device
 
-``memory_i`` is what stays (parameters, gradients, optimizer states, activations); ``buffer_i`` is transient (a gathered
-input, an unreduced output): only the largest one is alive at a time, hence the maximum.  An entry of ``inf`` in an edge is
-a pair of strategies between which no redistribution exists.
+``memory_i`` is resident (parameters, gradients, optimizer states, activations).  ``buffer_i`` is transient (a gathered input, an
+unreduced output): only one buffer is alive at a time, hence the maximum.  An entry ``inf`` in an edge means that no
+redistribution exists between the two strategies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,15 @@ __all__ = ["ByClass", "CostTable", "Edge"]
 
 @dataclass(frozen=True, eq=False)
 class ByClass:
-    """Costs of pairs of options that depend on a class of each alone: option a of class ``rows[a]`` beside option b of class
-    ``columns[b]`` costs ``between[rows[a], columns[b]]`` [s].
+    """Costs of pairs of options that depend only on the classes (layouts) of the two options.
 
-    A linear layer of 360 strategies has some 30 layouts around it: the searches work on the classes, and only those that ask for
-    :attr:`matrix` see one cost per pair of options.
+    Options a and b cost ``between[rows[a], columns[b]]`` seconds.  A linear layer of 360 strategies has about 30 layouts, so the
+    searches work on classes; :attr:`matrix` expands them.
+
+    Attributes:
+        between: cost [s] of each pair of classes, shape (classes of source, classes of target).
+        rows: class of each option of the source.
+        columns: class of each option of the target.
     """
 
     between: np.ndarray
@@ -37,7 +41,7 @@ class ByClass:
 
     @cached_property
     def matrix(self) -> np.ndarray:
-        """The cost of every pair of options, shape (options of source, options of target)."""
+        """The cost [s] of every pair of options, shape (options of source, options of target)."""
         return self.between[self.rows[:, None], self.columns[None, :]]
 
     def at(self, a: int, b: int) -> float:
@@ -47,9 +51,12 @@ class ByClass:
 
 @dataclass(frozen=True, eq=False)
 class Edge:
-    """Redistribution costs between two variables, as a matrix or by classes of options.
+    """Redistribution costs between two variables.
 
-    Edges between equal pairs of layers share one object of costs: algorithms may recognise it by identity.
+    Attributes:
+        source, target: indices of the two variables.
+        costs: the costs [s] as a matrix of options or by classes.  Edges between equal pairs of layers share one object, so that
+            algorithms can recognise equal edges by identity.
     """
 
     source: int
@@ -75,11 +82,20 @@ class Edge:
 
 @dataclass(frozen=True, eq=False)
 class CostTable:
-    """Costs [s], memory [bytes] and buffers [bytes] of every option of every variable, and the edges between them.
+    """Costs and memory of all options of all variables, and the edges between variables.
 
-    ``cost[i]``, ``memory[i]`` and ``buffer[i]`` are float64 vectors with one entry per option of variable ``i``; memory and
-    buffers hold whole numbers of bytes (exact in float64).  Source and target of an edge differ, and no two edges join
-    the same pair of variables in the same direction; parallel and self edges are folded by whoever builds the table.
+    Attributes:
+        names: of the variables.
+        cost: seconds per training step; ``cost[i]`` is a float64 array of shape (options of variable i,).
+        memory: resident bytes, in the same shape; integers, which float64 holds exactly.
+        buffer: transient bytes, in the same shape; integers.
+        edges: at most one edge for each ordered pair of different variables.
+
+    >>> options = np.array([1.0, 2.0]), np.array([2.0, 1.0])
+    >>> edge = Edge(0, 1, np.array([[0.0, 3.0], [3.0, 0.0]]))
+    >>> table = CostTable(("a", "b"), options, options, options, (edge,))
+    >>> table.space_size, table.evaluate((0, 1)), table.peak_memory((0, 1))
+    (4, 5.0, 3.0)
     """
 
     names: tuple[str, ...]
@@ -99,12 +115,15 @@ class CostTable:
 
     @cached_property
     def space_size(self) -> int:
-        """How many assignments there are (a Python int: it exceeds 64 bits soon)."""
+        """Number of assignments (a Python int, since it may exceed 64 bits)."""
         return math.prod(len(costs) for costs in self.cost)
 
     @cached_property
-    def _alike(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[ByClass | np.ndarray, np.ndarray]]]:
-        """(costs, variables) and (costs, ends) of variables and edges that share theirs: repeated blocks have few that do not."""
+    def _shared(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[ByClass | np.ndarray, np.ndarray]]]:
+        """(costs, variables) of variables with the same cost array, and (costs, ends) of edges with the same costs.
+
+        The graph of a model with repeated blocks has few of each.
+        """
         variables: dict[int, tuple[np.ndarray, list[int]]] = {}
         for i, costs in enumerate(self.cost):
             variables.setdefault(id(costs), (costs, []))[1].append(i)
@@ -117,10 +136,10 @@ class CostTable:
         )
 
     def evaluate(self, choice: tuple[int, ...]) -> float:
-        """The cost [s] of one assignment: the sum rounded once, so that the order of edges does not matter."""
+        """The cost [s] of one assignment.  The sum is rounded once, so that the order of edges does not matter."""
         chosen = np.array(choice, dtype=np.intp)
         parts: list[float] = []
-        variables, edges = self._alike
+        variables, edges = self._shared
         for costs, members in variables:
             parts += costs[chosen[members]].tolist()
         for between, ends in edges:
@@ -132,6 +151,6 @@ class CostTable:
         return math.fsum(parts)
 
     def peak_memory(self, choice: tuple[int, ...]) -> float:
-        """The bytes that one assignment needs on each device."""
+        """Peak bytes on each device under one assignment."""
         resident = sum(float(memory[x]) for memory, x in zip(self.memory, choice))
         return resident + max((float(buffer[x]) for buffer, x in zip(self.buffer, choice)), default=0.0)

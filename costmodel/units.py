@@ -1,8 +1,7 @@
-"""Units: converted once, at the boundary; inside everything is SI (seconds, bytes, FLOP/s)."""
+"""Conversion of units at input, and formatting of numbers at output; in between all numbers are in SI units."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import groupby
 
@@ -19,14 +18,14 @@ __all__ = [
     "to_si",
 ]
 
-#: The runs of numbers, and the values per worker, that one line shows.
+#: Largest number of runs (:func:`format_ranges`) and of values (:func:`format_values`) on one line.
 MOST_RUNS, MOST_VALUES = 8, 32
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _SMALL = {"m": 1e3, "u": 1e6, "n": 1e9, "": 1.0}
 
-#: Factor to the SI unit, per quantity (for times its inverse).
+#: Factor to the SI unit, per quantity and unit; for times the inverse of it.
 _FACTORS: dict[str, dict[str, float]] = {
     "time": {f"{prefix}s": factor for prefix, factor in _SMALL.items()},
     "size": {
@@ -44,37 +43,48 @@ _FACTORS: dict[str, dict[str, float]] = {
 
 
 def to_si(value: float, unit: str, quantity: str, what: str) -> float:
-    """``value`` in the SI unit of ``quantity`` (time, size, rate, compute, ratio or slowness).
+    """Convert ``value`` to the SI unit of ``quantity`` (time, size, rate, compute, ratio or slowness).
 
     Raises:
-        UserError: the unit is not one of that quantity; ``what`` names the number.
+        UserError: ``unit`` is not a unit of the quantity; ``what`` names the number in the message.
+
+    >>> to_si(5, "us", "time", "latency"), to_si(8, "Gb/s", "rate", "bandwidth")
+    (5e-06, 1000000000.0)
     """
     factors = _FACTORS[quantity]
     if unit not in factors:
         raise UserError(f"{what}: unit {quote(unit)} is not a unit of {quantity} ({', '.join(factors)})")
-    # Times are divided by a whole number: 5 us is exactly 5e-6 s then.
+    # Dividing times by an integer makes 5 us exactly 5e-6 s.
     return value / factors[unit] if quantity == "time" else value * factors[unit]
 
 
 def _scaled(value: float, scales: list[tuple[float, str]]) -> str:
     factor, name = next((scale for scale in scales if abs(value) >= scale[0]), scales[-1])
     scaled = value / factor
-    # Four digits before the point (1,000 to 1,023 of a binary unit) are not written as 1e+03.
+    # Do not print 1,000 to 1,023 of a binary unit as 1e+03.
     return f"{scaled:.3g} {name}" if abs(scaled) < 999.5 else f"{scaled:.0f} {name}"
 
 
 def format_seconds(seconds: float) -> str:
-    """Three significant digits: ``1.23 ms``."""
+    """Format a time with three significant digits.
+
+    >>> format_seconds(0.001234)
+    '1.23 ms'
+    """
     return _scaled(seconds, [(1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")]) if seconds else "0 s"
 
 
 def format_bytes(nbytes: float) -> str:
-    """Three significant digits in binary units: ``1.5 GiB``."""
+    """Format a number of bytes with three significant digits, in binary units.
+
+    >>> format_bytes(1.5 * 2**30)
+    '1.5 GiB'
+    """
     return _scaled(nbytes, [(2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB"), (2.0**10, "KiB"), (1.0, "B")])
 
 
 def counted(number: int, what: str) -> str:
-    """A number and what is counted, in the plural where it is not one.
+    """Format a count with its noun, in the plural unless the number is 1.
 
     >>> counted(1, "simulation"), counted(1234, "simulation")
     ('1 simulation', '1,234 simulations')
@@ -83,20 +93,14 @@ def counted(number: int, what: str) -> str:
 
 
 def format_memory_limit(nbytes: float) -> str:
-    """``4.37 GiB (--memory-limit 4.369)``: a least memory, and what to ask for, rounded up so that it is enough.
-
-    Four significant digits of GiB, which is what the command line takes.
-    """
-    gib = nbytes / 2**30
-    digits = 3 - math.floor(math.log10(gib)) if gib > 0 else 0
-    enough = math.ceil(gib * 10**digits) / 10**digits
-    return f"{format_bytes(nbytes)} (--memory-limit {enough:.4g})"
+    """``4.37 GiB (memory_limit_bytes=4691255296)``: a least memory, and the argument that asks for just so much."""
+    return f"{format_bytes(nbytes)} (memory_limit_bytes={nbytes:.17g})"
 
 
 def format_ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 5``: numbers in ascending order with runs joined.
+    """Format ascending numbers as ranges.
 
-    Where there are more than :data:`MOST_RUNS`, a pattern that repeats is shown once, and of others the first ones and the last.
+    If there are more than :data:`MOST_RUNS` runs, a repeating pattern is printed once; otherwise the first runs and the last.
 
     >>> format_ranges([0, 1, 2, 3, 5])
     '0-3, 5'
@@ -117,7 +121,7 @@ def format_ranges(numbers: Sequence[int]) -> str:
 
 
 def _repeated(numbers: Sequence[int]) -> tuple[int, int]:
-    """How many numbers there are until they come again, each larger by the same (the second number); all where they never do."""
+    """(length, period) of the shortest pattern that repeats, shifted by the period; (number of numbers, 0) if none does."""
     count = len(numbers)
     for pattern in range(1, count // 2 + 1):
         period = numbers[pattern] - numbers[0]
@@ -129,7 +133,7 @@ def _repeated(numbers: Sequence[int]) -> tuple[int, int]:
 
 
 def abridged(words: Sequence[str], most: int) -> list[str]:
-    """At most ``most`` words, by leaving out what stands before the last one.
+    """Shorten a list to ``most`` words: leave out words before the last one.
 
     >>> abridged(["0", "2", "4", "6", "8"], 4)
     ['0', '2', '...', '8']
@@ -138,7 +142,9 @@ def abridged(words: Sequence[str], most: int) -> list[str]:
 
 
 def format_values(values: Sequence[float]) -> str:
-    """``8 7 6``: a value per worker; where they are more than :data:`MOST_VALUES`, equal neighbours are one: ``1 (512 times)``.
+    """Format a list of values, such as one per worker.
+
+    If there are more than :data:`MOST_VALUES`, equal neighbours are joined.
 
     >>> format_values([4] * 1022 + [2, 1])
     '4 (1,022 times) 2 1'

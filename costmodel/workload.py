@@ -1,4 +1,4 @@
-"""How a model is trained: batch, micro-batch, precision, optimizer, recomputation.
+"""The workload of a training step: batch, micro-batch, precision, optimizer, recomputation.
 
 Bytes per trained element (parameter + gradient + optimizer states):
 
@@ -9,7 +9,7 @@ float32    4                  4         -                 sgd 0, momentum 4, ada
 mixed      2                  2         4                 sgd 0, momentum 4, adam 8
 =========  =================  ========  ================  ======
 
-Adam so costs 16 bytes per parameter in either precision.
+So Adam needs 16 bytes per parameter in either precision.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIMIZERS = {"sgd": 0, "momentum": 4, "adam": 8}
 
 @dataclass(frozen=True)
 class Workload:
-    """One training step.
+    """The workload of one training step.
 
     Attributes:
         batch: samples per step, over all devices.
@@ -40,7 +40,15 @@ class Workload:
             ``batch / micro_batch`` passes.
         precision: ``float32`` or ``mixed``.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
-        recompute: keep only every layer's evenly split input, and repeat its forward pass before its backward pass.
+        recompute: whether to keep only the evenly split input of every layer, and to repeat its forward pass before its
+            backward pass.
+
+    Raises:
+        UserError: a value is out of range, or the micro-batch does not divide the batch.
+
+    >>> workload = Workload(batch=512, micro_batch=64, precision="mixed")
+    >>> workload.num_micro_batches, workload.itemsize, workload.bytes_per_parameter
+    (8, 2, 16)
     """
 
     batch: int
@@ -65,7 +73,7 @@ class Workload:
 
     @property
     def num_micro_batches(self) -> int:
-        """Forward and backward passes per step."""
+        """Number of forward and backward passes per training step."""
         return self.batch // self.micro_batch
 
     @property
@@ -75,17 +83,17 @@ class Workload:
 
     @property
     def bytes_per_parameter(self) -> int:
-        """Bytes that one trained element needs (table: module docstring)."""
+        """Bytes per trained element: parameter, gradient and optimizer states (table: module docstring)."""
         master = 4 if self.precision == "mixed" else 0
         return 2 * self.itemsize + master + OPTIMIZERS[self.optimizer]
 
     def document(self) -> dict[str, Any]:
-        """The workload as JSON fields."""
+        """The workload as a JSON object."""
         return asdict(self)
 
     @classmethod
     def from_fields(cls, fields: Fields) -> Workload:
-        """Read what :meth:`document` wrote.
+        """Read the result of :meth:`document`.
 
         Raises:
             UserError: a field is missing, unknown or out of range.

@@ -1,12 +1,16 @@
-"""Pipelines as data: schedules, what they cost in time and memory, and the planners that choose among them.
+"""Pipeline schedules as data: generation, simulation of time and memory, and the planners that choose among them.
 
-- :mod:`.schedule`: ``Task``, ``Schedule`` (per worker an ordered list of tasks, with all that a runtime needs to know);
-  :mod:`.grid`: the same as CSV.
-- :mod:`.generators`: ``generate(name, num_stages=, num_micro_batches=, ...)`` for every family, through :mod:`.validate`.
-- :mod:`.simulator`: ``simulate(schedule, times)`` gives a ``Timeline``; :mod:`.times`: what tasks cost;
-  :mod:`.critical`: the critical path; :mod:`.memory`: activations and weight versions; :mod:`.communication`: transfers,
-  collectives and one order for all of them; :mod:`.draw`: text, SVG, Chrome trace.
-- :mod:`.planners`: how to cut a model for a cluster. :mod:`.runtime`: all that runs on OneFlow ranks.
+- :mod:`.schedule`: ``Task`` and ``Schedule`` (an ordered list of tasks per worker); :mod:`.grid`: schedules as CSV.
+- :mod:`.generators`: ``generate(name, num_stages=, num_micro_batches=, ...)`` returns a schedule of any family, checked by
+  :mod:`.validate`; :mod:`.alone`: the schedule of a single stage, for any number of micro-batches.
+- :mod:`.simulator`: ``simulate(schedule, times)`` returns a ``Timeline``; :mod:`.times`: durations of tasks and transfers;
+  :mod:`.critical`: the critical path; :mod:`.memory`: activations and weight versions; :mod:`.communication`: transfers and
+  collectives in one total order; :mod:`.draw`: text, SVG, Chrome trace.
+- :mod:`.planners`: planners that cut a model for a cluster. :mod:`.runtime`: execution on OneFlow ranks.
+
+>>> schedule = generate("1f1b", num_stages=2, num_micro_batches=4)
+>>> simulate(schedule, Times.of(2, forward=1, backward=2)).makespan
+15.0
 """
 
 from .critical import CriticalPath, critical_path

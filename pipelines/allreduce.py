@@ -1,13 +1,13 @@
-"""Gradient all-reduces inside the simulation: who launches, when they run, when they are done.
+"""Gradient all-reduces inside the simulation: when they are launched, when they run and when they end.
 
 The all-reduce of a stage for one update is a *group*: one launch on each worker that holds a replica of the stage.
-Every worker has one communication stream, which runs its groups in launch order. With S = the latest of the members'
-launches and of the ends of their streams' previous groups, a group that takes time a ends
+Every worker has one communication stream, which runs its groups in launch order. Let S be the latest of the members'
+launches and of the ends of the previous groups on their streams. A group of duration a ends
 
-- at S + a where all-reduces progress beside compute;
-- otherwise, where they progress only in the free regions, when the last of its members has had a seconds without
-  compute since S. That is known only once a member has no more compute to do before it must wait, so it is settled at
-  that point.
+- at S + a if all-reduces overlap compute;
+- otherwise, when the last of its members has had a seconds without compute since S: all-reduces then progress only in
+  the free regions. The end is known once each member has no more compute to run before it must wait, so the group is
+  settled at that point.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ __all__ = ["AllReduces"]
 
 
 class AllReduces:
-    """The all-reduces of one simulation run."""
+    """The all-reduces of one simulation run.
+
+    Attributes:
+        is_launch: per task, whether it launches an all-reduce.
+        group_of: per task, the group of an all-reduce and of the update that waits for it; -1 for other tasks.
+    """
 
     def __init__(self, table: TaskTable, times: Times) -> None:
         self._overlaps = times.all_reduce_overlaps_compute
         launches = table.of_kind(Kind.ALL_REDUCE)
         self.is_launch = (table.kind == Kind.ALL_REDUCE).tolist()
         self.group_of: list[int] = [NONE] * table.num_tasks
-        """Per task its group: of an all-reduce, and of the update that waits for it; -1 for others."""
         self._members: list[list[int]] = []
         self._time: list[float] = []
         groups: dict[tuple[int, int], int] = {}
@@ -50,8 +54,8 @@ class AllReduces:
         stream_next = _following(launches, table)
         self._next = stream_next
         follows = set(stream_next.values())
-        # What a group waits for: each member's launch, its stream's previous group, and (without overlap) its last
-        # compute.
+        # A group waits, per member, for the launch, the stream's previous group and, without overlap, the worker's
+        # last compute task before it must wait.
         per_member = 1 if self._overlaps else 2
         self._pending = [sum(per_member + (number in follows) for number in members) for members in self._members]
         self._launched_at: dict[int, float] = {}
@@ -68,7 +72,7 @@ class AllReduces:
         return self._done[group]
 
     def launch(self, number: int, now: float, starts: list[float], ends: list[float]) -> list[int]:
-        """A member launches; returns the workers that may go on because of it."""
+        """Launch a member of a group at time ``now``; return the workers that this wakes up."""
         self._launched_at[number] = now
         self._undrained.setdefault(self._worker_of[number], []).append(number)
         return self._count_down([self.group_of[number]], starts, ends)
@@ -76,7 +80,10 @@ class AllReduces:
     def wait(
         self, number: int, worker: int, starts: list[float], ends: list[float], finished: bool = False
     ) -> list[int]:
-        """A worker has come to ``number`` and must wait for a group there (or has finished its list)."""
+        """Let a worker wait at task ``number`` for that task's group, or mark the end of its list (``finished``).
+
+        Returns the workers that this wakes up.
+        """
         if not finished:
             self._waiting.setdefault(self.group_of[number], []).append(worker)
         if self._overlaps:
@@ -87,7 +94,7 @@ class AllReduces:
         return self._count_down([self.group_of[launch] for launch in drained], starts, ends)
 
     def _count_down(self, groups: list[int], starts: list[float], ends: list[float]) -> list[int]:
-        """Take one condition off each of the groups, and settle those (and their followers) that have none left."""
+        """Remove one pending condition of each group, settle the groups that have none left, and return the woken workers."""
         woken: list[int] = []
         while groups:
             group = groups.pop()
@@ -100,6 +107,7 @@ class AllReduces:
         return woken
 
     def _settle(self, group: int, starts: list[float], ends: list[float]) -> None:
+        """Compute the start and the end of a group whose members can all run."""
         members, needed = self._members[group], self._time[group]
         workers = [self._worker_of[member] for member in members]
         begin = max(
@@ -117,7 +125,7 @@ class AllReduces:
     def _end_in_free_regions(
         self, member: int, begin: float, needed: float, starts: list[float], ends: list[float]
     ) -> float:
-        """When the member's worker has had ``needed`` seconds without compute since ``begin``."""
+        """The time at which the member's worker has had ``needed`` seconds without compute since ``begin``."""
         free_from = begin
         for number in range(member + 1, self._drained_until[member]):
             if self.is_launch[number] or ends[number] <= free_from:
@@ -131,7 +139,7 @@ class AllReduces:
 
 
 def _following(launches: np.ndarray, table: TaskTable) -> dict[int, int]:
-    """Each launch's successor on the same worker's stream."""
+    """Each launch's successor on the same worker's communication stream."""
     numbers, workers = launches.tolist(), table.worker[launches].tolist()
     return {
         number: numbers[index + 1] for index, number in enumerate(numbers[:-1]) if workers[index + 1] == workers[index]

@@ -1,11 +1,10 @@
-"""What a schedule communicates, and one order for all of it.
+"""The communication of a schedule, and one total order of it.
 
 A transfer carries the output of one task to the worker of its consumer; a collective averages a stage's weight
-gradients over the workers that hold it. :func:`communication_order` puts all of them in one total order, by the times
-at which they begin in the simulation. Where every worker issues its own communication in that order, and its compute
-between by the same times, the schedule cannot deadlock even if every transfer blocks both its ends and every worker has
-a single thread: of all that has not happened yet, whatever comes first in the order has its inputs, and both its ends
-have nothing else before it.
+gradients over the workers that hold it. :func:`communication_order` sorts all of them by the times at which they begin
+in the simulation. If every worker issues its communication in that order, and its compute tasks at the simulated times in
+between, the schedule cannot deadlock, even if every transfer blocks both its ends and every worker has a single thread:
+the first pending item of the order has its inputs, and neither of its ends has anything else to do before it.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ from .timeline import Timeline
 from .times import Times
 
 __all__ = [
-    "Collective",
     "Communication",
+    "GradientAllReduce",
     "Transfer",
     "boundary_crossings",
     "communication_bytes",
@@ -32,44 +31,56 @@ __all__ = [
 
 
 class Transfer(NamedTuple):
-    """The output of ``task`` on its way."""
+    """The transfer of a task's output to the worker of its consumer.
+
+    Attributes:
+        task: whose output is sent.
+        source: worker that sends.
+        destination: worker that receives.
+        begins: simulated start.
+    """
 
     task: Task
     source: int
-    """The sending worker."""
     destination: int
     begins: float
 
 
-class Collective(NamedTuple):
-    """The average of a stage's weight gradients of one update."""
+class GradientAllReduce(NamedTuple):
+    """The all-reduce that averages a stage's weight gradients for one update.
+
+    Attributes:
+        stage: of the gradients.
+        update: index of the update.
+        workers: workers that hold the stage, in the order of ``schedule.replicas_of(stage)``.
+        begins: simulated start.
+    """
 
     stage: int
     update: int
     workers: tuple[int, ...]
-    """All that hold the stage, in the order of ``schedule.replicas_of(stage)``."""
     begins: float
 
 
-Communication = Union[Transfer, Collective]
+Communication = Union[Transfer, GradientAllReduce]
 
 
 def communication_order(schedule: Schedule, times: Times | None = None) -> tuple[Communication, ...]:
-    """All communication of a valid schedule in one order that every worker can follow.
+    """All communication of a valid schedule, in one order that every worker can follow.
 
     Args:
-        times: to order by; by default a time unit for each task and a fraction of one for each transfer. An order that
-            is right for one set of times can be followed whatever the times are.
+        times: durations to order by; by default one unit for each task and 1/8 unit for each transfer. An order that is
+            valid for one set of times can be followed whatever the actual times are.
     """
     if times is None:
         times = Times.of(
             schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
         )
-    return ordered(schedule, simulate(schedule, times))
+    return timeline_order(schedule, simulate(schedule, times))
 
 
-def ordered(schedule: Schedule, timeline: Timeline) -> tuple[Communication, ...]:
-    """The communication of a timeline with recorded transfers, by when it begins."""
+def timeline_order(schedule: Schedule, timeline: Timeline) -> tuple[Communication, ...]:
+    """The communication of a timeline with recorded transfers, sorted by the time at which it begins."""
     assert timeline.departures is not None
     entries: list[tuple[float, int, Communication]] = []
     collectives: dict[tuple[int, int], float] = {}
@@ -84,12 +95,12 @@ def ordered(schedule: Schedule, timeline: Timeline) -> tuple[Communication, ...]
                 collectives[task.stage, task.micro_batch] = starts[index]
     for (stage, update), begins in collectives.items():
         workers = tuple(replica.worker for replica in schedule.replicas_of(stage))
-        entries.append((begins, len(entries), Collective(stage, update, workers, begins)))
+        entries.append((begins, len(entries), GradientAllReduce(stage, update, workers, begins)))
     return tuple(entry for _, _, entry in sorted(entries))
 
 
 def boundary_crossings(schedule: Schedule) -> tuple[tuple[float, float], ...]:
-    """Per boundary between stages how many micro-batches' activations and gradients change the worker there."""
+    """Per boundary between stages, how many micro-batches' (activations, gradients) cross to another worker there."""
     table = tabulate(schedule)
     placement = np.array(schedule.placement)
     size = table.num_slots / table.slots_per_micro_batch
@@ -111,9 +122,9 @@ def communication_bytes(
     """Bytes sent over the whole schedule: (between stages, in gradient all-reduces).
 
     Args:
-        boundary_bytes: of one micro-batch's activation at each boundary; its gradient is as large.
-        gradient_bytes: of each stage's weights; an all-reduce over r replicas sends 2 (r - 1) times as much (a ring's,
-            and the least possible for an even share of the work). None: no all-reduces counted.
+        boundary_bytes: bytes of one micro-batch's activation at each boundary; its gradient has the same size.
+        gradient_bytes: bytes of each stage's weight gradients. An all-reduce over r replicas sends 2 (r - 1) times as much,
+            as a ring does, the least possible if the replicas share the work evenly. None: all-reduces are not counted.
     """
     between = sum(
         (forward + backward) * size for (forward, backward), size in zip(boundary_crossings(schedule), boundary_bytes)

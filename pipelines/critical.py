@@ -1,9 +1,9 @@
-"""The critical path of a timeline: the chain of tasks that makes it as long as it is.
+"""The critical path of a timeline: the longest chain of tasks, which determines its makespan.
 
-Going back from the last task, every task began the moment that something let it: its worker's previous task, or the
-arrival of an input (which may itself have waited for its link), or an all-reduce. Where several let it at once there
-are several longest paths; the one with the most backwards is given, which is the one that stays longest as backwards
-grow (C_f and C_b of Chimera's performance model).
+Every task begins the moment that the last of its predecessors ends: its worker's previous task, the arrival of an input
+(which may itself have waited for its link), or an all-reduce. If several predecessors end at once, there are several
+longest paths. The one with the most backwards is returned: it stays the longest as backwards become slower (C_f and C_b
+of Chimera's performance model).
 """
 
 from __future__ import annotations
@@ -21,57 +21,68 @@ _BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 
 @dataclass(frozen=True)
 class CriticalPath:
-    """A longest chain of tasks each of which begins the moment that the one before it lets it."""
+    """A longest chain of tasks, each of which begins the moment that the one before it ends or arrives.
+
+    Attributes:
+        tasks: its tasks in order.
+        forward: number of forwards on it (a pair or a half counts once).
+        backward: number of backwards on it (an input part or a weight part counts once).
+    """
 
     tasks: tuple[Task, ...]
+    transfers: tuple[Task, ...]
+    """Those of them whose output's way to another worker is on it, too."""
     forward: int
-    """Forwards on it (a pair or a half counts once)."""
     backward: int
-    """Backwards on it (an input part or a weight part counts once)."""
 
 
 def critical_path(timeline: Timeline) -> CriticalPath:
-    """The critical path of a simulated timeline; O(tasks), and linear in the tasks on longest paths after that.
+    """The critical path of a simulated timeline; O(tasks).
 
     Raises:
-        TimelineError: if the timeline has no record of its transfers.
+        TimelineError: if the timeline has no recorded transfers.
     """
-    graph = _Releases(timeline)
+    graph = _Predecessors(timeline)
     last = max(range(graph.num_tasks), key=lambda number: (graph.ends[number], -number), default=NONE)
     if last == NONE:
-        return CriticalPath((), 0, 0)
+        return CriticalPath((), (), 0, 0)
     finals = [number for number in range(graph.num_tasks) if graph.same(graph.ends[number], graph.ends[last])]
+    # Score each node by (backwards, forwards) on the best longest path that ends with it.
     score: dict[int, tuple[int, int]] = {}
     before: dict[int, int] = {}
     stack = list(finals)
-    while stack:  # depth first, so that a node is scored after all that released it
+    while stack:  # depth first: a node is scored after all of its predecessors
         node = stack[-1]
         if node in score:
             stack.pop()
             continue
-        releasing = graph.released_by(node)
-        missing = [other for other in releasing if other not in score]
+        predecessors = graph.of(node)
+        missing = [other for other in predecessors if other not in score]
         if missing:
             stack += missing
             continue
         stack.pop()
-        best = max(releasing, key=score.__getitem__, default=NONE)
+        best = max(predecessors, key=score.__getitem__, default=NONE)
         before[node] = best
         backwards, forwards = score[best] if best != NONE else (0, 0)
         kind = graph.kind_of(node)
         score[node] = (backwards + (kind in _BACKWARDS), forwards + (kind is Kind.FORWARD))
+    # Follow the best path from its end to its start.
     node = max(finals, key=score.__getitem__)
     backwards, forwards = score[node]
     tasks: list[Task] = []
+    transfers: list[Task] = []
     while node != NONE:
         if node < graph.num_tasks:
             tasks.append(graph.tasks[node])
+        else:
+            transfers.append(graph.tasks[node - graph.num_tasks])
         node = before[node]
-    return CriticalPath(tuple(reversed(tasks)), forwards, backwards)
+    return CriticalPath(tuple(reversed(tasks)), tuple(reversed(transfers)), forwards, backwards)
 
 
-class _Releases:
-    """What let each node begin. Nodes are the tasks 0..n-1 and their transfers n..2n-1."""
+class _Predecessors:
+    """The predecessors of each node. Nodes are the tasks 0..n-1 and their transfers n..2n-1."""
 
     def __init__(self, timeline: Timeline) -> None:
         if timeline.departures is None or timeline.arrivals is None:
@@ -87,10 +98,10 @@ class _Releases:
         self._blocking = timeline.blocking_sends
         self._tolerance = 1e-9 * max(self.ends, default=0.0)
 
+        # The previous task that occupies the worker (a launch of an all-reduce does not).
         self._previous = [NONE] * self.num_tasks
-        """The worker's previous task that occupies it (a launch of an all-reduce does not)."""
+        # The previous transfer on the same link.
         self._link_previous = [NONE] * self.num_tasks
-        """The transfer before a task's own on the same link."""
         self._stream_previous = [NONE] * self.num_tasks
         self._groups: dict[tuple[int, int], list[int]] = {}
         number = 0
@@ -119,8 +130,8 @@ class _Releases:
     def kind_of(self, node: int) -> Kind | None:
         return self.tasks[node].kind if node < self.num_tasks else None
 
-    def released_by(self, node: int) -> list[int]:
-        """The nodes whose end let this one begin, all those that are equally late."""
+    def of(self, node: int) -> list[int]:
+        """The predecessors whose end determines this node's start: all those that are equally late."""
         candidates = list(self._candidates(node))
         latest = max((time for _, time in candidates), default=0.0)
         return [other for other, time in candidates if self.same(time, latest)] if latest > self._tolerance else []

@@ -19,6 +19,8 @@ MICROSECONDS = 1e6
 
 
 class _Bar(NamedTuple):
+    """A task as a bar: its row, its start and its end."""
+
     worker: int
     task: Task
     start: float
@@ -32,26 +34,26 @@ def _bars(timeline: Timeline) -> Iterator[_Bar]:
             yield _Bar(worker, task, start, end)
 
 
-def _label(schedule: Schedule, task: Task, several: bool) -> str:
-    """The task's text without what its row and its micro-batch tell already: the pipeline, and a single stage."""
+def _label(task: Task, several: bool) -> str:
+    """The task's text without the pipeline, and without the stage if the row has a single one."""
     text = str(task).rpartition(":")[2]
     return text if several or not task.kind.is_compute else text.lstrip("0123456789")
 
 
 def _has_several_stages(schedule: Schedule) -> bool:
-    """Whether some worker holds several stages of one pipeline."""
+    """Whether any worker holds several stages of one pipeline."""
     return any(len(set(workers)) < len(workers) for workers in schedule.placement)
 
 
 def to_rows(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> list[tuple[str, list[str]]]:
-    """A row per worker: its name and its cells, one per tick, all equally wide: a task's label where it begins, ``=`` while it
-    goes on, ``.`` for nothing.
+    """One row per worker: (name, cells), with one cell per tick.
 
-    A label is ``F3``, ``B3``, ... (kind and micro-batch), with the stage before it where a worker has several of one
-    pipeline. All-reduces that take time have a row of their own, below that of their worker.
+    A cell holds a task's label where the task begins, ``=`` while it runs and ``.`` while the worker idles. A label is
+    ``F3``, ``B3``, ... (kind and micro-batch), preceded by the stage if a worker has several stages of one pipeline. All
+    cells are equally wide. All-reduces that take time have a row of their own, below that of their worker.
 
     Args:
-        tick: time per column; by default that of the shortest task, or as much as ``max_columns`` needs.
+        tick: time per column; by default the duration of the shortest task, or longer to keep to ``max_columns``.
     """
     schedule = timeline.schedule
     makespan = timeline.makespan
@@ -67,11 +69,11 @@ def to_rows(timeline: Timeline, tick: float | None = None, max_columns: int = 24
     reduces = [[""] * columns for _ in schedule.workers]
     for bar in bars:
         row = (reduces if bar.task.kind is Kind.ALL_REDUCE else compute)[bar.worker]
-        # A column belongs to what runs in its middle.
+        # A column shows the task that runs in its middle.
         first = math.ceil(bar.start / tick - 0.5 - 1e-9)
         last = math.ceil(bar.end / tick - 0.5 - 1e-9)
         for column in range(max(0, first), min(last, columns)):
-            row[column] = _label(schedule, bar.task, several) if column == first else "="
+            row[column] = _label(bar.task, several) if column == first else "="
     width = max(len(cell) for rows in (compute, reduces) for row in rows for cell in row)
     head = len(f"worker {schedule.num_workers - 1}")
     found = []
@@ -84,19 +86,19 @@ def to_rows(timeline: Timeline, tick: float | None = None, max_columns: int = 24
 
 
 def to_text(timeline: Timeline, tick: float | None = None, max_columns: int = 240) -> str:
-    """The rows of `to_rows` as lines."""
+    """The rows of :func:`to_rows` as lines of text."""
     rows = to_rows(timeline, tick, max_columns)
     return "\n".join(f"{name}  {' '.join(cells)}".rstrip() for name, cells in rows)
 
 
 ROW_HEIGHT, BAR_HEIGHT, LEFT, TOP, BOTTOM = 26, 20, 78, 46, 26
 FONT = 11
+#: Width of a character at this font size, in pixels.
 CHARACTER = 6.6
-"""Width of a character at this font size, in pixels."""
 MAX_WIDTH = 16_000
 
+#: Fill colours of the forwards, by pipeline.
 _FORWARDS = ("#f6c344", "#8fc1e3", "#f2a07b", "#9ed39a", "#d5b3e5", "#f3d9a4", "#a9d8d1", "#e8a7b8")
-"""Fill colours of the forwards, by pipeline."""
 _FILLS = {
     Kind.RECOMPUTE: "#d9d9d9",
     Kind.ALL_REDUCE: "#555555",
@@ -113,21 +115,21 @@ def _fill(task: Task) -> str:
 
 
 def to_svg(timeline: Timeline, title: str | None = None) -> str:
-    """A picture: a row per worker, forwards bright and backwards dark, a colour per pipeline; all-reduces as thin bars.
+    """An SVG picture: a row per worker, a colour per pipeline, bright forwards, dark backwards, thin all-reduces.
 
-    It is as wide as the labels need, up to 16,000 pixels; where a label does not fit it is left out, and every bar
-    tells its task and its times when pointed at.
+    The picture is as wide as the labels need, at most 16,000 pixels. Labels that do not fit are omitted; a tooltip on
+    every bar shows the task and its times.
     """
     schedule = timeline.schedule
     makespan = timeline.makespan or 1.0
     several = _has_several_stages(schedule)
     bars = list(_bars(timeline))
     needed = [
-        (len(_label(schedule, bar.task, several)) + 1) * CHARACTER / (bar.end - bar.start)
+        (len(_label(bar.task, several)) + 1) * CHARACTER / (bar.end - bar.start)
         for bar in bars
         if bar.task.kind.is_compute and bar.end > bar.start
     ]
-    # The scale at which 90 % of the labels fit: a few very short tasks must not stretch everything.
+    # The scale at which 90 % of the labels fit: a few very short tasks should not stretch the whole picture.
     scale = float(np.quantile(needed, 0.9)) if needed else 1.0
     scale = min(max(scale, 480 / makespan), MAX_WIDTH / makespan)
     width, height = LEFT + makespan * scale + 20, TOP + ROW_HEIGHT * schedule.num_workers + BOTTOM
@@ -145,19 +147,19 @@ def to_svg(timeline: Timeline, title: str | None = None) -> str:
         parts.append(f'<text x="8" y="{y + 14}">worker {worker}</text>')
         parts.append(f'<rect x="{LEFT}" y="{y}" width="{makespan * scale:.1f}" height="{BAR_HEIGHT}" fill="#f4f4f4"/>')
     for bar in bars:
-        parts.append(_svg_bar(schedule, bar, scale, several))
+        parts.append(_svg_bar(bar, scale, several))
     parts += _svg_axis(makespan, scale, TOP + ROW_HEIGHT * schedule.num_workers)
     parts.append("</svg>")
     return "\n".join(parts) + "\n"
 
 
-def _svg_bar(schedule: Schedule, bar: _Bar, scale: float, several: bool) -> str:
+def _svg_bar(bar: _Bar, scale: float, several: bool) -> str:
     x, y = LEFT + bar.start * scale, TOP + ROW_HEIGHT * bar.worker
     width = (bar.end - bar.start) * scale
     top, thickness = y, BAR_HEIGHT
     if not bar.task.kind.is_compute:
         top, thickness, width = y + BAR_HEIGHT, 3, max(width, 1.5)
-    label = _label(schedule, bar.task, several)
+    label = _label(bar.task, several)
     tip = escape(f"{bar.task} on worker {bar.worker}: {bar.start:.6g} to {bar.end:.6g}")
     text = ""
     if bar.task.kind.is_compute and len(label) * CHARACTER <= width:
@@ -169,7 +171,7 @@ def _svg_bar(schedule: Schedule, bar: _Bar, scale: float, several: bool) -> str:
 
 
 def _svg_axis(makespan: float, scale: float, y: int) -> list[str]:
-    """Ticks at a round distance of at least 60 pixels."""
+    """Axis labels at a round distance of at least 60 pixels."""
     step = 10 ** math.ceil(math.log10(60 / scale))
     for finer in (0.2, 0.5):
         if step * finer * scale >= 60:
@@ -182,9 +184,9 @@ def _svg_axis(makespan: float, scale: float, y: int) -> list[str]:
 
 
 def to_trace(timeline: Timeline) -> str:
-    """JSON for chrome://tracing and Perfetto: a thread per worker, one per worker's all-reduces, one per link used.
+    """JSON for chrome://tracing and Perfetto: a thread per worker, per worker's all-reduces, and per used link.
 
-    The timeline's unit is taken for seconds.
+    The times of the timeline are taken as seconds.
     """
     schedule = timeline.schedule
     events: list[dict[str, object]] = []

@@ -1,8 +1,8 @@
-"""Schedules as text: a CSV grid with a row per worker, and the excerpt that shows where a schedule is wrong.
+"""Schedules as text: a CSV grid with a row per worker, and the excerpt that shows where a schedule is invalid.
 
-The CSV begins with what is not in the rows, one line each; rows hold tasks (several in a cell are separated by spaces),
-and empty cells mean nothing: they are printed where a worker idles in unit times, so that columns line up as a
-picture::
+The CSV begins with header lines. Then each row holds the tasks of a worker (several tasks in a cell are separated by
+spaces). Empty cells have no meaning: they are printed where a worker idles in unit times, so that the columns line up as
+a picture::
 
     # schedule,1f1b
     # micro-batches,2
@@ -11,7 +11,7 @@ picture::
     worker 0,0F0,0F1,,0B0,,0B1 0U0
     worker 1,,1F0,1B0,1F1,1B1 1U0,
 
-Lines for delays, widths and activation limits are there where they are not 0, 1 and unbounded everywhere.
+Header lines for delays, widths and activation limits are written unless they are 0, 1 and unbounded everywhere.
 """
 
 from __future__ import annotations
@@ -61,10 +61,10 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str) -> Schedule:
-    """Read a schedule from its CSV grid. It is not validated.
+    """Read a schedule from its CSV grid, without validating it.
 
     Raises:
-        UserError: naming the line that cannot be read, what is missing, or what there is too much of.
+        UserError: naming the line that cannot be read, the header that is missing, or the limit that is exceeded.
     """
     header: dict[str, str] = {}
     pipelines: list[tuple[int, ...]] = []
@@ -107,7 +107,7 @@ def _assemble(header: dict[str, str], pipelines: list[tuple[int, ...]], rows: li
             f"the name {quote(header['schedule'])} is too long; give at most {MOST_SHOWN_EACH} characters"
         )
     if not pipelines or not rows:
-        raise ScheduleTextError(f"there is no line '{_MARK}pipeline,...' or no row '{_ROW}0,...'")
+        raise ScheduleTextError(f"the line '{_MARK}pipeline,...' or the row '{_ROW}0,...' is missing")
     num_stages = len(pipelines[0])
     for what, count in (("stages", num_stages), ("pipelines", len(pipelines)), ("workers", len(rows))):
         if count > MOST_STAGES:
@@ -150,7 +150,7 @@ def _joined(values: Sequence[float]) -> str:
 
 
 def _columns(schedule: Schedule) -> list[list[int]]:
-    """Per worker the column of each task: its start in unit times, or its index where that cannot be known."""
+    """Per worker, the column of each task: its start in unit times, or its index if the schedule cannot be executed."""
     num_stages = schedule.num_stages
     kinds = {task.kind for tasks in schedule.workers for task in tasks}
     parts = {task.part for tasks in schedule.workers for task in tasks}
@@ -164,7 +164,7 @@ def _columns(schedule: Schedule) -> list[list[int]]:
     stops = table.offsets[1:].tolist()
     try:
         outcome = execute(schedule, table, unit) if fits else None
-    except IndexError:  # micro-batches out of range, or missing ones: nothing that could be executed
+    except IndexError:  # micro-batches out of range or missing: the schedule cannot be executed
         outcome = None
     result: list[list[int]] = []
     for worker, tasks in enumerate(schedule.workers):
@@ -185,11 +185,11 @@ _EXCERPT_ROWS = 8
 
 
 def excerpt(schedule: Schedule, cells: Sequence[tuple[int, int]]) -> str:
-    """The neighbourhood of some tasks (worker, index in its list), the tasks themselves marked as ``>2F0<``.
+    """The neighbourhood of some tasks (worker, index in its list), with the tasks themselves marked as ``>2F0<``.
 
-    Columns are indices in the lists, not times. Rows further than 8 from the first cell's are left out, and so are
-    tasks further than 6 from a marked one, or from the first marked one's index in rows without any. An index behind a
-    worker's list is shown as ``>?<``: there a task is missing.
+    Columns are list indices, not times. The excerpt shows rows up to 8 from that of the first task, and in each row the
+    tasks up to 6 from the marked one (in rows without a mark, from the first marked index). An index past the end of a
+    worker's list is shown as ``>?<``: a task is missing there.
     """
     focus_worker, focus_index = cells[0]
     marked = set(cells)

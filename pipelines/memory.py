@@ -1,12 +1,12 @@
-"""What a schedule keeps alive: activations, inputs kept for recomputation, weight versions.
+"""The memory that a schedule holds: activations, inputs kept for recomputation, weight versions.
 
-All of it follows from the order of each worker's list, whatever the times are.
+All of it follows from the order of each worker's list; the times do not matter.
 
 - The activations of a micro-batch at a stage live from the start of its forward to the end of its backward (of its
-  weight part, where the backward is split). A stage that recomputes frees them after the forward, keeps the stage's
-  input alone, and has them again from the recomputation on.
+  weight part if the backward is split). A stage that recomputes frees them after the forward, keeps only the stage's
+  input, and holds them again from the recomputation on.
 - A version of a stage's weights lives from the update that makes it to its last reader: a task that uses it, or the
-  next update, which then works in place. The newest one lives on.
+  next update, which then works in place. The newest version is never freed.
 """
 
 from __future__ import annotations
@@ -32,37 +32,49 @@ __all__ = [
 
 
 class Lifetime(NamedTuple):
-    """Where in its worker's list a version of a stage's weights is made and where it is last needed."""
+    """The part of a worker's list over which a version of a stage's weights is alive.
+
+    Attributes:
+        worker: that holds it.
+        pipeline: of the replica.
+        stage: of the weights.
+        version: index of the version.
+        made_at: index of the update that makes it; -1 for version 0, the initial weights.
+        last_needed_at: index of the last task that needs it; the length of the list for the final version. If this is
+            the update that makes the next version, that update works in place.
+    """
 
     worker: int
     pipeline: int
     stage: int
     version: int
     made_at: int
-    """Index of the update that makes it; -1 for version 0, which is there from the start."""
     last_needed_at: int
-    """Index of the task after which it can go; the length of the list for the version that training ends with. Where it
-    is the version's own update, that update can work in place."""
 
 
 def activations_alive(schedule: Schedule, per_stage: Sequence[float] | None = None) -> tuple[np.ndarray, ...]:
     """Per worker, aligned with its list, the activations alive during each task.
 
     Args:
-        per_stage: what one micro-batch's activations at each stage count for (bytes, say); 1 by default, so that the
-            result is a number of micro-batches.
+        per_stage: size of one micro-batch's activations at each stage, in any unit (bytes, for example); 1 by default, so
+            that the result is a number of micro-batches.
     """
     table = tabulate(schedule)
     return _alive(table, *_activation_flow(schedule, table), per_stage)
 
 
 def peak_activations(schedule: Schedule, per_stage: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Per worker the most activations alive at once; arguments as of :func:`activations_alive`."""
+    """Per worker, the peak of the activations alive at once; arguments as of :func:`activations_alive`.
+
+    >>> from autoddl.pipelines import generate
+    >>> peak_activations(generate("1f1b", num_stages=4, num_micro_batches=8))
+    (4, 3, 2, 1)
+    """
     return _peaks(activations_alive(schedule, per_stage))
 
 
 def peak_stashed_inputs(schedule: Schedule, per_stage: Sequence[float] | None = None) -> tuple[float, ...]:
-    """Per worker the most stage inputs alive at once that are kept for recomputation (0 without); arguments as above."""
+    """Per worker, the peak of the stage inputs kept for recomputation (0 without); arguments as of :func:`activations_alive`."""
     table = tabulate(schedule)
     recomputes = _recomputing_stages(schedule, table)[table.stage]
     size = table.num_slots / table.slots_per_micro_batch
@@ -72,7 +84,7 @@ def peak_stashed_inputs(schedule: Schedule, per_stage: Sequence[float] | None = 
 
 
 def peak_weight_versions(schedule: Schedule) -> tuple[int, ...]:
-    """Per worker the most versions of any one stage's weights alive at once."""
+    """Per worker, the most versions of any one stage's weights alive at once."""
     peaks = [0] * schedule.num_workers
     for (pipeline, stage), versions in weight_versions(schedule).items():
         worker = schedule.placement[pipeline][stage]
@@ -81,7 +93,7 @@ def peak_weight_versions(schedule: Schedule) -> tuple[int, ...]:
 
 
 def peak_weight_copies(schedule: Schedule) -> tuple[int, ...]:
-    """Per worker the most stages' weights alive at once, over all its stages (replicas of both directions, say) and versions."""
+    """Per worker, the most copies of stage weights alive at once, over all its stages, pipelines and versions."""
     peaks = []
     for worker, lifetimes in enumerate(_by_worker(schedule)):
         peaks.append(_most_alive(lifetimes, len(schedule.workers[worker])))
@@ -89,7 +101,7 @@ def peak_weight_copies(schedule: Schedule) -> tuple[int, ...]:
 
 
 def weight_versions(schedule: Schedule) -> dict[tuple[int, int], int]:
-    """For each (pipeline, stage) the most versions of its weights alive at once."""
+    """For each (pipeline, stage), the most versions of its weights alive at once."""
     groups: dict[tuple[int, int], list[Lifetime]] = {}
     for lifetime in version_lifetimes(schedule):
         groups.setdefault((lifetime.pipeline, lifetime.stage), []).append(lifetime)
@@ -99,22 +111,25 @@ def weight_versions(schedule: Schedule) -> dict[tuple[int, int], int]:
 
 
 def version_lifetimes(schedule: Schedule) -> list[Lifetime]:
-    """All versions of all stages' weights that a schedule makes, replica by replica, ascending."""
+    """All weight versions that a schedule makes, ordered by pipeline, stage and version."""
     table = tabulate(schedule)
     num_versions = schedule.num_updates + 1
     shape = (schedule.num_pipelines, schedule.num_stages, num_versions)
+    # The last compute task that uses each version.
     compute = np.flatnonzero(table.kind < Kind.ALL_REDUCE)
     delays = np.array(schedule.delays)
     version = np.maximum(0, table.micro_batch[compute] // schedule.update_period - delays[table.stage[compute]])
     last_use = np.full(shape, NONE)
     np.maximum.at(last_use, (table.pipeline[compute], table.stage[compute], version), compute)
+    # The update that makes each version.
     made = np.full(shape, NONE)
     updates = table.of_kind(Kind.UPDATE)
     where = (table.pipeline[updates], table.stage[updates])
     after = (*where, table.micro_batch[updates] + 1)
     made[after] = updates
-    # The update of version t reads it; the final version is never given up.
+    # The update that makes version t + 1 reads version t; the final version is never freed.
     np.maximum.at(last_use, (*where, table.micro_batch[updates]), updates)
+    # From task numbers to indices in the worker's list.
     placement = np.array(schedule.placement)
     begin = table.offsets[placement][:, :, None]
     made_at = np.where(made == NONE, NONE, made - begin)
@@ -139,7 +154,7 @@ def _by_worker(schedule: Schedule) -> list[list[Lifetime]]:
 
 
 def _most_alive(lifetimes: list[Lifetime], length: int) -> int:
-    """The most of the lifetimes that overlap. An update that works in place makes a version as it gives up another."""
+    """The most lifetimes that overlap. An update that works in place frees one version as it makes the next."""
     change = [0] * (length + 2)
     for lifetime in lifetimes:
         change[lifetime.made_at + 1] += 1
@@ -158,12 +173,12 @@ def _recomputing_stages(schedule: Schedule, table: TaskTable) -> np.ndarray:
 
 
 def _frees(table: TaskTable) -> np.ndarray:
-    """The tasks that are the last readers of activations."""
+    """A mask of the tasks that are the last readers of activations."""
     return (table.kind == Kind.BACKWARD) | (table.kind == Kind.BACKWARD_WEIGHT)
 
 
 def _activation_flow(schedule: Schedule, table: TaskTable) -> tuple[np.ndarray, np.ndarray]:
-    """Per task what it takes at its start and what it frees at its end, in micro-batches."""
+    """Per task, the activations it allocates at its start and frees at its end, in micro-batches."""
     recomputes = _recomputing_stages(schedule, table)[table.stage]
     size = table.num_slots / table.slots_per_micro_batch
     is_forward = table.kind == Kind.FORWARD
@@ -185,6 +200,6 @@ def _alive(
 
 
 def _peaks(alive: Sequence[np.ndarray]) -> tuple[float, ...]:
-    """The largest entry of each; whole numbers as such, so that they print without a fraction."""
+    """The largest entry of each array; whole numbers as ``int``, so that they print without a fraction."""
     values = [float(amounts.max(initial=0.0)) for amounts in alive]
     return tuple(int(value) if value.is_integer() else value for value in values)

@@ -1,17 +1,17 @@
-"""Schedules of many micro-batches by those of few: what is added to each worker's order, and where.
+"""How the schedule of more micro-batches extends the schedule of fewer: the tasks inserted into each worker's order.
 
-Let a longer schedule have u micro-batches more than a short one of the same kind.  Either of two maps takes the tasks of the short
-one to tasks of the longer one, so that what comes before something there does so here:
+Let a longer schedule have u micro-batches more than a short one of the same kind. One of two maps takes the tasks of the
+short one to tasks of the longer one such that dependencies are kept:
 
-* **Restriction.** Each task to itself; on every worker the tasks of the further micro-batches stand in runs between others.
-  (GPipe, however its stages are grouped.)
-* **Shift.** On every worker the tasks up to some place to themselves, those behind it to the same ones of u micro-batches later;
-  between them stands what the worker does for u micro-batches.  Tasks of one stage and kind come in the order of their
-  micro-batches, so what waits for a task waits for the same one of an earlier micro-batch, too.  (All others: they repeat
-  themselves.)
+* **Restriction.** Each task maps to itself. On every worker, the tasks of the additional micro-batches form runs between the
+  others. (GPipe, however its stages are grouped.)
+* **Shift.** On every worker, the tasks up to some position map to themselves, and the tasks behind it to the same tasks u
+  micro-batches later; the tasks of u micro-batches are inserted between. Tasks of one stage and kind are ordered by
+  micro-batch, so a task that depends on another one also depends on the same one of an earlier micro-batch. (All other
+  families: their pattern repeats.)
 
-What is added to a worker's order is done between two of its tasks: with k times that between them, the short schedule takes no
-longer than one of k u micro-batches more. This is a lower bound for the long one, by a graph of few nodes.
+A run of inserted tasks is executed between two tasks of the short schedule. Repeating each run k times gives a lower bound of
+the makespan with k u additional micro-batches, from a graph with few nodes.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["Insertions", "insertions"]
 
 @dataclass(frozen=True, eq=False)
 class Insertions:
-    """What a longer schedule has more than a short one.
+    """The tasks that a longer schedule has in addition to a short one.
 
     Attributes:
-        tasks: per worker, before which of its tasks (by place) what is added stands.
-        shifted_from: per worker the place of the first task that stands for one of later micro-batches; none of restrictions.
+        tasks: per worker, the inserted tasks by the index of the task of the short schedule that they precede.
+        shifted_from: per worker, the index of the first task that maps to one of later micro-batches; None for restrictions.
     """
 
     tasks: tuple[dict[int, tuple[Task, ...]], ...]
@@ -38,7 +38,7 @@ class Insertions:
 
 
 def insertions(short: Schedule, longer: Schedule) -> Insertions | None:
-    """What a schedule of more micro-batches adds; None where neither map takes the one to the other."""
+    """The tasks that a schedule of more micro-batches adds; None if neither map takes ``short`` to ``longer``."""
     shifted = _shift(short, longer)
     if shifted is not None:
         places, added = shifted
@@ -57,7 +57,7 @@ def _restriction(short: Schedule, longer: Schedule) -> list[dict[int, tuple[Task
                 place += 1
             elif task.kind.is_compute and task.micro_batch >= short.num_micro_batches:
                 run = added.get(place, ())
-                # Further micro-batches would stand elsewhere if these were not all of one run.
+                # A run holds one kind of pass of one stage: otherwise further micro-batches would go elsewhere.
                 if any((task.kind == Kind.FORWARD, task.stage) != (one.kind == Kind.FORWARD, one.stage) for one in run):
                     return None
                 added[place] = (*run, task)
@@ -83,12 +83,12 @@ def _shift(short: Schedule, longer: Schedule) -> tuple[list[int], list[tuple[Tas
 
 
 def _is_shifted(few: Sequence[Task], many: Sequence[Task]) -> bool:
-    """Whether tasks are the same but for their micro-batches, which are as many later for all of a pipeline."""
-    by: dict[tuple[int, bool], int] = {}
+    """Whether the tasks differ only in their micro-batches, by one non-negative shift per pipeline."""
+    shifts: dict[tuple[int, bool], int] = {}
     for one, other in zip(few, many):
         if (one.kind, one.pipeline, one.stage, one.part) != (other.kind, other.pipeline, other.stage, other.part):
             return False
         later = other.micro_batch - one.micro_batch
-        if later < 0 or by.setdefault((one.pipeline, one.kind.is_compute), later) != later:
+        if later < 0 or shifts.setdefault((one.pipeline, one.kind.is_compute), later) != later:
             return False
     return True

@@ -1,8 +1,8 @@
-"""Layer profiles: per layer the time of a forward and of a backward, what it sends on and what it keeps.
+"""Layer profiles: per layer the times of its forward and backward, the size of its output and what it keeps.
 
-A profile is measured at one micro-batch (samples of one forward on one device). Times, activations and what is kept are
-scaled **linearly** from it to other micro-batches: exact for bytes, and for times an assumption that is fair above the
-profiled micro-batch and optimistic below it, where a device is filled badly. Parameters do not depend on it.
+A profile is measured at one micro-batch (the samples of one forward on one device). Times, activations and kept bytes are
+scaled **linearly** to other micro-batches. This is exact for bytes. For times it is an assumption: fair above the profiled
+micro-batch and optimistic below it, where a device is poorly utilised. Parameters do not depend on the micro-batch.
 
 Two forms are read:
 
@@ -15,20 +15,20 @@ Two forms are read:
                  "activation_bytes": 4325376, "parameter_bytes": 50384896, "stored_bytes": 173000000}],
      "edges": [[0, 1], [1, 2]]}
 
-``repeat`` stands for that many equal layers; ``edges`` are pairs of positions (after repetition), by default each layer feeds
-the next one; ``stored_bytes`` is what a layer keeps for its backward, by default its output alone, which is a lower estimate.
+``repeat`` stands for that many equal layers. ``edges`` are pairs of positions (after repetition); by default each layer feeds the
+next one. ``stored_bytes`` is what a layer keeps for its backward; by default only its output, which is a lower estimate.
 
 *PipeDream's text graph* (also DAPPLE's), times in milliseconds, sizes in bytes, one node or one tab-indented edge per line::
 
     node2 -- Conv2d_1_1 -- forward_compute_time=3.4, backward_compute_time=6.8, activation_size=384e6, parameter_size=6835
     <TAB>node1 -- node2
 
-Nodes named ``Input...`` carry no work and are left out: the data is loaded where it is needed. The micro-batch is the ``N`` of
-``pbs-N`` in the file's name, or given.
+Nodes named ``Input...`` do no work and are left out: data is loaded where it is needed. The micro-batch is the ``N`` of ``pbs-N``
+in the file's name, or an argument.
 
-Graphs need not be chains. Layers are put into a topological order (the file's, where it is one), stages are runs of that order,
-and what crosses a cut is every tensor that is made before it and used after it, once each: a stage hands on what it does not use
-itself. A gradient comes back for those tensors that depend on something trained (a parameter, or a layer with a backward).
+Graphs need not be chains. Layers are put into a topological order (that of the file, if it is one) and stages are runs of that
+order. A cut is crossed once by every tensor that is made before it and used after it: a stage passes on what it does not use
+itself. A gradient comes back for the tensors that depend on something trained (a parameter, or a layer with a backward).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ import math
 import os
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -50,12 +50,21 @@ from autoddl.costmodel.limits import LARGEST_BATCH, LARGEST_BYTES, LARGEST_FIGUR
 from autoddl.costmodel.reading import parse_figure, read_text, shown_path, whole_number
 from autoddl.costmodel.writing import write_document
 
-__all__ = ["Cut", "Layer", "Profile", "ProfileError", "load_profile", "parse_graph", "profile_names", "write_profile"]
+__all__ = [
+    "Cut",
+    "Profile",
+    "ProfileError",
+    "ProfiledLayer",
+    "load_profile",
+    "parse_graph",
+    "profile_names",
+    "write_profile",
+]
 
 FORMAT = "autoddl-profile"
 MILLISECOND = 1e-3
 
-#: What the figures of a layer are at most.
+#: Upper bounds of a layer's figures.
 _LARGEST = {
     "forward_s": LARGEST_SECONDS,
     "backward_s": LARGEST_SECONDS,
@@ -66,53 +75,70 @@ _LARGEST = {
 
 
 class ProfileError(UserError):
-    """A profile that cannot be read or makes no sense."""
+    """A profile that cannot be read or is inconsistent."""
 
 
 class Cut(NamedTuple):
-    """Bytes of one profiled micro-batch that cross a cut: activations forward, gradients backward."""
+    """The bytes that cross a cut, for the profiled micro-batch.
+
+    Attributes:
+        forward_bytes: activations.
+        backward_bytes: gradients.
+    """
 
     forward_bytes: float
     backward_bytes: float
 
 
 @dataclass(frozen=True)
-class Layer:
-    """One layer at the profile's micro-batch, on one device: seconds and bytes."""
+class ProfiledLayer:
+    """One layer at the profile's micro-batch, on one device.
+
+    Attributes:
+        name: of the layer.
+        forward_s: time of a forward, in seconds.
+        backward_s: time of a backward, in seconds.
+        activation_bytes: size of its output, which crosses a cut behind it.
+        parameter_bytes: size of its parameters.
+        stored_bytes: what it keeps from its forward to its backward; None: only its output.
+    """
 
     name: str
     forward_s: float
     backward_s: float
     activation_bytes: float
-    """Its output: what crosses a cut behind it."""
     parameter_bytes: float
     stored_bytes: float | None = None
-    """What it keeps from its forward to its backward; None: its output alone."""
 
     @property
     def kept_bytes(self) -> float:
+        """Bytes kept from the forward to the backward."""
         return self.activation_bytes if self.stored_bytes is None else self.stored_bytes
 
     @property
     def is_trained(self) -> bool:
-        """Whether gradients must reach it."""
+        """Whether gradients reach it."""
         return self.parameter_bytes > 0 or self.backward_s > 0
 
 
 @dataclass(frozen=True)
 class Profile:
-    """A model's layers in topological order, and who feeds whom.
+    """A model's layers in topological order, and the edges between them.
+
+    Attributes:
+        name: of the profile.
+        micro_batch: number of samples that the figures are of.
+        layers: in topological order.
+        edges: (position of the producer, position of the consumer), producers first.
 
     Raises:
-        ProfileError: there is no layer, no work, a number is negative or not finite, or an edge goes backwards.
+        ProfileError: there is no layer or no work, a number is out of range, or an edge goes backwards.
     """
 
     name: str
     micro_batch: int
-    """Samples that the numbers are of."""
-    layers: tuple[Layer, ...]
+    layers: tuple[ProfiledLayer, ...]
     edges: tuple[tuple[int, int], ...]
-    """(position of the producer, position of the consumer), producers first."""
 
     def __post_init__(self) -> None:
         if not self.layers:
@@ -143,8 +169,8 @@ class Profile:
                 )
 
     @classmethod
-    def chain(cls, name: str, micro_batch: int, layers: Iterable[Layer]) -> Profile:
-        """Layers that each feed the next one alone."""
+    def chain(cls, name: str, micro_batch: int, layers: Iterable[ProfiledLayer]) -> Profile:
+        """A profile in which each layer feeds only the next one."""
         rows = tuple(layers)
         return cls(name, micro_batch, rows, tuple((i, i + 1) for i in range(len(rows) - 1)))
 
@@ -157,9 +183,9 @@ class Profile:
         return sum(layer.parameter_bytes for layer in self.layers)
 
     def cuts(self) -> tuple[Cut, ...]:
-        """What crosses each place where the layers can be cut: entry c is the cut before layer c.
+        """The bytes that cross each possible cut: entry c is the cut before layer c.
 
-        Entries 0 and ``num_layers`` are the model's ends, where nothing crosses.
+        Entries 0 and ``num_layers`` are the ends of the model, which nothing crosses.
         """
         last_use = list(range(self.num_layers))
         trained = [layer.is_trained for layer in self.layers]
@@ -181,19 +207,24 @@ class Profile:
 
 @cache
 def profile_names() -> tuple[str, ...]:
-    """The profiles that come with AutoDDL."""
+    """Names of the profiles that come with AutoDDL.
+
+    >>> profile_names()
+    ('bert-48', 'vgg-19')
+    """
     files = resources.files("autoddl.pipelines.profiles").iterdir()
     return tuple(sorted(file.name[: -len(".json")] for file in files if file.name.endswith(".json")))
 
 
 def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -> Profile:
-    """A profile that comes with AutoDDL, by name; or a file, of either form.
+    """A profile that comes with AutoDDL, by name, or one from a file of either form.
 
     Args:
-        micro_batch: what the file was profiled at, where neither its text nor its name says so.
+        name: of an included profile, or the path of a file.
+        micro_batch: the profiled micro-batch, for a text graph whose file name does not contain it.
 
     Raises:
-        UserError: there is no such profile or file, or it is malformed: one line that names the place and the fault.
+        UserError: there is no such profile or file, or it is malformed.
     """
     text = os.fspath(name)
     if text in profile_names():
@@ -209,9 +240,7 @@ def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -
     if micro_batch is None:
         batch = re.search(r"pbs-([0-9]+)", path.name)
         if batch is None:
-            raise ProfileError(
-                f"{where}: its name has no pbs-N; say with --profile-batch which micro-batch was profiled"
-            )
+            raise ProfileError(f"{where}: its name has no pbs-N; give the micro-batch that was profiled, profile_batch")
         micro_batch = whole_number(batch[1], f"{where}: micro-batch pbs-N", 1, LARGEST_BATCH)
     return parse_graph(content, micro_batch, where=where, name=re.sub(r"-pbs-[0-9]+$", "", path.stem))
 
@@ -229,7 +258,7 @@ def from_document(value: Any, where: str) -> Profile:
 
 
 def _from_fields(fields: Fields) -> Profile:
-    layers: list[Layer] = []
+    layers: list[ProfiledLayer] = []
     for entry in fields.objects("layers"):
         layers += _layers(entry, MOST_PROFILE_LAYERS - len(layers))
     edges = [(i, i + 1) for i in range(len(layers) - 1)]
@@ -246,15 +275,15 @@ def _from_fields(fields: Fields) -> Profile:
     return profile
 
 
-def _layers(entry: Fields, most: int) -> list[Layer]:
-    """A layer as often as it says; ``most`` is how many more the profile may have."""
+def _layers(entry: Fields, most: int) -> list[ProfiledLayer]:
+    """The layer, repeated as its entry says; at most ``most`` layers."""
     repeat = entry.integer("repeat", 1) if "repeat" in entry else 1
     if repeat > most:
         raise ProfileError(
             f"{entry.where}: repeat is {repeat}; with it the profile should have at most {MOST_PROFILE_LAYERS:,} layers"
         )
     name = entry.text("name")
-    layer = Layer(
+    layer = ProfiledLayer(
         name=name,
         forward_s=entry.number("forward_s"),
         backward_s=entry.number("backward_s"),
@@ -265,17 +294,7 @@ def _layers(entry: Fields, most: int) -> list[Layer]:
     entry.finish()
     if repeat == 1:
         return [layer]
-    return [Layer(f"{name}_{i}", *_numbers(layer)) for i in range(repeat)]
-
-
-def _numbers(layer: Layer) -> tuple[float, float, float, float, float | None]:
-    return (
-        layer.forward_s,
-        layer.backward_s,
-        layer.activation_bytes,
-        layer.parameter_bytes,
-        layer.stored_bytes,
-    )
+    return [replace(layer, name=f"{name}_{i}") for i in range(repeat)]
 
 
 def to_document(profile: Profile) -> dict[str, Any]:
@@ -305,10 +324,10 @@ def to_document(profile: Profile) -> dict[str, Any]:
 
 
 def write_profile(path: str | os.PathLike[str], profile: Profile) -> None:
-    """Write a profile in our own form.
+    """Write a profile as JSON.
 
     Raises:
-        UserError: the place cannot be written to.
+        UserError: the file cannot be written.
     """
     write_document(path, to_document(profile))
 
@@ -319,12 +338,12 @@ _FIELDS = ("forward_compute_time", "backward_compute_time", "activation_size", "
 
 
 def parse_graph(text: str, micro_batch: int, where: str = "graph", name: str = "graph") -> Profile:
-    """Read PipeDream's text graph (form and units: the module's text).
+    """Read PipeDream's text graph; form and units are those of the module's docstring.
 
     Raises:
-        ProfileError: ``where``, the line's number, and what is wrong there.
+        ProfileError: naming ``where``, the line number and the fault.
     """
-    nodes: dict[str, Layer] = {}
+    nodes: dict[str, ProfiledLayer] = {}
     edges: list[tuple[str, str, int]] = []
     for number, line in enumerate(text.splitlines(), start=1):
         if len(nodes) > 2 * MOST_PROFILE_LAYERS:  # twice: inputs are nodes, but no layers
@@ -355,7 +374,7 @@ def parse_graph(text: str, micro_batch: int, where: str = "graph", name: str = "
     order = _topological_order(len(kept), pairs)
     if len(order) < len(kept):
         looped = nodes[next(node for node in kept if position[node] not in set(order))].name
-        raise ProfileError(f"{where}: the edges run in a circle through or before layer {quote(looped)}")
+        raise ProfileError(f"{where}: the edges form a cycle through or before layer {quote(looped)}")
     rank = {i: place_in_order for place_in_order, i in enumerate(order)}
     return Profile(
         name=name,
@@ -365,7 +384,7 @@ def parse_graph(text: str, micro_batch: int, where: str = "graph", name: str = "
     )
 
 
-def _node(name: str, text: str, place: str) -> Layer:
+def _node(name: str, text: str, place: str) -> ProfiledLayer:
     values: dict[str, float] = {}
     for item in re.split(r",\s*(?![^\[]*\])", text):
         key, separator, value = item.partition("=")
@@ -376,11 +395,11 @@ def _node(name: str, text: str, place: str) -> Layer:
     if missing:
         raise ProfileError(f"{place}: {missing[0]} is missing")
     forward, backward, activation, parameters = (values[field] for field in _FIELDS)
-    return Layer(name, forward * MILLISECOND, backward * MILLISECOND, activation, parameters)
+    return ProfiledLayer(name, forward * MILLISECOND, backward * MILLISECOND, activation, parameters)
 
 
 def _number(field: str, text: str, place: str) -> float:
-    """A number, or PipeDream's list ``[a; b]`` of a layer with several outputs, which counts as their sum."""
+    """A number; PipeDream's list ``[a; b]``, of a layer with several outputs, counts as the sum of its entries."""
     total = sum(map(parse_figure, text.strip("[]").split(";")))
     if math.isnan(total) or (field in _FIELDS and total < 0):
         raise ProfileError(f"{place}: {quote(field)} is {quote(text)}, should be a number from 0 to {LARGEST_FIGURE:g}")
@@ -388,7 +407,7 @@ def _number(field: str, text: str, place: str) -> float:
 
 
 def _topological_order(count: int, edges: Sequence[tuple[int, int]]) -> list[int]:
-    """The topological order that keeps closest to the given one; shorter than ``count`` if there is a circle."""
+    """The topological order closest to the given one; shorter than ``count`` if the graph has a cycle."""
     consumers: list[list[int]] = [[] for _ in range(count)]
     missing = [0] * count
     for producer, consumer in edges:

@@ -1,17 +1,17 @@
-"""One event-driven simulator for every schedule.
+"""The event-driven simulator of all schedules.
 
 A worker executes its list in order. A task starts when its worker is free and its inputs have arrived:
 
     start(i) = max( free(worker(i)), arrival(p) for the producers p of i )
-    arrival(p) = end(p)                                            where producer and consumer share the worker
+    arrival(p) = end(p)                                            if producer and consumer share the worker
     arrival(p) = max( end(p), free(link) ) + transfer(p)           otherwise
 
 Each directed link between two workers carries one transfer at a time, in the sender's order. Without overlap the sender
-is busy until its transfer has arrived. An all-reduce (``A``) is launched, not waited for; it runs on its members'
-communication streams, one at a time and in launch order on each, and the update (``U``) of its stage waits for it. All
-of these orders are fixed by the lists, so the result is the longest path of a directed acyclic graph, whatever the
-order in which workers are visited: each is followed until it lacks an input, and taken up again when that input is
-there. Every task and every transfer is handled once: the time is linear in the number of tasks.
+is busy until its transfer has arrived. The launch of an all-reduce (``A``) does not block: the all-reduce runs on its
+members' communication streams, one at a time and in launch order on each, and the update (``U``) of its stage waits for
+it. The lists fix all of these orders, so the result is the longest path of a directed acyclic graph and does not depend
+on the order in which workers are visited: each worker is followed until it lacks an input, and resumed when the input
+has arrived. Every task and every transfer is handled once: the time is linear in the number of tasks.
 """
 
 from __future__ import annotations
@@ -31,33 +31,42 @@ __all__ = ["Execution", "execute", "simulate"]
 
 @dataclass
 class Execution:
-    """What became of the tasks; lists over task numbers (see :mod:`.tasktable`)."""
+    """The result of a run; lists over task numbers (see :mod:`.tasktable`).
+
+    Attributes:
+        starts: start of each task.
+        ends: end of each task.
+        arrivals: when a task's output reached its consumer's worker; its end if it does not travel.
+        departures: when the transfer of a task's output began.
+        cursors: per worker the number of the task at which it stopped; the end of its list if it completed.
+    """
 
     starts: list[float]
     ends: list[float]
     arrivals: list[float]
-    """When a task's output reached its consumer's worker; equal to its end where it does not travel."""
     departures: list[float]
-    """When its transfer began."""
     cursors: list[int] = field(default_factory=list)
-    """Per worker the number of the task at which it stopped; the end of its list where it got through."""
 
 
 def simulate(schedule: Schedule, times: Times) -> Timeline:
-    """When each task of a valid schedule starts and ends; O(tasks).
+    """The start and the end of each task of a valid schedule; O(tasks).
+
+    >>> from autoddl.pipelines import generate
+    >>> simulate(generate("gpipe", num_stages=2, num_micro_batches=2), Times.of(2, forward=1, backward=1)).makespan
+    6.0
 
     Raises:
-        TimesError: if the times are of another number of stages.
-        RuntimeError: if the schedule comes to a standstill, which a validated one does not.
+        TimesError: if the number of stages of the times differs from the schedule's.
+        RuntimeError: if the schedule deadlocks, which a validated one does not.
     """
     if times.num_stages != schedule.num_stages:
         raise TimesError(
-            f"the times are of {times.num_stages} stages, the schedule {schedule.name} has {schedule.num_stages}"
+            f"the times are for {times.num_stages} stages, the schedule {schedule.name} has {schedule.num_stages}"
         )
     table = tabulate(schedule)
     result = execute(schedule, table, times)
     if result.cursors != table.offsets[1:].tolist():
-        raise RuntimeError(f"schedule {schedule.name} comes to a standstill; validate it before simulating it")
+        raise RuntimeError(f"schedule {schedule.name} deadlocks; validate it before simulating it")
     bounds = list(zip(table.offsets[:-1].tolist(), table.offsets[1:].tolist()))
     return Timeline(
         schedule=schedule,
@@ -70,7 +79,7 @@ def simulate(schedule: Schedule, times: Times) -> Timeline:
 
 
 def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
-    """Run as far as it goes; a schedule that deadlocks leaves some cursor before the end of its list."""
+    """Run a schedule as far as possible; if it deadlocks, some cursor is before the end of its list."""
     duration = task_durations(table, times).tolist()
     transfer, link = _transfers(schedule, table, times)
     producer_of, several_producers = _inputs(schedule, table)
@@ -80,20 +89,21 @@ def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
     total = table.num_tasks
     starts, ends = [0.0] * total, [0.0] * total
     departures, arrivals = [0.0] * total, [NONE * 1.0] * total
-    waiting: list[int] = [NONE] * total
-    """The worker that waits for a task's output."""
+    waiting: list[int] = [NONE] * total  # per task, the worker that waits for its output
     stops = table.offsets[1:].tolist()
     cursors = table.offsets[:-1].tolist()
     worker_free = [0.0] * len(stops)
     link_free = [0.0] * (1 + max(link, default=NONE))
     blocking = not times.overlap_transfers
 
+    # Follow each worker until it lacks an input; resume it when the input has arrived.
     runnable = list(range(len(stops) - 1, -1, -1))
     while runnable:
         worker = runnable.pop()
         now, stop = worker_free[worker], stops[worker]
         number = cursors[worker]
         while number < stop:
+            # Wait for the task's producers.
             start = now
             producer = producer_of[number]
             if producer >= 0:
@@ -122,6 +132,7 @@ def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
                     if not reduces.is_done(group):
                         break
                 start = max(start, reduces.done_at(group))
+            # Execute the task and send its output.
             end = start + duration[number]
             starts[number], ends[number] = start, end
             now = end
@@ -136,6 +147,7 @@ def execute(schedule: Schedule, table: TaskTable, times: Times) -> Execution:
                 arrivals[number] = link_free[channel] = departure + transfer[number]
                 if blocking:
                     now = arrivals[number]
+            # Wake up the worker that waits for the output.
             if waiting[number] != NONE:
                 runnable.append(waiting[number])
                 waiting[number] = NONE
@@ -164,7 +176,7 @@ def _sizes(table: TaskTable) -> np.ndarray:
 
 
 def _transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list[float], list[int]]:
-    """Per task the time that its output travels, and the directed link that it takes (-1 for none)."""
+    """Per task the transfer time of its output and the directed link that it takes (-1 for none)."""
     num_stages, num_workers = schedule.num_stages, schedule.num_workers
     placement = np.array(schedule.placement)
     forward = table.kind == Kind.FORWARD
@@ -182,7 +194,7 @@ def _transfers(schedule: Schedule, table: TaskTable, times: Times) -> tuple[list
 
 
 def _inputs(schedule: Schedule, table: TaskTable) -> tuple[list[int], dict[int, tuple[int, ...]]]:
-    """Per task its producer, -1 for none; a task with several has a number below -1, under which they all stand."""
+    """Per task its producer, -1 for none. A task with several has a key below -1, which the dictionary maps to all of them."""
     producer, consumer = producers(schedule, table)
     producer_of = np.full(table.num_tasks, NONE)
     producer_of[consumer] = producer

@@ -1,15 +1,16 @@
-"""The step of a synchronous schedule as a longest path, for any times: fast to evaluate, with the path itself.
+"""The step time of a synchronous schedule as a longest path: fast to evaluate for any times, and it yields the path itself.
 
-What the simulator works out (:mod:`.simulator`) is the longest path of a directed acyclic graph that the schedule alone decides on:
-tasks, transfers and all-reduces are its nodes, each begins when the last of what lets it has ended, and takes a multiple of one of
-the *terms*: forward, backward, recomputation and all-reduce of a stage, transfer over a boundary there and back.  So a step is
+The simulator (:mod:`.simulator`) computes the longest path of a directed acyclic graph that depends only on the schedule. Its
+nodes are tasks, transfers and all-reduces. A node begins when its last predecessor has ended and takes a multiple of one of the
+*terms*: forward, backward, recomputation and all-reduce of a stage, forward and backward transfer over a boundary. So the step
+time is
 
     step(t) = max over paths P of  sum over terms k of  n(P, k) t(k)                                                          (1)
 
-with n(P, k) how often P passes through the term (a pair counts twice, a half half).  A path that is the longest for some times is a
-lower bound, linear in the times, for all: a cutting plane.
+where n(P, k) counts how often P passes through term k (a pair counts twice, a half counts 1/2). A path that is the longest for
+some times is a lower bound for all times, linear in them: a cutting plane.
 
-Holds where transfers and all-reduces run beside compute (the defaults of :class:`.times.Times`).
+This holds if transfers and all-reduces overlap compute (the defaults of :class:`.times.Times`).
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ __all__ = ["StepGraph", "Terms"]
 
 
 class Terms:
-    """Where the terms of S stages stand in a vector of 6 S - 2 numbers: forward, backward, recompute, all-reduce, S each, then
-    transfers forward and back, S - 1 each."""
+    """Positions of the terms of S stages in a vector of 6 S - 2 numbers: forward, backward, recompute, all-reduce (S each), then
+    forward and backward transfers (S - 1 each)."""
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -39,7 +40,7 @@ class Terms:
         self.transfer_forward = slice(first, first + num_stages - 1)
         self.transfer_backward = slice(first + num_stages - 1, first + 2 * (num_stages - 1))
         self.count = first + 2 * (num_stages - 1)
-        #: The terms of stages: forward, backward, recompute, all-reduce.
+        # The terms of stages: forward, backward, recompute, all-reduce.
         self.of_stages = (self.forward, self.backward, self.recompute, self.all_reduce)
 
 
@@ -48,9 +49,10 @@ class StepGraph:
 
     Args:
         schedule: synchronous and valid.
-        passes: per stage how often a whole backward pass goes through it; times are of one.
-        input_passes: per stage how often before the gradient of its input is there.
-        added: what a longer schedule has more: the graph's steps are lower bounds of that one's, then (:meth:`with_added`).
+        passes: per stage, number of autograd passes of a whole backward; times are per pass.
+        input_passes: per stage, number of those passes after which the gradient of the input is available.
+        added: tasks that a longer schedule has in addition; the step times are then lower bounds of the longer one's
+            (:meth:`with_repeated_insertions`).
     """
 
     def __init__(
@@ -63,17 +65,17 @@ class StepGraph:
         assert schedule.is_synchronous
         self.terms = Terms(schedule.num_stages)
         builder = _Builder(schedule, self.terms, passes, input_passes, added)
-        self._first, self._second, self._term, self._times, self._is_added = builder.sorted()
+        self._first, self._second, self._term, self._times, self._is_added = builder.topological()
         self.num_nodes = len(self._term)
 
-    def with_added(self, times: int) -> StepGraph:
-        """The same with what was added once added so often."""
+    def with_repeated_insertions(self, count: int) -> StepGraph:
+        """The graph in which every inserted run of tasks is executed ``count`` times."""
         found = copy(self)
-        found._times = np.where(self._is_added, times * self._times, self._times)
+        found._times = np.where(self._is_added, count * self._times, self._times)
         return found
 
     def step(self, times: np.ndarray) -> tuple[float, np.ndarray]:
-        """The makespan, and n(P, .) of a longest path P; both of shape and order of :class:`Terms`."""
+        """The makespan, and n(P, .) of a longest path P, both over the terms in the order of :class:`Terms`."""
         durations = (np.append(times, 0.0)[self._term] * self._times).tolist()
         ends, before = [0.0] * (len(durations) + 1), [0] * (len(durations) + 1)
         for node, (first, second, duration) in enumerate(zip(self._first, self._second, durations), start=1):
@@ -89,7 +91,7 @@ class StepGraph:
         return step, counts[:-1]
 
     def steps(self, times: np.ndarray) -> np.ndarray:
-        """The makespans for many times at once; shape (terms, many) -> (many,)."""
+        """The makespans for many vectors of times at once; shape (terms, many) -> (many,)."""
         padded = np.vstack([times, np.zeros((1, times.shape[1]))])
         ends = np.zeros((self.num_nodes + 1, times.shape[1]))
         rows = zip(self._first, self._second, self._term.tolist(), self._times.tolist())
@@ -103,7 +105,7 @@ class StepGraph:
 
 
 class _Builder:
-    """Nodes with at most two that let them, in an order in which these come first (see :meth:`sorted`)."""
+    """Collects the nodes and their predecessors, then orders them (see :meth:`topological`)."""
 
     def __init__(
         self,
@@ -115,7 +117,7 @@ class _Builder:
     ) -> None:
         self.schedule, self.table, self.added = schedule, tabulate(schedule), added
         self.terms, self.passes, self.input_passes = terms, passes, input_passes
-        self.before: list[list[int]] = []
+        self.predecessors: list[list[int]] = []
         self.term: list[int] = []
         self.times: list[float] = []
         self.is_added: list[bool] = []
@@ -126,14 +128,14 @@ class _Builder:
         self._inputs(terms, size)
 
     def _node(self, term: int, times: float) -> int:
-        self.before.append([])
+        self.predecessors.append([])
         self.term.append(term)
         self.times.append(times)
         self.is_added.append(False)
         return len(self.term) - 1
 
     def _tasks(self, terms: Terms, size: Sequence[float]) -> None:
-        """Tasks behind each other on their workers, and the all-reduces that they launch and wait for."""
+        """Add the tasks in the order of their workers, and the all-reduces that they launch and wait for."""
         self.node_of: list[int] = []
         self.groups: dict[tuple[int, int], int] = {}
         number = 0
@@ -144,26 +146,26 @@ class _Builder:
                     previous = self._chain(self.added.tasks[worker][place], previous)
                 if kind == Kind.ALL_REDUCE:
                     group = self._group(terms, stage, micro_batch)
-                    self.before[group] += [node for node in (previous, stream) if node != NONE]
+                    self.predecessors[group] += [node for node in (previous, stream) if node != NONE]
                     stream = group
                     self.node_of.append(group)
                 elif kind == Kind.UPDATE:
                     node = self._node(terms.count, 0.0)
-                    self.before[node] += [previous] * (previous != NONE)
+                    self.predecessors[node] += [previous] * (previous != NONE)
                     if (stage, micro_batch) in self.groups:
-                        self.before[node].append(self.groups[stage, micro_batch])
+                        self.predecessors[node].append(self.groups[stage, micro_batch])
                     previous = node
                     self.node_of.append(node)
                 else:
                     term, times = self._duration(kind, stage)
                     node = self._node(term, size[number] * times)
-                    self.before[node] += [previous] * (previous != NONE)
+                    self.predecessors[node] += [previous] * (previous != NONE)
                     previous = node
                     self.node_of.append(node)
                 number += 1
 
     def _duration(self, kind: Kind, stage: int) -> tuple[int, float]:
-        """The term of a task that works on a micro-batch, and how often it takes it."""
+        """The term of a compute task, and how many times it takes that term."""
         terms = self.terms
         if kind == Kind.FORWARD:
             return terms.forward.start + stage, 1.0
@@ -174,7 +176,7 @@ class _Builder:
         return terms.backward.start + stage, float(count)
 
     def _chain(self, tasks: Sequence[Task], previous: int) -> int:
-        """What is added to a worker's order, behind a node; its last node."""
+        """Add the inserted tasks behind a node, one node per term; return the last node."""
         sums: dict[int, float] = {}
         for task in tasks:
             term, count = self._duration(task.kind, task.stage)
@@ -182,7 +184,7 @@ class _Builder:
         for term, count in sums.items():
             node = self._node(term, count)
             self.is_added[node] = True
-            self.before[node] += [previous] * (previous != NONE)
+            self.predecessors[node] += [previous] * (previous != NONE)
             previous = node
         return previous
 
@@ -192,7 +194,7 @@ class _Builder:
         return self.groups[stage, update]
 
     def _inputs(self, terms: Terms, size: Sequence[float]) -> None:
-        """What arrives from other stages, on links that carry one transfer at a time in the sender's order."""
+        """Add the transfers between stages, on links that carry one transfer at a time in the sender's order."""
         schedule, arrival = self.schedule, list(self.node_of)
         number = 0
         for worker, tasks in enumerate(schedule.workers):
@@ -205,19 +207,19 @@ class _Builder:
                     else:
                         term = terms.transfer_backward.start + task.stage - 1
                     node = self._node(term, size[number])
-                    self.before[node].append(self.node_of[number])
+                    self.predecessors[node].append(self.node_of[number])
                     if destination in on_link:
-                        self.before[node].append(on_link[destination])
+                        self.predecessors[node].append(on_link[destination])
                     on_link[destination] = arrival[number] = node
                 number += 1
-        later = self._later()
+        shifted = self._shifted_tasks()
         for source, target in zip(*(column.tolist() for column in producers(schedule, self.table))):
-            # What stands for a task of later micro-batches is nothing that an earlier one waits for.
-            if later is None or later[target] or not later[source]:
-                self.before[self.node_of[target]].append(arrival[source])
+            # A task that stands for one of later micro-batches does not delay one of earlier micro-batches.
+            if shifted is None or shifted[target] or not shifted[source]:
+                self.predecessors[self.node_of[target]].append(arrival[source])
 
-    def _later(self) -> list[bool] | None:
-        """Which tasks stand for those of later micro-batches."""
+    def _shifted_tasks(self) -> list[bool] | None:
+        """Per task, whether it stands for one of later micro-batches; None if no task does."""
         if self.added is None or self.added.shifted_from is None:
             return None
         return [
@@ -226,18 +228,18 @@ class _Builder:
             for place in range(len(tasks))
         ]
 
-    def sorted(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray, np.ndarray]:
-        """Per node the two (numbered from 1; 0: none) that let it, its term, how often it takes it, and whether it was added.
+    def topological(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray, np.ndarray]:
+        """The nodes in topological order: two predecessors each (numbered from 1; 0: none), term, its count, is added.
 
-        Where more than two let a node, others of no duration stand before it.
+        Nodes of zero duration merge the predecessors of a node that has more than two.
         """
-        after: list[list[int]] = [[] for _ in self.before]
-        waiting = [len(nodes) for nodes in self.before]
-        for node, nodes in enumerate(self.before):
+        successors: list[list[int]] = [[] for _ in self.predecessors]
+        waiting = [len(nodes) for nodes in self.predecessors]
+        for node, nodes in enumerate(self.predecessors):
             for other in nodes:
-                after[other].append(node)
+                successors[other].append(node)
         ready = [node for node, count in enumerate(waiting) if not count]
-        place = [0] * len(self.before)
+        place = [0] * len(self.predecessors)
         first: list[int] = []
         second: list[int] = []
         term: list[int] = []
@@ -255,14 +257,14 @@ class _Builder:
 
         while ready:
             node = ready.pop()
-            lets = [place[other] for other in self.before[node]]
-            while len(lets) > 2:
-                lets.append(put(lets.pop(), lets.pop(), none, 0.0, False))
-            lets += [0] * (2 - len(lets))
-            place[node] = put(lets[0], lets[1], self.term[node], self.times[node], self.is_added[node])
-            for later in after[node]:
+            before = [place[other] for other in self.predecessors[node]]
+            while len(before) > 2:
+                before.append(put(before.pop(), before.pop(), none, 0.0, False))
+            before += [0] * (2 - len(before))
+            place[node] = put(before[0], before[1], self.term[node], self.times[node], self.is_added[node])
+            for later in successors[node]:
                 waiting[later] -= 1
                 if not waiting[later]:
                     ready.append(later)
-        assert all(place), "the schedule comes to a standstill"
+        assert all(place), "the schedule deadlocks"
         return first, second, np.array(term, dtype=np.intp), np.array(times), np.array(is_added)

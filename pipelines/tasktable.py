@@ -1,9 +1,9 @@
-"""A schedule's tasks as integer arrays, and which task feeds which: what validator and simulator work on.
+"""A schedule's tasks as integer arrays, and the producers of each task: the data of validator and simulator.
 
 Tasks are numbered 0..n-1, worker by worker in the order of their lists, so that on one worker "earlier" is "smaller".
-A micro-batch is one *slot*, or two where the schedule works on halves; a pair covers the slots of both its
-micro-batches. Tables over (stage, slot) then give the task that does a given piece of work, in O(1) and without a
-dictionary. All of it is linear in the number of tasks.
+A micro-batch is one *slot*, or two if the schedule works on halves; a pair covers the slots of both its micro-batches.
+Tables over (stage, slot) give the task that does a piece of work in O(1), without a dictionary. All functions are linear
+in the number of tasks.
 """
 
 from __future__ import annotations
@@ -17,13 +17,26 @@ from .schedule import Kind, Part, Schedule
 
 __all__ = ["NONE", "TaskTable", "producers", "slot_table", "tabulate"]
 
+#: Entry of a table of tasks for "no task".
 NONE = -1
-"""Stands in a table of tasks where there is none."""
 
 
 @dataclass(frozen=True, eq=False)
 class TaskTable:
-    """Columns of all tasks of a schedule (shape ``(n,)`` each), and where each worker's list starts."""
+    """Columns of all tasks of a schedule (shape ``(n,)`` each).
+
+    Attributes:
+        kind: :class:`~autoddl.pipelines.schedule.Kind` of each task.
+        pipeline: its pipeline.
+        stage: its stage.
+        micro_batch: its micro-batch, or its update.
+        part: its :class:`~autoddl.pipelines.schedule.Part`.
+        worker: its worker.
+        offsets: shape (workers + 1,): worker w has the tasks ``offsets[w]`` to ``offsets[w + 1] - 1``.
+        slots_per_micro_batch: 1, or 2 if the schedule works on halves.
+        first_slot: first slot that a compute task covers.
+        num_slots: number of slots that it covers.
+    """
 
     kind: np.ndarray
     pipeline: np.ndarray
@@ -32,12 +45,9 @@ class TaskTable:
     part: np.ndarray
     worker: np.ndarray
     offsets: np.ndarray
-    """Shape (workers + 1,): worker w has the tasks ``offsets[w]`` to ``offsets[w + 1] - 1``."""
     slots_per_micro_batch: int
     first_slot: np.ndarray
-    """First slot that a compute task covers."""
     num_slots: np.ndarray
-    """How many it covers."""
 
     @property
     def num_tasks(self) -> int:
@@ -79,9 +89,9 @@ def tabulate(schedule: Schedule) -> TaskTable:
 
 
 def slot_table(schedule: Schedule, table: TaskTable, numbers: np.ndarray) -> np.ndarray:
-    """For each (stage, slot) the one of the given tasks that covers it, or -1; shape (stages, slots).
+    """For each (stage, slot), the one of the given tasks that covers it, or -1; shape (stages, slots).
 
-    Where several do, the last one is given.
+    If several do, the last one is entered.
     """
     owner = np.full((schedule.num_stages, schedule.num_micro_batches * table.slots_per_micro_batch), NONE)
     first, count, stage = table.first_slot[numbers], table.num_slots[numbers], table.stage[numbers]
@@ -92,10 +102,10 @@ def slot_table(schedule: Schedule, table: TaskTable, numbers: np.ndarray) -> np.
 
 
 def producers(schedule: Schedule, table: TaskTable) -> tuple[np.ndarray, np.ndarray]:
-    """Which task of a neighbouring stage feeds which: (producer, consumer) number pairs, sorted by consumer.
+    """The dependencies between stages: (producer, consumer) pairs of task numbers, sorted by consumer.
 
     A forward of stage s > 0 takes the output of the forwards of stage s - 1 that cover its slots; a backward of stage
-    s < S - 1 the gradients of the backwards (or their input parts) of stage s + 1. Needs a complete schedule.
+    s < S - 1 the gradients of the backwards (or their input parts) of stage s + 1. The schedule must be complete.
     """
     consumer_list, producer_list = [], []
     for kinds, towards in (((Kind.FORWARD,), -1), ((Kind.BACKWARD, Kind.BACKWARD_INPUT), 1)):

@@ -1,7 +1,8 @@
-"""When each task ran: the one form for what the simulator predicts and what a runtime measures."""
+"""The start and the end of every task, as predicted by the simulator or measured by the runtime."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,17 +15,21 @@ __all__ = ["SteadyState", "Timeline", "TimelineError", "free_regions", "steady_s
 
 
 class TimelineError(UserError):
-    """A timeline that lacks what is asked of it."""
+    """A timeline that lacks the records an analysis needs."""
 
 
 @dataclass(frozen=True, eq=False)
 class Timeline:
-    """Start and end of every task, per worker arrays aligned with ``schedule.workers`` (seconds, or the unit of the
-    times).
+    """Start and end of every task, in seconds (or the unit of the times).
 
-    An all-reduce's start and end are those of the collective, not of its launch. ``departures`` and ``arrivals`` tell
-    when a task's output began and ended its way to its consumer's worker (equal where it does not travel); they are
-    None for a timeline whose transfers were not recorded.
+    Attributes:
+        schedule: the schedule that was run.
+        starts: per worker, an array aligned with ``schedule.workers``. An all-reduce's start is that of the collective, not
+            of its launch.
+        ends: like ``starts``.
+        departures: when the transfer of a task's output began (its end if it does not travel); None if not recorded.
+        arrivals: when the output reached its consumer's worker (its end if it does not travel); None if not recorded.
+        blocking_sends: whether a worker is busy until its output has arrived.
     """
 
     schedule: Schedule
@@ -33,16 +38,15 @@ class Timeline:
     departures: tuple[np.ndarray, ...] | None = None
     arrivals: tuple[np.ndarray, ...] | None = None
     blocking_sends: bool = False
-    """Whether a worker is busy until its output has arrived."""
 
     @property
     def makespan(self) -> float:
-        """From 0 to the end of the last task."""
+        """Time from 0 to the end of the last task."""
         return max((float(ends.max()) for ends in self.ends if len(ends)), default=0.0)
 
     @property
     def busy(self) -> tuple[float, ...]:
-        """Per worker the time in forwards, backwards and recomputations."""
+        """Per worker, the time spent in forwards, backwards and recomputations."""
         return tuple(
             float((ends - starts)[_is_compute(tasks)].sum())
             for tasks, starts, ends in zip(self.schedule.workers, self.starts, self.ends)
@@ -50,36 +54,39 @@ class Timeline:
 
     @property
     def bubble_ratios(self) -> tuple[float, ...]:
-        """Per worker the share of the makespan in which it does not compute."""
+        """Per worker, the fraction of the makespan in which it does not compute."""
         makespan = self.makespan
         return tuple(1 - busy / makespan if makespan else 0.0 for busy in self.busy)
 
     @property
     def bubble_ratio(self) -> float:
-        """The mean over the workers."""
+        """Mean of :attr:`bubble_ratios` over the workers."""
         ratios = self.bubble_ratios
         return sum(ratios) / len(ratios)
 
 
 @dataclass(frozen=True)
 class SteadyState:
-    """What an asynchronous schedule settles to between its warm-up and its end."""
+    """The steady state of an asynchronous schedule, between its warm-up and its end.
+
+    Attributes:
+        period: time from one update of the last stage to the next one.
+        bubble_ratio: mean over the workers, within the measured window of updates.
+    """
 
     period: float
-    """Time from one update of the last stage to the next one."""
     bubble_ratio: float
-    """Mean over the workers, within the window of the updates looked at."""
 
 
-def _is_compute(tasks: tuple[Task, ...]) -> np.ndarray:
+def _is_compute(tasks: Sequence[Task]) -> np.ndarray:
     return np.fromiter((task[0] for task in tasks), dtype=np.int64, count=len(tasks)) < Kind.ALL_REDUCE
 
 
 def free_regions(timeline: Timeline) -> tuple[tuple[float, ...], ...]:
-    """Per worker, for each (pipeline, stage) it holds in the order of ``schedule.stages_on``, the idle time after the
-    stage's last backward and before the end of the worker's computing.
+    """Per worker, for each (pipeline, stage) in the order of ``schedule.stages_on``, the idle time between the stage's last
+    backward and the end of the worker's computing.
 
-    These are the gaps that can hide the stage's gradient all-reduce.
+    These gaps can hide the stage's gradient all-reduce.
     """
     regions = []
     for worker, tasks in enumerate(timeline.schedule.workers):
@@ -99,7 +106,7 @@ def free_regions(timeline: Timeline) -> tuple[tuple[float, ...], ...]:
 
 
 def steady_state(timeline: Timeline) -> SteadyState:
-    """Period and bubbles of the middle third of an asynchronous schedule's updates.
+    """Period and bubble ratio over the middle third of an asynchronous schedule's updates.
 
     Raises:
         TimelineError: if the schedule has fewer than three updates.

@@ -1,4 +1,4 @@
-"""What the tasks of a schedule cost in time: the simulator's input."""
+"""Durations of the tasks and transfers of a schedule: the simulator's input."""
 
 from __future__ import annotations
 
@@ -15,38 +15,43 @@ PerStage = Union[float, Sequence[float]]
 
 
 class TimesError(UserError):
-    """Times that do not fit the schedule, or are negative or not finite."""
+    """Times that do not match the schedule, or are negative or not finite."""
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds (or any one unit) per whole micro-batch, as the stage's worker executes it.
+    """Durations in seconds (or any one unit) per whole micro-batch, as the stage's worker executes it.
 
-    A pair takes twice, a half half as long. Per-stage fields have S entries, per-boundary ones S - 1: boundary b lies
-    between stages b and b + 1. :meth:`of` fills them from numbers.
+    A pair takes twice, a half takes half as long. Per-stage fields have S entries, per-boundary fields S - 1: boundary b
+    lies between stages b and b + 1. :meth:`of` fills them from numbers.
+
+    Attributes:
+        forward: per stage, a forward.
+        backward: per stage, the whole backward: input part and weight part.
+        backward_input: per stage, the part of ``backward`` that yields the gradient of the input; the rest is the weight part.
+        recompute: per stage, a recomputation.
+        all_reduce: per stage, the all-reduce of its weight gradients over all its replicas, once per update.
+        update: per stage, the optimizer step of one replica.
+        transfer_forward: per boundary, the transfer of one micro-batch's activation to another worker.
+        transfer_backward: per boundary, the transfer of its gradient.
+        transfer_latency: added to every transfer, whatever its size.
+        overlap_transfers: True: transfers overlap compute, one after another on each directed link between two workers.
+            False: a send blocks its worker, so that a task costs its worker compute time + transfer time.
+        all_reduce_overlaps_compute: True: all-reduces overlap compute. False: they progress only in the free regions, in
+            which a worker computes nothing.
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    """The whole backward: input part and weight part."""
     backward_input: tuple[float, ...]
-    """The part of ``backward`` that yields the gradient of the input; the rest is the weight part."""
     recompute: tuple[float, ...]
     all_reduce: tuple[float, ...]
-    """Of the stage's weight gradients, over all its replicas, once per update."""
     update: tuple[float, ...]
-    """Optimizer step of one replica."""
     transfer_forward: tuple[float, ...]
-    """Of one micro-batch's activation over each boundary, where it changes the worker."""
     transfer_backward: tuple[float, ...]
-    """Of its gradient."""
     transfer_latency: float = 0.0
-    """Added to every transfer, whatever its size."""
     overlap_transfers: bool = True
-    """True: transfers run beside compute, one after another on each directed link between two workers.
-    False: a worker sends before it goes on, so that a task costs its worker compute time + transfer time."""
     all_reduce_overlaps_compute: bool = True
-    """True: all-reduces progress beside compute. False: only in the free regions, where a worker computes nothing."""
 
     def __post_init__(self) -> None:
         num_stages = len(self.forward)
@@ -83,10 +88,13 @@ class Times:
         overlap_transfers: bool = True,
         all_reduce_overlaps_compute: bool = True,
     ) -> Times:
-        """Times from numbers, each one for all stages (boundaries) or a sequence with one per stage (boundary).
+        """Times from numbers: each argument is one number for all stages (boundaries) or a sequence, one per stage (boundary).
 
         ``backward_input`` defaults to half of the backward, ``recompute`` to the forward, ``transfer_backward`` to
         ``transfer``.
+
+        >>> Times.of(2, forward=1, backward=(2, 4)).backward_input
+        (1.0, 2.0)
         """
 
         def stages(name: str, value: PerStage) -> tuple[float, ...]:
@@ -117,15 +125,21 @@ class Times:
 
 
 def replicate(times: Times, widths: Sequence[int], *, split: PerStage = 0.0, concat: PerStage = 0.0) -> Times:
-    """The times when stage s runs on ``widths[s]`` devices that split each micro-batch (DAPPLE's replicated stages).
+    """The times if stage s runs on ``widths[s]`` devices that split each micro-batch (DAPPLE's replicated stages).
 
     Compute is divided by the width. A boundary's bytes travel over as many links as its narrower side has devices.
-    Where the widths differ, activations are re-sliced: one-to-many adds ``split`` and many-to-one ``concat`` (per
-    boundary, for one micro-batch) to the transfer, and the gradients on their way back the other of the two;
-    many-to-many of unequal widths both; equal widths nothing. ``all_reduce`` and ``update`` are taken as they are.
+    If the widths differ, activations are re-sliced: one-to-many adds ``split`` to the transfer and many-to-one ``concat``
+    (per boundary, for one micro-batch), and the gradients on their way back add the other of the two; many-to-many of
+    unequal widths adds both. ``all_reduce`` and ``update`` are not changed.
 
     Args:
         times: of the stages on one device each.
+        widths: number of devices per stage.
+        split: time of slicing one micro-batch, per boundary.
+        concat: time of concatenating one micro-batch, per boundary.
+
+    Raises:
+        TimesError: there is not one positive width per stage.
     """
     num_stages = times.num_stages
     if len(widths) != num_stages or any(width < 1 for width in widths):

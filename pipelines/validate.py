@@ -1,19 +1,18 @@
-"""The rules that every schedule keeps, in the order in which they are checked.
+"""The rules of a valid schedule, in the order in which they are checked.
 
-1. *Form.* Numbers in range; every task on the worker that its pipeline places its stage on.
+1. *Form.* Numbers are in range; every task is on the worker that its pipeline places its stage on.
 2. *Completeness.* Every micro-batch runs through one pipeline. At every stage it has one forward and one backward (or
-   one input part and one weight part), and a recomputation everywhere or nowhere at the stage; every replica of every
-   stage has every update once, and the all-reduce before it where the stage has several replicas.
-3. *Order on a worker.* Forward before recomputation before backward, input part before weight part, all gradients of an
-   update before its all-reduce before the update, updates in turn.
+   one input part and one weight part); a stage recomputes all micro-batches or none. Every replica of every stage has
+   every update once, and an all-reduce before it if the stage has several replicas.
+3. *Order on a worker.* Forward before recomputation before backward; input part before weight part; all gradients of an
+   update before its all-reduce before the update; updates in ascending order.
 4. *Weight versions.* The version that a task uses (:meth:`Schedule.version_of`) has been made before. In a synchronous
-   schedule that is one version within an iteration, and so no task of an iteration comes before the updates of the one
-   before.
-5. *No deadlock.* A dry run gets to the end of every list, collectives in launch order on every worker. Then there is
-   also no deadlock under blocking pairwise sends: see :mod:`.communication`.
-6. *Memory.* No worker's activations exceed its limit, where there is one.
+   schedule there is one version per iteration, so no task of an iteration precedes the updates of the previous iteration.
+5. *No deadlock.* A dry run reaches the end of every list, with collectives in launch order on every worker. This also
+   excludes a deadlock under blocking pairwise sends: see :mod:`.communication`.
+6. *Memory.* No worker's activations exceed its limit.
 
-Everything is linear in the number of tasks.
+All checks are linear in the number of tasks.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _WEIGHT_GRADIENT = (Kind.BACKWARD, Kind.BACKWARD_WEIGHT)
 
 
 class InvalidScheduleError(UserError):
-    """A schedule that breaks a rule. The first line of the message says which; the grid below it marks the bad cells.
+    """A schedule that breaks a rule. The first line of the message names the rule; the grid below it marks the invalid tasks.
 
     Attributes:
         reason: the first line.
-        cells: the (worker, index in its list) of the tasks at fault.
+        cells: (worker, index in its list) of the invalid tasks.
     """
 
     def __init__(self, schedule: Schedule, reason: str, cells: Sequence[tuple[int, int]] = ()) -> None:
@@ -55,7 +54,7 @@ def validate(schedule: Schedule) -> None:
     """Check all the rules; O(tasks).
 
     Raises:
-        InvalidScheduleError: for the first violation found, with the tasks at fault.
+        InvalidScheduleError: for the first violation found, with the invalid tasks.
     """
     _check_header(schedule)
     table = tabulate(schedule)
@@ -70,15 +69,15 @@ def validate(schedule: Schedule) -> None:
 
 
 def _check_header(schedule: Schedule) -> None:
-    """What the lists of tasks are read by must make sense first."""
+    """Check the fields that the other rules index with."""
 
     def require(condition: bool, reason: str) -> None:
         if not condition:
             raise InvalidScheduleError(schedule, reason)
 
-    require(schedule.num_stages >= 1, f"num_stages is {schedule.num_stages}, at least 1 is needed")
-    require(schedule.num_micro_batches >= 1, f"num_micro_batches is {schedule.num_micro_batches}, at least 1 is needed")
-    require(schedule.update_period >= 1, f"update_period is {schedule.update_period}, at least 1 is needed")
+    require(schedule.num_stages >= 1, f"num_stages is {schedule.num_stages}, must be at least 1")
+    require(schedule.num_micro_batches >= 1, f"num_micro_batches is {schedule.num_micro_batches}, must be at least 1")
+    require(schedule.update_period >= 1, f"update_period is {schedule.update_period}, must be at least 1")
     require(schedule.num_workers >= 1 and schedule.num_pipelines >= 1, "there is no worker or no pipeline")
     for pipeline, workers in enumerate(schedule.placement):
         require(
@@ -99,13 +98,13 @@ def _check_header(schedule: Schedule) -> None:
         ("activation_limits", schedule.activation_limits, schedule.num_workers),
     ):
         if values is not None:
-            require(len(values) == count, f"{name} has {len(values)} entries, {count} are needed")
-    require(min(schedule.delays) >= 0, f"delays are {schedule.delays}, none may be negative")
-    require(min(schedule.widths) >= 1, f"widths are {schedule.widths}, each must be at least 1")
+            require(len(values) == count, f"{name} has {len(values)} entries, must have {count}")
+    require(min(schedule.delays) >= 0, f"delays are {schedule.delays}, must be at least 0")
+    require(min(schedule.widths) >= 1, f"widths are {schedule.widths}, must be at least 1")
 
 
 class _Checker:
-    """A schedule with its tasks as columns, and the rules over them."""
+    """The rules over a schedule's tasks as columns."""
 
     def __init__(self, schedule: Schedule, table: TaskTable) -> None:
         self.schedule = schedule
@@ -132,7 +131,7 @@ class _Checker:
             ((table.pipeline < 0) | (table.pipeline >= schedule.num_pipelines), "a pipeline that does not exist"),
             ((table.stage < 0) | (table.stage >= schedule.num_stages), "a stage that does not exist"),
             ((table.micro_batch < 0) | (last_micro_batch >= limit), "a micro-batch or update that does not exist"),
-            (~is_compute & (table.part != Part.WHOLE), "a part, which only work on micro-batches has"),
+            (~is_compute & (table.part != Part.WHOLE), "a part, which an all-reduce or update cannot have"),
         ):
             for number in np.flatnonzero(bad)[:1]:
                 worker, _ = table.locate(number)
@@ -140,7 +139,7 @@ class _Checker:
         owner = np.array(schedule.placement)[table.pipeline, table.stage]
         for number in np.flatnonzero(owner != table.worker)[:1]:
             worker, _ = table.locate(number)
-            self.fail(f"task {self.task(number)} stands at worker {worker}, its stage is on {owner[number]}", [number])
+            self.fail(f"task {self.task(number)} is on worker {worker}, its stage is on {owner[number]}", [number])
         pairs = table.part == Part.PAIR
         split = pairs & (table.micro_batch // schedule.update_period != last_micro_batch // schedule.update_period)
         for number in np.flatnonzero(split)[:1]:
@@ -158,11 +157,11 @@ class _Checker:
             task = self.task(number)
             self.fail(f"task {task} runs micro-batch {task.micro_batch} through a second pipeline", [number])
         for micro_batch in np.flatnonzero(pipeline_of == NONE)[:1]:
-            self.fail(f"micro-batch {micro_batch} appears nowhere")
+            self.fail(f"no task works on micro-batch {micro_batch}")
         self.pipeline_of = pipeline_of
 
     def _cover(self, *kinds: Kind, name: str) -> np.ndarray:
-        """(stage, slot) -> task; every slot at most once."""
+        """(stage, slot) -> the task that covers it; fails if two tasks do."""
         schedule, table = self.schedule, self.table
         numbers = table.of_kind(*kinds)
         owner = slot_table(schedule, table, numbers)
@@ -185,14 +184,14 @@ class _Checker:
             self.fail_missing(name, task)
 
     def _require_order(self, earlier: np.ndarray, later: np.ndarray) -> None:
-        """Where both tables name a task, the first one's stands before the second's on their worker."""
+        """Where both tables have a task, the first one's must precede the second's on their worker."""
         wrong = (earlier != NONE) & (later != NONE) & (earlier > later)
         for flat in np.flatnonzero(wrong.ravel())[:1]:
             before, after = int(earlier.ravel()[flat]), int(later.ravel()[flat])
             self.fail(f"task {self.task(after)} comes before {self.task(before)}, which it needs", [after, before])
 
     def check_micro_batches(self) -> None:
-        """Forward, recomputation and backward of everything once, and in this order."""
+        """Forward, recomputation and backward of every micro-batch at every stage once, in this order."""
         forward = self._cover(Kind.FORWARD, name="forward")
         backward = self._cover(*_INPUT_GRADIENT, name="backward")
         weight = self._cover(*_WEIGHT_GRADIENT, name="backward")
@@ -210,7 +209,7 @@ class _Checker:
         self._require_order(backward, weight)
 
     def check_updates(self) -> None:
-        """Every update of every replica once and in turn, after its gradients and their all-reduce."""
+        """Every update of every replica once and in ascending order, after its gradients and their all-reduce."""
         schedule, table = self.schedule, self.table
         shape = (schedule.num_pipelines, schedule.num_stages, schedule.num_updates)
         self.update = self._per_update(Kind.UPDATE, shape, "update")
@@ -253,7 +252,7 @@ class _Checker:
         return owner
 
     def check_versions(self) -> None:
-        """The version that a task uses has been made on its worker before it."""
+        """The version that a task uses has been made before on its worker."""
         schedule, table = self.schedule, self.table
         compute = np.flatnonzero(table.kind < Kind.ALL_REDUCE)
         delays = np.array(schedule.delays)

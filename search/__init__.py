@@ -1,6 +1,7 @@
-"""Algorithms that pick one option for every variable of a cost table, and the verifier of their answers.
+"""Search algorithms, which choose one option for every variable of a cost table, the planner, and the verifier of results.
 
-``solve(table, method=...)`` runs any of :data:`METHODS`; all return a :class:`Result`: a cost, a valid lower bound and a status.
+``solve(table, method=...)`` runs any of :data:`METHODS`.  All return a :class:`Result` with a cost, a valid lower bound and a
+status.
 """
 
 from __future__ import annotations
@@ -73,15 +74,32 @@ def solve(
     known: Bracket | None = None,
     stop: Stop | None = None,
 ) -> Result:
-    """The best choice that ``method`` finds within the limit on peak memory [bytes].
+    """Minimise the cost of a table under a limit on peak memory.
 
-    ``evaluations`` and ``time_limit`` [s] are budgets (exact knows the latter alone), ``seed`` is for the random methods, a
-    constant ``temperature`` [s] for Metropolis-Hastings, and with a ``cutoff`` [s] exact does not look for choices that cost as
-    much or more; from what is ``known`` of the table within the limit (:func:`bracket`) it goes on.  When a ``stop`` is requested
-    it ends as at its time limit: with its best choice, a valid bound, and the status INTERRUPTED.  Without one, Ctrl-C is a
-    `KeyboardInterrupt` as everywhere in Python.
+    Args:
+        table: the cost table.
+        method: one of :data:`METHODS`.
+        memory_limit: bytes per device; None for no limit.
+        evaluations: budget of evaluations; ignored by ``exact``.
+        time_limit: budget in seconds.
+        seed: of the random methods.
+        temperature: constant temperature [s] of Metropolis-Hastings; None for annealing.
+        cutoff: ``exact`` does not search for choices that cost this much [s] or more.
+        progress: called with the state of the search from time to time.
+        known: result of :func:`bracket` for this table and limit, from which ``exact`` continues.
+        stop: when it is requested, the search ends with its best choice, a valid bound and the status INTERRUPTED.  Without it,
+            Ctrl-C raises `KeyboardInterrupt` as usual.
 
-    Raises: SearchError, for an unknown method, a limit that is not positive, or a temperature of another method.
+    Raises:
+        SearchError: the method is unknown, a limit is not positive, or the method has no temperature.
+
+    >>> import numpy as np
+    >>> from autoddl.costmodel.table import Edge
+    >>> options = np.array([1.0, 2.0]), np.array([2.0, 1.0])
+    >>> edge = Edge(0, 1, np.array([[0.0, 3.0], [3.0, 0.0]]))
+    >>> result = solve(CostTable(("a", "b"), options, options, options, (edge,)))
+    >>> result.choice, result.cost, result.lower_bound, str(result.status)
+    ((0, 0), 3.0, 3.0, 'optimal')
     """
     if method not in METHODS:
         raise SearchError(f"method {method!r} is not one of {', '.join(METHODS)}")

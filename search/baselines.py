@@ -1,18 +1,18 @@
-"""The plans that experts use today, each tuned over its own freedom (AutoDDL, Section 5).
+"""Baselines: the expert-designed families of plans (AutoDDL, Section 5).
 
 ==============  ==================================================  ======================================
-baseline        every layer                                         freedom
+baseline        strategy of every layer                             tuned parameters
 ==============  ==================================================  ======================================
-data parallel   (p, 1, 1)                                           -
+data parallel   (p, 1, 1)                                           none
 megatron        one (dp, mp) mesh for the whole network; matrices   dp and mp per network level
                 alternate column-parallel (dp, mp, 1) and
-                row-parallel (dp, 1, mp), anew in every block
+                row-parallel (dp, 1, mp), restarted in each block
 summa           one r x c mesh; input, weight and output of every   r and c per network level, both > 1
                 matrix split over both
 ==============  ==================================================  ======================================
 
-All are tuned over micro-batch and recomputation too, by the caller.  What has no matrix follows the mesh: samples over dp (r),
-features, heads or vocabulary over mp (c); convolutions and unknown operations stay data parallel.
+The caller also tunes micro-batch and recomputation.  Layers without a matrix are split over the same mesh: samples over dp (r),
+and features, heads or vocabulary over mp (c).  Convolutions and opaque layers stay data parallel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from itertools import product
 
 from autoddl.costmodel.graph import Layer, LayerGraph
+from autoddl.costmodel.kinds.registry import kind_of
+from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.strategy import Strategy, data_parallel, transposed
 
 __all__ = ["BASELINES", "Baseline", "baselines", "megatron"]
@@ -32,7 +34,13 @@ BASELINES = ("data parallel", "megatron", "summa")
 
 @dataclass(frozen=True)
 class Baseline:
-    """One member of a baseline's family: a name, its mesh as text, and the strategy of each layer by name."""
+    """One member of a baseline's family.
+
+    Attributes:
+        name: of the family, one of :data:`BASELINES`.
+        mesh: the mesh as text.
+        strategies: the strategy of each layer, by name.
+    """
 
     name: str
     mesh: str
@@ -40,7 +48,7 @@ class Baseline:
 
 
 def baselines(graph: LayerGraph, level_sizes: tuple[int, ...]) -> Iterator[Baseline]:
-    """All members of all families; whether one divides the layers is for the caller to see."""
+    """All members of all families.  The caller checks whether a member divides the layers."""
     everything = data_parallel(level_sizes)
     yield Baseline("data parallel", f"dp {everything.p0}", {layer.name: everything for layer in graph.layers})
     for mesh in _meshes(level_sizes):
@@ -52,7 +60,7 @@ def baselines(graph: LayerGraph, level_sizes: tuple[int, ...]) -> Iterator[Basel
 
 
 def _meshes(level_sizes: tuple[int, ...]) -> Iterator[tuple[tuple[int, int], ...]]:
-    per_level = [[(size // d, d) for d in range(1, size + 1) if size % d == 0] for size in level_sizes]
+    per_level = [[(size // d, d) for d in divisors(size)] for size in level_sizes]
     return product(*per_level)
 
 
@@ -61,7 +69,7 @@ def _text(mesh: tuple[tuple[int, int], ...], names: tuple[str, str]) -> str:
 
 
 def megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...]) -> Baseline:
-    """The member of its family of one mesh: (dp, mp) per network level; data parallel where no mp is more than 1."""
+    """The Megatron baseline of one mesh of (dp, mp) per network level; data parallel if all mp are 1."""
     everything = data_parallel(tuple(dp * mp for dp, mp in mesh))
     column = Strategy(tuple((dp, mp, 1) for dp, mp in mesh))
     row = Strategy(tuple((dp, 1, mp) for dp, mp in mesh))
@@ -74,9 +82,9 @@ def megatron(graph: LayerGraph, mesh: tuple[tuple[int, int], ...]) -> Baseline:
             seen[place] = seen.get(place, 0) + 1
 
     def strategy(layer: Layer) -> Strategy:
-        # The canonical layout is column's: features over mp.  An embedding splits its vocabulary, as the paper does; a table of
-        # few rows (the two token types of BERT) its features.
-        return row if layer.kind == "embedding" and row.divides(layer) else column
+        # Column-parallel is the canonical layout, features over mp.  An embedding splits its vocabulary, as in the paper; a table
+        # whose few rows do not divide (the two token types of BERT) splits its features.
+        return row if kind_of(layer.kind).is_lookup and row.divides(layer) else column
 
     return Baseline("megatron", _text(mesh, ("dp", "mp")), _assign(graph, alternating, strategy, everything))
 
@@ -87,7 +95,7 @@ def _summa(graph: LayerGraph, mesh: tuple[tuple[int, int], ...], everything: Str
     tied = {p.tied_to for layer in graph.layers for p in layer.parameters} | {
         layer.name for layer in graph.layers if any(p.tied_to for p in layer.parameters)
     }
-    # A weight that is shared with an embedding keeps the embedding's layout.
+    # A weight shared with an embedding keeps the layout of the embedding.
     matrices = {layer.name: on_mesh for layer in graph.layers if layer.kind == "linear" and layer.name not in tied}
     return Baseline("summa", _text(mesh, ("r", "c")), _assign(graph, matrices, lambda layer: canonical, everything))
 

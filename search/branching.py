@@ -1,10 +1,11 @@
-"""Branching on the largest buffer, and the lower bound that all methods share.
+"""Branch and bound on the largest buffer, and the lower bound that all methods share.
 
-The peak memory ``memory(x) + max_i buffer_i[x_i] <= M`` has a maximum in it.  A node of the branching stands for the choices
-whose largest buffer lies in ``[lowest, highest]``; its relaxation forbids larger buffers and allows ``M - lowest`` bytes of
-resident memory.  Where a minimiser of the relaxation fits M itself, the relaxation is tight; where it does not, its own largest
-buffer b is above ``lowest``, and the node is split into the choices below b (where b's options are forbidden) and those from
-b on (where only ``M - b`` is allowed): the minimiser is in neither.  Nodes are taken best bound first.  Mostly there are 1 to 3.
+The limit on peak memory, ``memory(x) + max_i buffer_i[x_i] <= M``, contains a maximum.  A node of the search tree stands for the
+choices whose largest buffer is in ``[lowest, highest]``.  Its relaxation forbids larger buffers and allows ``M - lowest`` bytes
+of resident memory.  If a minimiser of the relaxation fits M, the relaxation is tight.  Otherwise its largest buffer b exceeds
+``lowest``, and the node is split: choices with buffers below b (options of buffer b are forbidden), and choices with a buffer of b
+or more (only ``M - b`` is allowed).  The minimiser belongs to neither.  Nodes are processed best bound first; there are mostly 1
+to 3.
 """
 
 from __future__ import annotations
@@ -22,29 +23,40 @@ from autoddl.costmodel.table import CostTable
 
 from .elimination import Weights
 from .forest import solve_forest
-from .lagrangian import Dual, Instance, Interval, Point, minimise, prepare, solve_dual
+from .lagrangian import Dual, Instance, Interval, PricedAssignment, minimise, prepare, solve_dual
 
 __all__ = ["Bracket", "Exploration", "OpenNode", "OutOfTimeError", "bracket", "explore", "least_memory", "lower_bound"]
 
-#: Nodes that the shared bound spends on buffers.
+#: Nodes that :func:`lower_bound` opens.
 _BOUND_NODES = 12
 
-#: Works on a node's relaxation: (node, the incumbent's cost) -> (a valid bound, and the optimum, or a choice that the relaxation
-#: allows and the limit does not, or None where nothing costs less than the incumbent).
-CloseNode = Callable[["OpenNode", float], "tuple[float, Point | None]"]
+#: Solves a node's relaxation: (node, cost of the incumbent) -> (valid bound, point).  The point is the optimum, or a choice that
+#: fits the relaxation but not the limit, or None if no choice costs less than the incumbent.
+CloseNode = Callable[["OpenNode", float], "tuple[float, PricedAssignment | None]"]
 
 
 class OutOfTimeError(Exception):
-    """The work on a node was cut off: what has been proven of it, and the best point of its relaxation so far."""
+    """The work on a node reached the deadline.
 
-    def __init__(self, bound: float, point: Point) -> None:
+    Attributes:
+        bound: a valid lower bound on the node.
+        point: the best point of the relaxation so far.
+    """
+
+    def __init__(self, bound: float, point: PricedAssignment) -> None:
         super().__init__()
         self.bound, self.point = bound, point
 
 
 @dataclass(frozen=True, eq=False)
 class OpenNode:
-    """The choices whose largest buffer lies in the interval: a valid bound on their relaxation, and its dual."""
+    """A node of the search tree that is not settled.
+
+    Attributes:
+        bound: a valid lower bound on the cost of its choices [s].
+        interval: the interval of largest buffers that defines its choices.
+        dual: the Lagrangian dual of its relaxation.
+    """
 
     bound: float
     interval: Interval
@@ -53,11 +65,18 @@ class OpenNode:
 
 @dataclass(frozen=True, eq=False)
 class Exploration:
-    """``bound`` is valid for all choices within the limit; ``incumbent`` the best of them that was met; ``nodes`` opened; and those
-    that are left ``open``, whence it can go on."""
+    """The state of a branch and bound, from which it can continue.
+
+    Attributes:
+        bound: a valid lower bound on all choices within the limit [s].
+        incumbent: the best choice within the limit so far; None if there is none.
+        nodes: number of nodes opened.
+        finished: whether the incumbent is proven optimal, or all choices cost the cutoff or more.
+        open: the open nodes.
+    """
 
     bound: float
-    incumbent: Point | None
+    incumbent: PricedAssignment | None
     nodes: int
     finished: bool
     open: tuple[OpenNode, ...]
@@ -65,15 +84,15 @@ class Exploration:
 
 @dataclass(frozen=True)
 class Bracket:
-    """What is cheaply known of a table's optimum within a memory limit, in seconds.
+    """Cheap bounds on a table's optimum within a memory limit, in seconds.
 
     Attributes:
-        free: a valid lower bound without the limit; the optimum then, where the graph is narrow.
-        bound: a valid lower bound within the limit; ``inf`` shows that nothing fits.
-        cost: of the best choice within the limit that was met on the way; ``inf`` where none was.
+        free: a valid lower bound without the limit; equal to the optimum without the limit if the graph is narrow.
+        bound: a valid lower bound within the limit; ``inf`` if nothing fits.
+        cost: cost of the best choice found within the limit; ``inf`` if none was found.
         choice: that choice.
-        instance, exploration: the table made ready, and what was found on it within the limit, for who goes on from here; None
-            where that was not needed.
+        instance, exploration: the compiled table and the state of the branch and bound, from which :func:`exact` can continue; None
+            if they were not needed.
     """
 
     free: float
@@ -85,12 +104,13 @@ class Bracket:
 
 
 def lower_bound(table: CostTable, memory_limit: float | None = None, stop: Stop | None = None) -> float:
-    """A cheap valid lower bound [s] on the cost of every choice within the limit; ``inf`` shows that there is none.
+    """A cheap valid lower bound [s] on the cost of every choice within the limit; ``inf`` if no choice fits.
 
-    The elimination / Lagrangian bound of `lagrangian` with some branching on buffers.  It is the optimum where no memory
-    limit binds and the graph is narrow, and nobody requests a stop.
+    It is the Lagrangian bound of `lagrangian` with some branching on buffers.  It equals the optimum if the memory limit does not
+    bind, the graph is narrow, and no stop is requested.
 
-    Raises: SearchError, for a table that no search can treat.
+    Raises:
+        SearchError: the table is invalid (`check_table`).
     """
     return bracket(table, memory_limit, stop=stop).bound
 
@@ -98,10 +118,10 @@ def lower_bound(table: CostTable, memory_limit: float | None = None, stop: Stop 
 def bracket(
     table: CostTable, memory_limit: float | None = None, cutoff: float = math.inf, stop: Stop | None = None
 ) -> Bracket:
-    """Bounds on the optimum; once the lower bound is known to be at least ``cutoff``, or a stop is requested, no more work is put
-    into it.
+    """Compute bounds on the optimum, until the lower bound is at least ``cutoff`` [s] or a stop is requested.
 
-    Raises: SearchError, for a table that no search can treat.
+    Raises:
+        SearchError: the table is invalid (`check_table`).
     """
     choice = solve_forest(table)
     free = math.inf if choice is None else table.evaluate(choice)
@@ -118,7 +138,7 @@ def bracket(
     found = explore(instance, memory_limit, deadline=deadline, cutoff=cutoff)
     best = found.incumbent
     cost, chosen = (best.cost, best.choice) if best else (math.inf, None)
-    if deadline.stop.is_requested:  # the work on some node may have been cut short: nobody goes on from there
+    if deadline.stop.is_requested:  # some node may be incomplete, so the state is not returned for continuation
         return Bracket(free, found.bound, cost, chosen)
     return Bracket(free, found.bound, cost, chosen, instance, found)
 
@@ -133,10 +153,17 @@ def explore(
     cutoff: float = math.inf,
     report: Callable[[float, float], None] = lambda cost, bound: None,
 ) -> Exploration:
-    """Branch on buffers until the best node cannot be improved; with ``close`` that is when the optimum is proven.
+    """Run the branch and bound.
 
-    Choices that cost ``cutoff`` or more are of no interest: where it finishes with such an incumbent, or with none and a finite
-    bound, the bound says that all are.  It goes on from where ``start``, of the same instance and limit, ended.
+    Args:
+        instance: the compiled table.
+        memory_limit: bytes per device; None for no limit.
+        close: solves a node's relaxation; without it the search ends when splitting does not improve the best node.
+        start: an earlier state for the same instance and limit, from which to continue.
+        deadline: when to end without a proof.
+        cutoff: choices that cost this much [s] or more are ignored.  If the search finishes with such an incumbent, or without one
+            and with a finite bound, then the bound is at least the cutoff.
+        report: called with the incumbent's cost and the bound before each node.
     """
     tree = _Tree(instance, memory_limit, deadline or Deadline(), cutoff, start)
     while (node := tree.best_node()) is not None:
@@ -169,10 +196,10 @@ def explore(
 
 
 class _Tree:
-    """The open nodes, and the best choice within the limit that was met so far.
+    """The open nodes, and the best choice within the limit so far.
 
     Args:
-        start: the nodes and the choice to begin with; the one node of all choices where there is none.
+        start: the state to continue from; without it the tree is one node with all choices.
     """
 
     def __init__(
@@ -197,37 +224,37 @@ class _Tree:
 
     @property
     def cost(self) -> float:
-        """Of the incumbent; ``inf`` where there is none."""
+        """Cost of the incumbent; ``inf`` without one."""
         return self.incumbent.cost if self.incumbent else math.inf
 
     @property
     def least_cost(self) -> float:
-        """What a choice has to be below to be of interest."""
+        """The cost that a choice must be below to improve on the incumbent and the cutoff."""
         return min(self.cost, self._cutoff)
 
     @property
     def bound(self) -> float:
-        """Of all open nodes; ``inf`` where there is none."""
+        """The least bound of the open nodes; ``inf`` without any."""
         return self._heap[0][0] if self._heap else math.inf
 
     def best_node(self) -> OpenNode | None:
-        """The node with the least bound; None where it is of no interest."""
+        """The node with the least bound; None if it cannot improve on the incumbent and the cutoff."""
         return self._heap[0][2] if self.bound < self.least_cost else None
 
     def pop(self) -> None:
-        """Take the best node away."""
+        """Remove the best node."""
         heapq.heappop(self._heap)
 
     def push(self, node: OpenNode) -> None:
         heapq.heappush(self._heap, (node.bound, next(self._order), node))
 
-    def consider(self, point: Point) -> None:
-        """A choice that was met: the incumbent if it fits and is the best."""
+    def consider(self, point: PricedAssignment) -> None:
+        """Make a choice the incumbent if it fits the limit and costs less."""
         if point.peak <= self.limit and point.cost < self.cost:
             self.incumbent = point
 
     def split(self, interval: Interval, buffer: float, bound: float) -> None:
-        """Open the choices of an interval whose largest buffer is below ``buffer``, and the others."""
+        """Open two nodes: the choices of an interval whose largest buffer is below ``buffer``, and the others."""
         below = int(np.searchsorted(self._instance.buffers, buffer)) - 1
         self._open(Interval(interval.lowest, float(self._instance.buffers[below])), bound)
         self._open(Interval(buffer, interval.highest), bound)
@@ -243,22 +270,23 @@ class _Tree:
             self.push(OpenNode(max(dual.bound, inherited), interval, dual))
 
     def exploration(self, bound: float, finished: bool) -> Exploration:
-        """What is known, with a bound on all choices that are left."""
+        """The state of the search; ``bound`` is a valid bound on the open nodes."""
         left = tuple(node for *_, node in sorted(self._heap, key=lambda entry: entry[:2]))
         return Exploration(min(bound, self.cost), self.incumbent, self.nodes, finished, left)
 
 
-def least_memory(instance: Instance, stop: Stop) -> Point | None:
-    """The choice of finite cost with the least peak memory; ``None`` if no choice has finite cost. Needs an exact plan.
+def least_memory(instance: Instance, stop: Stop) -> PricedAssignment | None:
+    """The choice of finite cost with the least peak memory; None if no choice has finite cost.  The plan must be exact.
 
-    For a threshold b on buffers, let m(b) be the least resident memory; a minimiser whose largest buffer is b' <= b shows
-    that m is constant on [b', b], where ``m + b'`` is the least peak.  So thresholds go down, each time just below b', until
-    the smallest buffer possible shows that nothing better follows.
+    For a threshold b on buffers, let m(b) be the least resident memory.  If the largest buffer of a minimiser is b' <= b, then m
+    is constant on [b', b], and ``m + b'`` is the least peak there.  So the threshold decreases, each time to just below b', until
+    the smallest possible buffer proves that no better choice follows.
 
-    Raises: StopRequestedError
+    Raises:
+        StopRequestedError: the stop was requested.
     """
     assert instance.plan.exact
-    best: Point | None = None
+    best: PricedAssignment | None = None
     threshold = math.inf
     while True:
         stop.check()

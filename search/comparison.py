@@ -1,4 +1,4 @@
-"""The plans that experts use today, each family at its best micro-batch and recomputation: what a plan is compared with."""
+"""The best member of each baseline over micro-batches and recomputation, for comparison with a plan."""
 
 from __future__ import annotations
 
@@ -21,13 +21,22 @@ from .baselines import BASELINES, Baseline, baselines
 
 __all__ = ["BaselineFigures", "baseline_figures"]
 
-#: Why a family has no plan that a stop cut short.
+#: Why a family has no plan after a stop.
 _INTERRUPTED = "the search was interrupted before it was looked at"
 
 
 @dataclass(frozen=True)
 class BaselineFigures:
-    """The best member of a baseline's family, or why none is feasible."""
+    """The best member of a baseline's family, or the reason why none is feasible.
+
+    Attributes:
+        name: of the family.
+        infeasible: the reason; None if there is a feasible member.
+        mesh: mesh of the best member as text.
+        workload: its workload, with its micro-batch and recomputation.
+        strategies: the strategy of each layer, by name.
+        assessment: its cost.
+    """
 
     name: str
     infeasible: str | None = None
@@ -40,11 +49,14 @@ class BaselineFigures:
 def baseline_figures(
     graph: LayerGraph, cluster: Cluster, offered: Iterable[Problem | UserError], limit: float, stop: Stop
 ) -> Iterator[BaselineFigures]:
-    """The best feasible member of every family, of those before the stop.
+    """The best feasible member of every family, among those examined before the stop.
 
     Args:
-        offered: the tied problems, Summa meshes in them, of all micro-batches and recomputations; or why there is none.
-        limit: on the memory of a device [bytes].
+        graph, cluster: the model and the machine.
+        offered: for each micro-batch, with or without recomputation, the tied problem with Summa meshes, or the reason why there
+            is none.
+        limit: memory per device [bytes].
+        stop: ends the comparison early.
     """
     until = itertools.takewhile(lambda _: not stop.is_requested, offered)
     problems = [problem for problem in until if isinstance(problem, Problem)]
@@ -56,7 +68,7 @@ def baseline_figures(
 def _best_member(
     name: str, members: list[Baseline], problems: list[Problem], limit: float, stop: Stop
 ) -> BaselineFigures:
-    """The cheapest member of a family that fits, or why none does."""
+    """The cheapest member of a family that fits, or the reason why none does."""
     why = "no mesh of this shape on these devices"
     least = math.inf
     fitting: list[tuple[float, int, Baseline, Problem]] = []
@@ -77,14 +89,14 @@ def _best_member(
             least = memory
             why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"
     best, cost = BaselineFigures(name, infeasible=why), math.inf
-    # Redistributions only add to what the layers cost alone, and most members need none.
+    # The cost of the layers alone is a lower bound, and tight for most members, which need no redistributions.
     for alone, _, member, problem in sorted(fitting, key=lambda one: one[:2]):
         if alone >= cost or (best.assessment is not None and stop.is_requested):
             break
         try:
             assessment = assess(problem.graph, problem.cluster, problem.workload, member.strategies)
         except UserError as fault:
-            # There is no way between the layouts of some layers.
+            # No redistribution exists between the layouts of some layers.
             if best.assessment is None:
                 best = BaselineFigures(name, infeasible=str(fault))
             continue

@@ -1,24 +1,24 @@
-"""Variable elimination, compiled once and evaluated often.
+"""Variable elimination, compiled once and evaluated for many weights.
 
-Eliminating variable v from a sum of factors replaces all factors that touch v by one over v's neighbours,
+Eliminating variable v from a sum of factors replaces all factors that contain v by one factor over v's neighbours,
 
-    bucket(neighbours) = min over v of  sum of the factors that touch v,
+    bucket(neighbours) = min over v of  sum of the factors that contain v.
 
-and after the last variable a number is left: the minimum of the whole sum (min-sum elimination, Dechter 1999).  The order
-of elimination decides how large the buckets get; it depends on the graph alone, so it is compiled here once, into a `Plan`,
-and then evaluated for any node costs: ``w_c cost + w_m memory`` for several weights, with options of large buffer left out.
+After the last variable a number is left, the minimum of the whole sum (min-sum elimination, Dechter 1999).  The order of
+elimination decides the sizes of the buckets.  It depends only on the graph, so it is compiled once into an `Elimination`, which is
+then evaluated for different node costs: ``w_c cost + w_m memory`` for several weights, without options of large buffers.
 
-*Equal blocks are one.*  Factors are numbered by content: two buckets that join the same factors in the same way are the same
+*Sharing of equal blocks.*  Factors are numbered by content: two buckets that join the same factors in the same way are the same
 `Node`, as in hash-consed expressions.  So the nodes form a DAG, with one node for the same layer of all 96 blocks of a
-transformer.  The order is chosen for it: among the variables left, the group with equal buckets is eliminated at once whose
-work *per variable* (table entries / size of the group) is least; chains of equal blocks are so folded in pairs.
+transformer.  The order maximises sharing: of the groups of variables with equal buckets, the one with the least work *per
+variable* (table entries / size of the group) is eliminated next.  So chains of equal blocks are folded in pairs.
 
-*Bounds for everything.*  The pass back over the DAG gives each factor its *outside*: the least that all the rest costs, for
-each assignment of the factor's scope (the minimum over all places where a shared node stands).  Inside + outside is a lower
-bound for every assignment that contains this part; `labels` prunes with it.
+*Bounds for partial assignments.*  A pass from the root to the leaves computes the *outside* of each factor: the least cost of
+everything else, for each assignment of the factor's scope (the minimum over all places of a shared node).  Inside + outside is a
+lower bound for every assignment that contains this part; `labels` prunes with it.
 
-*Too wide.*  Where a bucket would be larger than the cap, it is split, each part minimised over its own copy of v
-(mini-buckets).  The plan is then not ``exact``: its minimum is a lower bound.
+*Wide graphs.*  If a bucket would exceed the cap, it is split, and each part is minimised over its own copy of v (mini-buckets).
+Then the plan is not ``exact``; its minimum is a lower bound.
 """
 
 from __future__ import annotations
@@ -33,18 +33,21 @@ import numpy as np
 
 from .reduction import Domain, Reduced
 
-__all__ = ["Input", "Leaf", "Node", "Places", "Plan", "Weights", "compile_plan"]
+__all__ = ["Elimination", "Input", "Leaf", "Node", "Places", "Weights", "compile_plan"]
 
 
 class _TooWideError(Exception):
-    """Elimination would need a table over the cap."""
+    """Elimination would need a table larger than the cap."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Score of a label: ``cost * seconds + memory * bytes``, over options whose buffer is at most ``max_buffer``.
+    """The score of a label, ``cost * seconds + memory * bytes``, and the labels that are allowed.
 
-    ``only`` restricts domains further: a mask over the labels of each.
+    Attributes:
+        cost, memory: the weights of cost [s] and memory [bytes].
+        max_buffer: largest buffer of an allowed label [bytes].
+        only: for each domain a mask of allowed labels; None allows all.
     """
 
     cost: float
@@ -53,18 +56,24 @@ class Weights:
     only: Mapping[Domain, np.ndarray] | None = None
 
     def allows(self, domain: Domain) -> np.ndarray:
-        """Which labels of a domain may be used. Shape (labels,)."""
+        """Which labels of a domain are allowed, shape (labels,)."""
         within = domain.buffer <= self.max_buffer
         return within if self.only is None else within & self.only[domain]
 
     def score(self, domain: Domain) -> np.ndarray:
-        """Scores of a domain's labels, ``inf`` for those left out. Shape (labels,)."""
+        """Scores of a domain's labels, ``inf`` for those not allowed, shape (labels,)."""
         return np.where(self.allows(domain), self.cost * domain.cost + self.memory * domain.memory, np.inf)
 
 
 @dataclass(frozen=True, eq=False)
 class Leaf:
-    """A factor of the table itself: a variable's domain (``domain`` given) or an edge (``array`` given)."""
+    """A factor of the table itself: a variable or an edge.
+
+    Attributes:
+        shape: number of classes of each variable of its scope.
+        domain: the domain, for a variable.
+        array: the costs, for an edge.
+    """
 
     shape: tuple[int, ...]
     domain: Domain | None = None
@@ -73,9 +82,12 @@ class Leaf:
 
 @dataclass(frozen=True, eq=False)
 class Node:
-    """Joins factors over ``local`` axes and minimises over the first ``num_eliminated`` of them.
+    """A bucket: the sum of its inputs over local axes, minimised over the first of them.
 
-    ``inputs`` are (factor number, the local axes that its axes stand for).
+    Attributes:
+        local: sizes of the local axes.
+        inputs: (factor number, the local axis of each of its axes).
+        num_eliminated: number of leading axes that are eliminated.
     """
 
     local: tuple[int, ...]
@@ -84,12 +96,15 @@ class Node:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Sizes of the axes of its scope, those not eliminated."""
         return self.local[self.num_eliminated :]
 
     @cached_property
     def views(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], tuple[int, ...]], ...]:
-        """For each input (factor number, order of its axes, its shape among the local axes, its local axes), small ones first:
-        so most of a sum is done where it is small."""
+        """For each input (factor number, order of its axes, its shape among the local axes, its local axes).
+
+        Small inputs come first, so that most of the sum is computed on small arrays.
+        """
         found = []
         for number, axes in self.inputs:
             shape = [self.local[axis] if axis in axes else 1 for axis in range(len(self.local))]
@@ -106,12 +121,12 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class Input:
-    """What stands behind one input of a node, at all its places in the elimination tree.
+    """One input of a node, at all places of the node in the elimination tree.
 
     Attributes:
         factor, axes: as in `Node.inputs`.
-        places: where each of the node's places has its input among those of the factor; None for a leaf.
-        variables: the variable whose own costs each place reads; None for anything else.
+        places: for each place of the node, the index of the input's place; None for a leaf.
+        variables: for each place, the variable whose domain it reads; None unless the factor is a domain.
     """
 
     factor: int
@@ -122,17 +137,28 @@ class Input:
 
 @dataclass(frozen=True, eq=False)
 class Places:
-    """Where a node stands in the elimination tree: how often, and what is behind its inputs."""
+    """The places of a node in the elimination tree.
+
+    Attributes:
+        count: number of places.
+        inputs: the node's inputs at these places.
+    """
 
     count: int
     inputs: tuple[Input, ...]
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """A compiled elimination: ``factors`` in topological order (the last is the root), and the ``places`` of those that are nodes.
+class Elimination:
+    """A compiled elimination.
 
-    The tree is never walked node by node: what equal nodes do is done at all their places at once.
+    Equal nodes are processed at all their places at once, so that no pass walks the whole tree.
+
+    Attributes:
+        factors: in topological order; the last one is the root.
+        places: the places of each factor that is a node, by number.
+        num_variables: number of variables of the table.
+        exact: whether no bucket was split.
     """
 
     factors: tuple[Leaf | Node, ...]
@@ -142,28 +168,28 @@ class Plan:
 
     @property
     def largest_bucket(self) -> int:
-        """Entries of the largest table."""
+        """Number of entries of the largest table."""
         return max(math.prod(factor.local) for factor in self.factors if isinstance(factor, Node))
 
     @property
     def num_nodes(self) -> int:
-        """Distinct buckets: the work of one evaluation."""
+        """Number of distinct buckets; it determines the work of one evaluation."""
         return len(self.places)
 
     @property
     def num_places(self) -> int:
-        """Buckets, equal ones counted each: the size of the elimination tree."""
+        """Size of the elimination tree: number of buckets, including equal ones."""
         return sum(places.count for places in self.places.values())
 
     def walk(self) -> Iterator[tuple[int, Node, Places]]:
-        """The nodes from the root to the leaves: number, node, places."""
+        """The nodes from the root to the leaves, as (number, node, places)."""
         for number in sorted(self.places, reverse=True):
             node = self.factors[number]
             assert isinstance(node, Node)
             yield number, node, self.places[number]
 
     def upward(self, weights: Weights) -> list[np.ndarray]:
-        """The table of every factor: its minimum inside, for each assignment of its scope. The last is the minimum of all."""
+        """The inside table of every factor: its minimum for each assignment of its scope.  The last is the overall minimum."""
         tables: list[np.ndarray] = []
         for factor in self.factors:
             if isinstance(factor, Node):
@@ -188,9 +214,13 @@ class Plan:
         return total if total.shape == node.local else np.broadcast_to(total, node.local)
 
     def best_eliminated(self, node: Node, tables: Sequence[np.ndarray], kept: np.ndarray) -> np.ndarray:
-        """The values of a node's eliminated axes at which the sum of its inputs is least, for each row of values of its scope.
+        """The values of a node's eliminated axes that minimise the sum of its inputs.
 
-        Shapes (rows, axes of the scope) -> (rows, eliminated axes).
+        Args:
+            kept: values of the node's scope, shape (rows, axes of the scope).
+
+        Returns:
+            Values of the eliminated axes, shape (rows, eliminated axes).
         """
         num = node.num_eliminated
         sizes = node.local[:num]
@@ -205,7 +235,7 @@ class Plan:
         return np.stack(np.unravel_index(best, sizes), axis=1)
 
     def downward(self, tables: Sequence[np.ndarray]) -> list[np.ndarray]:
-        """The outside of every node: the least that the rest costs, for each assignment of the node's scope."""
+        """The outside table of every node: the least cost of everything else, for each assignment of its scope."""
         outside = [np.full(factor.shape, np.inf) for factor in self.factors]
         outside[-1] = np.zeros(())
         for number in range(len(self.factors) - 1, -1, -1):
@@ -224,12 +254,12 @@ class Plan:
         return outside
 
     def decode(self, weights: Weights, tables: Sequence[np.ndarray]) -> np.ndarray:
-        """A minimiser of ``weights`` from its upward tables: the label of each variable.
+        """A minimiser of the scores from their inside tables: the label of each variable.
 
-        Of an inexact plan it is a minimiser of the relaxation, and each variable shows the copy that owns its cost.
+        For an inexact plan it is a minimiser of the relaxation; each variable has the value of the copy that owns its cost.
         """
         labels = np.zeros(self.num_variables, dtype=np.intp)
-        # At each place of each node, the values of its scope.
+        # The values of the scope of each node, at each of its places.
         scope = {
             number: np.zeros((places.count, len(self.factors[number].shape)), dtype=np.intp)
             for number, places in self.places.items()
@@ -259,16 +289,22 @@ def _best_labels(leaf: Leaf | Node, weights: Weights) -> np.ndarray:
     return np.array([a + score[a:b].argmin() for a, b in zip(first[:-1], first[1:])])
 
 
-#: A live factor while compiling: (factor number, its variables, the occurrence that made it; leaves have numbers below 0).
+#: A live factor during compilation: (factor number, its variables, its place in the tree; leaves have negative places).
 _Live = tuple[int, tuple[int, ...], int]
 
-#: When so few variables are left, with so few joint classes, they are eliminated all at once, in the root.
+#: The root eliminates the remaining variables at once when there are at most this many, with at most this many joint classes.
 _ROOT_VARIABLES = 4
 _ROOT_ENTRIES = 2**15
 
 
-def compile_plan(reduced: Reduced, *, max_entries: int, relaxed_entries: int) -> Plan:
-    """Choose an order and compile it: exact with buckets of at most ``max_entries``, else relaxed to ``relaxed_entries``."""
+def compile_plan(reduced: Reduced, *, max_entries: int, relaxed_entries: int) -> Elimination:
+    """Choose an elimination order and compile it.
+
+    Args:
+        reduced: the reduced table.
+        max_entries: largest bucket of an exact plan.
+        relaxed_entries: largest bucket of the relaxed plan that is made if no exact one is possible.
+    """
     assert not reduced.empty
     for by_fill in (False, True):
         try:
@@ -279,18 +315,18 @@ def compile_plan(reduced: Reduced, *, max_entries: int, relaxed_entries: int) ->
 
 
 class _Compiler:
-    """The state of one compilation: live factors, the graph left, and groups of variables with equal buckets."""
+    """The state of one compilation: live factors, the remaining graph, and groups of variables with equal buckets."""
 
-    _LARGE_DEGREE = 12  # above it a variable is a group of its own: no time is spent on recognising equals
+    _LARGE_DEGREE = 12  # a variable of larger degree forms its own group, to save the time of comparing buckets
 
     def __init__(self, reduced: Reduced, max_entries: int, *, split: bool, by_fill: bool) -> None:
         self.max_entries, self.split, self.by_fill = max_entries, split, by_fill
         self.factors: list[Leaf | Node] = []
-        #: Every place of the tree: its factor, and its live inputs.
+        # The places of the tree: the factor and the live inputs of each.
         self.tree: list[tuple[int, list[_Live]]] = []
         self.num_variables = len(reduced.domains)
         self.sizes = [domain.num_classes for domain in reduced.domains]
-        #: Of each variable the live factors that touch it, with its position in their scopes.
+        # For each variable the live factors that contain it, with its position in their scopes.
         self.touching: list[dict[_Live, int]] = [{} for _ in reduced.domains]
         self.neighbours: list[set[int]] = [set() for _ in reduced.domains]
         self.scalars: list[_Live] = []
@@ -311,7 +347,7 @@ class _Compiler:
                 self.factors.append(Leaf((domain.num_classes,), domain=domain))
             self._add_live((number[id(domain)], (i,), self._next_leaf()))
         for i, j, array in reduced.edges:
-            # A variable of one class is no neighbour: without it tables have few axes (numpy allows 32).
+            # Variables of one class are left out of scopes, since numpy allows at most 32 axes.
             scope = tuple(v for v in (i, j) if self.sizes[v] > 1)
             if id(array) not in number:
                 number[id(array)] = len(self.factors)
@@ -331,7 +367,7 @@ class _Compiler:
             self.touching[variable][live] = position
             self.neighbours[variable].update(other for other in scope if other != variable)
 
-    def run(self) -> Plan:
+    def run(self) -> Elimination:
         for variable in range(self.num_variables):
             self._rescore(variable)
         left = set(range(self.num_variables))
@@ -339,19 +375,19 @@ class _Compiler:
             score, _, group = heapq.heappop(self.heap)
             members = self.groups.get(group)
             if not members or self._score(group) != score:
-                continue  # the group has changed since; its present score is in the heap as well
+                continue  # the group has changed; its current score is in the heap as well
             changed: set[int] = set()
             for variable in list(members):
-                if variable not in changed:  # a neighbour of one just eliminated has another bucket now
+                if variable not in changed:  # the buckets of neighbours of eliminated variables have changed
                     changed |= self._eliminate(variable)
                     left.discard(variable)
             for variable in sorted(changed):
                 self._rescore(variable)
         self._add_root(sorted(left))
-        return Plan(tuple(self.factors), self._places(), self.num_variables, self.exact)
+        return Elimination(tuple(self.factors), self._places(), self.num_variables, self.exact)
 
     def _rescore(self, variable: int) -> None:
-        """Put a variable into its group: those that would make the same node."""
+        """Put a variable into the group of those with the same bucket."""
         self._leave_group(variable)
         neighbours = self.neighbours[variable]
         size = float(self.sizes[variable])
@@ -387,7 +423,7 @@ class _Compiler:
         return (fill, size) if self.by_fill else (size / len(self.groups[group]), fill)
 
     def _eliminate(self, variable: int) -> set[int]:
-        """Replace the factors that touch a variable by its bucket. Returns the variables whose buckets change."""
+        """Replace the factors that contain a variable by its bucket, and return the variables whose buckets change."""
         touching = _ordered(self.touching[variable])
         changed = self.neighbours[variable]
         self._leave_group(variable)
@@ -403,7 +439,7 @@ class _Compiler:
         return changed
 
     def _parts(self, touching: list[_Live]) -> list[list[_Live]]:
-        """All factors in one bucket, or first-fit into mini-buckets below the cap."""
+        """The factors as one bucket, or packed first-fit into mini-buckets below the cap."""
         scopes = {v for live in touching for v in live[1]}
         if math.prod(self.sizes[v] for v in scopes) <= self.max_entries:
             return [touching]
@@ -422,12 +458,12 @@ class _Compiler:
         return [[live for live in touching if live in members] for _, members in parts]
 
     def _occur(self, number: int, inputs: list[_Live]) -> int:
-        """Record a place where a factor is made, and return its number in the tree."""
+        """Record a place of a factor, and return its number in the tree."""
         self.tree.append((number, inputs))
         return len(self.tree) - 1
 
     def _places(self) -> dict[int, Places]:
-        """The tree, the places of equal nodes side by side."""
+        """The places of each node, from the recorded tree."""
         inputs_of: dict[int, list[list[_Live]]] = {}
         row: list[int] = []
         for number, inputs in self.tree:
@@ -457,9 +493,9 @@ class _Compiler:
         return self.node_number[inputs, local]
 
     def _add_root(self, left: list[int]) -> None:
-        """Join everything that is left: the last variables, and the minima of other components of the graph.
+        """Join what is left: the last variables, and the minima of the other components of the graph.
 
-        Those are summed two at a time, so that equal components are equal nodes.
+        The minima are summed in pairs, so that equal components share nodes.
         """
         scalars = sorted(self.scalars, key=lambda live: live[0])
         while len(scalars) > 2:
@@ -468,7 +504,7 @@ class _Compiler:
         axis_of = {variable: axis for axis, variable in enumerate(left)}
         live_factors = scalars + list(dict.fromkeys(live for variable in left for live in self.touching[variable]))
         inputs = tuple((live[0], tuple(axis_of[v] for v in live[1])) for live in live_factors)
-        number = len(self.factors)  # the root is a new node even where it repeats another
+        number = len(self.factors)  # the root is a new node even if it equals another
         self.factors.append(Node(tuple(self.sizes[v] for v in left), inputs, len(left)))
         self._occur(number, live_factors)
 
@@ -478,12 +514,12 @@ class _Compiler:
 
 
 def _ordered(touching: Mapping[_Live, int]) -> list[_Live]:
-    """The factors that touch a variable, in an order that equal buckets share."""
+    """The factors that contain a variable, in the same order for equal buckets."""
     return [live for *_, live in sorted([(live[0], position, live[1], live) for live, position in touching.items()])]
 
 
 def _canonical(variable: int, touching: list[_Live]) -> tuple[tuple, tuple[int, ...]]:
-    """The inputs of a variable's bucket, from its factors in order, and the variables of its local axes."""
+    """The inputs of a variable's bucket, in the order of ``touching``, and the variables of its local axes."""
     axis_of = {variable: 0}
     inputs = []
     for number, scope, _ in touching:

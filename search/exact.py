@@ -1,14 +1,14 @@
-"""The optimum of any table, with a proof.
+"""The exact search: the optimum of any table, with a proof.
 
-1. `reduction`: options that the rest of the table cannot tell apart become one class; dominated ones go.
-2. `elimination`: without a binding limit, eliminating the variables gives the optimum.
-3. `lagrangian`: with one, the dual over a multiplier of memory gives a bound and incumbents;
-4. `labels` closes the gap exactly: labels (cost, memory) on the elimination DAG, with growing slack;
-5. `branching` makes the largest buffer exact.
-6. `milp`: where elimination would be too wide, or labels too many, HiGHS solves an integer program.
+1. `reduction` merges options with equal edges into classes, and removes dominated options.
+2. `elimination` of all variables gives the optimum if the memory limit does not bind.
+3. `lagrangian`: otherwise, the dual over a multiplier of memory gives a bound and incumbents.
+4. `labels` closes the gap: labels (cost, memory) on the elimination DAG, with growing slack.
+5. `branching` treats the largest buffer exactly.
+6. `milp`: if the graph is too wide for elimination, HiGHS solves an integer program.
 
-Costs are sums of floats in different orders, so "optimal" means: to a relative 1e-9 (`PROOF_TOLERANCE`; labels whose costs
-differ by less than 1e-10 in total count as equal).  Memory is exact: whole bytes.
+Costs are sums of floats in different orders, so "optimal" means to a relative 1e-9 (`PROOF_TOLERANCE`; labels whose costs
+differ by less than 1e-10 in total count as equal).  Memory is exact, in whole bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from autoddl.costmodel.table import CostTable
 from .branching import Bracket, Exploration, OpenNode, OutOfTimeError, explore, least_memory
 from .forest import solve_forest
 from .labels import LabelSearch, StoppedError
-from .lagrangian import Dual, Instance, Point, prepare
+from .lagrangian import Dual, Instance, PricedAssignment, prepare
 from .outcomes import check_limits, impossible, infeasible, unless_stopped, unproven
 from .progress import Progress, silent
 from .reduction import Domain
@@ -35,13 +35,13 @@ __all__ = ["exact", "smallest_memory"]
 
 #: The first slack of the label search, relative to the dual bound.
 _FIRST_SLACK = 1e-5
-#: How the slack grows after a round of so many rows; rows grow like a high power of the slack.
+#: (number of rows, growth): factor of the slack after a round with at most so many rows, which grow like a high power of it.
 _SLACK_GROWTH = ((2_000, 4.0), (50_000, 2.0), (math.inf, 1.5))
-#: The rows that looking for an incumbent among few options may make.
+#: Largest number of rows of the restricted search for an incumbent.
 _FEW_ROWS = 300_000
-#: The whole is first searched up to this part of the slack that the few were.
+#: First slack of the full search, relative to the slack that the restricted search reached.
 _WHOLE_SLACK = 0.25
-#: What sums of the same costs in different order may differ by, relatively.
+#: Relative difference of sums of the same costs in different orders.
 _ROUNDING = 1e-12
 
 
@@ -55,15 +55,25 @@ def exact(
     known: Bracket | None = None,
     stop: Stop | None = None,
 ) -> Result:
-    """The choice of least cost within the limit on peak memory [bytes], proven.
+    """Find the choice of least cost within a limit on peak memory, and prove it.
 
-    Where nothing costs less than ``cutoff`` [s] that is all it finds out (LIMIT_REACHED, with a bound of at least the cutoff).
-    With a time limit [s] it may stop before, with the gap (LIMIT_REACHED), and so it does when a ``stop`` is requested
-    (INTERRUPTED).  ``evaluations`` counts the complete choices whose cost was computed; most of the work is on partial ones
-    (``statistics``: ``labels``, ``rows``; ``buckets`` is the number of distinct elimination tables, ``largest_bucket`` the entries
-    of the largest).  It goes on from what `bracket` of the same table and limit has ``known``.
+    Args:
+        table: the cost table.
+        memory_limit: bytes per device; None for no limit.
+        time_limit: seconds; at the limit the search ends with a gap (LIMIT_REACHED).
+        cutoff: choices that cost this much [s] or more are ignored.  If there is no cheaper one, the status is LIMIT_REACHED and
+            the bound is at least the cutoff.
+        progress: called with the state of the search.
+        known: result of `bracket` for the same table and limit, from which the search continues.
+        stop: when it is requested, the search ends with a gap (INTERRUPTED).
 
-    Raises: SearchError, for a limit that is not positive or a table that no search can treat.
+    Returns:
+        The result.  Its ``evaluations`` counts complete choices whose cost was computed.  Most of the work is on partial choices:
+        ``statistics`` has the numbers of ``labels``, ``rows`` and ``rounds``, of ``nodes`` of the branching and of distinct
+        elimination tables (``buckets``), and the number of entries of the largest (``largest_bucket``).
+
+    Raises:
+        SearchError: a limit is not positive, or the table is invalid.
     """
     start = time.perf_counter()
     check_limits(memory_limit=memory_limit, time_limit=time_limit)
@@ -90,7 +100,7 @@ def exact(
 
 
 def _without_limit(table: CostTable, choice: tuple[int, ...], start: float, memory_limit: float | None) -> Result:
-    """The optimum without the limit fits it."""
+    """The result if the optimum without the limit fits the limit."""
     cost = table.evaluate(choice)
     return Result(
         method="exact",
@@ -148,25 +158,25 @@ def _least_peak(instance: Instance, stop: Stop) -> float:
 
 
 class _Grown(NamedTuple):
-    """What a label search below some cost has found.
+    """The outcome of a label search for choices below some cost.
 
     Attributes:
-        best: the best choice; None where there is none below the cost.
-        bound: on all its choices; the best's cost, or that cost, where it was not cut short.
-        stopped: whether the deadline, or the number of labels, did that.
+        best: the best choice; None if none is below the cost.
+        bound: a valid lower bound on all its choices; if the search was complete, the cost of the best, or the given cost.
+        stopped: whether it reached the deadline or the largest number of labels.
     """
 
-    best: Point | None
+    best: PricedAssignment | None
     bound: float
     stopped: bool
 
 
 class _Closer:
-    """Works on a node of the branching by labels, and counts.
+    """Solves nodes of the branching by label searches, and counts the work.
 
-    First among the options that the dual's minimisers take anywhere: of those there are few, so a good choice is found quickly.
-    Then among all.  A choice that the relaxation allows and the limit does not is handed back as soon as it is met: the node is
-    better split there than proven.
+    A restricted search comes first, over the few options that occur in minimisers of the dual; it finds a good choice quickly.  The
+    full search over all options follows.  A choice that fits the relaxation but not the limit is returned as soon as it is found,
+    since splitting the node there is better than solving it.
     """
 
     def __init__(self, instance: Instance, memory_limit: float | None, deadline: Deadline) -> None:
@@ -174,13 +184,13 @@ class _Closer:
         self.limit = math.inf if memory_limit is None else memory_limit
         self.labels = self.rows = self.rounds = self.evaluations = 0
 
-    def __call__(self, node: OpenNode, incumbent: float) -> tuple[float, Point | None]:
+    def __call__(self, node: OpenNode, incumbent: float) -> tuple[float, PricedAssignment | None]:
         dual = node.dual
         limit = self.limit - node.interval.lowest
         best = min((point for point in dual.points if point.memory <= limit), key=lambda point: point.cost)
         if best.cost <= dual.bound + _ROUNDING * abs(dual.bound):  # no limit binds, or the dual has no gap
             return best.cost, best
-        # Nothing here costs less than the node's bound, so smaller slacks find nothing.
+        # No choice of the node costs less than its bound, so smaller slacks find nothing.
         slack = max(_FIRST_SLACK * abs(dual.bound), node.bound - dual.bound)
         cost = min(incumbent, best.cost)
         few = self._grow(self._search(node, self._taken(dual)), slack, cost, most_rows=_FEW_ROWS)
@@ -189,7 +199,7 @@ class _Closer:
             raise OutOfTimeError(node.bound, best)
         if few.best and few.best.peak > self.limit:
             return node.bound, few.best
-        # The whole has many times the rows of the few at the same slack, and about as many at a part of it.
+        # At the same slack the full search has many times the rows of the restricted one; at a fraction of it, about as many.
         slack = max(slack, _WHOLE_SLACK * (few.bound - dual.bound))
         whole = self._grow(self._search(node), slack, min(cost, best.cost))
         best = whole.best or best
@@ -198,7 +208,7 @@ class _Closer:
         return whole.bound, best if best.cost < incumbent else None
 
     def _taken(self, dual: Dual) -> dict[Domain, np.ndarray]:
-        """Which labels of each domain the dual's minimisers take."""
+        """For each domain, the labels that occur in minimisers of the dual."""
         choices = np.array([point.choice for point in dual.points])
         return {
             domain: np.isin(domain.option, choices[:, variables]) for domain, variables in self.instance.reduced.members
@@ -210,8 +220,8 @@ class _Closer:
         return LabelSearch(plan, dual.multiplier, dual.bound, limit, node.interval.highest, self.deadline, only)
 
     def _grow(self, search: LabelSearch, slack: float, cost: float, most_rows: float = math.inf) -> _Grown:
-        """The cheapest choice below ``cost``, by growing slack, as far as it gets."""
-        best: Point | None = None
+        """Search for the cheapest choice below ``cost`` with growing slack, up to about ``most_rows`` rows."""
+        best: PricedAssignment | None = None
         statistics, proven, stopped = search.statistics, 0.0, False
         while True:
             room = cost - search.bound
@@ -242,8 +252,8 @@ class _Closer:
 def _by_milp(
     instance: Instance, start: float, memory_limit: float | None, deadline: Deadline, progress: Progress
 ) -> Result:
-    """Elimination gives no more than bounds (mini-buckets): HiGHS does the rest."""
-    # Only here: loading SciPy's optimizers takes longer than most searches.
+    """Solve by integer programming; elimination gives only bounds (mini-buckets)."""
+    # Imported lazily: loading SciPy's optimizers takes longer than most searches.
     from .milp import milp_least_memory, milp_optimum
 
     table = instance.table
@@ -276,7 +286,8 @@ def _by_milp(
 def smallest_memory(table: CostTable, stop: Stop | None = None) -> tuple[float, tuple[int, ...] | None]:
     """The least peak memory [bytes] of any choice of finite cost, and such a choice; ``(inf, None)`` if there is none.
 
-    Raises: StopRequestedError, where a ``stop`` is requested before it is known.
+    Raises:
+        StopRequestedError: the stop was requested before the memory was known.
     """
     stop = stop or Stop()
     instance = prepare(table)

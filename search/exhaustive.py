@@ -1,16 +1,16 @@
-"""Exhaustive search: every assignment gets a score.
+"""Exhaustive search: the cost of every assignment is computed.
 
-The variables are divided in an *outer* part, which is enumerated, and an *inner* part of at most a few thousand joint options.
-The scores of all inner joint options are a vector V: their own costs and the edges between them, computed once.  Fixing an outer
-variable adds a row of its edges to the inner part to V, and a number (its own cost, its edges to other outer variables) to all.
-The last outer variable is a matrix: one row of scores for each of its options,
+The variables are divided into an *outer* part, which is enumerated, and an *inner* part of at most a few thousand joint options.
+The scores of all inner joint options form a vector V of their own costs and the edges between them, computed once.  Fixing an
+outer variable adds to V a row, the edges between it and the inner part, and a number, its own cost and its edges to other outer
+variables.  The scores of the last outer variable form a matrix with one row for each of its options,
 
-    score[x, y] = s[x] + V[y] + T[x, y]          (T only where the last outer variable has edges into the inner part)
+    score[x, y] = s[x] + V[y] + T[x, y]          (T only if the last outer variable has edges into the inner part)
 
-computed in place in blocks that stay in the cache, and reduced to their minimum.  No assignment is skipped and none is inferred
-from another: ``evaluations`` counts scores that were computed and compared.  Under a memory limit the same is done with resident
-memory and with the largest buffer, and scores over the limit are set aside before the minimum is taken.  Memory stays bounded: one
-row of T for each option of each outer variable next to the inner part, and one block.
+which is computed in place, in blocks that stay in the cache, and reduced to its minimum.  No assignment is skipped or inferred
+from another: ``evaluations`` counts scores that were computed and compared.  Under a memory limit, resident memory and largest
+buffer are computed in the same way, and scores over the limit become infinite.  The search holds one row of T for each option of
+each outer variable with edges into the inner part, and one block.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from .result import Result, Status
 
 __all__ = ["exhaustive"]
 
-#: Joint options of the inner part, at most.
+#: Largest number of joint options of the inner part.
 _MAX_INNER = 2**13
-#: Scores of one block: eight bytes each, so that a block and its vector stay in the second-level cache.
+#: Number of scores of a block (8 bytes each); a block and its vector fit into the second-level cache.
 _BLOCK = 2**15
 
 
@@ -48,10 +48,13 @@ def exhaustive(
     progress: Progress = silent,
     stop: Stop | None = None,
 ) -> Result:
-    """Score every assignment; with a limit on evaluations or seconds it may stop before (LIMIT_REACHED, with a gap), and so it does
-    when a ``stop`` is requested (INTERRUPTED).
+    """Compute the cost of every assignment.
 
-    Raises: SearchError, for a limit that is not positive.
+    A limit on ``evaluations`` or on time [s] ends the search with a gap (LIMIT_REACHED), and so does a requested ``stop``
+    (INTERRUPTED).
+
+    Raises:
+        SearchError: a limit is not positive.
     """
     start = time.perf_counter()
     check_limits(memory_limit=memory_limit, time_limit=time_limit, evaluations=evaluations)
@@ -89,7 +92,12 @@ def exhaustive(
 
 @dataclass(frozen=True, eq=False)
 class _Sums:
-    """Scores, resident memory and largest buffer of the inner joint options, some outer variables being fixed."""
+    """Sums of the inner joint options with some outer variables fixed; each array has one entry per joint option.
+
+    Attributes:
+        score: cost [s].
+        memory, buffer: resident memory and largest buffer [bytes].
+    """
 
     score: np.ndarray
     memory: np.ndarray
@@ -107,7 +115,7 @@ class _Scan:
         outer = [v for v in range(len(table.names)) if v not in self.inner]
         self.sizes = [len(table.cost[v]) for v in self.inner]
         self.rows = {v: row for v in outer if (row := self._edges_to_inner(v)) is not None}
-        # Those with edges into the inner part first: the vector changes as seldom as can be.
+        # Variables with edges into the inner part come first, so that the vector changes rarely.
         self.outer = sorted(outer, key=lambda v: v not in self.rows)
         self.block = np.empty(_BLOCK)
 
@@ -122,7 +130,7 @@ class _Scan:
         return inner
 
     def _spread(self, values: np.ndarray, *positions: int) -> np.ndarray:
-        """A vector or matrix over inner variables, as a view that broadcasts over all inner joint options."""
+        """A view of a vector or matrix over inner variables that broadcasts over all inner joint options."""
         shape = [1] * len(self.inner)
         for axis, position in enumerate(positions):
             shape[position] = values.shape[axis]
@@ -142,7 +150,7 @@ class _Scan:
         return _Sums(sums.score.ravel(), sums.memory.ravel(), sums.buffer.ravel())
 
     def _edges_to_inner(self, v: int) -> np.ndarray | None:
-        """(options of v) x (inner joint options): the costs of v's edges into the inner part; None where there are none."""
+        """Costs of v's edges into the inner part, shape (options of v, inner joint options); None if there are none."""
         rows = None
         for edge in self.table.edges:
             for mine, other, matrix in ((edge.source, edge.target, edge.cost), (edge.target, edge.source, edge.cost.T)):
@@ -155,7 +163,7 @@ class _Scan:
         return None if rows is None else rows.reshape(len(rows), -1)
 
     def _edges_to_fixed(self, v: int, fixed: dict[int, int]) -> np.ndarray:
-        """v's own costs and those of its edges to fixed variables, one entry for each option of v."""
+        """v's own costs and those of its edges to fixed variables, shape (options of v,)."""
         costs = self.table.cost[v].astype(float)
         for edge in self.table.edges:
             if edge.source == v and edge.target in fixed:
@@ -165,7 +173,7 @@ class _Scan:
         return costs
 
     def blocks(self, budget: float) -> Iterator[int]:
-        """Score block after block; yields the evaluations so far."""
+        """Compute block after block; yields the number of evaluations so far."""
         sums = self._inner_sums()
         if not self.outer:
             self._score(sums, np.zeros(1), None, {}, None, budget)
@@ -200,7 +208,7 @@ class _Scan:
         last: int | None,
         budget: float,
     ) -> None:
-        """All options of the last outer variable times all inner joint options, a block of whole rows at a time."""
+        """Score all pairs of an option of the last outer variable and an inner joint option, in blocks of whole rows."""
         width = len(sums.score)
         height = max(1, _BLOCK // width)
         for first in range(0, len(scores), height):
@@ -208,7 +216,7 @@ class _Scan:
             count = len(scores[chosen])
             left = budget - self.evaluations
             if left < count * width:
-                # The budget ends inside this block: whole rows that still fit, or the first part of one.
+                # The budget ends inside this block: score the whole rows that remain, or a part of one.
                 count, width = (int(left // width), width) if left >= width else (1, int(left))
                 if count * width == 0:
                     return
@@ -229,7 +237,7 @@ class _Scan:
                 return
 
     def _set_aside(self, block: np.ndarray, sums: _Sums, chosen: slice, last: int | None) -> None:
-        """Scores of what does not fit the memory limit become inf."""
+        """Set the scores of assignments over the memory limit to inf."""
         width = block.shape[1]
         memory, buffer = sums.memory[None, :width], sums.buffer[None, :width]
         if last is not None:

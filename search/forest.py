@@ -1,13 +1,13 @@
-"""Tables without cycles: one pass of messages, and back.
+"""Tables without cycles, solved by message passing (dynamic programming on a forest).
 
-Where the edges of a table form a forest (a perceptron's chain), the optimum needs no elimination order to be compiled.  A variable
-v with one edge left is a leaf; it hands its neighbour u, for each option of u, the least that v and all behind it cost,
+If the edges of a table form a forest (a chain, for a perceptron), no elimination order has to be compiled.  A variable v with at
+most one remaining edge is a leaf.  It sends its neighbour u, for each option of u, the least cost of v and everything behind it,
 
     message(u) = min over v of  cost_v[v] + messages into v + edge[v, u],
 
-and is gone.  The last variable's minimum is the optimum; going back, each variable takes the option that its message was made of.
-One edge costs one pass over its matrix: linear in the size of the table.  Costs that no search can treat (nan, -inf) reach the last
-minimum in the same way; the caller is told that there is no choice, and finds out why.
+and is removed.  The minimum at the last variable is the optimum.  The way back gives each variable the option that attained its
+message.  The time is linear in the size of the table.  Invalid costs (nan, -inf) propagate to the last minimum; then the result is
+None, and the caller finds the reason (`check_table`).
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ __all__ = ["solve_forest"]
 
 
 def solve_forest(table: CostTable) -> tuple[int, ...] | None:
-    """The cheapest choice, memory aside; None where the table has a cycle, or no choice of finite cost."""
+    """The cheapest choice without a memory limit; None if the table has a cycle or no choice of finite cost."""
     num = len(table.names)
     if len(table.edges) >= num or not all(map(len, table.cost)):
         return None
     edges: list[list[tuple[int, np.ndarray]]] = [[] for _ in range(num)]
     for edge in table.edges:
-        # The neighbour, and the matrix as (mine, neighbour's).
+        # The neighbour, and the matrix of shape (options, options of the neighbour).
         edges[edge.source].append((edge.target, edge.cost))
         edges[edge.target].append((edge.source, edge.cost.T))
     degree = [len(of_one) for of_one in edges]

@@ -1,19 +1,19 @@
-"""All choices of a table of vectors that no other choice beats in every component, within limits.
+"""The Pareto front of a table of vectors, within limits.
 
-Every option of a variable adds a vector (seconds forward, seconds backward, bytes ...), every edge adds one for the pair of
-options at its ends, and every option has a size of which only the largest counts (buffers).  A choice is *beaten* where another
-one with the same *keys* (what the world outside of the table sees of it) is no more in any sum and no larger.  Whatever is
-monotone in sums and size has its optimum among those that are not beaten: the *front*.
+Every option of a variable adds a vector (seconds forward, seconds backward, bytes, ...), and so does every pair of options at the
+ends of an edge.  Every option also has a size, of which only the largest counts (buffers).  A choice is *dominated* if another one
+with the same *keys* (the classes that are visible from outside of the table) is no more in any sum and no larger.  The *front* is
+the set of choices that are not dominated.  Every monotone function of sums and size has an optimum in the front.
 
-**Dynamic programming over a path decomposition.**  The variables are taken one after the other, in an order that keeps few of them
-*open* (taken, with a neighbour that is not).  A partial choice is a row: the classes of its open variables and keys, its sums
-and its largest size; of rows of equal classes the beaten ones go.
+**Dynamic programming over a path decomposition.**  The variables are processed one by one, in an order that keeps few of them
+*open* (processed, with a neighbour that is not).  A partial choice is a row: the classes of its open and key variables, its sums
+and its largest size.  Dominated rows among those of equal classes are removed.
 
-**Guides.**  For weights w >= 0 only choices with w . sums <= threshold are asked for.  One pass from the last variable to the first
-gives, for every assignment of the open variables, the least w . sums that is still to come; so each row that is kept can be
-completed within each single threshold.
+**Guides.**  Each guide, weights w >= 0 and a threshold, restricts the front to choices with w . sums <= threshold.  A pass from the
+last variable to the first gives, for every assignment of the open variables, the least w . sums of the remaining variables.  So
+every row that is kept can be completed within each single threshold.
 
-Sums are of floats in different orders: of rows that differ by no more than a relative 1e-12 one stays.
+Sums are of floats in different orders, so rows that differ by no more than a relative 1e-12 count as equal.
 """
 
 from __future__ import annotations
@@ -40,22 +40,27 @@ __all__ = [
     "undominated",
 ]
 
-#: Entries of the largest table over open variables, and rows, that are worked with.
+#: Largest number of entries of a table over open variables, and of rows.
 MOST_ENTRIES = 4_000_000
 MOST_ROWS = 400_000
-#: Candidates that are looked at in one go.
+#: Number of candidate rows that are processed at once.
 _CHUNK = 1 << 18
-#: Relative difference of sums that counts as none.
+#: Relative difference of sums that counts as equal.
 _TOLERANCE = 1e-12
 
 
 class TooManyError(Exception):
-    """More entries or rows than are worked with."""
+    """More entries or rows are needed than allowed."""
 
 
 @dataclass(frozen=True, eq=False)
 class VectorEdge:
-    """What pairs of options add: component by component, by classes of the options at both ends; inf where a pair is forbidden."""
+    """The vectors of the pairs of options of two variables.
+
+    Attributes:
+        source, target: indices of the two variables.
+        parts: (component, its values for all pairs); inf for a forbidden pair.
+    """
 
     source: int
     target: int
@@ -68,9 +73,9 @@ class VectorTable:
 
     Attributes:
         sums: per variable, shape (options, components).
-        sizes: per variable, shape (options,): of a choice only the largest counts.
+        sizes: per variable, shape (options,); only the largest size of a choice counts.
         edges: between different variables.
-        keys: (variable, class of each of its options): what is seen from outside.
+        keys: (variable, class of each of its options): choices are compared only if their classes are equal.
     """
 
     sums: tuple[np.ndarray, ...]
@@ -80,6 +85,7 @@ class VectorTable:
 
     @property
     def num_components(self) -> int:
+        """Length of the vectors."""
         return self.sums[0].shape[1]
 
     def evaluate(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -94,13 +100,22 @@ class VectorTable:
 
     @cached_property
     def steps(self) -> tuple[_Step, ...]:
-        """The variables in the order in which they are taken."""
+        """The steps of the dynamic program, one per variable.
+
+        Raises:
+            TooManyError: a table over open variables would be too large.
+        """
         return _decomposed(self)
 
 
 @dataclass(frozen=True)
 class Guide:
-    """Only choices with ``weights . sums <= threshold`` are wanted; ``weights`` has one number >= 0 per component."""
+    """A restriction to choices with ``weights . sums <= threshold``.
+
+    Attributes:
+        weights: one number >= 0 per component.
+        threshold: the largest allowed value.
+    """
 
     weights: tuple[float, ...]
     threshold: float
@@ -124,13 +139,20 @@ class Front:
         return len(self.sizes)
 
     def only(self, rows: np.ndarray) -> Front:
-        """Some of the rows."""
+        """The front restricted to some rows."""
         return Front(self.choices[rows], self.sums[rows], self.sizes[rows])
 
 
 @dataclass(frozen=True, eq=False)
 class _Options:
-    """The options of a variable in the order of their classes, those left out that another one of the class stands in for."""
+    """The options of a variable that no other option of their class dominates, in the order of classes.
+
+    Attributes:
+        number: index of each option in the variable.
+        sums, sizes: as in :class:`VectorTable`.
+        of_class: class of each option.
+        first: index of the first option of each class.
+    """
 
     number: np.ndarray
     sums: np.ndarray
@@ -145,15 +167,15 @@ class _Options:
 
 @dataclass(frozen=True, eq=False)
 class _Step:
-    """One variable is taken.
+    """One step of the dynamic program, which processes one variable.
 
     Attributes:
-        variable: which.
+        variable: its index.
         options: its options, in classes.
-        before: the open variables until then.
-        after: those that are open from then on.
-        links: (position in ``before``, component, cost of every pair of classes: of the earlier variable, of this one).
-        shape: the number of classes of each of ``before``.
+        before, after: the open and key variables before and after the step.
+        links: (position in ``before``, component, values of all pairs of classes, shape (classes of the earlier variable, classes
+            of this one)).
+        shape: the number of classes of each variable of ``before``.
     """
 
     variable: int
@@ -210,8 +232,8 @@ def _decomposed(table: VectorTable) -> tuple[_Step, ...]:
 
 
 def _order(neighbours: Sequence[set[int]], sizes: Sequence[int], keyed: set[int]) -> list[int]:
-    """Greedy: next the variable that leaves the fewest assignments of open variables; of equal ones the first."""
-    if len(sizes) > 64:  # a long chain is best taken as it comes
+    """A greedy order: each time the variable that leaves the fewest assignments of open variables."""
+    if len(sizes) > 64:  # long graphs are chains of blocks, which are best processed in their own order
         return list(range(len(sizes)))
     order: list[int] = []
     taken: set[int] = set()
@@ -245,11 +267,14 @@ def _classified(sums: np.ndarray, sizes: np.ndarray, rows: Sequence[np.ndarray])
 
 
 def undominated(group: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Indices, ascending, of the rows that no other row of their group is no more than in every column (of equal ones the first).
+    """Ascending indices of the rows that no other row of their group dominates; of equal rows one remains.
 
     Args:
-        group: shape (rows,), whole numbers from 0 on.
-        values: shape (rows, columns), not negative.
+        group: non-negative integers, shape (rows,).
+        values: non-negative numbers, shape (rows, columns); row a dominates row b if it is no more in every column.
+
+    >>> undominated(np.array([0, 0, 0, 1]), np.array([[1.0, 3.0], [2.0, 2.0], [2.0, 3.0], [5.0, 5.0]])).tolist()
+    [0, 1, 3]
     """
     if len(group) < 2:
         return np.arange(len(group))
@@ -263,7 +288,7 @@ def undominated(group: np.ndarray, values: np.ndarray) -> np.ndarray:
     alive = np.arange(len(order))
     kept = []
     while len(alive):
-        # The first of each group that is left is beaten by nothing: all before it is settled.
+        # Nothing dominates the first remaining row of each group: rows are in the order of their sums.
         leads = np.flatnonzero(np.r_[True, group[alive[1:]] != group[alive[:-1]]])
         kept.append(alive[leads])
         lead_of = np.repeat(leads, np.diff(np.r_[leads, len(alive)]))
@@ -272,14 +297,17 @@ def undominated(group: np.ndarray, values: np.ndarray) -> np.ndarray:
     return np.sort(order[np.concatenate(kept)])
 
 
-# ----------------------------------------------------------------------------------------------------------- to be done yet
+# ------------------------------------------------------------------------------------------- bounds on the remaining variables
 
 
 def _remaining(steps: Sequence[_Step], weights: np.ndarray) -> list[np.ndarray]:
-    """For each step the least ``w . sums`` of all variables from it on, for each assignment of ``before``; a last 0.
+    """The least ``w . sums`` of the variables from each step on, for each assignment of the step's ``before``.
 
     Args:
-        weights: shape (weights, components); the answers have a first axis of that length, too.
+        weights: shape (weights, components).
+
+    Returns:
+        An array for each step, of shape (weights, classes of each variable of ``before``), and one of zeros for the end.
     """
     sizes = {step.variable: step.options.num_classes for step in steps}
     many = len(weights)
@@ -302,20 +330,33 @@ def _remaining(steps: Sequence[_Step], weights: np.ndarray) -> list[np.ndarray]:
 
 
 def least(table: VectorTable, weights: np.ndarray) -> np.ndarray:
-    """The least ``w . sums`` of any choice, for each row w; inf where there is none; shape (rows, components) -> (rows,).
+    """The least ``w . sums`` of any choice, for each row w; inf if there is no choice.
+
+    Args:
+        table: the table.
+        weights: shape (rows, components).
+
+    Returns:
+        An array of shape (rows,).
 
     Raises:
-        TooManyError
+        TooManyError: a table over open variables would be too large.
     """
     return np.asarray(_remaining(table.steps, weights)[0])
 
 
 def least_choices(table: VectorTable, weights: np.ndarray) -> np.ndarray:
-    """For each row w a choice whose ``w . sums`` is the least; shape (rows, components) -> (rows, variables); none where there is
-    no choice at all.
+    """A choice that minimises ``w . sums``, for each row w.
+
+    Args:
+        table: the table.
+        weights: shape (rows, components).
+
+    Returns:
+        An array of shape (rows, variables), or (0, variables) if there is no choice.
 
     Raises:
-        TooManyError
+        TooManyError: a table over open variables would be too large.
     """
     steps, many = table.steps, len(weights)
     remaining = _remaining(steps, weights)
@@ -344,7 +385,13 @@ def least_choices(table: VectorTable, weights: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Partial choices: the classes of the open variables (one column each), sums, the largest size so far."""
+    """Partial choices.
+
+    Attributes:
+        classes: the class of each open variable, shape (rows, open variables).
+        sums: shape (rows, components).
+        sizes: the largest size so far, shape (rows,).
+    """
 
     classes: np.ndarray
     sums: np.ndarray
@@ -362,14 +409,17 @@ def front(
     """The front of a table.
 
     Args:
-        guides: what choices are wanted.
-        limit: (component, most that it may be together with the largest size); where every choice stays within it, component and
-            size are no part of the comparison, else they are.
-        is_shared: others want a part of the limit, too: less is always better.
+        table: the table.
+        guides: restrict the front.
+        limit: (component, largest allowed sum of it plus the largest size).  If every choice is within the limit, component and
+            size are not compared, unless ``is_shared``.
+        stop: ends the computation early.
+        most_rows: largest number of rows of a step.
+        is_shared: whether others use a part of the limit, so that less is always better.
 
     Raises:
-        TooManyError: more rows would be needed than ``most_rows``.
-        StopRequestedError
+        TooManyError: more than ``most_rows`` rows are needed, or a table over open variables would be too large.
+        StopRequestedError: the stop was requested.
     """
     steps = table.steps
     num = table.num_components
@@ -423,7 +473,7 @@ def _extended(
     limit: tuple[int, float] | None,
     most_rows: int,
 ) -> tuple[_Rows, np.ndarray, np.ndarray]:
-    """All rows with each option of the step's variable, without those that are out of the question or beaten."""
+    """Extend all rows by each option of the step's variable; drop rows over a threshold or the limit, and dominated ones."""
     options = step.options
     held = (*step.before, step.variable)
     kept_columns = [held.index(v) for v in step.after]

@@ -1,19 +1,19 @@
-"""The searches of the paper that prove nothing by themselves: coordinate descent, Metropolis-Hastings, random.
+"""The heuristic searches of the AutoDDL paper: coordinate descent, Metropolis-Hastings, random.
 
-They share a driver: a budget of evaluations (and seconds), the best choice so far, a valid lower bound from elimination at the end;
-where the best choice reaches it, it is proven optimal after all.  One *evaluation* is one strategy whose cost was looked at: every
-candidate option of coordinate descent, every proposal of Metropolis-Hastings, every sample.
+They share a driver with a budget of evaluations and seconds, and the best choice so far.  At the end it computes a valid lower
+bound by elimination; a choice that reaches the bound is proven optimal.  One *evaluation* is one choice whose cost was computed:
+every candidate option of coordinate descent, every proposal of Metropolis-Hastings, every random sample.
 
 **Coordinate descent.**  From a random start, sweep over the variables; each takes its best option with the others fixed, until a
-sweep changes nothing; keep the best, restart.
+sweep changes nothing.  Keep the best choice and restart.
 
-**Metropolis-Hastings.**  The chain's law is P(S) ~ exp(-b Cost(S)).  A proposal changes one variable to another of its options, all
-with the same probability, so it is accepted with min(1, P(new) / P(old)) = min(1, exp(-b (Cost(new) - Cost(old)))); one over the
-memory limit never.  With a ``temperature`` [s], b = 1 / temperature throughout, as in the paper.  Without one b rises geometrically
-over the budget (simulated annealing): from 1 / the median change of cost at the start, where most proposals are accepted, to 1 / a
-ten-thousandth of the cost, where none that matters is.
+**Metropolis-Hastings.**  The stationary distribution of the chain is P(S) ~ exp(-b Cost(S)).  A proposal changes one variable to
+another of its options, all with the same probability.  It is accepted with probability min(1, P(new) / P(old)) =
+min(1, exp(-b (Cost(new) - Cost(old)))), and never over the memory limit.  With a ``temperature`` [s], b = 1 / temperature is
+constant, as in the paper.  Without one, the temperature falls geometrically over the budget (simulated annealing): from the median
+change of the cost at the start, where most proposals are accepted, to a ten-thousandth of the cost.
 
-**Random.**  Independent uniform choices: the baseline.
+**Random.**  Independent uniform choices, for comparison.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from .separable import separable_bound
 
 __all__ = ["acceptance", "chain", "coordinate_descent", "metropolis_hastings", "random_search"]
 
-#: Evaluations where no budget is given: this many for each option of each variable.
+#: Default budget: evaluations per option of each variable.
 _EVALUATIONS_PER_OPTION = 100
 #: The last temperature of a chain, relative to its cost.
 _COLD = 1e-4
@@ -75,11 +75,15 @@ class _Driver:
 
     @property
     def left(self) -> int:
-        """Evaluations that may still be made."""
+        """Number of evaluations left in the budget."""
         return self.budget - self.used
 
     def spend(self, count: int = 1) -> None:
-        """Account for evaluations about to be made; raise where the budget does not allow them."""
+        """Count evaluations before they are made.
+
+        Raises:
+            _BudgetSpentError: the budget does not allow them.
+        """
         now = time.perf_counter()
         if count > self.left or self.deadline.is_over:
             raise _BudgetSpentError
@@ -89,16 +93,16 @@ class _Driver:
             self._next_report = now + 0.2
 
     def consider(self, cost: float, choice: list[int] | tuple[int, ...]) -> None:
-        """Keep the best."""
+        """Keep a choice if it is the best so far."""
         if cost < self.cost:
             self.cost, self.choice = cost, tuple(choice)
 
     def run(self, method: str, search: Callable[[], None]) -> Result:
-        """Search until the budget is spent, then say what is known of the best choice."""
+        """Search until the budget is spent, and return the best choice with a bound."""
         table, stop = self.table, self.deadline.stop
         with contextlib.suppress(_BudgetSpentError, StopRequestedError):
             search()
-        # Whoever interrupts does not wait for the better bound.
+        # After a stop, use the fast bound instead of the sharper one.
         bound_of = separable_bound if stop.is_requested else partial(lower_bound, stop=stop)
         bound = bound_of(table, self.memory_limit)
         if bound == math.inf or self.choice is None:
@@ -122,7 +126,7 @@ class _Driver:
 
 
 def _heuristic(method: str) -> Callable[[Callable[[_Driver, int], None]], Callable[..., Result]]:
-    """Make a search of an algorithm that uses up a driver's budget, given a seed."""
+    """A decorator that makes a search of an algorithm, which is given a driver and a seed."""
 
     def searching(algorithm: Callable[[_Driver, int], None]) -> Callable[..., Result]:
         def search(
@@ -139,7 +143,7 @@ def _heuristic(method: str) -> Callable[[Callable[[_Driver, int], None]], Callab
             return driver.run(method, lambda: algorithm(driver, seed))
 
         search.__name__ = search.__qualname__ = algorithm.__name__
-        search.__doc__ = f"{algorithm.__doc__}\n\n    Raises: SearchError, for a limit that is not positive.\n    "
+        search.__doc__ = f"{algorithm.__doc__}\n\n    Raises:\n        SearchError: a limit is not positive.\n    "
         return search
 
     return searching
@@ -163,7 +167,7 @@ def coordinate_descent(driver: _Driver, seed: int) -> None:
 
 
 def _best_option(driver: _Driver, current: Assignment, variable: int) -> bool:
-    """Give a variable its best option; whether that changed anything."""
+    """Set a variable to its best option; returns whether the option changed."""
     costs = current.local_costs(variable)
     driver.spend(len(costs))
     fitting = current.fitting(variable)
@@ -171,7 +175,7 @@ def _best_option(driver: _Driver, current: Assignment, variable: int) -> bool:
         costs = np.where(fitting, costs, math.inf)
     old = current.choice[variable]
     option = int(costs.argmin())
-    # Equal costs keep what is: a sweep that gains nothing ends the descent.
+    # Options of equal cost do not count as a change, so that the descent ends.
     if not costs[option] < costs[old] * (1 - 1e-14):
         return False
     current.change(variable, option, float(costs[option] - costs[old]))
@@ -190,9 +194,10 @@ def metropolis_hastings(
     progress: Progress = silent,
     stop: Stop | None = None,
 ) -> Result:
-    """Metropolis-Hastings at a constant temperature [s], or with rising b where there is none (module docstring).
+    """Metropolis-Hastings at a constant ``temperature`` [s], or simulated annealing without one (module docstring).
 
-    Raises: SearchError, for a limit or a temperature that is not positive.
+    Raises:
+        SearchError: a limit or the temperature is not positive.
     """
     if temperature is not None and not 0 < temperature < math.inf:
         raise SearchError(f"temperature {temperature:g} should be a finite number of seconds of more than 0")
@@ -216,29 +221,32 @@ def _walk(driver: _Driver, seed: int, temperature: float | None) -> None:
 
 
 def acceptance(difference: float, temperature: float) -> float:
-    """The probability that a change of the cost by ``difference`` [s] is accepted: min(1, exp(-difference / temperature)).
+    """The probability to accept a change of the cost by ``difference`` [s]: min(1, exp(-difference / temperature)).
 
     >>> acceptance(-1.0, 2.0), round(acceptance(2.0, 2.0), 4), acceptance(1.0, 0.0)
     (1.0, 0.3679, 0.0)
     """
-    # Not a number: from one impossible choice to another; taken, to get away from there.
+    # NaN is a move between two choices of infinite cost; accept it, to leave them.
     if not difference > 0:
         return 1.0
     return math.exp(-difference / temperature) if temperature > 0 else 0.0
 
 
 def chain(current: Assignment, generator: random.Random, steps: int, temperature: float | None) -> Iterator[bool]:
-    """Propose ``steps`` changes of ``current``, which is what it is after each; whether that was accepted.
+    """Run a chain of ``steps`` proposals, which modifies ``current``; yields after each whether it was accepted.
 
     Args:
-        temperature: of all steps [s]; None for annealing.
+        current: the state of the chain.
+        generator: of random numbers.
+        steps: number of proposals.
+        temperature: constant temperature [s]; None for annealing.
     """
     movable = [v for v, costs in enumerate(current.table.cost) if len(costs) > 1]
     cooling = _Cooling(steps) if temperature is None else None
     for _ in range(steps if movable else 0):
         variable = movable[generator.randrange(len(movable))]
         option = generator.randrange(len(current.table.cost[variable]) - 1)
-        option += option >= current.choice[variable]  # another one than the present
+        option += option >= current.choice[variable]  # skip the current option
         difference = current.difference(variable, option)
         now = cooling.next(difference, current.cost) if cooling else temperature
         better = not difference > 0
@@ -250,7 +258,7 @@ def chain(current: Assignment, generator: random.Random, steps: int, temperature
 
 
 class _Cooling:
-    """The temperatures of ``steps`` proposals (module docstring); 0 while the changes of cost at the start are being looked at."""
+    """The annealing schedule of ``steps`` proposals (module docstring); 0 during the warm-up, which collects changes of cost."""
 
     def __init__(self, steps: int) -> None:
         self._steps, self._warm_up = steps, max(1, steps // 20)
@@ -274,7 +282,7 @@ class _Cooling:
 
 @_heuristic("random")
 def random_search(driver: _Driver, seed: int) -> None:
-    """Independent uniform choices; those over the memory limit count as evaluations, too."""
+    """Independent uniform choices; those over the memory limit count as evaluations as well."""
     table, limit, generator = driver.table, driver.memory_limit, np.random.default_rng(seed)
     while (count := min(4096, driver.left)) > 0:
         driver.spend(count)

@@ -1,23 +1,23 @@
-"""The optimum under a limit on resident memory, exactly: labels along the elimination DAG.
+"""Label search: the exact optimum under a limit on resident memory, by labels on the elimination DAG.
 
 Let ``L = L(lambda*)`` be the maximum of the Lagrangian dual for the limit M.  For every choice x within the limit,
 
     cost(x) >= cost(x) + lambda* (memory(x) - M) = L + e(x),     e(x) >= 0 the *excess* of x,
 
-so a choice of cost at most ``L + slack`` has an excess of at most ``slack``: only near-minimisers of the dual count, which are
-few.  `best_within` finds the cheapest of them; where there is none, ``L + slack`` is a new lower bound, and the search goes on
-with a larger slack until one is found or the slack reaches the incumbent.
+so a choice of cost at most ``L + slack`` has an excess of at most ``slack``.  Only near-minimisers of the dual remain, which are
+few.  `best_within` finds the cheapest of them.  If there is none, ``L + slack`` is a new lower bound, and the search continues with
+a larger slack until a choice is found or the slack reaches the incumbent.
 
 A *label* is a partial choice inside one node of the elimination DAG: (cost, memory) for one assignment of the node's scope.
-Labels of the inputs are joined for every local assignment; three rules keep them few:
+Labels of the inputs are joined for every local assignment.  Three rules keep their number small:
 
-* excess: inside + outside at lambda* (see `elimination`) is a lower bound on the excess of every completion. A local
-  assignment that exceeds the slack is never joined; of an input's labels, sorted by excess, only those that fit are read.
-* memory, and cost: the same with the weights (0, 1) against M and (1, 0) against ``L + slack``.
-* dominance: of two labels for one assignment, the one that costs no less and needs no less memory goes. Costs within
-  ``tolerance`` (a relative 1e-10 of L over all joins together) count as equal, so that sums in different order collapse.
+* excess: inside + outside at lambda* (see `elimination`) is a lower bound on the excess of every completion.  A local
+  assignment that exceeds the slack is not joined.  An input's labels are sorted by excess, and only those that fit are read.
+* memory and cost: the same with the weights (0, 1) against M, and (1, 0) against ``L + slack``.
+* dominance: of two labels for one assignment, the one that costs no less and needs no less memory is removed.  Costs within
+  ``tolerance`` (a relative 1e-10 of L over all joins together) count as equal, so that sums in different orders are merged.
 
-Everything is done with arrays: a node's labels are sorted by (assignment, excess) and found by position (CSR).
+All operations are on arrays.  A node's labels are sorted by (assignment, excess) and indexed by assignment (as in CSR).
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ import numpy as np
 
 from autoddl.costmodel.stopping import Deadline
 
-from .elimination import Leaf, Node, Plan, Weights
+from .elimination import Elimination, Leaf, Node, Weights
 from .reduction import Domain
 
 __all__ = ["LabelSearch", "LabelStatistics", "StoppedError"]
 
 
 class StoppedError(Exception):
-    """The deadline is over, or more labels than fit in memory would be needed."""
+    """The deadline is over, or the search needs more labels than fit into memory."""
 
 
-#: The most labels that one join may keep (about 50 bytes each).
+#: Largest number of labels that one join keeps (about 50 bytes each).
 MAX_LABELS = 4_000_000
-#: How many rows a join looks at in one go (so few that a processor's cache holds them), and keeps before it drops the dominated.
+#: Number of rows that a join processes at once (they fit into the cache), and that it keeps before it removes dominated ones.
 _CHUNK = 1 << 15
 _UNSETTLED = 1 << 20
-#: The root, where only the cheapest choice is wanted, joins parts up to this multiple of the slack: an incumbent is found
-#: with a slack well below its own excess.
+#: The root, which needs only the cheapest choice, joins labels up to this multiple of the slack.  So an incumbent is found with
+#: a slack well below its own excess.
 _ROOT_SLACK = 2.0
 #: The total tolerance of dominance, relative to the dual bound.
 TOTAL_TOLERANCE = 1e-10
@@ -55,7 +55,13 @@ TOTAL_TOLERANCE = 1e-10
 
 @dataclass
 class LabelStatistics:
-    """Counts over all joins of one search."""
+    """Counts over all joins of one search.
+
+    Attributes:
+        labels: labels kept.
+        rows: pairs of labels joined.
+        rounds: values of the slack tried.
+    """
 
     labels: int = 0
     rows: int = 0
@@ -64,7 +70,13 @@ class LabelStatistics:
 
 @dataclass(frozen=True, eq=False)
 class _Guide:
-    """One lower bound: the score of ``weights`` must be at most ``threshold``; inside and outside tables of every factor."""
+    """One lower bound: the score must be at most a threshold.
+
+    Attributes:
+        weights: of the score.
+        threshold: the largest allowed score.
+        inside, outside: tables of every factor.
+    """
 
     weights: Weights
     threshold: float
@@ -77,18 +89,25 @@ class _Guide:
 
 @dataclass(frozen=True, eq=False)
 class _Labels:
-    """Labels of one factor, sorted by (assignment, excess); assignment a owns ``first[a]:first[a + 1]``."""
+    """Labels of one factor, sorted by (assignment, excess).
+
+    Attributes:
+        first: the labels of assignment a are ``first[a]:first[a + 1]``.
+        cost, memory, excess: of each label [s, bytes, s].
+        row: for a node, the row of its last stage; for a domain, the domain's label.
+        stages: for each join (input, row of the previous stage, label of the input).
+    """
 
     first: np.ndarray
     cost: np.ndarray
     memory: np.ndarray
     excess: np.ndarray
-    row: np.ndarray  #: of a node: the row of its last stage; of a domain: the domain's label
-    stages: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()  #: (input, row of the stage before, label of the input)
+    row: np.ndarray
+    stages: tuple[tuple[int, np.ndarray, np.ndarray], ...] = ()
 
     @cached_property
     def by_excess(self) -> tuple[float, np.ndarray]:
-        """A span, and for each label assignment + excess / span, ascending and in [assignment, assignment + 1)."""
+        """A span, and the key assignment + excess / span of each label: ascending, in [assignment, assignment + 1)."""
         span = 2 * max(float(self.excess.max()), 0.0) + float(np.finfo(float).tiny)
         owner = np.repeat(np.arange(len(self.first) - 1), np.diff(self.first))
         keys: np.ndarray = owner + np.clip(self.excess / span, 0.0, 0.75)
@@ -97,7 +116,12 @@ class _Labels:
 
 @dataclass(frozen=True, eq=False)
 class _Rows:
-    """Partial labels while inputs are joined: local assignment (position in the list of those alive), cost, memory."""
+    """Partial labels while inputs are joined.
+
+    Attributes:
+        at: local assignment of each row, as an index into the list of those that remain.
+        cost, memory: of each row [s, bytes].
+    """
 
     at: np.ndarray
     cost: np.ndarray
@@ -110,16 +134,21 @@ _NOTHING = (_NO_INDEX, _NO_NUMBER, _NO_NUMBER, _NO_INDEX, _NO_INDEX)
 
 
 class LabelSearch:
-    """Searches one dual-optimal relaxation with growing slack.
+    """Searches one relaxation with growing slack.
 
-    Args: an exact plan, the multiplier lambda*, the dual bound ``L(lambda*)``, the limit on resident memory [bytes], the
-    largest buffer of an option that may be used [bytes], a deadline, and, to look for an incumbent among few options, a mask
-    over the labels of each domain.
+    Args:
+        plan: an exact elimination plan.
+        multiplier: lambda*, the maximiser of the dual [s/byte].
+        bound: the dual bound ``L(lambda*)`` [s].
+        limit: limit on resident memory [bytes].
+        max_buffer: largest buffer of an allowed option [bytes].
+        deadline: when to end.
+        only: for each domain a mask of allowed labels, to search for an incumbent among few options; None allows all.
     """
 
     def __init__(
         self,
-        plan: Plan,
+        plan: Elimination,
         multiplier: float,
         bound: float,
         limit: float,
@@ -139,13 +168,14 @@ class LabelSearch:
             self._tables.append((weights, inside, plan.downward(inside)))
 
     def best_within(self, slack: float, wanted: float) -> np.ndarray | None:
-        """The labels (one per variable) of the cheapest choice met within the limit, or None.
+        """The labels (one per variable) of the cheapest choice found within the limit, or None.
 
-        If its cost is at most ``bound + slack`` it is the optimum; if it costs more, or there is none, every choice within the
-        limit costs more than ``bound + slack``.  What costs ``bound + wanted`` or more is of no interest; up to there, choices
-        may be met whose excess is over the slack as a whole, but not in any of the parts that the root joins.
+        If its cost is at most ``bound + slack``, it is the optimum.  If it costs more, or there is none, every choice within the
+        limit costs more than ``bound + slack``.  Such a choice may be found because the root joins labels whose excess exceeds the
+        slack only in total; those that cost ``bound + wanted`` or more are ignored.
 
-        Raises: StoppedError
+        Raises:
+            StoppedError: the deadline is over, or there are too many labels.
         """
         (by_excess, *excess_tables), (by_memory, *memory_tables), (by_cost, *cost_tables) = self._tables
         dual = self.bound + by_excess.memory * self.limit
@@ -177,7 +207,7 @@ class LabelSearch:
     def _join(
         self, number: int, node: Node, labels: Sequence[_Labels | None], guides: Sequence[_Guide], is_root: bool
     ) -> _Labels:
-        """All labels of a node that some completion within the thresholds may use; of the root only the cheapest."""
+        """All labels of a node that may have a completion within the thresholds; for the root only the cheapest."""
         wholes = [(self.plan.join(node, guide.inside) + guide.outside[number]).ravel() for guide in guides]
         assignments = np.flatnonzero(
             np.logical_and.reduce([whole <= guide.threshold for whole, guide in zip(wholes, guides)])
@@ -185,7 +215,7 @@ class LabelSearch:
         coordinates = np.unravel_index(assignments, node.local) if node.local else ()
         size = math.prod(node.shape)
         fixed = np.zeros(len(assignments))
-        # What is still to be joined costs at least `rest`, at each assignment, by each guide.
+        # Least score of the inputs that are not joined yet and of the outside, for each guide and assignment.
         rest = [whole[assignments] for whole in wholes]
         joins = []
         for position, (child, axes) in enumerate(node.inputs):
@@ -212,7 +242,7 @@ class LabelSearch:
             if last and is_root:
                 rows, before, taken = _cheapest(rows, held, code, self.limit)
             else:
-                # The first input's labels are undominated as they are.
+                # The first input's labels need no check of dominance.
                 group = assignments % size if last else np.arange(len(assignments)) if step else None
                 least = guides[0].inside[child][index]
                 rows, before, taken = self._extend(rows, held, code, least, caps, guides[0], group)
@@ -229,10 +259,19 @@ class LabelSearch:
         guide: _Guide,
         group: np.ndarray | None,
     ) -> tuple[_Rows, np.ndarray, np.ndarray]:
-        """Join each row with the labels of one input; returns the rows left, and which row and label each came from.
+        """Join each row with the labels of one input.
 
-        ``code``, ``least`` (the input's least score), ``caps`` (the most that score, memory and cost may come to) and
-        ``group`` (within which dominance holds, if it is to be looked for) are given per local assignment.
+        Args:
+            rows: the rows.
+            held: labels of the input.
+            code: the input's assignment, for each local assignment.
+            least: the input's least score, for each local assignment.
+            caps: largest score, memory and cost after the join, for each local assignment.
+            guide: the guide of the score.
+            group: rows of equal groups are checked for dominance, for each local assignment; None for no check.
+
+        Returns:
+            The rows that remain, and the row and the label that each came from.
         """
         room = (caps[0] - least)[rows.at] - guide.score(rows.cost, rows.memory)
         start, count = _matches(held, code[rows.at], room)
@@ -266,7 +305,7 @@ class LabelSearch:
         return _Rows(at, cost, memory), before, taken
 
     def _settle(self, parts: list[tuple[np.ndarray, ...]], group: np.ndarray | None) -> tuple[np.ndarray, ...]:
-        """One part of all, without what is dominated."""
+        """Concatenate the parts and remove dominated rows."""
         columns = [np.concatenate(column) for column in zip(*parts)]
         if group is None:
             return tuple(columns)
@@ -291,7 +330,7 @@ class LabelSearch:
         return _Labels(first, rows.cost[order], rows.memory[order], excess[order], order, stages)
 
     def _trace(self, labels: Sequence[_Labels | None], best: int) -> np.ndarray:
-        """The label of each variable: follow the stages of every node, at all its places, down from the root's label."""
+        """The label of each variable, from the root's label ``best`` down the stages of every node at all its places."""
         chosen = np.zeros(self.plan.num_variables, dtype=np.intp)
         at = {number: np.full(places.count, best) for number, places in self.plan.places.items()}
         for number, _, places in self.plan.walk():
@@ -311,6 +350,7 @@ class LabelSearch:
 
 
 def _domain_labels(leaf: Leaf, number: int, guide: _Guide) -> _Labels:
+    """The undominated labels of a domain, sorted by (class, excess)."""
     domain = leaf.domain
     assert domain is not None
     label_class = np.repeat(np.arange(domain.num_classes), np.diff(domain.first))
@@ -326,23 +366,23 @@ def _domain_labels(leaf: Leaf, number: int, guide: _Guide) -> _Labels:
 
 
 def _matches(labels: _Labels, code: np.ndarray, room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """For each row, the first label at its assignment ``code``, and how many have an excess of at most its ``room``.
+    """For each row, the first label at its assignment ``code`` and the number of labels with an excess of at most ``room``.
 
-    Found by one search: labels are sorted by assignment + excess / span, which lies in [assignment, assignment + 1).
+    One binary search finds them, since labels are sorted by their keys (:attr:`_Labels.by_excess`).
     """
     if not len(labels.cost):
         return np.zeros(len(code), dtype=np.intp), np.zeros(len(code), dtype=np.intp)
     span, keys = labels.by_excess
-    # 1e-9 of the span more than the room, for rounding: a label too many does no harm.
+    # 1e-9 of the span is added for rounding: an additional label does no harm.
     last = np.searchsorted(keys, code + np.clip(np.clip(room, 0.0, span) / span + 1e-9, 0.0, 0.9), side="right")
     start = labels.first[code]
     return start, np.maximum(last - start, 0)
 
 
 def _cheapest(rows: _Rows, held: _Labels, code: np.ndarray, limit: float) -> tuple[_Rows, np.ndarray, np.ndarray]:
-    """The one best pair of a row and a label at its assignment that fits the limit on memory.
+    """The best pair of a row and a label at its assignment within the limit on memory.
 
-    A label of an assignment costs less than all of smaller memory, so the largest that still fits is each row's best.
+    Labels of an assignment cost less the more memory they need, so the largest that fits is the best of each row.
     """
     nothing = _Rows(*_NOTHING[:3]), *_NOTHING[3:]
     if not len(rows.at) or not len(held.cost):
@@ -371,11 +411,11 @@ def _extremes(values: np.ndarray) -> np.ndarray:
 
 
 class _Sieve:
-    """Drops most dominated rows without sorting, while they come in chunks.
+    """Removes most dominated rows without sorting, chunk by chunk.
 
-    Two tables per group: the range of memory is cut into cells, and a row is dropped if a cell below its own holds a row that
-    costs no more; and slots, found by hashing, hold the least cost met for one exact memory, and a row that costs as much (within
-    the tolerance) is dropped.  The same sum of memory comes in many ways: from equal layers in another order.
+    There are two tables per group.  First, the range of memory is divided into cells; a row is removed if a lower cell has a row
+    that costs no more.  Second, a hash table holds the least cost for each exact memory; a row that costs as much (within the
+    tolerance) is removed.  Equal memory is frequent, since equal layers may swap their options.
     """
 
     _CELLS = 2**19  #: in all groups together
@@ -399,11 +439,11 @@ class _Sieve:
         self.slot_row = np.zeros(2**bits, dtype=np.intp)
 
     def keep(self, at: np.ndarray, cost: np.ndarray, memory: np.ndarray) -> np.ndarray:
-        """Indices of the rows to keep of a new chunk."""
+        """Indices of the rows of a new chunk to keep."""
         if not self.active or not len(at):
             return np.arange(len(at))
         group, above = self.number[at], (memory - self.low).astype(np.int64)
-        # Column 0 stays empty: column c + 1 belongs to cell c, so that column c is what lies below it.
+        # Column c + 1 belongs to cell c, and column 0 stays empty: after accumulation, column c has the minimum below cell c.
         cell = (above * ((self.cells - 1) / self.span)).astype(np.intp) + group * (self.cells + 1)
         np.minimum.at(self.cheapest.reshape(-1), cell + 1, cost)
         below = np.minimum.accumulate(self.cheapest, axis=1).reshape(-1)
@@ -413,9 +453,9 @@ class _Sieve:
         return keep[self._first_of_its_memory(group[keep] * self.span + above[keep], cost[keep])]
 
     def _first_of_its_memory(self, key: np.ndarray, cost: np.ndarray) -> np.ndarray:
-        """Indices of the rows cheaper than all before with the same key (of group and memory), one for each key.
+        """Indices of rows cheaper than all earlier ones with the same key (group and memory), one per key.
 
-        Rows whose slot belongs to another key are kept.
+        Rows whose slot is used by another key are kept.
         """
         slot = ((key.view(np.uint64) * self._HASH) >> self.shift).astype(np.intp)
         free = self.slot_key[slot] < 0
@@ -432,7 +472,7 @@ class _Sieve:
 
 
 def _undominated(group: np.ndarray, cost: np.ndarray, memory: np.ndarray, tolerance: float) -> np.ndarray:
-    """Indices of the rows that no other of their group beats in memory and (within the tolerance) in cost."""
+    """Indices of the rows that no other row of their group dominates in memory and (within the tolerance) in cost."""
     if len(cost) < 2:
         return np.arange(len(cost))
     memory = memory.astype(np.int64)
@@ -444,14 +484,14 @@ def _undominated(group: np.ndarray, cost: np.ndarray, memory: np.ndarray, tolera
     key, group = key[order], group[order]
     cost = cost[order]
     level = np.floor((cost - cost.min()) / tolerance) if tolerance > 0 else cost
-    # Within each group, keep a row where its level is below all before it. Groups come in ascending order: shifting each
-    # group below the one before lets one running minimum serve all. Both factors are exact integers in float64.
+    # Within each group, keep a row if its level is below all earlier ones.  Shifting the levels of each group below those of the
+    # previous group allows one running minimum for all groups.  Both factors are exact integers in float64.
     number = np.concatenate([_FIRST_NUMBER, np.cumsum(group[1:] != group[:-1])])
     if tolerance <= 0 or (float(level.max()) + 1.0) * (float(number[-1]) + 1.0) >= 2.0**53:
         level = np.unique(level, return_inverse=True)[1].astype(float)
     shifted = level - number * (float(level.max()) + 1.0)
     smallest = np.minimum.accumulate(shifted)
     keep = np.concatenate([_FIRST_NUMBER, 1 + np.flatnonzero(shifted[1:] < smallest[:-1])])
-    # Rows of equal memory came in any order: of those still there, the last is the cheapest.
+    # Rows of equal memory are in no particular order; the last one kept is the cheapest.
     keep = keep[np.concatenate([key[keep[1:]] != key[keep[:-1]], _YES])]
     return order[keep]

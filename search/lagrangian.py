@@ -1,19 +1,19 @@
-"""Bounds under a memory limit: the Lagrangian dual on eliminated instances.
+"""Bounds under a memory limit: the Lagrangian dual, evaluated by elimination.
 
 For a limit M on the resident memory, and options whose buffer is at most b, the dual function
 
     L(lambda) = min_x  cost(x) + lambda (memory(x) - M),      lambda >= 0 [seconds per byte]
 
-is a lower bound for every lambda; it is concave and piecewise linear, each minimiser x giving the line
-``cost(x) + lambda (memory(x) - M)``.  Its maximum is found by the secant method: a minimiser over the limit and one under it
-give two lines; at their crossing either L meets them (then it is the maximum) or a new minimiser replaces one of the two
-(Handler and Zang 1980, for constrained shortest paths).  Finitely many lines, so finitely many steps; mostly 5 to 15.
+is a lower bound for every lambda.  It is concave and piecewise linear; each minimiser x gives the line
+``cost(x) + lambda (memory(x) - M)``.  The secant method finds its maximum: a minimiser over the limit and one under it give two
+lines.  At their intersection either L equals them (then it is the maximum), or a new minimiser replaces one of the two (Handler and
+Zang 1980, for constrained shortest paths).  There are finitely many lines, so finitely many steps; mostly 5 to 15.
 
-*Buffers.*  The peak is ``memory(x) + max_i buffer_i[x_i]``.  With b the largest buffer, ``max_i min buffer_i <= b`` always, so
-``M - lowest`` bounds the resident memory; and an option whose buffer exceeds ``M - min memory`` is never used.  `Interval` says
-which buffers are meant; `exact` splits it where the relaxation is not tight.
+*Buffers.*  The peak is ``memory(x) + max_i buffer_i[x_i]``.  The largest buffer of a choice is at least ``lowest``, so
+``M - lowest`` bounds the resident memory.  `Interval` restricts the largest buffer; `branching` splits it if the relaxation is not
+tight.
 
-*Wide graphs.*  Where elimination is too wide, its mini-bucket relaxation gives the bounds.
+*Wide graphs.*  If the graph is too wide for elimination, the mini-bucket relaxation gives the bounds.
 """
 
 from __future__ import annotations
@@ -26,28 +26,36 @@ import numpy as np
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.table import CostTable
 
-from .elimination import Plan, Weights, compile_plan
+from .elimination import Elimination, Weights, compile_plan
 from .reduction import Reduced, check_table, reduce_table
 
-__all__ = ["Dual", "Instance", "Interval", "Point", "minimise", "prepare", "solve_dual"]
+__all__ = ["Dual", "Instance", "Interval", "PricedAssignment", "minimise", "prepare", "solve_dual"]
 
-#: The largest elimination table of an exact plan, in entries (8 bytes each, a few of them alive at a time).
+#: Largest elimination table of an exact plan, in entries of 8 bytes; a few tables are alive at a time.
 MAX_ENTRIES = 2**22
-#: The largest table of a mini-bucket relaxation.
+#: Largest table of a mini-bucket relaxation, in entries.
 MAX_RELAXED_ENTRIES = 2**17
 
 
 @dataclass(frozen=True, eq=False)
 class Instance:
-    """A table made ready: reduced, compiled, and its distinct buffers. ``plan.exact`` is False where it is too wide."""
+    """A table, reduced and compiled.
+
+    Attributes:
+        table: the cost table.
+        reduced: the reduced table.
+        plan: the elimination plan; ``plan.exact`` is False if the graph is too wide.
+        buffers: distinct buffers of the labels, ascending [bytes].
+        lowest_buffer: the largest of the variables' smallest buffers [bytes]; the largest buffer of a choice is at least this.
+    """
 
     table: CostTable
     reduced: Reduced
-    plan: Plan
-    buffers: np.ndarray  #: distinct buffers of the labels, ascending [bytes]
-    lowest_buffer: float  #: the largest of the variables' smallest buffers [bytes]: every choice has one as large
+    plan: Elimination
+    buffers: np.ndarray
+    lowest_buffer: float
 
-    def point(self, labels: np.ndarray) -> Point:
+    def point(self, labels: np.ndarray) -> PricedAssignment:
         """The assignment with these labels, one per variable."""
         choice = np.zeros(len(labels), dtype=np.intp)
         memory = buffer = 0.0
@@ -57,12 +65,19 @@ class Instance:
             memory += float(domain.memory[label].sum())
             buffer = max(buffer, float(domain.buffer[label].max()))
         chosen = tuple(choice.tolist())
-        return Point(chosen, self.table.evaluate(chosen), memory, buffer)
+        return PricedAssignment(chosen, self.table.evaluate(chosen), memory, buffer)
 
 
 @dataclass(frozen=True)
-class Point:
-    """An assignment: cost [s], resident memory and largest buffer [bytes]."""
+class PricedAssignment:
+    """An assignment with its cost.
+
+    Attributes:
+        choice: the option of each variable.
+        cost: seconds.
+        memory: resident bytes.
+        buffer: bytes of the largest buffer.
+    """
 
     choice: tuple[int, ...]
     cost: float
@@ -71,12 +86,17 @@ class Point:
 
     @property
     def peak(self) -> float:
+        """Peak memory [bytes]."""
         return self.memory + self.buffer
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Choices whose largest buffer lies in ``[lowest, highest]`` bytes."""
+    """An interval of the largest buffer of a choice.
+
+    Attributes:
+        lowest, highest: its ends [bytes], inclusive.
+    """
 
     lowest: float
     highest: float
@@ -84,23 +104,26 @@ class Interval:
 
 @dataclass(frozen=True)
 class Dual:
-    """The dual's maximum over an interval of buffers.
+    """The maximum of the dual over an interval of buffers.
 
-    ``bound`` is valid for every choice of the interval within the limit (``inf``: there is none).  ``points`` are minimisers
-    met on the way, fit or not (of an inexact plan they may have any cost); ``ends`` are the two whose lines cross at the
-    maximum (one, where no limit binds): the maximum is a mixture of them.
+    Attributes:
+        bound: a valid lower bound [s] for every choice of the interval within the limit; ``inf`` if there is none.
+        multiplier: the maximiser lambda* [s/byte].
+        points: the minimisers found, within the limit or not; for an inexact plan they may have any cost.
+        ends: the two points whose lines intersect at the maximum; one point if the limit does not bind.
     """
 
     bound: float
     multiplier: float
-    points: tuple[Point, ...]
-    ends: tuple[Point, ...]
+    points: tuple[PricedAssignment, ...]
+    ends: tuple[PricedAssignment, ...]
 
 
 def prepare(table: CostTable) -> Instance | None:
-    """Check, reduce and compile; ``None`` where some variable has no option of finite cost left.
+    """Check, reduce and compile a table; None if some variable has no option of finite cost.
 
-    Raises: SearchError, for a table that no search can treat.
+    Raises:
+        SearchError: the table is invalid (`check_table`).
     """
     check_table(table)
     reduced = reduce_table(table)
@@ -113,8 +136,8 @@ def prepare(table: CostTable) -> Instance | None:
     return Instance(table, reduced, plan, buffers, lowest)
 
 
-def minimise(instance: Instance, weights: Weights) -> tuple[float, Point | None]:
-    """The least score (over the relaxation, if the plan is inexact) and a minimiser; ``None`` where all scores are inf."""
+def minimise(instance: Instance, weights: Weights) -> tuple[float, PricedAssignment | None]:
+    """The least score (of the relaxation, if the plan is inexact) and a minimiser; None if all scores are inf."""
     tables = instance.plan.upward(weights)
     value = float(tables[-1])
     if value == math.inf:
@@ -131,10 +154,10 @@ def solve_dual(
     stop: Stop | None = None,
     max_steps: int = 60,
 ) -> Dual:
-    """Maximise the dual for choices whose largest buffer is in the interval, under the limit on peak memory.
+    """Maximise the dual for choices whose largest buffer is in the interval, under a limit on peak memory [bytes].
 
-    Once the bound is at least ``cutoff`` it is good enough.  A stop ends it with the bound until then; there may be no point that
-    fits.
+    The iteration ends early when the bound is at least ``cutoff`` [s], when a stop is requested (then there may be no point within
+    the limit), or after ``max_steps``.  The bound is valid in all cases.
     """
     stop, highest = stop or Stop(), interval.highest
     cost, point = minimise(instance, Weights(1.0, 0.0, highest))
@@ -150,7 +173,7 @@ def solve_dual(
     if least > limit:
         return Dual(math.inf, 0.0, (), ())
     points.append(point)
-    # Any assignment gives a line above the dual function, of an inexact plan as well; one of infinite cost gives none.
+    # Find a line under the limit.  Any assignment of finite cost gives a line above the dual function, also for inexact plans.
     multiplier = abs(cost) / limit if limit > 0 and cost else 1.0
     while not math.isfinite(point.cost) or point.memory > limit:
         if stop.is_requested:
@@ -165,6 +188,7 @@ def solve_dual(
         under = (point.cost, point.memory)
     under_point = point
     bound, best = cost, 0.0
+    # Secant method on the two lines.
     for _ in range(max_steps):
         if bound >= cutoff or stop.is_requested:
             break

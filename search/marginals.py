@@ -1,24 +1,24 @@
-"""What the optimum becomes when one variable is held at one option: the *regret* of every alternative.
+"""The cost of the best choice with one variable fixed to one option, and the *regret* of every alternative.
 
 For variable i and option a,
 
     forced(i, a) = min { cost(x) : x_i = a, memory(x) <= M },        regret(i, a) = forced(i, a) - cost(chosen).
 
-**Bounds for all pairs at once.**  Without the limit, ``forced(i, .)`` are the *min-marginals* of the table.  One pass up and one
-pass down an elimination give them for every variable (see `elimination`: inside + outside of the factor that holds i's own costs,
-minimised over everything but i).  With the limit, three of them bound it from below, for resident memory m and buffers
+**Bounds for all pairs at once.**  Without the limit, ``forced(i, .)`` are the *min-marginals* of the table.  One upward and one
+downward pass of an elimination give them for every variable (see `elimination`: inside + outside of the factor with i's own costs,
+minimised over everything but i).  With the limit, three min-marginals give lower bounds, for resident memory m and buffers
 ``b = max(buffer_i[a], max_j min buffer_j)``:
 
-* the cost alone;
-* the Lagrangian score ``cost + lambda* m`` less ``lambda* (M - b)``, at the multiplier of the whole table's dual;
-* the memory alone: where its min-marginal + b is over M nothing fits.
+* of the cost;
+* of the Lagrangian score ``cost + lambda* m``, less ``lambda* (M - b)``, with the multiplier of the whole table's dual;
+* of the memory: if its min-marginal + b exceeds M, nothing fits.
 
-The options must be all there, and so must the variables: nothing is pruned, nothing is shared.  Options that all edges treat alike
-still form classes.
+All options and variables are needed, so nothing is pruned.  Options with equal edges still form classes.
 
-**Exact values for the nearest.**  Options are taken by ascending bound and searched exactly, the variable held; once the next
-bound is not below the worst of the ``count`` best, the rest cannot be nearer.  Every choice that is met holds all its variables at
-some option, so it is an upper bound for each of them: most searches have only to show that there is nothing better.
+**Exact values for the nearest.**  Options are searched exactly in ascending order of their bounds, with the variable fixed.  When
+the next bound is not below the worst of the ``count`` best, no other option can be nearer.  Every choice found fixes all
+variables to some option, so its cost is an upper bound for each of these; most searches only have to prove that there is nothing
+better.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import numpy as np
 
 from autoddl.costmodel.table import CostTable, Edge
 
-from .elimination import Leaf, Node, Plan, Weights, compile_plan
+from .elimination import Elimination, Leaf, Node, Weights, compile_plan
 from .exact import exact
 from .lagrangian import MAX_ENTRIES, MAX_RELAXED_ENTRIES, Interval, prepare, solve_dual
 from .reduction import Domain, Reduced, check_table
@@ -43,12 +43,12 @@ __all__ = ["Forced", "Marginals", "marginals", "nearest"]
 
 @dataclass(frozen=True)
 class Forced:
-    """The best choice that holds one variable at one option.
+    """The best choice with one variable fixed to one option.
 
     Attributes:
-        variable, option: what is held.
-        choice, cost: the best choice within the limit that was found, and its cost [s]; None and inf where there is none.
-        lower_bound: no such choice costs less [s].
+        variable, option: the variable and its option.
+        choice, cost: the best choice found within the limit, and its cost [s]; None and inf if there is none.
+        lower_bound: a valid lower bound on the cost of such choices [s].
     """
 
     variable: int
@@ -59,16 +59,20 @@ class Forced:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the cost is proven the least."""
+        """Whether the cost is proven to be the least."""
         return self.lower_bound >= self.cost * (1 - PROOF_TOLERANCE)
 
 
 @dataclass(frozen=True, eq=False)
 class Marginals:
-    """Lower bounds on ``forced(i, a)`` [s] for every variable and option, without and within the memory limit.
+    """Lower bounds on ``forced(i, a)`` for every variable and option.
 
-    ``free[i]`` is exact where ``is_exact``; ``within[i]`` is inf where nothing fits.  ``multiplier`` [s/byte] is what a byte of
-    memory is worth (the dual's, 0 where the limit does not bind).
+    Attributes:
+        free: bounds [s] without the limit, shape (options,) per variable.
+        within: bounds [s] within the limit, in the same shape; inf if nothing fits.
+        multiplier: the multiplier of memory in the dual [s/byte], the value of a byte; 0 if the limit does not bind.
+        memory_limit: the limit [bytes]; None for no limit.
+        is_exact: whether ``free`` is exact.
     """
 
     free: tuple[np.ndarray, ...]
@@ -79,9 +83,12 @@ class Marginals:
 
 
 def marginals(table: CostTable, memory_limit: float | None = None) -> Marginals:
-    """Bounds for every variable and option; three eliminations of the table, two where the limit does not bind.
+    """Compute bounds for every variable and option.
 
-    Raises: SearchError, for a table that no search can treat.
+    It takes one elimination of the table without a limit, two if the limit does not bind, else three.
+
+    Raises:
+        SearchError: the table is invalid (`check_table`).
     """
     check_table(table)
     reduced = _classes(table)
@@ -102,7 +109,7 @@ def marginals(table: CostTable, memory_limit: float | None = None) -> Marginals:
 
 
 def _multiplier(table: CostTable, memory_limit: float) -> float:
-    """The dual's, of the whole table; 0 where no limit binds or nothing fits."""
+    """The multiplier of the whole table's dual [s/byte]; 0 if the limit does not bind or nothing fits."""
     instance = prepare(table)
     if instance is None:
         return 0.0
@@ -112,7 +119,7 @@ def _multiplier(table: CostTable, memory_limit: float) -> float:
 
 
 def _classes(table: CostTable) -> Reduced:
-    """The table with equal options in classes, parallel edges merged, nothing dropped, and a domain for every variable."""
+    """The table with options in classes and parallel edges merged; no option is removed, and every variable has its own domain."""
     known: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def rows(array: np.ndarray, side: int) -> np.ndarray:
@@ -143,12 +150,12 @@ def _classes(table: CostTable) -> Reduced:
 
 
 def _equal_rows(array: np.ndarray) -> np.ndarray:
-    """The number of the set of equal rows that each row belongs to."""
+    """The index of each row among the distinct rows."""
     return np.unique(array, axis=0, return_inverse=True)[1].ravel()
 
 
-def _scores(plan: Plan, reduced: Reduced, weights: Weights) -> tuple[np.ndarray, ...]:
-    """For every variable and option the least score of all choices with it (a lower bound, if the plan is inexact)."""
+def _scores(plan: Elimination, reduced: Reduced, weights: Weights) -> tuple[np.ndarray, ...]:
+    """For every variable and option the least score of the choices with this option (a lower bound, if the plan is inexact)."""
     tables = plan.upward(weights)
     outside = plan.downward(tables)
     of_domain: dict[int, np.ndarray] = {}
@@ -173,7 +180,7 @@ def _scores(plan: Plan, reduced: Reduced, weights: Weights) -> tuple[np.ndarray,
     return tuple(result)
 
 
-def _own_costs(plan: Plan, factor: int) -> Domain | None:
+def _own_costs(plan: Elimination, factor: int) -> Domain | None:
     leaf = plan.factors[factor]
     return leaf.domain if isinstance(leaf, Leaf) else None
 
@@ -188,19 +195,27 @@ def nearest(
     floor: float = -math.inf,
     deadline: float = math.inf,
 ) -> tuple[tuple[Forced, ...], ...]:
-    """For each of the variables (all of them) the ``count`` options of least regret, but the chosen one, ascending.
+    """The options of least regret of each variable, in ascending order, without the chosen option.
 
-    There are fewer where fewer fit.  No choice is known to cost less than ``floor`` [s] (the optimum, where it is known).  After
-    the deadline (of ``time.perf_counter``; each variable may use its share of what is left) an option counts with the best choice
-    met so far that has it, which may be the chosen one with this alone changed: an upper bound; the marginals give the lower one.
+    Args:
+        table: the cost table.
+        bounds: its :func:`marginals`.
+        chosen: the choice to compare with.
+        count: number of options per variable; fewer are returned if fewer fit.
+        variables: the variables to examine; None for all.
+        floor: a valid lower bound on the cost of all choices [s].
+        deadline: end time on the clock ``time.perf_counter``, shared evenly by the variables.  After it an option counts with
+            the best choice found so far that has it (at least ``chosen`` with this option changed, if that fits), which is an
+            upper bound.
 
-    Raises: SearchError, for a table that no search can treat.
+    Raises:
+        SearchError: the table is invalid (`check_table`).
     """
     searches = _Searches(table, bounds, chosen, floor)
     wanted = range(len(table.names)) if variables is None else variables
     found = []
     for number, variable in enumerate(wanted):
-        # No variable may use up the time of those behind it.
+        # Share the remaining time evenly, so that no variable uses up that of later ones.
         now = time.perf_counter()
         share = deadline if deadline == math.inf else now + (deadline - now) / (len(wanted) - number)
         found.append(searches.nearest(variable, count, share))
@@ -208,17 +223,17 @@ def nearest(
 
 
 class _Searches:
-    """Searches with one variable held, and the choices that they have met."""
+    """Searches with one variable fixed, and the choices that they have found."""
 
     def __init__(self, table: CostTable, bounds: Marginals, chosen: tuple[int, ...], floor: float) -> None:
         self.table, self.bounds, self.chosen, self.floor = table, bounds, chosen, floor
         self.limit = math.inf if bounds.memory_limit is None else bounds.memory_limit
-        #: The cheapest choice within the limit that was met, by variable and option.
-        self.met: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
-        self._meet(chosen)
+        # The cheapest choice found within the limit, by variable and option.
+        self.found: dict[tuple[int, int], tuple[float, tuple[int, ...]]] = {}
+        self._consider(chosen)
 
     def nearest(self, variable: int, count: int, deadline: float) -> tuple[Forced, ...]:
-        """Of one variable."""
+        """The ``count`` nearest options of one variable."""
         if count == 0:
             return ()
         within = self.bounds.within[variable]
@@ -235,38 +250,38 @@ class _Searches:
         return tuple(found[:count])
 
     def _forced(self, variable: int, option: int, worst: float, deadline: float) -> Forced:
-        """The least cost with the variable held, or that it is not below ``worst`` (then there may be no choice)."""
-        self._meet((*self.chosen[:variable], option, *self.chosen[variable + 1 :]))
+        """The best choice with the variable fixed, or a proof that it costs ``worst`` or more (then there may be no choice)."""
+        self._consider((*self.chosen[:variable], option, *self.chosen[variable + 1 :]))
         bound = max(float(self.bounds.within[variable][option]), self.floor)
-        cutoff = min(self._met(variable, option)[0], worst)
+        cutoff = min(self._best(variable, option)[0], worst)
         left = deadline - time.perf_counter()
         if left > 0 and cutoff > bound * (1 + PROOF_TOLERANCE):
             result = exact(
-                _hold(self.table, variable, option),
+                _fixed(self.table, variable, option),
                 memory_limit=self.bounds.memory_limit,
                 time_limit=None if left == math.inf else left,
                 cutoff=cutoff * (1 + PROOF_TOLERANCE),
             )
             bound = max(bound, result.lower_bound)
             if result.choice is not None:
-                self._meet((*result.choice[:variable], option, *result.choice[variable + 1 :]))
-        cost, choice = self._met(variable, option)
+                self._consider((*result.choice[:variable], option, *result.choice[variable + 1 :]))
+        cost, choice = self._best(variable, option)
         return Forced(variable, option, choice, cost, min(bound, cost))
 
-    def _met(self, variable: int, option: int) -> tuple[float, tuple[int, ...] | None]:
-        return self.met.get((variable, option), (math.inf, None))
+    def _best(self, variable: int, option: int) -> tuple[float, tuple[int, ...] | None]:
+        return self.found.get((variable, option), (math.inf, None))
 
-    def _meet(self, choice: tuple[int, ...]) -> None:
+    def _consider(self, choice: tuple[int, ...]) -> None:
         cost = self.table.evaluate(choice)
         if not math.isfinite(cost) or self.table.peak_memory(choice) > self.limit:
             return
         for key in enumerate(choice):
-            if cost < self._met(*key)[0]:
-                self.met[key] = (cost, choice)
+            if cost < self._best(*key)[0]:
+                self.found[key] = (cost, choice)
 
 
-def _hold(table: CostTable, variable: int, option: int) -> CostTable:
-    """The table with one option left to the variable."""
+def _fixed(table: CostTable, variable: int, option: int) -> CostTable:
+    """The table in which the variable has only this option."""
 
     def of_one(columns: tuple[np.ndarray, ...]) -> tuple[np.ndarray, ...]:
         return (*columns[:variable], columns[variable][option : option + 1], *columns[variable + 1 :])

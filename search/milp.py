@@ -1,7 +1,7 @@
-"""The optimum as an integer program, for graphs on which elimination would be too wide.
+"""The optimum by integer programming, for graphs that are too wide for elimination.
 
 With a binary x_i[a] for each label a of each variable i (see `reduction`), and y_e[A, B] >= 0 for each pair of classes that edge
-e = (i, j) allows (the standard, or local marginal, linearisation of pairwise models):
+e = (i, j) allows (the local marginal linearisation of pairwise models):
 
     minimise    sum_i cost_i . x_i  +  sum_e cost_e . y_e
     choice      sum_a x_i[a] = 1                                    for each i
@@ -9,10 +9,11 @@ e = (i, j) allows (the standard, or local marginal, linearisation of pairwise mo
     peak        b >= buffer_i . x_i                                 for each i
     limit       sum_i memory_i . x_i + b <= M
 
-With x integral, y is integral and b the largest buffer: the program is exact.  HiGHS solves it by branch and bound
-(`scipy.optimize.milp`).  Costs are scaled so that its absolute tolerance of 1e-6 is a relative 1e-10, and memory to a limit of
-10^4; its choices are checked against the limit in whole bytes, and one that is over it by less than the solver sees is cut off
-(not all of its labels again) and the program solved anew.  The bound is HiGHS's own: good to its relative 1e-6.
+If x is integral, y is integral and b is the largest buffer, so the program is exact.  HiGHS solves it by branch and bound
+(`scipy.optimize.milp`).  Costs are scaled so that its absolute tolerance of 1e-6 is a relative 1e-10, and memory is scaled to a
+limit of 10^4.  Choices are checked against the limit in whole bytes.  If a choice exceeds it by less than the tolerance of the
+solver, a cut excludes it (not all of its labels again), and the program is solved again.  The bound is that of HiGHS, to its
+relative tolerance of 1e-6.
 """
 
 from __future__ import annotations
@@ -37,17 +38,24 @@ from .result import Result, Status
 
 __all__ = ["MilpOutcome", "milp_least_memory", "milp_optimum", "solve_milp"]
 
-#: What the objective is scaled to.
+#: Largest coefficient of the scaled objective.
 _SCALE = 1e4
-#: How often [s] it is asked whether HiGHS should be left alone.
-_PATIENCE_S = 0.05
-#: How often a choice that is over the limit by a rounding may be cut off.
+#: Interval [s] at which a stop is polled while HiGHS runs.
+_POLL_S = 0.05
+#: Largest number of cuts that exclude choices over the limit by a rounding error.
 _MAX_CUTS = 100
 
 
 @dataclass(frozen=True)
 class MilpOutcome:
-    """``bound``: a lower bound (``inf``: infeasible); ``choice``: the best found; ``finished``: it is the optimum."""
+    """The outcome of an integer program.
+
+    Attributes:
+        bound: a lower bound on the objective; ``inf`` if infeasible.
+        choice: the best choice found; None if there is none.
+        finished: whether the choice is the optimum, or infeasibility is proven.
+        nodes: number of nodes of the branch and bound.
+    """
 
     bound: float
     choice: tuple[int, ...] | None
@@ -63,11 +71,13 @@ def solve_milp(
     progress: Progress = silent,
     stop: Stop | None = None,
 ) -> Result:
-    """The optimum by HiGHS; LIMIT_REACHED with its gap at the time limit [s], INTERRUPTED where a ``stop`` was requested.
+    """Find the optimum by HiGHS.
 
-    ``evaluations`` counts its choices.
+    The search ends with a gap at the time limit [s] (LIMIT_REACHED), or when a ``stop`` is requested (INTERRUPTED).
+    ``evaluations`` counts the choices that HiGHS returned.
 
-    Raises: SearchError, for a limit that is not positive or a table that no search can treat.
+    Raises:
+        SearchError: a limit is not positive, or the table is invalid.
     """
     start = time.perf_counter()
     check_limits(memory_limit=memory_limit, time_limit=time_limit)
@@ -107,9 +117,10 @@ def milp_optimum(table: CostTable, reduced: Reduced, memory_limit: float | None,
 
 
 def milp_least_memory(table: CostTable, reduced: Reduced, stop: Stop) -> tuple[float, tuple[int, ...] | None]:
-    """The least peak memory [bytes] of a choice of finite cost, and such a choice; ``(inf, None)`` where there is none.
+    """The least peak memory [bytes] of a choice of finite cost, and such a choice; ``(inf, None)`` if there is none.
 
-    Raises: StopRequestedError
+    Raises:
+        StopRequestedError: the stop was requested.
     """
     if reduced.empty:
         return math.inf, None
@@ -121,7 +132,7 @@ def milp_least_memory(table: CostTable, reduced: Reduced, stop: Stop) -> tuple[f
 
 
 class _Program:
-    """Columns (x, then y, then b) and rows, without the limit."""
+    """The columns (x, then y, then b) and rows of the program, without the memory limit."""
 
     def __init__(self, reduced: Reduced) -> None:
         self.reduced = reduced
@@ -130,7 +141,7 @@ class _Program:
         self.num_labels = int(self.first[-1])
         pairs = [np.isfinite(array) for _, _, array in reduced.edges]
         self.num_columns = self.num_labels + sum(int(allowed.sum()) for allowed in pairs) + 1
-        # Each variable's and each edge's least cost is taken out of the objective: what is left is what choices differ by.
+        # Subtract the least cost of each variable and edge from the objective, so that it has the differences between choices.
         least = [float(domain.cost.min()) for domain in reduced.domains]
         least_edge = [
             float(array[allowed].min(initial=math.inf)) for (_, _, array), allowed in zip(reduced.edges, pairs)
@@ -193,7 +204,7 @@ class _Program:
         memory_limit: float | None,
         deadline: Deadline,
     ) -> MilpOutcome:
-        """Solve with this objective (of x, y in its own unit, of b in bytes)."""
+        """Minimise an objective, whose coefficients of x and y are in its own unit, and that of b per byte."""
         if not self.feasible:
             return MilpOutcome(math.inf, None, True, 0)
         most = float(self.peak[: self.num_labels].max(initial=1.0))
@@ -248,12 +259,13 @@ class _Program:
 
 
 def _solved(deadline: Deadline, **program: Any) -> Any:
-    """The answer of HiGHS to a program of `scipy.optimize.milp`, or what it has at the deadline.
+    """Run `scipy.optimize.milp` until it finishes, or until the deadline.
 
-    HiGHS cannot be told to end, and Python handles signals between two instructions of its main thread alone.  So HiGHS runs in a
-    thread of its own, which is left behind when a stop is requested: it ends at its time limit, or with the process.
+    HiGHS cannot be interrupted, and Python handles signals only in the main thread, between two instructions.  So HiGHS runs in a
+    thread of its own.  When a stop is requested the thread is abandoned; it ends at its time limit, or with the process.
 
-    Raises: StopRequestedError
+    Raises:
+        StopRequestedError: the stop was requested.
     """
     options = {"mip_rel_gap": 0.0}
     if math.isfinite(deadline.limit_s):
@@ -270,7 +282,7 @@ def _solved(deadline: Deadline, **program: Any) -> Any:
     thread = threading.Thread(target=solve, name="HiGHS", daemon=True)
     thread.start()
     while thread.is_alive():
-        thread.join(_PATIENCE_S)
+        thread.join(_POLL_S)
         if thread.is_alive():
             deadline.stop.check()
     if faults:

@@ -1,6 +1,6 @@
-"""Assignments that change one variable at a time: what the local searches share.
+"""Assignments that change one variable at a time, for the local searches.
 
-A change of variable i from option a to b changes the cost by its own cost and by its edges alone, so it is priced in O(degree).
+A change of one variable affects only its own cost and its edges, so its cost is computed in O(degree).
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ __all__ = ["Assignment", "random_start"]
 
 
 class Assignment:
-    """A current choice, with its cost and memory kept up to date."""
+    """A choice with its cost and memory, updated with each change.
+
+    Args:
+        table: the cost table.
+        choice: the option of each variable.
+        memory_limit: bytes; None for no limit.
+    """
 
     def __init__(self, table: CostTable, choice: tuple[int, ...], memory_limit: float | None = None):
         self.table = table
@@ -28,7 +34,7 @@ class Assignment:
         self.choice = list(choice)
         self.neighbours: list[list[tuple[int, np.ndarray]]] = [[] for _ in table.names]
         for edge in table.edges:
-            # Rows by the neighbour's option: what the edge costs for each of ours.
+            # Each row has the edge's costs of the variable's options, for one option of the neighbour.
             self.neighbours[edge.source].append((edge.target, edge.cost.T))
             self.neighbours[edge.target].append((edge.source, edge.cost))
         self.resident = sum(float(memory[x]) for memory, x in zip(table.memory, choice))
@@ -37,14 +43,14 @@ class Assignment:
         self.cost = table.evaluate(choice)
 
     def local_costs(self, variable: int) -> np.ndarray:
-        """For each option of a variable its own cost and its edges', the others being as they are."""
+        """The cost of a variable and its edges for each of its options, with the others fixed; shape (options,)."""
         costs = self.table.cost[variable].copy()
         for other, rows in self.neighbours[variable]:
             costs += rows[self.choice[other]]
         return costs
 
     def difference(self, variable: int, option: int) -> float:
-        """What the cost changes by if a variable takes another option; not a number where both are impossible."""
+        """The change of the cost if a variable takes another option; NaN if both costs are infinite."""
         old, choice = self.choice[variable], self.choice
         own = self._own[variable]
         total = own[option] - own[old]
@@ -55,7 +61,7 @@ class Assignment:
 
     @cached_property
     def _own(self) -> list[list[float]]:
-        """The variables' costs as plain numbers: a single change is priced ten times as fast as with arrays."""
+        """The variables' costs as lists: a single change is computed ten times as fast as with arrays."""
         known = {id(costs): costs.tolist() for costs in self.table.cost}
         return [known[id(costs)] for costs in self.table.cost]
 
@@ -77,7 +83,7 @@ class Assignment:
         return max((buffer for i, buffer in enumerate(self.buffers) if i != variable), default=0.0)
 
     def fitting(self, variable: int) -> np.ndarray | None:
-        """Which options of a variable fit the memory limit; None where there is no limit."""
+        """Which options of a variable fit the memory limit, shape (options,); None without a limit."""
         if self.limit is None:
             return None
         table, current = self.table, self.choice[variable]
@@ -85,7 +91,7 @@ class Assignment:
         return resident + np.maximum(self._largest_without(variable), table.buffer[variable]) <= self.limit
 
     def fits(self, variable: int, option: int) -> bool:
-        """Whether one option does."""
+        """Whether one option of a variable fits the memory limit."""
         if self.limit is None:
             return True
         table, current = self.table, self.choice[variable]
@@ -93,7 +99,7 @@ class Assignment:
         return bool(resident + max(self._largest_without(variable), table.buffer[variable][option]) <= self.limit)
 
     def change(self, variable: int, option: int, difference: float) -> None:
-        """Take an option; ``difference`` is what it changes the cost by."""
+        """Change a variable to an option; ``difference`` is the change of the cost."""
         table, current = self.table, self.choice[variable]
         self.resident += float(table.memory[variable][option] - table.memory[variable][current])
         others = self._largest_without(variable)
@@ -106,12 +112,13 @@ class Assignment:
 def random_start(
     table: CostTable, generator: random.Random, memory_limit: float | None, stop: Stop
 ) -> tuple[int, ...] | None:
-    """A random choice that fits the limit; None where nothing fits.
+    """A random choice that fits the limit; None if nothing fits.
 
-    Where a random choice is too large, its variables are set to those of the least memory, one by one in random order, until it
-    fits.
+    If a random choice is too large, its variables are set one by one, in random order, to their options in the choice of least
+    memory, until it fits.
 
-    Raises: StopRequestedError
+    Raises:
+        StopRequestedError: the stop was requested.
     """
     choice = [generator.randrange(len(costs)) for costs in table.cost]
     if memory_limit is None or table.peak_memory(tuple(choice)) <= memory_limit:

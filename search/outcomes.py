@@ -1,4 +1,4 @@
-"""Checks at the door and results that several methods share."""
+"""Validation of limits, and results that several methods share."""
 
 from __future__ import annotations
 
@@ -17,20 +17,21 @@ __all__ = ["check_limits", "impossible", "infeasible", "unless_stopped", "unprov
 def check_limits(
     *, memory_limit: float | None = None, time_limit: float | None = None, evaluations: int | None = None
 ) -> None:
-    """Refuse limits that mean nothing.
+    """Validate limits on memory [bytes], time [s] and evaluations.
 
-    Raises: SearchError
+    Raises:
+        SearchError: a limit is not positive.
     """
     if memory_limit is not None and not memory_limit > 0:
-        raise SearchError(f"memory limit {memory_limit!r} is no limit; give a positive number of bytes, or None")
+        raise SearchError(f"memory limit {memory_limit!r} should be a positive number of bytes, or None")
     if time_limit is not None and not time_limit > 0:
-        raise SearchError(f"time limit {time_limit!r} is no limit; give a positive number of seconds, or None")
+        raise SearchError(f"time limit {time_limit!r} should be a positive number of seconds, or None")
     if evaluations is not None and not (isinstance(evaluations, int) and evaluations >= 1):
-        raise SearchError(f"limit on evaluations {evaluations!r} is no limit; give a whole number of at least 1")
+        raise SearchError(f"limit on evaluations {evaluations!r} should be a whole number of at least 1")
 
 
 def impossible(table: CostTable, method: str, start: float, memory_limit: float | None) -> Result:
-    """No choice has finite cost, whatever the memory."""
+    """The result if no choice has finite cost at any memory limit."""
     return infeasible(table, method, start, memory_limit, math.inf)
 
 
@@ -43,7 +44,13 @@ def infeasible(
     statistics: Mapping[str, float] | None = None,
     evaluations: int = 0,
 ) -> Result:
-    """Nothing fits; where a stop was requested before the smallest memory was known (None), all that is known is the bound."""
+    """The result if nothing fits.
+
+    Args:
+        table, method, memory_limit, statistics, evaluations: of the result.
+        start: begin of the search on the clock ``time.perf_counter``.
+        smallest_memory: the smallest limit that some choice fits [bytes]; None if a stop was requested before it was known.
+    """
     return Result(
         method=method,
         status=Status.INTERRUPTED if smallest_memory is None else Status.INFEASIBLE,
@@ -61,12 +68,12 @@ def infeasible(
 
 
 def unproven(deadline: Deadline) -> Status:
-    """The status of a search that ended without a proof."""
+    """The status of a search that ends without a proof."""
     return Status.INTERRUPTED if deadline.stop.is_requested else Status.LIMIT_REACHED
 
 
 def unless_stopped(find: Callable[[Stop], float], stop: Stop) -> float | None:
-    """What ``find`` returns; None where it left because of the stop."""
+    """The result of ``find``; None if it raised `StopRequestedError`."""
     try:
         return find(stop)
     except StopRequestedError:

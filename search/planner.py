@@ -1,27 +1,27 @@
-"""The planner: from a layer graph and a cluster to the best plan, its certificate and its baselines.
+"""The planner: the best plan of a layer graph on a cluster, with a lower bound and baselines.
 
-Besides the strategies it chooses a *setting*: the micro-batch (any divisor of the batch) and whether to recompute, where these are
-not given.  The sweep over them is a best-first search, exact because every setting is settled by a valid lower bound on its cost.
-There are three, each sharper and a hundred times dearer than the one before:
+Besides the strategies it chooses a *setting*, unless the user gives it: the micro-batch (any divisor of the batch), and whether to
+recompute activations.  The sweep over settings is a best-first search.  It is exact, because every setting is settled by a valid
+lower bound on its cost.  There are three lower bounds, each sharper than the previous one and a hundred times as expensive:
 
-1. separable: redistributions for nothing, every layer on its own under a common memory limit (:mod:`autoddl.search.separable`);
-2. bracket: the Lagrangian dual on the eliminated table, and the best plan met on the way (:func:`autoddl.search.bracket`);
+1. separable: redistributions are free, and the layers only share the memory limit (:mod:`autoddl.search.separable`);
+2. bracket: the Lagrangian dual by elimination, which also finds a plan (:func:`autoddl.search.bracket`);
 3. the search itself.
 
-All settings wait in a queue by the best bound that is known of them.  The least is taken out, its next bound worked out, and it is
-put back, until the least bound in the queue is not below the best plan: then none is.  The best baseline is the first plan.
+A priority queue holds all settings by their best known bounds.  The setting of least bound is removed, its next bound is computed,
+and it is put back, until the least bound in the queue is not below the cost of the best plan.  The best baseline is the first plan.
 
-A bound of one setting may serve another one, because more micro-batches, and recomputation, never make anything cheaper but memory:
+A bound of one setting may hold for another one, because more micro-batches and recomputation reduce only memory, not cost:
 
     cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
 
-and a micro-batch that divides another one offers a subset of its strategies (but 4 does not divide 6: p0 = 4 is possible for 4
-samples, not for 6).  So without the memory limit the optimum grows from a micro-batch to its divisors, and with recomputation.
-(From a micro-batch to its divisors not where a redistribution may become cheaper, as the book of prices says: on 12 x 8 devices
-some tensors of few samples go by exchanges, and larger ones by moves that may be dearer.)
+and a micro-batch that divides another one allows a subset of its strategies (4 does not divide 6: p0 = 4 is possible for 4
+samples, not for 6).  So without the memory limit, the optimum does not decrease from a micro-batch to its divisors, or with
+recomputation.  The first does not hold if a redistribution may become cheaper with smaller micro-batches
+(:attr:`autoddl.costmodel.pricing.PriceBook.may_shrink`).
 
-When a stop is requested (:mod:`autoddl.costmodel.stopping`) the settings that are left keep the bounds that are known of them, and
-the best choice that was met anywhere is the plan: of a search, of a bracket, or of a baseline.
+When a stop is requested (:mod:`autoddl.costmodel.stopping`), the remaining settings keep their best known bounds, and the plan is
+the best choice found so far by a search, a bracket or a baseline.
 """
 
 from __future__ import annotations
@@ -60,42 +60,54 @@ from . import (
 from .comparison import BaselineFigures, baseline_figures
 from .verify import Claim, verify
 
-__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
+__all__ = [
+    "NOT_BETTER",
+    "NOT_FITTING",
+    "BaselineFigures",
+    "Candidate",
+    "InfeasibleError",
+    "Options",
+    "Planned",
+    "end_of",
+    "make_plan",
+]
 
-#: Samples per device and step where no batch is given.
+#: Samples per device and step if no batch is given.
 DEFAULT_BATCH_PER_DEVICE = 8
-#: Seconds that one search may take where no limit is given: an answer with a gap is better than none.
+#: Time limit [s] of one search if none is given: a result with a gap is better than none.
 DEFAULT_TIME_LIMIT_S = 20.0
-#: Plans whose costs differ by less, relatively, are as good as each other.
+#: Relative difference of costs below which two plans count as equally good.
 _SAME = 1e-9
+#: How a setting is settled that no search was needed for.
+NOT_BETTER, NOT_FITTING = "cannot be better", "does not fit"
 #: The part of a device's memory that a plan may fill where no limit is given.
 USABLE_MEMORY = 0.9
 
 
 class InfeasibleError(UserError):
-    """No plan fits the memory of the devices; the message gives the smallest memory that would do."""
+    """No plan fits the memory of the devices; the message gives the smallest sufficient memory."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user asks of the planner.
+    """Options of the planner.
 
     Attributes:
-        batch: samples per step over all devices; 8 per device where it is None.
-        micro_batch: samples per pass over all devices; chosen where it is None.
+        batch: samples per step over all devices; None for 8 per device.
+        micro_batch: samples per pass over all devices; None to choose it.
         method: the search, one of ``autoddl.search.METHODS``.
         objective: ``step`` or ``communication``.
-        memory_limit_bytes: per device; 9/10 of the device's memory where it is None: the rest is left to the framework, its
-            kernels' workspaces and fragmentation.
-        precision: of the cluster's device; its default where it is None.
+        memory_limit_bytes: per device; None for 9/10 of the device's memory, which leaves the rest to the framework, workspaces of
+            kernels and fragmentation.
+        precision: of the training; None for the default of the cluster's device.
         optimizer: ``sgd``, ``momentum`` or ``adam``.
-        recompute: always (True), never (False), or whatever is better (None).
-        untied: a choice of its own for every repetition of a block.
+        recompute: whether to recompute activations; None to choose it.
+        untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
         seed: of the random methods.
-        temperature_s: constant, of Metropolis-Hastings; it anneals where it is None.
-        evaluations, time_limit_s: budgets of one search; where they are None the method's own, and 20 s.
-        quiet: no progress bar.
+        temperature_s: constant temperature of Metropolis-Hastings; None for annealing.
+        evaluations, time_limit_s: budgets of one search; None for the default of the method, and for 20 s.
+        quiet: show no progress bar.
     """
 
     batch: int | None = None
@@ -117,7 +129,14 @@ class Options:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One micro-batch size with or without recomputation, and how it was settled."""
+    """One setting of the sweep, and how it was settled.
+
+    Attributes:
+        micro_batch, recompute: the setting.
+        outcome: how its search ended, as text.
+        cost: cost of its best plan [s]; inf if none was found.
+        lower_bound: a valid lower bound on the cost of its plans [s].
+    """
 
     micro_batch: int
     recompute: bool
@@ -179,11 +198,11 @@ class Planned:
         }
         if not self.options.summa:
             by = f" (the step of summa is {_percent(faster['summa'])} faster)" if "summa" in faster else ""
-            said.append(f"Summa meshes are left out, --summa includes them{by}")
+            said.append(f"Summa meshes are left out, summa=True includes them{by}")
         others = {name: by for name, by in faster.items() if name != "summa" or self.options.summa}
         if others and self.options.objective == "communication":
             name = max(others, key=others.__getitem__)
-            said.append(f"the step of {name} is {_percent(others[name])} faster: leave out --communication-only")
+            said.append(f"the step of {name} is {_percent(others[name])} faster: leave out objective='communication'")
         return "; ".join(said)
 
 
@@ -263,7 +282,11 @@ def make_plan(
 
 
 def _limit_of(cluster: Cluster, options: Options) -> float:
-    """The bytes per device; refuses options that are out of range."""
+    """The memory limit in bytes per device.
+
+    Raises:
+        UserError: an option is out of range.
+    """
     if options.method not in METHODS:
         raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
     limit = options.memory_limit_bytes
@@ -288,7 +311,13 @@ def _limit_of(cluster: Cluster, options: Options) -> float:
 
 @dataclass(frozen=True)
 class _Found:
-    """The result of a search; ``taken_from``: the baseline that it is, where it is one."""
+    """The result of a search.
+
+    Attributes:
+        problem: what was searched.
+        result: the result.
+        taken_from: name of the baseline whose plan it is; empty if it is not one.
+    """
 
     problem: Problem
     result: Result
@@ -297,7 +326,13 @@ class _Found:
 
 @dataclass(frozen=True, eq=False)
 class _Setting:
-    """A setting that waits: the best lower bound that is known of it, and its bracket, where that has been worked out."""
+    """A setting in the queue.
+
+    Attributes:
+        problem: its search problem.
+        bound: its best known lower bound [s].
+        known: its bracket; None if it was not computed yet.
+    """
 
     problem: Problem
     bound: float
@@ -306,7 +341,13 @@ class _Setting:
 
 @dataclass(frozen=True)
 class _Met:
-    """A plan that fits, met outside of the searches: the baseline of that name, or a bracket's."""
+    """A feasible plan that a baseline or a bracket gave, not a search.
+
+    Attributes:
+        cost: seconds per training step.
+        workload, strategies: of the plan.
+        name: of the baseline; empty for a plan of a bracket.
+    """
 
     cost: float
     workload: Workload
@@ -319,7 +360,7 @@ class _Met:
 
 
 def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _Met | None:
-    """The best baseline of those that the search could choose, too."""
+    """The best baseline among those that are part of the search space."""
     plans = [
         _Met(one.assessment.cost(options.objective), one.workload, one.strategies, one.name)
         for one in figures
@@ -329,14 +370,14 @@ def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _Met | No
 
 
 class _Books:
-    """The prices of one graph on one cluster, worked out once for the baselines and all searches."""
+    """The price books of one graph on one cluster, shared by the baselines and all searches."""
 
     def __init__(self, graph: LayerGraph, cluster: Cluster):
         self.graph, self.cluster = graph, cluster
         self._books: dict[tuple[Workload, bool], PriceBook] = {}
 
     def book(self, workload: Workload, untied: bool) -> PriceBook:
-        """Of a workload, tied or untied, with the Summa meshes that a problem may leave out."""
+        """The book of a workload, tied or untied, with Summa meshes, which a problem may leave out."""
         if (workload, untied) not in self._books:
             like = next((book for (_, other), book in self._books.items() if other == untied), None)
             like = like or next(iter(self._books.values()), None)
@@ -345,11 +386,11 @@ class _Books:
 
     @property
     def may_shrink(self) -> bool:
-        """Whether smaller micro-batches may make a redistribution cheaper; known for what has been priced."""
+        """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
         return any(book.may_shrink for book in self._books.values())
 
     def problems(self, options: Options, untied: bool, summa: bool = True) -> Iterator[Problem | UserError]:
-        """Of every setting that the options leave open; or why it has none.
+        """The problem of every setting that the options allow, or the reason why it has none.
 
         Raises:
             UserError: an option is out of range.
@@ -365,7 +406,7 @@ class _Books:
 
 
 def _just_above(cost: float) -> float:
-    """A cost that a plan as good as one of this cost is below, also where that is 0."""
+    """A cutoff that plans of this cost (which may be 0) are below."""
     return cost * (1 + _SAME) + 1e-15
 
 
@@ -375,11 +416,11 @@ class _Sweep:
     def __init__(self, books: _Books, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop):
         self.books, self.options, self.limit, self.stop = books, options, limit, stop
         self.graph, self.cluster = books.graph, books.cluster
-        #: The best baseline, and the cheapest plan that was met outside of searches: that one, until a bracket has a better one.
+        # The best baseline, and the cheapest plan of a baseline or a bracket.
         self.baseline = self.met = _cheapest(figures, options)
-        #: A plan of this cost is known to exist: what is not below it need not be searched.
+        # Cutoff: a plan of about this cost exists, so only cheaper ones are searched.
         self.known = math.inf if self.met is None else _just_above(self.met.cost)
-        #: Optima, or bounds, without the limit.
+        # Lower bounds without the memory limit, by setting.
         self.free: dict[tuple[int, bool], float] = {}
         self.candidates: list[Candidate] = []
         self.best: _Found | None = None
@@ -389,16 +430,16 @@ class _Sweep:
 
     @property
     def lower_bound(self) -> float:
-        """No plan of any setting costs less; known when the sweep has run."""
+        """A valid lower bound on the plans of all settings, after the sweep."""
         bounds = [candidate.lower_bound for candidate in self.candidates]
         return min(bounds) if self._is_whole else 0.0
 
     def run(self) -> _Found:
-        """Settle every setting, the one of the least bound first; the best plan.
+        """Settle every setting, the one of least bound first, and return the best plan.
 
         Raises:
             StopRequestedError: the stop was requested before any plan was known.
-            UserError: nothing fits, or was found.
+            UserError: no plan fits, or none was found.
         """
         settings = list(self._settings())
         queue = [(setting.bound, number) for number, setting in enumerate(settings)]
@@ -410,18 +451,18 @@ class _Sweep:
                 settings[number] = sharper
                 heapq.heappush(queue, (sharper.bound, number))
         for bound, number in sorted(queue):
-            left = "cannot be better" if bound >= self.known else str(Status.INTERRUPTED)
-            self._record(settings[number].problem, "does not fit" if bound == math.inf else left, bound)
+            left = NOT_BETTER if bound >= self.known else str(Status.INTERRUPTED)
+            self._record(settings[number].problem, NOT_FITTING if bound == math.inf else left, bound)
         best = self._best(settings)
         if best is None:
             raise self._failure([setting.problem for setting in settings])
         return best
 
     def _best(self, settings: Sequence[_Setting]) -> _Found | None:
-        """What the searches found; what was met before, where they found nothing better.
+        """The best plan of the searches, or a plan of a baseline or bracket if that is better.
 
-        A bracket's plan counts for the exact method, which made it, and where a search was interrupted before it had any: of
-        another method it would say nothing.
+        A bracket's plan counts for the exact method, which it is a part of, and if a search was interrupted before it had a plan.
+        For other methods it would hide their own result.
         """
         found, met = self.best, self.met
         if self.options.method != "exact" and (found is not None or not self.stop.is_requested):
@@ -466,7 +507,7 @@ class _Sweep:
                 self._is_whole = False
                 return
             if isinstance(problem, UserError):
-                # Of the first micro-batch, which divides the most, in case that none does.
+                # Report the error of the first micro-batch, which has the most divisors, if no micro-batch is valid.
                 fault = fault or problem
                 continue
             with self._timed():
@@ -477,7 +518,7 @@ class _Sweep:
             raise fault
 
     def _sharpened(self, setting: _Setting) -> _Setting | None:
-        """The setting with its next bound; None where it is settled."""
+        """The setting with its next bound; None if it is settled."""
         if setting.known is not None:
             self._search(setting, setting.known)
             return None
@@ -494,7 +535,7 @@ class _Sweep:
         return replace(setting, bound=max(setting.bound, known.bound), known=known)
 
     def _free_bound(self, workload: Workload) -> float:
-        """What other settings say of this one's optimum without the limit."""
+        """A lower bound without the memory limit, from the bounds of other settings."""
         is_growing = not self.books.may_shrink
         return max(
             (
@@ -522,13 +563,13 @@ class _Sweep:
                 known=known,
                 stop=self.stop,
             )
-        # Exact counts what it prices on top of the relaxations' minimisers: where one of these is the optimum, that is nothing.
+        # Exact does not count minimisers of relaxations; if one of these is the optimum, its count is 0.
         self.evaluations += max(result.evaluations, int(result.choice is not None))
         lower = max(setting.bound, result.lower_bound)
         if lower == math.inf:
-            self._record(problem, "does not fit", math.inf)
+            self._record(problem, NOT_FITTING, math.inf)
         elif result.choice is None:
-            self._record(problem, "cannot be better" if lower >= self.known else str(result.status), lower)
+            self._record(problem, NOT_BETTER if lower >= self.known else str(result.status), lower)
         else:
             self._record(problem, str(result.status), lower, result.cost)
             if self.best is None or result.cost < self.best.result.cost:
@@ -541,7 +582,7 @@ class _Sweep:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[None]:
-        """Count the seconds as search."""
+        """Add the duration of the context to ``search_s``."""
         start = time.perf_counter()
         try:
             yield
@@ -549,16 +590,16 @@ class _Sweep:
             self.search_s += time.perf_counter() - start
 
     def _failure(self, problems: list[Problem]) -> UserError:
-        """Why there is no plan.
+        """The error that says why there is no plan.
 
         Raises:
-            StopRequestedError: nobody waits until it is known.
+            StopRequestedError: the stop was requested before the reason was known.
         """
         self.stop.check()
         if any(candidate.lower_bound < math.inf for candidate in self.candidates):
             return UserError(
                 f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
-                "device before it reached its limit; use --method exact, or raise the limit"
+                "device before it reached its limit; use method='exact', or raise the limit"
             )
         least = math.inf
         for problem in sorted(problems, key=lambda problem: separable_memory(problem.alone)):
@@ -571,12 +612,12 @@ class _Sweep:
 
 
 def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Workload:
-    """The workload that the options ask for, as one micro-batch of the whole batch."""
+    """The workload of the options, with the whole batch as one micro-batch."""
     batch = DEFAULT_BATCH_PER_DEVICE * cluster.num_devices if options.batch is None else options.batch
     precision = options.precision or cluster.default_precision
     return Workload(batch, batch, precision, options.optimizer, recompute)
 
 
 def micro_batches(workload: Workload, options: Options) -> list[int]:
-    """The micro-batches to consider, largest first; whether a given one divides the batch is for the price book to see."""
+    """The micro-batches to consider, largest first; the price book checks that a given one divides the batch."""
     return divisors(workload.batch)[::-1] if options.micro_batch is None else [options.micro_batch]

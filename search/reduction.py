@@ -1,18 +1,18 @@
 """A smaller table with the same optimum.
 
-Two options of a variable whose rows are equal in every incident edge are interchangeable to the rest of the table: they form
-a *class*.  A linear layer of 360 strategies has about 32 of them, since a redistribution only sees how tokens and features
-are split.  So the edges are kept between classes, and each class keeps a list of *labels* (cost, memory, buffer): its options.
+Two options of a variable whose rows are equal in every incident edge form a *class*.  A linear layer of 360 strategies has about
+32 classes, since a redistribution depends only on how tokens and features are split.  So the edges are stored between classes, and
+each class has a list of *labels* (cost, memory, buffer), its options.
 
-A label a is dropped when another label b of the same variable, of class B instead of A, is never worse (dead-end
-elimination, Goldstein's criterion, with memory):
+A label a of class A is removed if another label b of the same variable, of class B, is never worse (dead-end elimination,
+Goldstein's criterion, with memory):
 
     memory_b <= memory_a,  buffer_b <= buffer_a,  cost_b + sum_edges max_y (edge[B, y] - edge[A, y]) <= cost_a,
 
-for then b can stand in for a in every assignment.  (Within one class this is plain dominance.)  Options of infinite cost and
-options with a row of nothing but ``inf`` are dropped, too.
+since then b can replace a in every assignment.  (Within one class this is plain dominance.)  Options of infinite cost and options
+with a row of only ``inf`` are removed as well.
 
-Everything is computed once per distinct input: equal blocks share their arrays, so 96 of them cost as much as one.
+Everything is computed once per distinct input.  Equal blocks share their arrays, so 96 of them take as long as one.
 """
 
 from __future__ import annotations
@@ -29,30 +29,40 @@ from .result import SearchError
 
 __all__ = ["Domain", "Reduced", "check_table", "reduce_table"]
 
-#: What an edge's costs are held as.
+#: The costs of an edge.
 _Costs = Union[np.ndarray, ByClass]
 
 
 @dataclass(frozen=True, eq=False)
 class Domain:
-    """The labels of one variable, sorted by class; class c owns ``first[c]:first[c + 1]``. Shared between equal variables."""
+    """The labels of one variable, sorted by class; equal variables share one object.
 
-    first: np.ndarray  #: (classes + 1,) int
-    cost: np.ndarray  #: (labels,) [s]
-    memory: np.ndarray  #: (labels,) [bytes]
-    buffer: np.ndarray  #: (labels,) [bytes]
-    option: np.ndarray  #: (labels,) int: index into the original variable
+    Attributes:
+        first: the labels of class c are ``first[c]:first[c + 1]``, shape (classes + 1,).
+        cost: seconds, shape (labels,).
+        memory, buffer: resident and transient bytes, shape (labels,).
+        option: index of the option in the original variable, shape (labels,).
+    """
+
+    first: np.ndarray
+    cost: np.ndarray
+    memory: np.ndarray
+    buffer: np.ndarray
+    option: np.ndarray
 
     @property
     def num_classes(self) -> int:
+        """Number of classes."""
         return len(self.first) - 1
 
 
 @dataclass(frozen=True, eq=False)
 class Reduced:
-    """Domains per variable, and at most one edge per pair: ``(i, j, cost[classes of i, classes of j])`` with i < j.
+    """A reduced table.  Equal domains, and equal arrays of edges, are the same object.
 
-    Equal domains and equal edge arrays are the same object. ``empty`` tells that some variable has no option left.
+    Attributes:
+        domains: one per variable.
+        edges: (i, j, costs of shape (classes of i, classes of j)) with i < j, at most one per pair.
     """
 
     domains: tuple[Domain, ...]
@@ -60,7 +70,7 @@ class Reduced:
 
     @cached_property
     def members(self) -> tuple[tuple[Domain, np.ndarray], ...]:
-        """The distinct domains, and the variables that have each."""
+        """The distinct domains, each with its variables."""
         found: dict[Domain, list[int]] = {}
         for variable, domain in enumerate(self.domains):
             found.setdefault(domain, []).append(variable)
@@ -68,13 +78,15 @@ class Reduced:
 
     @property
     def empty(self) -> bool:
+        """Whether some variable has no option left."""
         return any(domain.num_classes == 0 for domain in self.domains)
 
 
 def check_table(table: CostTable) -> None:
-    """Refuse what no search can treat: a variable without options, costs that are nan or -inf, memory that is not finite.
+    """Validate a table.
 
-    Raises: SearchError
+    Raises:
+        SearchError: a variable has no options, a cost is nan or -inf, or memory is not a finite integer.
     """
     seen: set[int] = set()
     for name, cost, memory, buffer in zip(table.names, table.cost, table.memory, table.buffer):
@@ -92,7 +104,7 @@ def check_table(table: CostTable) -> None:
         for column, values in (("memory", memory), ("buffer", buffer)):
             if not (np.isfinite(values).all() and (values == np.floor(values)).all()):
                 raise SearchError(
-                    f"variable {name!r} of the cost table has a {column} that is no whole number of bytes"
+                    f"variable {name!r} of the cost table has a {column} that is not a whole number of bytes"
                 )
     for edge in table.edges:
         if id(edge.costs) not in seen:
@@ -106,7 +118,7 @@ def check_table(table: CostTable) -> None:
 
 
 def reduce_table(table: CostTable) -> Reduced:
-    """Classes, labels and merged edges of ``table``. Cost: linear in the table's distinct arrays."""
+    """Reduce a table: find classes, remove dominated labels, merge parallel edges.  The time is linear in its distinct arrays."""
     rows = _RowClasses()
     incident: list[list[tuple[_Costs, int]]] = [[] for _ in table.names]
     for edge in table.edges:
@@ -139,21 +151,21 @@ def reduce_table(table: CostTable) -> Reduced:
         key = (id(representatives[i]), id(representatives[j]), *((id(costs), flipped) for costs, flipped in parts))
         if key not in arrays:
             ends = representatives[i], representatives[j]
-            whole = sum(_among(costs, *ends[::-1]).T if flipped else _among(costs, *ends) for costs, flipped in parts)
+            whole = sum(_select(costs, *ends[::-1]).T if flipped else _select(costs, *ends) for costs, flipped in parts)
             arrays[key] = intern.array(np.asarray(whole))
         edges.append((i, j, arrays[key]))
     return Reduced(tuple(domains), tuple(edges))
 
 
-def _among(costs: _Costs, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """The costs between some options of the source and some of the target."""
+def _select(costs: _Costs, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """The costs of some options of the source and some of the target, shape (sources, targets)."""
     if isinstance(costs, ByClass):
         return costs.between[costs.rows[sources][:, None], costs.columns[targets][None, :]]
     return costs[sources[:, None], targets[None, :]]
 
 
 class _Intern:
-    """One object for equal contents."""
+    """Maps equal arrays and domains to one object."""
 
     def __init__(self) -> None:
         self._arrays: dict[tuple, np.ndarray] = {}
@@ -169,18 +181,18 @@ class _Intern:
 
 
 class _RowClasses:
-    """For the costs of each edge and each side: which rows (columns) are equal, and the distinct ones."""
+    """The classes of equal rows (side 0) or columns (side 1) of the costs of edges; cached."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]] = {}
 
     def of(self, costs: _Costs, side: int) -> tuple[np.ndarray, np.ndarray]:
-        """(class of each row, the distinct rows); the distinct rows only at distinct columns."""
+        """(class of each row, the distinct rows, restricted to distinct columns)."""
         key = (id(costs), side)
         if key not in self._known:
             array = costs.between if isinstance(costs, ByClass) else costs
             by_row, row_class = _distinct(array)
-            # Columns that are equal in the distinct rows are equal.
+            # Columns are equal if they are equal in the distinct rows.
             by_column, column_class = _distinct(array[by_row].T)
             if isinstance(costs, ByClass):
                 row_class, column_class = row_class[costs.rows], column_class[costs.columns]
@@ -191,7 +203,7 @@ class _RowClasses:
 
 
 def _distinct(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of the first of each set of equal rows, and the number of the set of each row."""
+    """Index of the first of each set of equal rows, and the set that each row belongs to."""
     contents = np.ascontiguousarray(array + 0.0)  # + 0.0 makes -0.0 and 0.0 the same bytes
     number: dict[bytes, int] = {}
     row_class = np.array([number.setdefault(row.tobytes(), len(number)) for row in contents], dtype=np.intp)
@@ -202,7 +214,7 @@ def _distinct(array: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 def _reduce_variable(
     cost: np.ndarray, memory: np.ndarray, buffer: np.ndarray, rows: list[tuple[np.ndarray, np.ndarray]]
 ) -> tuple[Domain, np.ndarray]:
-    """The domain of one variable, and for each of its classes an option with that class's edge rows."""
+    """The domain of one variable, and for each of its classes an option of that class."""
     alive = np.isfinite(cost)
     for row_class, distinct in rows:
         alive &= np.isfinite(distinct).any(axis=1)[row_class]
@@ -226,7 +238,7 @@ def _reduce_variable(
 
 
 def _largest_excess(rows: np.ndarray) -> np.ndarray:
-    """``[a, b] = max_y rows[b, y] - rows[a, y]``, where a pair that a forbids (``inf``) asks nothing of b."""
+    """``[a, b] = max_y rows[b, y] - rows[a, y]`` over the y with finite ``rows[a, y]``."""
     excess = np.empty((len(rows), len(rows)))
     with np.errstate(invalid="ignore"):
         for a, row in enumerate(rows):
@@ -236,12 +248,12 @@ def _largest_excess(rows: np.ndarray) -> np.ndarray:
 
 
 def _undominated(cost: np.ndarray, memory: np.ndarray, buffer: np.ndarray, worst: np.ndarray) -> np.ndarray:
-    """Indices of the labels that no other stands in for. ``worst[a, b]``: what b's edges cost more than a's at most."""
-    stands_in = (cost[None, :] + worst <= cost[:, None]) & (memory[None, :] <= memory[:, None])
-    stands_in &= buffer[None, :] <= buffer[:, None]
-    np.fill_diagonal(stands_in, False)
+    """Indices of the labels that no other label can replace; ``worst[a, b]`` is the largest excess of b's edges over a's."""
+    replaces = (cost[None, :] + worst <= cost[:, None]) & (memory[None, :] <= memory[:, None])
+    replaces &= buffer[None, :] <= buffer[:, None]
+    np.fill_diagonal(replaces, False)
     alive = np.ones(len(cost), dtype=bool)
-    # One at a time, each because of a label that is still there: of two that stand in for each other, one stays.
-    for a in np.flatnonzero(stands_in.any(axis=1))[::-1]:
-        alive[a] = not (stands_in[a] & alive).any()
+    # Remove labels one at a time, each because of a label that remains: of two that can replace each other, one stays.
+    for a in np.flatnonzero(replaces.any(axis=1))[::-1]:
+        alive[a] = not (replaces[a] & alive).any()
     return np.flatnonzero(alive)

@@ -1,4 +1,4 @@
-"""What every search returns: one frozen `Result`, whatever the algorithm."""
+"""The result type of all search algorithms."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PROOF_TOLERANCE = 1e-9
 
 
 class SearchError(UserError):
-    """A search was asked for something it cannot do: the message names the option, its value and what would be right."""
+    """An argument of a search is invalid; the message names the argument, its value and what would be valid."""
 
 
 class Status(enum.Enum):
-    """How a search ended; the value is a full sentence with the remedy, where one is needed."""
+    """How a search ended; the value is a full sentence, with the remedy if one is needed."""
 
     OPTIMAL = "The choice is proven optimal."
     LIMIT_REACHED = (
@@ -41,7 +41,11 @@ class Status(enum.Enum):
 
 
 def relative_gap(cost: float, lower_bound: float) -> float:
-    """``(cost - lower_bound) / |cost|``: 0 where the bound reaches the cost, ``inf`` where either is not finite."""
+    """``(cost - lower_bound) / |cost|``; 0 if the bound reaches the cost, ``inf`` if either is not finite.
+
+    >>> relative_gap(2.0, 1.5)
+    0.25
+    """
     if cost <= lower_bound:
         return 0.0
     if not (math.isfinite(cost) and math.isfinite(lower_bound)) or cost == 0:
@@ -53,12 +57,21 @@ def relative_gap(cost: float, lower_bound: float) -> float:
 class Result:
     """The outcome of one search.
 
-    ``choice`` holds one option index per variable of the table, or is ``None`` where no choice was found; then ``cost`` is
-    ``inf`` and ``memory_bytes`` is ``nan``.  ``cost`` and ``lower_bound`` are seconds per training step: no choice within the
-    memory limit costs less than ``lower_bound`` (to a relative 1e-9, the tolerance of proofs; ``inf`` where infeasible).
-    ``smallest_memory_bytes`` is given exactly where the status is INFEASIBLE: the smallest limit that some choice fits;
-    ``inf`` where every choice has infinite cost.  ``evaluations`` counts the choices whose cost was looked at; each method
-    says in its docstring what that is.  ``statistics`` holds the method's own counters (labels, nodes, width, ...).
+    Attributes:
+        method: name of the method.
+        status: how the search ended.
+        choice: an option index per variable of the table; None if no choice was found.
+        cost: seconds per training step; ``inf`` without a choice.
+        lower_bound: seconds per training step; no choice within the memory limit costs less, to a relative 1e-9.  ``inf`` if
+            infeasible.
+        memory_bytes: peak memory of the choice; ``nan`` without a choice.
+        space_size: number of assignments of the table.
+        evaluations: number of choices whose cost was computed; the docstring of each method says what it counts.
+        seconds: duration of the search.
+        memory_limit_bytes: the limit on peak memory; None for no limit.
+        smallest_memory_bytes: the smallest limit that some choice fits, given if and only if the status is INFEASIBLE; ``inf`` if
+            every choice has infinite cost.
+        statistics: counters of the method (labels, nodes, ...).
     """
 
     method: str
@@ -85,7 +98,7 @@ class Result:
 
     @property
     def message(self) -> str:
-        """One sentence or two for a person: what happened, and what would help."""
+        """How the search ended, and the remedy, in one or two sentences."""
         if self.status is Status.INFEASIBLE and self.smallest_memory_bytes == math.inf:
             return "No choice has a finite cost at any memory limit: some layers have no redistribution between them."
         if self.status is Status.INFEASIBLE and self.smallest_memory_bytes is not None:

@@ -1,18 +1,19 @@
-"""A bound for nothing: every variable on its own.
+"""The separable bound: a fast lower bound that treats all variables independently.
 
-Where no edge costs less than some e >= 0, a table's optimum under a memory limit is at least that of its variables alone plus all
-those e.  What is left is a multiple-choice knapsack: of every variable one option, least cost in all, at most
+If every edge e costs at least m_e, the optimum of a table under a memory limit is at least the optimum without edges plus the sum
+of all m_e.  Without edges the problem is a multiple-choice knapsack: choose one option of every variable, of least total cost,
+with a total of at most
 
     room = limit - max_i min buffer_i
 
-bytes in all (no choice has a smaller largest buffer).  Its linear relaxation, where a variable may mix two options, needs no solver
-(Sinha and Zoltners 1979): only options on the lower convex hull of (memory, cost) matter; each variable starts at its least memory,
-and the segments of all hulls are walked in order of their slopes, the most seconds saved per byte first, until the room is used up.
-That is also the maximum of the Lagrangian dual of `lagrangian` for a table without edges, found by sorting.
+bytes (the largest buffer of a choice is at least that maximum).  Its linear relaxation, in which a variable may mix two options,
+needs no solver (Sinha and Zoltners 1979).  Only options on the lower convex hull of (memory, cost) matter.  Each variable starts at
+its least memory; then the segments of all hulls are taken in order of seconds saved per byte, largest first, until the room is
+used up.  The result equals the maximum of the Lagrangian dual (`lagrangian`) of the table without edges.
 
-Equal variables have equal hulls: the bound is the same whether they are tied to one choice (a hull k times as large) or not (k
-hulls), up to the rounding of bytes.  It takes a thousandth of the time of a search, and says nearly as much where layers cost more
-than redistributions; a planner looks with it at all its settings before it works on any.
+Equal variables have equal hulls.  So the bound is the same whether they are tied to one choice (one hull, k times as large) or not
+(k hulls), up to the rounding of bytes.  It takes a thousandth of the time of a search, and is nearly as sharp if layers cost more
+than redistributions.  The planner computes it for all settings first.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ __all__ = ["separable_bound", "separable_memory"]
 
 
 def separable_bound(table: CostTable, memory_limit: float | None = None) -> float:
-    """A lower bound [s] on the cost of every choice within the limit on peak memory [bytes]; ``inf`` shows that there is none.
+    """A lower bound [s] on the cost of every choice within the limit on peak memory [bytes]; ``inf`` if nothing fits.
 
-    Of a table without edges it is the optimum of the linear relaxation; edges count with the least that any two options cost.
+    It is the optimum of the linear relaxation without edges, plus the least cost of each edge.
+
+    >>> column = np.array([1.0, 4.0]), np.array([30.0, 0.0]), np.array([0.0, 0.0])
+    >>> table = CostTable(("a",), *((values,) for values in column), ())
+    >>> separable_bound(table), separable_bound(table, memory_limit=20.0)
+    (1.0, 2.0)
     """
     columns = _distinct(table)
     if any(not len(column.cost) for column in columns):
@@ -55,7 +61,7 @@ def separable_bound(table: CostTable, memory_limit: float | None = None) -> floa
 
 
 def separable_memory(table: CostTable) -> float:
-    """A lower bound [bytes] on the peak memory of every choice of finite cost; ``inf`` where there is none."""
+    """A lower bound [bytes] on the peak memory of every choice of finite cost; ``inf`` if there is none."""
     columns = _distinct(table)
     if any(not len(column.cost) for column in columns):
         return math.inf
@@ -65,7 +71,13 @@ def separable_memory(table: CostTable) -> float:
 
 @dataclass(frozen=True, eq=False)
 class _Column:
-    """The options of finite cost of ``count`` equal variables."""
+    """The options of finite cost of some equal variables.
+
+    Attributes:
+        cost: seconds, shape (options,).
+        memory, buffer: resident and transient bytes, shape (options,).
+        count: number of these variables.
+    """
 
     cost: np.ndarray
     memory: np.ndarray
@@ -74,7 +86,7 @@ class _Column:
 
 
 def _distinct(table: CostTable) -> list[_Column]:
-    """The variables, equal ones (which share their arrays) once."""
+    """The distinct variables; equal ones share their arrays."""
     of_variable = list(zip(table.cost, table.memory, table.buffer))
     number = Counter(tuple(map(id, column)) for column in of_variable)
     columns = []
@@ -89,7 +101,7 @@ def _least(costs: ByClass | np.ndarray) -> float:
 
 
 def _hull(memory: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Memory, ascending, and cost, descending, at the corners of the lower left convex hull (Andrew's monotone chain)."""
+    """Memory (ascending) and cost (descending) at the corners of the lower left convex hull, by Andrew's monotone chain."""
     corners: list[tuple[float, float]] = []
     order = np.lexsort((cost, memory))
     for m, c in zip(memory[order].tolist(), cost[order].tolist()):

@@ -1,13 +1,13 @@
-"""The verifier of search results.  It shares no code with the solvers: it never sees their tables.
+"""The verifier of search results.  It shares no code with the solvers and does not use their tables.
 
-From the layer graph alone it recomputes cost and memory of the chosen strategies, and checks
+From the layer graph it recomputes cost and memory of the chosen strategies, and checks that
 
-1. every layer has a strategy that multiplies to the cluster and divides the layer and the micro-batch;
-2. cost(strategies) is the cost that was reported, memory(strategies) the memory, and it fits the limit;
-3. the lower bound is not above the cost; where optimality is claimed it is the cost, and not below a simple independent bound;
+1. every layer has a strategy of the size of the cluster that divides the layer and the micro-batch;
+2. the recomputed cost and memory equal the claimed ones, and the memory is within the limit;
+3. the lower bound is not above the cost; for a claim of optimality, it equals the cost, and is not below a simple bound;
 4. no change of a single layer (of tied layers together) gives a plan within the limit that is cheaper than the lower bound.
 
-The simple bound: every layer at its own cheapest strategy, redistributions for nothing.
+The simple bound is computed independently: every layer has its cheapest strategy, and redistributions are free.
 """
 
 from __future__ import annotations
@@ -26,22 +26,33 @@ from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.layerwork import layer_work
 from autoddl.costmodel.pricing import edge_steps
 from autoddl.costmodel.problem import OBJECTIVES
-from autoddl.costmodel.strategy import Alike, Strategy, alike, enumerate_strategies, transposed
+from autoddl.costmodel.strategy import Strategy, StrategyGroup, enumerate_strategies, group_strategies, transposed
 from autoddl.costmodel.workload import Workload
 
 __all__ = ["Claim", "VerificationError", "verify"]
 
-#: Sums of the same floats in another order differ by less than this.
+#: Relative difference of sums of the same floats in different orders.
 _TOLERANCE = 1e-9
 
 
 class VerificationError(UserError):
-    """A search claimed something that is not so; the message says what."""
+    """A claim of a search does not hold; the message says which."""
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What a search says of its answer (costs in seconds per step, memory in bytes)."""
+    """The claim of a search about its result.
+
+    Attributes:
+        strategies: the strategy of each layer, by name.
+        cost, lower_bound: seconds per training step.
+        memory_bytes: peak memory per device.
+        optimal: whether the cost is claimed to be optimal.
+        memory_limit_bytes: limit on peak memory; None for no limit.
+        objective: ``step`` or ``communication``.
+        untied: whether repetitions of a block may have different strategies.
+        summa: whether linear layers may have Summa meshes.
+    """
 
     strategies: Mapping[str, Strategy]
     cost: float
@@ -57,9 +68,12 @@ class Claim:
 def verify(
     graph: LayerGraph, cluster: Cluster, workload: Workload, claim: Claim, single_changes: bool = True
 ) -> Assessment:
-    """Check a claim (see the module's docstring) and return the assessment that it was checked against.
+    """Check a claim (see the module's docstring), and return the recomputed cost.
 
-    ``single_changes=False`` leaves out check 4, which looks at every option of every layer.
+    Args:
+        graph, cluster, workload: what the claim is about.
+        claim: the claim.
+        single_changes: whether to make check 4, which computes the cost of every option of every layer.
 
     Raises:
         VerificationError: the claim does not hold.
@@ -91,9 +105,14 @@ def _agree(what: str, claimed: float, true: float, relative: float, absolute: fl
 
 
 def _cost_of(
-    graph: LayerGraph, cluster: Cluster, workload: Workload, name: str, strategy: Strategy | Alike, objective: str
+    graph: LayerGraph,
+    cluster: Cluster,
+    workload: Workload,
+    name: str,
+    strategy: Strategy | StrategyGroup,
+    objective: str,
 ) -> Any:
-    """One layer's own cost per step, without redistributions (of many strategies at once: an array)."""
+    """Cost of one layer per training step [s], without redistributions; for a group of strategies an array."""
     work = layer_work(graph[name], strategy, cluster, workload, workload.micro_batch, not graph.inputs(name))
     communication = sum(cluster.time(step) for step in (*work.forward, *work.backward))
     per_micro_batch = (
@@ -116,14 +135,14 @@ def _simple_bound(graph: LayerGraph, cluster: Cluster, workload: Workload, claim
             offered = _offered(graph, cluster, workload, layer.name, claim.summa)
             known[key] = min(
                 float(np.min(_cost_of(graph, cluster, workload, layer.name, group, claim.objective)))
-                for group in alike(offered, cluster.sized_levels)
+                for group in group_strategies(offered, cluster.size_dependent_levels)
             )
         total += known[key]
     return total
 
 
 def _groups(graph: LayerGraph, untied: bool) -> list[list[str]]:
-    """Layers that change together."""
+    """The groups of tied layers, which change together."""
     groups: dict[object, list[str]] = {}
     owner: dict[str, object] = {}
     for layer in graph.layers:
@@ -139,7 +158,7 @@ def _groups(graph: LayerGraph, untied: bool) -> list[list[str]]:
 def _check_single_changes(
     graph: LayerGraph, cluster: Cluster, workload: Workload, claim: Claim, truth: Assessment
 ) -> None:
-    """Claim 4, by differences: what the changed layers and the edges at them cost before and after."""
+    """Check 4, by the costs of the changed layers and their edges before and after."""
     consumers: dict[str, list[str]] = {layer.name: [] for layer in graph.layers}
     for source, target in graph.edges:
         consumers[source].append(target)
@@ -190,5 +209,5 @@ def _fits(
     if limit is None:
         return True
     strategies = {**claim.strategies, **changed}
-    # Two bytes of rounding per layer separate the solver's memory from this one.
+    # The solver's memory differs from this one by up to two bytes of rounding per layer.
     return assess(graph, cluster, workload, strategies).memory_bytes + 2 * len(graph.layers) <= limit

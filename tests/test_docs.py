@@ -28,7 +28,19 @@ _OTHERS = {"chromium", "grep", "make", "nft", "pip", "python3", "unshare", "xdg-
 #: Of fences: what is run, what is written to a file, and what is for reading.
 _LANGUAGES = {"console", "python", "pycon", "json", "csv", "text", "mermaid"}
 #: Arguments of our commands that are files which they read.
-_READ = ("plan", "script", "model", "cluster", "measurements", "hostfile", "text", "against", "base", "profile")
+_READ = (
+    "plan",
+    "script",
+    "model",
+    "subject",
+    "cluster",
+    "measurements",
+    "hostfile",
+    "text",
+    "against",
+    "base",
+    "profile",
+)
 
 
 def _starts_ranks(page: str) -> bool:

@@ -11,8 +11,7 @@ from ..report.markup import Markup, element
 from ..text.tables import Block, Column, Section, Table, Text
 
 if TYPE_CHECKING:
-    from ..explain import PlanView
-    from ..explain.view import LayerGroup, Rival
+    from ..explain import LayerGroup, PlanView, RivalFigures
     from .figures import PlannedStage
 
 __all__ = ["html_of", "one_line", "summary_of"]
@@ -56,9 +55,9 @@ def summary_of(view: PlanView, stages: Sequence[PlannedStage]) -> Text:
     sections: list[Section] = [[one_line(view, len(stages))], ["Per step", _totals(view)]]
     if len(stages) > 1:
         sections.append(["Stages (forward and backward of a micro-batch)", Table.of(_STAGES, stages)])
-    for section in view.sections:
-        title = f"Layers of {section.title}" if section.title else "Layers"
-        sections.append([title, Table.of(_LAYERS, section.groups)])
+    for group in view.stage_groups:
+        title = f"Layers of {group.title}" if group.title else "Layers"
+        sections.append([title, Table.of(_LAYERS, group.layers)])
     if view.rivals:
         sections.append(["Compared with", _rivals(view)])
     return Text(tuple(sections))
@@ -77,10 +76,10 @@ def _totals(view: PlanView) -> Table:
 
 
 def _rivals(view: PlanView) -> Table:
-    def ratio(rival: Rival) -> str:
+    def ratio(rival: RivalFigures) -> str:
         return f"{rival.step_s / view.step_s:.2f}x" if view.step_s and not rival.infeasible else ""
 
-    columns: tuple[Column[Rival], ...] = (
+    columns: tuple[Column[RivalFigures], ...] = (
         Column("plan", lambda rival: rival.name),
         Column("step", lambda rival: "" if rival.infeasible else format_seconds(rival.step_s), right=True),
         Column("", ratio, right=True),

@@ -6,11 +6,8 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 from autoddl.costmodel.strategy import Strategy
 
-from ..explain.resources import ResourceBook
 from ..planfile import Plan
 
 __all__ = ["PlannedLayer", "PlannedStage", "layers_of", "stages_of"]
@@ -85,7 +82,7 @@ def layers_of(plan: Plan) -> Iterator[PlannedLayer]:
         yield PlannedLayer(
             name=entry["name"],
             kind=entry["kind"],
-            stage=entry.get("stage", 0),
+            stage=entry["stage"],
             strategy=plan.strategies[entry["name"]],
             input=layouts["input"],
             weight=layouts["weight"],
@@ -99,10 +96,7 @@ def layers_of(plan: Plan) -> Iterator[PlannedLayer]:
 
 def stages_of(plan: Plan) -> Iterator[PlannedStage]:
     """The stages of a plan: one where it has no pipeline."""
-    pipeline = plan.pipeline
-    if pipeline is None:
-        yield _whole(plan)
-        return
+    pipeline = plan.evaluation
     widths = pipeline.schedule.widths
     for number, (figures, choice) in enumerate(zip(pipeline.stages, pipeline.configuration.stages)):
         workers = tuple(replica.worker for replica in pipeline.schedule.replicas_of(number))
@@ -117,21 +111,3 @@ def stages_of(plan: Plan) -> Iterator[PlannedStage]:
             all_reduce_s=figures.all_reduce_s,
             memory_bytes=max(pipeline.memory[worker] for worker in workers),
         )
-
-
-def _whole(plan: Plan) -> PlannedStage:
-    """A plan without a pipeline as one stage."""
-    book = ResourceBook(plan.graph, plan.cluster, plan.workload)
-    passes = np.sum(list(book.passes(plan.strategies).values()), axis=0)
-    forward_s, backward_s, once_s = (float(row.sum()) for row in passes)
-    return PlannedStage(
-        number=0,
-        layers=tuple(layer.name for layer in plan.graph.layers),
-        workers=(0,),
-        num_devices=plan.cluster.num_devices,
-        recompute="layers" if plan.workload.recompute else "none",
-        forward_s=forward_s,
-        backward_s=backward_s,
-        all_reduce_s=once_s,
-        memory_bytes=float(plan.document["memory_bytes"]),
-    )

@@ -19,7 +19,7 @@ from .inputs import ClusterLike, ModelLike, cluster_of, graph_of
 from .results import Result
 
 if TYPE_CHECKING:
-    from autoddl.calib.ranked import Ranking as Ranked
+    from autoddl.calib.ranked import MeasuredRanking as Ranked
 
     from ..text.tables import Text
 

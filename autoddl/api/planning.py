@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.cluster import Cluster
@@ -18,10 +19,14 @@ from autoddl.search.planner import Options
 
 from .. import planfile
 from .inputs import ClusterLike, ModelLike, cluster_of, graph_of
+from .options import PLANNING_DEFAULTS, PlanningOptions, takes
 from .plans import Plan
 from .results import Comparison
 
 if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from autoddl.pipelines.joint.result import PlanResult
     from autoddl.search.planner import BaselineFigures, Planned
 
 __all__ = ["LARGEST_ENUMERATION", "compare", "load", "load_plan", "plan"]
@@ -31,36 +36,16 @@ LARGEST_ENUMERATION = 10**9
 _OBJECTIVES = ("step", "communication")
 
 
+@takes(PlanningOptions, PLANNING_DEFAULTS)
 def plan(
     model: ModelLike,
     inputs: Any = None,
     *,
     cluster: ClusterLike,
-    nodes: int | None = None,
-    devices_per_node: int | None = None,
-    latency_s: float | None = None,
-    bandwidth: float | None = None,
-    heads: int | None = None,
-    sequence: int | None = None,
-    vocabulary: int | None = None,
-    batch: int | None = None,
-    micro_batch: int | None = None,
-    precision: str | None = None,
-    optimizer: str = "adam",
-    recompute: bool | None = None,
-    memory_limit_bytes: float | None = None,
     pipeline: str | None = None,
     allow_stale: bool = False,
     method: str = "exact",
-    objective: str = "step",
-    untied: bool = False,
-    summa: bool = True,
-    seed: int = 0,
-    temperature_s: float | None = None,
-    evaluations: int | None = None,
-    time_limit_s: float | None = None,
-    quiet: bool = False,
-    stop: Stop | None = None,
+    **options: Unpack[PlanningOptions],
 ) -> Plan:
     """The best way to train a model on a cluster: a strategy for every layer, proven; with ``pipeline`` also stages and a schedule.
 
@@ -69,26 +54,11 @@ def plan(
             HuggingFace ``config.json``, a saved graph, ``FILE.py:FUNCTION``, a layer graph, or a ``oneflow.nn.Module``.
         inputs: of a module: example tensors (or one), with the batch as their first dimension.
         cluster: a name (:func:`autoddl.clusters` lists them), a file, or a cluster.
-        nodes, devices_per_node: in place of the cluster's own.
-        latency_s, bandwidth: of every link [s], [bytes/s for each device], in place of the cluster's own.
-        heads, sequence, vocabulary: of a built-in transformer, in place of its own.
-        batch: samples per step over all devices; 8 for each device by default.
-        micro_batch: samples per pass over all devices (of a stage); chosen by default.
-        precision: ``float32`` or ``mixed``; by default what the device usually trains in.
-        optimizer: ``adam``, ``momentum`` or ``sgd``.
-        recompute: of activations: always (True), never (False), or whatever is better (None).
-        memory_limit_bytes: for each device; 9/10 of the device's memory by default.
         pipeline: ``auto`` searches stages, cut, schedule, micro-batch, recomputation and strategies together; ``dapple``,
             ``chimera`` and ``wpipe`` take the plan of that paper's planner; None plans without a pipeline.
         allow_stale: with a pipeline, whether to offer asynchronous schedules, whose weights lag behind.
         method: of the search without a pipeline: one of ``autoddl.search.METHODS``.
-        objective: what is minimised: ``step``, or ``communication`` alone.
-        untied: a choice of its own for every repetition of a block.
-        summa: offer Summa meshes to linear layers.
-        seed, temperature_s, evaluations: of the random methods.
-        time_limit_s: of one search (20 s by default); with a pipeline, processor time of the whole search (30 s).
-        quiet: no progress bar; without it there is one where stderr is a terminal.
-        stop: whoever requests it ends the search; the best plan until then is the answer.
+        options: see `PlanningOptions`.
 
     Raises:
         InfeasibleError: nothing fits the memory limit; the message gives the smallest one that would do.
@@ -107,49 +77,38 @@ def plan(
     >>> autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128, pipeline="auto")
     <Plan gpt:4x256 on v100-c: 2 nodes of 1 x NVIDIA V100 16 GB, 2 stages; 11.6 ms per step, proven optimal>
     """
-    options = _options(
-        batch=batch,
-        micro_batch=micro_batch,
-        method=method,
-        objective=objective,
-        memory_limit_bytes=memory_limit_bytes,
-        precision=precision,
-        optimizer=optimizer,
-        recompute=recompute,
-        untied=untied,
-        summa=summa,
-        seed=seed,
-        temperature_s=temperature_s,
-        evaluations=evaluations,
-        time_limit_s=time_limit_s,
-        quiet=quiet,
-    )
+    asked = _options(method, options)
     if pipeline is None and allow_stale:
         raise UserError("allow_stale is for pipelines; give a pipeline too, such as 'auto'")
-    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
-    devices = cluster_of(cluster, nodes, devices_per_node, latency_s, bandwidth)
+    graph, devices = _graph_and_cluster(model, inputs, cluster, options)
     if pipeline is None:
-        return _without_pipeline(graph, devices, options, stop)
-    return _with_pipeline(graph, devices, options, pipeline, allow_stale, stop)
+        return _without_pipeline(graph, devices, asked, options["stop"])
+    return _with_pipeline(graph, devices, asked, pipeline, allow_stale, options["stop"])
 
 
-def _options(**asked: Any) -> Options:
+def _graph_and_cluster(
+    model: ModelLike, inputs: Any, cluster: ClusterLike, options: PlanningOptions
+) -> tuple[LayerGraph, Cluster]:
+    graph = graph_of(
+        model, inputs, heads=options["heads"], sequence=options["sequence"], vocabulary=options["vocabulary"]
+    )
+    sizes = options["nodes"], options["devices_per_node"], options["latency_s"], options["bandwidth"]
+    return graph, cluster_of(cluster, *sizes)
+
+
+def _options(method: str, options: PlanningOptions) -> Options:
     """The planner's options; what is one of a few words is checked here, the numbers are checked by the planner."""
+    asked: dict[str, Any] = {**options, "method": method}
     for name, known in (("method", tuple(METHODS)), ("objective", _OBJECTIVES), ("optimizer", tuple(OPTIMIZERS))):
         if asked[name] not in known:
             raise unknown(name, asked[name], known)
-    return Options(**asked)
+    return Options(**{field.name: asked[field.name] for field in fields(Options)})
 
 
 def _without_pipeline(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None) -> Plan:
-    from autoddl.pipelines.joint.glance import plan_alone
+    from autoddl.pipelines.joint.megatron_trials import plan_alone
 
-    from ..trusting import trust_of
-
-    planned = plan_alone(graph, cluster, options, stop)
-    trust = trust_of(planned, stop)
-    document = planfile.plan_document(planned, trust)
-    return Plan(graph, cluster, planned.workload, planned.strategies, document, search=planned, trust=trust)
+    return _plan_of(plan_alone(graph, cluster, options, stop), stop)
 
 
 def _with_pipeline(
@@ -161,11 +120,26 @@ def _with_pipeline(
 
     asked = JointOptions(options, pipeline, allow_stale)
     with progress_bar("pipelines", disable=True if options.quiet else None) as progress:
-        planned = plan_jointly(graph, cluster, asked, progress, stop)
-    found = planned.evaluation
-    strategies = {layer.layer.name: layer.strategy for layer in found.layers}
-    document = planfile.joint_document(planned)
-    return Plan(graph, cluster, found.configuration.workload, strategies, document, found, search=planned)
+        found = plan_jointly(graph, cluster, asked, progress, stop)
+    return _plan_of(found, stop)
+
+
+def _plan_of(found: PlanResult, stop: Stop | None) -> Plan:
+    """What a planner found, with its document and how far to trust it."""
+    from ..trusting import trust_of
+
+    trust = trust_of(found, stop)
+    document = planfile.plan_document(found, trust)
+    return Plan(
+        found.graph,
+        found.cluster,
+        found.workload,
+        found.strategies,
+        document,
+        found.evaluation,
+        search=found,
+        trust=trust,
+    )
 
 
 def load(path: str | os.PathLike[str], *, edited: bool = False) -> Plan:
@@ -193,7 +167,7 @@ def load(path: str | os.PathLike[str], *, edited: bool = False) -> Plan:
         found.workload,
         found.strategies,
         found.document,
-        found.pipeline,
+        found.evaluation,
         where=os.fspath(path),
     )
 
@@ -205,42 +179,25 @@ load_plan = load
 # ---- Comparing ---------------------------------------------------------------------------------------------------------
 
 
+@takes(PlanningOptions, PLANNING_DEFAULTS)
 def compare(
     model: ModelLike,
     inputs: Any = None,
     *,
     cluster: ClusterLike,
-    nodes: int | None = None,
-    devices_per_node: int | None = None,
-    latency_s: float | None = None,
-    bandwidth: float | None = None,
-    heads: int | None = None,
-    sequence: int | None = None,
-    vocabulary: int | None = None,
-    batch: int | None = None,
-    micro_batch: int | None = None,
-    precision: str | None = None,
-    optimizer: str = "adam",
-    recompute: bool | None = None,
-    memory_limit_bytes: float | None = None,
     methods: Sequence[str] | None = None,
-    objective: str = "step",
-    untied: bool = False,
-    summa: bool = True,
-    seed: int = 0,
-    temperature_s: float | None = None,
-    evaluations: int | None = None,
-    time_limit_s: float | None = None,
-    quiet: bool = False,
-    stop: Stop | None = None,
+    **options: Unpack[PlanningOptions],
 ) -> Comparison:
     """Baselines and search methods side by side, without a pipeline.
 
     Args:
+        model, inputs, cluster: as of :func:`autoddl.plan`.
         methods: of ``autoddl.search.METHODS``; by default all, exhaustive only where the space has at most 10^9 assignments.
-        temperature_s: of metropolis-hastings alone.
+            The temperature is for metropolis-hastings alone.
+        options: see `PlanningOptions`.
 
-    All others, and the errors, are those of :func:`autoddl.plan`.
+    Raises:
+        UserError, InfeasibleError, StopRequestedError: as of :func:`autoddl.plan`.
 
     >>> import autoddl
     >>> found = autoddl.compare("mlp:64,32,16", cluster="local-cpu", batch=16, methods=["exact", "random"])
@@ -253,33 +210,17 @@ def compare(
     for name in names:
         if name not in METHODS:
             raise unknown("method", name, tuple(METHODS))
-    if temperature_s is not None and "metropolis-hastings" not in names:
+    if options["temperature_s"] is not None and "metropolis-hastings" not in names:
         raise UserError("temperature is for metropolis-hastings, which is not among the methods")
 
     def options_of(method: str) -> Options:
-        return _options(
-            batch=batch,
-            micro_batch=micro_batch,
-            method=method,
-            objective=objective,
-            memory_limit_bytes=memory_limit_bytes,
-            precision=precision,
-            optimizer=optimizer,
-            recompute=recompute,
-            untied=untied,
-            summa=summa,
-            seed=seed,
-            temperature_s=temperature_s if method == "metropolis-hastings" else None,
-            evaluations=evaluations,
-            time_limit_s=time_limit_s,
-            quiet=quiet,
-        )
+        asked = _options(method, options)
+        return asked if method == "metropolis-hastings" else replace(asked, temperature_s=None)
 
     from autoddl.search.planner import make_plan
 
-    graph = graph_of(model, inputs, heads=heads, sequence=sequence, vocabulary=vocabulary)
-    devices = cluster_of(cluster, nodes, devices_per_node, latency_s, bandwidth)
-    stop = stop or Stop()
+    graph, devices = _graph_and_cluster(model, inputs, cluster, options)
+    stop = options["stop"] or Stop()
     exact = make_plan(graph, devices, options_of("exact"), stop=stop)
     rows: list[Mapping[str, Any]] = []
     for name in names:

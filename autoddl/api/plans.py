@@ -20,8 +20,7 @@ from .results import Difference, Explanation, Verification
 if TYPE_CHECKING:
     import pandas
 
-    from autoddl.pipelines.joint.result import JointPlan
-    from autoddl.search.planner import Planned
+    from autoddl.pipelines.joint.result import PlanResult
 
     from ..explain import Alternative, PlanView
     from ..text.tables import Text
@@ -45,9 +44,9 @@ class Plan(planfile.Plan):
 
     Attributes:
         graph, cluster, workload: what it was made for.
-        strategies: of every layer, by name; over the devices of its stage where the plan is a pipeline.
+        strategies: of every layer, by name; over the devices of its stage.
         document: the whole plan as a JSON document.
-        pipeline: the stages, their schedule and its simulation; None of a plan without a pipeline.
+        evaluation: the stages, their schedule and its simulation; a plan without a pipeline has one stage.
         search: what the planner found, with the statistics of its search; None of a plan that was read from a file.
         trust: how far the plan can be trusted on its calibrated cluster; None where that is not known.
         where: where the plan was read from.
@@ -60,7 +59,7 @@ class Plan(planfile.Plan):
     (['fc1', 'fc2'], True, 1)
     """
 
-    search: Planned | JointPlan | None = field(default=None, compare=False)
+    search: PlanResult | None = field(default=None, compare=False)
     trust: PlanTrust | None = field(default=None, compare=False)
     where: str = field(default="the plan", compare=False)
 
@@ -145,7 +144,7 @@ class Plan(planfile.Plan):
 
     @cached_property
     def stages(self) -> tuple[PlannedStage, ...]:
-        """The stages of the pipeline; one where there is no pipeline."""
+        """The stages; one where there is no pipeline."""
         return tuple(stages_of(self))
 
     @cached_property
@@ -153,7 +152,7 @@ class Plan(planfile.Plan):
         """When each task of the pipeline's schedule runs [s], to be printed and drawn; None without a pipeline."""
         from .schedules import timeline_of
 
-        return None if self.pipeline is None else timeline_of(self.pipeline.timeline)
+        return timeline_of(self.evaluation.timeline) if self.has_pipeline else None
 
     @cached_property
     def view(self) -> PlanView:
@@ -171,8 +170,10 @@ class Plan(planfile.Plan):
     @property
     def text(self) -> Text:
         """The whole plan: what ``autoddl plan`` prints; of a plan that was read from a file its tables."""
+        from ..text.plans import plan_text
+
         if self.search is not None:
-            return _search_text(self.search, self.trust)
+            return plan_text(self.search, self.trust)
         return display.summary_of(self.view, self.stages)
 
     def _repr_html_(self) -> str:
@@ -312,11 +313,12 @@ class Plan(planfile.Plan):
         from autoddl.pipelines.runtime.load import is_available
 
         from ..export import export
-        from ..zoo import is_oneflow_model, resolve_model
+        from ..ownmodels import function_of_plan
+        from ..zoo import is_oneflow_model
 
         form = _form_of(path) if form is None else form
         if form == "oneflow" and is_oneflow_model(model) and is_available():
-            self.check_graph(resolve_model(model))
+            function_of_plan(self, model)
         text = export(self, form, model=model)
         if path is not None:
             write_atomically(path, text)
@@ -362,19 +364,6 @@ class Plan(planfile.Plan):
         options = VerifyOptions(tolerance, timeout_s, seed, Limits() if full_size else None)
         num_ranks = self.cluster.num_devices if ranks is None else ranks
         return Verification(verify(self, num_ranks, model=model, options=options, progress=progress))
-
-
-def _search_text(search: Planned | JointPlan, trusted: PlanTrust | None) -> Text:
-    """What a search found."""
-    from autoddl.pipelines.joint.result import JointPlan
-
-    if isinstance(search, JointPlan):
-        from ..text.jointplans import joint_text
-
-        return joint_text(search)
-    from ..text.plans import plan_text
-
-    return plan_text(search, trusted)
 
 
 def check_verification(tolerance: float, timeout_s: float, seed: int) -> None:

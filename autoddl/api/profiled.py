@@ -13,7 +13,7 @@ from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.suggestions import did_you_mean, unknown
 from autoddl.costmodel.units import format_seconds
-from autoddl.pipelines.planners import Clock, Shape, Workload, plan_chimera, plan_dapple, plan_wpipe
+from autoddl.pipelines.planners import Clock, ProfiledWorkload, StageConstraints, plan_chimera, plan_dapple, plan_wpipe
 from autoddl.pipelines.planners.document import Result as Found
 from autoddl.pipelines.planners.document import document_of
 from autoddl.pipelines.planners.transformer import transformer_profile
@@ -41,7 +41,7 @@ class PipelinePlan(Result):
     """
 
     found: Found
-    workload: Workload
+    workload: ProfiledWorkload
     is_interrupted: bool = False
 
     @property
@@ -113,7 +113,7 @@ def pipeline(
     if planner == "wpipe" and stages is not None and stages % 2:
         raise UserError(f"stages {stages} for wpipe should be even: every worker has two")
     devices = cluster_of(cluster, nodes, devices_per_node)
-    workload = Workload(
+    workload = ProfiledWorkload(
         _profile(os.fspath(profile), profile_batch, devices),
         devices,
         batch,
@@ -129,7 +129,9 @@ def pipeline(
     elif planner == "wpipe":
         found = plan_wpipe(workload, micro_batch, None if stages is None else stages // 2, clock)
     else:
-        found = plan_dapple(workload, micro_batch, Shape(stages, None if widths is None else tuple(widths)), clock)
+        found = plan_dapple(
+            workload, micro_batch, StageConstraints(stages, None if widths is None else tuple(widths)), clock
+        )
     return PipelinePlan(found, workload, stop.is_requested)
 
 

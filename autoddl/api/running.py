@@ -8,23 +8,73 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Union
+from typing import TYPE_CHECKING, Any, TypedDict, Union
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import LARGEST_SECONDS, MOST_RESTARTS
 
-from ..launching.beats import DEFAULT_HOST_TIMEOUT_S, Beats
 from ..launching.demands import Demands, check_script, demands_of
+from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S, HeartbeatTimes
 from ..launching.hosts import LOCALHOST, Host, Placement, parse_hosts, place, read_hostfile, renumbered
 from ..launching.job import Job
 from ..launching.running import describe, run_job
 from ..planfile import load_plan
+from .options import takes
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 __all__ = ["check_limits", "demands_for", "launch", "make_job", "placements_for"]
 
 AnyPath = Union[str, "os.PathLike[str]"]
 
 
+class JobOptions(TypedDict, total=False):
+    """Of a job: its ranks, their hosts, and how long they may take.
+
+    Attributes:
+        max_restarts: how often the job is started anew after failures.
+        environment: further variables of the ranks.
+        log_dir: of a file for each rank; ``autoddl-logs/TIME`` by default.
+        directory: where the ranks work.
+        force: launch even if the number of hosts, their devices or their memory differ from the plan's.
+        with_oneflow: False runs the script without checking or joining OneFlow.
+        python, ssh, master_address: of remote hosts: their Python, the command that reaches them, the address of rank 0's host.
+        stall_timeout_s: how long a rank waits for another one.
+        start_timeout_s: how long the start may take until all ranks have joined.
+        grace_s: how long ranks may take to end after Ctrl-C.
+        host_timeout_s: how long a host may give no sign of life.
+    """
+
+    max_restarts: int
+    environment: Mapping[str, str] | None
+    log_dir: AnyPath | None
+    directory: AnyPath
+    force: bool
+    with_oneflow: bool
+    python: str
+    ssh: str
+    master_address: str | None
+    stall_timeout_s: float
+    start_timeout_s: float
+    grace_s: float
+    host_timeout_s: float
+
+
+_JOB_DEFAULTS: Mapping[str, Any] = {
+    **{
+        "max_restarts": 0,
+        "directory": ".",
+        "force": False,
+        "with_oneflow": True,
+        "python": sys.executable,
+        "ssh": "ssh",
+    },
+    **{"stall_timeout_s": 60.0, "start_timeout_s": 180.0, "grace_s": 10.0, "host_timeout_s": DEFAULT_HOST_TIMEOUT_S},
+}
+
+
+@takes(JobOptions, _JOB_DEFAULTS)
 def launch(
     plan: AnyPath,
     script: AnyPath,
@@ -33,22 +83,10 @@ def launch(
     hosts: Sequence[str] | None = None,
     hostfile: AnyPath | None = None,
     checkpoints: AnyPath | None = None,
-    max_restarts: int = 0,
-    environment: Mapping[str, str] | None = None,
-    log_dir: AnyPath | None = None,
-    directory: AnyPath = ".",
     edited: bool = False,
-    force: bool = False,
-    with_oneflow: bool = True,
-    python: str = sys.executable,
-    ssh: str = "ssh",
-    master_address: str | None = None,
-    stall_timeout_s: float = 60.0,
-    start_timeout_s: float = 180.0,
-    grace_s: float = 10.0,
-    host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S,
     dry_run: bool = False,
     show: Callable[[str], None] | None = None,
+    **options: Unpack[JobOptions],
 ) -> str:
     """Run a script on all ranks of a plan, here or over ssh, to its end; from the main thread, which Ctrl-C interrupts.
 
@@ -61,20 +99,10 @@ def launch(
         hosts: one for each node of the plan, in its order; this machine by default.
         hostfile: the same, a line ``host [slots=N]`` for each.
         checkpoints: a folder, passed to the script, which resumes from what it finds there.
-        max_restarts: how often the job is started anew after failures.
-        environment: further variables of the ranks.
-        log_dir: of a file for each rank; ``autoddl-logs/TIME`` by default.
-        directory: where the ranks work.
         edited: take a plan also if it was edited.
-        force: launch even if the number of hosts, their devices or their memory differ from the plan's.
-        with_oneflow: False runs the script without checking or joining OneFlow.
-        python, ssh, master_address: of remote hosts: their Python, the command that reaches them, the address of rank 0's host.
-        stall_timeout_s: how long a rank waits for another one.
-        start_timeout_s: how long the start may take until all ranks have joined.
-        grace_s: how long ranks may take to end after Ctrl-C.
-        host_timeout_s: how long a host may give no sign of life.
         dry_run: run nothing.
         show: takes lines of ranks; by default they go to standard output.
+        options: see `JobOptions`.
 
     Returns:
         What was run, as text: ranks, hosts and commands.
@@ -93,7 +121,10 @@ def launch(
     >>> text.split()[:2]
     ['2', 'ranks']
     """
-    check_limits(max_restarts, checkpoints, stall_timeout_s, start_timeout_s, grace_s, host_timeout_s)
+    asked: dict[str, Any] = dict(options)
+    force, host_timeout_s, environment = (asked.pop(name) for name in ("force", "host_timeout_s", "environment"))
+    waits = asked["stall_timeout_s"], asked["start_timeout_s"], asked["grace_s"], host_timeout_s
+    check_limits(asked["max_restarts"], checkpoints, *waits)
     demands = demands_for(plan, script, edited)
     named = parse_hosts(",".join(hosts)) if hosts else read_hostfile(os.fspath(hostfile)) if hostfile else None
     job = make_job(
@@ -103,20 +134,11 @@ def launch(
         placements_for(named, demands, force),
         arguments=tuple(arguments),
         is_edited=edited,
-        directory=directory,
-        log_dir=log_dir,
         environment=dict(environment or {}),
         checkpoints=checkpoints,
-        master_address=master_address,
-        python=python,
-        ssh=ssh,
-        stall_timeout_s=stall_timeout_s,
-        start_timeout_s=start_timeout_s,
-        grace_s=grace_s,
-        beats=Beats(host_timeout_s),
-        max_restarts=max_restarts,
-        with_oneflow=with_oneflow,
+        heartbeat=HeartbeatTimes(host_timeout_s),
         forced=force,
+        **asked,
     )
     if not dry_run:
         run_job(job, show or _write_line, _say)
@@ -144,7 +166,7 @@ def placements_for(hosts: Sequence[Host] | None, demands: Demands, force: bool) 
         UserError: the hosts are not as many as the plan's nodes, or have not as many devices.
     """
     named = [Host(LOCALHOST)] if hosts is None else list(hosts)
-    placements = place(named, demands.num_nodes, demands.devices_per_node, anyhow=force)
+    placements = place(named, demands.num_nodes, demands.devices_per_node, force=force)
     return tuple(renumbered(placements, demands.rank_on) if demands.devices else placements)
 
 

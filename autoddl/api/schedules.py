@@ -13,7 +13,7 @@ from autoddl.costmodel.reading import read_text
 from autoddl.costmodel.writing import write_atomically
 from autoddl.pipelines import draw, grid, timeline
 from autoddl.pipelines import schedule as schedules
-from autoddl.pipelines.generators import Family, families, generate
+from autoddl.pipelines.generators import ScheduleFamily, families, generate
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
 from autoddl.pipelines.validate import validate
@@ -187,7 +187,7 @@ def schedule(
     return Schedule(**_members(made))
 
 
-def schedule_families() -> tuple[Family, ...]:
+def schedule_families() -> tuple[ScheduleFamily, ...]:
     """All families of schedules: name, summary, options, and whether their weights are up to date (``synchronous``).
 
     >>> import autoddl

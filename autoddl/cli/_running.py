@@ -23,7 +23,7 @@ from autoddl.costmodel.errors import UserError, one_line, printable
 from autoddl.costmodel.suggestions import did_you_mean
 
 from .. import cli
-from ._options import number_option, whole_option
+from ._options import in_options, number_option, whole_option
 
 __all__ = ["INTERRUPTED", "OUR_FAULT", "USERS_FAULT", "report", "run_command"]
 
@@ -155,7 +155,7 @@ def report(error: BaseException) -> int:
     message = _message_of(error, code)
     if message:
         # What ranks say of themselves is no input: their errors, and the places of their logs, are shown in full.
-        shown = one_line(message) if isinstance(error, UserError) else printable(message)
+        shown = one_line(in_options(message)) if isinstance(error, UserError) else printable(message)
         print(f"autoddl: {shown}", file=sys.stderr)
     return code
 

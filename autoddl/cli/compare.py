@@ -9,7 +9,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.suggestions import did_you_mean
 from autoddl.search import METHODS
 
-from ._options import by_option, show
+from ._options import show
 from ._planning import add_planning_arguments, cluster_of, model_of, wishes_of
 from ._stopping import interruptible
 
@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise UserError("--temperature is for metropolis-hastings, which --methods does not name")
     graph, cluster = model_of(arguments), cluster_of(arguments)
     wishes = wishes_of(arguments, "metropolis-hastings")
-    with by_option(), interruptible("a plan") as asked:
+    with interruptible("a plan") as asked:
         found = compare(graph, cluster=cluster, methods=methods, stop=asked.stop, **wishes)
     if arguments.json:
         print(json.dumps(found.document, indent=1, allow_nan=False))

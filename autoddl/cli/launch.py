@@ -15,8 +15,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import is_whole
 from autoddl.costmodel.suggestions import did_you_mean
 
-from ..launching.beats import DEFAULT_HOST_TIMEOUT_S
-from ._options import add_edited, by_option
+from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S
+from ._options import add_edited
 
 if TYPE_CHECKING:
     from ..launching.demands import Demands
@@ -169,7 +169,7 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
     from ..launching.running import describe, run_job
 
     try:
-        check_membership(member, demands, anyhow=arguments.force)
+        check_membership(member, demands, force=arguments.force)
     except UserError:
         if member.num_ranks != demands.num_ranks and member.rank > 0:
             return 2
@@ -180,7 +180,7 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
         arguments,
         demands,
         placements=(placement,),
-        rendezvous=member.meeting,
+        rendezvous=member.rendezvous,
         local_ranks={rank: member.local_rank},
         max_restarts=0,
     )
@@ -199,7 +199,7 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
 
 def _job(arguments: argparse.Namespace, demands: Demands, placements: Sequence[Placement], **more: Any) -> Job:
     from ..api.running import make_job
-    from ..launching.beats import Beats
+    from ..launching.heartbeat import HeartbeatTimes
 
     fields: dict[str, Any] = {
         "arguments": tuple(arguments.arguments),
@@ -214,13 +214,12 @@ def _job(arguments: argparse.Namespace, demands: Demands, placements: Sequence[P
         "stall_timeout_s": arguments.stall_timeout,
         "start_timeout_s": arguments.start_timeout,
         "grace_s": arguments.grace,
-        "beats": Beats(arguments.host_timeout),
+        "heartbeat": HeartbeatTimes(arguments.host_timeout),
         "max_restarts": arguments.max_restarts,
         "with_oneflow": not arguments.without_oneflow,
         "forced": arguments.force,
     }
-    with by_option():
-        return make_job(arguments.plan, arguments.script, demands, placements, **{**fields, **more})
+    return make_job(arguments.plan, arguments.script, demands, placements, **{**fields, **more})
 
 
 def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Placement, ...]:
@@ -250,15 +249,14 @@ def _variables(given: Sequence[str]) -> dict[str, str]:
 def _check(arguments: argparse.Namespace) -> None:
     from ..api.running import check_limits
 
-    with by_option():
-        check_limits(
-            arguments.max_restarts,
-            arguments.checkpoints,
-            arguments.stall_timeout,
-            arguments.start_timeout,
-            arguments.grace,
-            arguments.host_timeout,
-        )
+    check_limits(
+        arguments.max_restarts,
+        arguments.checkpoints,
+        arguments.stall_timeout,
+        arguments.start_timeout,
+        arguments.grace,
+        arguments.host_timeout,
+    )
     if arguments.slurm_option and not arguments.slurm:
         raise UserError("--slurm-option is for --slurm")
 

@@ -10,7 +10,7 @@ from autoddl.costmodel.cluster import preset_names
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.pipelines.profile import profile_names
 
-from ._options import add_wide, by_option, show
+from ._options import add_wide, show
 from ._stopping import interruptible
 
 __all__ = ["add_parser", "run"]
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..api.profiled import pipeline
 
     limit = arguments.memory_limit
-    with by_option(), interruptible() as asked:
+    with interruptible() as asked:
         found = pipeline(
             arguments.profile,
             cluster=arguments.cluster,

@@ -7,7 +7,7 @@ import json
 
 from autoddl.costmodel.errors import UserError
 
-from ._options import by_option, show
+from ._options import show
 from ._planning import add_method, add_planning_arguments, cluster_of, model_of, wishes_of
 from ._stopping import interruptible
 
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     graph, cluster = model_of(arguments), cluster_of(arguments)
     wishes = wishes_of(arguments, arguments.method)
-    with by_option(), interruptible() as asked:
+    with interruptible() as asked:
         found = plan(
             graph,
             cluster=cluster,

@@ -10,7 +10,7 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.writing import write_atomically
 
-from ._options import add_wide, by_option, number_option, terminal_width, whole_option
+from ._options import add_wide, fitted, number_option, terminal_width, whole_option
 
 __all__ = ["add_parser", "run"]
 
@@ -69,12 +69,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.name == "list":
         text = _listing(form == "json", width)
     else:
-        with by_option():
-            try:
-                text = _render(arguments, form, width)
-            except InvalidScheduleError as error:
-                print(str(error).partition("\n")[2], file=sys.stderr)
-                raise UserError(error.reason) from None
+        try:
+            text = _render(arguments, form, width)
+        except InvalidScheduleError as error:
+            print(str(error).partition("\n")[2], file=sys.stderr)
+            raise UserError(error.reason) from None
     if arguments.output:
         write_atomically(arguments.output, text)
     else:
@@ -118,7 +117,7 @@ def _render(arguments: argparse.Namespace, form: str, width: int | None) -> str:
     facts = timeline.document
     if form == "json":
         return json.dumps(facts, indent=1) + "\n"
-    return simulation_text(timeline, facts).fitted(width) + "\n"
+    return fitted(simulation_text(timeline, facts), width) + "\n"
 
 
 def _listing(as_json: bool, width: int | None) -> str:
@@ -137,7 +136,7 @@ def _listing(as_json: bool, width: int | None) -> str:
             for family in families()
         ]
         return json.dumps({"format": "autoddl-schedule-families", "version": 1, "families": listed}, indent=1) + "\n"
-    return families_text(families()).fitted(width) + "\n"
+    return fitted(families_text(families()), width) + "\n"
 
 
 def _numbers(text: str) -> Any:

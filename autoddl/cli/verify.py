@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from autoddl.costmodel.errors import UserError
 
-from ._options import add_edited, add_wide, by_option, show
+from ._options import add_edited, add_wide, show
 
 if TYPE_CHECKING:
     from ..verification.run import Progress
@@ -68,8 +68,7 @@ def run(arguments: argparse.Namespace) -> int:
     from ..api.plans import check_verification
     from ..verification.documents import failed_document
 
-    with by_option():
-        check_verification(arguments.tolerance, arguments.timeout, arguments.seed)
+    check_verification(arguments.tolerance, arguments.timeout, arguments.seed)
     plan = load(arguments.plan, edited=arguments.edited)
     try:
         with _progress(arguments.quiet) as say:

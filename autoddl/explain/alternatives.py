@@ -1,9 +1,16 @@
 """What every choice of a plan is worth: the alternatives of each layer, and what they would cost.
 
-The *regret* of an alternative is how much longer the best plan that has it is than this plan: the layer (with all that are tied to
-it) is held there, everything else is chosen anew, under the same memory limit, at the plan's micro-batch and recomputation
-(:mod:`autoddl.search.marginals`).  So it is exact, not the price of changing one layer and leaving its neighbours in the wrong
-layout; where time runs out it is an interval, and says so.
+The *regret* of an alternative is how much longer the plan takes with it (its step, or its communication where that was minimised):
+the layer, with all that are tied to it, is held there in its stage and in all that are equal; the other layers of the stage are
+chosen anew within the memory that the stage has, to the least cost of its table (:mod:`.stagetable`,
+:mod:`autoddl.search.marginals`).  Cut, schedule, micro-batch, recomputation and other stages stay.
+
+**With one stage** that is the best plan with the alternative: the step is the sum that the table has.  So the regret is exact, not
+the price of changing one layer and leaving its neighbours in the wrong layout; where time runs out it is an interval, and says so.
+
+**With several stages** the whole plan is priced again, and its schedule simulated.  Another plan with the alternative may be
+better (another choice in the stage, which the schedule favours, or in other stages), so the regret is an upper bound.  Where a
+stage does not hold up the pipeline, alternatives may cost nothing.
 """
 
 from __future__ import annotations
@@ -11,197 +18,72 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 
-from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.pricing import PriceBook
 from autoddl.costmodel.problem import Problem, Variable
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.evaluation import Evaluation, evaluate
+from autoddl.pipelines.joint.partition import ENTRY, Chain, chain_of
 from autoddl.search.marginals import Forced, Marginals, marginals, nearest
 
+from .choices import Alternative, Choice, MemoryPrice, StageChoices
+from .groups import StageGroup, group_name
 from .resources import ResourceBook
+from .stagetable import StageTable, stage_table
+from .steptime import step_parts
+from .view import PlanView
 
-__all__ = [
-    "Alternative",
-    "Choice",
-    "MemoryPrice",
-    "answers_to",
-    "explain_choices",
-    "matching",
-    "memory_price",
-    "problem_of",
-]
+__all__ = ["explain_stages"]
 
 #: Regrets below this part of the cost are differences of rounding.
 _EQUAL = 1e-9
+#: The part of the time that the search has where its answers must be simulated afterwards.
+_SEARCHING = 0.5
 
 
-@dataclass(frozen=True)
-class Alternative:
-    """A strategy that a layer could have had.
-
-    Attributes:
-        strategy: of the first of the layers that are tied together.
-        regret_s: how much more the best plan with it costs [s] (of what the plan minimises); less than 0 where the plan is not
-            optimal.
-        least_regret_s: a proven lower bound; equal where ``is_exact``; None where none is known.
-        deltas_s: what the step spends more on each resource [s].
-        memory_bytes: of that plan, on each device.
-        moved: the choices, by name, that change along with it.
-        limit: what speaks against it: the resource that grows the most; ``memory`` where it would be as good without the memory
-            limit; empty where nothing does.
-    """
-
-    strategy: Strategy
-    regret_s: float
-    least_regret_s: float | None
-    is_exact: bool
-    deltas_s: Mapping[str, float]
-    memory_bytes: float
-    moved: tuple[str, ...]
-    limit: str
-
-
-@dataclass(frozen=True)
-class Choice:
-    """One choice of the plan: layers that are tied together, or equal ones of which one stands for all.
-
-    Attributes:
-        name: of the block and role, or of the first layer.
-        layers: all of them, by name.
-        held: those that an alternative moves (one, where every repetition has a choice of its own).
-        strategy: of the first.
-        resources_s: seconds per step of each resource, of all layers.
-        num_options, num_fitting: strategies on offer, and those with which anything fits the memory limit.
-        alternatives: the nearest ones, ascending.
-    """
-
-    name: str
-    layers: tuple[str, ...]
-    held: tuple[str, ...]
-    strategy: Strategy
-    resources_s: Mapping[str, float]
-    num_options: int
-    num_fitting: int
-    alternatives: tuple[Alternative, ...]
-
-    @property
-    def seconds(self) -> float:
-        """Of all its layers, per step."""
-        return sum(self.resources_s.values())
-
-    @property
-    def limit(self) -> str:
-        """The resource that takes the largest part of its time; empty where it takes none."""
-        return max(self.resources_s, key=self.resources_s.__getitem__) if self.seconds else ""
-
-
-@dataclass(frozen=True)
-class MemoryPrice:
-    """What the memory limit costs, at the plan's micro-batch and recomputation.
-
-    Attributes:
-        unlimited_s: a lower bound on the cost [s] without the limit; the optimum then where ``is_exact``.
-        seconds_per_byte: how much a byte more would save, to first order; 0 where the limit does not bind.
-    """
-
-    unlimited_s: float
-    is_exact: bool
-    seconds_per_byte: float
-
-
-def problem_of(
-    graph: LayerGraph,
-    cluster: Cluster,
-    workload: Workload,
-    strategies: Mapping[str, Strategy],
-    objective: str,
-    space_size: int | None = None,
-) -> tuple[Problem, tuple[int, ...]]:
-    """The table that a plan was found on, and the plan in it.
-
-    A plan does not say whether its layers were tied, or Summa was on offer; but the size of its space does, where it is known.
-
-    Raises:
-        UserError: no table has these strategies.
-    """
-    found: list[tuple[Problem, tuple[int, ...]]] = []
-    fault: UserError | None = None
-    for untied, summa in ((False, False), (False, True), (True, False), (True, True)):
-        try:
-            problem = PriceBook(graph, cluster, workload, untied, summa).problem(
-                workload.batch, workload.micro_batch, objective
-            )
-            found.append((problem, problem.choice(strategies)))
-        except UserError as error:
-            fault = error
-            continue
-        if space_size is None or problem.table.space_size == space_size:
-            return found[-1]
-    if not found:
-        assert fault is not None
-        raise fault
-    return found[0]
-
-
-def answers_to(variable: Variable, name: str) -> bool:
-    """Whether a choice is called so: by its own name, or by that of one of its layers."""
-    return name in (variable.name, *variable.layers, *variable.name.split(" = "))
-
-
-def matching(problem: Problem, name: str) -> list[int]:
-    """The variables that answer to a name.
-
-    Raises:
-        UserError: there is none.
-    """
-    found = [i for i, variable in enumerate(problem.variables) if answers_to(variable, name)]
-    if not found:
-        names = [variable.name for variable in problem.variables]
-        known = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
-        raise UserError(f"{problem.graph.name} has no layer {name!r}; its choices are {known}")
-    return found
-
-
-def memory_price(bounds: Marginals) -> MemoryPrice:
-    """What the limit costs, from the marginals."""
-    return MemoryPrice(float(bounds.free[0].min()), bounds.is_exact, bounds.multiplier)
-
-
-def explain_choices(
-    problem: Problem,
-    chosen: tuple[int, ...],
-    memory_limit_bytes: float,
-    *,
-    count: int = 3,
-    variables: Sequence[int] | None = None,
-    time_limit_s: float = math.inf,
-    is_optimal: bool = False,
-) -> tuple[tuple[Choice, ...], MemoryPrice]:
-    """The choices of a plan, in the order of the graph, each with its ``count`` nearest alternatives; and the price of memory.
+def explain_stages(
+    view: PlanView, stage_group: StageGroup, *, count: int = 3, layer: str | None = None, time_limit_s: float = math.inf
+) -> StageChoices:
+    """The choices of equal stages, in the order of the graph, each with its ``count`` nearest alternatives.
 
     Args:
-        variables: only those of the problem; by default one of each set of equal ones.
-        time_limit_s: for all searches; what has not been proven by then is given as an interval.
-        is_optimal: whether the plan is known to be the optimum: then no regret is below 0.
+        layer: the name of a choice, or of a layer of any of the stages; all choices by default.
+        time_limit_s: after it exact regrets are intervals, and alternatives that were not simulated are left out.
     """
-    deadline = time.perf_counter() + time_limit_s
-    bounds = marginals(problem.table, memory_limit_bytes)
-    groups = _groups(problem, chosen) if variables is None else [(i,) for i in variables]
-    middle = [group[len(group) // 2] for group in groups]
-    floor = problem.table.evaluate(chosen) if is_optimal else -math.inf
-    searched = nearest(problem.table, bounds, chosen, count, variables=middle, floor=floor, deadline=deadline)
-    context = _Context(problem, chosen, bounds)
-    choices = tuple(context.choice(group, i, found) for group, i, found in zip(groups, middle, searched))
-    return choices, memory_price(bounds)
+    start, proof = time.perf_counter(), view.certificate
+    space_size = None if proof is None or view.has_pipeline else proof.space_size
+    table = stage_table(view.evaluation, stage_group.stages[0], view.objective, view.memory_limit_bytes, space_size)
+    problem = table.problem
+    # Choices: each set of equal variables once.
+    groups = _equal_variables(problem, table.chosen)
+    if layer is not None:
+        groups = _matching(problem, groups, _names_in_first(view.evaluation, stage_group.stages, layer))
+    if not groups:
+        return StageChoices(stage_group.title, stage_group.stages, (), None)
+    held = [group[len(group) // 2] for group in groups]
+    # Search: for each held variable the options of least cost, everything else of the table chosen anew.
+    bounds = marginals(problem.table, table.memory_limit_bytes)
+    is_optimal = table.is_exact and proof is not None and proof.optimal
+    searched = nearest(
+        problem.table,
+        bounds,
+        table.chosen,
+        count,
+        variables=held,
+        floor=problem.table.evaluate(table.chosen) if is_optimal else -math.inf,
+        deadline=start + (1.0 if table.is_exact else _SEARCHING) * time_limit_s,
+    )
+    # Price: the whole plan with each of them.
+    pricing = _Pricing(view, stage_group.stages, table, bounds, start + time_limit_s)
+    choices = tuple(pricing.choice(group, i, found) for group, i, found in zip(groups, held, searched))
+    price = MemoryPrice(float(bounds.free[0].min()), bounds.is_exact, bounds.multiplier) if table.is_exact else None
+    return StageChoices(stage_group.title, stage_group.stages, choices, price)
 
 
-def _groups(problem: Problem, chosen: tuple[int, ...]) -> list[tuple[int, ...]]:
+def _equal_variables(problem: Problem, chosen: tuple[int, ...]) -> list[tuple[int, ...]]:
     """Variables of equal place in their blocks and equal strategy, together; in the order of the graph."""
     groups: dict[object, list[int]] = {}
     position = {layer.name: k for k, layer in enumerate(problem.graph.layers)}
@@ -214,63 +96,153 @@ def _groups(problem: Problem, chosen: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups.values()]
 
 
-class _Context:
-    """What choices are described by."""
+def _names_in_first(evaluation: Evaluation, stages: Sequence[int], layer: str) -> set[str]:
+    """What a layer of equal stages is called in the first of them, where the table is; and a name of anything else."""
+    places = zip(*([one.name for one in evaluation.stages[stage].graph.layers] for stage in stages))
+    return {layer, *(names[0] for names in places if layer in names)}
 
-    def __init__(self, problem: Problem, chosen: tuple[int, ...], bounds: Marginals):
-        self.problem, self.chosen, self.bounds = problem, chosen, bounds
-        self.book = ResourceBook(problem.graph, problem.cluster, problem.workload)
-        strategies = problem.strategies(chosen)
-        self.by_layer = self.book.seconds(strategies)
-        self.total = np.sum(list(self.by_layer.values()), axis=0)
-        self.cost = problem.table.evaluate(chosen)
+
+def _matching(problem: Problem, groups: Sequence[tuple[int, ...]], names: set[str]) -> list[tuple[int, ...]]:
+    """The groups of one of these names; or else the single variables that have it, or a layer of it."""
+    whole = [group for group in groups if _group_name(problem, group) in names]
+    return whole or [
+        (i,)
+        for i, variable in enumerate(problem.variables)
+        if not names.isdisjoint((variable.name, *variable.layers, *variable.name.split(" = ")))
+    ]
+
+
+def _group_name(problem: Problem, group: Sequence[int]) -> str:
+    if len(group) > 1:
+        return group_name([problem.graph[problem.variables[i].layers[0]] for i in group])
+    return _display_name(problem.variables[group[0]])
+
+
+def _display_name(variable: Variable) -> str:
+    return "tensor that arrives" if variable.name == ENTRY else variable.name
+
+
+@dataclass(frozen=True)
+class _Figures:
+    """What a whole plan costs [s], by resource too, and its memory [bytes]."""
+
+    cost_s: float
+    resources_s: Mapping[str, float]
+    memory_bytes: float
+
+
+@dataclass(frozen=True, eq=False)
+class _Pricing:
+    """The whole plan with other choices in equal stages.
+
+    Attributes:
+        table, bounds: of the first of the stages.
+        deadline: of ``time.perf_counter``, for what must be simulated.
+    """
+
+    view: PlanView
+    stages: tuple[int, ...]
+    table: StageTable
+    bounds: Marginals
+    deadline: float
+
+    @property
+    def problem(self) -> Problem:
+        return self.table.problem
+
+    @property
+    def chosen(self) -> tuple[int, ...]:
+        return self.table.chosen
+
+    @cached_property
+    def book(self) -> ResourceBook:
+        return ResourceBook(self.problem.graph, self.problem.cluster, self.problem.workload)
+
+    @cached_property
+    def by_layer(self) -> Mapping[str, np.ndarray]:
+        """Seconds per step of each resource, as chosen."""
+        return self.book.seconds(self.problem.strategies(self.chosen))
+
+    @cached_property
+    def before(self) -> _Figures:
+        """Of the plan as it is."""
+        return self._figures(self.chosen)
+
+    @cached_property
+    def _chain(self) -> Chain:
+        return chain_of(self.view.plan.graph)
 
     def choice(self, group: tuple[int, ...], held: int, found: Sequence[Forced]) -> Choice:
         variables = [self.problem.variables[i] for i in group]
         layers = tuple(name for variable in variables for name in variable.layers)
-        first = self.problem.graph[layers[0]]
-        name = f"{first.block}.*.{first.role}" if len(group) > 1 else variables[0].name
-        seconds = np.sum([self.by_layer[layer] for layer in layers], axis=0)
+        alternatives = (self._alternative(one) for one in found)
         return Choice(
-            name=name,
+            name=_group_name(self.problem, group),
             layers=layers,
             held=self.problem.variables[held].layers,
             strategy=variables[0].options[self.chosen[group[0]]],
-            resources_s=self._named(seconds),
+            resources_s=self._named(np.sum([self.by_layer[layer] for layer in layers], axis=0)),
             num_options=len(variables[0].options),
             num_fitting=int(np.isfinite(self.bounds.within[held]).sum()),
-            alternatives=tuple(self._alternative(one) for one in found),
+            alternatives=tuple(sorted((one for one in alternatives if one is not None), key=lambda one: one.regret_s)),
         )
 
-    def _alternative(self, found: Forced) -> Alternative:
+    def _alternative(self, found: Forced) -> Alternative | None:
+        """None where the whole plan does not fit, or there is no time left to simulate it."""
         assert found.choice is not None
-        problem, variable = self.problem, self.problem.variables[found.variable]
-        deltas = self._named(self.book.total(problem.strategies(found.choice)) - self.total)
-        moved = (
-            other.name
-            for i, other in enumerate(problem.variables)
-            if found.choice[i] != self.chosen[i] and i != found.variable
-        )
+        is_exact, before = self.table.is_exact, self.before
+        if not is_exact and time.perf_counter() > self.deadline:
+            return None
+        after = self._figures(found.choice)
+        if after.memory_bytes > self.view.memory_limit_bytes:
+            return None
+        names = dict.fromkeys((*before.resources_s, *after.resources_s))
+        deltas = {name: after.resources_s.get(name, 0.0) - before.resources_s.get(name, 0.0) for name in names}
+        regret_s = self._rounded(after.cost_s - before.cost_s)
         return Alternative(
-            strategy=variable.options[found.option],
-            regret_s=self._rounded(found.cost - self.cost),
-            least_regret_s=self._rounded(found.lower_bound - self.cost),
-            is_exact=found.is_exact,
+            strategy=self.problem.variables[found.variable].options[found.option],
+            regret_s=regret_s,
+            least_regret_s=self._rounded(found.lower_bound - before.cost_s) if is_exact else None,
+            is_exact=is_exact and found.is_exact,
             deltas_s=deltas,
-            memory_bytes=problem.table.peak_memory(found.choice),
-            moved=tuple(moved),
-            limit=self._limit(found, deltas),
+            memory_bytes=after.memory_bytes,
+            moved=tuple(
+                _display_name(other)
+                for i, other in enumerate(self.problem.variables)
+                if found.choice[i] != self.chosen[i] and i != found.variable
+            ),
+            limit=self._limit(found, regret_s, deltas),
         )
 
-    def _limit(self, found: Forced, deltas: Mapping[str, float]) -> str:
+    def _limit(self, found: Forced, regret_s: float, deltas: Mapping[str, float]) -> str:
         free = self.bounds.free[found.variable]
-        if self.bounds.multiplier and free[found.option] <= free[self.chosen[found.variable]] * (1 + _EQUAL):
+        is_bound = self.table.is_exact and self.bounds.multiplier
+        if is_bound and free[found.option] <= free[self.chosen[found.variable]] * (1 + _EQUAL):
             return "memory"
         largest = max(deltas, key=deltas.__getitem__)
-        return largest if deltas[largest] > _EQUAL * self.cost and found.cost > self.cost * (1 + _EQUAL) else ""
+        return largest if regret_s > 0 and deltas[largest] > _EQUAL * self.before.cost_s else ""
 
     def _rounded(self, difference: float) -> float:
-        return 0.0 if abs(difference) <= _EQUAL * self.cost else difference
+        return 0.0 if abs(difference) <= _EQUAL * self.before.cost_s else difference
+
+    def _figures(self, choice: tuple[int, ...]) -> _Figures:
+        """Of the whole plan with this choice in the stages: the table's where it is exact, or simulated."""
+        strategies = self.problem.strategies(choice)
+        if self.table.is_exact:
+            table, spent = self.problem.table, self.book.total(strategies)
+            return _Figures(table.evaluate(choice), self._named(spent), table.peak_memory(choice))
+        after = self._evaluated(strategies)
+        parts = {part.name: part.seconds for part in step_parts(after)}
+        return _Figures(after.cost(self.view.objective), parts, after.memory_bytes)
+
+    def _evaluated(self, strategies: Mapping[str, Strategy]) -> Evaluation:
+        """The plan with these strategies in the stages, by the layers' places in them."""
+        evaluation = self.view.evaluation
+        configuration, changed = evaluation.configuration, list(evaluation.configuration.stages)
+        for stage in self.stages:
+            own = (layer.name for layer in evaluation.stages[stage].graph.graph.layers)
+            changed[stage] = replace(changed[stage], strategies=dict(zip(own, strategies.values())))
+        return evaluate(self._chain, evaluation.cluster, replace(configuration, stages=tuple(changed)))
 
     def _named(self, seconds: np.ndarray) -> dict[str, float]:
         return dict(zip(self.book.names, map(float, seconds)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
-from .alternatives import Alternative, Choice
+from .choices import Alternative, Choice
 from .explanation import Explanation
 
 __all__ = ["explanation_document"]

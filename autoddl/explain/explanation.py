@@ -1,4 +1,4 @@
-"""The explanation of a plan, with a pipeline or without."""
+"""The explanation of a plan."""
 
 from __future__ import annotations
 
@@ -8,20 +8,11 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError
 
-from .alternatives import Choice, MemoryPrice, explain_choices, matching, problem_of
-from .stages import explain_stage
+from .alternatives import explain_stages
+from .choices import MemoryPrice, StageChoices
 from .view import PlanView
 
-__all__ = ["ChoiceSection", "Explanation", "explain"]
-
-
-@dataclass(frozen=True)
-class ChoiceSection:
-    """The choices of a section of a plan (see :class:`.view.Section`)."""
-
-    title: str
-    stages: tuple[int, ...]
-    choices: tuple[Choice, ...]
+__all__ = ["Explanation", "explain"]
 
 
 @dataclass(frozen=True)
@@ -30,25 +21,28 @@ class Explanation:
 
     Attributes:
         view: the plan.
-        sections: the choices with their alternatives.
-        memory_price: what the memory limit costs; None for a pipeline, whose stages each have their own.
+        sections: the choices with their alternatives, by equal stages.
     """
 
     view: PlanView
-    sections: tuple[ChoiceSection, ...]
-    memory_price: MemoryPrice | None
+    sections: tuple[StageChoices, ...]
+
+    @property
+    def memory_price(self) -> MemoryPrice | None:
+        """What the memory limit costs; None for a pipeline, whose stages each have their own."""
+        return self.sections[0].memory_price
 
     @property
     def scope(self) -> str:
         """What a regret is, in a sentence."""
-        if self.view.plan.pipeline is None:
-            what = "communication" if self.view.objective == "communication" else "the step"
+        what = "communication" if self.view.objective == "communication" else "step"
+        if self.memory_price is not None:
             return (
-                f"regret: how much longer {what} takes at best with this choice, everything else chosen anew "
-                "(micro-batch and recomputation kept)"
+                f"regret: how much longer {'the ' if what == 'step' else ''}{what} takes at best with this choice, everything else "
+                "chosen anew (micro-batch and recomputation kept)"
             )
         return (
-            "regret: how much longer the simulated step takes with this choice in its stages, their other layers chosen anew "
+            f"regret: how much longer the simulated {what} takes with this choice in its stages, their other layers chosen anew "
             "(cut, schedule, micro-batch, recomputation and other stages kept: at most)"
         )
 
@@ -56,49 +50,33 @@ class Explanation:
 def explain(view: PlanView, *, count: int = 3, layer: str | None = None, time_limit_s: float = math.inf) -> Explanation:
     """Find the ``count`` nearest alternatives of every choice, or of one layer's.
 
+    Args:
+        time_limit_s: for all searches and simulations.
+
     Raises:
         UserError: there is no such layer, or an option is out of range.
+
+    >>> import autoddl
+    >>> from autoddl.explain import view_of
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+    >>> (choice,) = explain(view_of(plan), count=1, layer="fc1").sections[0].choices
+    >>> str(choice.strategy), str(choice.alternatives[0].strategy)
+    ('(1,8,1)', '(2,4,1)')
     """
     if not 0 <= count <= 1000:
         raise UserError(f"the number of alternatives is {count}, should be 0 to 1000")
     if not time_limit_s > 0:
         raise UserError(f"time limit {time_limit_s:g} should be more than 0 s")
-    if view.plan.pipeline is not None:
-        return _of_pipeline(view, count, layer, time_limit_s)
-    plan = view.plan
-    space_size = None if view.certificate is None else view.certificate.space_size
-    problem, chosen = problem_of(plan.graph, plan.cluster, plan.workload, plan.strategies, view.objective, space_size)
-    choices, price = explain_choices(
-        problem,
-        chosen,
-        view.memory_limit_bytes,
-        count=count,
-        variables=None if layer is None else matching(problem, layer),
-        time_limit_s=time_limit_s,
-        is_optimal=view.certificate is not None and view.certificate.optimal,
-    )
-    return Explanation(view, (ChoiceSection("", (0,), choices),), price)
-
-
-def _of_pipeline(view: PlanView, count: int, layer: str | None, time_limit_s: float) -> Explanation:
-    pipeline = view.plan.pipeline
-    assert pipeline is not None
     deadline = time.perf_counter() + time_limit_s
     sections = []
-    for section in view.sections:
-        choices = explain_stage(
-            pipeline,
-            view.plan.graph,
-            section.stages,
-            view.memory_limit_bytes,
-            count=count,
-            only=layer,
-            deadline=deadline,
-        )
-        if choices:
-            sections.append(ChoiceSection(section.title, section.stages, choices))
+    for number, stage_group in enumerate(view.stage_groups):
+        # No group may use up the time of those behind it.
+        share = max(0.0, deadline - time.perf_counter()) / (len(view.stage_groups) - number)
+        found = explain_stages(view, stage_group, count=count, layer=layer, time_limit_s=share)
+        if found.choices:
+            sections.append(found)
     if not sections:
-        known = any(layer == one.name for one in view.plan.graph.layers)
-        where = " in the first of its equal stages" if known else ""
-        raise UserError(f"{view.model} has no layer {layer!r}{where}")
-    return Explanation(view, tuple(sections), None)
+        names = list(dict.fromkeys(layers.name for stage_group in view.stage_groups for layers in stage_group.layers))
+        known = ", ".join(names[:12]) + (", ..." if len(names) > 12 else "")
+        raise UserError(f"{view.model} has no layer {layer!r}; its layers are {known}")
+    return Explanation(view, tuple(sections))

@@ -1,9 +1,9 @@
 """Plans for others: an annotated OneFlow model, the document, the annotated layer graph, a trace of the predicted step.
 
 - `export(plan, form)`: the text of a file in one of `FORMS`.
-- :mod:`.oneflow` writes the model, :mod:`.pipelined` one in a pipeline: :mod:`.classes`, and :mod:`.layertext` layer by layer,
-  which prints the statements that the runtime runs. :mod:`.library` takes what they call from the runtime's own source (and what
-  that has not from :mod:`.parts`); :mod:`.assembling` puts the file together.
+- :mod:`.oneflow` writes the model, :mod:`.pipelined` one in a pipeline (with :mod:`.scheduletext`, :mod:`.sharedweights`):
+  :mod:`.classes`, and :mod:`.layertext` layer by layer, which prints the statements that the runtime runs. :mod:`.library` takes
+  what they call from the runtime's own source (and what that has not from :mod:`.parts`); :mod:`.assembling` puts all together.
 - :mod:`.annotated` puts a plan's figures on the layer graph, :mod:`.drawings` writes it as GraphML and dot.
 - :mod:`.traces` writes the predicted step.
 """
@@ -36,7 +36,7 @@ def export(plan: Plan, form: str, *, model: str = "") -> str:
         UserError: the form is unknown, or the plan cannot be written so; it names what is in the way.
     """
     if model and form != "oneflow":
-        raise UserError(f"--model is for --to oneflow, not for --to {form}")
+        raise UserError(f"model={model} is for form='oneflow', not for form='{form}'")
     if form == "oneflow":
         from .oneflow import oneflow_text
 

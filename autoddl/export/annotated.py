@@ -11,30 +11,23 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import Layer
 from autoddl.costmodel.pricing import edge_steps
 
-from ..planfile import Plan, assessment_of
-
 if TYPE_CHECKING:
     import networkx
 
-__all__ = ["Value", "annotated_graph", "stage_of_layers"]
+    from ..planfile import Plan
+
+__all__ = ["Value", "annotated_graph"]
 
 Value = Union[str, int, float, bool]
 
 
 @dataclass(frozen=True)
-class _Placed:
+class _PlacedLayer:
     """A layer's price, the stage that it is in, and the devices that its strategy is for."""
 
     assessed: LayerAssessment
     stage: int
     cluster: Cluster
-
-
-def stage_of_layers(plan: Plan) -> dict[str, int]:
-    """The stage of every layer; 0 of a plan without a pipeline."""
-    if plan.pipeline is None:
-        return {layer.name: 0 for layer in plan.graph.layers}
-    return {layer.name: number for number, stage in enumerate(plan.pipeline.stages) for layer in stage.graph.layers}
 
 
 def annotated_graph(plan: Plan) -> networkx.DiGraph:
@@ -54,11 +47,17 @@ def annotated_graph(plan: Plan) -> networkx.DiGraph:
     Times are seconds of a training step, bytes those of one device in it, where not said otherwise; a redistribution counts at
     its edge and at the layer that consumes the tensor.  Of a tensor that goes to several layers of the next stage each edge bears
     the price of the boundary, which it crosses once.
+
+    >>> import autoddl
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+    >>> graph = annotated_graph(plan)
+    >>> graph.nodes["fc1"]["strategy"], graph.edges["fc1", "fc2"]["crosses"]
+    ('(1,8,1)', False)
     """
     import networkx as nx
 
     placed = _placed(plan)
-    document, workload = plan.document, plan.workload
+    workload = plan.workload
     figures = ("step_s", "compute_s", "communication_s", "sent_bytes", "memory_bytes")
     graph = nx.DiGraph(
         name=plan.graph.name,
@@ -70,7 +69,7 @@ def annotated_graph(plan: Plan) -> networkx.DiGraph:
         num_stages=plan.num_stages,
         graph_hash=plan.graph.hash,
         cluster_hash=plan.cluster.hash,
-        **{name: float(document[name]) for name in figures},
+        **{name: float(getattr(plan.evaluation, name)) for name in figures},
     )
     for layer in plan.graph.layers:
         graph.add_node(layer.name, **_node(layer, placed[layer.name]))
@@ -79,18 +78,17 @@ def annotated_graph(plan: Plan) -> networkx.DiGraph:
     return graph
 
 
-def _placed(plan: Plan) -> dict[str, _Placed]:
-    if plan.pipeline is None:
-        return {found.layer.name: _Placed(found, 0, plan.cluster) for found in assessment_of(plan).layers}
-    mesh_of = plan.pipeline.configuration.mesh_of
+def _placed(plan: Plan) -> dict[str, _PlacedLayer]:
+    """Every layer by name."""
+    mesh_of = plan.evaluation.configuration.mesh_of
     return {
-        found.layer.name: _Placed(found, number, mesh_of(number).devices(plan.cluster))
-        for number, stage in enumerate(plan.pipeline.stages)
+        found.layer.name: _PlacedLayer(found, number, mesh_of(number).devices(plan.cluster))
+        for number, stage in enumerate(plan.evaluation.stages)
         for found in stage.assessment.layers
     }
 
 
-def _node(layer: Layer, placed: _Placed) -> dict[str, Value]:
+def _node(layer: Layer, placed: _PlacedLayer) -> dict[str, Value]:
     found = placed.assessed
     layouts = found.strategy.sbp(layer)
     return {
@@ -106,11 +104,11 @@ def _node(layer: Layer, placed: _Placed) -> dict[str, Value]:
         "compute_s": float(found.compute_s),
         "communication_s": float(found.communication_s),
         "sent_bytes": float(found.sent_bytes),
-        "memory_bytes": float(found.work.state_bytes + found.work.kept_bytes),
+        "memory_bytes": float(found.memory_bytes),
     }
 
 
-def _edge(plan: Plan, source: str, target: str, placed: Mapping[str, _Placed]) -> dict[str, Value]:
+def _edge(plan: Plan, source: str, target: str, placed: Mapping[str, _PlacedLayer]) -> dict[str, Value]:
     producer, workload, num = plan.graph[source], plan.workload, plan.workload.num_micro_batches
     sender, receiver = placed[source], placed[target]
     attributes: dict[str, Value] = {
@@ -121,8 +119,7 @@ def _edge(plan: Plan, source: str, target: str, placed: Mapping[str, _Placed]) -
         "crosses": sender.stage != receiver.stage,
     }
     if sender.stage != receiver.stage:
-        assert plan.pipeline is not None
-        boundaries = plan.pipeline.boundaries[sender.stage : receiver.stage]
+        boundaries = plan.evaluation.boundaries[sender.stage : receiver.stage]
         seconds = sum(boundary.forward_s + boundary.backward_s for boundary in boundaries)
         return {**attributes, "communication_s": num * float(seconds)}
     mine, theirs = sender.assessed.strategy, receiver.assessed.strategy

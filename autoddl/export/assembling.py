@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -11,16 +12,20 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.pipelines.runtime.statements import LOSSES
 
+from ..zoo.builtin import BuiltIn, recognise
 from . import templates
 from .library import library_text
 from .source import comment
 
-__all__ = ["RESERVED", "SBP_NAMES", "Draft", "aliases_of", "assembled", "axis_lines", "check_graph", "title"]
+__all__ = [
+    *("RESERVED", "SBP_NAMES", "Draft", "aliases_of", "assembled", "axis_lines", "built_in_of", "check_graph"),
+    "title",
+]
 
 #: Variables that are not to be hidden by names of layers.
 RESERVED = (
     *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "factor", "expected"),
-    *("entering", "placement", "RANKS", "WORKERS", "PIPELINES", "JOINT_STAGES", "DELAYS"),
+    *("entering", "placement", "RANKS", "WORKERS", "JOINT_STAGES", "SLOTS"),
 )
 #: OneFlow's words for what a mesh axis does to a tensor.
 SBP_NAMES = "S0, S1, S2, S3 = map(flow.sbp.split, range(4))\nB = flow.sbp.broadcast"
@@ -77,6 +82,24 @@ def assembled(draft: Draft) -> str:
     return text
 
 
+def built_in_of(graph: LayerGraph, model: str) -> BuiltIn | None:
+    """How a file makes the plain model: as a built-in one; None where ``model``, a ``FILE.py:FUNCTION``, makes it.
+
+    Raises:
+        UserError: it is not built in, and nothing makes it.
+    """
+    if model:
+        if not re.fullmatch(r".+\.py:[^\W\d]\w*", model):
+            raise UserError(f"model {model!r} should be FILE.py:FUNCTION")
+        return None
+    built_in = recognise(graph)
+    if built_in is None:
+        raise UserError(
+            f"the plan's model {graph.name} is not a built-in one; give model=FILE.py:FUNCTION, which makes it"
+        )
+    return built_in
+
+
 def check_graph(graph: LayerGraph) -> None:
     """Whether a model can be written.
 
@@ -86,13 +109,13 @@ def check_graph(graph: LayerGraph) -> None:
     last = graph.layers[-1]
     if last.kind != "loss" and not LOSSES & set(last.epilogue):
         raise UserError(
-            f"the plan's model ends in {last.describe()}, without a loss: --to oneflow writes models with one"
+            f"the plan's model ends in {last.describe()}, without a loss: form='oneflow' writes models with one"
         )
     readers = [layer for layer in graph.layers if not graph.inputs(layer.name) and layer.kind != "position"]
     for number, layer in enumerate(readers):
         if number and layer.kind != "embedding":
             raise UserError(
-                f"{layer.describe()}: it is not clear which input it reads; --to oneflow writes models with one"
+                f"{layer.describe()}: it is not clear which input it reads; form='oneflow' writes models with one"
             )
 
 

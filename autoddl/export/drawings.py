@@ -33,7 +33,13 @@ _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]"
 
 
 def graphml_text(plan: Plan) -> str:
-    """GraphML, for yEd, Gephi, Cytoscape and ``networkx.read_graphml``."""
+    """GraphML, for yEd, Gephi, Cytoscape and ``networkx.read_graphml``.
+
+    >>> import autoddl, networkx
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+    >>> list(networkx.parse_graphml(graphml_text(plan)))
+    ['fc1', 'fc2']
+    """
     import networkx as nx
 
     graph = annotated_graph(plan)
@@ -50,7 +56,13 @@ def graphml_text(plan: Plan) -> str:
 
 
 def dot_text(plan: Plan) -> str:
-    """Graphviz: a box for each layer with its strategy, layouts and price; stages of a pipeline are clusters."""
+    """Graphviz: a box for each layer with its strategy, layouts and price; where there are several stages they are clusters.
+
+    >>> import autoddl
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+    >>> print(dot_text(plan).splitlines()[0])
+    digraph "mlp:256,1024,256" {
+    """
     graph = annotated_graph(plan)
     summary = f"{plan.graph.name}: {format_seconds(graph.graph['step_s'])} a step on {graph.graph['num_ranks']} devices"
     lines = [
@@ -60,16 +72,10 @@ def dot_text(plan: Plan) -> str:
         '  edge [fontname="sans-serif", fontsize=8];',
     ]
     for stage in range(plan.num_stages):
-        indent = "  "
+        boxes = [_box(name, data) for name, data in graph.nodes(data=True) if data["stage"] == stage]
         if plan.num_stages > 1:
-            lines += [f"  subgraph cluster_{stage} {{", f'    label="stage {stage}";']
-            indent = "    "
-        for name, data in graph.nodes(data=True):
-            if data["stage"] == stage:
-                options = {"label": _label(name, data), "fillcolor": _COLOURS[data["kind"]], **data}
-                lines.append(f"{indent}{_quoted(name)} [{_options(options)}];")
-        if plan.num_stages > 1:
-            lines.append("  }")
+            boxes = [f"subgraph cluster_{stage} {{", f'  label="stage {stage}";', *(f"  {box}" for box in boxes), "}"]
+        lines += [f"  {line}" for line in boxes]
     for source, target, data in graph.edges(data=True):
         options = {**({"label": _edge_label(data)} if data["communication_s"] else {}), **data}
         lines.append(f"  {_quoted(source)} -> {_quoted(target)} [{_options(options)}];")
@@ -79,6 +85,11 @@ def dot_text(plan: Plan) -> str:
 def _attributes_of_graph(attributes: Mapping[str, Any], summary: str) -> list[str]:
     options = {"label": summary, "labelloc": "t", **{name: attributes[name] for name in attributes if name != "name"}}
     return [f"  graph [{_options(options)}];"]
+
+
+def _box(name: str, data: Mapping[str, Any]) -> str:
+    options = {"label": _label(name, data), "fillcolor": _COLOURS[data["kind"]], **data}
+    return f"{_quoted(name)} [{_options(options)}];"
 
 
 def _label(name: str, data: Mapping[str, Any]) -> str:

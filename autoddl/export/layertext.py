@@ -21,7 +21,7 @@ from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Re
 
 from .scene import Scene, layout_text, stored_rows
 from .source import value_text
-from .writing import Chain, folded
+from .writing import StatementChain, folded
 
 __all__ = ["LayerText", "Place", "layer_text"]
 
@@ -109,10 +109,11 @@ class _Writer:
         own = [stored for stored in self.stored if {name for name, _ in stored.sources} <= self.own]
         if sum(len(stored.sources) for stored in own) < len(self.own):
             raise UserError(
-                f"{layer.describe()}: it shares one of its weights with another layer, which --to oneflow cannot write"
+                f"{layer.describe()}: it shares one of its weights with another layer, which form='oneflow' cannot write"
             )
         shown = f"{self._layouts()}, RANKS"
-        return f"LayerParameters({shown}, {scene.annotation([stored.axes for stored in own])})"
+        holder = "StageParameters" if scene.is_stage else "LayerParameters"
+        return f"{holder}({shown}, {scene.annotation([stored.axes for stored in own])})"
 
     def _layouts(self) -> str:
         """The expression of how the layer's own parameters lie."""
@@ -148,7 +149,7 @@ class _Writer:
             if owners and (len(sources) > 1 or len(self.program.weights) > 2):
                 raise UserError(
                     f"{self.layer.describe()}: it shares parameters of {', '.join(sorted(map(str, owners)))} in a way that "
-                    "--to oneflow cannot write"
+                    "form='oneflow' cannot write"
                 )
             if owners:
                 names[name] = self.scene.names.of(f"{owners.pop()} {name}")
@@ -168,7 +169,7 @@ class _Writer:
             lines += chain.ending_in(chain.current)
             inputs.append(chain.current)
         self.names.update({f"input_{i}": variable for i, variable in enumerate(inputs) if i})
-        chain = Chain(inputs[0] if inputs else "")
+        chain = StatementChain(inputs[0] if inputs else "")
         self._weights(chain)
         for statement in self.program.statements:
             if isinstance(statement, Call):
@@ -177,9 +178,9 @@ class _Writer:
                 self._repeated(chain, statement)
         return lines + chain.ending_in(self.place.result)
 
-    def _arriving(self, producer: str, variable: str, moved: str) -> Chain:
+    def _arriving(self, producer: str, variable: str, moved: str) -> StatementChain:
         """An input as this layer wants it, in the variable ``moved`` where it has to be moved."""
-        scene, chain = self.scene, Chain(variable, moved)
+        scene, chain = self.scene, StatementChain(variable, moved)
         given = scene.graph[producer]
         source, samples = scene.strategies[producer], scene.workload.micro_batch
         if source.rows_and_features != self.strategy.rows_and_features:
@@ -188,7 +189,7 @@ class _Writer:
             rows = stored_rows(given.output_shape)
             local = (samples // source.p0, rows, shape[1] // (source.p1 * source.p2))
             steps = list(edge_steps(given, source, self.strategy, scene.workload, samples))
-            ends = f"{layout_text(layout_of(given, source))}, {layout_text(self.layout)}"
+            ends = f"{layout_text(layout_of(given, source))}.cuts, {layout_text(self.layout)}.cuts"
             for call in move_calls(route, local):
                 priced = [steps.pop(0) for _ in range(call.num_steps)]
                 chain.put(self._call_text(call, {"the ends": ends}), scene.cost(priced) if priced else "")
@@ -209,7 +210,7 @@ class _Writer:
                 "that works where features are not split only"
             )
 
-    def _weights(self, chain: Chain) -> None:
+    def _weights(self, chain: StatementChain) -> None:
         """The layer's own parameters as local variables."""
         own = [
             self.names.get(name, name)
@@ -223,8 +224,8 @@ class _Writer:
         call = "leaves()" if self.scene.is_stage else "local(sync)"
         chain.say(f"{', '.join(own) if len(own) > 1 else f'({own[0]},)'} = {self.attribute}.{call}", remark)
 
-    def _repeated(self, chain: Chain, statement: Repeated) -> None:
-        inner = Chain("x" if "x" in statement.tensors else "")
+    def _repeated(self, chain: StatementChain, statement: Repeated) -> None:
+        inner = StatementChain("x" if "x" in statement.tensors else "")
         inside = {name: text for name, text in self.names.items() if name not in statement.tensors}
         for call in statement.body:
             self._call(inner, call, inside)
@@ -243,7 +244,7 @@ class _Writer:
         arguments += [f"{name}={value}" for name, value in options.items() if value != "None"]
         return f"{call.function.replace('ranks.', 'RANKS.')}({', '.join(arguments)})"
 
-    def _call(self, chain: Chain, call: Call, names: dict[str, str]) -> None:
+    def _call(self, chain: StatementChain, call: Call, names: dict[str, str]) -> None:
         """One statement, with what it is priced."""
         text = self._call_text(call, names)
         if call.result == ("x",):
@@ -259,7 +260,7 @@ class _Writer:
         if call.computes:
             seconds = self.scene.seconds
             parts.append(f"computes {seconds(work.forward_s)}, backward {seconds(work.backward_s)}")
-        if call.function == "mean_of_differences":
+        if call.function == "mean_error":
             parts.append("4 B for each rank's part, all-reduced")
         return "; ".join(parts)
 
@@ -293,7 +294,7 @@ class _Writer:
         """A fact of a user's model: an attribute of its own."""
         if fact.function == "dropout_of":
             what = "what is behind it" if self.layer.kind != "attention" else "it"
-            raise UserError(f"{self.layer.describe()}: {what} drops at random, which --to oneflow cannot write")
+            raise UserError(f"{self.layer.describe()}: {what} drops at random, which form='oneflow' cannot write")
         arguments = ", ".join(["plain", self.place.path(fact.path), *map(value_text, fact.arguments)])
         return self._kept(fact, f"{fact.function}({arguments})")
 

@@ -6,25 +6,21 @@ module that reads them has them from.  So a file does what :mod:`autoddl.pipelin
 
 from __future__ import annotations
 
-import ast
-import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
-from importlib.util import find_spec
-from pathlib import Path
 
 from autoddl.pipelines.runtime.kinds.registry import registered_functions
+
+from .definitions import Definition, module_text
 
 __all__ = ["LIBRARY", "LibraryText", "known_names", "library_text"]
 
 _RUNTIME = "autoddl.pipelines.runtime"
 _PARTS = "autoddl.export.parts"
 #: The modules that files may use, with what their definitions are in a file; of a name that two of them define the first one's
-#: counts. What a definition needs when the file is loaded stands in a module before it.
+#: counts.
 LIBRARY: Mapping[str, str] = {
     f"{_PARTS}.pipeline": "The pipeline",
-    f"{_PARTS}.exchanges": "Blocks from rank to rank",
     f"{_PARTS}.parameters": "Parameters of layers",
     f"{_PARTS}.plain": "The plain model",
     f"{_PARTS}.training": "Values and training",
@@ -40,14 +36,22 @@ LIBRARY: Mapping[str, str] = {
     f"{_RUNTIME}.mesh": "Mesh axes of the job",
     f"{_RUNTIME}.moving": "Changes of layout",
     f"{_RUNTIME}.exchanging": "Exchanges",
-    f"{_RUNTIME}.pipeline.actions": "Tasks of a schedule",
-    f"{_RUNTIME}.pipeline.data": "Parts of losses",
-    f"{_RUNTIME}.pipeline.waiting": "Waiting",
+    f"{_RUNTIME}.pipeline.words": "Actions of ranks, in words of their workers",
+    f"{_RUNTIME}.pipeline.engine": "The loop that carries actions out",
+    f"{_RUNTIME}.pipeline.actions": "Actions",
+    f"{_RUNTIME}.pipeline.slots": "Slots of micro-batches",
+    f"{_RUNTIME}.pipeline.local": "Computations of a worker",
     f"{_RUNTIME}.pipeline.passes": "Passes through stages",
+    f"{_RUNTIME}.pipeline.work": "Stages and their weights",
     f"{_RUNTIME}.pipeline.weights": "Versions of weights",
     f"{_RUNTIME}.pipeline.inbox": "What has come from other stages",
+    f"{_RUNTIME}.pipeline.transport": "Messages and sums beside computations",
+    f"{_RUNTIME}.pipeline.gradients": "Sums of gradients",
     f"{_RUNTIME}.pipeline.shared_weights": "Weights that stages share",
-    "autoddl.pipelines.schedule": "Kinds of tasks",
+    f"{_RUNTIME}.pipeline.data": "Data and losses",
+    f"{_RUNTIME}.pipeline.waiting": "Waiting",
+    f"{_RUNTIME}.pipeline.report": "What is measured",
+    "autoddl.pipelines.schedule": "Schedules",
     f"{_RUNTIME}.samples": "Samples",
     f"{_RUNTIME}.detaching": "Tensors without their history",
     f"{_RUNTIME}.models": "Initial values",
@@ -55,37 +59,12 @@ LIBRARY: Mapping[str, str] = {
     "autoddl.costmodel.distribution": "Mesh axes",
     "autoddl.costmodel.strategy": "Mesh axes of strategies",
     "autoddl.costmodel.errors": "Errors",
+    "autoddl.costmodel.limits": "Limits",
 }
 #: What every file imports itself.
 _LOADED = frozenset({"flow", "load_oneflow"})
 #: Short names that several modules have; they stand in front.
 _SHORT = frozenset({"Tensor", "functional", "_Function"})
-
-
-@dataclass(frozen=True)
-class _Definition:
-    """A top-level statement of a module.
-
-    Attributes:
-        names: that it binds.
-        reads: names in it; ``reads_early`` those that it needs when the file is loaded, not in the bodies of functions.
-        text: as it stands in the module.
-    """
-
-    module: str
-    line: int
-    names: frozenset[str]
-    reads: frozenset[str]
-    reads_early: frozenset[str]
-    text: str
-
-
-@dataclass(frozen=True)
-class _Module:
-    """A module as text: its definitions by name, and where the other names of it are from: (module, name there)."""
-
-    definitions: Mapping[str, _Definition]
-    imports: Mapping[str, tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -121,70 +100,91 @@ def library_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]
     late = [definition for definition in found if definition not in early]
     imports = {"flow": ("oneflow", ""), **{name: _entry(name) for name in used & _imported_names()}}
     for definition in found:
-        known = _module(definition.module).imports
+        known = module_text(definition.module).imports
         imports.update({name: known[name] for name in definition.reads & set(known) if not _is_ours(known[name][0])})
     standard, installed = _import_lines({name: origin for name, origin in imports.items() if name not in own})
     sections = []
-    for module, title in _modules().items():
-        texts = [definition.text for definition in late if definition.module == module]
-        if texts:
-            sections.append((title, _spaced(texts)))
+    for module, definitions in _sections(late).items():
+        sections.append((_modules()[module], _spaced([definition.text for definition in definitions])))
     return LibraryText(standard, installed, _spaced([definition.text for definition in early]), tuple(sections))
+
+
+def _sections(definitions: Iterable[Definition]) -> dict[str, list[Definition]]:
+    """Definitions by their modules; each behind those that it needs when the file is loaded, else in the order of `LIBRARY`."""
+    waiting: dict[str, list[Definition]] = {}
+    for definition in definitions:
+        waiting.setdefault(definition.module, []).append(definition)
+    made_by = {name: module for module, own in waiting.items() for one in own for name in one.names}
+    found: dict[str, list[Definition]] = {}
+    while waiting:
+        ready = (
+            module
+            for module, own in waiting.items()
+            if not any(
+                made_by.get(name, module) in waiting.keys() - {module} for one in own for name in one.reads_early
+            )
+        )
+        module = next(ready)
+        found[module] = waiting.pop(module)
+    return found
 
 
 def known_names() -> frozenset[str]:
     """All names of the library, imported ones included: variables of a file are to be called otherwise."""
-    return frozenset(name for module in _modules() for name in (*_module(module).definitions, *_module(module).imports))
+    return frozenset(
+        name for module in _modules() for name in (*module_text(module).definitions, *module_text(module).imports)
+    )
 
 
-def _closure(names: Iterable[str], given: frozenset[str], early: bool = False) -> list[_Definition]:
+def _closure(names: Iterable[str], given: frozenset[str], early: bool = False) -> list[Definition]:
     """The definitions of some names and of those that they read, in the order of `LIBRARY`.
 
     Raises:
         AssertionError: two different ones have the same name, or one is from a module that is not of the library.
     """
+    order = {module: number for number, module in enumerate(_modules())}
     waiting = [origin for origin in map(_entry, names) if _is_ours(origin[0])]
-    found: dict[str, _Definition] = {}
+    found: dict[str, Definition] = {}
     while waiting:
         module, name = waiting.pop()
         if name in given:
             continue
         assert module in _modules(), f"{module}.{name} is not of the library of exported files"
-        definition = _module(module).definitions.get(name)
+        definition = module_text(module).definitions.get(name)
         if definition is None:  # that module has it from another one
-            waiting.append(_module(module).imports[name])
+            waiting.append(module_text(module).imports[name])
             continue
         known = found.setdefault(name, definition)
         if known is not definition:
             alike = known.text.partition("  #")[0] == definition.text.partition("  #")[0]
             assert alike, f"{name} of {module} and of {known.module} differ"
+            found[name] = min(known, definition, key=lambda one: order[one.module])
             continue
-        own = _module(module)
+        own = module_text(module)
         reads = definition.reads_early if early else definition.reads
         for read in reads - given:
             if read in own.definitions and own.definitions[read] is not found.get(read):
                 waiting.append((module, read))
             elif read in own.imports and _is_ours(own.imports[read][0]):
                 waiting.append(own.imports[read])
-    order = {module: number for number, module in enumerate(_modules())}
     return sorted(set(found.values()), key=lambda definition: (order[definition.module], definition.line))
 
 
 def _entry(name: str) -> tuple[str, str]:
     """Where a file has a name from: ("", name) where it is none of the library's."""
     for module in _modules():
-        if name in _module(module).definitions:
+        if name in module_text(module).definitions:
             return module, name
     for module in _modules():
-        if name in _module(module).imports:
-            return _module(module).imports[name]
+        if name in module_text(module).imports:
+            return module_text(module).imports[name]
     return "", name
 
 
 def _imported_names() -> set[str]:
     """Names of other packages that modules of the library import."""
     return {
-        name for module in _modules() for name, origin in _module(module).imports.items() if not _is_ours(origin[0])
+        name for module in _modules() for name, origin in module_text(module).imports.items() if not _is_ours(origin[0])
     }
 
 
@@ -196,58 +196,6 @@ def _modules() -> Mapping[str, str]:
     """`LIBRARY`, and where the functions of kinds from outside of the package are from."""
     outside = {function.__module__ for function in registered_functions().values()}
     return {**dict.fromkeys(sorted(outside), "Kinds of layers"), **LIBRARY}
-
-
-@cache
-def _module(name: str) -> _Module:
-    if name in LIBRARY:
-        spec = find_spec(name)
-        assert spec is not None and spec.origin is not None, name
-        path = spec.origin
-    else:  # a user's file may be loaded under any name
-        path = str(sys.modules[name].__file__)
-    text = Path(path).read_text(encoding="utf-8")
-    lines, tree = text.splitlines(), ast.parse(text)
-    definitions: dict[str, _Definition] = {}
-    imports: dict[str, tuple[str, str]] = {}
-    for node in tree.body:
-        if isinstance(node, ast.Import):
-            imports.update({alias.asname or alias.name: (alias.name, "") for alias in node.names})
-        elif isinstance(node, ast.ImportFrom) and node.module != "__future__":
-            origin = ".".join(filter(None, [*(name.split(".")[: -node.level] if node.level else ()), node.module]))
-            imports.update({alias.asname or alias.name: (origin, alias.name) for alias in node.names})
-        elif bound := _bound(node):
-            definition = _definition(name, node, bound, lines)
-            definitions.update(dict.fromkeys(bound, definition))
-    return _Module(definitions, imports)
-
-
-def _bound(node: ast.stmt) -> frozenset[str]:
-    """The names that a definition binds; none where a statement is none."""
-    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-        return frozenset({node.name})
-    targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
-    names = {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
-    return frozenset(names - {"__all__", "flow"})
-
-
-def _definition(module: str, node: ast.stmt, names: frozenset[str], lines: list[str]) -> _Definition:
-    start = min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", ()))])
-    while lines[start - 2].startswith("#:"):
-        start -= 1
-    body = "\n".join(lines[start - 1 : node.end_lineno])
-    reads = _names_in(node)
-    bodies = [part for part in ast.walk(node) if isinstance(part, ast.FunctionDef)]
-    early = reads
-    if bodies:
-        outside = [d for part in bodies for d in part.decorator_list]
-        outside += [*getattr(node, "bases", ()), *getattr(node, "decorator_list", ())]
-        early = frozenset().union(*map(_names_in, outside)) if outside else frozenset()
-    return _Definition(module, node.lineno, names, reads - names, early - names, body)
-
-
-def _names_in(node: ast.AST) -> frozenset[str]:
-    return frozenset(leaf.id for leaf in ast.walk(node) if isinstance(leaf, ast.Name))
 
 
 def _import_lines(imports: Mapping[str, tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:

@@ -11,7 +11,6 @@ The statements are those that the runtime carries out for the same plan, so loss
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -21,10 +20,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 
-from ..planfile import assessment_of
-from ..zoo.builtin import recognise
 from . import templates
-from .assembling import RESERVED, SBP_NAMES, Draft, aliases_of, assembled, axis_lines, check_graph
+from .assembling import RESERVED, SBP_NAMES, Draft, aliases_of, assembled, axis_lines, built_in_of, check_graph
 from .classes import ClassOfLayers, class_texts
 from .scene import Scene
 from .source import Names, comment, value_text
@@ -51,13 +48,7 @@ def oneflow_text(plan: Plan, model: str = "") -> str:
         from .pipelined import pipeline_text
 
         return pipeline_text(plan, model)
-    built_in = None if model else recognise(plan.graph)
-    if built_in is None and not model:
-        raise UserError(
-            f"the plan's model {plan.graph.name} is none that can be built in the file; say what makes it: --model FILE.py:FUNCTION"
-        )
-    if model and not re.fullmatch(r".+\.py:[^\W\d]\w*", model):
-        raise UserError(f"--model {model!r} should be FILE.py:FUNCTION")
+    built_in = built_in_of(plan.graph, model)
     check_graph(plan.graph)
     whole = _whole(plan)
     scene = Scene(
@@ -85,7 +76,7 @@ def oneflow_text(plan: Plan, model: str = "") -> str:
 
 @dataclass(frozen=True)
 class _Whole:
-    """A plan without a pipeline, or of one stage: what runs on all devices, and its price."""
+    """A plan of one stage: what runs on all devices, and its price."""
 
     cluster: Cluster
     workload: Workload
@@ -93,17 +84,15 @@ class _Whole:
 
 
 def _whole(plan: Plan) -> _Whole:
-    if plan.pipeline is None:
-        return _Whole(plan.cluster, plan.workload, assessment_of(plan))
-    configuration = plan.pipeline.configuration
+    configuration = plan.evaluation.configuration
     (choice,) = configuration.stages
     if choice.recompute == "stage":
         raise UserError(
-            "the plan recomputes its stage as a whole, --to oneflow writes recomputation layer by layer; "
-            "plan with --recompute never"
+            "the plan recomputes its stage as a whole, form='oneflow' writes recomputation layer by layer; "
+            "plan with recompute=False"
         )
     workload = replace(plan.workload, recompute=choice.recompute == "layers")
-    return _Whole(configuration.mesh_of(0).devices(plan.cluster), workload, plan.pipeline.stages[0].assessment)
+    return _Whole(configuration.mesh_of(0).devices(plan.cluster), workload, plan.evaluation.stages[0].assessment)
 
 
 def _heading(plan: Plan, whole: _Whole, origin: str) -> str:

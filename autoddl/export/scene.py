@@ -16,7 +16,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime.layouts import Layout, common_mesh, mesh_between, split_dims
+from autoddl.pipelines.runtime.layouts import Layout, coarsest_mesh, common_mesh, split_dims
 
 from ..zoo.builtin import BuiltIn
 from .source import Names, value_text
@@ -86,10 +86,10 @@ class Scene:
         mesh, placement = self.common_mesh, "placement" if self.is_stage else "MESH"
         if mesh is None:
             axes = [axis for cut in cuts for of_dim in cut for axis in of_dim]
-            mesh = mesh_between(axes, self.num_ranks)
+            mesh = coarsest_mesh(axes, self.num_ranks)
             if mesh is None:
                 raise UserError(
-                    "the strategies of this plan have no mesh in common for the parameters of a layer, which --to oneflow "
+                    "the strategies of this plan have no mesh in common for the parameters of a layer, which form='oneflow' "
                     "cannot write"
                 )
             placement = _mesh_text(mesh)

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from .library import known_names
 
-__all__ = ["Names", "comment", "literal", "value_text"]
+__all__ = ["Names", "comment", "literal", "plain_text", "value_text"]
 
 #: Variables that layers' statements number: parameters and inputs.
 _NUMBERED = re.compile(r"(weight|bias|input)_\d+")
@@ -25,6 +25,11 @@ def comment(text: str) -> str:
     """A comment of one line: what is not printable (line ends, directions of writing) is shown by its number."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
     return f"# {shown if len(shown) <= _LONGEST else shown[:_LONGEST] + '...'}".rstrip()
+
+
+def plain_text(text: str) -> str:
+    """A document's text for a docstring or a comment."""
+    return comment(text)[2:].replace("\\", "/").replace('"', "'")
 
 
 def literal(text: str) -> str:

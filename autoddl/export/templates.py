@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 
-from ..zoo.builtin import Perceptron, Pictures
+from ..zoo.builtin import MLPSizes, VGGSizes
 from .scene import Scene
 from .source import literal
 
@@ -68,7 +68,7 @@ _MAIN = '''def build(seed: int = 0@argument@) -> Model:
     return model
 
 
-def batch(seed: int, step: int@batch_argument@) -> tuple[np.ndarray, np.ndarray]:
+def batch(seed: int, step: int@batch_argument@) -> tuple[np.ndarray, ...]:
     """The inputs and targets of a step, the same on every rank."""
     rng = np.random.default_rng([seed, step])
 @batch@
@@ -82,7 +82,7 @@ def main(options: argparse.Namespace) -> None:
             load_plain_state(model, file)
     optimizer = optimizer_of(model, @optimizer@, options.learning_rate)
     for step in range(options.steps):
-        inputs, targets = batch(options.seed, step@batch_value@)
+        inputs, *_, targets = batch(options.seed, step@batch_value@)
         loss = train_step(model, inputs, targets, MICRO_BATCH)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)  # adding to gradients of zero would send bytes
@@ -118,15 +118,26 @@ if __name__ == "__main__":
     sys.excepthook = fail
     main(arguments())'''
 
-_PIPELINE_MAIN = '''def build(seed: int = 0, optimizer: str = @optimizer@, learning_rate: float = @rate@) -> Pipeline:
+_PIPELINE_MAIN = '''def build(seed: int = 0, optimizer: str = @optimizer@, learning_rate: float = @rate@@argument@) -> Pipeline:
     """The stages of this rank's worker with their initial values."""
-    pipeline = Pipeline(@stages@, INSTRUCTIONS, boundaries(), @shared@, optimizer, learning_rate)
+    pipeline = Pipeline(
+        stages=@stages@,
+        words=INSTRUCTIONS,
+        schedule=schedule(),
+        micro_batch=MICRO_BATCH,
+        slots_per_micro_batch=SLOTS,
+        boundaries=boundaries(),
+        joint_stages=JOINT_STAGES,
+        shared=@shared@,
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+    )
     for replica in pipeline.replicas.values():
-        initialize(replica.module, seed)
+        @build@
     return pipeline
 
 
-def batch(seed: int, number: int@batch_argument@) -> tuple[np.ndarray, np.ndarray]:
+def batch(seed: int, number: int@batch_argument@) -> tuple[np.ndarray, ...]:
     """The inputs and targets of a micro-batch, counted over all steps, the same on every rank."""
     rng = np.random.default_rng([seed, number])
 @batch@
@@ -134,15 +145,16 @@ def batch(seed: int, number: int@batch_argument@) -> tuple[np.ndarray, np.ndarra
 
 def main(options: argparse.Namespace) -> None:
     """Train some steps: run the schedule, again and again."""
-    if options.steps % NUM_UPDATES:
-        raise ValueError(f"--steps is {options.steps}, should be a multiple of {NUM_UPDATES}, the updates of the schedule")
+    updates, micro_batches = schedule().num_updates, schedule().num_micro_batches
+    if options.steps % updates:
+        raise ValueError(f"--steps is {options.steps}, should be a multiple of {updates}, the updates of the schedule")
 @prepare@
     if options.load:
         load_values(pipeline, options.load)
-    for done in range(0, options.steps, NUM_UPDATES):
-        first = done * UPDATE_PERIOD
-        losses = pipeline.run(lambda number, first=first: batch(options.seed, first + number@batch_value@))
-        for step, loss in enumerate(losses.tolist(), done + 1):
+    for run in range(options.steps // updates):
+        first = run * micro_batches
+        losses = pipeline.run(lambda number, first=first: batch(options.seed, first + number@batch_value@)@ends@)
+@check@        for step, loss in enumerate(losses.tolist(), run * updates + 1):
             if JOB_RANK == 0:
                 print(f"step {step}: loss {loss:.6f}", flush=True)
     if options.save:
@@ -186,20 +198,24 @@ def main(scene: Scene, model: str) -> str:
     return _filled(_MAIN, values)
 
 
-def pipeline_main(scene: Scene, stages: Sequence[str], num_updates: int, has_shared: bool) -> str:
+def pipeline_main(scene: Scene, stages: Sequence[str], num_updates: int, has_shared: bool, model: str) -> str:
     """The same for a pipeline; ``num_updates`` are those of its schedule."""
     steps = 10 if num_updates == 1 else 2 * num_updates
     made = f"    pipeline = build(options.seed, {_training(scene)['optimizer']}, options.learning_rate)"
     values = {
+        "argument": "",
         "batch_argument": "",
         "batch_value": "",
+        "build": "initialize(replica.module, seed)",
         "prepare": made,
+        "check": "",
+        "ends": "",
         "options": "",
         "stages": f"[{', '.join(stages)}]",
         "shared": "shared_weights()" if has_shared else "[]",
         "steps": str(steps),
         **_training(scene),
-        **_built_in(scene, "MICRO_BATCH", made),
+        **(_users_stages(model, stages, made) if scene.built_in is None else _built_in(scene, "MICRO_BATCH", made)),
     }
     return _filled(_PIPELINE_MAIN, values)
 
@@ -217,16 +233,40 @@ def _filled(text: str, values: Mapping[str, str]) -> str:
 
 
 def _users(model: str) -> dict[str, str]:
+    return {
+        **_users_data(
+            model,
+            "BATCH",
+            "    model = build(options.seed, plain)\n    check_against_plain(model, plain, batch(options.seed, 0, examples))",
+        ),
+        "build": "    model = Model(plain)\n    take_plain_values(model, plain)",
+        "check": "    check_against_plain(model, plain, batch(options.seed, 0, examples))\n",
+    }
+
+
+def _users_stages(model: str, stages: Sequence[str], made: str) -> dict[str, str]:
+    """Of a pipeline; its first loss is compared with the plain model's, in the place of a pass of its own."""
+    first = "[batch(options.seed, number, examples) for number in range(schedule().update_period)]"
+    expected = f"    expected = None if options.load else plain_loss(plain, {first})"
+    return {
+        **_users_data(model, "MICRO_BATCH", f"{made.removesuffix(')')}, plain)\n{expected}"),
+        "build": "take_plain_values(replica.module, plain, is_whole=False)",
+        "stages": f"[lambda stage=stage: stage(plain) for stage in ({', '.join(stages)})]",
+        "ends": "[:: len(examples) - 1]",
+        "check": "        if not run and expected is not None:\n            check_loss(float(losses[0]), expected)\n",
+    }
+
+
+def _users_data(model: str, size: str, made: str) -> dict[str, str]:
+    """A user's plain model, what ``made`` makes of it, and ``size`` samples of data for it."""
     file, _, function = model.rpartition(":")
     return {
         "argument": ", plain: Any = None",
         "batch_argument": ", examples: Any = ()",
         "batch_value": ", examples",
-        "build": "    model = Model(plain)\n    take_plain_values(model, plain)",
         "prepare": f"    flow.manual_seed(options.seed)\n    plain, examples = plain_model({literal(file)}, {literal(function)})\n"
-        "    model = build(options.seed, plain)\n"
-        "    check_against_plain(model, plain, [like(example, BATCH, np.random.default_rng(0)) for example in examples])",
-        "batch": "    first, *_, last = [like(example, BATCH, rng) for example in examples]\n    return first, last",
+        f"{made}",
+        "batch": f"    return tuple(like(example, {size}, rng) for example in examples)",
         "what": "random data like its examples",
     }
 
@@ -235,12 +275,12 @@ def _built_in(scene: Scene, size: str, made: str) -> dict[str, str]:
     """Data of a built-in model, ``size`` samples of it; ``made`` is the statement that makes the model."""
     assert scene.built_in is not None
     sizes = scene.built_in.sizes
-    if isinstance(sizes, Perceptron):
+    if isinstance(sizes, MLPSizes):
         return {
             "batch": f"    return random_rows(rng, ({sizes.widths[0]}, {sizes.widths[-1]}), {size})",
             "what": "random rows",
         }
-    if isinstance(sizes, Pictures):
+    if isinstance(sizes, VGGSizes):
         return {
             "batch": f"    return random_images(rng, (3, {sizes.image}, {sizes.image}), {sizes.classes}, {size})",
             "what": "random images",

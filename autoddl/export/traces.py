@@ -1,7 +1,7 @@
 """A predicted training step for chrome://tracing and Perfetto.
 
-A plan without a pipeline: one row for computing and one for each network level, since nothing is taken as overlapped; the layers of
-each micro-batch forward and then backward, at last the gradients' all-reduces.  A pipeline: its simulated timeline, a row for each
+A single stage: one row for computing and one for each network level, since nothing is taken as overlapped; the layers of each
+micro-batch forward and then backward, at last the gradients' all-reduces.  Several stages: their simulated timeline, a row for each
 worker, its all-reduces and its links (:func:`autoddl.pipelines.draw.to_trace`), with what is in a stage as a note on each bar.
 """
 
@@ -16,8 +16,6 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.draw import to_trace
-
-from ..planfile import assessment_of
 
 if TYPE_CHECKING:
     from autoddl.pipelines.joint.evaluation import Evaluation
@@ -36,21 +34,31 @@ def trace_text(plan: Plan) -> str:
 
     Raises:
         UserError: it would have more than `MOST_EVENTS` bars.
+
+    >>> import autoddl
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+    >>> [event["name"] for event in json.loads(trace_text(plan))["traceEvents"] if event.get("cat") == "forward"]
+    ['fc1 forward', 'fc2 forward']
     """
-    if plan.pipeline is not None:
-        return _pipeline_trace(plan.pipeline)
-    writer, layers = _Writer(plan.cluster), assessment_of(plan).layers
-    num = plan.workload.num_micro_batches
-    count = num * sum(2 + len(found.forward_steps) + len(found.backward_steps) for found in layers)
+    return _pipeline_trace(plan.evaluation) if plan.num_stages > 1 else _stage_trace(plan)
+
+
+def _stage_trace(plan: Plan) -> str:
+    """The layers of a single stage, one behind the other."""
+    writer, (stage,) = _Writer(plan.cluster), plan.evaluation.stages
+    layers, num = stage.assessment.layers, plan.workload.num_micro_batches
+    forwards = ("forward", "recomputation") if stage.recompute_s else ("forward",)
+    count = num * sum(1 + len(forwards) * (1 + len(one.forward_steps)) + len(one.backward_steps) for one in layers)
     if count > MOST_EVENTS:
         raise UserError(
             f"a trace of {num} micro-batches of {len(layers)} layers would have {count:,} bars, "
             f"should have at most {MOST_EVENTS:,}"
         )
     for number in range(num):
-        for found in layers:
-            writer.steps(found, "forward", found.forward_steps, number)
-            writer.compute(found, "forward", found.work.forward_s, number)
+        for phase in forwards:
+            for found in layers:
+                writer.steps(found, phase, found.forward_steps, number)
+                writer.compute(found, phase, found.work.forward_s, number)
         for found in reversed(layers):
             writer.compute(found, "backward", found.work.backward_s, number)
             writer.steps(found, "backward", found.backward_steps, number)
@@ -59,9 +67,10 @@ def trace_text(plan: Plan) -> str:
     return writer.text()
 
 
-def _pipeline_trace(pipeline: Evaluation) -> str:
-    document = json.loads(to_trace(pipeline.timeline))
-    stages = [[layer.name for layer in stage.graph.layers] for stage in pipeline.stages]
+def _pipeline_trace(evaluation: Evaluation) -> str:
+    """The timeline of a pipeline, with the layers of each bar's stage."""
+    document = json.loads(to_trace(evaluation.timeline))
+    stages = [[layer.name for layer in stage.graph.layers] for stage in evaluation.stages]
     for event in document["traceEvents"]:
         stage = event.get("args", {}).get("stage")
         if isinstance(stage, int):
@@ -70,7 +79,7 @@ def _pipeline_trace(pipeline: Evaluation) -> str:
 
 
 class _Writer:
-    """Bars one behind the other."""
+    """Writes bars one after the other."""
 
     def __init__(self, cluster: Cluster):
         self._cluster = cluster

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 
 from .source import comment
 
-__all__ = ["Chain", "folded", "indented"]
+__all__ = ["StatementChain", "folded", "indented"]
 
 #: Of a line inside a method.
 _WIDTH = 110
 
 
-class Chain:
+class StatementChain:
     """Statements of which each works on the result of the one before.
 
     Args:
@@ -26,18 +26,18 @@ class Chain:
         self.variable = variable
         self._lines: list[tuple[str, str]] = []
 
-    def put(self, expression: str, remark: str = "") -> Chain:
+    def put(self, expression: str, remark: str = "") -> StatementChain:
         """``x = expression``, in which ``{x}`` is the result so far."""
         self._lines.append((f"{self.variable} = {expression.replace('{x}', self.current)}", remark))
         self.current = self.variable
         return self
 
-    def say(self, statement: str, remark: str = "") -> Chain:
+    def say(self, statement: str, remark: str = "") -> StatementChain:
         """Another statement, in which ``{x}`` is the result so far."""
         self._lines.append((statement.replace("{x}", self.current), remark))
         return self
 
-    def inner(self, name: str, parameters: str, body: Chain) -> Chain:
+    def inner(self, name: str, parameters: str, body: StatementChain) -> StatementChain:
         """A function of ``x`` and parameters, whose result is the body's; with empty lines around."""
         self._lines += [("", ""), (f"def {name}({parameters}):", "")]
         self._lines += [(f"    {line}" if line else "", remark) for line, remark in body._lines]

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from autoddl.costmodel.kinds.kind import Splitting
+from autoddl.costmodel.kinds.registry import kind_of
+
 from ..zoo import layers as make
 from .drafts import Draft, View
 from .operators import OperatorGraph
@@ -37,7 +40,7 @@ class Assembly:
     @staticmethod
     def _has_features(view: View) -> bool:
         """Whether the layer's output can be split along its features."""
-        return view.draft is not None and view.draft.layer.kind not in ("conv2d", "opaque")
+        return view.draft is not None and kind_of(view.draft.layer.kind).splitting is not Splitting.SAMPLES
 
     def _is_leaf(self, path: str) -> bool:
         return bool(path) and path in self.graph.leaves
@@ -59,18 +62,6 @@ class Assembly:
                 return self._join(holder, attribute)
         return self._join(*aliases[0]) if aliases else self.graph.variables[variable].name
 
-    def _rows_and_features(self, tensor: str) -> tuple[int, int]:
-        shape = self.graph.shapes[tensor]
-        features = shape[-1] if shape else 1
-        return max(self.graph.elements(tensor) // (self.graph.batch * features), 1), features
-
-    def _sample_shape(self, tensor: str) -> tuple[int, ...]:
-        """The shape of one sample's share: (rows, features), or (channels, height, width) where there are four dimensions."""
-        shape = self.graph.shapes[tensor]
-        if len(shape) > 3 and shape[0] == self.graph.batch:
-            return shape[1:]
-        return self._rows_and_features(tensor)
-
     def _owners(self, tensors: Sequence[str]) -> list[Draft]:
         """The layers that tensors are the outputs of, each once; elements out of order are put in order by a layer."""
         owners: dict[int, Draft] = {}
@@ -86,7 +77,7 @@ class Assembly:
         """A layer for a view whose features are not those of the layer that it looks at."""
         assert view.draft is not None
         op = self.graph.producer[tensor]
-        shape = self._sample_shape(tensor)
+        shape = self.graph.sample_shape(tensor)
         layer = make.opaque("", shape, shape, modules=())
         layer = replace(layer, input_shape=view.draft.layer.output_shape)
         draft = Draft(layer, self._join(op.path, op.kind), op.path, [view.draft], kinds=[op.kind])

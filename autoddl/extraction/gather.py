@@ -35,6 +35,7 @@ from .operators import (
     flops,
     lookup_arguments,
 )
+from .registered import RegisteredRegion, find_registered
 
 __all__ = ["gather"]
 
@@ -98,13 +99,19 @@ class _Gathering(Assembly):
         graph = self.graph
         dense, norms = find_dense(graph), find_norms(graph)
         loops = find_loops(graph, dense)
-        looped = {op.name for loop in loops for op in loop}
-        dense = [part for part in dense if part.product.name not in looped]
-        norms = [norm for norm in norms if norm.operators[0].name not in looped]
+        registered = find_registered(graph)
+        for own in registered:
+            self._claim(own.operators, own.output, partial(self._registered, own))
+        own_operators = {op.name for own in registered for op in own.operators}
+        loops = [loop for loop in loops if own_operators.isdisjoint(op.name for op in loop)]
+        taken = own_operators | {op.name for loop in loops for op in loop}
+        dense = [part for part in dense if part.product.name not in taken]
+        norms = [norm for norm in norms if norm.operators[0].name not in taken]
         # Norms of single heads are part of the attention that they lie in.
         inner = [norm for norm in norms if len(graph.shapes[norm.source]) > 3]
         ends = {part.output for part in dense} | {norm.output for norm in norms if norm not in inner}
         attentions = find_attentions(graph, ends, {op.name for norm in inner for op in norm.operators})
+        attentions = [region for region in attentions if own_operators.isdisjoint(op.name for op in region.operators)]
         for loop in loops:
             output = max(self._handed_on(loop), key=graph.elements, default=loop[-1].output)
             self._claim(loop, loop[-1].output, partial(self._opaque, loop, output, "a recurrent module"))
@@ -137,13 +144,19 @@ class _Gathering(Assembly):
         for op in operators:
             self.actions[op.name] = action if last in op.outputs else None
 
+    def _registered(self, region: RegisteredRegion) -> None:
+        learned = [tensor for op in region.operators for tensor in self.graph.learned_inputs(op)]
+        layer = replace(region.layer, name="", parameters=(), modules=(region.path,))
+        variables = self._parameters(learned, region.path)
+        self._add(Draft(layer, region.path, region.path, self._owners(region.sources), variables), region.output)
+
     def _norm(self, norm: NormRegion) -> None:
         first = norm.operators[0]
         if not self._view(norm.source).is_plain:
             # Over something else than a layer's features, such as groups of channels.
             self._opaque(norm.operators, norm.output)
             return
-        rows, features = self._rows_and_features(norm.source)
+        rows, features = self.graph.rows_and_features(norm.source)
         is_module = self._is_leaf(first.path)
         layer = make.norm("", rows, features, statistics=norm.statistics)
         layer = replace(layer, modules=(first.path,) if is_module else ())
@@ -179,7 +192,7 @@ class _Gathering(Assembly):
 
     def _dense(self, group: DenseGroup) -> None:
         first = group.parts[0]
-        rows, in_features = self._rows_and_features(first.source)
+        rows, in_features = self.graph.rows_and_features(first.source)
         names = [self._dense_name(part) for part in group.parts]
         out_features = sum(part.out_features for part in group.parts)
         epilogue = tuple(EPILOGUE_NAMES.get(a, a) for a in group.activations) + (("mul",) if group.output else ())
@@ -279,7 +292,7 @@ class _Gathering(Assembly):
 
     def _loss(self, op: Operator) -> None:
         logits = op.arguments.get("prediction", op.arguments.get("in", op.inputs[:1]))[0]
-        rows, vocabulary = self._rows_and_features(logits)
+        rows, vocabulary = self.graph.rows_and_features(logits)
         layer = make.loss("", rows, vocabulary)
         is_module = self._is_leaf(op.path)
         draft = Draft(
@@ -365,7 +378,7 @@ class _Gathering(Assembly):
     def _is_table(self, tensor: str, active: str) -> bool:
         """Whether a learned tensor has a value for each row and feature of a sample (and is no bias), or data do."""
         graph = self.graph
-        rows, features = self._rows_and_features(active)
+        rows, features = self.graph.rows_and_features(active)
         if graph.is_raw(tensor):
             return graph.shapes[tensor] == graph.shapes[active]
         is_whole = graph.elements(tensor) in (rows * features, graph.elements(active))
@@ -390,7 +403,7 @@ class _Gathering(Assembly):
             else:
                 sources.append(draft)
         sources += [self._position(tensor, active[0]) for tensor in tables]
-        shape = self._sample_shape(op.output)
+        shape = self.graph.sample_shape(op.output)
         only_tables = all(draft.layer.kind in ("embedding", "position") for draft in sources)
         name = self._join(op.path, "embed" if only_tables else "add")
         self._add(Draft(make.add("", shape), name, op.path, sources), op.output)
@@ -402,7 +415,7 @@ class _Gathering(Assembly):
         op = graph.producer.get(table)
         variable = graph.trained_variables(table)[0]
         holder, attribute = graph.aliases.get(variable, ((op.path if op else "", "position"),))[0]
-        rows, features = self._rows_and_features(active)
+        rows, features = self.graph.rows_and_features(active)
         whole = graph.shapes[variable]
         positions = whole[-2] if len(whole) > 1 and whole[-1] == features else rows
         layer = make.position("", rows, max(positions, rows), features)
@@ -429,7 +442,7 @@ class _Gathering(Assembly):
             kept += draft.layer.output_elements
             draft.layer = replace(
                 draft.layer,
-                output_shape=self._sample_shape(output),
+                output_shape=self.graph.sample_shape(output),
                 flops=draft.layer.flops + cost,
                 kept_elements=draft.layer.kept_elements + kept,
             )
@@ -440,8 +453,8 @@ class _Gathering(Assembly):
             is_module = self._is_leaf(op.path)
             layer = make.opaque(
                 "",
-                self._sample_shape(source),
-                self._sample_shape(output),
+                self.graph.sample_shape(source),
+                self.graph.sample_shape(output),
                 flops=cost,
                 kept_elements=kept,
                 modules=(op.path,) if is_module else (),

@@ -26,9 +26,9 @@ __all__ = [
     "SUMS",
     "UNARY",
     "VIEWS",
+    "ModelTensor",
     "Operator",
     "OperatorGraph",
-    "Variable",
     "flops",
     "lookup_arguments",
 ]
@@ -81,7 +81,7 @@ _REDUCED = ("axis", "dim")
 
 
 @dataclass(frozen=True)
-class Variable:
+class ModelTensor:
     """A tensor that the model owns.
 
     Attributes:
@@ -140,19 +140,21 @@ class OperatorGraph:
         parameters: names of all parameters of the model, traced or not.
         containers: paths of module lists, with the paths of their children in order.
         leaves: paths of modules without modules in them.
+        modules: the model's modules by their paths, without the model itself.
         notes: what users should know about the trace.
     """
 
     operators: tuple[Operator, ...]
     shapes: Mapping[str, tuple[int, ...]]
     inputs: tuple[str, ...]
-    variables: Mapping[str, Variable]
+    variables: Mapping[str, ModelTensor]
     outputs: tuple[str, ...]
     batch: int
     aliases: Mapping[str, tuple[tuple[str, str], ...]] = field(default_factory=dict)
     parameters: tuple[str, ...] = ()
     containers: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     leaves: frozenset[str] = frozenset()
+    modules: Mapping[str, Any] = field(default_factory=dict, compare=False)
     notes: tuple[str, ...] = ()
 
     @cached_property
@@ -241,6 +243,19 @@ class OperatorGraph:
     def elements(self, tensor: str) -> int:
         """Elements of a tensor, the whole batch."""
         return math.prod(self.shapes[tensor])
+
+    def rows_and_features(self, tensor: str) -> tuple[int, int]:
+        """Of one sample, its features being the last dimension."""
+        shape = self.shapes[tensor]
+        features = shape[-1] if shape else 1
+        return max(self.elements(tensor) // (self.batch * features), 1), features
+
+    def sample_shape(self, tensor: str) -> tuple[int, ...]:
+        """The shape of one sample's share: (rows, features), or (channels, height, width) where there are four dimensions."""
+        shape = self.shapes[tensor]
+        if len(shape) > 3 and shape[0] == self.batch:
+            return shape[1:]
+        return self.rows_and_features(tensor)
 
     def has_batch(self, tensor: str) -> bool:
         """Whether a tensor can be cut into samples."""

@@ -17,7 +17,7 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 
-from .operators import ELEMENTWISE, LOOKUPS, VIEWS, Operator, OperatorGraph, Variable, lookup_arguments
+from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, OperatorGraph, lookup_arguments
 
 __all__ = ["trace"]
 
@@ -88,6 +88,7 @@ def _operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
         parameters=tuple(name for name, _ in module.named_parameters()),
         containers=_containers(module),
         leaves=frozenset(path for path, part in module.named_modules() if not list(part.children())),
+        modules={path: part for path, part in module.named_modules() if path},
         notes=tuple(notes),
     )
 
@@ -272,13 +273,13 @@ def _complete_shapes(operators: Sequence[Operator], shapes: dict[str, tuple[int,
             shapes[tensor] = tuple(np.broadcast_shapes(*(shapes[source] for source in op.inputs)))
 
 
-def _variables(module: Any, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> dict[str, Variable]:
+def _variables(module: Any, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> dict[str, ModelTensor]:
     parameters = {name for name, _ in module.named_parameters()}
     buffers = dict(module.named_buffers())
     found = {}
     for tensor, name in names.items():
         own = _relative(name)
-        found[tensor] = Variable(
+        found[tensor] = ModelTensor(
             name=own or name,
             shape=shapes[tensor],
             trained=own in parameters,

@@ -1,10 +1,11 @@
-"""Launching: a script on all ranks of a plan, on this machine, on hosts over ssh, through Slurm, or as one rank of a started job.
+"""Launching: runs a script on all ranks of a plan: on this machine, on hosts over ssh, through Slurm, or as one rank of a job.
 
-- `job`: what is to be launched; `hosts`: hosts and which ranks go where; `demands`: what a plan needs, and what a host lacks.
-- `running`: `run_job`, attempt after attempt; `session`: one attempt; `output`: what ranks say; `interrupts`: Ctrl-C.
-- `supervisor`: what runs on each host, `facts` what it finds there; `connection` and `lines`: the conversation with it;
-  `beats`: the signs of life that both sides give.
-- `joining`, `slurm`, `nodelist`: jobs that others start. `context`: `launched`, for the script.
+- `job`: the description of a launch; `hosts`: hosts and the placement of ranks; `demands`: the plan's requirements, checked
+  against each host.
+- `running`: `run_job`, with restarts; `session`: one attempt; `output`: the ranks' output; `interrupts`: Ctrl-C.
+- `supervisor`: the process that runs on each host, `facts`: its report of the host; `connection` and `lines`: messages between
+  launcher and supervisor; `heartbeat`: the heartbeats that both send.
+- `joining`, `slurm`, `nodelist`: jobs that another launcher starts. `context`: `launched`, for the script.
 
-It needs no OneFlow itself. Nothing is imported here: the processes on hosts load what they need.
+The package does not need OneFlow. Nothing is imported here: the processes on hosts load only what they need.
 """

@@ -1,4 +1,4 @@
-"""What a script can ask about the job that it was launched in."""
+"""The job of a launched script, as seen by the script."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ __all__ = ["Launched", "launched"]
 
 @dataclass(frozen=True)
 class Launched:
-    """The job of this process.
+    """The job that this process is a rank of.
 
     Attributes:
-        rank, num_ranks, local_rank: who this process is; ``local_rank`` counts the ranks of its host, and is its device.
+        rank: of this process.
+        num_ranks: of the job.
+        local_rank: of this process among those of its host; the index of its device.
         plan_path: the plan that the job was launched with.
-        restart: how often the job was started before.
-        checkpoints: where its checkpoints are to be, None where the user did not say.
-        is_edited: whether the plan was edited, and is taken all the same.
+        restart: number of times that the job has been restarted.
+        checkpoints: folder for checkpoints; None if the user gave none.
+        is_edited: whether an edited plan is accepted.
     """
 
     rank: int
@@ -41,7 +43,7 @@ class Launched:
     is_edited: bool = False
 
     def load_plan(self) -> Plan:
-        """The plan."""
+        """Load the plan of the job."""
         from ..planfile import load_plan
 
         return load_plan(self.plan_path, self.is_edited)
@@ -49,7 +51,7 @@ class Launched:
     def trainer(
         self, module: Any, make_optimizer: OptimizerFactory, batch: BatchSource, **options: Any
     ) -> PipelineTrainer:
-        """What trains a model as the plan says, with a pipeline or without; see :func:`autoddl.training.plan_trainer`.
+        """A trainer of the model by the plan, with or without a pipeline; see :func:`autoddl.training.plan_trainer`.
 
         trainer = autoddl.launched().trainer(module, make_optimizer, batch)
         losses = trainer.run().losses
@@ -66,10 +68,10 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
         trained = autoddl.apply(module, job.load_plan())
 
     Args:
-        environ: the environment, by default that of this process.
+        environ: the environment; by default that of this process.
 
     Raises:
-        UserError: it was not started by ``autoddl launch``.
+        UserError: the process was not started by ``autoddl launch``.
 
     >>> import autoddl
     >>> autoddl.launched({"AUTODDL_PLAN": "plan.json", "RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1"}).num_ranks
@@ -78,7 +80,7 @@ def launched(environ: Mapping[str, str] | None = None) -> Launched:
     environ = os.environ if environ is None else environ
     if "AUTODDL_PLAN" not in environ:
         raise UserError(
-            "this process is no rank of a job (AUTODDL_PLAN is not set); start it with: autoddl launch PLAN SCRIPT"
+            "this process is not a rank of a job (AUTODDL_PLAN is not set); start it with: autoddl launch PLAN SCRIPT"
         )
     checkpoints = environ.get("AUTODDL_CHECKPOINTS")
     return Launched(

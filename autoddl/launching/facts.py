@@ -1,6 +1,6 @@
-"""What a host has, found out on the host itself: OneFlow, devices, memory, and the files of the job.
+"""The facts about a host, gathered on the host itself: OneFlow, devices, memory, and the files of the job.
 
-Nothing slow is loaded for it: OneFlow's version is read from its metadata, GPUs are counted by ``nvidia-smi`` where that is there.
+Nothing slow is loaded: OneFlow's version is read from its metadata, and GPUs are listed by ``nvidia-smi`` if it is installed.
 """
 
 from __future__ import annotations
@@ -28,17 +28,20 @@ _NVIDIA_SMI_PATIENCE_S = 30.0
 
 @dataclass(frozen=True)
 class HostFacts:
-    """What was found on a host.
+    """The facts about a host.
 
     Attributes:
-        name: what the host calls itself.
-        python, autoddl: versions.
-        oneflow: version, "" where it is not installed; ``oneflow_fault`` says why it cannot be used, "" where it can.
-        gpu_memory_bytes: of each GPU that ranks here may use.
-        free_memory_bytes: what the host's memory can still hold.
-        digests: SHA-256 of each file of the job as this host sees it, "" where it sees none.
-        directory: where the ranks are to work; ``has_directory`` says whether it is there.
-        address: at which the launcher reached this host, "" where it is the launcher's own.
+        name: its own host name.
+        python: version of Python.
+        autoddl: version of AutoDDL.
+        oneflow: version of OneFlow; "" if it is not installed.
+        oneflow_fault: why OneFlow cannot be used; "" if it can.
+        gpu_memory_bytes: memory of each GPU that ranks may use.
+        free_memory_bytes: available memory of the host.
+        digests: SHA-256 of each file of the job; "" if the file does not exist on this host.
+        directory: working directory of the ranks.
+        has_directory: whether it exists.
+        address: address at which the launcher reached this host; "" for the launching machine.
     """
 
     name: str
@@ -54,19 +57,24 @@ class HostFacts:
     address: str
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """The facts as JSON."""
         return asdict(self)
 
     @staticmethod
     def of_document(document: dict[str, Any]) -> HostFacts:
-        """From JSON; members that another version of AutoDDL lacks or adds do not hide its version."""
+        """Facts from JSON. Missing and unknown fields are ignored, so that other versions of AutoDDL can be recognised."""
         empty: dict[str, Any] = asdict(HostFacts("", "", "", "", "", (), 0, {}, "", False, ""))
         known = {name: document.get(name, value) for name, value in empty.items()}
         return HostFacts(**{**known, "gpu_memory_bytes": tuple(known["gpu_memory_bytes"])})
 
 
 def gather_facts(directory: str, files: Sequence[str]) -> HostFacts:
-    """Look around on this host."""
+    """Gather the facts about this host.
+
+    Args:
+        directory: working directory of the ranks.
+        files: paths of the files to digest.
+    """
     available = is_available()
     return HostFacts(
         name=socket.gethostname(),
@@ -84,7 +92,7 @@ def gather_facts(directory: str, files: Sequence[str]) -> HostFacts:
 
 
 def digest(path: str | os.PathLike[str]) -> str:
-    """SHA-256 of a file, "" where it cannot be read."""
+    """SHA-256 of a file; "" if it cannot be read."""
     try:
         return hashlib.sha256(Path(path).read_bytes()).hexdigest()
     except OSError:
@@ -99,7 +107,7 @@ def _version(name: str) -> str:
 
 
 def _gpus() -> tuple[int, ...]:
-    """Memory [bytes] of each NVIDIA GPU that CUDA_VISIBLE_DEVICES leaves to us."""
+    """Memory [bytes] of each NVIDIA GPU that CUDA_VISIBLE_DEVICES allows."""
     if shutil.which(_NVIDIA_SMI[0]) is None:
         return ()
     try:
@@ -114,7 +122,7 @@ def _gpus() -> tuple[int, ...]:
     for name in visible.split(","):
         if name.strip().isdigit():
             if int(name) >= len(sizes):
-                break  # as CUDA does: what follows an invalid number is invisible too
+                break  # as CUDA does: devices after an invalid index are invisible
             chosen.append(sizes[int(name)])
         elif name.strip():
             chosen.append(min(sizes, default=0))  # named by its UUID
@@ -130,6 +138,6 @@ def _free_memory() -> int:
 
 
 def _own_address() -> str:
-    """This host's end of the ssh connection: an address at which others in that network can reach it too."""
+    """This host's end of the ssh connection: an address that other hosts of the network can reach too."""
     fields = os.environ.get("SSH_CONNECTION", "").split()
     return fields[2] if len(fields) == 4 else ""

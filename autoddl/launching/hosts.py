@@ -1,11 +1,11 @@
-"""Hosts, and which ranks go where.
+"""Hosts, and the placement of ranks on them.
 
-A plan counts devices node by node, and inside a node device by device, so that node k of the plan holds the devices k G, ...,
-k G + G - 1, G being the devices per node. Hosts are taken in the order in which they are given:
+A plan numbers devices node by node: node k holds the devices k G, ..., k G + G - 1, where G is the number of devices per node.
+Hosts are the nodes, in the order in which they are given:
 
     hosts h1, h2; 2 nodes of 2 devices       h1: devices 0 1       h2: devices 2 3
 
-Ranks are counted as devices are, but by some pipelines (:mod:`.demands`).
+Ranks are numbered as devices are, except for some pipelines (:mod:`.demands`).
 """
 
 from __future__ import annotations
@@ -21,16 +21,21 @@ from autoddl.costmodel.reading import is_whole, read_text, shown_path, whole_num
 
 __all__ = ["LOCALHOST", "Host", "Placement", "parse_hosts", "place", "read_hostfile", "renumbered"]
 
+#: The host that is reached without ssh.
 LOCALHOST = "localhost"
-"""The host that needs no ssh."""
 
-# What ssh takes for a destination. It must not begin with "-", which ssh would take for an option.
+# A destination of ssh. It must not begin with "-", which ssh would parse as an option.
 _NAME = re.compile(r"(?:[A-Za-z0-9_.+-]+@)?[A-Za-z0-9_\[][A-Za-z0-9_.:%\[\]-]*")
 
 
 @dataclass(frozen=True)
 class Host:
-    """A host by the name that ssh takes; ``num_slots`` is how many ranks it may get at most, if that was said."""
+    """A host.
+
+    Attributes:
+        name: destination of ssh.
+        num_slots: the most ranks that it may get; None if not given.
+    """
 
     name: str
     num_slots: int | None = None
@@ -47,33 +52,41 @@ class Host:
 
 @dataclass(frozen=True)
 class Placement:
-    """The ranks of one host, in the order of their ``LOCAL_RANK``."""
+    """The ranks of one host.
+
+    Attributes:
+        host: the host.
+        ranks: in the order of their ``LOCAL_RANK``.
+    """
 
     host: Host
     ranks: Sequence[int]
 
 
 def parse_hosts(text: str) -> list[Host]:
-    """Hosts out of ``h1,user@h2,h3:4`` (the number after a colon counts slots).
+    """Parse ``h1,user@h2,h3:4``; the number after a colon is the number of slots.
+
+    >>> [host.name for host in parse_hosts("h1,user@h2:4")]
+    ['h1', 'user@h2']
 
     Raises:
-        UserError: a name is none, or appears twice.
+        UserError: a name is invalid or appears twice.
     """
     hosts = []
     for part in text.split(","):
         name, colon, slots = part.strip().partition(":")
         if colon and is_whole(slots):
-            hosts.append(_host(name, slots, "--hosts"))
+            hosts.append(_host(name, slots, "hosts"))
         else:
-            hosts.append(_host(part.strip(), None, "--hosts"))
-    return _all_different(hosts, "--hosts")
+            hosts.append(_host(part.strip(), None, "hosts"))
+    return _all_different(hosts, "hosts")
 
 
 def read_hostfile(path: str | os.PathLike[str]) -> list[Host]:
-    """Hosts out of a file with a line ``host [slots=N]`` for each; ``#`` begins a comment.
+    """Read a file with a line ``host [slots=N]`` per host; ``#`` begins a comment.
 
     Raises:
-        UserError: it cannot be read, or a line has another form.
+        UserError: the file cannot be read, or a line has another form.
     """
     lines = read_text(path, "hostfile").splitlines()
     shown = f"hostfile {shown_path(path)}"
@@ -111,24 +124,27 @@ def _all_different(hosts: list[Host], where: str) -> list[Host]:
     return hosts
 
 
-def place(hosts: Sequence[Host], num_nodes: int, devices_per_node: int, *, anyhow: bool = False) -> list[Placement]:
-    """Which ranks each host gets: those of one node of the plan.
+def place(hosts: Sequence[Host], num_nodes: int, devices_per_node: int, *, force: bool = False) -> list[Placement]:
+    """Place the ranks of each node of the plan on one host.
 
     Args:
-        anyhow: take hosts of another number or size too, as long as there is a slot for every rank: they are filled in order, and
-            share the ranks evenly where they do not say how many slots they have.
+        hosts: one per node.
+        num_nodes: number of nodes of the plan.
+        devices_per_node: number of devices per node of the plan.
+        force: accept hosts of another number or size if there is a slot for every rank. Hosts are then filled in order; those
+            without a number of slots get an even share.
 
     Raises:
-        UserError: the hosts are not the nodes of the plan; it names the difference.
+        UserError: the hosts do not match the nodes of the plan.
     """
     num_ranks = num_nodes * devices_per_node
     sizes = [devices_per_node] * num_nodes
-    if len(hosts) != num_nodes and not anyhow:
+    if len(hosts) != num_nodes and not force:
         given = "this host only" if hosts == [Host(LOCALHOST)] else ", ".join(host.name for host in hosts)
         raise UserError(
             f"the plan is for {_nodes(num_nodes)} of {_devices(devices_per_node)}, found {_nodes(len(hosts))}: {given}"
         )
-    if anyhow:
+    if force:
         even = -(-num_ranks // len(hosts))
         sizes, left = [], num_ranks
         for host in hosts:
@@ -147,7 +163,7 @@ def place(hosts: Sequence[Host], num_nodes: int, devices_per_node: int, *, anyho
 
 
 def renumbered(placements: Sequence[Placement], rank_on: Callable[[int], int]) -> list[Placement]:
-    """The same places with the ranks of their devices."""
+    """The placements with device numbers replaced by ranks."""
     return [replace(one, ranks=tuple(map(rank_on, one.ranks))) for one in placements]
 
 

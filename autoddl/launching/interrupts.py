@@ -1,4 +1,4 @@
-"""Signals that ask the launcher to end: noted here, acted on where the ranks are watched."""
+"""Signals that ask the launcher to end. They are recorded here and handled where the ranks are watched."""
 
 from __future__ import annotations
 
@@ -7,24 +7,28 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any
 
-__all__ = ["Interrupted", "Interrupts"]
+__all__ = ["InterruptCounter", "Interrupted"]
 
 _NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(Exception):  # noqa: N818  # not an error
-    """The launcher was asked to end by a signal; all ranks have been ended."""
+    """The launcher was ended by a signal; all ranks have been ended."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
         self.number = number
 
 
-class Interrupts:
-    """While entered, in the main thread, SIGINT, SIGTERM and SIGHUP only count; ``number`` is the first one's, 0 before.
+class InterruptCounter:
+    """A context manager, for the main thread, in which SIGINT, SIGTERM and SIGHUP are only recorded.
 
     Args:
-        on_urgent: called with the second signal, at any moment: the main thread may be waiting for whoever reads its output.
+        on_urgent: called in the handler of the second signal, since the main thread may be blocked by its output.
+
+    Attributes:
+        number: the first signal received; 0 before.
+        count: number of signals received.
     """
 
     def __init__(self, on_urgent: Callable[[], None] = lambda: None) -> None:
@@ -35,12 +39,12 @@ class Interrupts:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether the user asked a second time."""
+        """Whether a second signal was received."""
         return self.count > 1
 
-    def __enter__(self) -> Interrupts:
+    def __enter__(self) -> InterruptCounter:
         for number in _NUMBERS:
-            if signal.getsignal(number) is not signal.SIG_IGN:  # as nohup has it
+            if signal.getsignal(number) is not signal.SIG_IGN:  # as under nohup
                 self._before[number] = signal.signal(number, self._note)
         return self
 

@@ -1,4 +1,4 @@
-"""What is to be launched: a value that the command line makes and everything else reads."""
+"""The description of a launch, made by the command line or the Python API."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from .beats import Beats
 from .demands import Demands
+from .heartbeat import HeartbeatTimes
 from .hosts import Placement
 
 __all__ = ["Job", "Rendezvous"]
@@ -16,7 +16,12 @@ __all__ = ["Job", "Rendezvous"]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Where rank 0 will listen for the others."""
+    """Where rank 0 listens for the other ranks.
+
+    Attributes:
+        address: of rank 0's host.
+        port: of rank 0.
+    """
 
     address: str
     port: int
@@ -24,27 +29,32 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Job:
-    """A script to be run on all ranks of a plan.
+    """A script to run on all ranks of a plan.
 
     Attributes:
-        plan, script: absolute paths, the same on every host; ``arguments`` are the script's.
-        demands: of the plan.
+        plan: absolute path, the same on every host.
+        script: absolute path, the same on every host.
+        arguments: arguments of the script.
+        demands: requirements of the plan.
         placements: the ranks that this launcher starts, by host.
-        directory: where the ranks work.
-        environment: further variables of the ranks.
-        checkpoints: where the script keeps its checkpoints, passed on to it.
+        directory: working directory of the ranks.
+        log_dir: folder for the output of the ranks.
+        environment: additional variables of the ranks.
+        checkpoints: folder for the script's checkpoints, passed to it; None: none.
         rendezvous: where rank 0 listens, for a launcher that starts only some of the ranks (it joins a job); None for one that
-            starts all of them and lets rank 0's host choose.
-        local_ranks: ``LOCAL_RANK`` of each rank, where it is not its place on the host.
-        master_address: of rank 0's host, where the one at which ssh reached it is not right.
-        python: of the remote hosts; ``ssh`` the command that reaches them.
+            starts all of them: rank 0's host then chooses the port.
+        local_ranks: ``LOCAL_RANK`` of the ranks for which it is not their position on the host.
+        master_address: address of rank 0's host; None: the one at which ssh reached it.
+        python: Python of the remote hosts.
+        ssh: command that reaches them.
         stall_timeout_s: how long a rank may wait for another in communication.
         start_timeout_s: how long the start may take until all ranks have joined.
         grace_s: how long ranks may take to end after an interrupt.
-        beats: how long hosts may be silent.
-        with_oneflow: whether the script is a OneFlow job.
-        is_edited: take a plan that was edited, without what was claimed of it.
-        forced: go on where hosts are not like the plan's cluster.
+        heartbeat: how long hosts may be silent.
+        max_restarts: number of times that the job may be restarted after a failure.
+        with_oneflow: whether the script uses OneFlow.
+        is_edited: accept a plan that was edited, without its claims.
+        forced: accept hosts that differ from the plan's cluster.
     """
 
     plan: Path
@@ -64,7 +74,7 @@ class Job:
     stall_timeout_s: float = 60.0
     start_timeout_s: float = 180.0
     grace_s: float = 10.0
-    beats: Beats = field(default_factory=Beats)
+    heartbeat: HeartbeatTimes = field(default_factory=HeartbeatTimes)
     max_restarts: int = 0
     with_oneflow: bool = True
     is_edited: bool = False
@@ -75,12 +85,12 @@ class Job:
         return self.demands.num_ranks
 
     @property
-    def is_here_alone(self) -> bool:
-        """Whether all ranks are on this machine, so that nobody need be told where they are."""
+    def is_local(self) -> bool:
+        """Whether all ranks are on this machine, so that no address has to be reachable from other hosts."""
         return self.rendezvous is None and all(placement.host.is_local for placement in self.placements)
 
     def rank_variables(self, restart: int) -> dict[str, str]:
-        """The variables that tell a script what it was launched for (`autoddl.launched` reads them), and the user's own."""
+        """The variables that describe the job to a script (`autoddl.launched` reads them), and the user's own."""
         variables = {"AUTODDL_PLAN": str(self.plan), "AUTODDL_RESTART": str(restart)}
         if self.checkpoints is not None:
             variables["AUTODDL_CHECKPOINTS"] = str(self.checkpoints)
@@ -89,10 +99,10 @@ class Job:
         return {**variables, **self.environment}
 
     def local_rank(self, placement: Placement, rank: int) -> int:
-        """``LOCAL_RANK`` of a rank: its place on the host, where ranks are counted host by host.
+        """``LOCAL_RANK`` of a rank: its position on the host if ranks are numbered host by host.
 
-        OneFlow knows ranks by (node, ``LOCAL_RANK``), and takes them to be counted so. Where a pipeline counts them otherwise they
-        are given the place that it expects, or it would not find them in a placement.
+        OneFlow identifies ranks by (node, ``LOCAL_RANK``) and assumes that numbering. If a pipeline numbers ranks differently,
+        each gets the position that OneFlow expects; otherwise OneFlow would not find it in a placement.
         """
         if self.demands.devices:
             return rank % self.demands.devices_per_node

@@ -1,14 +1,14 @@
-"""Joining a job that somebody else starts: Slurm's ``srun``, OpenMPI's ``mpirun``, or any launcher that sets RANK and WORLD_SIZE.
+"""Joining a job that another launcher starts: Slurm's ``srun``, OpenMPI's ``mpirun``, or any that sets RANK and WORLD_SIZE.
 
-Each of their processes is then one rank. Who it is stands in its environment:
+Each of its processes is one rank, identified by its environment:
 
-    launcher     rank                   ranks                  on its host                  where rank 0 is
-    OpenMPI      OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK   MASTER_ADDR; here where all are
+    launcher     rank                   ranks                  on its host                  address of rank 0
+    OpenMPI      OMPI_COMM_WORLD_RANK   OMPI_COMM_WORLD_SIZE   OMPI_COMM_WORLD_LOCAL_RANK   MASTER_ADDR; this host if it has all
     others       RANK                   WORLD_SIZE             LOCAL_RANK                   MASTER_ADDR, MASTER_PORT
     Slurm        SLURM_PROCID           SLURM_NTASKS           SLURM_LOCALID                first of SLURM_STEP_NODELIST
 
-MASTER_ADDR and MASTER_PORT, where set, always count. A port that nobody gave is made from the job's number, so that all ranks
-find the same one without talking: below those that the system gives to others.
+MASTER_ADDR and MASTER_PORT take precedence if they are set. Without MASTER_PORT the port is derived from the job's number, so
+that all ranks use the same one without communication. It is below the ports that the system assigns.
 """
 
 from __future__ import annotations
@@ -30,14 +30,23 @@ __all__ = ["Membership", "check_membership", "find_membership", "in_slurm_step"]
 
 _FIRST_PORT, _NUM_PORTS = 12_000, 16_000
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
+#: Slurm's step numbers from here on are not srun's steps, but the batch script and interactive shells.
 _FIRST_SPECIAL_STEP = 0xFFFF_FFF0
-"""Slurm numbers from here on the steps that are none of the user's: the batch script's, an interactive shell's."""
 
 
 @dataclass(frozen=True)
 class Membership:
-    """Who this process is in a job; ``launcher`` says by whom. ``num_local`` counts the ranks of this host, None where unknown;
-    ``node`` is the host's number, None where unknown."""
+    """The rank of this process in a job that another launcher started.
+
+    Attributes:
+        launcher: name of the launcher.
+        rank: of this process.
+        num_ranks: of the job.
+        local_rank: of this process among those of its host.
+        num_local: number of ranks of this host; None if unknown.
+        node: index of this host; None if unknown.
+        rendezvous: where rank 0 listens.
+    """
 
     launcher: str
     rank: int
@@ -45,14 +54,14 @@ class Membership:
     local_rank: int
     num_local: int | None
     node: int | None
-    meeting: Rendezvous
+    rendezvous: Rendezvous
 
 
 def find_membership(environ: Mapping[str, str]) -> Membership | None:
-    """Who this process is, None where nobody says so.
+    """The rank of this process by its environment; None if no launcher started it.
 
     Raises:
-        UserError: variables contradict each other, or do not say where rank 0 is.
+        UserError: variables contradict each other, or the address of rank 0 is missing.
     """
     if "OMPI_COMM_WORLD_RANK" in environ:
         return _openmpi(environ)
@@ -64,7 +73,7 @@ def find_membership(environ: Mapping[str, str]) -> Membership | None:
 
 
 def in_slurm_step(environ: Mapping[str, str]) -> bool:
-    """Whether this process is a task of ``srun``, rather than a shell or a batch script in an allocation."""
+    """Whether this process is a task of ``srun``, not a shell or a batch script in an allocation."""
     step = environ.get("SLURM_STEP_ID", "")
     return is_whole(step) and int(step) < _FIRST_SPECIAL_STEP and "SLURM_PROCID" in environ
 
@@ -93,8 +102,8 @@ def _plain(environ: Mapping[str, str]) -> Membership:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not environ.get(name):
             raise UserError(f"RANK and WORLD_SIZE are set, {name} is not: it should say where rank 0 listens")
-    meeting = Rendezvous(environ["MASTER_ADDR"], _port(environ, ""))
-    return _member("the environment", rank, num_ranks, local_rank, num_local, None, meeting)
+    rendezvous = Rendezvous(environ["MASTER_ADDR"], _port(environ, ""))
+    return _member("the environment", rank, num_ranks, local_rank, num_local, None, rendezvous)
 
 
 def _slurm(environ: Mapping[str, str]) -> Membership:
@@ -122,11 +131,11 @@ def _member(
     local_rank: int,
     num_local: int | None,
     node: int | None,
-    meeting: Rendezvous,
+    rendezvous: Rendezvous,
 ) -> Membership:
     if not 0 <= rank < num_ranks:
         raise UserError(f"{launcher} says that this is rank {rank} of {num_ranks}; it should be below {num_ranks}")
-    return Membership(launcher, rank, num_ranks, local_rank, num_local, node, meeting)
+    return Membership(launcher, rank, num_ranks, local_rank, num_local, node, rendezvous)
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
@@ -140,10 +149,10 @@ def _port(environ: Mapping[str, str], seed: str) -> int:
 
 
 def _tasks_per_node(text: str) -> list[int]:
-    """``2(x3),1`` is 2 2 2 1.
+    """Parse the number of tasks per node: ``2(x3),1`` is [2, 2, 2, 1].
 
     Raises:
-        UserError: it is of another form, or of more nodes than a job can have.
+        UserError: the text has another form, or more nodes than a job can have.
     """
     sizes: list[int] = []
     what = "environment variable SLURM_STEP_TASKS_PER_NODE"
@@ -158,11 +167,13 @@ def _tasks_per_node(text: str) -> list[int]:
     return sizes
 
 
-def check_membership(member: Membership, demands: Demands, *, anyhow: bool = False) -> None:
-    """Refuse a job that is not the plan's: another number of ranks, or ranks on other nodes than the plan has them.
+def check_membership(member: Membership, demands: Demands, *, force: bool = False) -> None:
+    """Check that a job has the plan's number of ranks, on the plan's nodes.
 
     Args:
-        anyhow: let ranks be on whatever nodes they are.
+        member: the rank of this process.
+        demands: requirements of the plan.
+        force: accept ranks on other nodes than the plan's.
 
     Raises:
         UserError: naming the difference.
@@ -170,7 +181,7 @@ def check_membership(member: Membership, demands: Demands, *, anyhow: bool = Fal
     if member.num_ranks != demands.num_ranks:
         raise UserError(f"the plan is for {demands.num_ranks} ranks, {member.launcher} started {member.num_ranks}")
     size = demands.devices_per_node
-    if anyhow:
+    if force:
         return
     if member.num_local is not None and member.num_local != size:
         raise UserError(f"the plan has {size} ranks per node, {member.launcher} started {member.num_local} on this one")

@@ -1,6 +1,6 @@
-"""How the launcher and the supervisors of hosts talk: JSON objects, one per line, over any stream of bytes.
+"""The messages between launcher and supervisors: JSON objects, one per line, over any byte stream.
 
-Every line begins with a mark: what shells say on their way in (a greeting in ``.bashrc``, say) is told apart and kept as noise.
+Every line begins with a mark. Lines without it, such as the output of ``.bashrc`` on login, are kept separately as noise.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ Message = dict[str, Any]
 
 
 def write_line(fd: int, message: Message) -> None:
-    """Write one message, waiting while the pipe is full.
+    """Write one message; blocks while the pipe is full.
 
     Raises:
-        BrokenPipeError: nobody reads any more.
+        BrokenPipeError: the reader is gone.
     """
     rest = memoryview(_line(message))
     while rest:
@@ -33,9 +33,9 @@ def _line(message: Message) -> bytes:
 
 
 class LineSender:
-    """Sends messages without ever waiting for the reader, who may be suspended: what the pipe does not take waits here.
+    """Sends messages without blocking on a suspended reader: bytes that the pipe does not take are queued.
 
-    Whoever sends has to call `flush` from time to time. All of it may be called from any thread.
+    The sender has to call :meth:`flush` regularly. All methods may be called from any thread.
     """
 
     def __init__(self, fd: int) -> None:
@@ -46,24 +46,24 @@ class LineSender:
 
     @property
     def num_waiting(self) -> int:
-        """How many bytes the pipe has not taken yet."""
+        """Number of queued bytes."""
         return len(self._waiting)
 
     def send(self, message: Message) -> None:
-        """Send one message behind those that wait.
+        """Send one message after those that are queued.
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the reader is gone.
         """
         with self._lock:
             self._waiting += _line(message)
             self._write()
 
     def beat(self) -> None:
-        """Give a sign of life: a message "alive", unless others wait, which are as good.
+        """Send a heartbeat: a message "alive", unless queued messages already serve as one.
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the reader is gone.
         """
         with self._lock:
             if not self._waiting:
@@ -71,10 +71,10 @@ class LineSender:
             self._write()
 
     def flush(self) -> bool:
-        """Go on with what waits; whether nothing does any more.
+        """Write queued bytes; returns whether none is left.
 
         Raises:
-            BrokenPipeError: nobody reads any more.
+            BrokenPipeError: the reader is gone.
         """
         with self._lock:
             self._write()
@@ -90,7 +90,11 @@ class LineSender:
 
 
 class LineReader:
-    """Messages out of the pieces in which a stream delivers them; ``noise`` holds the last lines that were none."""
+    """Splits a byte stream into messages.
+
+    Attributes:
+        noise: the last lines that were not messages.
+    """
 
     def __init__(self) -> None:
         self._rest = b""

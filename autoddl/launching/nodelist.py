@@ -1,4 +1,4 @@
-"""Slurm's short form of lists of hosts: ``gpu[01-03,7],login`` is gpu01, gpu02, gpu03, gpu7, login."""
+"""Slurm's compact lists of hosts."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ _RANGE = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}})(?:-([0-9]{{1,{MOST_DIGITS}}}))
 
 
 def expand_nodelist(text: str) -> list[str]:
-    """The hosts of a list, in order; leading zeros stay.
+    """The hosts of a list, in order; leading zeros are kept.
+
+    >>> expand_nodelist("gpu[01-03,7],login")
+    ['gpu01', 'gpu02', 'gpu03', 'gpu7', 'login']
 
     Raises:
-        UserError: it is not such a list.
+        UserError: the list is malformed, or names too many hosts.
     """
     hosts: list[str] = []
     at = 0
@@ -33,7 +36,7 @@ def expand_nodelist(text: str) -> list[str]:
 
 
 def _expand(part: str, text: str, most: int) -> list[str]:
-    """The hosts of a part of the list; they are counted before they are made, so that they are at most ``most``."""
+    """The hosts of a part of the list. They are counted before they are created, to keep to ``most``."""
     before, bracket, rest = part.partition("[")
     if not bracket:
         if most < 1:

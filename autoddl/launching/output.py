@@ -1,4 +1,4 @@
-"""What ranks say: in a file per rank as it is, and line by line, with the rank's name before it, wherever the user looks."""
+"""The ranks' output: unchanged in a file per rank, and line by line, prefixed with the rank, on the terminal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ __all__ = ["RankOutput"]
 
 
 class RankOutput:
-    """Takes the ranks' output.
+    """Writes the ranks' output to files and to the terminal.
 
-    A place that cannot be written to (a full disk, a read-only folder, another job's files) is no reason to end a job: from then on
-    nothing is kept.
+    If a file cannot be written (a full disk, a read-only folder, another job's files), the job continues and no more output is kept
+    in files.
 
     Args:
         folder: for the files ``rank<k>.log``.
-        hosts: the name of each rank's host, "" where it need not be said.
-        show: takes a line for the terminal.
-        warn: takes what is to be said when the files cannot be written, once.
+        hosts: the name of each rank's host; "" if it need not be shown.
+        show: prints a line on the terminal.
+        warn: prints a warning, at most once, if the files cannot be written.
     """
 
     def __init__(
@@ -38,12 +38,12 @@ class RankOutput:
         self._is_shown = True
 
     def path(self, rank: int) -> Path | None:
-        """Where the output of a rank is kept, None where it is not."""
+        """The file of a rank's output; None if there is none."""
         path = self._folder / f"rank{rank}.log"
         return path if self._is_kept and path.exists() else None
 
     def write(self, rank: int, text: str) -> None:
-        """Some of a rank's output, as it came."""
+        """Write a piece of a rank's output."""
         if self._is_kept:
             self._keep(rank, text)
         *lines, self._rests[rank] = (self._rests[rank] + text).split("\n")
@@ -67,7 +67,7 @@ class RankOutput:
             self._warn(f"{path} cannot be written ({reason}): the ranks' output is shown, but no longer kept in files")
 
     def finish(self) -> None:
-        """Show what was not ended by a new line."""
+        """Show the last lines that did not end with a line break, and close the files."""
         for rank, rest in self._rests.items():
             if rest:
                 self._rests[rank] = ""
@@ -76,7 +76,7 @@ class RankOutput:
 
     def _close(self) -> None:
         for file in self._files.values():
-            with contextlib.suppress(OSError):  # some file systems say only now that they are full
+            with contextlib.suppress(OSError):  # some file systems report a full disk only now
                 file.close()
         self._files.clear()
 
@@ -87,19 +87,19 @@ class RankOutput:
         try:
             self._show(f"{self._prefixes[rank]} {shown}" if shown else self._prefixes[rank])
         except BaseException:
-            self._is_shown = False  # that ends the job, and must not hinder its end
+            self._is_shown = False  # the error ends the job; showing more would fail again
             raise
 
 
 def _claim(file: IO[bytes]) -> None:
-    """Keep other launches from writing a file as long as it is open.
+    """Lock a file as long as it is open, so that no other launch writes it.
 
     Raises:
-        BlockingIOError: one of them does.
+        BlockingIOError: another launch has locked it.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         raise
-    except OSError:  # some network file systems have no locks
+    except OSError:  # some network file systems do not support locks
         pass

@@ -1,4 +1,4 @@
-"""Running a job to its end: attempt after attempt, as often as the user allows."""
+"""Running a job to its end, with restarts after failures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from autoddl.costmodel.units import format_ranges
 from autoddl.pipelines.runtime.failures import RankError
 
 from .connection import supervisor_command
-from .interrupts import Interrupts
+from .interrupts import InterruptCounter
 from .job import Job
 from .output import RankOutput
 from .session import HostError, run_session
@@ -27,43 +27,46 @@ def run_job(
     first_restart: int = 0,
     on_urgent: Callable[[], None] = lambda: None,
 ) -> None:
-    """Run a job; a rank that fails has the job started anew, up to ``job.max_restarts`` times.
+    """Run a job. If a rank fails, the job is restarted, up to ``job.max_restarts`` times.
 
-    The script finds in ``AUTODDL_RESTART`` how many times that has happened, and goes on from its own last checkpoint
-    (``AUTODDL_CHECKPOINTS``). What a rank refused as the user's fault would be refused again, so that is not tried.
+    ``AUTODDL_RESTART`` passes the number of restarts to the script, which resumes from the latest checkpoint in
+    ``AUTODDL_CHECKPOINTS``. A user's error is not retried: it would occur again.
 
     Args:
-        show: takes lines of ranks for the terminal; ``say`` what the launcher itself has to say.
-        first_restart: how often the job was started before, by somebody else.
-        on_urgent: called when the user asks a second time to end; see `Interrupts`.
+        job: what to run.
+        show: prints a line of a rank's output.
+        say: prints a message of the launcher.
+        first_restart: number of times that another launcher has restarted the job before.
+        on_urgent: called at the user's second request to end; see `InterruptCounter`.
 
     Raises:
-        UserError: a host cannot be reached, or has not what the job needs. RankError: a rank or a host failed once too often.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came.
+        UserError: a host cannot be reached, or does not meet the job's requirements.
+        RankError: a rank or a host failed, and no restart is left.
+        Interrupted: SIGINT, SIGTERM or SIGHUP was received.
     """
     output = RankOutput(job.log_dir, _host_names(job), show, say)
-    with Interrupts(on_urgent) as interrupts:
+    with InterruptCounter(on_urgent) as interrupts:
         for attempt in range(job.max_restarts + 1):
             try:
                 run_session(job, first_restart + attempt, output, interrupts, say)
                 return
             except (RankError, HostError) as error:
-                failure = _of_attempt(job, attempt, error)
+                failure = _reported_error(job, attempt, error)
                 if isinstance(failure, UserError) or attempt == job.max_restarts:
                     raise failure from None
                 say(f"{failure}; starting again ({attempt + 1} of {job.max_restarts})")
 
 
-def _of_attempt(job: Job, attempt: int, error: RankError | HostError) -> RankError | HostError:
-    """The error as it counts: a host that could be reached before has failed since, which is no fault of the user's."""
+def _reported_error(job: Job, attempt: int, error: RankError | HostError) -> RankError | HostError:
+    """The error to report: a host that could be reached before has failed since, which is not a user's error."""
     if attempt > 0 and isinstance(error, HostError):
         return RankError(str(error), job.placements[0].ranks[0], None)
     return error
 
 
 def _host_names(job: Job) -> dict[int, str]:
-    """The host of each rank, as it is shown: nothing where there is only one."""
-    if job.is_here_alone:
+    """The host of each rank, as it is shown; "" if there is only one host."""
+    if job.is_local:
         return {rank: "" for placement in job.placements for rank in placement.ranks}
     own = socket.gethostname()
     return {
@@ -74,12 +77,12 @@ def _host_names(job: Job) -> dict[int, str]:
 
 
 def describe(job: Job) -> str:
-    """What `run_job` would do, as text."""
+    """A description of what :func:`run_job` would do."""
     script = shlex.join([str(job.script), *job.arguments])
     lines = [f"{job.num_ranks} ranks of {script}", f"in {job.directory}"]
     lines += [f"with {name}={shlex.quote(value)}" for name, value in job.rank_variables(0).items()]
     for placement in job.placements:
         ranks = format_ranges(placement.ranks)
-        command = supervisor_command(placement.host, job.python, job.python, job.ssh, job.beats)
+        command = supervisor_command(placement.host, job.python, job.python, job.ssh, job.heartbeat)
         lines += [f"host {placement.host.name}: ranks {ranks}", f"  {shlex.join(command)}"]
     return "\n".join(lines)

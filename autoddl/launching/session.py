@@ -1,9 +1,9 @@
-"""One attempt at a job: hosts reached, checked, ranks started, watched, and ended, however it goes.
+"""One attempt at a job: connects to the hosts, checks them, starts the ranks, watches them, and ends them in any case.
 
 The order of the start is that of `autoddl.pipelines.runtime.launcher`: all ranks start, rank 0 loads OneFlow and listens, then
-the others load it. Several ranks often fail at once, on several hosts, one because of the other: a failure waits a moment for
-its cause, and the most telling one is reported. A host that gives no signs of life is lost, as one that hangs up is. When all
-ranks are done they leave together (`autoddl.pipelines.runtime.parting`).
+the others load it. Often several ranks fail at once, on several hosts, because of a single cause: the report of a failure waits
+a moment, and the most informative failure is reported. A host without heartbeats counts as lost, like one that closes its
+connection. When all ranks are done they leave together (`autoddl.pipelines.runtime.parting`).
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from collections.abc import Callable
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.failures import FailureKind, RankError, RankFailure, RankUserError, positions_text
 
-from .beats import Heart
 from .connection import Connection, supervisor_command
-from .demands import Difference, differences
+from .demands import UnmetDemand, differences
 from .facts import HostFacts, gather_facts
+from .heartbeat import HeartbeatThread
 from .hosts import Placement
-from .interrupts import Interrupted, Interrupts
+from .interrupts import InterruptCounter, Interrupted
 from .job import Job, Rendezvous
 from .lines import Message
 from .output import RankOutput
@@ -31,13 +31,13 @@ from .output import RankOutput
 __all__ = ["HostError", "run_session"]
 
 _TICK_SECONDS = 0.1
-_MOST_TICK_SECONDS = 1.0  # a longer pause was this process's own, and no silence of the others
-_SETTLE_SECONDS = 1.0  # how long a failure waits for the one that caused it
+_MOST_TICK_SECONDS = 1.0  # a longer pause was this process's own, and does not count as silence of the hosts
+_SETTLE_SECONDS = 1.0  # how long the report of a failure waits for the failure that caused it
 _CONNECT_SECONDS = 45.0
 _WHERE_SECONDS = 5.0
 _PART_SECONDS = 5.0  # how long ranks that are done may take to stop using their network
-_END_SECONDS = 8.0  # how long supervisors may take to end their ranks before they are hung up on
-_HANG_UP_SECONDS = 3.0  # how long supervisors that were hung up on may take to end
+_END_SECONDS = 8.0  # how long supervisors may take to end their ranks before their connections are closed
+_HANG_UP_SECONDS = 3.0  # how long supervisors may take to exit after that
 _URGENT_END_SECONDS, _URGENT_HANG_UP_SECONDS = 2.0, 0.2
 
 Say = Callable[[str], None]
@@ -47,13 +47,13 @@ class HostError(UserError):
     """A host cannot be reached."""
 
 
-def run_session(job: Job, restart: int, output: RankOutput, interrupts: Interrupts, say: Say) -> None:
-    """Run the job to its end; returns when all ranks have finished, and in any case leaves no process behind.
+def run_session(job: Job, restart: int, output: RankOutput, interrupts: InterruptCounter, say: Say) -> None:
+    """Run the job to its end. No process is left behind, however it ends.
 
     Raises:
-        UserError: a host cannot be reached (`HostError`), or has not what the job needs.
-        RankError: a rank failed (`RankUserError` where it refused what the user gave).
-        Interrupted: the launcher was asked to end.
+        UserError: a host cannot be reached (`HostError`), or does not meet the job's requirements.
+        RankError: a rank failed (`RankUserError` if it reported a user's error).
+        Interrupted: the launcher was ended by a signal.
     """
     session = _Session(job, restart, output, interrupts, say)
     try:
@@ -66,7 +66,7 @@ def run_session(job: Job, restart: int, output: RankOutput, interrupts: Interrup
 
 
 class _Session:
-    def __init__(self, job: Job, restart: int, output: RankOutput, interrupts: Interrupts, say: Say) -> None:
+    def __init__(self, job: Job, restart: int, output: RankOutput, interrupts: InterruptCounter, say: Say) -> None:
         self._job, self._restart, self._output, self._interrupts, self._say = job, restart, output, interrupts, say
         self._hosts: list[tuple[Placement, Connection]] = []
         self._selector = selectors.DefaultSelector()
@@ -81,22 +81,22 @@ class _Session:
         self._ended: set[str] = set()
         self._lost: dict[str, str] = {}
         self._pumped: float | None = None
-        # Whoever reads our output may make us wait: the supervisors are told all the same that we live.
-        self._heart = Heart(job.beats, self._beat)
+        # The launcher may be blocked by its own output: a thread sends the heartbeats.
+        self._heartbeat = HeartbeatThread(job.heartbeat, self._beat)
         self._ranks = {rank for placement in job.placements for rank in placement.ranks}
 
     # ---- Starting ---------------------------------------------------------------------------------------------------
 
     def connect(self) -> None:
-        """Reach all hosts and let them look around."""
+        """Connect to all hosts and let them gather their facts."""
         job = self._job
         for placement in job.placements:
             host = placement.host
-            connection = Connection(host, supervisor_command(host, job.python, sys.executable, job.ssh, job.beats))
+            connection = Connection(host, supervisor_command(host, job.python, sys.executable, job.ssh, job.heartbeat))
             self._hosts.append((placement, connection))
             self._selector.register(connection, selectors.EVENT_READ, (placement, connection))
             connection.send("look", directory=str(job.directory), files=[str(job.plan), str(job.script)])
-        self._heart.start()
+        self._heartbeat.start()
         deadline = time.monotonic() + _CONNECT_SECONDS
         while len(self._facts) < len(self._hosts):
             self._pump()
@@ -112,7 +112,7 @@ class _Session:
                 raise HostError(f"host {silent[0]} cannot be used: it has not answered within {_CONNECT_SECONDS:g} s")
 
     def check(self) -> None:
-        """Refuse hosts that have not what the job needs."""
+        """Check that all hosts meet the job's requirements."""
         job = self._job
         own = gather_facts(str(job.directory), [str(job.plan), str(job.script)])
         facts = [self._facts[placement.host.name] for placement in job.placements]
@@ -121,22 +121,22 @@ class _Session:
             if not (job.forced and difference.can_be_forced):
                 raise UserError(_refusal(difference, found))
         for difference in found:
-            self._say(f"{difference.text}; going on all the same")
+            self._say(f"{difference.text}; continuing anyway")
 
     def start(self) -> None:
         """Start all ranks and wait until they have joined."""
         job = self._job
-        meeting = job.rendezvous or self._rendezvous()
+        rendezvous = job.rendezvous or self._make_rendezvous()
         for rank in self._ranks:
-            self._output.write(rank, "")  # errors refer to these files, whether or not a rank says anything
+            self._output.write(rank, "")  # errors refer to these files, even if a rank prints nothing
         for placement, connection in self._hosts:
             connection.send(
                 "start",
                 ranks=list(placement.ranks),
                 local_ranks=[job.local_rank(placement, rank) for rank in placement.ranks],
                 num_ranks=job.num_ranks,
-                address=meeting.address,
-                port=meeting.port,
+                address=rendezvous.address,
+                port=rendezvous.port,
                 directory=str(job.directory),
                 environment={**_host_variables(job, placement), **job.rank_variables(self._restart)},
                 stall_timeout_s=job.stall_timeout_s,
@@ -144,101 +144,106 @@ class _Session:
             )
         deadline, within = time.monotonic() + job.start_timeout_s, f"within {job.start_timeout_s:g} s"
         if job.with_oneflow and job.num_ranks > 1:
-            self._until(
-                lambda: self._is_listening or self._can_reach(meeting), deadline, f"rank 0 does not listen {within}"
+            self._wait_until(
+                lambda: self._is_listening or self._can_reach(rendezvous),
+                deadline,
+                f"rank 0 does not listen {within}",
             )
         self._send_all("load")
-        self._until(lambda: self._ready >= self._ranks, deadline, f"not all ranks have joined {within}")
+        self._wait_until(lambda: self._ready >= self._ranks, deadline, f"not all ranks have joined {within}")
 
-    def _rendezvous(self) -> Rendezvous:
-        """Where rank 0 will listen: at a port that its host has reserved, at the address at which it was reached."""
+    def _make_rendezvous(self) -> Rendezvous:
+        """Let rank 0's host reserve a port, at the address at which that host was reached."""
         job, (placement, connection) = self._job, self._hosts[0]
-        connection.send("reserve", address="127.0.0.1" if job.is_here_alone else "")
-        self._until(lambda: self._port is not None, time.monotonic() + _CONNECT_SECONDS, "no port could be reserved")
+        connection.send("reserve", address="127.0.0.1" if job.is_local else "")
+        self._wait_until(
+            lambda: self._port is not None, time.monotonic() + _CONNECT_SECONDS, "no port could be reserved"
+        )
         assert self._port is not None
         address = job.master_address
         if address is None:
             found = self._facts[placement.host.name].address
             usable = found and ":" not in found and not (found.startswith("127.") and len(self._hosts) > 1)
-            address = "127.0.0.1" if job.is_here_alone else found if usable else placement.host.address
+            address = "127.0.0.1" if job.is_local else found if usable else placement.host.address
             if len(self._hosts) > 1 and placement.host.is_local:
-                raise UserError("the other hosts do not know where localhost is: give --master-address")
+                raise UserError("the other hosts do not know where localhost is: give master_address=ADDRESS")
         return Rendezvous(address, self._port)
 
-    def _can_reach(self, meeting: Rendezvous) -> bool:
-        """For ranks whose first one is somebody else's: whether it listens."""
+    def _can_reach(self, rendezvous: Rendezvous) -> bool:
+        """For a launcher that joins a job: whether rank 0 listens."""
         if self._job.rendezvous is None:
             return False
         if 0 in self._ranks:
-            return True  # and the others of this host find it when they look
-        with contextlib.suppress(OSError), socket.create_connection((meeting.address, meeting.port), timeout=0.5):
+            return True  # the other ranks of this host look for it themselves
+        address = (rendezvous.address, rendezvous.port)
+        with contextlib.suppress(OSError), socket.create_connection(address, timeout=0.5):
             return True
         return False
 
     # ---- Watching ---------------------------------------------------------------------------------------------------
 
     def watch(self) -> None:
-        """Let the script run until all ranks are done."""
+        """Run the script until all ranks are done."""
         job = self._job
         self._send_all(
             "run", script=str(job.script), arguments=list(job.arguments), together=job.rendezvous is not None
         )
-        self._until(lambda: self._done >= self._ranks, None, "")
+        self._wait_until(lambda: self._done >= self._ranks, None, "")
 
-    def _until(self, condition: Callable[[], bool], deadline: float | None, what: str) -> None:
-        """Watch until the condition holds; raises when a rank fails, the user interrupts, or the time is up."""
+    def _wait_until(self, condition: Callable[[], bool], deadline: float | None, what: str) -> None:
+        """Process messages until the condition holds; raises if a rank fails, the user interrupts, or the deadline passes."""
         while not condition():
             self._pump()
             if self._interrupts.number:
                 self._interrupt()
             if self._failures:
-                raise self._verdict()
+                raise self._failure_error()
             if deadline is not None and time.monotonic() > deadline:
                 missing = min(self._ranks - self._ready, default=0)
                 late = RankFailure(missing, FailureKind.TIMEOUT, f"is late: {what}")
                 self._failures.append(late)
-                raise self._verdict()
+                raise self._failure_error()
 
     def _pump(self) -> None:
-        """Wait a tick, or for something to come from the hosts, and note it."""
+        """Wait at most a tick for messages from the hosts, and process them."""
         for key, _ in self._selector.select(_TICK_SECONDS):
             placement, connection = key.data
             for message in connection.read():
-                self._note(placement.host.name, message)
+                self._process(placement.host.name, message)
             if not connection.is_open:
                 self._selector.unregister(connection)
                 if placement.host.name not in self._ended:
-                    self._note_loss(placement, connection.fault())
-        self._listen_for_silence()
+                    self._record_loss(placement, connection.fault())
+        self._check_silence()
 
-    def _listen_for_silence(self) -> None:
-        """Give up the hosts that have not been heard of for too long, all that has come having been read."""
+    def _check_silence(self) -> None:
+        """Give up the hosts that have been silent for too long, after all their messages have been read."""
         now = time.monotonic()
         passed = 0.0 if self._pumped is None else min(now - self._pumped, _MOST_TICK_SECONDS)
         self._pumped = now
         for placement, connection in self._hosts:
             if not connection.is_open:
                 continue
-            connection.listened(passed)
-            # Before it has said anything the time to connect is the limit.
-            silence = connection.silence(self._job.beats) if placement.host.name in self._facts else ""
+            connection.add_silence(passed)
+            # Until its first message, a host is limited by the time to connect.
+            silence = connection.silence_fault(self._job.heartbeat) if placement.host.name in self._facts else ""
             if silence:
                 self._selector.unregister(connection)
                 connection.abandon()
-                self._note_loss(placement, f"host {self._name(placement.host.name)} {silence}")
+                self._record_loss(placement, f"host {self._name(placement.host.name)} {silence}")
 
-    def _note_loss(self, placement: Placement, fault: str) -> None:
+    def _record_loss(self, placement: Placement, fault: str) -> None:
         self._lost[placement.host.name] = fault
         if self._facts and not self._done >= set(placement.ranks):
             text = f"was lost with its host: {fault}"
             self._failures.append(RankFailure(placement.ranks[0], FailureKind.KILLED, text))
 
     def _beat(self) -> None:
-        """Tell the supervisors that we live."""
+        """Send a heartbeat to all supervisors."""
         for _, connection in self._hosts:
             connection.beat()
 
-    def _note(self, host: str, message: Message) -> None:
+    def _process(self, host: str, message: Message) -> None:
         kind = message["kind"]
         if kind == "output":
             self._output.write(message["rank"], message["text"])
@@ -269,11 +274,11 @@ class _Session:
 
     # ---- Failures and the end ---------------------------------------------------------------------------------------
 
-    def _verdict(self) -> RankError:
-        """The error that tells most, once those that belong together have come.
+    def _failure_error(self) -> RankError:
+        """The most informative error, after related failures have arrived.
 
         Raises:
-            Interrupted: it was not the ranks' fault.
+            Interrupted: the user interrupted meanwhile.
         """
         self._pump_for(_SETTLE_SECONDS, lambda: bool(self._interrupts.number))
         if self._interrupts.number:
@@ -291,7 +296,7 @@ class _Session:
         if failure.kind is FailureKind.WAITED:
             notes = f" (more than {self._job.stall_timeout_s:g} s){notes}"
         host = next(placement.host for placement in self._job.placements if failure.rank in placement.ranks)
-        where = "" if self._job.is_here_alone else f" on {self._name(host.name)}"
+        where = "" if self._job.is_local else f" on {self._name(host.name)}"
         log = self._output.path(failure.rank)
         said = "" if failure.kind is FailureKind.STOPPED else notes
         kept = "" if log is None else f" (its output: {log})"
@@ -302,7 +307,7 @@ class _Session:
         return self._facts[host].name if self._job.rendezvous is not None else host
 
     def _interrupt(self) -> None:
-        """Pass the signal on, give the ranks some time to end, and raise."""
+        """Forward the signal, give the ranks some time to end, and raise."""
         number = self._interrupts.number
         self._send_all("signal", number=int(number))
         self._pump_for(self._job.grace_s, lambda: self._interrupts.is_urgent or self._settled() >= self._ranks)
@@ -317,15 +322,15 @@ class _Session:
             self._pump()
 
     def close(self) -> None:
-        """End all ranks and hang up."""
+        """End all ranks and close the connections."""
         is_urgent = self._interrupts.is_urgent
         try:
             if self._facts:
                 self._leave()
         finally:
-            self._heart.stop()
+            self._heartbeat.stop()
             for _, connection in self._hosts:
-                connection.hang_up()  # all of them, before the end of any is waited for
+                connection.hang_up()  # all of them, before waiting for any
             is_urgent |= self._interrupts.is_urgent
             deadline = time.monotonic() + (_URGENT_HANG_UP_SECONDS if is_urgent else _HANG_UP_SECONDS)
             for _, connection in self._hosts:
@@ -334,7 +339,7 @@ class _Session:
             self._output.finish()
 
     def _leave(self) -> None:
-        """Let ranks that are done leave, together; end others."""
+        """Let ranks that are done leave together; end the others."""
         every = {placement.host.name for placement in self._job.placements}
         is_done = self._done >= self._ranks and not self._lost
         if is_done:
@@ -355,10 +360,10 @@ class _Session:
 
 
 def _host_variables(job: Job, placement: Placement) -> dict[str, str]:
-    """How many ranks the host has; a launcher that joins with one of them does not know."""
+    """The number of ranks of the host; unknown to a launcher that joins a job as one of them."""
     return {} if job.rendezvous is not None else {"LOCAL_WORLD_SIZE": str(len(placement.ranks))}
 
 
-def _refusal(first: Difference, found: list[Difference]) -> str:
+def _refusal(first: UnmetDemand, found: list[UnmetDemand]) -> str:
     more = len(found) - 1
     return f"{first.text} (and {more} more difference{'s' if more > 1 else ''})" if more else first.text

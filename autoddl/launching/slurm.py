@@ -1,8 +1,8 @@
 """Slurm: a batch script for a plan, its submission, and the step that it runs.
 
-The batch script holds what the job asks of the cluster and one command, ``autoddl launch`` again: inside the allocation that
-starts a step with ``srun``, each task of which joins as one rank (:mod:`.joining`), and watches the step. Slurm ends all tasks
-when one fails.
+The batch script holds the job's resource requests and one command, ``autoddl launch``. Inside the allocation this command
+starts a step with ``srun``, each task of which joins as one rank (:mod:`.joining`), and watches the step. Slurm ends all
+tasks when one fails.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.writing import write_atomically
 
-from .interrupts import Interrupted, Interrupts
+from .interrupts import InterruptCounter, Interrupted
 from .job import Job
 
 __all__ = ["batch_script", "in_allocation", "launch_command", "run_steps", "step_command", "submit"]
@@ -27,17 +27,17 @@ __all__ = ["batch_script", "in_allocation", "launch_command", "run_steps", "step
 _START = "import sys; sys.path[:] = [p for p in sys.path if p]; from autoddl.__main__ import main; sys.exit(main())"
 _REFUSED = 2
 _TICK_SECONDS = 0.1
-_SUBMIT_SECONDS = 120.0  # sbatch itself tries for some time where the controller does not answer
-_STEP_END_SECONDS = 30.0  # how long Slurm may take to end a step, beside the ranks' own time
+_SUBMIT_SECONDS = 120.0  # sbatch itself retries for some time if the controller does not answer
+_STEP_END_SECONDS = 30.0  # how long Slurm may take to end a step, in addition to the ranks' own time
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Whether this process is in an allocation of Slurm's, in its batch script or in a shell."""
+    """Whether this process is in a Slurm allocation: in its batch script or in a shell."""
     return "SLURM_JOB_ID" in environ
 
 
 def launch_command(job: Job, *, max_restarts: int) -> list[str]:
-    """The command line that launches this job from wherever it is started: inside an allocation, or as a rank."""
+    """The command line that launches this job, inside an allocation or as a rank of a step."""
     options = {
         "--chdir": job.directory,
         "--log-dir": job.log_dir,
@@ -46,7 +46,7 @@ def launch_command(job: Job, *, max_restarts: int) -> list[str]:
         "--stall-timeout": f"{job.stall_timeout_s:g}",
         "--start-timeout": f"{job.start_timeout_s:g}",
         "--grace": f"{job.grace_s:g}",
-        "--host-timeout": f"{job.beats.host_timeout_s:g}",
+        "--host-timeout": f"{job.heartbeat.host_timeout_s:g}",
         "--max-restarts": max_restarts,
     }
     words = [f"{name}={value}" for name, value in options.items() if value is not None]
@@ -57,10 +57,14 @@ def launch_command(job: Job, *, max_restarts: int) -> list[str]:
 
 
 def batch_script(job: Job, options: Sequence[str]) -> str:
-    """The script for ``sbatch``; ``options`` are further ones of sbatch's, as ``--partition=gpu``.
+    """The script for ``sbatch``.
+
+    Args:
+        job: what to run.
+        options: additional options of sbatch, such as ``--partition=gpu``.
 
     Raises:
-        UserError: an option is none, or holds a line break, which would end its line in the script.
+        UserError: an option does not begin with a dash, or contains a line break, which would end its line in the script.
     """
     demands = job.demands
     asked = [
@@ -77,31 +81,31 @@ def batch_script(job: Job, options: Sequence[str]) -> str:
             )
     for option in [*asked, *options]:
         if len(option.splitlines()) > 1:
-            raise UserError(f"sbatch option {option!r} holds a line break")
+            raise UserError(f"sbatch option {option!r} contains a line break")
     lines = ["#!/bin/bash", *(f"#SBATCH {_quoted(option)}" for option in [*asked, *options])]
-    lines.append("# Slurm opens its output file before anything here runs, so the folder has to be there:")
+    lines.append("# Slurm opens its output file before this script runs, so the folder must exist:")
     lines.append(f"# mkdir -p {shlex.quote(str(job.log_dir))}")
     command = shlex.join(launch_command(job, max_restarts=job.max_restarts))
     return "\n".join([*lines, "", f"exec {command}", ""])
 
 
 def _quoted(option: str) -> str:
-    """An option in a line of #SBATCH, where quotes work as in a shell; plain where nothing needs them."""
+    """An option for a line of #SBATCH, where quotes work as in a shell; without quotes if it needs none."""
     name, equals, value = option.partition("=")
     return f"{name}={shlex.quote(value)}" if equals else option
 
 
 def submit(job: Job, script: str) -> tuple[str, Path]:
-    """Give a batch script to ``sbatch``; the job's number, and where the script was kept.
+    """Submit a batch script with ``sbatch``; returns the job's number and the path of the script.
 
     Raises:
-        UserError: there is no sbatch, or it refuses.
+        UserError: sbatch is not installed, or refuses the script.
     """
     path = job.log_dir / "launch.sbatch"
     try:
         job.log_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"{path}: cannot be written ({error.strerror}); give another folder with --log-dir") from None
+        raise UserError(f"{path}: cannot be written ({error.strerror}); give another log_dir=FOLDER") from None
     write_atomically(path, script)
     try:
         command = ["sbatch", "--parsable", str(path)]
@@ -117,7 +121,7 @@ def submit(job: Job, script: str) -> tuple[str, Path]:
 
 
 def step_command(job: Job) -> list[str]:
-    """The step of an allocation: ranks in the plan's order, node by node, each of them joining."""
+    """The command of the step: ranks in the plan's order, node by node, each of them joining."""
     demands = job.demands
     return [
         "srun",
@@ -134,12 +138,13 @@ def step_command(job: Job) -> list[str]:
 
 
 def run_steps(job: Job, say: Callable[[str], None]) -> int:
-    """Run the job as a step of this allocation, again after a failure as often as the user allows; the exit code.
+    """Run the job as a step of this allocation, with restarts after failures; returns the exit code.
 
     Raises:
-        UserError: there is no srun. Interrupted: SIGINT, SIGTERM or SIGHUP came.
+        UserError: srun is not installed.
+        Interrupted: SIGINT, SIGTERM or SIGHUP was received.
     """
-    with Interrupts() as interrupts:
+    with InterruptCounter() as interrupts:
         for attempt in range(job.max_restarts + 1):
             environment = {**os.environ, "AUTODDL_RESTART": str(attempt)}
             code = _run_step(step_command(job), environment, interrupts, job.grace_s + _STEP_END_SECONDS)
@@ -151,18 +156,20 @@ def run_steps(job: Job, say: Callable[[str], None]) -> int:
     raise AssertionError("the last attempt returns")
 
 
-def _run_step(command: Sequence[str], environment: Mapping[str, str], interrupts: Interrupts, patience_s: float) -> int:
+def _run_step(
+    command: Sequence[str], environment: Mapping[str, str], interrupts: InterruptCounter, patience_s: float
+) -> int:
     """Run one step; after an interrupt it may take ``patience_s`` to end."""
     try:
         step = subprocess.Popen(command, env=environment, start_new_session=True)
     except FileNotFoundError:
-        raise UserError("this is an allocation of Slurm's (SLURM_JOB_ID is set), but there is no srun here") from None
-    told, deadline = 0, float("inf")
+        raise UserError("this is a Slurm allocation (SLURM_JOB_ID is set), but there is no srun here") from None
+    forwarded, deadline = 0, float("inf")
     while step.poll() is None:
-        if interrupts.count > told:
-            told = interrupts.count
+        if interrupts.count > forwarded:
+            forwarded = interrupts.count
             deadline = time.monotonic() + patience_s
-            step.send_signal(signal.SIGTERM if told == 1 else signal.SIGKILL)
+            step.send_signal(signal.SIGTERM if forwarded == 1 else signal.SIGKILL)
         elif time.monotonic() > deadline:
             step.kill()
         time.sleep(_TICK_SECONDS)

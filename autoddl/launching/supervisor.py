@@ -1,12 +1,12 @@
-"""What runs on each host of a job: it starts the host's ranks, watches them, tells the launcher, and ends them.
+"""The supervisor of a host: starts the host's ranks, watches them, reports to the launcher, and ends them.
 
-It is started once per host (over ssh, or directly on the launching machine) and talks over its standard input and output
+It is started once per host (over ssh, or directly on the launching machine) and communicates over its standard input and output
 (:mod:`.lines`):
 
     launcher                                        supervisor
     look {directory, files}                         facts {...}
     reserve {address}                               reserved {port}
-    start {ranks: environments, ...}                listening {} once rank 0 does, where that is here
+    start {ranks: environments, ...}                listening {} once rank 0 does, if it is on this host
     load {}                                         ready {rank}
     run {script, arguments}                         output {rank, text} ..., done {rank} or failed {rank, kind, text, refused}
     alive {} (regularly)                            alive {} (regularly)
@@ -14,12 +14,12 @@ It is started once per host (over ssh, or directly on the launching machine) and
     part {} (ranks are idle)                        parted {rank}
     exit {} or kill {}                              ended {}
 
-**Ending.** When the launcher goes away, or nothing has been heard of it for some time (`Beats.launcher_timeout_s`: the network may
-be gone, of which sshd knows nothing), or a remote supervisor is asked to end by a signal, it kills all ranks and what they started.
-Should it be killed or suspended itself, the ranks' keepers notice (`autoddl.pipelines.runtime.keeper`). On the launching machine
-signals are the launcher's to act on: Slurm sends them to every process of a step.
+**Ending.** The supervisor kills all ranks and their descendants if the launcher closes the connection, if the launcher has been
+silent for `HeartbeatTimes.launcher_timeout_s` (the network may be down without sshd noticing), or if a remote supervisor receives
+a signal. If the supervisor itself is killed or suspended, the ranks' keepers notice (`autoddl.pipelines.runtime.keeper`). On the
+launching machine only the launcher acts on signals: Slurm sends them to every process of a step.
 
-**Disks.** It writes no files. What ranks say waits in memory until the launcher has it.
+**Disks.** It writes no files. The ranks' output is kept in memory until the launcher has it.
 """
 
 from __future__ import annotations
@@ -50,41 +50,42 @@ from autoddl.pipelines.runtime.processes import (
 )
 from autoddl.pipelines.runtime.rank import write_job
 
-from .beats import DEFAULT_HOST_TIMEOUT_S, Beats, Heart
 from .facts import gather_facts
+from .heartbeat import DEFAULT_HOST_TIMEOUT_S, HeartbeatThread, HeartbeatTimes
 from .lines import LineReader, LineSender, Message
 
 __all__ = ["main"]
 
 _TICK_SECONDS = 0.05
 _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
-_KILL_SECONDS = 5.0  # how long killed processes may take to end
+_KILL_SECONDS = 5.0  # how long killed processes may take to exit
 _OUTPUT_BYTES = 1 << 18  # at a time
-_MOST_UNSENT_BYTES = 1 << 20  # output waits for a launcher that has not taken so much yet
+_MOST_UNSENT_BYTES = 1 << 20  # no more output is sent while this much is queued
 _MOST_UNREAD_BYTES = 1 << 28  # of a rank's output, which is in memory
-_KEPT_BYTES = 1 << 20  # of what has been sent: the end of the log tells why a rank died, and where it stands
+_KEPT_BYTES = 1 << 20  # of the output already sent: the end of the log shows why a rank died, and where it is
 assert _KEPT_BYTES > LOG_TAIL_BYTES
 
 
 def main(*, is_remote: bool, host_timeout_s: float = DEFAULT_HOST_TIMEOUT_S) -> None:
-    """Be a supervisor on standard input and output; does not return.
+    """Run a supervisor on standard input and output; does not return.
 
     Args:
-        host_timeout_s: after which silence the launcher gives us up (`Beats`).
+        is_remote: whether it was started over ssh.
+        host_timeout_s: silence after which the launcher gives this host up (`HeartbeatTimes`).
     """
-    beats = Beats(host_timeout_s)
-    become_subreaper()  # should a keeper be killed
+    heartbeat = HeartbeatTimes(host_timeout_s)
+    become_subreaper()  # adopts ranks whose keeper is killed
     commands_fd, events_fd = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)  # neither ranks nor libraries may touch the conversation
+    os.dup2(null, 0)  # neither ranks nor libraries may touch the messages
     os.dup2(2, 1)
     os.close(null)
-    supervisor = _Supervisor(events_fd, beats)
+    supervisor = _Supervisor(events_fd, heartbeat)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, _abandoning(supervisor) if is_remote else _passing)
-    patience_s = beats.launcher_timeout_s
+        signal.signal(number, _abandoning(supervisor) if is_remote else _do_nothing)
+    patience_s = heartbeat.launcher_timeout_s
     threading.Thread(target=_listen, args=(commands_fd, supervisor, patience_s), daemon=True).start()
-    Heart(beats, supervisor.beat).start()
+    HeartbeatThread(heartbeat, supervisor.beat).start()
     status = 1
     try:
         supervisor.serve()
@@ -100,30 +101,30 @@ def _abandoning(supervisor: _Supervisor) -> Callable[[int, Any], None]:
     return lambda number, frame: supervisor.abandon(f"ended by {signal.Signals(number).name}")
 
 
-def _passing(number: int, frame: Any) -> None:
-    """Let a signal pass. (To ignore it would make the ranks ignore it too.)"""
+def _do_nothing(number: int, frame: Any) -> None:
+    """A signal handler without effect. (SIG_IGN would be inherited by the ranks.)"""
 
 
 def _listen(fd: int, supervisor: _Supervisor, silence_s: float) -> None:
-    """Pass on what the launcher says; when it is gone or silent, end everything at once, whatever the main thread waits for."""
+    """Queue the launcher's commands. If it closes the connection or is silent, end everything, whatever the main thread does."""
     reader = LineReader()
     while True:
         heard, _, _ = select.select([fd], [], [], silence_s)
         if not heard:
-            supervisor.abandon(f"the launcher has not been heard of for {silence_s:g} s")
+            supervisor.abandon(f"the launcher has not responded for {silence_s:g} s")
         piece = os.read(fd, 1 << 16)
         if not piece:
-            supervisor.abandon("the launcher has hung up")
+            supervisor.abandon("the launcher has closed the connection")
         for message in reader.feed(piece):
             supervisor.commands.put(message)
 
 
 class _Supervisor:
-    def __init__(self, events_fd: int, beats: Beats) -> None:
+    def __init__(self, events_fd: int, heartbeat: HeartbeatTimes) -> None:
         self.commands: queue.Queue[Message] = queue.Queue()
         self._events_fd = events_fd
         self._sender = LineSender(events_fd)
-        self._ranks = LocalRanks(beats.launcher_timeout_s)
+        self._ranks = LocalRanks(heartbeat.launcher_timeout_s)
         self._logs: dict[int, _LogTail] = {}
         self._jobs: list[MemoryFile] = []
         self._is_abandoned = False
@@ -131,34 +132,34 @@ class _Supervisor:
         self._holder: socket.socket | None = None
         self._awaited_port: int | None = None
 
-    # ---- The conversation -------------------------------------------------------------------------------------------
+    # ---- Messages ---------------------------------------------------------------------------------------------------
 
     def serve(self) -> None:
-        """Do what the launcher asks for until it says that this is all."""
+        """Execute the launcher's commands until the last one."""
         while True:
             with contextlib.suppress(queue.Empty):
                 while message := self.commands.get(timeout=_TICK_SECONDS):
                     if getattr(self, f"_do_{message.pop('do')}")(**message):
                         return
-            self._look()
+            self._watch()
 
-    def _tell(self, kind: str, **values: Any) -> None:
-        if not self._is_abandoned:  # the ends of ranks are our own doing then
+    def _send(self, kind: str, **values: Any) -> None:
+        if not self._is_abandoned:  # ranks then end because this process ends them
             self._sender.send({"kind": kind, **values})
 
     def beat(self) -> None:
-        """Tell the launcher that this process runs; from a thread of its own."""
+        """Send a heartbeat to the launcher; called by a thread of its own."""
         self._sender.beat()
 
     def _do_alive(self, **_: Any) -> None:
-        """Having been said is all."""
+        """A heartbeat needs no answer."""
 
     def _do_look(self, directory: str, files: list[str]) -> None:
-        self._tell("facts", facts=gather_facts(directory, files).document())
+        self._send("facts", facts=gather_facts(directory, files).document())
 
     def _do_reserve(self, address: str) -> None:
         self._holder = reserve_port(address)
-        self._tell("reserved", port=self._holder.getsockname()[1])
+        self._send("reserved", port=self._holder.getsockname()[1])
 
     def _do_start(
         self,
@@ -209,7 +210,7 @@ class _Supervisor:
     def _do_where(self) -> None:
         suspended = self._ranks.suspended()
         positions = self._ranks.positions() if suspended is None else {}
-        self._tell(
+        self._send(
             "positions",
             suspended=None if suspended is None else suspended.rank,
             positions=[[rank, position] for rank, position in positions.items()],
@@ -224,32 +225,32 @@ class _Supervisor:
 
     def _do_kill(self) -> bool:
         self._ranks.end()
-        self._tell_output(final=True)
-        self._tell("ended")
-        while not self._sender.flush():  # a launcher that does not read for too long is noticed by `_listen`
+        self._send_output(final=True)
+        self._send("ended")
+        while not self._sender.flush():  # `_listen` ends this if the launcher does not read for too long
             select.select([], [self._events_fd], [], _TICK_SECONDS)
         return True
 
     # ---- Watching ---------------------------------------------------------------------------------------------------
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         self._sender.flush()
-        messages, failures = self._ranks.look(0)
+        messages, failures = self._ranks.poll(0)
         if self._awaited_port is not None and is_listening(self._ranks.of(0).pid, self._awaited_port):
             self._awaited_port = None
-            self._tell("listening")
+            self._send("listening")
             if self._holder is not None:
                 self._holder.close()
-        self._tell_output()
+        self._send_output()
         for rank, kind, _ in messages:
-            self._tell(kind, rank=rank)
+            self._send(kind, rank=rank)
         for failure in failures:
             if failure.rank not in self._failed:
                 self._failed.add(failure.rank)
-                self._tell_failure(failure)
+                self._send_failure(failure)
 
-    def _tell_failure(self, failure: RankFailure) -> None:
-        self._tell(
+    def _send_failure(self, failure: RankFailure) -> None:
+        self._send(
             "failed",
             rank=failure.rank,
             failure=int(failure.kind),
@@ -258,20 +259,20 @@ class _Supervisor:
             position=failure.position,
         )
 
-    def _tell_output(self, final: bool = False) -> None:
-        """Pass on what ranks wrote: a piece of each, for other things have to be seen to as well; at the end all of it."""
+    def _send_output(self, final: bool = False) -> None:
+        """Send the ranks' output: one piece of each, so that other work is not delayed; at the end all of it."""
         if not final and self._sender.num_waiting > _MOST_UNSENT_BYTES:
             return
         for rank, log in self._logs.items():
             while text := log.read(final):
-                self._tell("output", rank=rank, text=text)
+                self._send("output", rank=rank, text=text)
                 if not final:
                     break
 
     # ---- Ending -----------------------------------------------------------------------------------------------------
 
     def abandon(self, why: str) -> None:
-        """End the ranks and this process at once; from any thread, at any moment."""
+        """End the ranks and this process at once; may be called from any thread."""
         self._is_abandoned = True
         with contextlib.suppress(OSError):
             sys.stderr.write(f"{why}\n")
@@ -280,13 +281,13 @@ class _Supervisor:
         os._exit(1)
 
     def clean(self) -> None:
-        """Leave nothing behind."""
+        """End all ranks and all other descendants."""
         self._ranks.kill()
         end_descendants([os.getpid()], _KILL_SECONDS)
 
 
 class _LogTail:
-    """What a rank has said since it was last looked at, as text; it is kept in memory until then, and the end of it afterwards."""
+    """A rank's output, in memory: what has not been read, and the end of what has."""
 
     def __init__(self) -> None:
         self._file = MemoryFile()
@@ -295,16 +296,16 @@ class _LogTail:
 
     @property
     def path(self) -> Path:
-        """Where the rank writes."""
+        """The file that the rank writes to."""
         return self._file.path
 
     def read(self, final: bool) -> str:
-        """The next piece; "" where there is none yet, or (``final``) none any more."""
+        """The next piece; "" if there is none yet or, with ``final``, no more."""
         too_many = os.fstat(self._file.fd).st_size - self._offset - _MOST_UNREAD_BYTES
         notice = ""
         if too_many > 0:
             self._offset += too_many
-            notice = f"\n[autoddl: {too_many} bytes are left out, which nobody read in time]\n"
+            notice = f"\n[autoddl: {too_many} bytes of output are omitted: they were not read in time]\n"
         piece = os.pread(self._file.fd, _OUTPUT_BYTES, self._offset)
         self._offset += len(piece)
         self._file.forget(self._offset - _KEPT_BYTES)

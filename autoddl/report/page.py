@@ -18,7 +18,7 @@ from .sections import Section
 
 __all__ = ["report_page"]
 
-#: Nothing is fetched, and nothing runs but the page's own script: whatever a document smuggled in would be dead.
+#: Nothing is fetched, and nothing runs but the page's own script, whatever a plan's document contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{}'"
 
 
@@ -33,7 +33,7 @@ def report_page(explained: Explanation) -> str:
         baselines_section(view),
         time_section(explained),
         graph_section(view),
-        *([pipeline_section(view)] if view.plan.pipeline is not None else []),
+        pipeline_section(view) if view.has_pipeline else None,
         memory_section(explained),
         alternatives_section(explained),
         certificate_section(view),

@@ -1,8 +1,9 @@
-"""The section on a plan's pipeline: stages and timeline."""
+"""The section on the pipeline of a plan with several stages: their figures and their timeline."""
 
 from __future__ import annotations
 
 from autoddl.costmodel.units import format_ranges, format_seconds
+from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.schedule import Kind
 
 from ..explain import PlanView
@@ -25,17 +26,11 @@ _LEGEND = (
 
 def pipeline_section(view: PlanView) -> Section:
     """Stages, workers and what they do when."""
-    pipeline = view.plan.pipeline
-    assert pipeline is not None
-    configuration, schedule, timeline = pipeline.configuration, pipeline.schedule, pipeline.timeline
+    evaluation = view.evaluation
+    configuration, schedule, timeline = evaluation.configuration, evaluation.schedule, evaluation.timeline
     spec, mesh = configuration.schedule, configuration.mesh
-    waits = pipeline.bubble_s / view.step_s if view.step_s else 0.0
-    stages = "1 stage" if spec.num_stages == 1 else f"{spec.num_stages} stages"
-    finding = (
-        f"{stages} under {spec.label}: the busiest worker waits {waits:.1%} of the step"
-        if spec.num_workers > 1
-        else "One stage on all devices: no pipeline is needed"
-    )
+    waits = view.bubble_s / view.step_s if view.step_s else 0.0
+    finding = f"{spec.num_stages} stages under {spec.label}: the busiest worker waits {waits:.1%} of the step"
     synchronous = "yes" if spec.synchronous else "no: weights lag behind"
     kinds = {task.kind for tasks in schedule.workers for task in tasks}
     shown = [(style, name) for wanted, style, name in _LEGEND if kinds.intersection(wanted)]
@@ -57,8 +52,8 @@ def pipeline_section(view: PlanView) -> Section:
                 ("Pipelines at once", f"{spec.num_pipelines}"),
                 ("Synchronous", synchronous),
                 ("Bubbles, mean of workers", f"{timeline.bubble_ratio:.1%}"),
-                ("Exposed transfers", format_seconds(pipeline.exposed_transfer_s)),
-                ("Exposed all-reduce", format_seconds(pipeline.exposed_all_reduce_s)),
+                ("Exposed transfers", format_seconds(evaluation.exposed_transfer_s)),
+                ("Exposed all-reduce", format_seconds(evaluation.exposed_all_reduce_s)),
             ]
         ),
         element("ul", *legend, class_="legend"),
@@ -67,20 +62,18 @@ def pipeline_section(view: PlanView) -> Section:
         if caption:
             content.append(paragraph(caption[0].upper() + caption[1:], class_="kicker"))
         content.append(scrolling(picture, "pipeline timeline"))
-    stages = scrolling(_stages(view), "stages")
+    stages = scrolling(_stages(evaluation), "stages")
     content.append(stages if spec.num_stages <= MOST_STAGES else collapsed(f"{spec.num_stages} stages", stages))
     return Section("pipeline", "Pipeline", finding, tuple(content))
 
 
-def _stages(view: PlanView) -> Markup:
-    pipeline = view.plan.pipeline
-    assert pipeline is not None
+def _stages(evaluation: Evaluation) -> Markup:
     rows = []
-    for stage, (figures, choice) in enumerate(zip(pipeline.stages, pipeline.configuration.stages)):
-        workers = [replica.worker for replica in pipeline.schedule.replicas_of(stage)]
+    for stage, (figures, choice) in enumerate(zip(evaluation.stages, evaluation.configuration.stages)):
+        workers = [replica.worker for replica in evaluation.schedule.replicas_of(stage)]
         # A difference of sums: what rounding leaves is nothing.
         communication_s = figures.communication_s if figures.communication_s > 1e-12 * figures.busy_s else 0.0
-        alive = max(pipeline.in_flight[stage])
+        alive = max(evaluation.in_flight[stage])
         rows.append(
             (
                 number(f"{stage}", stage),
@@ -92,8 +85,8 @@ def _stages(view: PlanView) -> Markup:
                 seconds(communication_s),
                 seconds(figures.all_reduce_s),
                 number(f"{alive:g}", alive),
-                nbytes(pipeline.boundaries[stage - 1].nbytes) if stage else "data",
-                nbytes(max(pipeline.memory[worker] for worker in workers)),
+                nbytes(evaluation.boundaries[stage - 1].nbytes) if stage else "data",
+                nbytes(max(evaluation.memory[worker] for worker in workers)),
             )
         )
     head = (

@@ -7,9 +7,7 @@ from dataclasses import replace
 
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..explain import Alternative, Choice, Explanation, PlanView
-from ..explain.view import DeviceMemory, LayerGroup
-from ..explain.view import Section as PlanSection
+from ..explain import Alternative, Choice, DeviceMemory, Explanation, LayerGroup, PlanView, StageGroup
 from ..text.explanation import memory_sentence, regret_text, why_text
 from ..text.layers import meaning
 from .charts import Segment, bar, graph_gutters, gutter_width
@@ -32,7 +30,7 @@ from .sections import (
 
 __all__ = ["alternatives_section", "graph_section", "memory_section", "time_section"]
 
-#: Rows of one layer graph; what is beyond stands in the plan alone.
+#: Rows of one layer graph; more are only in the plan itself.
 MAX_ROWS = 300
 
 
@@ -56,11 +54,10 @@ def time_section(explained: Explanation) -> Section:
         saves = "" if kinds[segment.name] == "idle" else seconds(segment.value / 2)
         share = number(f"{segment.value / whole:.1%}", segment.value / whole) if whole else ""
         rows.append((join(swatch(segment.style), segment.name), seconds(segment.value), share, saves))
-    pipeline = view.plan.pipeline
     note = (
-        "Every price is bound by one resource, so the step divides exactly into these parts."
-        if pipeline is None
-        else f"Of worker {pipeline.busiest}, the busiest: its work inside its stages, and what it waits for."
+        f"Of worker {view.evaluation.busiest}, the busiest: its work inside its stages, and what it waits for."
+        if view.has_pipeline
+        else "Every price is bound by one resource, so the step divides exactly into these parts."
     )
     return Section(
         "time",
@@ -87,18 +84,16 @@ def time_section(explained: Explanation) -> Section:
 def graph_section(view: PlanView) -> Section:
     """The layer graph with the strategies."""
     spent: dict[str, float] = {}
-    for section in view.sections:
-        for group in section.groups:
-            spent[str(group.strategy)] = spent.get(str(group.strategy), 0.0) + group.seconds * len(section.stages)
+    for stage_group in view.stage_groups:
+        for group in stage_group.layers:
+            spent[str(group.strategy)] = spent.get(str(group.strategy), 0.0) + group.seconds * len(stage_group.stages)
     whole = sum(spent.values())
     commonest = max(spent, key=spent.__getitem__)
     if len(spent) == 1:
         finding = f"Every layer is spread as {commonest}"
     else:
         finding = f"{spent[commonest] / whole if whole else 0:.0%} of the layers' time is spent at {commonest}"
-    levels = view.plan.cluster.levels
-    if view.plan.pipeline is not None:
-        levels = view.plan.pipeline.configuration.levels(view.plan.cluster)
+    levels = view.evaluation.configuration.levels(view.plan.cluster)
     content = [
         paragraph(
             f"Strategy {meaning(levels)}. Equal layers of repeated blocks share a row; times and bytes are those "
@@ -112,23 +107,23 @@ def graph_section(view: PlanView) -> Section:
             class_="legend",
         ),
     ]
-    longest = max((group.seconds for section in view.sections for group in section.groups), default=0.0)
-    for place, section in enumerate(view.sections):
-        step_s = format_seconds(sum(group.seconds for group in section.groups))
-        content.append(_titled(section.title, step_s, _graph(view, section, longest), is_open=not place))
+    longest = max((group.seconds for stage_group in view.stage_groups for group in stage_group.layers), default=0.0)
+    for place, stage_group in enumerate(view.stage_groups):
+        step_s = format_seconds(sum(group.seconds for group in stage_group.layers))
+        content.append(_titled(stage_group.title, step_s, _graph(view, stage_group, longest), is_open=not place))
     return Section("layers", "Layers and strategies", finding, tuple(content))
 
 
 def _titled(title: str, figure: str, content: Markup, is_open: bool) -> Markup:
-    """The table of a stage under its title, one of many; of a plan without stages the table alone."""
+    """The table of equal stages under their title; where there is one stage the table alone."""
     if not title:
         return content
     heading = join(element("h3", title[0].upper() + title[1:]), element("span", figure, class_="quiet small"))
     return collapsed(heading, content, is_open=is_open)
 
 
-def _graph(view: PlanView, section: PlanSection, longest: float) -> Markup:
-    groups = section.groups[:MAX_ROWS]
+def _graph(view: PlanView, stage_group: StageGroup, longest: float) -> Markup:
+    groups = stage_group.layers[:MAX_ROWS]
     row_of = {name: row for row, group in enumerate(groups) for name in group.layers}
     edges = [(row_of[a], row_of[b]) for a, b in view.plan.graph.edges if a in row_of and b in row_of]
     gutters, lanes = graph_gutters(len(groups), edges)
@@ -154,7 +149,7 @@ def _graph(view: PlanView, section: PlanSection, longest: float) -> Markup:
             rows.append(element("tr", element("td", f"after {block}", colspan="6"), class_="block"))
         block = first.block
         rows.append(_graph_row(group, first.kind, block, gutter, longest))
-    left = len(section.groups) - len(groups)
+    left = len(stage_group.layers) - len(groups)
     head = ("", "Layer", "Strategy", "Layouts", "Time", "")
     built = element(
         "table",
@@ -321,11 +316,10 @@ def _worth(choices: Sequence[Choice], cost_s: float) -> str:
 
 
 def _choice_rows(choice: Choice, cost_s: float) -> list[Markup]:
-    count = f" x {len(choice.layers)}" if len(choice.layers) > 1 and " = " not in choice.name else ""
     rows = [
         element(
             "tr",
-            element("td", choice.name + count, class_="strong nowrap"),
+            element("td", choice.label, class_="strong nowrap"),
             element("td", str(choice.strategy), class_="code nowrap"),
             cell(_nearest(choice), class_="num quiet"),
             element("td", ""),

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..explain import PlanView
-from ..explain.view import Rival
+from ..explain import PlanView, RivalFigures
+from ..explain.searched import includes_summa, settings_of
 from ..plandocument import NOT_CLAIMED
 from .charts import Segment, bar
 from .markup import Content, Markup, element
@@ -30,13 +32,12 @@ def baselines_section(view: PlanView) -> Section | None:
         finding = f"{best.step_s / view.step_s:.2f}x as fast as {best.name}, the best of {len(feasible)} baselines"
     else:
         finding = f"{best.name}, the best of {len(feasible)} baselines, takes {best.step_s / view.step_s:.2f}x the time"
-    pipeline = view.plan.pipeline
-    ours = Rival(
+    ours = RivalFigures(
         "this plan",
         "",
         step_s=view.step_s,
         communication_s=view.communication_s,
-        bubble_s=0.0 if pipeline is None else pipeline.bubble_s,
+        bubble_s=view.bubble_s,
         memory_bytes=view.memory_bytes,
     )
     longest = max(rival.step_s for rival in (ours, *feasible))
@@ -62,7 +63,7 @@ def baselines_section(view: PlanView) -> Section | None:
     return Section("baselines", "Baselines", finding, tuple(content))
 
 
-def _rival_row(rival: Rival, step_s: float, longest: float) -> tuple[Cell, ...]:
+def _rival_row(rival: RivalFigures, step_s: float, longest: float) -> tuple[Cell, ...]:
     segments = [
         Segment("computation", max(0.0, rival.step_s - rival.communication_s - rival.bubble_s), "work-1"),
         Segment("communication", rival.communication_s, "talk-1"),
@@ -91,9 +92,9 @@ def certificate_section(view: PlanView) -> Section:
             "Its figures are computed anew; its bounds, baselines and trust were the search's, of the plan as it was."
         )
         return Section("certificate", "Certificate", NOT_CLAIMED.capitalize(), (paragraph(lead, class_="lead"),))
-    size = f"{proof.space_size:,}" if proof.space_size < 10**9 else f"10{_raised(len(str(proof.space_size)) - 1)}"
+    size = f"{proof.space_size:,}" if proof.space_size < 10**9 else f"10{_superscript(len(str(proof.space_size)) - 1)}"
     if not proof.space_size:
-        size, finding = "not counted", f"Not proven: what {view.method}'s planner chose; see what --pipeline auto finds"
+        size, finding = "not counted", f"Not proven: what {view.method}'s planner chose; see what pipeline='auto' finds"
     elif proof.optimal:
         finding = f"Proven: none of the {size} plans that fit has a smaller {what}"
     else:
@@ -109,30 +110,27 @@ def certificate_section(view: PlanView) -> Section:
             ]
         )
     ]
-    if view.plan.pipeline is None:
-        content.append(_settings(view.fields))
+    if settings := settings_of(view.fields):
+        content.append(_settings(settings))
     else:
-        content += _considered(view.fields.object("pipeline").object("search"))
+        content += _pipeline_search(view.fields.object("search"), proof.space_size, view.fields.integer("evaluations"))
     return Section("certificate", "Certificate", finding, tuple(content))
 
 
 def _left_out(view: PlanView) -> list[tuple[str, str]]:
     """What the options kept out of the space."""
-    is_whole = view.plan.pipeline is not None or view.fields.object("options").boolean("summa")
-    return [] if is_whole else [("Left out", "Summa meshes; --summa includes them")]
+    return [] if includes_summa(view.fields) else [("Left out", "Summa meshes; summa=True includes them")]
 
 
-def _raised(number: int) -> str:
-    """As an exponent."""
+def _superscript(number: int) -> str:
     return str(number).translate(
         str.maketrans("0123456789", "\u2070\u00b9\u00b2\u00b3\u2074\u2075\u2076\u2077\u2078\u2079")
     )
 
 
-def _settings(fields: Fields) -> Markup:
+def _settings(settings: Sequence[Fields]) -> Markup:
     rows: list[tuple[Cell, ...]] = []
-    entries = fields.objects("candidates")
-    for entry in entries[:MAX_SETTINGS]:
+    for entry in settings[:MAX_SETTINGS]:
         cost, bound = (None if entry.get(n) is None else entry.number(n) for n in ("cost_s", "lower_bound_s"))
         rows.append(
             (
@@ -144,26 +142,25 @@ def _settings(fields: Fields) -> Markup:
             )
         )
     head = ("Micro-batch", "Recomputed", "Outcome", "Cost", "No plan is below")
-    more = (
-        paragraph(f"{len(entries) - len(rows)} more settings stand in the plan.") if len(entries) > len(rows) else None
-    )
+    left = len(settings) - len(rows)
+    more = paragraph(f"{left} more settings stand in the plan.") if left else None
     return collapsed(
-        f"{len(entries)} settings, and how each was settled",
+        f"{len(settings)} settings, and how each was settled",
         scrolling(table(head, rows, numbers=(3, 4)), "settings"),
         more,
     )
 
 
-def _considered(search: Fields) -> list[Markup]:
+def _pipeline_search(search: Fields, num_configurations: int, num_simulated: int) -> list[Markup]:
     counts = [
-        ("Configurations", "configurations"),
         ("Settings of mesh, schedule, micro-batch", "settings"),
         ("Ruled out by memory", "ruled_out_by_memory"),
         ("Ruled out by the bound", "ruled_out_by_bound"),
-        ("Simulated", "simulated"),
         ("Stage searches", "stage_searches"),
     ]
-    shown = [(title, f"{search.integer(name):,}") for title, name in counts]
+    shown = [("Configurations", f"{num_configurations:,}")]
+    shown += [(title, f"{search.integer(name):,}") for title, name in counts]
+    shown.append(("Simulated", f"{num_simulated:,}"))
     return [paragraph(f"Space: {search.text('space')}", class_="lead"), facts(shown)]
 
 

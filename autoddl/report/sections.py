@@ -8,7 +8,7 @@ from typing import Union
 
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..explain.view import Part
+from ..explain import Part
 from .charts import Segment
 from .markup import Content, Markup, element
 

@@ -1,7 +1,7 @@
 """What the commands print: plans, comparisons, explanations, verifications and fits as text.
 
 - `tables`: `Text` (sections of lines and tables), `Table`, `Column`; the only place where widths are computed.
-- `plans`: a plan without a pipeline; `jointplans`: a plan with one; `layers`: what all say of layers.
+- `plans`: a plan, with a pipeline or without; `layers`: what all say of layers.
 - `comparison`, `difference`, `explanation`, `graphs`, `trust`, `verification`: one module per result.
 - `fits`, `rankings`: what calibration found; `pipelines`: the plans of the papers' planners; `runs`: schedules and trainings.
 

@@ -38,7 +38,7 @@ def models_text(records: Sequence[Record], forms: Sequence[str]) -> Text:
 
 def clusters_text(records: Sequence[Record]) -> Text:
     """A row for each cluster, and how to plan for others."""
-    others = "Other numbers of nodes and devices: --nodes, --devices-per-node. Your own cluster: autoddl calibrate, autoddl fit."
+    others = "Other numbers of nodes and devices: nodes=N, devices_per_node=G. Your own cluster: autoddl calibrate, autoddl fit."
     return Text(([Table.of(_CLUSTERS, records, indent="")], [others]))
 
 

@@ -7,9 +7,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..explain.alternatives import Alternative, Choice
-from ..explain.explanation import Explanation
-from ..explain.view import Part, PlanView
+from ..explain import Alternative, Choice, Explanation, Part, PlanView
 from .layers import legend
 from .tables import Column, Section, Table, Text
 
@@ -52,8 +50,8 @@ def _time(view: PlanView) -> Section:
         ),
     )
     title = "What limits the step"
-    if view.plan.pipeline is not None:
-        title += f" (worker {view.plan.pipeline.busiest}, the busiest)"
+    if view.has_pipeline:
+        title += f" (worker {view.evaluation.busiest}, the busiest)"
     return [title, Table.of(columns, sorted(view.parts, key=lambda part: -part.seconds))]
 
 
@@ -100,8 +98,7 @@ _CHOICES: tuple[Column[_Row], ...] = (
 
 def _choice_rows(choices: Sequence[Choice], cost_s: float) -> Iterator[_Row]:
     for choice in choices:
-        count = f" x {len(choice.layers)}" if len(choice.layers) > 1 and " = " not in choice.name else ""
-        yield _Row(choice.name + count, str(choice.strategy), _chosen(choice))
+        yield _Row(choice.label, str(choice.strategy), _chosen(choice))
         for alternative in choice.alternatives:
             yield _Row("", str(alternative.strategy), why_text(alternative), *regret_text(alternative, cost_s))
         if choice.num_options == 1:

@@ -10,7 +10,7 @@ import numpy as np
 
 from autoddl.calib.clusterfile import Fit, errors_of_cluster, quality_of
 from autoddl.calib.device import DeviceFit
-from autoddl.calib.fit import UNDISTURBED, Choice, HeldOut, LevelFit
+from autoddl.calib.fit import UNDISTURBED, FormTrial, HeldOut, LevelFit
 from autoddl.calib.forms import Key
 from autoddl.calib.measurements import Sample
 from autoddl.costmodel.cluster import Cluster
@@ -61,7 +61,7 @@ def errors_text(cluster: Cluster, samples: Sequence[Sample]) -> Text:
 
 
 def _forms(fit: LevelFit) -> Section:
-    columns: tuple[Column[Choice], ...] = (
+    columns: tuple[Column[FormTrial], ...] = (
         Column("formula", lambda choice: choice.form.name),
         Column("parameters", lambda choice: str(choice.num_parameters), right=True),
         Column("held-out error", lambda choice: f"{choice.median_error:.1%}", right=True),
@@ -149,7 +149,9 @@ def errors_section(title: str, errors: Sequence[HeldOut]) -> Section:
         mine = [one for one in errors if one.point.ranks_per_node == ranks and 2**16 <= one.point.num_bytes <= 2**24]
         if mine:
             error = f"{np.median([one.error for one in mine]):.1%}"
-            rows.append(("all of them", str(ranks), "64 KiB to 16 MiB", str(len(mine)), error))
+            nbytes = [one.point.num_bytes for one in mine]
+            sizes = f"{format_bytes(min(nbytes))} to {format_bytes(max(nbytes))}"
+            rows.append(("all of them", str(ranks), sizes, str(len(mine)), error))
     return [title, Table(_ERRORS, tuple(rows))]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from autoddl.calib.candidates import RankedStrategy
-from autoddl.calib.ranked import Ranking
+from autoddl.calib.ranked import MeasuredRanking
 from autoddl.calib.ranking import Score
 from autoddl.costmodel.units import counted, format_seconds
 
@@ -14,7 +14,7 @@ from .tables import Column, Section, Table, Text
 __all__ = ["ranking_text"]
 
 
-def ranking_text(ranking: Ranking) -> Text:
+def ranking_text(ranking: MeasuredRanking) -> Text:
     """Scores, and the strategies in the order of what was predicted."""
     return Text((_scores(ranking), _strategies(ranking)))
 
@@ -32,7 +32,7 @@ _SCORES: tuple[Column[tuple[str, Score]], ...] = (
 )
 
 
-def _scores(ranking: Ranking) -> Section:
+def _scores(ranking: MeasuredRanking) -> Section:
     rounds = ranking.communication.shape[1]
     remarks = [
         f"  {len(ranking.strategies)} strategies, {counted(rounds, 'round')} of which the fastest counts; "
@@ -57,7 +57,7 @@ _STRATEGIES: tuple[Column[_Row], ...] = (
 )
 
 
-def _strategies(ranking: Ranking) -> Section:
+def _strategies(ranking: MeasuredRanking) -> Section:
     steps = [None] * len(ranking.strategies) if ranking.step is None else ranking.step.min(axis=1).tolist()
     rows: list[_Row] = list(zip(ranking.strategies, ranking.communication.min(axis=1).tolist(), steps))
     rows.sort(key=lambda row: row[0].communication_s)

@@ -1,6 +1,6 @@
 """Texts of sections, their lines and their tables: data, laid out once, at full width or for a terminal.
 
-At full width (a file, a pipe, ``--wide``) nothing is left out.  For a terminal of a given width no line is longer than that:
+At full width (a file, a pipe) nothing is left out.  For a terminal of a given width no line is longer than that:
 
 1. Columns of sentences (``wraps``) and headings are broken over several lines.
 2. Columns are left out, in descending order of their ``rank``, those of equal rank from the right; rank 0 is always shown.
@@ -12,6 +12,7 @@ Lines of text are broken between words.  Terminals of less than `NARROWEST` colu
 
 from __future__ import annotations
 
+import dataclasses
 import re
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
@@ -90,14 +91,19 @@ class Table:
         ranked = [i for i, column in enumerate(self.columns) if column.rank]
         return tuple(sorted(ranked, key=lambda i: (self.columns[i].rank, i), reverse=True))
 
-    def lines(self, width: int | None = None) -> list[str]:
+    def replaced(self, replace: Callable[[str], str]) -> Table:
+        """The table with its cells put through ``replace``."""
+        return dataclasses.replace(self, rows=tuple(tuple(map(replace, row)) for row in self.rows))
+
+    def lines(self, width: int | None = None, remedy: str = "") -> list[str]:
         """The table's lines, and the line that names the columns left out to fit into ``width``."""
         fit = _Fit(self, width)
         lines = fit.heading()
         for row in self.rows:
             lines += fit.row(row)
         if fit.left_out:
-            lines += _broken(f"{self.indent}left out: {', '.join(fit.left_out)} (--wide shows all)", width)
+            said = f"left out: {', '.join(fit.left_out)}{remedy and f' ({remedy})'}"
+            lines += _broken(f"{self.indent}{said}", width)
         return lines
 
 
@@ -138,11 +144,25 @@ class Text:
     def __str__(self) -> str:
         return self.fitted(None)
 
-    def fitted(self, width: int | None) -> str:
-        """The text with no line longer than ``width``; None for no limit."""
+    def replaced(self, replace: Callable[[str], str]) -> Text:
+        """The text with its lines, and the cells of its tables, put through ``replace``."""
+
+        def of(block: Block) -> Block:
+            if isinstance(block, str):
+                return replace(block)
+            return block.replaced(replace) if isinstance(block, Table) else block
+
+        return Text(tuple([of(block) for block in section] for section in self.sections))
+
+    def fitted(self, width: int | None, remedy: str = "") -> str:
+        """The text with no line longer than ``width``; None for no limit.
+
+        Args:
+            remedy: how to see the columns that are left out, for the line that names them.
+        """
         width = None if width is None else max(width, NARROWEST)
         return "\n\n".join(
-            "\n".join(line for block in section for line in _lines(block, width))
+            "\n".join(line for block in section for line in _lines(block, width, remedy))
             for section in self.sections
             if section
         )
@@ -154,8 +174,10 @@ def facts(rows: Iterable[tuple[str, str]]) -> Table:
     return Table((Column(), Column(wraps=True)), cells, indent="", gap=1)
 
 
-def _lines(block: Block, width: int | None) -> list[str]:
-    return _broken(block, width) if isinstance(block, str) else block.lines(width)
+def _lines(block: Block, width: int | None, remedy: str) -> list[str]:
+    if isinstance(block, str):
+        return _broken(block, width)
+    return block.lines(width, remedy) if isinstance(block, Table) else block.lines(width)
 
 
 def _broken(line: str, width: int | None) -> list[str]:

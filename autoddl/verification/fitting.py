@@ -20,7 +20,7 @@ from autoddl.costmodel.units import counted
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
-from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
+from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
 from ..planfile import Plan
@@ -105,7 +105,7 @@ def fit_plan(plan: Plan, num_ranks: int, limits: Limits, built_in: BuiltIn | Non
         replace(scaled, changes=tuple(changes)),
         _stages(scaled, [stages[number] for number in workers.kept]),
         schedule,
-        is_applied=plan.pipeline is None,
+        is_applied=not plan.has_pipeline,
     )
 
 
@@ -125,8 +125,8 @@ def _workers(plan: Plan, num_ranks: int, built_in: BuiltIn | None) -> _Workers:
     if len(widths) == 1 or not 0 < num_ranks <= sum(widths):
         nodes, per_node = plan.cluster.num_nodes, plan.cluster.devices_per_node
         raise UserError(
-            f"the plan is for {counted(sum(widths), 'device')} ({counted(nodes, 'node')} of {per_node}), --ranks is {num_ranks}; "
-            f"give --ranks {sum(widths)}, or plan for fewer devices (--nodes, --devices-per-node)"
+            f"the plan is for {counted(sum(widths), 'device')} ({counted(nodes, 'node')} of {per_node}), "
+            f"not for ranks={num_ranks}; give ranks={sum(widths)}, or plan for fewer devices"
         )
     chosen = chosen_workers(widths, num_ranks)
     if chosen is None:
@@ -186,7 +186,7 @@ def _not_on(plan: Plan, num_ranks: int, why: str) -> UserError:
     reason = f" ({why})" if why else ""
     return UserError(
         f"the plan's pipeline has {counted(sum(widths), 'device')} in {each}, which cannot be brought to {num_ranks} ranks with "
-        f"the strategies kept{reason}; give --ranks {sum(widths)}, or plan for fewer devices"
+        f"the strategies kept{reason}; give ranks={sum(widths)}, or plan for fewer devices"
     )
 
 

@@ -26,15 +26,15 @@ import numpy as np
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases, initialize
-from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 from autoddl.pipelines.runtime.rank import report
 from autoddl.pipelines.runtime.samples import like
+from autoddl.pipelines.runtime.stage.model import PlannedModel
 from autoddl.pipelines.runtime.wire import Meter
 
-from ..zoo.builtin import BuiltIn, Perceptron, Pictures
+from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from ..zoo.transformers import Transformer
 from .running import Arrays, PlanRun, loss_of, make_optimizer, start_run
-from .task import Counted, Reference, Section, Shard, Task, gradient_step, num_steps
+from .task import Counted, MeasuredSection, Reference, Shard, VerificationTask, gradient_step, num_steps
 
 __all__ = ["build_module", "count_again", "make_batch", "relative_errors", "run_plan", "run_reference"]
 
@@ -44,7 +44,7 @@ flow: Any = load_oneflow()
 # ---- Jobs --------------------------------------------------------------------------------------------------------------------
 
 
-def run_reference(task: Task) -> Reference | None:
+def run_reference(task: VerificationTask) -> Reference | None:
     """One device, on the first rank; the others return at once."""
     if flow.env.get_rank():
         return None
@@ -73,7 +73,7 @@ def run_reference(task: Task) -> Reference | None:
     return Reference(tuple(losses), tuple(_under("gradient", values)), tuple(_under("final", values)))
 
 
-def _delays(task: Task, module: Any) -> dict[str, int]:
+def _delays(task: VerificationTask, module: Any) -> dict[str, int]:
     """By how many updates the values that a step computes with lag behind, by the parameter's name: step t takes those that t less
     the delay updates have made (the initial ones at first)."""
     if not any(task.schedule.delays):
@@ -106,7 +106,7 @@ class _History:
             self._versions[name].append(parameter.detach().clone())
 
 
-def run_plan(task: Task) -> Shard:
+def run_plan(task: VerificationTask) -> Shard:
     """The plan, on all ranks; the bytes of the first run are counted."""
     values, run = _started(task)
     meter = Meter() if task.counts_bytes else None
@@ -135,7 +135,7 @@ def run_plan(task: Task) -> Shard:
     return Shard(tuple(losses), gradient_errors, parameter_errors, sections, run_steps, boundary_bytes, run_bytes)
 
 
-def count_again(task: Task) -> Counted:
+def count_again(task: VerificationTask) -> Counted:
     """Bytes alone, once more, on all ranks."""
     _, run = _started(task)
     meter = Meter()
@@ -144,7 +144,7 @@ def count_again(task: Task) -> Counted:
     return Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes)
 
 
-def _started(task: Task) -> tuple[Arrays, PlanRun]:
+def _started(task: VerificationTask) -> tuple[Arrays, PlanRun]:
     """What one device found, and the plan at its initial values."""
     with np.load(_file(task)) as file:
         values = {name: file[name] for name in file.files}
@@ -153,9 +153,9 @@ def _started(task: Task) -> tuple[Arrays, PlanRun]:
     return values, start_run(task, module, functools.partial(step_data, task, examples), float(values["epsilon"]))
 
 
-def _sections(run: PlanRun, meter: Meter | None) -> tuple[Section, ...]:
+def _sections(run: PlanRun, meter: Meter | None) -> tuple[MeasuredSection, ...]:
     return tuple(
-        Section(s.layer, s.phase, s.steps, None if s.traffic is None else s.traffic.payload_bytes)
+        MeasuredSection(s.layer, s.phase, s.steps, None if s.traffic is None else s.traffic.payload_bytes)
         for s in run.trace(meter)
     )
 
@@ -195,7 +195,7 @@ def _epsilon(gradients: Mapping[str, np.ndarray]) -> float:
 # ---- Models and data -------------------------------------------------------------------------------------------------------
 
 
-def make_model(task: Task) -> tuple[Any, tuple[np.ndarray, ...]]:
+def make_model(task: VerificationTask) -> tuple[Any, tuple[np.ndarray, ...]]:
     """The module, and the example inputs that a user's function gave."""
     if task.built_in is not None:
         return initialize(build_module(task.built_in), task.seed), ()
@@ -212,9 +212,9 @@ def make_model(task: Task) -> tuple[Any, tuple[np.ndarray, ...]]:
 def build_module(built_in: BuiltIn) -> Any:
     """The OneFlow module of a built-in model."""
     sizes = built_in.sizes
-    if isinstance(sizes, Perceptron):
+    if isinstance(sizes, MLPSizes):
         return MLP(sizes.widths)
-    if isinstance(sizes, Pictures):
+    if isinstance(sizes, VGGSizes):
         return VGG(sizes.depth, sizes.image, sizes.classes, sizes.hidden)
     common: dict[str, Any] = {"inner": sizes.mlp_width, "activation": sizes.activation, "tied": sizes.tied}
     shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary)
@@ -226,7 +226,7 @@ def build_module(built_in: BuiltIn) -> Any:
     return Llama(*shape, kv_heads=sizes.kv_heads or None, head_dim=sizes.head_dim or None, biases=biases, **common)
 
 
-def step_data(task: Task, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
+def step_data(task: VerificationTask, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
     """The data of a step, the same on every rank."""
     rng = np.random.default_rng([task.seed, step])
     if task.built_in is not None:
@@ -240,7 +240,7 @@ def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) ->
     if isinstance(sizes, Transformer):
         tokens = rng.integers(sizes.vocabulary, size=(2, num_samples, sizes.sequence))
         return tokens[0], tokens[1]
-    if isinstance(sizes, Pictures):
+    if isinstance(sizes, VGGSizes):
         images = rng.standard_normal((num_samples, 3, sizes.image, sizes.image), dtype=np.float32)
         return images, rng.integers(sizes.classes, size=num_samples)
     first, last = (
@@ -258,5 +258,5 @@ def _copied(tensor: Any) -> np.ndarray:
     return tensor.detach().numpy().copy()
 
 
-def _file(task: Task) -> Path:
+def _file(task: VerificationTask) -> Path:
     return Path(task.folder) / "reference.npz"

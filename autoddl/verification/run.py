@@ -21,15 +21,15 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.network import namespace_available
 from autoddl.pipelines.runtime.workfolders import WorkFolder
 
+from ..ownmodels import function_of_plan
 from ..planfile import Plan
-from ..zoo import is_oneflow_model, resolve_model
 from ..zoo.builtin import BuiltIn, recognise
 from .comparing import compare, with_recount
 from .fitting import FittedPlan, fit_plan
 from .prediction import predict
 from .result import Verification
 from .scaling import Limits
-from .task import Task
+from .task import VerificationTask
 
 __all__ = ["NUM_RECOUNTS", "VerifyOptions", "verify"]
 
@@ -125,9 +125,9 @@ def verify(
     return replace(found, seconds=deadline.passed_s)
 
 
-def _task(fitted: FittedPlan, function: str, seed: int, folder: str, uncounted: str) -> Task:
+def _task(fitted: FittedPlan, function: str, seed: int, folder: str, uncounted: str) -> VerificationTask:
     """What ranks and one device are to run."""
-    return Task(
+    return VerificationTask(
         graph=fitted.scaled.graph,
         workload=fitted.scaled.workload,
         stages=fitted.stages,
@@ -155,29 +155,17 @@ def machine_limits(num_ranks: int) -> Limits:
 # ---- The model -------------------------------------------------------------------------------------------------------------
 
 
-def _module_function(plan: Plan, model: str) -> str:
-    """The function that makes the module, with an absolute path; "" where it is built in.  Refuses another model's graph."""
-    if not model:
-        return ""
-    graph = resolve_model(model)
-    plan.check_graph(graph)
-    if not is_oneflow_model(model):
-        return ""
-    file, _, name = model.rpartition(":")
-    return f"{Path(file).resolve()}:{name}"
-
-
 def _built_in_or_function(plan: Plan, model: str) -> tuple[BuiltIn | None, str]:
-    """How the plan's model is made: one that is built in, or a function (see `_module_function`).
+    """How the plan's model is made: one that is built in, or a function (see `function_of_plan`).
 
     Raises:
         UserError: it is another model, or there is no way to make it.
     """
-    function = _module_function(plan, model)
+    function = function_of_plan(plan, model)
     built_in = None if function else recognise(plan.graph)
     if built_in is None and not function:
         raise UserError(
-            f"the plan's model {plan.graph.name} is none that can be built here; say what makes it: --model FILE.py:FUNCTION"
+            f"the plan's model {plan.graph.name} is not a built-in one; give model=FILE.py:FUNCTION, which makes it"
         )
     return built_in, function
 

@@ -1,7 +1,7 @@
 """What carries out a plan on ranks, as the verification needs it; imported by ranks only, since it needs OneFlow.
 
 There are two kinds, since users have two: `AppliedRun`, the module of `autoddl.apply`, which users call, and which models without
-a loss and frozen parameters are allowed in; and `PipelineRun`, a `PipelineTrainer`, which trains by the plan's schedule.
+a loss are allowed in; and `PipelineRun`, a `PipelineTrainer`, which trains by the plan's schedule.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ import numpy as np
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
-from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 from autoddl.pipelines.runtime.pipeline.report import RankReport
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
-from autoddl.pipelines.runtime.tracing import Measure, TracedSection
+from autoddl.pipelines.runtime.stage.model import PlannedModel
+from autoddl.pipelines.runtime.stage.tracing import Measure, TracedSection
 
-from .task import Task
+from .task import VerificationTask
 
 __all__ = ["AppliedRun", "Arrays", "Data", "PipelineRun", "PlanRun", "loss_of", "make_optimizer", "start_run"]
 
@@ -58,7 +58,7 @@ class PlanRun(Protocol):
         """The newest values, named so."""
 
 
-def start_run(task: Task, module: Any, data: Data, epsilon: float) -> PlanRun:
+def start_run(task: VerificationTask, module: Any, data: Data, epsilon: float) -> PlanRun:
     """The run that a plan is for.
 
     Args:
@@ -74,7 +74,7 @@ class AppliedRun:
 
     boundary_bytes = 0
 
-    def __init__(self, task: Task, module: Any, data: Data, epsilon: float) -> None:
+    def __init__(self, task: VerificationTask, module: Any, data: Data, epsilon: float) -> None:
         self._task, self._data = task, data
         self._names = [name for name, _ in module.named_parameters()]
         self._applied: Any = AppliedModule(module, task.graph, task.strategies, task.workload)
@@ -112,7 +112,7 @@ class AppliedRun:
 class PipelineRun:
     """A `PipelineTrainer`; a run is a run of the schedule."""
 
-    def __init__(self, task: Task, module: Any, data: Data, epsilon: float) -> None:
+    def __init__(self, task: VerificationTask, module: Any, data: Data, epsilon: float) -> None:
         self._schedule = task.schedule
         size, per_step = task.workload.micro_batch, task.workload.num_micro_batches
         data = functools.lru_cache(maxsize=2)(data)
@@ -171,7 +171,7 @@ def loss_of(output: Any) -> Any:
     return output if output.ndim == 0 else (output * output).mean()
 
 
-def make_optimizer(task: Task, parameters: Any, epsilon: float) -> Any:
+def make_optimizer(task: VerificationTask, parameters: Any, epsilon: float) -> Any:
     """The workload's."""
     trained = [p for p in parameters if p.requires_grad]
     if task.workload.optimizer == "adam":

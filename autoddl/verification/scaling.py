@@ -35,7 +35,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.units import format_bytes
 from autoddl.costmodel.workload import Workload
 
-from ..zoo.builtin import BuiltIn, Perceptron, Pictures
+from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from ..zoo.transformers import Transformer
 
 __all__ = ["Change", "Limits", "Scaled", "Staging", "needed_flops", "needed_memory_bytes", "scale", "without_stages"]
@@ -333,12 +333,12 @@ def _smaller_vocabulary(shape: _Shape) -> _Shape | None:
 
 
 def _narrower(shape: _Shape) -> _Shape | None:
-    candidates: Iterator[Transformer | Perceptron | Pictures] = iter(())
+    candidates: Iterator[Transformer | MLPSizes | VGGSizes] = iter(())
     if shape.built_in is not None:
         sizes = shape.built_in.sizes
         if isinstance(sizes, Transformer):
             candidates = _narrower_transformers(sizes, shape.num_parts)
-        elif isinstance(sizes, Perceptron):
+        elif isinstance(sizes, MLPSizes):
             candidates = _narrower_perceptrons(sizes, shape.num_parts)
         else:
             candidates = _smaller_pictures(sizes, shape.num_parts)
@@ -372,15 +372,15 @@ def _narrower_transformers(sizes: Transformer, num_parts: int) -> Iterator[Trans
         yield resized(kv_heads, head_dim)
 
 
-def _narrower_perceptrons(sizes: Perceptron, num_parts: int) -> Iterator[Perceptron]:
+def _narrower_perceptrons(sizes: MLPSizes, num_parts: int) -> Iterator[MLPSizes]:
     """With every layer of the largest width halved."""
     for width in sorted(set(sizes.widths), reverse=True):
         half = _half(width, num_parts)
         if half >= num_parts:
-            yield Perceptron(tuple(half if other == width else other for other in sizes.widths))
+            yield MLPSizes(tuple(half if other == width else other for other in sizes.widths))
 
 
-def _smaller_pictures(sizes: Pictures, num_parts: int) -> Iterator[Pictures]:
+def _smaller_pictures(sizes: VGGSizes, num_parts: int) -> Iterator[VGGSizes]:
     image = sizes.image // 2 // SMALLEST_IMAGE * SMALLEST_IMAGE
     if image:
         yield replace(sizes, image=image)
@@ -401,7 +401,7 @@ def _transformer(shape: _Shape) -> Transformer | None:
     return sizes if isinstance(sizes, Transformer) else None
 
 
-def _with(shape: _Shape, sizes: Transformer | Perceptron | Pictures) -> BuiltIn:
+def _with(shape: _Shape, sizes: Transformer | MLPSizes | VGGSizes) -> BuiltIn:
     assert shape.built_in is not None
     return replace(shape.built_in, sizes=sizes)
 
@@ -422,9 +422,9 @@ def _lengths(shape: _Shape) -> list[tuple[str, str]]:
         found += [("heads", sizes.heads), *([("key-value heads", sizes.kv_heads)] if sizes.kv_heads else [])]
         found += [("head size", sizes.head_dim or sizes.width // sizes.heads)]
         found += [("sequence", sizes.sequence), ("positions", sizes.num_positions), ("vocabulary", sizes.vocabulary)]
-    elif isinstance(sizes, Perceptron):
+    elif isinstance(sizes, MLPSizes):
         found += [("widths", ",".join(map(str, sizes.widths)))]
-    elif isinstance(sizes, Pictures):
+    elif isinstance(sizes, VGGSizes):
         found += [("image", sizes.image), ("dense width", sizes.hidden)]
     found += [("batch", workload.batch), ("micro-batch", workload.micro_batch)]
     return [(what, str(value)) for what, value in found]

@@ -9,19 +9,28 @@ from autoddl.costmodel.collectives import Step
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
+from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
 from ..zoo.builtin import BuiltIn
 
-__all__ = ["NUM_STEPS", "Counted", "Reference", "Section", "Shard", "Task", "gradient_step", "num_steps"]
+__all__ = [
+    "NUM_STEPS",
+    "Counted",
+    "MeasuredSection",
+    "Reference",
+    "Shard",
+    "VerificationTask",
+    "gradient_step",
+    "num_steps",
+]
 
 #: Steps of the optimizer that are taken at least.
 NUM_STEPS = 3
 
 
 @dataclass(frozen=True)
-class Task:
+class VerificationTask:
     """What is to be run.
 
     Attributes:
@@ -72,7 +81,7 @@ class Reference:
 
 
 @dataclass(frozen=True)
-class Section:
+class MeasuredSection:
     """One phase of one layer on one rank.
 
     Attributes:
@@ -106,7 +115,7 @@ class Shard:
     losses: tuple[float, ...]
     gradient_errors: Mapping[str, float]
     parameter_errors: Mapping[str, float]
-    sections: tuple[Section, ...]
+    sections: tuple[MeasuredSection, ...]
     run_steps: tuple[Step, ...]
     boundary_bytes: int
     run_bytes: int | None

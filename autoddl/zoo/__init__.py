@@ -1,7 +1,7 @@
 """Models that need no OneFlow: built-in families, HuggingFace configurations, saved graphs.
 
-:func:`resolve_model` turns what a user calls a model into its layer graph; :func:`gpt`, :func:`bert`, :func:`llama`,
-:func:`vgg` and :func:`mlp` make graphs from sizes.
+:func:`resolve_model` returns the layer graph of a model given by name, sizes or file; :func:`gpt`, :func:`bert`, :func:`llama`,
+:func:`vgg` and :func:`mlp` build graphs from sizes.
 """
 
 from __future__ import annotations
@@ -54,28 +54,34 @@ def known_models() -> tuple[str, ...]:
 
 
 def is_oneflow_model(text: str) -> bool:
-    """Whether this is ``FILE.py:FUNCTION``, which has to be extracted with OneFlow."""
+    """Whether ``text`` is ``FILE.py:FUNCTION``, which has to be extracted with OneFlow.
+
+    >>> is_oneflow_model("model.py:build"), is_oneflow_model("gpt2")
+    (True, False)
+    """
     return _FUNCTION.fullmatch(text) is not None
 
 
 def resolve_model(
     text: str, *, heads: int | None = None, sequence: int | None = None, vocabulary: int | None = None
 ) -> LayerGraph:
-    """The layer graph of what the user calls a model.
+    """The layer graph of a model.
 
     Args:
         text: a name (``gpt2-xl``, ``vgg13``), sizes (``gpt:24x1024``, ``mlp:4096,1024,10``), a HuggingFace ``config.json`` or
             its folder, a saved graph, or ``FILE.py:FUNCTION``.
-        heads, sequence, vocabulary: in place of the model's own, for transformers that are built here.  The vocabulary of
-            these is always padded to a multiple of 128; a note in the graph says so.
+        heads: number of attention heads of a built-in transformer, instead of the model's own.
+        sequence: tokens per sample of a built-in transformer, instead of the model's own.
+        vocabulary: size of its vocabulary, instead of the model's own. It is always padded to a multiple of 128; a note in the
+            graph says so.
 
     Raises:
-        UserError: nothing is known under that name, a file is malformed, or an option does not apply.
+        UserError: the model is unknown, a file is malformed, or an option does not apply.
     """
     options = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
     for option, value in options.items():
         if value is not None and not 1 <= value <= LARGEST_SIZES[option]:
-            raise UserError(f"--{option} is {value}, should be a whole number from 1 to {LARGEST_SIZES[option]}")
+            raise UserError(f"{option}={value} should be a whole number from 1 to {LARGEST_SIZES[option]}")
     if text in TRANSFORMERS:
         family, model = TRANSFORMERS[text]
         return build_transformer(family, model, **options)
@@ -85,15 +91,15 @@ def resolve_model(
         return build_transformer(family, model, **options)
     if text and not is_oneflow_model(text) and (text.endswith(".json") or os.sep in text or os.path.exists(text)):
         return _from_file(text, options)
-    graph = _without_options(text, family if colon else "", sizes)
-    _refuse_options(text, options)
+    graph = _fixed_model(text, family if colon else "", sizes)
+    _check_no_options(text, options)
     return graph
 
 
-def _without_options(text: str, family: str, sizes: str) -> LayerGraph:
-    """The models that are what they are."""
+def _fixed_model(text: str, family: str, sizes: str) -> LayerGraph:
+    """The graph of a model to which no option applies."""
     if is_oneflow_model(text):
-        from ..extraction import extract_from_file  # not above: it needs OneFlow
+        from ..extraction import extract_from_file  # imports OneFlow
 
         return extract_from_file(text)
     if family == "mlp":
@@ -104,11 +110,11 @@ def _without_options(text: str, family: str, sizes: str) -> LayerGraph:
     raise _unknown(text)
 
 
-def _refuse_options(text: str, options: Mapping[str, int | None]) -> None:
+def _check_no_options(text: str, options: Mapping[str, int | None]) -> None:
     for option, value in options.items():
         if value is not None:
             raise UserError(
-                f"--{option} {value} does not apply to {quote(text)}; it is for built-in transformers and config.json files"
+                f"{option}={value} does not apply to {quote(text)}; it is for built-in transformers and config.json files"
             )
 
 
@@ -135,8 +141,8 @@ def _mlp_widths(text: str, sizes: str) -> list[int]:
 
 
 def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
-    """A saved graph or a HuggingFace configuration, whichever the file is."""
-    # os.path, not Path: a text too long for a file's name does not exist, instead of raising OSError.
+    """The graph of a saved graph or of a HuggingFace configuration."""
+    # os.path instead of Path: Path.exists raises OSError for texts longer than a file name may be.
     path = Path(text, "config.json") if os.path.isdir(text) else Path(text)
     value = load_json(path)
     where = shown_path(path)
@@ -149,7 +155,7 @@ def _from_file(text: str, options: Mapping[str, int | None]) -> LayerGraph:
         )
     if "format" in value:
         graph = graph_from_document(value, where)
-        _refuse_options(text, options)
+        _check_no_options(text, options)
         return graph
     raise UserError(
         f"{where}: has neither a 'format', which saved graphs have, nor a 'model_type', which the config.json of a "

@@ -1,8 +1,8 @@
-"""Built-in models by their sizes, and which one a layer graph is.
+"""Built-in models by their sizes, and the recognition of their graphs.
 
-A plan carries a graph, not the name of a family: :func:`recognise` reads the sizes off the graph, builds the family's graph of
-these sizes, and accepts it where the two are the same to the last field.  So a graph that was extracted from a module or read
-from a ``config.json`` is recognised too, wherever it is one that could have been built here.
+A plan contains a graph, not the name of a family. :func:`recognise` reads the sizes from the graph, builds the family's graph of
+these sizes, and accepts it if the two graphs are identical. So it also recognises a graph that was extracted from a module or read
+from a ``config.json``, if a built-in family could have produced it.
 """
 
 from __future__ import annotations
@@ -18,19 +18,30 @@ from .feedforward import VGG_FEATURES, mlp, vgg
 from .named import FAMILIES
 from .transformers import Transformer
 
-__all__ = ["BuiltIn", "Perceptron", "Pictures", "recognise"]
+__all__ = ["BuiltIn", "MLPSizes", "VGGSizes", "recognise"]
 
 
 @dataclass(frozen=True)
-class Perceptron:
-    """The sizes of a multi-layer perceptron: the widths of its input, its hidden layers and its output."""
+class MLPSizes:
+    """The sizes of a multi-layer perceptron.
+
+    Attributes:
+        widths: features of its input, its hidden layers and its output.
+    """
 
     widths: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Pictures:
-    """The sizes of a VGG."""
+class VGGSizes:
+    """The sizes of a VGG.
+
+    Attributes:
+        depth: 11, 13, 16 or 19.
+        image: pixels along each side.
+        classes: number of classes.
+        hidden: features of the two dense layers before the last one.
+    """
 
     depth: int
     image: int = 224
@@ -38,32 +49,41 @@ class Pictures:
     hidden: int = 4096
 
 
-Sizes = Union[Transformer, Perceptron, Pictures]
+Sizes = Union[Transformer, MLPSizes, VGGSizes]
 
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A model of one of the families ``gpt``, ``bert``, ``llama``, ``mlp`` and ``vgg``."""
+    """A built-in model.
+
+    Attributes:
+        family: ``gpt``, ``bert``, ``llama``, ``mlp`` or ``vgg``.
+        sizes: its sizes.
+    """
 
     family: str
     sizes: Sizes
 
     def graph(self) -> LayerGraph:
-        """Its layer graph.
+        """The layer graph of the model.
 
         Raises:
-            UserError: the sizes do not fit together.
+            UserError: the sizes are inconsistent.
         """
-        if isinstance(self.sizes, Perceptron):
+        if isinstance(self.sizes, MLPSizes):
             return mlp(self.sizes.widths)
-        if isinstance(self.sizes, Pictures):
+        if isinstance(self.sizes, VGGSizes):
             sizes = self.sizes
             return vgg(sizes.depth, image=sizes.image, classes=sizes.classes, hidden=sizes.hidden)
         return FAMILIES[self.family](self.sizes)
 
 
 def recognise(graph: LayerGraph) -> BuiltIn | None:
-    """The built-in model whose graph this is; None where there is none."""
+    """The built-in model whose graph this is; None if there is none.
+
+    >>> recognise(mlp((64, 32, 16)))
+    BuiltIn(family='mlp', sizes=MLPSizes(widths=(64, 32, 16)))
+    """
     layers = {layer.name: layer for layer in graph.layers}
     for family, read in _READERS.items():
         try:
@@ -71,19 +91,19 @@ def recognise(graph: LayerGraph) -> BuiltIn | None:
             if found.graph().hash == graph.hash:
                 return found
         except (KeyError, IndexError, UserError):
-            continue  # not of this family: a layer that it has is missing, or the sizes are none of its own
+            continue  # not of this family: a layer is missing, or the sizes are out of range
     return None
 
 
-def _mlp(graph: LayerGraph, layers: Mapping[str, Layer]) -> Perceptron:
+def _mlp(graph: LayerGraph, layers: Mapping[str, Layer]) -> MLPSizes:
     first = graph.layers[0].attributes["in_features"]
-    return Perceptron((first, *(layer.attributes["out_features"] for layer in graph.layers)))
+    return MLPSizes((first, *(layer.attributes["out_features"] for layer in graph.layers)))
 
 
-def _vgg(graph: LayerGraph, layers: Mapping[str, Layer]) -> Pictures:
+def _vgg(graph: LayerGraph, layers: Mapping[str, Layer]) -> VGGSizes:
     num_convolutions = sum(layer.kind == "conv2d" for layer in graph.layers)
     depths = {sum(isinstance(entry, int) for entry in entries): depth for depth, entries in VGG_FEATURES.items()}
-    return Pictures(
+    return VGGSizes(
         depths[num_convolutions],
         image=layers["features.0"].input_shape[-1],
         classes=layers["classifier.6"].attributes["out_features"],

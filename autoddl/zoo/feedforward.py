@@ -1,4 +1,4 @@
-"""Perceptrons and the VGG family."""
+"""Multi-layer perceptrons and the VGG family."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .layers import GraphBuilder, conv2d, linear, loss, opaque
 
 __all__ = ["VGG_FEATURES", "mlp", "vgg"]
 
-#: Channels of the convolutions, "M" for a max pooling (Simonyan and Zisserman 2014, table 1: A, B, D, E).
+#: Channels of the convolutions, "M" for max pooling (Simonyan and Zisserman 2014, table 1: A, B, D, E).
 VGG_FEATURES: dict[int, tuple[int | str, ...]] = {
     11: (64, "M", 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
     13: (64, 64, "M", 128, 128, "M", 256, 256, "M", 512, 512, "M", 512, 512, "M"),
@@ -21,7 +21,10 @@ VGG_FEATURES: dict[int, tuple[int | str, ...]] = {
 
 
 def mlp(widths: Sequence[int]) -> LayerGraph:
-    """A perceptron of len(widths) - 1 matrices without bias, relu between them; an element-wise loss ends the last one.
+    """A perceptron of len(widths) - 1 linear layers without bias, with relu between them and a mean-squared-error loss.
+
+    >>> [layer.name for layer in mlp([64, 32, 16]).layers]
+    ['fc1', 'fc2']
 
     Raises:
         UserError: there are fewer than two widths, or one is not positive.
@@ -41,12 +44,12 @@ def mlp(widths: Sequence[int]) -> LayerGraph:
 
 
 def vgg(depth: int, *, image: int = 224, classes: int = 1000, hidden: int = 4096) -> LayerGraph:
-    """VGG without batch norm, on square images of ``image`` pixels; modules are numbered as torchvision's.
+    """VGG without batch norm, on square images; modules are numbered as torchvision's.
 
     Args:
         depth: 11, 13, 16 or 19.
         image: pixels along each side.
-        classes: of the last layer.
+        classes: number of outputs of the last layer.
         hidden: features of the two dense layers before it.
 
     Raises:
@@ -64,10 +67,10 @@ def vgg(depth: int, *, image: int = 224, classes: int = 1000, hidden: int = 4096
         name = f"features.{module}"
         if isinstance(entry, int):
             layer = conv2d(name, shape, entry, kernel_size=3, padding=1, epilogue=("relu",))
-            module += 2  # the relu is a module too
+            module += 2  # the relu is a module of its own
         else:
             pooled = (shape[0], shape[1] // 2, shape[2] // 2)
-            # Which of its inputs was the largest is kept for each output.
+            # Max pooling keeps the index of the largest input for each output.
             layer = opaque(name, shape, pooled, kept_elements=pooled[0] * pooled[1] * pooled[2])
             module += 1
         source = (builder.add(layer, *source),)

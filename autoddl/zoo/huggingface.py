@@ -1,7 +1,7 @@
-"""HuggingFace's ``config.json``: GPT-2, BERT, LLaMA and models of their shapes.
+"""HuggingFace's ``config.json``: GPT-2, BERT, LLaMA and models of the same architectures.
 
-A field that the file leaves out has the default of HuggingFace's configuration class.  Fields that do not change any shape
-are ignored; those that would make another architecture are refused.
+A missing field has the default of HuggingFace's configuration class. Fields that do not change any shape are ignored; fields that
+would make another architecture are errors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .transformers import Transformer
 
 __all__ = ["HUGGINGFACE_TYPES", "transformer_from_config"]
 
-#: Characters of a name that may be a misspelt one.
+#: Longest name for which a similar known name is suggested.
 _LONGEST_NAME = 60
-#: HuggingFace's activations, as the epilogue that they are.
+#: Epilogues by HuggingFace's names of activations.
 ACTIVATIONS: Mapping[str, str] = {
     "gelu": "gelu",
     "gelu_10": "gelu",
@@ -43,7 +43,12 @@ ACTIVATIONS: Mapping[str, str] = {
 
 @dataclass(frozen=True)
 class _Type:
-    """A ``model_type``: its family and the defaults of its configuration class (None: derived from others)."""
+    """A ``model_type``.
+
+    Attributes:
+        family: of built-in models.
+        defaults: of its configuration class; None: derived from other fields.
+    """
 
     family: str
     defaults: Mapping[str, Any]
@@ -119,7 +124,7 @@ GPT2_ALIASES = {
 
 
 class _Config:
-    """The fields of a configuration, defaults filled in; every fault names the field and what would be right."""
+    """The fields of a configuration, with defaults; errors name the field and the values allowed."""
 
     def __init__(self, value: Mapping[str, Any], defaults: Mapping[str, Any], where: str):
         self._value, self._defaults, self._where = value, defaults, where
@@ -131,7 +136,7 @@ class _Config:
         return self._value.get(name, self._defaults[name])
 
     def count(self, name: str, largest: int, minimum: int = 1) -> int:
-        """A whole number; 0 for a null where the default is null."""
+        """A whole number; 0 for null if the default is null."""
         value = self.get(name)
         if value is None and self._defaults[name] is None:
             return 0
@@ -152,18 +157,18 @@ class _Config:
         return ACTIVATIONS[value]
 
     def refuse(self, name: str, *allowed: Any) -> None:
-        """Refuse a field that makes another architecture of it."""
+        """Raise an error if the field has none of the allowed values, which would make another architecture."""
         value = self.get(name)
         if value not in allowed or isinstance(value, bool) != isinstance(allowed[0], bool):
             raise self.fault(name, value, f"{json.dumps(allowed[0])}: other architectures are not built in")
 
 
 def transformer_from_config(value: Any, where: str) -> tuple[str, Transformer]:
-    """Family and sizes of a parsed ``config.json``; the sequence is the longest that the model takes.
+    """Family and sizes of a parsed ``config.json``; the sequence is the longest that the model supports.
 
     Args:
         value: the parsed document.
-        where: its path, for errors; the model takes its name from it.
+        where: its path, for errors; the name of the model is derived from it.
 
     Raises:
         UserError: the model type is missing or unknown, or a field is of the wrong type or out of range.
@@ -218,7 +223,7 @@ def _bert(name: str, kind: str, config: _Config) -> Transformer:
     config.refuse("position_embedding_type", "absolute")
     positions = config.count("max_position_embeddings", LARGEST_SIZES["sequence"])
     sequence = positions
-    if kind != "bert":  # RoBERTa numbers its positions from behind the padding token on
+    if kind != "bert":  # RoBERTa's positions begin after the padding token
         pad = config.count("pad_token_id", LARGEST_SIZES["vocabulary"], minimum=0)
         sequence = positions - pad - 1
         if sequence < 1:

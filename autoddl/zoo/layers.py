@@ -1,4 +1,4 @@
-"""Builds layer graphs, layer by layer and block by block."""
+"""A builder of layer graphs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,17 @@ __all__ = [
     "position",
 ]
 
-#: In a block's template: the tensor that enters the block.
+#: In a block's template: the input of the block.
 BLOCK_INPUT = ""
 
 
 class GraphBuilder:
-    """Collects layers, in topological order, with the edges that lead to them."""
+    """Collects layers in topological order, and the edges between them.
+
+    Args:
+        name: of the graph.
+        sample: what one sample of the batch is: ``sequence``, ``image`` or ``row``.
+    """
 
     def __init__(self, name: str, sample: str):
         self._name, self._sample = name, sample
@@ -47,25 +52,25 @@ class GraphBuilder:
         self._edges: list[tuple[str, str]] = []
 
     def add(self, layer: Layer, *inputs: str) -> str:
-        """Append a layer that reads the outputs of ``inputs``; its name, for others to read."""
+        """Append a layer that reads the outputs of ``inputs``; returns its name."""
         self._layers.append(layer)
         self._edges.extend((source, layer.name) for source in inputs)
         return layer.name
 
     def chain(self, source: str, layers: Iterable[Layer]) -> str:
-        """Append layers of which each reads the one before; the last one's name."""
+        """Append layers, each of which reads the previous one; returns the last one's name."""
         for layer in layers:
             source = self.add(layer, source)
         return source
 
     def repeat(self, block: str, count: int, template: Sequence[tuple[Layer, Sequence[str]]], source: str) -> str:
-        """Append a block ``count`` times, each reading the one before; the last layer's name.
+        """Append a block ``count`` times, each reading the previous one; returns the last layer's name.
 
         Args:
             block: the path of the container: repetition i is ``block.i``.
-            count: how often.
+            count: number of repetitions.
             template: the block's layers, named by role, each with the roles that it reads.
-            source: what the first repetition reads.
+            source: the layer that the first repetition reads.
         """
         for index in range(count):
             entry = source

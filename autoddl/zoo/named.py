@@ -1,9 +1,9 @@
-"""Models known by name, and families by size.
+"""Models by name, and families by size.
 
-GPT-2: Radford et al. 2019 (HuggingFace's ``gpt2*``).  GPT-3: Brown et al. 2020, table 2.1; where that table's sizes do not fit
-together (XL's 24 heads of 128 are not 2048 wide, 13B's 40 heads of 128 not 5140) its width is taken with the nearest heads of
-128.  BERT: Devlin et al. 2018.  ``gpt2-64`` and ``bert-48``: Li and Hoefler, "Chimera".  LLaMA: Touvron et al. 2023 and the
-model cards of LLaMA 2 and 3.
+GPT-2: Radford et al. 2019 (HuggingFace's ``gpt2*``). GPT-3: Brown et al. 2020, table 2.1; where the sizes of that table are
+inconsistent (XL's 24 heads of 128 are not 2048 wide, 13B's 40 heads of 128 not 5140), the nearest consistent sizes are used.
+BERT: Devlin et al. 2018. ``gpt2-64`` and ``bert-48``: Li and Hoefler, "Chimera". LLaMA: Touvron et al. 2023 and the model cards
+of LLaMA 2 and 3.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _CATALOGUE: tuple[tuple[str, tuple[Transformer, ...]], ...] = (
             _gpt("gpt2-medium", 24, 1024, 16, 1024),
             _gpt("gpt2-large", 36, 1280, 20, 1024),
             _gpt("gpt2-xl", 48, 1600, 25, 1024),
-            # 1,389,327,360 parameters: the width that fits is 1280, with an output projection of its own.
+            # 1,389,327,360 parameters: width 1280 with an untied output projection matches them.
             _gpt("gpt2-64", 64, 1280, 20, 632, positions=1024, tied=False),
             _gpt("gpt3-small", 12, 768, 12, 2048),
             _gpt("gpt3-medium", 24, 1024, 16, 2048),
@@ -86,7 +86,7 @@ _CATALOGUE: tuple[tuple[str, tuple[Transformer, ...]], ...] = (
         (
             _bert("bert-base", 12, 768, 12),
             _bert("bert-large", 24, 1024, 16),
-            # 669,790,012 parameters with pooler, next-sentence head and a decoder of its own.
+            # 669,790,012 parameters with pooler, next-sentence head and an untied decoder.
             _bert("bert-48", 48, 1024, 16, 128, tied=False),
         ),
     ),
@@ -109,32 +109,36 @@ _CATALOGUE: tuple[tuple[str, tuple[Transformer, ...]], ...] = (
     ),
 )
 
-#: name -> (family, sizes); vocabularies as published.
+#: Family and sizes by name; vocabularies as published.
 TRANSFORMERS: dict[str, tuple[str, Transformer]] = {
     model.name: (family, model) for family, models in _CATALOGUE for model in models
 }
 
 
 def _default_heads(name: str, width: int) -> int:
-    """Heads of 128; of 64 where the model is small (less than 2048 wide) or 128 does not divide it; one in a tiny model."""
+    """Heads of 128; of 64 if the model is narrower than 2048 or 128 does not divide the width; one head below a width of 64."""
     for head_dim in (128, 64) if width >= 2048 else (64,):
         if width % head_dim == 0:
             return width // head_dim
     if width < 64:
         return 1
     raise UserError(
-        f"{name}: width {width} is not a multiple of 64, so there is no usual number of heads; give --heads, or a width "
+        f"{name}: width {width} is not a multiple of 64, so there is no usual number of heads; give heads=N, or a width "
         f"such as {-(-width // 64) * 64}"
     )
 
 
 def _default_llama_inner(width: int) -> int:
-    """LLaMA's rule: two thirds of 4 * width, rounded up to a multiple of 256."""
+    """LLaMA's rule: two thirds of 4 * width, rounded up to a multiple of 256.
+
+    >>> _default_llama_inner(4096)
+    11008
+    """
     return -(-(8 * width // 3) // 256) * 256
 
 
 def sized_transformer(family: str, layers: int, width: int, heads: int | None, sequence: int | None) -> Transformer:
-    """The sizes that ``family:LAYERSxWIDTH`` stands for: 2048 tokens (BERT: 512), the family's own vocabulary.
+    """The sizes of ``family:LAYERSxWIDTH``: 2048 tokens (BERT: 512), the family's own vocabulary.
 
     Raises:
         UserError: the width does not divide into heads.
@@ -155,10 +159,17 @@ def sized_transformer(family: str, layers: int, width: int, heads: int | None, s
 def build_transformer(
     family: str, model: Transformer, *, heads: int | None, sequence: int | None, vocabulary: int | None
 ) -> LayerGraph:
-    """The graph, with what the user asked for in place of the model's own sizes and the vocabulary padded.
+    """The graph of a model, with the vocabulary padded.
+
+    Args:
+        family: ``gpt``, ``bert`` or ``llama``.
+        model: its sizes.
+        heads: instead of the model's own; None: unchanged.
+        sequence: instead of the model's own; None: unchanged.
+        vocabulary: instead of the model's own; None: unchanged.
 
     Raises:
-        UserError: the sizes do not fit together.
+        UserError: the sizes are inconsistent.
     """
     if heads is not None and model.kv_heads:
         model = replace(model, kv_heads=min(model.kv_heads, heads))

@@ -1,7 +1,6 @@
-"""GPT, BERT and LLaMA, layer for layer; layers bear the names of the HuggingFace modules that they stand for.
+"""GPT, BERT and LLaMA, layer by layer; layers have the names of the corresponding HuggingFace modules.
 
-Each function takes its vocabulary as it is.  A vocabulary that splits over many devices is padded by whoever calls them
-(:func:`pad_vocabulary`).
+The vocabulary is used as given. Callers pad a vocabulary that should split over many devices (:func:`pad_vocabulary`).
 """
 
 from __future__ import annotations
@@ -30,7 +29,11 @@ VOCABULARY_MULTIPLE = 128
 
 
 def pad_vocabulary(vocabulary: int) -> int:
-    """The next multiple of 128, so that the table and the logits split over many devices."""
+    """The next multiple of 128, so that the token table and the logits split over many devices.
+
+    >>> pad_vocabulary(50257)
+    50304
+    """
     return -(-vocabulary // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
@@ -52,7 +55,9 @@ class Transformer:
         types: rows of the token type table (BERT).
         activation: of the MLP.
         tied: whether the output projection is the token table.
-        qkv_bias, output_bias, mlp_bias: whether the projections have biases (LLaMA and its like; GPT and BERT always do).
+        qkv_bias: whether the query, key and value projections have biases (LLaMA and similar models; GPT and BERT always do).
+        output_bias: whether the output projection of the attention has a bias (the same).
+        mlp_bias: whether the projections of the MLP have biases (the same).
     """
 
     name: str
@@ -112,7 +117,7 @@ def _closest_divisor(whole: int, wanted: int) -> int:
 
 
 def gpt(model: Transformer) -> LayerGraph:
-    """GPT-2's decoder: pre-norm blocks, learned positions, gelu MLP, biases, output tied to the token table (or not)."""
+    """GPT-2's decoder: pre-norm blocks, learned positions, gelu MLP, biases; the output may be tied to the token table."""
     rows, width, inner = model.sequence, model.width, model.mlp_width
     head_dim = width // model.heads
     builder = GraphBuilder(model.name, "sequence")
@@ -144,9 +149,9 @@ def gpt(model: Transformer) -> LayerGraph:
 
 
 def bert(model: Transformer) -> LayerGraph:
-    """BERT's encoder with the masked-language-model head: post-norm blocks, full attention, decoder tied (or not).
+    """BERT's encoder with the masked-language-model head: post-norm blocks, full attention; the decoder may be tied.
 
-    The pooler and the next-sentence head, which read one token of each sequence, are left out.
+    The pooler and the next-sentence head, which read one token of each sequence, are omitted.
     """
     rows, width, inner = model.sequence, model.width, model.mlp_width
     builder = GraphBuilder(model.name, "sequence")

@@ -1,13 +1,13 @@
-"""Element-wise sums, as of residuals: two reads and a write each way, nothing sent.
+"""Element-wise sums, as in residual connections: two reads and one write in each pass, no communication.
 
-Backward the gradients of its inputs' other uses are added up.
+The backward pass adds up the gradients from all consumers of an input.
 """
 
 from __future__ import annotations
 
 from ..layer import Layer
 from ..localwork import elementwise
-from .kind import Body, Frame, LayerKind
+from .kind import Body, LayerKind, LayerQuantities
 
 __all__ = ["Add", "add"]
 
@@ -17,7 +17,7 @@ class Add(LayerKind):
 
     name = "add"
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         after, after_backward = frame.epilogue()
         work = elementwise(3 * frame.output_bytes)
         return Body((), (), work + after, work + after_backward, kept_bytes=frame.kept_bytes)

@@ -1,8 +1,11 @@
-"""Attention: softmax(q k^T) v on whole heads of whole sequences.  Nothing is sent: heads are split, over key-value heads at most.
+"""Attention: softmax(q k^T) v on whole heads of whole sequences.
 
-Two batched products over all (sample, head) pairs, q k^T and its softmax times v: 4 S S head_dim FLOPs per head (causal
-attention is not halved: dense kernels compute all of it); backward twice as many. The softmax passes over the S S scores three
-times each way. The probabilities, S S elements per head, are kept for the backward pass.
+Heads are split, into at most as many parts as there are key-value heads; there is no communication.
+
+The work is two batched products over all (sample, head) pairs, q k^T and its softmax times v: 4 S S head_dim FLOPs per head for
+sequence length S, and twice as many in the backward pass.  Causal attention counts in full, since dense kernels compute all of
+it.  The softmax reads or writes the S S scores three times in each pass.  The probabilities, S S elements per head, are kept for
+the backward pass.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..layer import Layer
 from ..localwork import elementwise
-from .kind import Body, Frame, LayerKind
+from .kind import Body, LayerKind, LayerQuantities
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -32,7 +35,7 @@ class Attention(LayerKind):
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
         return layer.attributes["kv_heads"] % (strategy.p1 * strategy.p2) == 0
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         attributes, length = frame.layer.attributes, frame.layer.rows
         pairs = frame.samples * attributes["heads"] / frame.devices
         scores = frame.matmul(length, attributes["head_dim"], length, count=pairs)
@@ -49,7 +52,19 @@ class Attention(LayerKind):
 def attention(
     name: str, sequence: int, heads: int, head_dim: int, *, kv_heads: int | None = None, causal: bool, module: str = ""
 ) -> Layer:
-    """softmax(q k^T) v: reads q, k and v side by side, (S, (heads + 2 kv_heads) head_dim), gives (S, heads head_dim)."""
+    """Make an attention layer, softmax(q k^T) v.
+
+    Its input is the concatenation of q, k and v, of shape (sequence, (heads + 2 kv_heads) head_dim); its output has shape
+    (sequence, heads head_dim).
+
+    Args:
+        name: of the layer.
+        sequence: sequence length.
+        heads, head_dim: number of query heads and features of each.
+        kv_heads: number of key-value heads; None for as many as query heads.
+        causal: whether a position attends only to earlier ones.
+        module: the module path, if it differs from the name.
+    """
     kv_heads = heads if kv_heads is None else kv_heads
     return Layer(
         name=name,

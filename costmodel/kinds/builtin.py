@@ -1,4 +1,4 @@
-"""Registers the kinds of this package."""
+"""Registers the built-in kinds."""
 
 from __future__ import annotations
 

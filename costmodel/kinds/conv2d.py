@@ -1,4 +1,7 @@
-"""Convolutions, split along the samples alone.  Each is the product (pixels) x (in k k) by (in k k) x (out); nothing is sent."""
+"""Convolutions, split along the samples only, without communication.
+
+The work is a matrix product of (pixels x in_channels k k) by (in_channels k k x out_channels) for kernel size k.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from collections.abc import Sequence
 
 from ..layer import Layer, Parameter
 from .epilogue import kept_by_epilogue
-from .kind import Body, Frame, LayerKind, Splitting
+from .kind import Body, LayerKind, LayerQuantities, Splitting
 
 __all__ = ["Conv2d", "conv2d"]
 
@@ -19,7 +22,7 @@ class Conv2d(LayerKind):
     may_be_zero = frozenset({"padding"})
     splitting = Splitting.SAMPLES
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         layer, attributes = frame.layer, frame.layer.attributes
         taps = attributes["in_channels"] * attributes["kernel_size"] ** 2
         pixels = frame.samples * layer.output_elements / attributes["out_channels"] / frame.p0
@@ -45,7 +48,16 @@ def conv2d(
     bias: bool = True,
     epilogue: Sequence[str] = (),
 ) -> Layer:
-    """A convolution with a square kernel on (channels, height, width)."""
+    """Make a convolution layer with a square kernel.
+
+    Args:
+        name: of the layer and its module.
+        input_shape: (channels, height, width).
+        out_channels: number of output channels.
+        kernel_size, stride, padding: as of ``nn.Conv2d``.
+        bias: whether it has a bias.
+        epilogue: element-wise operations that follow.
+    """
     in_channels, height, width = input_shape
     spatial = tuple((length + 2 * padding - kernel_size) // stride + 1 for length in (height, width))
     elements = out_channels * spatial[0] * spatial[1]

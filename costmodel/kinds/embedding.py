@@ -1,8 +1,8 @@
-"""Embeddings: a table that is looked up, the product of one-hot rows with it.
+"""Embeddings: lookup tables, priced as the product of one-hot rows with the table.
 
-Ids have no features to be split: nothing is gathered. Forward, the looked-up rows are reduce-scattered over p2, with n = T d a
-/ (P0 P1) bytes; backward their gradients are all-gathered. It reads and writes its output forward; backward it reads two
-tensors and writes one.
+The input ids have no feature dimension, so they are not gathered.  The forward pass reduce-scatters the looked-up rows over p2,
+with n = T d a / (P0 P1) bytes for T rows of d features of a bytes; the backward pass all-gathers their gradients.  The forward pass
+reads and writes the output; the backward pass reads two tensors of that size and writes one.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ..collectives import gather_steps, scatter_steps
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
 from ..sbp import Broadcast, PartialSum, Split
-from .kind import Body, Frame, LayerKind, Splitting, States
+from .kind import Body, LayerKind, LayerQuantities, Splitting, States
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -23,7 +23,7 @@ __all__ = ["Embedding", "embedding"]
 
 
 class Embedding(LayerKind):
-    """A table that is looked up, once per row."""
+    """A table with one lookup per row."""
 
     name = "embedding"
     attributes = ("vocabulary", "features")
@@ -45,11 +45,11 @@ class Embedding(LayerKind):
 
     @property
     def states(self) -> tuple[States, States, States]:
-        # Ids have no feature dimension: every rank looks up all ids of its samples.
+        # Every rank looks up all ids of its samples, since ids have no feature dimension.
         read: States = (Split(0), Broadcast(), Broadcast())
         return read, (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         output_bytes = frame.rows * frame.layer.attributes["features"] * frame.itemsize / frame.p1
         p2 = frame.strategy.axes(2, embedding=True)
         return Body(
@@ -63,7 +63,7 @@ class Embedding(LayerKind):
 
 
 def embedding(name: str, rows: int, vocabulary: int, features: int) -> Layer:
-    """A table that is looked up, once per row."""
+    """Make an embedding layer with ``rows`` lookups per sample in a table of shape (vocabulary, features)."""
     return Layer(
         name=name,
         kind="embedding",

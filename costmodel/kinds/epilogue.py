@@ -1,4 +1,4 @@
-"""Element-wise operations behind a layer: what their backward passes keep."""
+"""Element-wise operations after a layer: the activations that they keep for the backward pass."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 
 __all__ = ["GATES", "KEPT_PER_ELEMENT", "kept_by_epilogue"]
 
-#: What the backward pass of an element-wise operation keeps, per element of its result: 0 where the result itself is enough
-#: (it is the next layer's input), 1 for the argument, 2 for the factors of a product; dropout keeps a mask of bytes.
+#: Elements that an element-wise operation keeps for the backward pass, per element of its result: 0 if the result suffices (it is
+#: the next layer's input), 1 for the argument, 2 for the factors of a product.  Dropout keeps a mask of bytes.
 KEPT_PER_ELEMENT: Mapping[str, float] = {
     **dict.fromkeys(("relu", "sigmoid", "tanh"), 0),
     **dict.fromkeys(("cast", "negative", "reduce_sum", "scalar_add", "scalar_div", "scalar_mul", "sub", "sum"), 0),
@@ -20,10 +20,16 @@ KEPT_PER_ELEMENT: Mapping[str, float] = {
     "mul": 2,
 }
 
-#: Epilogue operations that halve the features: they take gate and up apart.
+#: Epilogue operations that halve the features: they multiply gate and up.
 GATES = frozenset({"mul"})
 
 
 def kept_by_epilogue(epilogue: Iterable[str], elements: int) -> int:
-    """Elements kept by the backward pass of element-wise operations on ``elements`` elements (unknown ones: 1 each)."""
+    """Number of elements that operations on ``elements`` elements keep for the backward pass.
+
+    An unknown operation keeps one element each.
+
+    >>> kept_by_epilogue(["gelu", "dropout"], 1024)
+    1280
+    """
     return math.ceil(sum(KEPT_PER_ELEMENT.get(operation, 1) for operation in epilogue) * elements)

@@ -1,4 +1,4 @@
-"""What every kind of layer answers, and what its work is computed from."""
+"""`LayerKind`, the interface of all kinds of layers, and the input and result of its method `work`."""
 
 from __future__ import annotations
 
@@ -14,44 +14,50 @@ from ..sbp import Broadcast, SBPState, Split
 
 if TYPE_CHECKING:
     from ..layer import Layer
-    from ..strategy import Alike, Strategy
+    from ..strategy import Strategy, StrategyGroup
     from ..workload import Workload
 
-__all__ = ["STATISTIC_BYTES", "Body", "Frame", "LayerKind", "Number", "Splitting", "States"]
+__all__ = ["STATISTIC_BYTES", "Body", "LayerKind", "LayerQuantities", "Number", "Splitting", "States"]
 
-#: A float, or an array of floats: what the formulas of all kinds hold for.
+#: A float or an array of floats; the formulas of all kinds accept both.
 Number = Any
 
 #: Bytes of a statistic (norms and losses accumulate in float32).
 STATISTIC_BYTES = 4
 
-#: What the axes p0, p1 and p2 do to a tensor.
+#: The SBP states of a tensor on the axes p0, p1 and p2.
 States = tuple[SBPState, SBPState, SBPState]
 
 
 class Splitting(Enum):
-    """Which mesh axes a layer can be spread over."""
+    """The mesh axes that a layer can be split over."""
 
     #: Rows over p0, the output's features over p1, the input's over p2: a matrix product.
     PRODUCT = "product"
-    #: Rows over p0 and features over p1.  Without a product there is nothing to reduce: p2 is 1.
+    #: Rows over p0 and features over p1.  There is no product to reduce, so p2 is 1.
     ROWS_AND_FEATURES = "rows and features"
-    #: Samples over p0 alone.
+    #: Samples over p0 only.
     SAMPLES = "samples"
 
 
-class Frame:
-    """The quantities that every kind of layer starts from, per device and micro-batch.
+class LayerQuantities:
+    """The quantities from which the work of a layer is computed, per device and micro-batch.
 
-    All are numbers, or arrays with one entry per strategy.
+    All are numbers, or arrays of shape (strategies,).
+
+    Args:
+        layer, strategy, workload: the layer and its strategy, or a group of strategies, in a workload.
+        samples: samples per micro-batch over all devices.
 
     Attributes:
-        rows: rows of this device's samples, with all their features.
-        input_bytes, output_bytes, kept_bytes: of the evenly split tensors.
+        itemsize: bytes per element of an activation.
+        p0, p1, p2: as of the strategy.
         devices: p0 p1 p2.
+        rows: rows of the samples of one device.
+        input_bytes, output_bytes, kept_bytes: bytes per device of the evenly split tensors.
     """
 
-    def __init__(self, layer: Layer, strategy: Strategy | Alike, workload: Workload, samples: Number):
+    def __init__(self, layer: Layer, strategy: Strategy | StrategyGroup, workload: Workload, samples: Number):
         self.layer, self.strategy, self.samples = layer, strategy, samples
         self.itemsize = workload.itemsize
         self.p0, self.p1, self.p2 = strategy.p0, strategy.p1, strategy.p2
@@ -63,30 +69,32 @@ class Frame:
 
     @property
     def parameter_parts(self) -> Number:
-        """Into how many parts the parameters are cut."""
+        """Number of parts that the parameters are split into."""
         return self.devices if self.strategy.summa else self.p1 * self.p2
 
     def matmul(self, m: Number, k: Number, n: Number, count: Number = 1) -> LocalWork:
-        """``count`` products (m x k) by (k x n) in one kernel."""
+        """Work of ``count`` products (m x k) by (k x n) in one kernel."""
         return matmul(m, k, n, self.itemsize, count)
 
     def epilogue(self) -> tuple[LocalWork, LocalWork]:
-        """The element-wise operations behind the layer, forward and backward: forward each reads and writes its tensor, backward it
-        reads two and writes one."""
+        """Work of the element-wise operations after the layer, forward and backward.
+
+        Each reads and writes one tensor in the forward pass; it reads two and writes one in the backward pass.
+        """
         count = len(self.layer.epilogue)
         return count * elementwise(2 * self.output_bytes), count * elementwise(3 * self.output_bytes)
 
 
 @dataclass(frozen=True)
 class Body:
-    """What one layer does for one micro-batch.
+    """The work of one layer for one micro-batch, without recomputation and gradients.
 
     Attributes:
         forward, backward: communication steps.
         forward_work, backward_work: local computation.
-        kept_bytes: activations kept from the forward to the backward pass.
-        buffer_bytes: what exists only while the layer runs.
-        forward_steps_to_repeat: what recomputation has to send again, where that is not the whole forward pass.
+        kept_bytes: bytes of activations kept from the forward to the backward pass.
+        buffer_bytes: bytes that exist only while the layer runs.
+        forward_steps_to_repeat: communication steps that recomputation repeats; None for all of ``forward``.
     """
 
     forward: tuple[Step, ...]
@@ -103,10 +111,10 @@ class LayerKind(ABC):
 
     Attributes:
         name: of the kind.
-        attributes: whole numbers that such a layer has, all at least 1.
-        may_be_zero: those that may be 0.
-        splitting: which mesh axes it can be spread over.
-        is_lookup: whether it is the product of one-hot rows with a table, whose mesh axes stand in the order (p0, p2, p1)
+        attributes: names of the integers that describe such a layer; each is at least 1.
+        may_be_zero: the attributes that may be 0.
+        splitting: the mesh axes that it can be split over.
+        is_lookup: whether it is the product of one-hot rows with a table, whose mesh axes are in the order (p0, p2, p1)
             (:mod:`autoddl.costmodel.strategy`).
         is_recomputed: whether recomputation of activations runs it again.
     """
@@ -118,42 +126,57 @@ class LayerKind(ABC):
     is_lookup: ClassVar[bool] = False
     is_recomputed: ClassVar[bool] = True
 
+    # -- extraction
+
+    def layer_of(self, module: Any, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Layer | None:
+        """The layer that a module of a traced model is; None where it is none of this kind.
+
+        Asked for kinds from outside of the package, of every module that makes one tensor: the outermost first, and not of
+        modules inside of one that is such a layer.  Name, parameters and modules of the layer are filled in.
+
+        Args:
+            module: of the user's model.
+            input_shape, output_shape: per sample (:mod:`autoddl.costmodel.layer`); of several inputs the first one's.
+        """
+        return None
+
     # -- shapes
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:
-        """The attributes that the layer's shapes fix."""
+        """The attributes that the layer's shapes determine, with their values."""
         return {}
 
     def shape_text(self, layer: Layer) -> str:
-        """The layer's shape as errors and tables show it."""
+        """The layer's shape as text for errors and tables."""
         return "x".join(map(str, layer.output_shape)) or "scalar"
 
     def shares_weights_with(self, other: LayerKind) -> bool:
-        """Whether such a layer can use a weight of another one's."""
+        """Whether a layer of this kind can share a weight with one of the ``other`` kind."""
         return other.name == self.name
 
     # -- strategies
 
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
-        """Whether the layer's features divide over p1 p2 > 1 devices; that ``strategy`` is of :attr:`splitting` is known."""
+        """Whether the layer's features divide over p1 p2 > 1 devices; the caller checks :attr:`splitting`."""
         return layer.features % (strategy.p1 * strategy.p2) == 0
 
     def offers_summa(self, layer: Layer, strategy: Strategy) -> bool:
-        """Whether the layer can run as a Summa product on this mesh."""
+        """Whether the layer can run as a Summa product on the mesh of ``strategy``."""
         return False
 
     @property
     def states(self) -> tuple[States, States, States]:
-        """What the axes p0, p1 and p2 do to input, weight and output."""
+        """The SBP states of input, weight and output on the axes p0, p1 and p2."""
         canonical: States = (Split(0), Split(1), Broadcast())
         return canonical, (Broadcast(), Split(0), Broadcast()), canonical
 
     # -- work
 
     @abstractmethod
-    def work(self, frame: Frame, is_first: bool) -> Body:
-        """What the layer does at ``frame.strategy``.
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
+        """The work of the layer under ``frame.strategy``.
 
         Args:
-            is_first: whether it reads the data itself: it gathers no input and returns no gradient for it.
+            frame: the layer, its strategy and the quantities derived from them.
+            is_first: whether the layer reads the data itself; then it gathers no input and computes no gradient for it.
         """

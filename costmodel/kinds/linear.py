@@ -12,12 +12,13 @@ backward     reduce-scatter the input's        p1                             T 
 once         all-reduce the weight's           p0                             d_in d_out a / (P1 P2)
 ===========  ================================  =============================  ==========================
 
-The first layer of a model reads its data where it needs them: it gathers no input and returns no gradient for it.  The bias is
-added to the evenly split output; its gradient travels with the weight's.  FLOPs: 2 rows d_in d_out per sample forward, twice that
-backward: one product for each of input and weight.
+The first layer of a model reads its data directly: it gathers no input and computes no gradient for it.  The bias is added to
+the evenly split output; its gradient is reduced together with the weight's.  A sample takes 2 rows d_in d_out FLOPs in the forward
+pass and twice as many in the backward pass, one product each for the gradients of input and weight.
 
 **Summa**, mesh r x c: each of the three products O = I W, dI = dO W', dW = I' dO communicates two operands along rows or
-columns, in rank-k steps with the volume of an all-gather or reduce-scatter each; weights travel for every micro-batch.
+columns, in rank-k steps with the total volume of an all-gather or reduce-scatter.  Weights are communicated for every
+micro-batch.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from ..collectives import gather_steps, scatter_steps
 from ..layer import Layer, Parameter
 from ..sbp import Broadcast, PartialSum, Split
 from .epilogue import GATES, kept_by_epilogue
-from .kind import Body, Frame, LayerKind, Splitting, States
+from .kind import Body, LayerKind, LayerQuantities, Splitting, States
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -65,11 +66,11 @@ class Linear(LayerKind):
     def states(self) -> tuple[States, States, States]:
         return (Split(0), Broadcast(), Split(1)), (Broadcast(), Split(1), Split(0)), (Split(0), Split(1), PartialSum())
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         return _summa(frame, is_first) if frame.strategy.summa else _product(frame, is_first)
 
 
-def _product(frame: Frame, is_first: bool) -> Body:
+def _product(frame: LayerQuantities, is_first: bool) -> Body:
     attributes, strategy = frame.layer.attributes, frame.strategy
     d_in, d_out = attributes["in_features"], attributes["out_features"]
     input_bytes = frame.rows * d_in * frame.itemsize / frame.p2
@@ -86,15 +87,15 @@ def _product(frame: Frame, is_first: bool) -> Body:
         backward=(*gather_gradient, *scatter_gradient),
         forward_work=product + after,
         backward_work=(1 if is_first else 2) * product + after_backward,
-        # The gathered input is kept, so that it is not gathered twice.
+        # The gathered input is kept: the backward pass does not gather it again.
         kept_bytes=input_bytes + frame.kept_bytes,
         buffer_bytes=(input_bytes if p1 else 0.0) + (output_bytes if p2 else 0.0),
-        # The product's own value is needed again only where something behind it keeps it.
+        # The backward pass needs the product itself only if the epilogue keeps it.
         forward_steps_to_repeat=None if frame.layer.kept_elements else gather,
     )
 
 
-def _summa(frame: Frame, is_first: bool) -> Body:
+def _summa(frame: LayerQuantities, is_first: bool) -> Body:
     attributes, strategy = frame.layer.attributes, frame.strategy
     d_in, d_out = attributes["in_features"], attributes["out_features"]
     rows, columns = strategy.axes(0), strategy.axes(1)
@@ -112,7 +113,7 @@ def _summa(frame: Frame, is_first: bool) -> Body:
         forward_work=product + after,
         backward_work=(1 if is_first else 2) * product + after_backward,
         kept_bytes=frame.input_bytes + frame.kept_bytes,
-        # Panels of one step, not whole operands: 1/r of the input and 1/c of the weight at a time.
+        # One step holds panels of the operands: 1 / max(r, c) of input and weight.
         buffer_bytes=input_bytes / strategy.panels + weight_bytes / strategy.panels + output_bytes / c,
         forward_steps_to_repeat=None if frame.layer.kept_elements else (),
     )
@@ -140,16 +141,16 @@ def linear(
     parts: Sequence[tuple[str, int]] | None = None,
     tied_to: str | None = None,
 ) -> Layer:
-    """A dense layer; with a gated epilogue such as ("silu", "mul") its output is half as wide as the product.
+    """Make a linear layer; with a gated epilogue such as ("silu", "mul") its output is half as wide as the product.
 
     Args:
-        name: of the layer; of the module too, unless there are parts.
-        rows: per sample.
+        name: of the layer, and of the module unless ``parts`` are given.
+        rows: rows per sample.
         in_features, out_features: of the product.
-        bias: whether it has one (each part has one, where there are parts).
+        bias: whether it has a bias (each part has one, if ``parts`` are given).
         epilogue: element-wise operations that follow.
         parts: (module, its out_features) of fused modules, in the order of their features.
-        tied_to: the layer whose weight this one shares.
+        tied_to: name of the layer whose weight this one shares.
     """
     parts = ((name, out_features),) if parts is None else tuple(parts)
     width = out_features // 2 if GATES & set(epilogue) else out_features

@@ -1,7 +1,7 @@
 """Cross entropy of logits that may be split along the vocabulary.
 
-Forward, each row's maxima are all-gathered, then its sum of exponentials and its target's logit are all-reduced, in float32.
-Backward is local: the probabilities take the place of the logits.
+The forward pass all-gathers the maxima of each row, then all-reduces its sum of exponentials and the logit of its target, in
+float32.  The backward pass is local; the probabilities replace the logits in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from ..collectives import Collective, Step, gather_steps
 from ..layer import Layer
 from ..localwork import elementwise
-from .kind import STATISTIC_BYTES, Body, Frame, LayerKind
+from .kind import STATISTIC_BYTES, Body, LayerKind, LayerQuantities
 
 if TYPE_CHECKING:
     from ..strategy import Strategy
@@ -26,7 +26,7 @@ class Loss(LayerKind):
 
     name = "loss"
     attributes = ("vocabulary",)
-    # It is the last thing that runs forward and the first that runs backward: nothing is gained by running it again.
+    # Its backward pass follows its forward pass directly, so recomputation would save nothing.
     is_recomputed = False
 
     def lengths(self, layer: Layer) -> Mapping[str, int]:
@@ -35,7 +35,7 @@ class Loss(LayerKind):
     def divides(self, layer: Layer, strategy: Strategy) -> bool:
         return layer.attributes["vocabulary"] % (strategy.p1 * strategy.p2) == 0
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         axes = frame.strategy.axes(1)
         s = prod(axis.size for axis in axes)
         maxima = gather_steps(axes, frame.rows * s * STATISTIC_BYTES)
@@ -50,7 +50,7 @@ class Loss(LayerKind):
 
 
 def loss(name: str, rows: int, vocabulary: int) -> Layer:
-    """Cross entropy of each row's logits."""
+    """Make a loss layer, the cross entropy of the logits of ``rows`` rows per sample."""
     return Layer(
         name=name,
         kind="loss",

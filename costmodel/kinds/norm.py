@@ -1,7 +1,8 @@
 """Layer norm and RMS norm.
 
-On split features the statistics of each row are all-reduced over p1 forward, and as many sums of the gradient backward, in float32.
-Forward: one read for the statistics, one read and one write; backward: two reads for the sums, two reads and a write.
+With split features, the forward pass all-reduces the statistics of each row over p1, and the backward pass as many sums of the
+gradient, in float32.  The forward pass reads the input for the statistics, reads it again and writes the output.  The backward pass
+reads two tensors for the sums, reads them again and writes the gradient.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from ..collectives import Collective, Step
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
-from .kind import STATISTIC_BYTES, Body, Frame, LayerKind
+from .kind import STATISTIC_BYTES, Body, LayerKind, LayerQuantities
 
 __all__ = ["Norm", "norm"]
 
@@ -20,7 +21,7 @@ class Norm(LayerKind):
     name = "norm"
     attributes = ("features", "statistics")
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         statistics = frame.rows * frame.layer.attributes["statistics"] * STATISTIC_BYTES
         steps = tuple(Step(Collective.ALL_REDUCE, axis, statistics) for axis in reversed(frame.strategy.axes(1)))
         return Body(
@@ -33,7 +34,14 @@ class Norm(LayerKind):
 
 
 def norm(name: str, rows: int, features: int, *, statistics: int = 2, bias: bool | None = None) -> Layer:
-    """Layer norm (two statistics per row; weight and bias) or RMS norm (one; weight alone)."""
+    """Make a layer norm (``statistics`` = 2 per row) or RMS norm (``statistics`` = 1).
+
+    Args:
+        name: of the layer and its module.
+        rows, features: shape of a sample.
+        statistics: number of statistics per row.
+        bias: whether it has a bias besides its weight; by default layer norms have one.
+    """
     bias = statistics == 2 if bias is None else bias
     names = ("weight", "bias") if bias else ("weight",)
     return Layer(

@@ -1,4 +1,8 @@
-"""Anything else: split along the samples alone, bound by the memory bandwidth of its input and output; backward twice that."""
+"""Opaque layers, of which only the shapes are known.
+
+They are split along the samples only.  The forward pass reads the input and writes the output once; the backward pass takes
+twice as long.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +10,18 @@ from collections.abc import Sequence
 
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
-from .kind import Body, Frame, LayerKind, Splitting
+from .kind import Body, LayerKind, LayerQuantities, Splitting
 
 __all__ = ["Opaque", "opaque"]
 
 
 class Opaque(LayerKind):
-    """A layer of which nothing is known but its shapes."""
+    """A layer of which only the shapes are known."""
 
     name = "opaque"
     splitting = Splitting.SAMPLES
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         after, after_backward = frame.epilogue()
         work = elementwise(frame.input_bytes + frame.output_bytes)
         kept = frame.input_bytes + frame.kept_bytes
@@ -34,7 +38,16 @@ def opaque(
     kept_elements: int = 0,
     modules: Sequence[str] | None = None,
 ) -> Layer:
-    """Anything else."""
+    """Make an opaque layer.
+
+    Args:
+        name: of the layer.
+        input_shape, output_shape: per sample.
+        parameters: trained tensors.
+        flops: forward FLOPs per sample, for display; they are not priced.
+        kept_elements: elements per sample that are kept for the backward pass besides the input.
+        modules: the module paths that it stands for; by default its name.
+    """
     return Layer(
         name=name,
         kind="opaque",

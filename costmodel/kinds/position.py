@@ -1,17 +1,20 @@
-"""Learned positions: a table whose first rows are added to every sample.  Nothing is sent; the output is read once each way."""
+"""Learned position embeddings: a table whose first rows are added to every sample.
+
+There is no communication.  Each pass moves the bytes of the output once.
+"""
 
 from __future__ import annotations
 
 from ..layer import Layer, Parameter
 from ..localwork import elementwise
 from ..sbp import Broadcast, Split
-from .kind import Body, Frame, LayerKind, States
+from .kind import Body, LayerKind, LayerQuantities, States
 
 __all__ = ["Position", "position"]
 
 
 class Position(LayerKind):
-    """A table that is added to every sample."""
+    """A table added to every sample."""
 
     name = "position"
     attributes = ("positions", "features")
@@ -24,13 +27,13 @@ class Position(LayerKind):
         read, _, written = super().states
         return read, (Broadcast(), Split(1), Broadcast()), written
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         work = elementwise(frame.output_bytes)
         return Body((), (), work, work, kept_bytes=0.0)
 
 
 def position(name: str, rows: int, positions: int, features: int) -> Layer:
-    """A table whose first ``rows`` rows go to every sample."""
+    """Make a position layer, which adds the first ``rows`` rows of a table of shape (positions, features) to every sample."""
     return Layer(
         name=name,
         kind="position",

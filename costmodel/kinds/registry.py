@@ -1,16 +1,28 @@
-"""The kinds of layers by name."""
+"""The kinds of layers by name.
+
+Those of this package are registered when it is imported; others when their file is: a user's model file may do that, or the files
+that the environment variable ``AUTODDL_KINDS`` names (separated as in ``PATH``), which are imported when a kind is not known.
+"""
 
 from __future__ import annotations
 
+import importlib
+import os
+import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import UserError, quote
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from .kind import LayerKind
 
-__all__ = ["kind_of", "kinds", "register"]
+__all__ = ["FILES", "kind_of", "kinds", "register", "source_of"]
 
+#: The environment variable that names files.
+FILES = "AUTODDL_KINDS"
 _KINDS: dict[str, LayerKind] = {}
 
 
@@ -21,14 +33,15 @@ def register(kind: LayerKind) -> None:
         UserError: another kind has this name.
     """
     known = _KINDS.get(kind.name)
-    if known is not None and _name_of(type(known)) != _name_of(type(kind)):
+    if known is not None and source_of(type(known)) != source_of(type(kind)):
         raise UserError(f"a kind of layer called {quote(kind.name)} is registered, another one needs another name")
     _KINDS[kind.name] = kind
 
 
-def _name_of(kind: type) -> tuple[str, str]:
-    """Of a class; a file that was loaded twice has two of one name."""
-    return kind.__module__, kind.__qualname__
+def source_of(defined: Any) -> tuple[str, str]:
+    """Where a class or function is defined: two are the same where a file was loaded twice, under whatever names."""
+    module = sys.modules.get(defined.__module__)
+    return getattr(module, "__file__", None) or defined.__module__, defined.__qualname__
 
 
 def kinds() -> tuple[str, ...]:
@@ -40,9 +53,28 @@ def kind_of(name: str) -> LayerKind:
     """The kind of a name.
 
     Raises:
-        UserError: it is not registered.
+        UserError: it is not registered, or a file of ``AUTODDL_KINDS`` cannot be imported.
     """
-    kind = _KINDS.get(name)
-    if kind is None:
-        raise UserError(f"kind {name!r} is not one of {', '.join(_KINDS)}")
-    return kind
+    if name not in _KINDS:
+        _import_files()
+    if name not in _KINDS:
+        raise UserError(f"kind {name!r} is not one of {', '.join(_KINDS)}; {FILES} can name files that register others")
+    return _KINDS[name]
+
+
+def _import_files() -> None:
+    """Import the user's files, each under its own name, so that a model next to it imports the same module."""
+    for file in filter(None, os.environ.get(FILES, "").split(os.pathsep)):
+        path = Path(file).resolve()
+        if path.suffix != ".py" or not path.is_file():
+            raise UserError(f"{FILES} names {file}, which is no Python file")
+        if str(path.parent) not in sys.path:
+            sys.path.append(str(path.parent))
+        environment = dict(os.environ)
+        try:
+            importlib.import_module(path.stem)
+        except Exception as error:  # whatever a user's file raises
+            raise UserError(f"{FILES}: {file} raises {type(error).__name__}: {error}") from error
+        finally:  # OneFlow's import sets RANK, among others
+            os.environ.clear()
+            os.environ.update(environment)

@@ -1,6 +1,6 @@
-"""Generators of schedules: one module per family, one door, :func:`generate`, which validates what leaves it."""
+"""Generators of schedules, one module per family; :func:`generate` validates every schedule that it returns."""
 
-from .draft import Family, GeneratorError
+from .draft import GeneratorError, ScheduleFamily
 from .registry import families, generate
 
-__all__ = ["Family", "GeneratorError", "families", "generate"]
+__all__ = ["GeneratorError", "ScheduleFamily", "families", "generate"]

@@ -1,14 +1,14 @@
-"""Chimera: pipelines in both directions over the same workers (Li and Hoefler).
+"""Chimera: pipelines in both directions over the same workers (Li and Hoefler, SC 2021).
 
 f *down* and f *up* pipelines, each with all D stages. Down pipeline i maps stage s to worker (s + i D/f) mod D; up
-pipeline i is its exact reverse: stage s where down pipeline i has stage D - 1 - s. Pipelines are numbered down 0, up 0,
+pipeline i is its exact reverse: stage s is where down pipeline i has stage D - 1 - s. Pipelines are numbered down 0, up 0,
 down 1, up 1, ... One *unit* is D micro-batches, D/(2f) in each pipeline. In unit times its tasks occupy the slots
 
     forward  of the j-th micro-batch at stage s:  s + 2 j
     backward of the j-th micro-batch at stage s:  2 D - 1 - s + 2 j
 
-which no two pipelines share on a worker, and which modulo 2 D are all different: the next unit fits in, 2 D slots later
-(*direct* concatenation: its forwards fill the previous unit's final bubbles). Each worker executes its tasks in the
+No two pipelines use the same slot on a worker, and modulo 2 D all slots are different, so the next unit follows 2 D slots
+later (*direct* concatenation: its forwards fill the previous unit's final bubbles). Each worker executes its tasks in the
 order of slots.
 
 For f = 1 and N = D that order has five phases on worker w. With h = D/2, a = h - w if w < h else w - h + 1, b = h - a,
@@ -27,14 +27,15 @@ D = 4 (d, u = forward of down, up; capitals backward)::
     worker 2:  . u d u d D U D U .
     worker 3:  u . u d D d D U . U
 
-The other concatenations even out a backward of twice the forward's time. *Forward doubling*: a unit of 2 D
-micro-batches, whose forwards carry two each and whose backwards one. *Backward halving*: a unit of D micro-batches,
-whose backwards are of half a micro-batch. Both have two backwards of a forward's time per forward, and a unit takes 3 D
-slots: with n = D/(2f) forwards per pipeline, its q-th backward (q = 2 j + half) is at slot 2 D - 1 - s + 2 q for q < n,
-and for q >= n another D - 2 n slots later, where the slots behind those of the plain unit's backwards are. What is left
-over after whole units of 2 D follows as plain units.
+The other concatenations balance a backward of twice the forward's time. *Forward doubling*: a unit of 2 D micro-batches,
+with two micro-batches per forward and one per backward. *Backward halving*: a unit of D micro-batches, with half a
+micro-batch per backward. In both, each forward has two backwards of the forward's duration, and a unit takes 3 D slots.
+With n = D/(2f) forwards per pipeline, the q-th backward (q = 2 j + half) is at slot 2 D - 1 - s + 2 q for q < n, and for
+q >= n another D - 2 n slots later, behind the slots of the plain unit's backwards. The remainder of N modulo 2 D follows as
+plain units.
 
-N < D (and what remains of N after whole units) is split over the pipelines as evenly as possible, in their order.
+A unit of fewer than D micro-batches (N < D, or the remainder of N) is split over the pipelines as evenly as possible, in
+their order.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from ..schedule import Part, Task
-from .draft import Draft, Family, GeneratorError, backward, forward
+from .draft import GeneratorError, ScheduleDraft, ScheduleFamily, backward, forward
 
 __all__ = ["CHIMERA", "phases", "placements"]
 
@@ -52,14 +53,22 @@ CONCATENATIONS = ("direct", "doubling", "halving")
 
 
 def phases(num_stages: int, worker: int) -> tuple[int, int]:
-    """The counts (a, b) of a worker's five phases for f = 1 and N = D (see the module's text)."""
+    """The counts (a, b) of a worker's five phases for f = 1 and N = D (see the module's docstring).
+
+    >>> [phases(4, worker) for worker in range(4)]
+    [(2, 0), (1, 1), (1, 1), (2, 0)]
+    """
     half = num_stages // 2
     near_count = half - worker if worker < half else worker - half + 1
     return near_count, half - near_count
 
 
 def placements(num_stages: int, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
-    """``[pipeline][stage] -> worker`` of down 0, up 0, down 1, up 1, ..."""
+    """``[pipeline][stage] -> worker`` of down 0, up 0, down 1, up 1, ...
+
+    >>> placements(4, 2)
+    ((0, 1, 2, 3), (3, 2, 1, 0))
+    """
     shift = 2 * num_stages // num_pipelines
     result: list[tuple[int, ...]] = []
     for index in range(num_pipelines // 2):
@@ -82,7 +91,7 @@ def _check(num_stages: int, num_pipelines: int, concatenation: str) -> None:
 
 
 class _Shape(Enum):
-    """What a unit's forwards and backwards are made of."""
+    """How many micro-batches each forward and each backward of a unit works on."""
 
     PLAIN = "one micro-batch each"
     DOUBLED = "forwards of two micro-batches, backwards of one"
@@ -90,15 +99,21 @@ class _Shape(Enum):
 
 
 class _Unit(NamedTuple):
+    """Consecutive micro-batches whose slots are computed together.
+
+    Attributes:
+        first: its first micro-batch.
+        size: its number of micro-batches, over all pipelines.
+        shape: micro-batches per forward and backward.
+    """
+
     first: int
-    """Its first micro-batch."""
     size: int
-    """Its micro-batches, over all pipelines."""
     shape: _Shape
 
 
 def _units(num_stages: int, num_micro_batches: int, concatenation: str) -> Iterator[_Unit]:
-    """The units that N micro-batches are cut in."""
+    """The units that the N micro-batches are divided into."""
     first = 0
     while first < num_micro_batches:
         left = num_micro_batches - first
@@ -112,7 +127,7 @@ def _units(num_stages: int, num_micro_batches: int, concatenation: str) -> Itera
 
 
 def _pieces(first: int, count: int, shape: _Shape) -> Iterator[tuple[int, Part, tuple[tuple[int, Part], ...]]]:
-    """The forwards of one pipeline in a unit, each with the backwards that answer it: (micro-batch, part) each."""
+    """The forwards of one pipeline in a unit, each with the backwards of its micro-batches: (micro-batch, part) each."""
     if shape is _Shape.DOUBLED:
         for micro_batch in range(first, first + count, 2):
             yield micro_batch, Part.PAIR, ((micro_batch, Part.WHOLE), (micro_batch + 1, Part.WHOLE))
@@ -125,7 +140,9 @@ def _pieces(first: int, count: int, shape: _Shape) -> Iterator[tuple[int, Part, 
             yield micro_batch, Part.WHOLE, ((micro_batch, Part.WHOLE),)
 
 
-def _chimera(num_stages: int, num_micro_batches: int, num_pipelines: int = 2, concatenation: str = "direct") -> Draft:
+def _chimera(
+    num_stages: int, num_micro_batches: int, num_pipelines: int = 2, concatenation: str = "direct"
+) -> ScheduleDraft:
     _check(num_stages, num_pipelines, concatenation)
     placement = placements(num_stages, num_pipelines)
     slotted: list[list[tuple[int, Task]]] = [[] for _ in range(num_stages)]
@@ -148,7 +165,7 @@ def _chimera(num_stages: int, num_micro_batches: int, num_pipelines: int = 2, co
         base += (2 if unit.shape is _Shape.PLAIN else 3) * num_stages
     for row in slotted:
         row.sort(key=_slot)
-    return Draft(
+    return ScheduleDraft(
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         placement=placement,
@@ -162,7 +179,7 @@ def _slot(entry: tuple[int, Task]) -> int:
     return entry[0]
 
 
-CHIMERA = Family(
+CHIMERA = ScheduleFamily(
     "chimera",
     "f pipelines down and f up over the same workers; bubble (D-2f)/(2fN+D-2f) at N = D, 2f copies of weights",
     _chimera,

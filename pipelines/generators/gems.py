@@ -1,4 +1,4 @@
-"""GEMS: two replicas of the model in opposite directions, with at most two micro-batches active.
+"""GEMS: two replicas of the model in opposite directions, with at most two micro-batches active (Jain et al., SC 2020).
 
 Even micro-batches run down, odd ones up. A micro-batch's forward follows the previous one's backward along the workers
 (both move in the same direction), so that every worker holds the activations of one micro-batch only. Per worker:
@@ -12,24 +12,24 @@ D = 2, N = 2, unit times::
     worker 0:  0F0  .   .  0B0 1:1F1 1:1B1   .
     worker 1:   .  1F0 1B0 1:0F1  .    .   1:0B1
 
-The makespan is D F + N D B + (N - 1) F for B >= F: each further micro-batch adds D B + F, which is the bubble ratio
+The makespan is D F + N D B + (N - 1) F for B >= F: each further micro-batch adds D B + F. The bubble ratio is
 (D - 1)/(D + 1/2) at B = 2 F.
 """
 
 from __future__ import annotations
 
 from ..schedule import Task
-from .draft import Draft, Family, GeneratorError, backward, forward, straight
+from .draft import GeneratorError, ScheduleDraft, ScheduleFamily, backward, forward, round_robin
 
 __all__ = ["GEMS"]
 
 
-def _gems(num_stages: int, num_micro_batches: int) -> Draft:
+def _gems(num_stages: int, num_micro_batches: int) -> ScheduleDraft:
     if num_stages % 2:
         raise GeneratorError(
-            f"num_stages is {num_stages}; gems needs an even number of stages, or both replicas of the middle one meet on a worker"
+            f"num_stages is {num_stages}; gems needs an even number of stages: otherwise one worker holds both replicas of a stage"
         )
-    down = straight(num_stages)
+    down = round_robin(num_stages)
     placement = (down, down[::-1])
     workers: list[list[Task]] = []
     for worker in range(num_stages):
@@ -39,7 +39,7 @@ def _gems(num_stages: int, num_micro_batches: int) -> Draft:
             stage = placement[pipeline].index(worker)
             tasks += (forward(stage, micro_batch, pipeline), backward(stage, micro_batch, pipeline))
         workers.append(tasks)
-    return Draft(
+    return ScheduleDraft(
         num_stages=num_stages,
         num_micro_batches=num_micro_batches,
         placement=placement,
@@ -49,7 +49,7 @@ def _gems(num_stages: int, num_micro_batches: int) -> Draft:
     )
 
 
-GEMS = Family(
+GEMS = ScheduleFamily(
     "gems",
     "two model replicas in opposite directions, one micro-batch's activations per worker; bubble about (D-1)/(D+1/2)",
     _gems,

@@ -1,14 +1,14 @@
 """Passes from a draft (compute tasks) to a schedule: recomputation, updates, gradient all-reduces, repetition.
 
-Where all-reduces are launched (Chimera's gradient synchronisation), for the replicated stages of a synchronous scheme:
+Policies for the launch of all-reduces of replicated stages in a synchronous scheme (Chimera's gradient synchronisation):
 
 - ``none``: after all of the worker's compute;
 - ``eager``: right after the stage's last backward on the worker;
-- ``eager-sync-opt``: eager where the stage's completion is followed by a bubble on that worker (the outer stages),
-  after all compute where it is not. Bubbles are those of unit times.
+- ``eager-sync-opt``: eager if the stage's last backward is followed by a bubble on that worker (the outer stages), after
+  all compute otherwise. Bubbles are those of unit times.
 
-Collectives run in launch order on each worker, so workers that share two stages must launch them in the same order: all
-launch in one global order of the stages (by when a stage is complete everywhere), and none before its turn.
+Collectives run in launch order on each worker, so workers that share two stages must launch them in the same order. All
+workers launch in one global order of the stages, by when a stage is complete everywhere, and never ahead of that order.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..schedule import Kind, Part, Schedule, Task
 from ..simulator import execute
 from ..tasktable import tabulate
 from ..times import Times
-from .draft import Draft, GeneratorError
+from .draft import GeneratorError, ScheduleDraft
 
 __all__ = ["ALL_REDUCE_POLICIES", "EAGER_SYNC_OPT", "check_all_reduce_policy", "finish"]
 
@@ -35,7 +35,7 @@ def check_all_reduce_policy(policy: str) -> None:
 
 def finish(
     name: str,
-    draft: Draft,
+    draft: ScheduleDraft,
     *,
     repeats: int,
     widths: tuple[int, ...],
@@ -63,7 +63,12 @@ def finish(
 
 
 def _schedule(
-    name: str, draft: Draft, workers: Sequence[list[Task]], repeats: int, widths: tuple[int, ...], limit: float | None
+    name: str,
+    draft: ScheduleDraft,
+    workers: Sequence[list[Task]],
+    repeats: int,
+    widths: tuple[int, ...],
+    limit: float | None,
 ) -> Schedule:
     return Schedule(
         name=name,
@@ -79,7 +84,7 @@ def _schedule(
 
 
 def _with_recompute(tasks: list[Task]) -> list[Task]:
-    """A recomputation right before each backward (or its input part)."""
+    """Insert a recomputation right before each backward (or its input part)."""
     result: list[Task] = []
     for task in tasks:
         if task.kind in (Kind.BACKWARD, Kind.BACKWARD_INPUT):
@@ -101,7 +106,7 @@ def _last_gradients(tasks: list[Task], period: int) -> dict[tuple[int, int, int]
 
 
 def _with_updates_in_turn(tasks: list[Task], period: int, replicated: set[int]) -> list[Task]:
-    """Asynchronous schemes: each stage is updated as soon as the gradient of the period is complete."""
+    """Asynchronous schemes: update each stage as soon as the gradient of the period is complete."""
     completes = {index: key for key, index in _last_gradients(tasks, period).items()}
     result: list[Task] = []
     for index, task in enumerate(tasks):
@@ -115,26 +120,27 @@ def _with_updates_in_turn(tasks: list[Task], period: int, replicated: set[int]) 
 
 
 def _with_updates_at_end(tasks: list[Task]) -> list[Task]:
-    """Synchronous schemes without replicas: all updates after all compute, in the order of completion."""
+    """Synchronous schemes without replicas: append all updates after all compute, in the order of completion."""
     order = _last_gradients(tasks, _ONE_ITERATION)
     return tasks + [Task(Kind.UPDATE, pipeline, stage, 0) for pipeline, stage, _ in order]
 
 
+#: A period longer than any iteration: all micro-batches belong to update 0.
 _ONE_ITERATION = 1 << 60
-"""A period longer than any iteration: everything counts towards update 0."""
 
 
 def _with_all_reduces(
-    draft: Draft, workers: Sequence[list[Task]], policy: str, replicated: set[int]
+    draft: ScheduleDraft, workers: Sequence[list[Task]], policy: str, replicated: set[int]
 ) -> list[list[Task]]:
-    """Synchronous schemes with replicas: launches as the policy says, updates at the end."""
+    """Synchronous schemes with replicas: launch all-reduces by the policy, append the updates."""
     bare = _schedule("draft", draft, workers, repeats=1, widths=(1,) * len(workers), limit=None)
     table = tabulate(bare)
-    # Recomputation counts for nothing here: launches are in the same places whether some stages are run again or not.
+    # Recomputation takes no time here: launches are at the same positions whether stages recompute or not.
     unit = Times.of(draft.num_stages, forward=1, backward=1, backward_input=0.5, recompute=0)
     outcome = execute(bare, table, unit)
     offsets = table.offsets.tolist()
 
+    # The global order of the stages: by when a stage's last backward ends on any worker.
     completed_at = [0.0] * draft.num_stages
     last_of: list[dict[tuple[int, int], int]] = []
     for worker, tasks in enumerate(workers):
@@ -145,6 +151,7 @@ def _with_all_reduces(
     turn = sorted(range(draft.num_stages), key=lambda stage: (completed_at[stage], -stage))
     rank = {stage: position for position, stage in enumerate(turn)}
 
+    # Per worker, each launch goes to the position of its policy, but not before the previous launch of the global order.
     result = []
     for worker, tasks in enumerate(workers):
         begin, end = offsets[worker], offsets[worker + 1]
@@ -168,12 +175,12 @@ def _with_all_reduces(
     return result
 
 
+#: The index of the last gradient of a replica that gets no micro-batch: before the first task.
 NOWHERE = -1
-"""The index of the last gradient of a replica that gets no micro-batch: before the first task."""
 
 
 def _last_bubble(starts: list[float], ends: list[float]) -> int:
-    """The index of the last task that a worker idles before; -1 if there is none."""
+    """The index of the last task that the worker idles before; -1 if there is none."""
     for index in range(len(starts) - 1, 0, -1):
         if starts[index] > ends[index - 1]:
             return index
@@ -181,7 +188,7 @@ def _last_bubble(starts: list[float], ends: list[float]) -> int:
 
 
 def _repeated(tasks: list[Task], num_micro_batches: int, repeats: int) -> list[Task]:
-    """The iteration again and again, with its micro-batches and its update numbered on."""
+    """Repeat the iteration, with micro-batches and updates renumbered."""
     result = list(tasks)
     for iteration in range(1, repeats):
         shift = iteration * num_micro_batches

@@ -1,4 +1,4 @@
-"""The door to all families of schedules: numbers are checked here, and what leaves has passed the validator."""
+"""The families of schedules by name, and :func:`generate`, which checks its arguments and validates its result."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from autoddl.costmodel.suggestions import unknown
 from ..schedule import Schedule
 from ..validate import validate
 from . import chimera, gems, gpipe, interleaved, one_f_one_b, pipedream, wpipe, zero_bubble
-from .draft import Family, GeneratorError, at_least
+from .draft import GeneratorError, ScheduleFamily, check_at_least
 from .passes import EAGER_SYNC_OPT, check_all_reduce_policy, finish
 
 __all__ = ["FAMILIES", "families", "generate"]
 
-FAMILIES: Mapping[str, Family] = MappingProxyType(
+FAMILIES: Mapping[str, ScheduleFamily] = MappingProxyType(
     {
         family.name: family
         for family in (
@@ -35,11 +35,11 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
     }
 )
 
+#: Default number of update periods of an asynchronous schedule: enough for every weight version to be alive.
 STEADY_ITERATIONS = 4
-"""Update periods of an asynchronous schedule where none are asked for: enough for every weight version to be alive."""
 
 
-def families() -> tuple[Family, ...]:
+def families() -> tuple[ScheduleFamily, ...]:
     """All families, each with its name, a one-line summary and its options."""
     return tuple(FAMILIES.values())
 
@@ -57,34 +57,39 @@ def generate(
     most_passes: int = MOST_PASSES,
     **options: Any,
 ) -> Schedule:
-    """A validated schedule.
+    """Generate a schedule of a family and validate it.
 
     Args:
         name: a family of :func:`families`.
-        num_stages: the pipeline's depth D, which is its number of workers. Schemes with several groups of stages per
-            worker cut the model in ``groups * D`` stages.
-        num_micro_batches: N, per worker and iteration; for asynchronous schemes with accumulation, per weight update.
-        iterations: how many times N micro-batches; by default 1, and 4 for asynchronous schemes, which settle only then.
-        width: devices that each worker's stages are replicated on: one number W (data parallelism), or one per worker.
+        num_stages: the pipeline's depth D, which is its number of workers. Families with several groups of stages per
+            worker cut the model into ``groups * D`` stages.
+        num_micro_batches: N, per worker and iteration; for asynchronous families with accumulation, per weight update.
+        iterations: number of repetitions of the N micro-batches; by default 1, and 4 for asynchronous families, which
+            need several to reach their steady state.
+        width: number of devices that each worker's stages are replicated on (data parallelism): one number, or one per
+            worker.
         recompute: recompute activations before each backward.
         all_reduce: when gradients are reduced over replicas: ``none`` (after all compute), ``eager`` (as soon as a
-            stage's last backward is done), ``eager-sync-opt`` (eager where a bubble follows on that worker).
+            stage's last backward is done), ``eager-sync-opt`` (eager if a bubble follows on that worker).
         activation_limit: the most micro-batches whose activations a worker may hold; more is an error.
-        most_passes: of a micro-batch through a stage that may be asked for: they take about 10 us and 1 kB each.
-        options: of the family.
+        most_passes: upper bound of the number of (micro-batch, stage) passes; each takes about 10 us and 1 kB.
+        options: options of the family.
 
     Raises:
-        GeneratorError: naming the number that does not fit.
-        InvalidScheduleError: where the result breaks a rule, such as the activation limit.
+        GeneratorError: naming the argument that does not fit.
+        InvalidScheduleError: if the result breaks a rule, such as the activation limit.
+
+    >>> print(*generate("1f1b", num_stages=2, num_micro_batches=2).workers[1])
+    1F0 1B0 1F1 1B1 1U0
     """
     if name not in FAMILIES:
         raise GeneratorError(str(unknown("schedule", name, tuple(FAMILIES))))
     family = FAMILIES[name]
-    at_least("num_stages", num_stages, 1)
-    at_least("num_micro_batches", num_micro_batches, 1)
+    check_at_least("num_stages", num_stages, 1)
+    check_at_least("num_micro_batches", num_micro_batches, 1)
     if iterations is None:
         iterations = 1 if family.synchronous else STEADY_ITERATIONS
-    at_least("iterations", iterations, 1)
+    check_at_least("iterations", iterations, 1)
     groups = options.get("groups")
     groups = groups if isinstance(groups, int) and groups > 1 else 1
     passes = num_stages * groups * num_micro_batches * iterations
@@ -98,7 +103,7 @@ def generate(
     if len(widths) != num_stages:
         raise GeneratorError(f"width has {len(widths)} numbers; give one, or {num_stages}, one per worker")
     for one in widths:
-        at_least("width", one, 1)
+        check_at_least("width", one, 1)
     if sum(widths) > MOST_DEVICES:
         raise GeneratorError(f"width makes {sum(widths):,} devices; give at most {MOST_DEVICES:,}")
     check_all_reduce_policy(all_reduce)

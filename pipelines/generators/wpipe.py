@@ -1,15 +1,15 @@
-"""WPipe's 2GW: two groups of stages per worker, updated in turn (Yang et al.).
+"""WPipe's 2GW: two groups of stages per worker, updated in turn (Yang et al., ICLR 2022).
 
 N workers, 2 N stages; worker s has stage s (group G0) and stage s + N (group G1). M >= N micro-batches per update
-period. Forwards go M of G0, M of G1, and so on; backwards M of G1, M of G0, and so on. Per worker s:
+period. Forwards alternate between M of G0 and M of G1, backwards between M of G1 and M of G0. Per worker s:
 
 1. M + N - 1 - s forwards
 2. one forward, one backward, until the forwards are used up
 3. the remaining backwards
 
-After each M backwards of a group that group alone is updated. G1 always has the newest weights; G0's forwards of the
-next period precede the end of its backwards of the current one, so its weights lag one update behind:
-w_Gi(t+1) = w_Gi(t) - lr grad f(w_Gi(t - 1 + i)). With fewer than N micro-batches this order cannot be kept.
+After each M backwards of a group, only that group is updated. G1 always has the newest weights. G0's forwards of the next
+period precede the end of its backwards of the current one, so its weights lag one update behind:
+w_Gi(t+1) = w_Gi(t) - lr grad f(w_Gi(t - 1 + i)). This order needs at least N micro-batches.
 
 N = 2, M = 2, the first period and the beginning of the next one (unit times)::
 
@@ -20,13 +20,13 @@ N = 2, M = 2, the first period and the beginning of the next one (unit times)::
 from __future__ import annotations
 
 from ..schedule import Task
-from .draft import Draft, Family, at_least, backward, forward, straight
+from .draft import ScheduleDraft, ScheduleFamily, backward, check_at_least, forward, round_robin
 
 __all__ = ["WPIPE"]
 
 
-def _wpipe(num_stages: int, num_micro_batches: int, iterations: int) -> Draft:
-    at_least("num_micro_batches", num_micro_batches, num_stages, ", the number of workers: wpipe needs M >= N")
+def _wpipe(num_stages: int, num_micro_batches: int, iterations: int) -> ScheduleDraft:
+    check_at_least("num_micro_batches", num_micro_batches, num_stages, ", the number of workers: wpipe needs M >= N")
     workers: list[list[Task]] = []
     periods = [range(t * num_micro_batches, (t + 1) * num_micro_batches) for t in range(iterations)]
     for worker in range(num_stages):
@@ -39,17 +39,17 @@ def _wpipe(num_stages: int, num_micro_batches: int, iterations: int) -> Draft:
         for next_forward, next_backward in zip(forwards[warm_up:], backwards):
             tasks += (next_forward, next_backward)
         workers.append(tasks + backwards[steady:])
-    return Draft(
+    return ScheduleDraft(
         num_stages=2 * num_stages,
         num_micro_batches=num_micro_batches * iterations,
-        placement=(straight(num_stages, groups=2),),
+        placement=(round_robin(num_stages, groups=2),),
         workers=tuple(workers),
         update_period=num_micro_batches,
         delays=(1,) * num_stages + (0,) * num_stages,
     )
 
 
-WPIPE = Family(
+WPIPE = ScheduleFamily(
     "wpipe",
     "two groups of stages per worker updated in turn every M >= D micro-batches (2GW); no bubble, only one group lags by one",
     _wpipe,

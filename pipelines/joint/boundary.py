@@ -11,11 +11,11 @@ scattered inside each, all-reduced between them, gathered.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -37,22 +37,43 @@ from .partition import StageGraph
 
 __all__ = [
     "Boundary",
+    "Load",
     "PricedLayer",
     "boundary_of",
     "least_crossing_s",
     "own_gradient_bytes",
     "replicated_all_reduce_s",
-    "shared_seconds",
+    "replicated_all_reduce_steps",
+    "shared_steps",
 ]
+
+
+class Load(NamedTuple):
+    """What one rank sends, or receives, over the links inside nodes, or between them."""
+
+    is_inside: bool
+    messages: float
+    nbytes: float
+
+    def seconds(self, links: Sequence[tuple[float, float]]) -> float:
+        """By the (latency, bandwidth) between and inside nodes."""
+        latency, bandwidth = links[self.is_inside]
+        return latency * self.messages + self.nbytes / bandwidth
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one micro-batch takes from a stage to the next one, and its gradient back; and its bytes."""
+    """What one micro-batch takes from a stage to the next one, and its gradient back; and its bytes.
+
+    Attributes:
+        forward, backward: what the rank sends or receives that takes the longest.
+    """
 
     forward_s: float
     backward_s: float
     nbytes: float
+    forward: Load
+    backward: Load
 
 
 class PricedLayer(Protocol):
@@ -77,29 +98,34 @@ def replicated_all_reduce_s(
     layer: Layer, strategy: Strategy, num_workers: int, link: Link, devices: Cluster, nbytes: float
 ) -> float:
     """All-reduce of ``nbytes`` of gradients per device over a layer's slices of the samples and over workers joined by ``link``."""
+    between, inside = replicated_all_reduce_steps(layer, strategy, num_workers, nbytes)
+    return sum(link.time(step) for step in between) + sum(devices.time(step) for step in inside)
+
+
+def replicated_all_reduce_steps(
+    layer: Layer, strategy: Strategy, num_workers: int, nbytes: float
+) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
+    """The steps of :func:`replicated_all_reduce_s` between the workers, and inside each."""
     if not nbytes:
-        return 0.0
+        return (), ()
     axes = () if strategy.summa else strategy.axes(0, kind_of(layer.kind).is_lookup)
     slices = prod(axis.size for axis in axes)
-    between = link.time(Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices))
+    between = (Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices),)
     if slices == 1:
-        return between
+        return between, ()
     # Scattered inside, gathered inside: what an all-reduce over one more, outermost, axis does but for its middle.
     steps = all_reduce_steps((Axis(num_workers, 1), *axes), nbytes)
-    return between + sum(devices.time(step) for step in steps if step.collective is not Collective.ALL_REDUCE)
+    return between, tuple(step for step in steps if step.collective is not Collective.ALL_REDUCE)
 
 
-def shared_seconds(
-    mesh: Meshes,
-    cluster: Cluster,
+def shared_steps(
     schedule: Schedule,
     graphs: Sequence[StageGraph],
     stage_of: Mapping[str, int],
     figures: Mapping[str, PricedLayer],
     workload: Workload,
-) -> dict[int, float]:
-    """Per stage the seconds of exchanging gradients of weights that it shares with other stages, per step."""
-    seconds: dict[int, float] = {}
+) -> Iterator[tuple[int, tuple[int, int], Step]]:
+    """How gradients of weights are exchanged that stages share with other stages, per step: stage, workers, and what they do."""
     for s, graph in enumerate(graphs):
         for here, there in graph.shared:
             other = stage_of[there]
@@ -107,10 +133,7 @@ def shared_seconds(
             if workers[0] == workers[1]:
                 continue
             nbytes = max(own_gradient_bytes(figures[name], workload) for name in (here, there))
-            link = mesh.link_between(cluster, workers)
-            step = Step(Collective.ALL_REDUCE, Axis(2, 1), nbytes)
-            seconds[s] = seconds.get(s, 0.0) + link.time(step)
-    return seconds
+            yield s, workers, Step(Collective.ALL_REDUCE, Axis(2, 1), nbytes)
 
 
 def boundary_of(
@@ -135,11 +158,9 @@ def boundary_of(
     tensor = (samples, features, nbytes / (samples * features))
     inter, intra = cluster.links
     links = (inter.latency_s, inter.bandwidth), (intra.latency_s, intra.bandwidth)
-    return Boundary(
-        _crossing_seconds(ends[0], ends[1], links, together, source, target, tensor),
-        _crossing_seconds(ends[1], ends[0], links, together, target, source, tensor),
-        nbytes,
-    )
+    forward = _heaviest_load(ends[0], ends[1], links, together, source, target, tensor)
+    backward = _heaviest_load(ends[1], ends[0], links, together, target, source, tensor)
+    return Boundary(forward.seconds(links), backward.seconds(links), nbytes, forward, backward)
 
 
 def least_crossing_s(
@@ -156,7 +177,7 @@ def least_crossing_s(
 
 
 @lru_cache(maxsize=1 << 16)
-def _crossing_seconds(
+def _heaviest_load(
     sender: StageMesh,
     receiver: StageMesh,
     links: tuple[tuple[float, float], tuple[float, float]],
@@ -164,8 +185,8 @@ def _crossing_seconds(
     source: Layout,
     target: Layout,
     tensor: tuple[int, int, float],
-) -> float:
-    """Of one micro-batch from one worker to another (formula: module's docstring).
+) -> Load:
+    """Of one micro-batch from one worker to another: what takes the longest (formula: module's docstring).
 
     Args:
         links: (latency, bandwidth) between and inside nodes.
@@ -173,8 +194,7 @@ def _crossing_seconds(
     """
     samples, features, per_element = tensor
     if sender == receiver and source == target:
-        latency, bandwidth = links[share_nodes]
-        return latency + samples * features * per_element / sender.num_devices / bandwidth
+        return Load(share_nodes, 1, samples * features * per_element / sender.num_devices)
     loads: dict[tuple[bool, bool, int], list[float]] = {}
     for piece in crossing(canonical(source), canonical(target), (samples, features)):
         nodes = piece.source // sender.devices_per_node, piece.destination // receiver.devices_per_node
@@ -183,6 +203,5 @@ def _crossing_seconds(
             load = loads.setdefault(end, [0.0, 0.0])
             load[0] += 1
             load[1] += piece.num_elements * per_element
-    return max(
-        links[inside][0] * messages + sent / links[inside][1] for (inside, _, _), (messages, sent) in loads.items()
-    )
+    every = (Load(inside, messages, sent) for (inside, _, _), (messages, sent) in loads.items())
+    return max(every, key=lambda load: load.seconds(links))

@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any, Union
 
 from autoddl.costmodel.cluster import Cluster, Level
+from autoddl.costmodel.limits import MOST_PASSES
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
@@ -88,26 +89,41 @@ class PipelineSchedule:
         """The worker of a stage in the first pipeline."""
         return stage % self.num_workers
 
-    def schedule(self, width: int | tuple[int, ...], recomputing: tuple[bool, ...]) -> Schedule:
+    def schedule(
+        self,
+        width: int | tuple[int, ...],
+        recomputing: tuple[bool, ...],
+        num_steps: int = PERIODS,
+        most_passes: int = MOST_PASSES,
+    ) -> Schedule:
         """The schedule itself, validated.
 
         Args:
             width: devices per worker; one number for all, or one for each.
             recomputing: per stage whether its forward pass is run again as a task of its own.
+            num_steps: of an asynchronous schedule; a synchronous one has one step.
+            most_passes: that a schedule may have.
         """
-        return _schedule(self, width, recomputing)
+        return _schedule(self, width, recomputing, 1 if self.synchronous else num_steps, most_passes)
 
 
 @lru_cache(maxsize=8)
-def _schedule(of: PipelineSchedule, width: int | tuple[int, ...], recomputing: tuple[bool, ...]) -> Schedule:
+def _schedule(
+    of: PipelineSchedule,
+    width: int | tuple[int, ...],
+    recomputing: tuple[bool, ...],
+    iterations: int,
+    most_passes: int,
+) -> Schedule:
     options: dict[str, Any] = dict(of.options)
     schedule = generate(
         of.name,
         num_stages=of.num_workers,
         num_micro_batches=of.num_micro_batches,
-        iterations=1 if of.synchronous else PERIODS,
+        iterations=iterations,
         width=width,
         recompute=any(recomputing),
+        most_passes=most_passes,
         **options,
     )
     if all(recomputing) or not any(recomputing):

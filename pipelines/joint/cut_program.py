@@ -19,10 +19,10 @@ from __future__ import annotations
 
 import numpy as np
 
+from .cut_graph import Bound, CutGraph
 from .cut_regions import Cut, Region
-from .terrain import Bound, Terrain
 
-__all__ = ["TOLERANCE", "Cuts"]
+__all__ = ["TOLERANCE", "CutProgram"]
 
 #: The solver's tolerance, relative: what it tells of a threshold is true of one that is smaller by this.
 TOLERANCE = 2e-6
@@ -30,13 +30,13 @@ TOLERANCE = 2e-6
 _GAP = 1e-4
 
 
-class Cuts:
+class CutProgram:
     """The program of one setting; bounds are added as they are found."""
 
-    def __init__(self, terrain: Terrain):
-        self.terrain = terrain
-        self.stages, self.num_units = terrain.num_stages, terrain.num_units
-        self.first, self.sizes = terrain.runs.first, terrain.runs.sizes
+    def __init__(self, cut_graph: CutGraph):
+        self.cut_graph = cut_graph
+        self.stages, self.num_units = cut_graph.num_stages, cut_graph.num_units
+        self.first, self.sizes = cut_graph.runs.first, cut_graph.runs.sizes
         self.runs = len(self.sizes)
         self.bounds: list[Bound] = []
         self._rows: list[np.ndarray] = []
@@ -53,13 +53,13 @@ class Cuts:
     def add(self, bound: Bound) -> None:
         """A further bound, at one price of memory."""
         price = bound.prices[0] if bound.prices else np.zeros(self.stages)
-        found = self.terrain.cheapest(bound.weights, price)
+        found = self.cut_graph.cheapest(bound.weights, price)
         assert found is not None
-        terms = self.terrain.terms
+        terms = self.cut_graph.terms
         weights = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
-        crossing, constant = self.terrain.runs.crossing(weights)
+        crossing, constant = self.cut_graph.runs.crossing(weights)
         row = found[0][:, self.first] + crossing
-        constant = float(constant) - self.terrain.worth_of_limits(price)
+        constant = float(constant) - self.cut_graph.worth_of_limits(price)
         self.bounds.append(bound)
         self._rows.append(row.ravel())
         self._constants.append(constant)
@@ -90,7 +90,7 @@ class Cuts:
         of_bounds = np.hstack([rows, np.zeros((len(rows), extra)), -np.ones((len(rows), 1))])
         matrix, low, high = self._order(region)
         upper = np.append(
-            np.where(self.terrain.runs.may_be_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
+            np.where(self.cut_graph.runs.may_be_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
             np.ones(extra + 1),
         )
         found = milp(

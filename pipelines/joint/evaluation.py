@@ -8,7 +8,8 @@ sender's layout to the layout that the receiver wants (:mod:`autoddl.costmodel.c
 
     transfer = alpha * most messages at one rank + most bytes that one rank sends or receives * beta     (slower of both levels)
 
-A step is the makespan of a synchronous schedule, and N micro-batches of the steady state of an asynchronous one.
+A step is the makespan of a synchronous schedule, and N micro-batches of the steady state of an asynchronous one.  Of one stage,
+which waits for none, it is N (forward + backward) + all-reduce, and nothing is simulated.
 
 **Memory** of a device of worker w, with K(s) the most micro-batches of stage s that are in flight there:
 
@@ -23,27 +24,29 @@ where exposed are the differences that transfers, and all-reduces, make to the s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
 from autoddl.costmodel.assessment import Assessment, LayerAssessment, assess
 from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
+from ..alone import schedule_alone
 from ..memory import weight_versions
 from ..planners.inflight import in_flight
 from ..schedule import Schedule
 from ..simulator import simulate
 from ..timeline import Timeline, steady_state
 from ..times import Times
-from .boundary import Boundary, boundary_of, own_gradient_bytes, replicated_all_reduce_s, shared_seconds
+from .boundary import Boundary, boundary_of, own_gradient_bytes, replicated_all_reduce_s, shared_steps
 from .configuration import Configuration, PipelineSchedule, StageChoice
-from .meshes import Meshes
+from .meshes import Meshes, StageMesh
 from .partition import ENTRY, Chain, StageGraph
 
-__all__ = ["Evaluation", "StageFigures", "evaluate", "stage_workload", "step_of"]
+__all__ = ["Evaluation", "StageFigures", "evaluate", "evaluate_unpipelined", "stage_workload", "step_of"]
 
 
 @dataclass(frozen=True)
@@ -81,8 +84,7 @@ class StageFigures:
     def compute_s(self) -> float:
         """Of one micro-batch, its recomputation included."""
         work = [layer.work for layer in self.assessment.layers]
-        again = sum(one.forward_s for one in work) if self.recompute_s else 0.0
-        return sum(one.forward_s + self.backward_passes * one.backward_s for one in work) + again
+        return sum(self.forward_passes * one.forward_s + self.backward_passes * one.backward_s for one in work)
 
     @property
     def busy_s(self) -> float:
@@ -90,9 +92,17 @@ class StageFigures:
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
+    def forward_passes(self) -> int:
+        """Of one micro-batch, its recomputation included."""
+        return 2 if self.recompute_s else 1
+
+    @property
     def communication_s(self) -> float:
         """Inside the stage, of one micro-batch."""
-        return max(0.0, self.busy_s - self.compute_s)
+        return sum(
+            self.forward_passes * layer.forward_communication_s + self.backward_passes * layer.backward_communication_s
+            for layer in self.assessment.layers
+        )
 
 
 @dataclass(frozen=True)
@@ -112,28 +122,49 @@ class Evaluation:
 
     @cached_property
     def timeline(self) -> Timeline:
+        """When each task runs; O(tasks)."""
         return simulate(self.schedule, self.times)
+
+    @property
+    def has_pipeline(self) -> bool:
+        """Whether there is more than one stage."""
+        return len(self.stages) > 1
 
     @cached_property
     def step_s(self) -> float:
         """Seconds per batch."""
-        return step_of(self.configuration.schedule, self.timeline)
+        if self.has_pipeline:
+            return step_of(self.configuration.schedule, self.timeline)
+        return self._step_with(self.times)
+
+    def _step_with(self, times: Times) -> float:
+        """Seconds per batch, if its tasks took these times."""
+        if self.has_pipeline:
+            return step_of(self.configuration.schedule, simulate(self.schedule, times))
+        (forward,), (backward,), (again,) = times.forward, times.backward, times.recompute
+        return self.configuration.schedule.num_micro_batches * (forward + backward + again) + times.all_reduce[0]
 
     def cost(self, objective: str) -> float:
         """What a search minimises: seconds per batch, or those that are left where nothing is computed."""
-        if objective == "step":
-            return self.step_s
+        return self.step_s if objective == "step" else self._step_with(self._communication_times)
+
+    def timeline_of(self, objective: str) -> Timeline:
+        """When each task runs: as it is, or where nothing is computed."""
+        return self.timeline if objective == "step" else simulate(self.schedule, self._communication_times)
+
+    @cached_property
+    def _communication_times(self) -> Times:
+        """Without what is computed."""
         forward = [sum(layer.forward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
         backward = [sum(layer.backward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
         spec = self.configuration.schedule
-        silent = replace(
+        return replace(
             self.times,
             forward=tuple(forward),
             backward=tuple(spec.backward_passes(s) * one for s, one in enumerate(backward)),
             backward_input=tuple(spec.input_passes(s) * one for s, one in enumerate(backward)),
             recompute=tuple(one if stage.recompute_s else 0.0 for one, stage in zip(forward, self.stages)),
         )
-        return step_of(spec, simulate(self.schedule, silent))
 
     @property
     def memory_bytes(self) -> float:
@@ -174,7 +205,7 @@ class Evaluation:
     @cached_property
     def inner_communication_s(self) -> float:
         """Of the busiest worker inside its stages, per step."""
-        return self._beyond_rounding(self._busy_s(self.busiest) - self.compute_s)
+        return self._sum(self.busiest, [stage.communication_s for stage in self.stages])
 
     @cached_property
     def exposed_transfer_s(self) -> float:
@@ -184,10 +215,10 @@ class Evaluation:
     @cached_property
     def exposed_all_reduce_s(self) -> float:
         """By how much gradient all-reduces lengthen it."""
+        if not self.has_pipeline:
+            return self.times.all_reduce[0]
         silent = replace(self._silent, all_reduce=(0.0,) * self.times.num_stages)
-        return self._beyond_rounding(
-            self._without_transfers - step_of(self.configuration.schedule, simulate(self.schedule, silent))
-        )
+        return self._beyond_rounding(self._without_transfers - self._step_with(silent))
 
     def _beyond_rounding(self, seconds: float) -> float:
         """A difference of steps; 0 where it is no more than sums of floats differ by."""
@@ -202,7 +233,7 @@ class Evaluation:
     def _without_transfers(self) -> float:
         if not self.boundaries:
             return self.step_s
-        return step_of(self.configuration.schedule, simulate(self.schedule, self._silent))
+        return self._step_with(self._silent)
 
     @property
     def exposed_communication_s(self) -> float:
@@ -218,6 +249,12 @@ class Evaluation:
     def bubble_s(self) -> float:
         """What is left: the busiest worker idles."""
         return self._beyond_rounding(self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s)
+
+    @property
+    def bubble_ratio(self) -> float:
+        """The part of a step in which a worker does not work in its stages, in the mean of all workers."""
+        workers = range(self.schedule.num_workers)
+        return 1 - sum(map(self._busy_s, workers)) / len(workers) / self.step_s if self.step_s else 0.0
 
     @cached_property
     def sent_bytes(self) -> float:
@@ -277,7 +314,7 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
         for s, (graph, choice) in enumerate(zip(graphs, choices))
     ]
     recomputing = tuple(choice.recompute == "stage" for choice in choices)
-    schedule = configuration.schedule.schedule(configuration.widths, recomputing)
+    schedule = _schedule_of(configuration, recomputing)
     boundaries = tuple(
         boundary_of(
             mesh,
@@ -293,7 +330,9 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     )
     names = {layer.layer.name: layer for one in assessed for layer in one.layers}
     stage_of = {layer.name: s for s, graph in enumerate(graphs) for layer in graph.layers}
-    shared = shared_seconds(mesh, cluster, schedule, graphs, stage_of, names, workload)
+    shared: dict[int, float] = {}
+    for s, workers, step in shared_steps(schedule, graphs, stage_of, names, workload):
+        shared[s] = shared.get(s, 0.0) + mesh.link_between(cluster, workers).time(step)
     stages = tuple(
         _figures(
             configuration,
@@ -304,7 +343,7 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
         )
         for s, (graph, assessment) in enumerate(zip(graphs, assessed))
     )
-    flights = in_flight(schedule)
+    flights = in_flight(schedule) if schedule.num_stages > 1 else ({(0, 0): 1.0},)
     by_stage = tuple(
         tuple(flights[replica.worker][replica.pipeline, s] for replica in schedule.replicas_of(s))
         for s in range(schedule.num_stages)
@@ -313,6 +352,31 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
     return Evaluation(
         configuration, cluster, stages, boundaries, schedule, times_of(stages, boundaries), memory, by_stage
     )
+
+
+def _schedule_of(configuration: Configuration, recomputing: tuple[bool, ...]) -> Schedule:
+    if len(configuration.stages) > 1:
+        return configuration.schedule.schedule(configuration.widths, recomputing)
+    return schedule_alone(
+        configuration.schedule.num_micro_batches, configuration.mesh_of(0).num_devices, recomputing[0]
+    )
+
+
+def evaluate_unpipelined(
+    chain: Chain, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
+) -> Evaluation:
+    """A plan without a pipeline as a pipeline of one stage: one worker of all devices, which carries one micro-batch after the
+    other forward and back (1F1B).
+
+    Args:
+        workload: with ``recompute`` every layer keeps only its evenly split input.
+
+    Raises:
+        UserError: as :func:`evaluate`.
+    """
+    schedule = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
+    stage = StageChoice(chain.num_units, "layers" if workload.recompute else "none", strategies)
+    return evaluate(chain, cluster, Configuration(StageMesh.whole(cluster), schedule, workload, (stage,)))
 
 
 def _assess(graph: StageGraph, devices: Cluster, workload: Workload, choice: StageChoice) -> Assessment:

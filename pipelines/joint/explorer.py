@@ -26,7 +26,7 @@ from .boundary import least_crossing_s
 from .bounds import homes, placement_of
 from .configuration import RECOMPUTATIONS, Configuration, PipelineSchedule, StageChoice, widths_of
 from .evaluation import Evaluation, evaluate
-from .memory_demand import Needs, needs_of
+from .memory_demand import MemoryDemand, memory_demand_of
 from .meshes import Meshes, StageMesh, all_meshes, stage_meshes
 from .partition import Chain
 from .space import schedules
@@ -73,7 +73,7 @@ class Setting:
 
 
 @dataclass(eq=False)
-class Course:
+class ScheduleGraph:
     """A schedule: its graph, and long paths that were met.
 
     Tasks that run forward passes again take no time where a stage is not recomputed, and change nothing then.
@@ -124,8 +124,8 @@ class Explorer:
         self.pricing = pricing or Pricing()
         self._make, self._like = make_stages, like
         self._stages: dict[StageMesh, Stages] = {}
-        self._needs: dict[PipelineSchedule, Needs | None] = like._needs if like else {}
-        self._courses: OrderedDict[object, Course] = like._courses if like else OrderedDict()
+        self._demands: dict[PipelineSchedule, MemoryDemand | None] = like._demands if like else {}
+        self._schedule_graphs: OrderedDict[object, ScheduleGraph] = like._schedule_graphs if like else OrderedDict()
         self._replicas: dict[object, tuple[Replicas, ...]] = like._replicas if like else {}
         self._transfers: dict[object, np.ndarray] = like._transfers if like else {}
 
@@ -161,20 +161,20 @@ class Explorer:
                     if setting.part and allowed(spec):
                         yield setting
 
-    def needs(self, spec: PipelineSchedule) -> Needs | None:
+    def demand(self, spec: PipelineSchedule) -> MemoryDemand | None:
         """What a schedule asks of stages; None where there is no such schedule for its numbers."""
-        if spec not in self._needs:
+        if spec not in self._demands:
             try:
-                self._needs[spec] = needs_of(spec)
+                self._demands[spec] = memory_demand_of(spec)
             except GeneratorError:
-                self._needs[spec] = None
-        return self._needs[spec]
+                self._demands[spec] = None
+        return self._demands[spec]
 
-    def course(self, setting: Setting) -> Course:
+    def schedule_graph(self, setting: Setting) -> ScheduleGraph:
         """The schedule of a setting, with tasks that run the forward passes of stages again where that is on offer."""
-        return self._kept(("whole", *self._schedule_key(setting)), lambda: self._course(setting, None))
+        return self._kept(("whole", *self._schedule_key(setting)), lambda: self._schedule_graph(setting, None))
 
-    def condensed(self, setting: Setting) -> Course | None:
+    def condensed_graph(self, setting: Setting) -> ScheduleGraph | None:
         """A short schedule whose steps are lower bounds of a long one's (:mod:`autoddl.pipelines.periods`); None where the schedule
         is short itself, or does not repeat itself."""
         spec = setting.schedule
@@ -196,27 +196,27 @@ class Explorer:
                 return found
         return None
 
-    def _condensed(self, short: Setting, period: int, times: int) -> Course:
+    def _condensed(self, short: Setting, period: int, times: int) -> ScheduleGraph:
         """A short schedule with what it does for so many micro-batches added so often."""
         spec, alike, again = self._schedule_key(short)
 
-        def added_once() -> Course:
+        def added_once() -> ScheduleGraph:
             longer = replace(spec, num_micro_batches=spec.num_micro_batches + period)
             stages = (again,) * spec.num_stages
             added = insertions(spec.schedule(alike, stages), longer.schedule(alike, stages))
-            return Course(None) if added is None else self._course(short, added)
+            return ScheduleGraph(None) if added is None else self._schedule_graph(short, added)
 
         once = self._kept(("added", *self._schedule_key(short)), added_once).graph
-        return Course(None if once is None else once.with_added(times))
+        return ScheduleGraph(None if once is None else once.with_repeated_insertions(times))
 
-    def _course(self, setting: Setting, added: Insertions | None) -> Course:
+    def _schedule_graph(self, setting: Setting, added: Insertions | None) -> ScheduleGraph:
         spec, alike, again = self._schedule_key(setting)
         if not spec.synchronous:
-            return Course(None)
+            return ScheduleGraph(None)
         stages = range(spec.num_stages)
         schedule = spec.schedule(alike, (again,) * spec.num_stages)
         passes, before = [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages]
-        return Course(StepGraph(schedule, passes, before, added))
+        return ScheduleGraph(StepGraph(schedule, passes, before, added))
 
     def _schedule_key(self, setting: Setting) -> tuple[PipelineSchedule, int | tuple[int, ...], bool]:
         """What a setting's schedule depends on."""
@@ -227,14 +227,14 @@ class Explorer:
         widths = widths_of(setting.mesh)
         return min(widths, 2) if isinstance(widths, int) else tuple(min(width, 2) for width in widths)
 
-    def _kept(self, key: object, make: Callable[[], Course]) -> Course:
-        """A course that was made before, or is made now; those that were not asked for for the longest time are forgotten."""
-        if key not in self._courses:
-            self._courses[key] = make()
-            while len(self._courses) > _MOST_GRAPHS:
-                self._courses.popitem(last=False)
-        self._courses.move_to_end(key)
-        return self._courses[key]
+    def _kept(self, key: object, make: Callable[[], ScheduleGraph]) -> ScheduleGraph:
+        """A graph that was made before, or is made now; those that were not asked for for the longest time are forgotten."""
+        if key not in self._schedule_graphs:
+            self._schedule_graphs[key] = make()
+            while len(self._schedule_graphs) > _MOST_GRAPHS:
+                self._schedule_graphs.popitem(last=False)
+        self._schedule_graphs.move_to_end(key)
+        return self._schedule_graphs[key]
 
     def passes(self, setting: Setting) -> tuple[Passes, ...]:
         """What goes through every stage, and who holds it."""

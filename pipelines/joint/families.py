@@ -15,7 +15,6 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import StopRequestedError
@@ -30,7 +29,7 @@ from .explorer import Explorer
 from .job import Job
 from .meshes import StageMesh
 from .paper_planners import PLANNERS, paper_plans
-from .result import FamilyFigures
+from .result import Rival
 from .search import explore
 from .stage_search import MakeStages, megatron_stages, replicated_stages
 
@@ -40,14 +39,12 @@ __all__ = [
     "common_strategy",
     "describe",
     "families_of",
-    "figures_of",
     "paper_plan",
     "stopped",
-    "whole_mesh",
 ]
 
 #: The part of the time limit that all families' searches may take together, and each paper's planner.
-_FAMILIES, _PAPER = 0.2, 0.02
+_FAMILIES, _PAPER = 0.1, 0.02
 #: How many of a paper's plans are looked at for one that fits.
 _MOST_PAPER_PLANS = 16
 
@@ -97,11 +94,6 @@ PIPELINES = (
 )
 
 
-def whole_mesh(cluster: Cluster) -> StageMesh:
-    """All devices."""
-    return StageMesh(cluster.num_nodes, cluster.devices_per_node)
-
-
 def describe(evaluation: Evaluation) -> str:
     """Stages, schedule, micro-batch and recomputation in a few words."""
     configuration = evaluation.configuration
@@ -114,27 +106,9 @@ def describe(evaluation: Evaluation) -> str:
     return f"{spec.label}, {spec.num_stages} stages of {configuration.mesh}, {passes}"
 
 
-def figures_of(
-    name: str, evaluation: Evaluation, description: str, lower_bound_s: float = 0.0, paper_step_s: float | None = None
-) -> FamilyFigures:
-    """An evaluation as a row of the table."""
-    return FamilyFigures(
-        name=name,
-        description=description,
-        step_s=evaluation.step_s,
-        compute_s=evaluation.compute_s,
-        communication_s=evaluation.inner_communication_s,
-        exposed_communication_s=evaluation.exposed_communication_s,
-        bubble_s=evaluation.bubble_s,
-        memory_bytes=evaluation.memory_bytes,
-        lower_bound_s=lower_bound_s,
-        paper_step_s=paper_step_s,
-    )
-
-
 def families_of(
     job: Job, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer
-) -> Iterator[tuple[FamilyFigures, Evaluation | None]]:
+) -> Iterator[tuple[Rival, Evaluation | None]]:
     """The best plan of each family, or why there is none; and that plan.
 
     Args:
@@ -142,17 +116,17 @@ def families_of(
         explorer: of the same model and cluster, whose tables the families' searches may share.
     """
     if alone is None or whole is None:
-        yield FamilyFigures("pure SBP", infeasible=str(fault)), None
+        yield Rival("pure SBP", infeasible=str(fault)), None
     else:
-        lower = min(whole.lower_bound, alone.step_s) if job.options.base.objective == "step" else 0.0
-        yield figures_of("pure SBP", alone, describe(alone), lower), alone
+        lower = min(whole.lower_bound, alone.step_s) if job.options.base.objective == "step" else None
+        yield Rival.of("pure SBP", alone, describe(alone), lower_bound_s=lower), alone
     yield _data_parallel(job, whole)
     offered = [family for family in PIPELINES if not family.stale or job.options.allow_stale]
     share = _FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
     best = alone
     for family in PIPELINES:
         if family not in offered:
-            yield FamilyFigures(family.title, infeasible="asynchronous; offered with --allow-stale"), None
+            yield Rival(family.title, infeasible="asynchronous; offered with allow_stale=True"), None
             continue
         # Whatever the time limit is, there is an answer where the family that most people use has one.
         figures, found = _pipeline(job, family, explorer, family.weight * share, best is None or family is PIPELINES[0])
@@ -162,7 +136,7 @@ def families_of(
 
 def _pipeline(
     job: Job, family: Family, explorer: Explorer, share_s: float, until_found: bool
-) -> tuple[FamilyFigures, Evaluation | None]:
+) -> tuple[Rival, Evaluation | None]:
     """The best of a family of pipelines, of what its search and its paper's planner find in their time.
 
     Args:
@@ -186,11 +160,12 @@ def _pipeline(
         why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
         if explored.finished and explored.settings == explored.impossible:
             why = "none of its schedules has stages that divide over the devices"
-        return FamilyFigures(family.title, infeasible=why), None
+        return Rival(family.title, infeasible=why), None
     inner = common_strategy(best) if family.make_stages is megatron_stages else ""
     # The bound is of what is minimised; of a step it says something where that is the step.
-    lower = min(explored.lower_bound_s, best.step_s) if objective == "step" else 0.0
-    return figures_of(family.title, best, f"{describe(best)}{inner}{said}", lower, paper_step_s), best
+    lower = min(explored.lower_bound_s, best.step_s) if objective == "step" else None
+    how = f"{describe(best)}{inner}{said}"
+    return Rival.of(family.title, best, how, lower_bound_s=lower, paper_step_s=paper_step_s), best
 
 
 def stopped(clock: Clock) -> str:
@@ -205,9 +180,9 @@ def _before(job: Job) -> str:
     return "before the search was interrupted" if job.stop.is_requested else "within the time limit"
 
 
-def _data_parallel(job: Job, whole: Planned | None) -> tuple[FamilyFigures, Evaluation | None]:
+def _data_parallel(job: Job, whole: Planned | None) -> tuple[Rival, Evaluation | None]:
     name = "data parallel"
-    mesh = whole_mesh(job.cluster)
+    mesh = StageMesh.whole(job.cluster)
     strategy = Strategy(tuple((size, 1, 1) for size in mesh.devices(job.cluster).level_sizes))
     wish, best, why = job.options.base.micro_batch, None, ""
     least = math.inf
@@ -230,11 +205,11 @@ def _data_parallel(job: Job, whole: Planned | None) -> tuple[FamilyFigures, Eval
             elif best is None or evaluation.step_s < best.step_s:
                 best = evaluation
     if best is not None:
-        return figures_of(name, best, f"dp {strategy.p0}, {describe(best)}", best.step_s), best
+        return Rival.of(name, best, f"dp {strategy.p0}, {describe(best)}", lower_bound_s=best.step_s), best
     if math.isfinite(least):
         why = f"needs {format_bytes(least)} per device, over the limit of {format_bytes(job.limit_bytes)}"
     slices = f"the batch does not divide over {strategy.p0} devices"
-    return FamilyFigures(name, infeasible=why or slices), None
+    return Rival(name, infeasible=why or slices), None
 
 
 def common_strategy(evaluation: Evaluation) -> str:

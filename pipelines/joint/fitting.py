@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from .cut_graph import CutGraph
 from .cut_regions import Cut
-from .stage_search import Rows, joined
-from .terrain import Terrain
+from .stage_search import StageFront, joined
 
 __all__ = ["fitting_rows"]
 
@@ -23,8 +23,8 @@ _PRICES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.4, 1.0, 3.0, 30.0])
 
 
 def fitting_rows(
-    terrain: Terrain, cut: Cut, weights: np.ndarray, step_s: float, steps: Callable[[np.ndarray], np.ndarray] | None
-) -> tuple[list[Rows], np.ndarray] | None:
+    cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: float, steps: Callable[[np.ndarray], np.ndarray] | None
+) -> tuple[list[StageFront], np.ndarray] | None:
     """A row for every stage of a cut, so that all fit their workers, and what every term takes then; None where none was found.
 
     Args:
@@ -33,16 +33,16 @@ def fitting_rows(
         steps: what steps take where terms take so long, shape (terms, many) -> (many,); rows are then exchanged, one at a time,
             as long as that makes the step shorter.
     """
-    hulls = _hulls(terrain, cut, weights, step_s)
+    hulls = _hulls(cut_graph, cut, weights, step_s)
     if hulls is None:
         return None
-    if terrain.is_alone:
+    if cut_graph.is_alone:
         for stage, (first, stop) in enumerate(cut):
-            row = _alone(terrain, stage, first, stop, weights[stage].tolist())
+            row = _alone(cut_graph, stage, first, stop, weights[stage].tolist())
             if row is None:
                 return None
             hulls[stage] = joined([hulls[stage], row])
-    choice = _Choice(terrain, cut, hulls, weights)
+    choice = _Choice(cut_graph, cut, hulls, weights)
     if not choice.fit():
         return None
     times = choice.times()
@@ -51,32 +51,35 @@ def fitting_rows(
     return [rows.only(np.array([row])) for rows, row in zip(hulls, choice.rows)], times
 
 
-def _alone(terrain: Terrain, stage: int, first: int, stop: int, weights: Sequence[float]) -> Rows | None:
+def _alone(cut_graph: CutGraph, stage: int, first: int, stop: int, weights: Sequence[float]) -> StageFront | None:
     """The row of the least weighted seconds that fits the worker of a stage that has it for itself."""
-    best: tuple[float, Rows] | None = None
-    for way in terrain.ways:
+    best: tuple[float, StageFront] | None = None
+    for way in cut_graph.ways:
         most = math.inf if best is None else best[0]
-        found = terrain.stages[stage].cheapest(
-            first, stop, way, terrain.passes[stage], terrain.need[stage], weights, terrain.limit, most
+        found = cut_graph.stages[stage].cheapest(
+            first, stop, way, cut_graph.passes[stage], cut_graph.need[stage], weights, cut_graph.limit, most
         )
         best = found or best
     return None if best is None else best[1]
 
 
-def _hulls(terrain: Terrain, cut: Cut, weights: np.ndarray, step_s: float) -> list[Rows] | None:
+def _hulls(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: float) -> list[StageFront] | None:
     """Of every stage the rows that are the cheapest at some price of a byte.
 
     All stages are weighed alike: those of one shape have the same rows, then, which are worked out once.
     """
-    alike, prices = weights.mean(axis=0), step_s / terrain.limit * _PRICES
-    wanted = [(alike, prices), *((alike * (1.0, 1.0, 1.0, more), prices[:1]) for more in _ALL_REDUCES)]
-    hulls: list[Rows] = []
-    for stage, (first, stop) in enumerate(cut):
-        of_ways = [
-            terrain.stages[stage].hull(first, stop, way, terrain.passes[stage], terrain.need[stage], own.tolist(), at)
-            for way in terrain.ways
-            for own, at in wanted
+    alike = weights.mean(axis=0)
+    prices = step_s / cut_graph.limit * _PRICES
+    wanted = np.vstack(
+        [
+            np.column_stack([np.tile(alike, (len(prices), 1)), prices]),
+            *((*(alike * (1.0, 1.0, 1.0, more)), prices[0]) for more in _ALL_REDUCES),
         ]
+    )
+    hulls: list[StageFront] = []
+    for stage, (first, stop) in enumerate(cut):
+        passes, need = cut_graph.passes[stage], cut_graph.need[stage]
+        of_ways = [cut_graph.stages[stage].hull(first, stop, way, passes, need, wanted) for way in cut_graph.ways]
         parts = [rows for rows in of_ways if rows is not None]
         if not parts:
             return None
@@ -91,10 +94,10 @@ class _Choice:
     by those that gain most.
     """
 
-    def __init__(self, terrain: Terrain, cut: Cut, hulls: Sequence[Rows], weights: np.ndarray):
-        self.terrain, self.cut, self.limit, self.hulls = terrain, cut, terrain.limit, hulls
-        self.sides = [terrain.sides(rows) for rows in hulls]
-        self.homes = [[stage for _, stage in held] for held in terrain.needs.homes]
+    def __init__(self, cut_graph: CutGraph, cut: Cut, hulls: Sequence[StageFront], weights: np.ndarray):
+        self.cut_graph, self.cut, self.limit, self.hulls = cut_graph, cut, cut_graph.limit, hulls
+        self.sides = [cut_graph.sides(rows) for rows in hulls]
+        self.homes = [[stage for _, stage in held] for held in cut_graph.demand.homes]
         self.holders: list[list[int]] = [[] for _ in hulls]
         for worker, held in enumerate(self.homes):
             for stage in held:
@@ -105,7 +108,7 @@ class _Choice:
         self.rows: list[int] = []
 
     @staticmethod
-    def _line(rows: Rows, cost: np.ndarray) -> list[int]:
+    def _line(rows: StageFront, cost: np.ndarray) -> list[int]:
         """From the fastest row to the smallest, each smaller than the one before."""
         line: list[int] = []
         nbytes = rows.memory + rows.buffer
@@ -133,14 +136,14 @@ class _Choice:
 
     def times(self) -> np.ndarray:
         """What every term takes."""
-        times = np.zeros(self.terrain.terms.count)
+        times = np.zeros(self.cut_graph.terms.count)
         for stage, row in enumerate(self.rows):
             self._put(times, stage, row)
         return times
 
     def _put(self, times: np.ndarray, stage: int, row: int) -> None:
         """What a stage takes at a row, with what crosses at both sides."""
-        terms = self.terrain.terms
+        terms = self.cut_graph.terms
         for part, value in zip(terms.of_stages, self.hulls[stage].times[row]):
             times[part.start + stage] = value
         ends = []
@@ -149,7 +152,7 @@ class _Choice:
         if stage < len(self.hulls) - 1:
             ends.append((stage, self.sides[stage][1][row], self.sides[stage + 1][0][self.rows[stage + 1]]))
         for boundary, source, target in ends:
-            forward, backward = self.terrain.crossing(boundary, self.cut[boundary][1], int(source), int(target))
+            forward, backward = self.cut_graph.crossing(boundary, self.cut[boundary][1], int(source), int(target))
             times[terms.transfer_forward.start + boundary] = forward
             times[terms.transfer_backward.start + boundary] = backward
 
@@ -188,7 +191,7 @@ class _Choice:
         """Bytes that are left on a worker."""
         return self._left([(self.hulls[stage], self.lines[stage][self.at[stage]]) for stage in self.homes[worker]])
 
-    def _left(self, own: Sequence[tuple[Rows, int]]) -> float:
+    def _left(self, own: Sequence[tuple[StageFront, int]]) -> float:
         memory = sum(float(rows.memory[row]) for rows, row in own)
         return self.limit - memory - max(float(rows.buffer[row]) for rows, row in own)
 

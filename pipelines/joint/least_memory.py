@@ -18,8 +18,8 @@ from autoddl.costmodel.stopping import Deadline
 
 from .cut_regions import Cut, closed_arcs, least_cut, level_cut
 from .explorer import Explorer, Setting
-from .memory_demand import Needs
-from .stage_search import Need
+from .memory_demand import MemoryDemand
+from .stage_search import StageDemand
 
 __all__ = ["least_memory"]
 
@@ -40,8 +40,8 @@ def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: Dead
         if deadline.is_over:
             is_whole = False
             break
-        needs = explorer.needs(setting.schedule)
-        own = None if needs is None else _Bytes(explorer, setting, needs)
+        demand = explorer.demand(setting.schedule)
+        own = None if demand is None else _Bytes(explorer, setting, demand)
         bound = math.inf if own is None else own.bound()
         if own is not None and math.isfinite(bound):
             bounds.append((bound, number, own))
@@ -61,8 +61,8 @@ def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: Dead
 class _Bytes:
     """What the stages of one setting need."""
 
-    def __init__(self, explorer: Explorer, setting: Setting, needs: Needs):
-        self.explorer, self.setting, self.needs = explorer, setting, needs
+    def __init__(self, explorer: Explorer, setting: Setting, demand: MemoryDemand):
+        self.explorer, self.setting, self.demand = explorer, setting, demand
         self.passes = explorer.passes(setting)
         spec = setting.schedule
         # Plans without a pipeline recompute layer by layer.
@@ -92,9 +92,9 @@ class _Bytes:
         """The most of what the neediest stage and the mean worker of a cut need at least; and the cut of the neediest stage."""
         neediest, cut = level_cut(self._costs)
         held = [
-            sum(stage == one for homes in self.needs.homes for _, one in homes) for stage in range(len(self._costs))
+            sum(stage == one for homes in self.demand.homes for _, one in homes) for stage in range(len(self._costs))
         ]
-        mean = least_cut([cost * count for cost, count in zip(self._costs, held)])[0] / len(self.needs.homes)
+        mean = least_cut([cost * count for cost, count in zip(self._costs, held)])[0] / len(self.demand.homes)
         return max(neediest, mean), cut
 
     def least(self, most: float) -> tuple[float, float]:
@@ -112,16 +112,16 @@ class _Bytes:
                 own = self._known[stage, first, stop] if self._is_alone else self._of_stage(stage, first, stop, False)
                 self._costs[stage][first, stop] = own
             needed = [self._known[s, first, stop] for s, (first, stop) in enumerate(cut)]
-            found = min(found, max(sum(needed[stage] for _, stage in held) for held in self.needs.homes))
+            found = min(found, max(sum(needed[stage] for _, stage in held) for held in self.demand.homes))
             if not fresh:
                 return bound, found
 
-    def _need(self, stage: int) -> Need:
-        return Need(self.needs.in_flight[stage], self.needs.versions[stage])
+    def _need(self, stage: int) -> StageDemand:
+        return StageDemand(self.demand.in_flight[stage], self.demand.versions[stage])
 
     @property
     def _is_alone(self) -> bool:
-        return all(len(held) == 1 for held in self.needs.homes)
+        return all(len(held) == 1 for held in self.demand.homes)
 
     def _of_stage(self, stage: int, first: int, stop: int, has_buffer: bool = True) -> float:
         stages, need = self.explorer.stages(self.setting.meshes[stage]), self._need(stage)

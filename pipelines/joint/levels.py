@@ -10,7 +10,7 @@ build cuts stage by stage from arcs, which take what their units do, redistribut
 
 -   *Where each worker has one stage* the least over all cuts of the greatest load has optimal substructure: from the last stage
     back, g(s, i) = min over j of max(load of the units i to j - 1, their way + g(s + 1, j)).  Every arc counts with the price of
-    memory that makes it the dearest.
+    memory that makes it the dearest, in the way of recomputation that is then the cheapest.
 -   *Else* all beginnings of cuts are spread at once, a row of loads each.  One is dropped where a worker is above the threshold, or
     where what is left of all workers together is too little for the rest.  Loads are rounded down to a grid, so that many become
     the same.
@@ -21,8 +21,8 @@ from __future__ import annotations
 import numpy as np
 
 from .bounds import loads, way_in
+from .cut_graph import Bound, CutGraph
 from .cut_regions import level_cut
-from .terrain import Bound, Terrain
 from .unit_bounds import ROUNDING
 
 __all__ = ["least_level"]
@@ -33,40 +33,40 @@ _MOST_STATES = 20_000
 _STEPS = 4000
 
 
-def least_level(terrain: Terrain, threshold: float) -> float:
+def least_level(cut_graph: CutGraph, threshold: float) -> float:
     """No plan of a setting is below it [s]; where workers have several stages it is the threshold or 0."""
-    if terrain.is_alone:
-        return _of_single_stages(terrain, threshold)
-    return threshold if _is_beyond(terrain, threshold) else 0.0
+    if cut_graph.is_alone:
+        return _of_single_stages(cut_graph, threshold)
+    return threshold if _is_beyond(cut_graph, threshold) else 0.0
 
 
-def _of_single_stages(terrain: Terrain, threshold: float) -> float:
-    spec = terrain.setting.schedule
+def _of_single_stages(cut_graph: CutGraph, threshold: float) -> float:
+    spec = cut_graph.setting.schedule
     weights = np.maximum.reduce(loads(spec))
-    own = terrain.costs(Bound(weights, terrain.grid(weights, threshold)))
+    own = cut_graph.costs(Bound(weights, cut_graph.grid(weights, threshold)))
     if not spec.synchronous:
         return level_cut(own)[0]
     through = way_in(spec)
-    ways = terrain.costs(Bound(through, terrain.grid(through, threshold / spec.num_micro_batches)))
+    ways = cut_graph.costs(Bound(through, cut_graph.grid(through, threshold / spec.num_micro_batches)))
     least = own[-1][:, -1]
     for load, way in zip(own[-2::-1], ways[-2::-1]):
         least = np.maximum(load, way + least).min(axis=1)
     return float(least[0])
 
 
-def _is_beyond(terrain: Terrain, threshold: float) -> bool:
+def _is_beyond(cut_graph: CutGraph, threshold: float) -> bool:
     """Whether every cut has a worker whose load is above a threshold; False also where that takes too long to find out."""
-    spec, stages, terms = terrain.setting.schedule, terrain.num_stages, terrain.terms
+    spec, stages, terms = cut_graph.setting.schedule, cut_graph.num_stages, cut_graph.terms
     counts = np.array([load[terms.forward] for load in loads(spec) if load.any()])
     first_stages = (counts > 0).argmax(axis=1)
-    devices = np.array(terrain.setting.widths, dtype=float)[first_stages]
+    devices = np.array(cut_graph.setting.widths, dtype=float)[first_stages]
     once = np.zeros(terms.count)
     once[terms.forward] = once[terms.recompute] = 1.0
     once[terms.backward] = [spec.backward_passes(stage) for stage in range(stages)]
-    arcs = terrain.costs(Bound(once))
-    ways = terrain.costs(Bound(way_in(spec))) if spec.synchronous else [np.zeros_like(arc) for arc in arcs]
+    arcs = cut_graph.costs(Bound(once))
+    ways = cut_graph.costs(Bound(way_in(spec))) if spec.synchronous else [np.zeros_like(arc) for arc in arcs]
     # Device seconds of the units from each one on, wherever they are.
-    of_units = terrain.cheapest(once, np.zeros(stages))
+    of_units = cut_graph.cheapest(once, np.zeros(stages))
     if of_units is None:
         return True
     least = (of_units[0] * (devices @ counts)[:, None]).min(axis=0)

@@ -22,14 +22,14 @@ from ..schedule import Schedule
 from .bounds import homes
 from .configuration import PipelineSchedule
 
-__all__ = ["Needs", "needs_of"]
+__all__ = ["MemoryDemand", "memory_demand_of"]
 
 #: Micro-batches per worker after which a schedule repeats itself.
 _UNITS = 2
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryDemand:
     """What a schedule asks of every stage, whatever the cut, over all its replicas.
 
     Attributes:
@@ -43,7 +43,7 @@ class Needs:
     versions: tuple[int, ...]
 
 
-def needs_of(spec: PipelineSchedule) -> Needs:
+def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
     """Of a schedule.
 
     Raises:
@@ -63,7 +63,7 @@ def needs_of(spec: PipelineSchedule) -> Needs:
         flights = [1] * num_stages
     if flights is not None:
         of_workers = homes(depth, spec.groups, spec.num_pipelines)
-        return Needs(of_workers, tuple(map(float, flights)), (1,) * num_stages)
+        return MemoryDemand(of_workers, tuple(map(float, flights)), (1,) * num_stages)
     return _of_short(_shortened(spec))
 
 
@@ -77,11 +77,11 @@ def _shortened(spec: PipelineSchedule) -> PipelineSchedule:
 
 
 @lru_cache(maxsize=256)
-def _of_short(spec: PipelineSchedule) -> Needs:
+def _of_short(spec: PipelineSchedule) -> MemoryDemand:
     return read_off(spec.schedule(1, (False,) * spec.num_stages))
 
 
-def read_off(schedule: Schedule) -> Needs:
+def read_off(schedule: Schedule) -> MemoryDemand:
     """Of a generated schedule."""
     versions = {} if schedule.is_synchronous else weight_versions(schedule)
     most, copies = [0.0] * schedule.num_stages, [1] * schedule.num_stages
@@ -90,4 +90,4 @@ def read_off(schedule: Schedule) -> Needs:
             most[stage] = max(most[stage], count)
             copies[stage] = max(copies[stage], versions.get((pipeline, stage), 1))
     of_workers = tuple(schedule.stages_on(worker) for worker in range(schedule.num_workers))
-    return Needs(of_workers, tuple(most), tuple(copies))
+    return MemoryDemand(of_workers, tuple(most), tuple(copies))

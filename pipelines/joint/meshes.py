@@ -87,6 +87,11 @@ class StageMesh(_Rectangles):
     nodes: int
     devices_per_node: int
 
+    @classmethod
+    def whole(cls, cluster: Cluster) -> StageMesh:
+        """All devices of a cluster."""
+        return cls(cluster.num_nodes, cluster.devices_per_node)
+
     def __str__(self) -> str:
         return f"{self.nodes} x {self.devices_per_node}"
 

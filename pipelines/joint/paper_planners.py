@@ -21,10 +21,9 @@ from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
 
-from ..planners import Clock, Shape, plan_chimera, plan_dapple, plan_wpipe
-from ..planners import Workload as ProfiledWorkload
+from ..planners import Clock, ProfiledWorkload, StageConstraints, plan_chimera, plan_dapple, plan_wpipe
 from ..planners.dapple_search import EXACT_UP_TO
-from ..profile import Layer, Profile
+from ..profile import Profile, ProfiledLayer
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .meshes import Division, Meshes, StageMesh
 from .partition import ENTRY, Chain
@@ -69,7 +68,7 @@ def profile_of(chain: Chain, cluster: Cluster, workload: Workload) -> Profile:
         works = [layer_work(one, strategy, device, alone, 1.0, not chain.graph.inputs(one.name)) for one in layers]
         state = sum(work.state_bytes for work in works)
         rows.append(
-            Layer(
+            ProfiledLayer(
                 name=layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name}",
                 forward_s=sum(work.forward_s for work in works),
                 backward_s=sum(work.backward_s for work in works),
@@ -131,9 +130,9 @@ def _dapple(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
         # Of several stages one has at least an even share of the parameters.
         state = profiled.state * profiled.profile.parameter_bytes / count
         if count <= wish.chain.num_units and state <= profiled.limit_bytes:
-            shapes.append(Shape(widths=(devices // count,) * count, in_order=True))
+            shapes.append(StageConstraints(widths=(devices // count,) * count, in_order=True))
     if devices <= EXACT_UP_TO:
-        shapes.append(Shape(in_order=True))
+        shapes.append(StageConstraints(in_order=True))
     for shape in shapes:
         try:
             plans = plan_dapple(profiled, wish.micro_batch, shape, wish.clock).simulated
@@ -161,7 +160,7 @@ def _dapple(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
             lambda batch, size: batch % size == 0 and any((size if given else batch) % width == 0 for width in widths),
             wish.micro_batch,
         )
-        raise fault or profiled.does_not_fit("DAPPLE plan of rectangles of devices")
+        raise fault or profiled.memory_error("DAPPLE plan of rectangles of devices")
 
 
 def _sizes(cuts: Sequence[int]) -> list[int]:

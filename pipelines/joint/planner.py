@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
@@ -20,16 +21,15 @@ from autoddl.costmodel.units import counted, format_bytes, format_memory_limit
 from autoddl.search.planner import InfeasibleError, Planned, make_plan
 
 from ..planners import Clock
-from .configuration import Configuration, PipelineSchedule, StageChoice
-from .evaluation import Evaluation, evaluate
+from .evaluation import Evaluation, evaluate_unpipelined
 from .explorer import Explorer
-from .families import families_of, paper_plan, stopped, whole_mesh
-from .glance import glance
+from .families import PIPELINES, families_of, paper_plan, stopped
 from .job import DEFAULT_TIME_LIMIT_S, Job, Report, job_of, no_report
 from .least_memory import least_memory
+from .megatron_trials import megatron_trials
 from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
-from .result import Considered, FamilyFigures, JointOptions, JointPlan
+from .result import Considered, JointOptions, PlanResult, Rival
 from .search import Explored, Search
 from .space import MOST_PASSES
 
@@ -37,8 +37,8 @@ __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
 #: The part of the time limit for the plan without a pipeline.
 _WITHOUT = 0.2
-#: The part of it for a glance at what people use, and for a good plan early.
-_GLANCE, _EARLY = 0.01, 0.25
+#: The part of it for trials of what people use, and for a good plan early.
+_TRIALS, _EARLY = 0.01, 0.15
 #: The part of it for the least memory that would do, where nothing fits.
 _LEAST_MEMORY = 0.5
 
@@ -53,7 +53,7 @@ def plan_jointly(
     options: JointOptions,
     report: Report = no_report,
     stop: Stop | None = None,
-) -> JointPlan:
+) -> PlanResult:
     """The best pipeline with the best strategies inside its stages, and why.
 
     Args:
@@ -81,7 +81,7 @@ def _check(options: JointOptions) -> None:
         raise UserError(f"pipeline {options.pipeline!r} is not one of auto, {', '.join(PLANNERS)}")
     if options.pipeline == "wpipe" and not options.allow_stale:
         raise UserError(
-            "pipeline wpipe is asynchronous: its first stages compute with older weights; add --allow-stale"
+            "pipeline wpipe is asynchronous: its first stages compute with older weights; add allow_stale=True"
         )
     if base.method != "exact":
         raise UserError(f"method {base.method!r} is for plans without a pipeline; joint plans are searched by exact")
@@ -105,17 +105,13 @@ def _without_pipeline(job: Job) -> tuple[Planned | None, UserError | None]:
 
 def _one_stage(job: Job, planned: Planned) -> Evaluation:
     """The existing planner's plan as a pipeline of one stage."""
-    workload = planned.workload
-    recompute = "layers" if workload.recompute else "none"
-    spec = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
-    stage = StageChoice(job.chain.num_units, recompute, planned.strategies)
-    return evaluate(job.chain, job.cluster, Configuration(whole_mesh(job.cluster), spec, workload, (stage,)))
+    return evaluate_unpipelined(job.chain, job.cluster, planned.workload, planned.strategies)
 
 
 # ---- The whole space ---------------------------------------------------------------------------------------------------
 
 
-def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: Clock, start: float) -> JointPlan:
+def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: Clock, start: float) -> PlanResult:
     explorer = job.explorer()
     alone = None if whole is None else _one_stage(job, whole)
     stale = job.options.allow_stale
@@ -127,12 +123,13 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         job.report(_cost(job, best), _ideal_s(job), 0)
     if job.options.base.objective == "step":
         best = (
-            glance(job, math.inf if best is None else best.step_s, Clock(_GLANCE * job.time_limit_s, job.stop)) or best
+            megatron_trials(job, math.inf if best is None else best.step_s, Clock(_TRIALS * job.time_limit_s, job.stop))
+            or best
         )
     everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
     search = Search(explorer, everything, math.inf if best is None else _cost(job, best), job.report)
     best = search.begin(Clock(_EARLY * job.time_limit_s, job.stop)) or best
-    families: list[FamilyFigures] = []
+    families: list[Rival] = []
     for figures, plan in families_of(job, whole, alone, fault, explorer):
         families.append(figures)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
@@ -150,15 +147,16 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         job.stop.check()
         if not wide.finished:
             raise UserError(
-                f"no plan of {job.graph.name} that fits was found within {job.time_limit_s:g} s; raise --time-limit"
+                f"no plan of {job.graph.name} that fits was found within {job.time_limit_s:g} s; raise time_limit_s"
             )
         raise _infeasible(job, *_least_memory(job, explorer), fault)
+    families = [_bounded(job, row, wide) for row in families]
     cost = _cost(job, best)
     lower = min(wide.lower_bound_s, _bound_without(job, whole, fault))
     # A stop may come before there is a bound of every setting.
     lower = min(cost, max(lower, _ideal_s(job)))
     optimal = lower >= cost * (1 - 1e-9)
-    return JointPlan(
+    return PlanResult(
         graph=job.graph,
         cluster=job.cluster,
         options=job.options,
@@ -167,11 +165,19 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
         lower_bound_s=cost if optimal else lower,
         optimal=optimal,
         considered=_considered(job, wide, explorer, whole),
-        families=tuple(families),
+        rivals=tuple(families),
         search_s=time.perf_counter() - start,
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
+
+
+def _bounded(job: Job, row: Rival, wide: Explored) -> Rival:
+    """A row with the bound of the whole space, where it has a pipeline and that is above its own: a family is part of the space."""
+    is_pipeline = row.name in {family.title for family in PIPELINES} and row.infeasible is None
+    if not is_pipeline or job.options.base.objective != "step":
+        return row
+    return replace(row, lower_bound_s=max(row.lower_bound_s or 0.0, min(wide.lower_bound_s, row.step_s)))
 
 
 def _cost(job: Job, plan: Evaluation) -> float:
@@ -193,9 +199,11 @@ def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | N
     if not has_all_divisions(job.cluster):
         devices = "workers of equal rectangles of devices, or equal but for the first and the last"
     again = " / ".join(job.recomputations)
-    summa = ", Summa meshes too" if base.summa else " without Summa meshes (--summa includes them)"
+    summa = ", Summa meshes too" if base.summa else " without Summa meshes (summa=True includes them)"
     tied = (
-        "a choice for every layer" if base.untied else "one choice for equal layers of a stage (--untied: one for each)"
+        "a choice for every layer"
+        if base.untied
+        else "one choice for equal layers of a stage (untied=True: one for each)"
     )
     alone = 0 if whole is None else len(whole.candidates)
     return Considered(
@@ -231,8 +239,9 @@ def _infeasible(job: Job, least: float, is_proven: bool, fault: UserError | None
 # ---- The papers' planners ----------------------------------------------------------------------------------------------
 
 
-def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> JointPlan:
+def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> PlanResult:
     name, clock = job.options.pipeline, Clock(job.time_limit_s, job.stop)
+    assert name is not None
     try:
         best = paper_plan(job, name, clock)
     except UserError as error:
@@ -248,7 +257,7 @@ def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: f
         stage_searches=0,
     )
     ideal = _ideal_s(job)
-    return JointPlan(
+    return PlanResult(
         graph=job.graph,
         cluster=job.cluster,
         options=job.options,
@@ -257,7 +266,7 @@ def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: f
         lower_bound_s=min(ideal, _cost(job, best)),
         optimal=False,
         considered=considered,
-        families=tuple(figures for figures, _ in families_of(job, whole, alone, fault, job.explorer())),
+        rivals=tuple(figures for figures, _ in families_of(job, whole, alone, fault, job.explorer())),
         search_s=time.perf_counter() - start,
         notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{stopped(clock)}",) if clock.stopped else (),
         is_interrupted=job.stop.is_requested,

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..stepgraph import Terms
-from .terrain import Runs
+from .cut_graph import UnitRuns
 
 __all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
 
@@ -64,7 +64,7 @@ class Relaxation:
         limit: bytes of each worker's devices.
     """
 
-    def __init__(self, runs: Runs, homes: Sequence[Sequence[int]], limit: float):
+    def __init__(self, runs: UnitRuns, homes: Sequence[Sequence[int]], limit: float):
         self.num_stages, self.num_units = len(runs.base) + 1, int(runs.sizes.sum())
         self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
         self.terms = Terms(self.num_stages)

@@ -1,4 +1,4 @@
-"""The search for a way through a setting's terrain: a cut with a row for every stage that is below a threshold on all its bounds.
+"""The search for a way through a graph of cuts: a cut with a row for every stage that is below a threshold on all its bounds.
 
 It goes stage by stage, least first; what is still to come is at least what the way back over the arcs tells for each bound by
 itself. A state (stage, unit, layout) that led to nothing at some sums leads to nothing at sums which are nowhere less.  Sums
@@ -19,10 +19,10 @@ from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
 from autoddl.search.fronts import undominated
 
+from .cut_graph import Bound, CutGraph
 from .cut_regions import Region
-from .terrain import Bound, Terrain
 
-__all__ = ["TooManyStatesError", "Way", "Ways"]
+__all__ = ["RowSearch", "Selection", "TooManyStatesError"]
 
 #: States that a search holds at a time before it is given up.
 _MOST_STATES = 300_000
@@ -32,7 +32,7 @@ _MOST_STEPS = 300
 _CHUNK = 1 << 17
 
 #: (stage, first unit, unit behind it, row or -1) of every stage.
-Way = list[tuple[int, int, int, int]]
+Selection = list[tuple[int, int, int, int]]
 
 
 class TooManyStatesError(Exception):
@@ -154,7 +154,7 @@ class _SharedWeight:
     link: Link
 
 
-class Ways:
+class RowSearch:
     """Searches of one region below one threshold.
 
     Args:
@@ -162,8 +162,8 @@ class Ways:
         check: called now and then; it may raise.
     """
 
-    def __init__(self, terrain: Terrain, region: Region, threshold: float, check: Callable[[], None]) -> None:
-        self.terrain, self.region, self.threshold, self.check = terrain, region, threshold, check
+    def __init__(self, cut_graph: CutGraph, region: Region, threshold: float, check: Callable[[], None]) -> None:
+        self.cut_graph, self.region, self.threshold, self.check = cut_graph, region, threshold, check
         self.bounds: list[Bound] = []
         self._costs: list[np.ndarray] = []
         #: Arcs that are on no way below the threshold are not allowed; shape (stages, units + 1, units + 1).
@@ -175,11 +175,11 @@ class Ways:
         self._candidates: dict[tuple[int, int], _Candidates] = {}
         self._failed: dict[tuple[int, int, int], _Failures] = {}
         self._shared = self._shared_weights()
-        homes = terrain.needs.homes
+        homes = cut_graph.demand.homes
         self._workers = [worker for worker, held in enumerate(homes) if len(held) > 1]
         place = {worker: number for number, worker in enumerate(self._workers)}
         #: Of every stage the places of its workers among those that hold several.
-        self._worker_of: list[list[int]] = [[] for _ in range(terrain.num_stages)]
+        self._worker_of: list[list[int]] = [[] for _ in range(cut_graph.num_stages)]
         for worker in self._workers:
             for _, stage in homes[worker]:
                 self._worker_of[stage].append(place[worker])
@@ -187,7 +187,7 @@ class Ways:
     def add(self, bound: Bound) -> None:
         """A further bound."""
         self.bounds.append(bound)
-        self._costs.append(np.stack(self.terrain.costs(bound)))
+        self._costs.append(np.stack(self.cut_graph.costs(bound)))
         self._candidates.clear()
 
     def knows(self, path: np.ndarray) -> bool:
@@ -195,8 +195,8 @@ class Ways:
         return any(bound.is_path(path) for bound in self.bounds)
 
     def renew(self) -> None:
-        """Take in what has become known of the terrain."""
-        self._costs = [np.stack(self.terrain.costs(bound)) for bound in self.bounds]
+        """Take in what has become known of the graph of cuts."""
+        self._costs = [np.stack(self.cut_graph.costs(bound)) for bound in self.bounds]
         self._allowed = np.zeros((0, 0, 0), dtype=bool)
         self._candidates.clear()
         self._failed.clear()
@@ -242,23 +242,23 @@ class Ways:
 
     # ---------------------------------------------------------------------------------------------------- looking for a way
 
-    def find(self) -> Way | None:
+    def find(self) -> Selection | None:
         """(stage, first unit, unit behind it, row or -1) of every stage of a way that is below the threshold on all bounds.
 
         Raises:
             TooManyStatesError, UnsettledError
         """
         self._states = 0
-        chosen: Way = []
+        chosen: Selection = []
         sums = np.zeros(len(self.bounds) + len(self._shared) + 2 * len(self._workers))
         try:
             return chosen[::-1] if self._descend(0, 0, -1, sums, chosen) else None
         except TooManyStatesError:
             return self._spread(sums)
 
-    def _descend(self, stage: int, unit: int, layout: int, sums: np.ndarray, chosen: Way) -> bool:
+    def _descend(self, stage: int, unit: int, layout: int, sums: np.ndarray, chosen: Selection) -> bool:
         """Depth first: a way on from a state, if it has one."""
-        if stage == self.terrain.num_stages:
+        if stage == self.cut_graph.num_stages:
             return True
         self._states += 1
         if self._states > _MOST_STEPS:
@@ -276,11 +276,11 @@ class Ways:
         failed.add(sums)
         return False
 
-    def _spread(self, sums: np.ndarray) -> Way | None:
+    def _spread(self, sums: np.ndarray) -> Selection | None:
         """Breadth first: all states of a stage at once, without those that another one is nowhere above."""
         level: dict[tuple[int, int], _States] = {(0, -1): _States.first(sums)}
         trail: list[dict[tuple[int, int], _States]] = []
-        for stage in range(self.terrain.num_stages):
+        for stage in range(self.cut_graph.num_stages):
             trail.append(level)
             parts: dict[tuple[int, int], list[_States]] = {}
             total = 0
@@ -304,8 +304,8 @@ class Ways:
         if not ends:
             return None
         at, place = ends[0], 0
-        chosen: Way = []
-        for stage in range(self.terrain.num_stages - 1, -1, -1):
+        chosen: Selection = []
+        for stage in range(self.cut_graph.num_stages - 1, -1, -1):
             states = level[at]
             at, way = states.key[int(states.number[place])], int(states.row[place])
             found = self._ways_on(stage, at[0])
@@ -340,7 +340,7 @@ class Ways:
             resident, buffer = first + worker, first + count + worker
             new[:, resident] += found.memory[way]
             new[:, buffer] = np.maximum(new[:, buffer], found.buffer[way])
-            good &= new[:, resident] + new[:, buffer] <= self.terrain.limit * (1 + 1e-12)
+            good &= new[:, resident] + new[:, buffer] <= self.cut_graph.limit * (1 + 1e-12)
         new, at, way = new[good], at[good], way[good]
         score = (new[:, :num] + self._behind[stage + 1][found.stop[way]]).max(axis=1, initial=0.0)
         return new, at, score
@@ -351,8 +351,8 @@ class Ways:
         known = found.entry >= 0
         if layout < 0 or not stage or not known.any():
             return extra
-        terms = self.terrain.terms
-        seconds = self.terrain.known_crossings(stage - 1, unit, layout, found.entry[known])
+        terms = self.cut_graph.terms
+        seconds = self.cut_graph.known_crossings(stage - 1, unit, layout, found.entry[known])
         forward = [bound.weights[terms.transfer_forward][stage - 1] for bound in self.bounds]
         backward = [bound.weights[terms.transfer_backward][stage - 1] for bound in self.bounds]
         extra[known] = seconds @ np.array([forward, backward])
@@ -370,7 +370,7 @@ class Ways:
     def _reduce_shared(self, weight: _SharedWeight, late: np.ndarray, new: np.ndarray, column: int) -> None:
         """Both stages of a shared weight reduce its gradient as far as the one with more of it has it."""
         seconds = self._shared_seconds(weight, np.maximum(new[:, column], late))
-        reduce = self.terrain.terms.all_reduce
+        reduce = self.cut_graph.terms.all_reduce
         for number, bound in enumerate(self.bounds):
             weights = bound.weights[reduce]
             new[:, number] += (weights[weight.early[0]] + weights[weight.late[0]]) * seconds
@@ -395,7 +395,7 @@ class Ways:
         return sum(stage in (one.early[0], one.late[0]) for one in self._shared)
 
     def _of_arc(self, stage: int, unit: int, stop: int) -> _Candidates:
-        arc = self.terrain.arcs.get((stage, unit, stop))
+        arc = self.cut_graph.arcs.get((stage, unit, stop))
         if arc is None:
             one = np.zeros(1)
             return _Candidates(
@@ -409,16 +409,16 @@ class Ways:
                 np.array([-1]),
             )
         rows = arc.rows
-        costs = np.column_stack([self.terrain.row_costs(bound, stage, arc) for bound in self.bounds])
-        if stage < self.terrain.num_stages - 1:
-            terms = self.terrain.terms
+        costs = np.column_stack([self.cut_graph.row_costs(bound, stage, arc) for bound in self.bounds])
+        if stage < self.cut_graph.num_stages - 1:
+            terms = self.cut_graph.terms
             crossing = np.array(
                 [
                     b.weights[terms.transfer_forward][stage] + b.weights[terms.transfer_backward][stage]
                     for b in self.bounds
                 ]
             )
-            costs = costs + crossing * self.terrain.least_transfer(stage, stop)
+            costs = costs + crossing * self.cut_graph.least_transfer(stage, stop)
         return _Candidates(
             np.full(len(rows), stop),
             np.arange(len(rows)),
@@ -432,19 +432,19 @@ class Ways:
 
     # ------------------------------------------------------------------------------------------------------ a way's step
 
-    def times(self, way: Way, instead: np.ndarray) -> tuple[np.ndarray, bool]:
+    def times(self, way: Selection, instead: np.ndarray) -> tuple[np.ndarray, bool]:
         """The least that every term takes on a way, and whether nothing takes more.
 
         Args:
             instead: what the terms of stages take whose rows are not known.
         """
-        terms, terrain = self.terrain.terms, self.terrain
+        terms, cut_graph = self.cut_graph.terms, self.cut_graph
         times, is_exact = instead.copy(), True
         shared: dict[tuple[int, int], float] = {}
         before = -1
         for stage, first, stop, row in way:
             entry = exit_ = -1
-            arc = terrain.arcs.get((stage, first, stop))
+            arc = cut_graph.arcs.get((stage, first, stop))
             if arc is None:
                 is_exact = False
             else:
@@ -453,11 +453,11 @@ class Ways:
                 for part, value in zip(terms.of_stages, values):
                     times[part.start + stage] = value
             if stage:
-                least = terrain.least_transfer(stage - 1, first)
+                least = cut_graph.least_transfer(stage - 1, first)
                 extra = np.zeros(2)
                 if before >= 0 and entry >= 0:
-                    extra = terrain.known_crossings(stage - 1, first, before, np.array([entry]))[0]
-                    is_exact &= terrain.has_crossing(stage - 1, first, before, entry)
+                    extra = cut_graph.known_crossings(stage - 1, first, before, np.array([entry]))[0]
+                    is_exact &= cut_graph.has_crossing(stage - 1, first, before, entry)
                 times[terms.transfer_forward.start + stage - 1] = least + extra[0]
                 times[terms.transfer_backward.start + stage - 1] = least + extra[1]
             before = exit_
@@ -468,29 +468,29 @@ class Ways:
                 times[terms.all_reduce.start + stage] += seconds
         return times, is_exact
 
-    def work_out_crossings(self, way: Way) -> None:
+    def work_out_crossings(self, way: Selection) -> None:
         """What the layouts on a way really take to pass from stage to stage."""
         for (stage, first, stop, row), (_, begin, end, other) in zip(way, way[1:]):
-            source = int(self.terrain.arcs[stage, first, stop].exit[row])
-            target = int(self.terrain.arcs[stage + 1, begin, end].entry[other])
-            self.terrain.crossing(stage, begin, source, target)
+            source = int(self.cut_graph.arcs[stage, first, stop].exit[row])
+            target = int(self.cut_graph.arcs[stage + 1, begin, end].entry[other])
+            self.cut_graph.crossing(stage, begin, source, target)
         self._failed.clear()
 
     def _shared_weights(self) -> tuple[_SharedWeight, ...]:
         """Those whose stages are run by different workers; which depends on the cut alone where it has several units (the first and
         the last one hold it in transformers)."""
-        chain, setting = self.terrain.explorer.chain, self.terrain.setting
+        chain, setting = self.cut_graph.explorer.chain, self.cut_graph.setting
         if not chain.shares_weights:
             return ()
         found: list[_SharedWeight] = []
-        last = self.terrain.num_stages - 1
-        placement = self.terrain.placement[0]
+        last = self.cut_graph.num_stages - 1
+        placement = self.cut_graph.placement[0]
         for here, there in chain.ends_of_ties():
             if (here, there) != (0, chain.num_units - 1):
                 raise TooManyStatesError
             workers = placement[0], placement[last]
             if workers[0] != workers[1]:
-                link = setting.mesh.link_between(self.terrain.explorer.cluster, workers)
+                link = setting.mesh.link_between(self.cut_graph.explorer.cluster, workers)
                 number = len(found)
                 found.append(_SharedWeight((0, number), (last, number), link))
         return tuple(found)

@@ -3,8 +3,9 @@
 1.  Every *setting* (devices of the workers, schedule, micro-batch) is bounded over all its cuts by the balance of its work
     (:mod:`.bounds`).
 2.  Those that promise most are looked at first, for a good plan early.
-3.  The one of the least bound is taken up and *settled* (:mod:`.setting_search`): its best plan is found, if it is better than
-    what is known, or shown not to exist; first by a quick look at every one, then, with more and more time, at those that are left.
+3.  The one of the least bound gets a sharper one, as far as that is cheap (:mod:`.levels`).  Then it is taken up and *settled*
+    (:mod:`.setting_search`): its best plan is found, if it is better than what is known, or shown not to exist; first by a quick
+    look at every one, then, with more and more time, at those that are left.
 
 What is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space`.  If the time
 limit, or a stop, comes first, the least open bound says how far it can be from that.
@@ -24,13 +25,13 @@ from autoddl.costmodel.stopping import Deadline, StopRequestedError
 
 from ..stepgraph import Terms
 from .bounds import balance, bound_class, least_of_cuts, promise
+from .cut_graph import PRICES, Bound, CutGraph
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
 from .levels import least_level
 from .meshes import StageMesh
 from .setting_search import SettingSearch, UnsettledError
 from .stage_cost import Replicas
-from .terrain import PRICES, Bound, Terrain
 
 __all__ = ["Explored", "Search", "explore"]
 
@@ -54,6 +55,7 @@ class _Open:
         bound_s: none of its plans is below.
         number: in the order of the space.
         is_sharp: memory is in the bound.
+        is_level: so is the cut whose most loaded worker has the least to do.
         looks: how often it was looked at.
     """
 
@@ -61,6 +63,7 @@ class _Open:
     number: int
     setting: Setting = field(compare=False)
     is_sharp: bool = field(default=False, compare=False)
+    is_level: bool = field(default=False, compare=False)
     looks: int = field(default=0, compare=False)
 
 
@@ -120,6 +123,8 @@ class Search:
         #: Settings that have had their time, and get more when the others have.
         self._later: list[_Open] = []
         self.is_bounded = False
+        #: Where the best plan was found.
+        self._best: _Open | None = None
 
     def begin(self, deadline: Deadline) -> Evaluation | None:
         """Look at what promises most, until the time is over; the best plan, if one is better than what was known."""
@@ -230,8 +235,19 @@ class Search:
             self._look(heapq.heappop(simulated)[2])
             in_vain = 0 if self.best_s < before else in_vain + 1
             self.report(self.best_s, self.lower_bound_s, self.found.simulated)
+        self._improve()
         self.open = [one for one in self.open if one.bound_s < self.limit_s]
         heapq.heapify(self.open)
+
+    def _improve(self) -> None:
+        """Look again, and longer, at the setting of the best plan, as long as that finds a better one."""
+        before = math.inf
+        while (
+            self._best is not None and self.best_s < before and self._best.bound_s < self.limit_s and not self.is_over
+        ):
+            before = self.best_s
+            self._look(self._best)
+            self.report(self.best_s, self.lower_bound_s, self.found.simulated)
 
     def prove(self) -> None:
         """Look at the open setting of the least bound, until none is below the best plan."""
@@ -243,9 +259,7 @@ class Search:
                 one = self.open[0]
                 least_s = min([one.bound_s, *(other.bound_s for other in self._later)])
                 self.report(self.best_s, least_s, self.found.simulated)
-                if one.looks < looks and not one.is_sharp:
-                    one.bound_s = max(one.bound_s, _sharper(self.explorer, one.setting, self.best_s))
-                    one.is_sharp = True
+                if self._sharpen(one, looks):
                     heapq.heapreplace(self.open, one)
                     continue
                 if one.looks < looks:
@@ -256,6 +270,21 @@ class Search:
             self.open, self._later = self._later, []
             heapq.heapify(self.open)
         self.found.finished = not self.open
+
+    def _sharpen(self, one: _Open, looks: int) -> bool:
+        """Raise the bound of a setting by what is cheaper than the next look at it; whether there was something."""
+        if one.looks >= looks:
+            return False
+        if not one.is_sharp:
+            one.bound_s = max(one.bound_s, _sharper(self.explorer, one.setting, self.best_s))
+            one.is_sharp = True
+            return True
+        # Where workers have several stages this takes longer than a first look, which mostly settles a setting.
+        if one.looks and not one.is_level:
+            one.bound_s = max(one.bound_s, _level(self.explorer, one.setting, self.best_s))
+            one.is_level = True
+            return True
+        return False
 
     def _look(self, one: _Open) -> None:
         """Settle a setting, or find out more of its bound, in its slice of time."""
@@ -274,7 +303,7 @@ class Search:
         finally:
             self.found.simulated += settling.simulated
             if settling.best is not None:
-                self.found.best, self.best_s = settling.best, settling.best_s
+                self.found.best, self.best_s, self._best = settling.best, settling.best_s, one
             one.bound_s = max(one.bound_s, settling.bound_s * _ROUNDING)
 
 
@@ -318,13 +347,13 @@ def _promise(one: _Open) -> float:
 
 def _promise_with_memory(explorer: Explorer, setting: Setting, about_s: float) -> float:
     """The same with memory and all-reduces; ``about_s``: what a step takes, about."""
-    needs = explorer.needs(setting.schedule)
-    if needs is None:
+    demand = explorer.demand(setting.schedule)
+    if demand is None:
         return math.inf
     # Layer by layer takes about as long as whole stages, and has tables of its own.
     ways = [way for way in explorer.recomputations if way != "layers"] or explorer.recomputations
-    terrain = Terrain(explorer, setting, ways, needs)
-    return terrain.quick(Bound(promise(setting.schedule, setting.widths)), about_s, (0.0, *PRICES))
+    cut_graph = CutGraph(explorer, setting, ways, demand)
+    return cut_graph.quick(Bound(promise(setting.schedule, setting.widths)), about_s, (0.0, *PRICES))
 
 
 def _promise_simulated(explorer: Explorer, setting: Setting, about_s: float) -> float:
@@ -344,16 +373,25 @@ def _slice(deadline: Deadline, seconds: float) -> Deadline:
 
 def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
     """The bound of a setting with memory at a price, as far as that is known to be of use; inf where it has no schedule."""
-    needs = explorer.needs(setting.schedule)
-    if needs is None:
+    demand = explorer.demand(setting.schedule)
+    if demand is None:
         return math.inf
     if not math.isfinite(best_s):
         return 0.0
-    terrain = Terrain(explorer, setting, explorer.recomputations, needs)
+    cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
     bound_s = max(
-        terrain.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES),
+        cut_graph.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES),
         _least_on_links(explorer, setting),
     )
-    if bound_s < best_s:
-        bound_s = max(bound_s, least_level(terrain, best_s))
+    if bound_s < best_s and cut_graph.is_alone:
+        bound_s = max(bound_s, least_level(cut_graph, best_s))
     return bound_s * _ROUNDING
+
+
+def _level(explorer: Explorer, setting: Setting, best_s: float) -> float:
+    """The bound of a setting whose workers have several stages by their loads."""
+    demand = explorer.demand(setting.schedule)
+    cut_graph = None if demand is None else CutGraph(explorer, setting, explorer.recomputations, demand)
+    if cut_graph is None or cut_graph.is_alone:
+        return 0.0
+    return least_level(cut_graph, best_s) * _ROUNDING

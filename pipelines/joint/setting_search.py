@@ -1,6 +1,6 @@
 """The best plan of one setting, or that none is better than what is known: all its cuts, all ways to run their stages.
 
-A plan is a way through the setting's terrain (:mod:`.terrain`) with a row for every arc on it.  Its step is the longest path of the
+A plan is a way through a graph of cuts (:mod:`.cut_graph`) with a row for every arc on it.  Its step is the longest path of the
 schedule's graph, so that *every* path is a lower bound, linear in what the stages take.  Of the paths that matter there are few,
 and they are found as they are needed:
 
@@ -28,15 +28,15 @@ from autoddl.costmodel.strategy import Strategy
 
 from ..stepgraph import StepGraph
 from .bounds import balance, loads
-from .cut_program import TOLERANCE, Cuts
-from .cut_regions import Cut, Region, level_cut
+from .cut_graph import Bound, CutGraph, TooManyError
+from .cut_program import TOLERANCE, CutProgram
+from .cut_regions import Cut, Region, least_cut, level_cut
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
 from .fitting import fitting_rows
 from .relaxation import Relaxation, UnsolvedError
-from .row_search import TooManyStatesError, Way, Ways
-from .stage_search import Wanted
-from .terrain import Bound, Terrain, TooManyError
+from .row_search import RowSearch, Selection, TooManyStatesError
+from .stage_search import RowFilter
 
 __all__ = ["SettingSearch", "UnsettledError"]
 
@@ -46,6 +46,8 @@ _ROUNDS, _FEW_ROUNDS = 40, 8
 _FEW_RUNS, _GLANCES = 4, 4
 #: How near the bound has to come to what a divided cut takes, of what is missing: more would not settle anything.
 _NEAR = 0.1
+#: The part of the best step within which a divided cut has to be for a quick search to make a plan of it.
+_WORTH = 0.97
 #: Units that a cut is improved by, and the nodes of graphs that are worth it.
 _MOST_MOVES, _MOST_NODES = 12, 2_000_000
 #: Long paths that are held at a time.
@@ -63,7 +65,7 @@ class UnsettledError(Exception):
 
 
 @dataclass(frozen=True, eq=False)
-class _Ascent:
+class _RegionBound:
     """The best linear bound that was found over some cuts.
 
     Attributes:
@@ -86,21 +88,21 @@ class SettingSearch:
 
     Args:
         known_s: the step to be below.
-        is_quick: all cuts together alone, and the cut that looks best is tried.
+        is_quick: all cuts together alone; the cut that looks best is tried where divided units take much less than ``known_s``.
     """
 
     def __init__(
         self, explorer: Explorer, setting: Setting, known_s: float, deadline: Deadline, is_quick: bool = False
     ):
-        needs = explorer.needs(setting.schedule)
-        assert needs is not None
+        demand = explorer.demand(setting.schedule)
+        assert demand is not None
         self.explorer, self.setting, self.deadline, self.is_quick = explorer, setting, deadline, is_quick
-        condensed = explorer.condensed(setting)
+        condensed = explorer.condensed_graph(setting)
         self.is_condensed = condensed is not None
-        self.course = condensed or explorer.course(setting)
-        self.terrain = Terrain(explorer, setting, explorer.recomputations, needs)
-        homes = [[stage for _, stage in held] for held in needs.homes]
-        self.relaxation = Relaxation(self.terrain.runs, homes, self.terrain.limit)
+        self.schedule_graph = condensed or explorer.schedule_graph(setting)
+        self.cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
+        homes = [[stage for _, stage in held] for held in demand.homes]
+        self.relaxation = Relaxation(self.cut_graph.runs, homes, self.cut_graph.limit)
         self.simulated = 0
         self.best: Evaluation | None = None
         self.best_s = known_s
@@ -113,9 +115,9 @@ class SettingSearch:
 
     @property
     def graph(self) -> StepGraph:
-        """Of the course, which is a synchronous one."""
-        assert self.course.graph is not None
-        return self.course.graph
+        """Of the schedule, which is a synchronous one."""
+        assert self.schedule_graph.graph is not None
+        return self.schedule_graph.graph
 
     @property
     def threshold(self) -> float:
@@ -130,7 +132,7 @@ class SettingSearch:
             UnsettledError: the deadline came first, or it is too large.
         """
         if self._begin():
-            self._settle(Region.whole(self.terrain.num_stages, self.terrain.num_units))
+            self._settle(Region.whole(self.cut_graph.num_stages, self.cut_graph.num_units))
         self.bound_s = self.best_s
 
     def _settle(self, whole: Region) -> None:
@@ -140,29 +142,40 @@ class SettingSearch:
         ascent = self._of_all_cuts(whole)
         if self.is_condensed and not self.is_quick and ascent.least_s < self.threshold * ROUNDING:
             # What the short schedule leaves open is looked at as it is.
-            self.course, self.is_condensed = self.explorer.course(self.setting), False
+            self.schedule_graph, self.is_condensed = self.explorer.schedule_graph(self.setting), False
             ascent = self._of_all_cuts(whole)
         if ascent.least_s < self.threshold * ROUNDING:
             if self.is_quick:
                 raise UnsettledError
             self._search(whole, ascent)
 
-    def _of_all_cuts(self, whole: Region) -> _Ascent:
+    def _of_all_cuts(self, whole: Region) -> _RegionBound:
         """The bound of all cuts, and a plan of the one that looks best, whatever the time is.
 
         Raises:
             UnsettledError: the time was over.
         """
-        for path in self.course.paths:
-            self._learn(path, from_course=True)
+        for path in self.schedule_graph.paths:
+            self._learn(path, is_from_schedule=True)
         if self._level is not None:
             self._learn(self.graph.step(self._level)[1])
-        ascent = self._ascend(whole, _ROUNDS)
+        ascent = self._sharpened(whole, self._ascend(whole, _ROUNDS))
         self.bound_s = max(self.bound_s, min(ascent.least_s, self.best_s))
         if ascent.least_s < self.threshold * ROUNDING:
-            self._propose(whole, ascent)
+            if not self.is_quick or ascent.divided_s < _WORTH * self.threshold:
+                self._propose(whole, ascent)
             self._check()
         return ascent
+
+    def _sharpened(self, region: Region, ascent: _RegionBound) -> _RegionBound:
+        """The bound of a region with one way of recomputation for each stage, at the price of memory that is best for its arc,
+        where every worker has one stage; else as it is."""
+        if not self.cut_graph.is_alone or not ascent.least_s < self.threshold * ROUNDING:
+            return ascent
+        weights, (price,) = ascent.bound.weights, ascent.bound.prices
+        prices = (*self.cut_graph.grid(weights, self._about_s()), price / 2, price, 2 * price)
+        least_s, _ = least_cut(region.among(self.cut_graph.costs(Bound(weights, prices))))
+        return replace(ascent, least_s=max(ascent.least_s, least_s))
 
     def level_s(self) -> float:
         """About what a plan of the setting takes, of divided units that fit; infinite where nothing was found to fit.
@@ -170,19 +183,19 @@ class SettingSearch:
         Where most units are alike every stage has as many as its devices want; else a few rounds of an ascent tell.
         """
         self._begin()
-        if len(self.terrain.runs.sizes) > _FEW_RUNS:
-            return self._ascend(Region.whole(self.terrain.num_stages, self.terrain.num_units), _GLANCES).divided_s
+        if len(self.cut_graph.runs.sizes) > _FEW_RUNS:
+            return self._ascend(Region.whole(self.cut_graph.num_stages, self.cut_graph.num_units), _GLANCES).divided_s
         return math.inf if self._level is None else self.graph.step(self._level)[0]
 
     def _begin(self) -> bool:
         """The first paths and columns; whether there is a way to run every unit."""
         balanced = balance(self.setting.schedule, self.setting.widths)
         for path in (balanced, *loads(self.setting.schedule)):
-            self._learn(path, from_course=True)
+            self._learn(path, is_from_schedule=True)
         weights = np.maximum(balanced, 1e-3)
-        prices = self.terrain.grid(weights, self._about_s())
+        prices = self.cut_graph.grid(weights, self._about_s())
         for price in (*prices, 1e6 * prices[-1]):
-            found = self.terrain.cheapest(weights, price)
+            found = self.cut_graph.cheapest(weights, price)
             if found is None:
                 return False
             self.relaxation.add_columns(found[1][:, self.relaxation.first])
@@ -193,25 +206,25 @@ class SettingSearch:
 
     def _divided_evenly(self, vectors: np.ndarray) -> tuple[np.ndarray, bool]:
         """What terms take where every stage has as many units as its devices want, in parts, that are run so; whether that fits."""
-        terrain, terms = self.terrain, self.terrain.terms
-        ends = np.concatenate([[0.0], np.cumsum(self.setting.widths)]) / sum(self.setting.widths) * terrain.num_units
-        units = np.arange(terrain.num_units)
+        cut_graph, terms = self.cut_graph, self.cut_graph.terms
+        ends = np.concatenate([[0.0], np.cumsum(self.setting.widths)]) / sum(self.setting.widths) * cut_graph.num_units
+        units = np.arange(cut_graph.num_units)
         overlap = np.minimum(ends[1:, None], units + 1) - np.maximum(ends[:-1, None], units)
         of_stages = np.einsum("su,suc->sc", np.maximum(overlap, 0.0), vectors)
         times = np.zeros(terms.count)
         for number, part in enumerate(terms.of_stages):
             times[part] = of_stages[:, number]
-        places = np.clip(np.round(ends[1:-1]).astype(int), 1, terrain.num_units - 1)
-        crossing = [terrain.least_transfer(boundary, unit) for boundary, unit in enumerate(places.tolist())]
+        places = np.clip(np.round(ends[1:-1]).astype(int), 1, cut_graph.num_units - 1)
+        crossing = [cut_graph.least_transfer(boundary, unit) for boundary, unit in enumerate(places.tolist())]
         times[terms.transfer_forward] = times[terms.transfer_backward] = crossing
-        most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in terrain.needs.homes)
-        return times, most <= terrain.limit
+        most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in cut_graph.demand.homes)
+        return times, most <= cut_graph.limit
 
     def _about_s(self) -> float:
         """Seconds that a step may take."""
         if math.isfinite(self.best_s):
             return self.best_s
-        return float(self.terrain.quick(Bound(np.maximum.reduce(loads(self.setting.schedule))), 0.0, (0.0,)))
+        return float(self.cut_graph.quick(Bound(np.maximum.reduce(loads(self.setting.schedule))), 0.0, (0.0,)))
 
     def _drifting(self, whole: Region) -> None:
         """An asynchronous schedule's period is no longest path: bounded by what its workers put through, and tried.
@@ -222,7 +235,7 @@ class SettingSearch:
         ascent = self._ascend(whole, _FEW_ROUNDS)
         self.bound_s = min(ascent.least_s, self.best_s)
         if self.bound_s < self.threshold:
-            self._try(ends_of(whole.nearest(ascent.places), self.terrain.num_units), ascent.bound.weights)
+            self._try(ends_of(whole.nearest(ascent.places), self.cut_graph.num_units), ascent.bound.weights)
             self._try_level()
             if self.bound_s < self.threshold:
                 raise UnsettledError
@@ -237,29 +250,29 @@ class SettingSearch:
         if self.deadline.is_over:
             raise UnsettledError
 
-    def _learn(self, path: np.ndarray, from_course: bool = False) -> bool:
+    def _learn(self, path: np.ndarray, is_from_schedule: bool = False) -> bool:
         """Take a path in; whether it is a new one."""
         if (self.relaxation.paths == path).all(axis=1).any():
             return False
         self.relaxation.add_path(path)
-        if not from_course:
-            self.course.remember(path)
+        if not is_from_schedule:
+            self.schedule_graph.remember(path)
         if len(self.relaxation.paths) > _MOST_PATHS:
             self.relaxation.forget(_MOST_PATHS // 2)
         return True
 
     # ------------------------------------------------------------------------------------------------ all cuts together
 
-    def _ascend(self, region: Region, rounds: int) -> _Ascent:
+    def _ascend(self, region: Region, rounds: int) -> _RegionBound:
         """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or gets no
         higher, or the time is over.
 
         Raises:
             UnsettledError: the program was not solved.
         """
-        terrain, relaxation = self.terrain, self.relaxation
-        nothing = _Ascent(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
-        best: _Ascent | None = None
+        cut_graph, relaxation = self.cut_graph, self.relaxation
+        nothing = _RegionBound(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
+        best: _RegionBound | None = None
         middle_s, middle = math.inf, self._level
         for _ in range(rounds):
             self.explorer.stop.check()
@@ -272,12 +285,12 @@ class SettingSearch:
             if relaxed is None:
                 return nothing
             bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,))
-            found = terrain.cheapest(bound.weights, relaxed.price)
+            found = cut_graph.cheapest(bound.weights, relaxed.price)
             assert found is not None
             values, vectors = found
-            least_s = terrain.least_of_region(bound, values, region.ranges)
+            least_s = cut_graph.least_of_region(bound, values, region.ranges)
             if best is None or least_s > best.least_s:
-                best = _Ascent(least_s, bound, relaxed.places, vectors, middle_s)
+                best = _RegionBound(least_s, bound, relaxed.places, vectors, middle_s)
             if least_s >= self.threshold * ROUNDING:
                 return best
             reduced = relaxation.reduced(values[:, relaxation.first]) + 1e-9 * relaxed.step_s
@@ -300,28 +313,28 @@ class SettingSearch:
 
     def _unit_times(self, cuts: Sequence[Cut], vectors: np.ndarray) -> np.ndarray:
         """What every term takes at least on cuts where units are run so (shape (stages, units, 5)); shape (terms, cuts)."""
-        terrain, terms = self.terrain, self.terrain.terms
-        sums = np.concatenate([np.zeros((terrain.num_stages, 1, 5)), np.cumsum(vectors, axis=1)], axis=1)
-        ends, stages = np.array(cuts), np.arange(terrain.num_stages)
+        cut_graph, terms = self.cut_graph, self.cut_graph.terms
+        sums = np.concatenate([np.zeros((cut_graph.num_stages, 1, 5)), np.cumsum(vectors, axis=1)], axis=1)
+        ends, stages = np.array(cuts), np.arange(cut_graph.num_stages)
         of_stages = sums[stages, ends[:, :, 1]] - sums[stages, ends[:, :, 0]]
         times = np.zeros((terms.count, len(cuts)))
         for number, part in enumerate(terms.of_stages):
             times[part] = of_stages[:, :, number].T
         for boundary in stages[1:] - 1:
-            transfer = terrain.least_transfers_at(boundary)[ends[:, boundary, 1]]
+            transfer = cut_graph.least_transfers_at(boundary)[ends[:, boundary, 1]]
             times[terms.transfer_forward.start + boundary] = transfer
             times[terms.transfer_backward.start + boundary] = transfer
         return times
 
     # ------------------------------------------------------------------------------------------------------ cut by cut
 
-    def _search(self, whole: Region, ascent: _Ascent) -> None:
+    def _search(self, whole: Region, ascent: _RegionBound) -> None:
         """Search all cuts through, those that the bounds let take the least first.
 
         Raises:
             UnsettledError
         """
-        cuts = Cuts(self.terrain)
+        cuts = CutProgram(self.cut_graph)
         for bound in self._bounds(ascent):
             cuts.add(bound)
         queue = [(self.bound_s, 0, whole)]
@@ -344,14 +357,14 @@ class SettingSearch:
             self.bound_s = max(self.bound_s, self._left_open_s)
             raise UnsettledError
 
-    def _narrowed(self, cuts: Cuts, region: Region, cut: Cut, ascent: _Ascent) -> list[Region]:
+    def _narrowed(self, cuts: CutProgram, region: Region, cut: Cut, ascent: _RegionBound) -> list[Region]:
         """Learn of a cut that is below the threshold in all bounds; what of the region is left to be searched."""
         step, path = self.graph.step(self._unit_times([cut], ascent.vectors)[:, 0])
         if step >= self.threshold and not cuts.knows(path):
             self._learn(path)
             cuts.add(Bound(path))
             return [region]
-        own = self._ascend(Region.only(cut), _FEW_ROUNDS)
+        own = self._sharpened(Region.only(cut), self._ascend(Region.only(cut), _FEW_ROUNDS))
         if own.least_s < self.threshold * ROUNDING:
             try:
                 self._settle_cut(cut, own)
@@ -363,16 +376,16 @@ class SettingSearch:
                 return [region]
         return region.without(cut)
 
-    def _bounds(self, ascent: _Ascent) -> list[Bound]:
+    def _bounds(self, ascent: _RegionBound) -> list[Bound]:
         """What a search for cuts is guided by: the best bound, at more and less memory, and the paths that are in it."""
         (price,), mean = ascent.bound.prices, ascent.bound.weights
-        grid = self.terrain.grid(mean, self._about_s())
+        grid = self.cut_graph.grid(mean, self._about_s())
         found = [ascent.bound, *(Bound(mean, (one,)) for one in (*grid, price / 2, 2 * price))]
         return found + [Bound(path) for path in self.relaxation.latest(_MOST_BOUNDS)]
 
     # ------------------------------------------------------------------------------------------------------ row by row
 
-    def _settle_cut(self, cut: Cut, ascent: _Ascent) -> None:
+    def _settle_cut(self, cut: Cut, ascent: _RegionBound) -> None:
         """Find the best plan of one cut, if one is below the threshold.
 
         Raises:
@@ -383,18 +396,18 @@ class SettingSearch:
         if not self._is_settled_by_rows(cut, ascent, has_sides=False):
             self._is_settled_by_rows(cut, ascent, has_sides=True)
 
-    def _is_settled_by_rows(self, cut: Cut, ascent: _Ascent, has_sides: bool) -> bool:
+    def _is_settled_by_rows(self, cut: Cut, ascent: _RegionBound, has_sides: bool) -> bool:
         """Whether a search through rows of a cut's stages tells that no plan is below the threshold, or the best one was found; it
         may not without the layouts at the sides.
 
         The rows are those that can be of use, worked out stage by stage, where a second counts most first, until that is enough.
         """
-        terrain = self.terrain.again()
+        cut_graph = self.cut_graph.again()
         bounds = [ascent.bound, *(Bound(path) for path in self.relaxation.latest(_MOST_GUIDES))]
-        ways = Ways(terrain, Region.only(cut), self.threshold * ROUNDING, self._check)
+        ways = RowSearch(cut_graph, Region.only(cut), self.threshold * ROUNDING, self._check)
         for bound in bounds:
             ways.add(bound)
-        busy = terrain.work(ascent.bound.weights, self._unit_times([cut], ascent.vectors)[:, 0])
+        busy = cut_graph.work(ascent.bound.weights, self._unit_times([cut], ascent.vectors)[:, 0])
         lacking = np.argsort(-busy, kind="stable").tolist()
         while ways.is_open():
             self._check()
@@ -408,12 +421,12 @@ class SettingSearch:
                 self._learn(path)
                 ways.add(Bound(path))
             elif lacking:
-                self._load(terrain, bounds, cut, lacking.pop(0), has_sides)
+                self._load(cut_graph, bounds, cut, lacking.pop(0), has_sides)
                 ways.renew()
             elif not is_exact:
                 ways.work_out_crossings(way)
             else:
-                self._found(terrain, way)
+                self._found(cut_graph, way)
                 if not self.best_s < before:
                     if has_sides:
                         raise UnsettledError
@@ -421,35 +434,35 @@ class SettingSearch:
                 ways.threshold = self.threshold * ROUNDING
         return True
 
-    def _load(self, terrain: Terrain, bounds: Sequence[Bound], cut: Cut, stage: int, has_sides: bool) -> None:
+    def _load(self, cut_graph: CutGraph, bounds: Sequence[Bound], cut: Cut, stage: int, has_sides: bool) -> None:
         """Work out the rows of one stage of a cut.
 
         Raises:
             TooManyError, UnsettledError
         """
-        costs = [[float(cost[ends]) for cost, ends in zip(terrain.costs(bound), cut)] for bound in bounds]
+        costs = [[float(cost[ends]) for cost, ends in zip(cut_graph.costs(bound), cut)] for bound in bounds]
         first, stop = cut[stage]
         rooms = [self.threshold - (sum(of_stages) - of_stages[stage]) for of_stages in costs]
-        wanted = [self._wanted(terrain, bound, stage, stop, room) for bound, room in zip(bounds, rooms)]
+        wanted = [self._wanted(cut_graph, bound, stage, stop, room) for bound, room in zip(bounds, rooms)]
         self._check()
-        terrain.load(stage, first, stop, wanted, terrain.limit, has_sides)
+        cut_graph.load(stage, first, stop, wanted, cut_graph.limit, has_sides)
 
-    def _wanted(self, terrain: Terrain, bound: Bound, stage: int, stop: int, room: float) -> Wanted:
+    def _wanted(self, cut_graph: CutGraph, bound: Bound, stage: int, stop: int, room: float) -> RowFilter:
         """What rows of a stage have to be within, where a bound leaves so much room for it."""
-        terms, weights = terrain.terms, bound.weights
-        if stage < terrain.num_stages - 1:
+        terms, weights = cut_graph.terms, bound.weights
+        if stage < cut_graph.num_stages - 1:
             crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
-            room -= float(crossing) * terrain.least_transfer(stage, stop)
+            room -= float(crossing) * cut_graph.least_transfer(stage, stop)
         price = float(bound.prices[0][stage]) if bound.prices else 0.0
         parts = terms.of_stages
         own = tuple(float(weights[part][stage]) for part in parts)
-        return Wanted((*own, price), room + price * terrain.share(stage))  # type: ignore[arg-type]
+        return RowFilter((*own, price), room + price * cut_graph.share(stage))  # type: ignore[arg-type]
 
     # ---------------------------------------------------------------------------------------------------------- plans
 
-    def _propose(self, region: Region, ascent: _Ascent) -> None:
+    def _propose(self, region: Region, ascent: _RegionBound) -> None:
         """Try what looks best: the even cut, and the one near the best divided cut; each moved to where it takes the least."""
-        widths, num_units = self.setting.widths, self.terrain.num_units
+        widths, num_units = self.setting.widths, self.cut_graph.num_units
         even = np.cumsum(widths)[:-1] / sum(widths) * num_units
         near = [ends_of(region.nearest(places), num_units) for places in (even, ascent.places)]
         steps = self.graph.steps(self._unit_times(near, ascent.vectors))
@@ -458,7 +471,7 @@ class SettingSearch:
 
     def _improved(self, cut: Cut, vectors: np.ndarray) -> Cut:
         """A cut from which no unit that goes from one stage to another makes the step shorter; of many stages to the next one."""
-        stages = self.terrain.num_stages
+        stages = self.cut_graph.num_stages
         pairs = [(giver, taker) for giver in range(stages) for taker in range(stages) if giver != taker]
         if len(pairs) * self.graph.num_nodes > _MOST_NODES:
             pairs = [(giver, taker) for giver, taker in pairs if abs(giver - taker) == 1]
@@ -476,14 +489,14 @@ class SettingSearch:
             if steps[least] >= best_s * (1 - SAME):
                 break
             best_s, sizes = float(steps[least]), np.array(moved[least])
-        return ends_of(np.cumsum(sizes).tolist()[:-1], self.terrain.num_units)
+        return ends_of(np.cumsum(sizes).tolist()[:-1], self.cut_graph.num_units)
 
     def _try_level(self) -> None:
         """Try the cut whose most loaded stage has the least to do, memory at a price."""
-        terms = self.terrain.terms
+        terms = self.cut_graph.terms
         weights = np.maximum.reduce(loads(self.setting.schedule))
-        prices = self.terrain.grid(weights, self._about_s())
-        _, cut = level_cut(self.terrain.costs(Bound(weights, prices if self.terrain.is_alone else prices[:1])))
+        prices = self.cut_graph.grid(weights, self._about_s())
+        _, cut = level_cut(self.cut_graph.costs(Bound(weights, prices if self.cut_graph.is_alone else prices[:1])))
         weights[terms.all_reduce] = 1.0
         if cut:
             self._try(cut, weights)
@@ -495,13 +508,13 @@ class SettingSearch:
             return
         self._tried.add(key)
         self.explorer.stop.check()
-        terms, terrain = self.terrain.terms, self.terrain
+        terms, cut_graph = self.cut_graph.terms, self.cut_graph
         parts = terms.of_stages
         weights = np.maximum(np.column_stack([path[part] for part in parts]), 1e-3)
         steps = None
         if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < _MOST_NODES // 10:
             steps = self.graph.steps
-        found = fitting_rows(terrain, cut, weights, self._about_s(), steps)
+        found = fitting_rows(cut_graph, cut, weights, self._about_s(), steps)
         if found is None:
             return
         rows, times = found
@@ -510,12 +523,12 @@ class SettingSearch:
             self._learn(longest)
             if step >= self.threshold:
                 return
-            # The course of a long schedule may be a short one, whose step is a bound.
+            # The graph of a long schedule may be that of a short one, whose step is a bound.
         self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
 
-    def _found(self, terrain: Terrain, way: Way) -> None:
+    def _found(self, cut_graph: CutGraph, way: Selection) -> None:
         """A way of which everything is known is below the threshold: the best plan so far, if all its layouts are."""
-        chosen = [terrain.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in way]
+        chosen = [cut_graph.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in way]
         self._consider([stop - first for _, first, stop, _ in way], chosen)
 
     def _consider(self, cut: Sequence[int], chosen: Sequence[tuple[str, Mapping[str, Strategy]]]) -> None:

@@ -29,9 +29,18 @@ from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, Vector
 from .meshes import StageMesh
 from .partition import Chain
 from .stage_cost import Pricing, Replicas, StageTable, StageTables
-from .unit_bounds import Units
+from .unit_bounds import UnitBounds
 
-__all__ = ["FixedStages", "Need", "Passes", "Rows", "Stages", "Wanted", "megatron_stages", "replicated_stages"]
+__all__ = [
+    "FixedStages",
+    "Passes",
+    "RowFilter",
+    "StageDemand",
+    "StageFront",
+    "Stages",
+    "megatron_stages",
+    "replicated_stages",
+]
 
 
 #: Rows of a front, and of one that looks for the cheapest row alone, beyond which it is given up.
@@ -41,7 +50,7 @@ _FIRST_SLACK, _SLACK_GROWTH, _MOST_SLACK = 1e-4, 8.0, 3.0
 
 
 @dataclass(frozen=True)
-class Need:
+class StageDemand:
     """What a schedule asks of a stage's memory: micro-batches in flight, and weight versions."""
 
     in_flight: float
@@ -64,7 +73,7 @@ class Passes:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class RowFilter:
     """Rows with ``weights . (forward, backward, recompute, gradient, memory) <= threshold`` are of use."""
 
     weights: tuple[float, float, float, float, float]
@@ -72,7 +81,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, eq=False)
-class Rows:
+class StageFront:
     """Ways to run a stage (module's docstring), one row each.
 
     Attributes:
@@ -102,7 +111,7 @@ class Rows:
             row -= len(choices)
         raise IndexError(row)
 
-    def only(self, rows: np.ndarray) -> Rows:
+    def only(self, rows: np.ndarray) -> StageFront:
         """Some rows, ascending."""
         origin, first = [], 0
         for table, way, choices in self.origin:
@@ -110,10 +119,10 @@ class Rows:
             origin.append((table, way, choices[mine]))
             first += len(choices)
         times, memory, buffer = self.times[rows], self.memory[rows], self.buffer[rows]
-        return Rows(times, memory, buffer, self.shared[rows], self.entry[rows], self.exit[rows], tuple(origin))
+        return StageFront(times, memory, buffer, self.shared[rows], self.entry[rows], self.exit[rows], tuple(origin))
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def joined(parts: Sequence[StageFront]) -> StageFront:
     """All rows of several."""
 
     def column(name: str) -> np.ndarray:
@@ -121,7 +130,7 @@ def joined(parts: Sequence[Rows]) -> Rows:
 
     origin = tuple(origin for part in parts for origin in part.origin)
     times, memory, buffer = column("times"), column("memory"), column("buffer")
-    return Rows(times, memory, buffer, column("shared"), column("entry"), column("exit"), origin)
+    return StageFront(times, memory, buffer, column("shared"), column("entry"), column("exit"), origin)
 
 
 class Stages:
@@ -145,9 +154,9 @@ class Stages:
     ):
         self.chain, self.mesh, self.stop = chain, mesh, stop or Stop()
         self.tables: StageTables = like.tables if like else StageTables(chain, mesh, cluster, workload, pricing)
-        self.units: Units = like.units if like else Units(chain, self.tables)
+        self.units: UnitBounds = like.units if like else UnitBounds(chain, self.tables)
         self._projected: dict[object, VectorTable] = {}
-        self._hulls: dict[object, Rows | None] = {}
+        self._hulls: dict[object, StageFront | None] = {}
         self.num_searches = 0
         workload = self.tables.workload
         #: What a further version of the weights adds to a stage's state, relatively.
@@ -157,7 +166,7 @@ class Stages:
         """The vectors of a stage; None where some layer has no strategy for these passes."""
         return self.tables.table(first, stop, way == "layers", passes.micro_batch, passes.part, passes.replicas)
 
-    def memory_of(self, first: int, stop: int, way: str, passes: Passes, need: Need) -> tuple[np.ndarray, float]:
+    def memory_of(self, first: int, stop: int, way: str, passes: Passes, need: StageDemand) -> tuple[np.ndarray, float]:
         """What state and kept count for in bytes, and bytes besides (see the module's docstring)."""
         alive, constant = need.in_flight, 0.0
         if way == "stage":
@@ -170,12 +179,12 @@ class Stages:
         stop: int,
         way: str,
         passes: Passes,
-        need: Need,
-        wanted: Sequence[Wanted],
+        need: StageDemand,
+        wanted: Sequence[RowFilter],
         limit: float,
         is_shared: bool = False,
         has_sides: bool = True,
-    ) -> Rows | None:
+    ) -> StageFront | None:
         """The part of the front that is of use and within ``limit`` bytes; None where the stage cannot be run so at all.
 
         Args:
@@ -207,11 +216,11 @@ class Stages:
         stop: int,
         way: str,
         passes: Passes,
-        need: Need,
+        need: StageDemand,
         weights: Sequence[float],
         limit: float,
         most: float,
-    ) -> tuple[float, Rows] | None:
+    ) -> tuple[float, StageFront] | None:
         """The least weighted seconds (forward, backward, recompute, gradient) within ``limit`` bytes, and its row; by growing
         slack.
 
@@ -250,47 +259,48 @@ class Stages:
         return None
 
     def hull(
-        self, first: int, stop: int, way: str, passes: Passes, need: Need, weights: Sequence[float], prices: np.ndarray
-    ) -> Rows | None:
-        """For each price of a byte that stays the row of the least weighted seconds (forward, backward, recompute, gradient) and
-        bytes; None where there is none."""
+        self, first: int, stop: int, way: str, passes: Passes, need: StageDemand, weights: np.ndarray
+    ) -> StageFront | None:
+        """For each row of weights (forward, backward, recompute, gradient, bytes that stay) the row of the least weighted sum; None
+        where there is none."""
         found = self.table(first, stop, way, passes)
         if found is None:
             return None
         counts, constant = self.memory_of(first, stop, way, passes, need)
-        key = (id(found), way, constant, *counts.tolist(), *weights, *prices.tolist())
+        key = (id(found), way, constant, *counts.tolist(), weights.tobytes())
         if key not in self._hulls:
-            self._hulls[key] = self._hull(found, way, counts, constant, weights, prices)
+            self._hulls[key] = self._hull(found, way, counts, constant, weights)
         return self._hulls[key]
 
     def _hull(
-        self,
-        found: StageTable,
-        way: str,
-        counts: np.ndarray,
-        constant: float,
-        weights: Sequence[float],
-        prices: np.ndarray,
-    ) -> Rows | None:
-        table = self._with_memory(found, counts, has_sides=False)
-        wanted = np.zeros((len(prices), table.num_components))
-        wanted[:, :3] = weights[0] + (weights[2] if way == "stage" else 0.0), weights[1], weights[3]
-        wanted[:, 3] = prices
+        self, found: StageTable, way: str, counts: np.ndarray, constant: float, weights: np.ndarray
+    ) -> StageFront | None:
+        again = weights[:, 2:3] if way == "stage" else 0.0
+        wanted = np.zeros((len(weights), found.table.num_components))
+        wanted[:, :5] = np.hstack([weights[:, :1] + again, weights[:, [1, 3]], weights[:, 4:] * counts])
         try:
-            choices = self._least_choices(found, table, wanted)
+            choices = self._least_choices(found, wanted)
         except TooManyError:
             return None
         if not len(choices):
             return None
         choices = np.unique(choices, axis=0)
-        return _rows(found, way, choices, *table.evaluate(choices), constant)
+        sums, sizes = found.table.evaluate(choices)
+        sums = np.column_stack([sums[:, :3], sums[:, 3:5] @ counts, sums[:, 5:]])
+        return _rows(found, way, choices, sums, sizes, constant)
 
-    def _least_choices(self, found: StageTable, table: VectorTable, weights: np.ndarray) -> np.ndarray:
-        """A choice of the least sum for each weight, none where there is none."""
-        return least_choices(table, weights)
+    def _least_choices(self, found: StageTable, weights: np.ndarray) -> np.ndarray:
+        """A choice of the least sum of a stage's vectors for each weight, none where there is none."""
+        return least_choices(self._sideless(found), weights)
+
+    def _sideless(self, found: StageTable) -> VectorTable:
+        """A stage's vectors, whatever its sides: taken apart once for all schedules."""
+        if id(found) not in self._projected:
+            self._projected[id(found)] = replace(found.table, keys=())
+        return self._projected[id(found)]
 
     def least_memory(
-        self, first: int, stop: int, way: str, passes: Passes, need: Need, has_buffer: bool = True
+        self, first: int, stop: int, way: str, passes: Passes, need: StageDemand, has_buffer: bool = True
     ) -> float:
         """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf without a way.
 
@@ -333,7 +343,7 @@ class Stages:
         return self._projected[key]
 
 
-def _guide(wanted: Wanted, way: str, constant: float, num_components: int) -> Guide:
+def _guide(wanted: RowFilter, way: str, constant: float, num_components: int) -> Guide:
     forward, backward, recompute, gradient, memory = wanted.weights
     if way == "stage":
         forward += recompute
@@ -343,10 +353,10 @@ def _guide(wanted: Wanted, way: str, constant: float, num_components: int) -> Gu
 
 def _rows(
     found: StageTable, way: str, choices: np.ndarray, sums: np.ndarray, sizes: np.ndarray, constant: float
-) -> Rows:
+) -> StageFront:
     again = sums[:, 0] if way == "stage" else np.zeros(len(sums))
     entry, exit_ = found.sides(choices)
-    return Rows(
+    return StageFront(
         times=np.column_stack([sums[:, 0], sums[:, 1], again, sums[:, 2]]),
         memory=sums[:, 3] + constant,
         buffer=sizes,
@@ -376,9 +386,9 @@ class FixedStages(Stages):
         super().__init__(chain, mesh, cluster, workload, replace(pricing, untied=False, names=names), None, stop)
         self._members: dict[object, np.ndarray] = {}
 
-    def _least_choices(self, found: StageTable, table: VectorTable, weights: np.ndarray) -> np.ndarray:
+    def _least_choices(self, found: StageTable, weights: np.ndarray) -> np.ndarray:
         choices = self._choices(found)
-        sums, _ = table.evaluate(choices)
+        sums, _ = found.table.evaluate(choices)
         choices, sums = choices[np.isfinite(sums).all(axis=1)], sums[np.isfinite(sums).all(axis=1)]
         return choices[(weights @ sums.T).argmin(axis=1)] if len(choices) else choices
 
@@ -398,11 +408,11 @@ class FixedStages(Stages):
         stop: int,
         way: str,
         passes: Passes,
-        need: Need,
+        need: StageDemand,
         weights: Sequence[float],
         limit: float,
         most: float,
-    ) -> tuple[float, Rows] | None:
+    ) -> tuple[float, StageFront] | None:
         rows = self.rows(first, stop, way, passes, need, (), limit)
         if rows is None or not len(rows):
             return None

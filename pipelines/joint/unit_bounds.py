@@ -21,7 +21,7 @@ from autoddl.search.fronts import undominated
 from .partition import ENTRY, Chain
 from .stage_cost import COMPONENTS, Replicas, StageTables
 
-__all__ = ["ROUNDING", "Units"]
+__all__ = ["ROUNDING", "UnitBounds"]
 
 #: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
 ROUNDING = 1 - 1e-9
@@ -81,7 +81,7 @@ class _Offered:
         return np.cumsum(self.sizes) - self.sizes
 
 
-class Units:
+class UnitBounds:
     """The least that every unit takes and keeps on one rectangle."""
 
     def __init__(self, chain: Chain, tables: StageTables):

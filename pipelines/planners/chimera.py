@@ -1,27 +1,27 @@
 """Chimera's planner: depth D, width W and micro-batch B of bidirectional pipelines (Li and Hoefler, "Chimera").
 
-For every W D = P with D even, with recomputation and without, B is the largest micro-batch that fits the device memory
-(greedily, as in the paper), and also the largest of those that leave at least D micro-batches per iteration, where the greedy one
-leaves fewer. Each is judged twice.
+For every W D = P with D even, with and without recomputation, B is the largest micro-batch that fits the device memory
+(greedily, as in the paper). If that leaves fewer than D micro-batches per iteration, the largest B that leaves at least D is
+considered as well. Each configuration is evaluated twice.
 
-*By the performance model:*
+*By the performance model* (Section 3.4 of the paper):
 
     T = sum over the tasks of a critical path (forward: F + c; backward: Bk + c, recomputation included)
         + max over workers ( all-reduce time not hidden in free regions )
 
 with F, Bk of the slowest stage and c = alpha + beta L of the slowest boundary. A pair of micro-batches counts twice and a half
-half, so that with whole ones this is (F + c) C_f + (Bk + c) C_b. The all-reduce of a stage over r = 2 f W replicas is
+counts 1/2; with whole micro-batches the sum is (F + c) C_f + (Bk + c) C_b. The all-reduce of a stage over r = 2 f W replicas is
 Rabenseifner's,
 
     2 log2(r) alpha + 2 (r - 1)/r beta L
 
-A worker's all-reduces run one after another as its stages complete; the idle gaps until the next one completes (the *free
+A worker's all-reduces run one after another as its stages complete. The idle gaps until the next stage completes (the *free
 regions*) hide them.
 
-*By simulation* of the same schedule with unequal stages, transfers beside compute, recomputations that start while the gradient
-is still on its way, and eager-sync-opt all-reduces. This decides, and ``by_model`` tells what the model alone would have taken.
+*By simulation* of the same schedule with unequal stages, transfers that overlap compute, recomputations that start before the
+gradient has arrived, and eager-sync-opt all-reduces. The simulation decides; ``by_model`` is the choice of the model alone.
 
-Pipelines lie inside machines as far as they can (:mod:`.network`); cuts balance the stages' times.
+Pipelines lie inside machines as far as possible (:mod:`.network`); cuts balance the stages' times.
 """
 
 from __future__ import annotations
@@ -40,31 +40,41 @@ from ..simulator import simulate
 from ..timeline import Timeline, free_regions
 from ..times import Times
 from .clock import Clock
-from .network import Grid, Network
-from .workload import PlannerError, Workload
+from .network import Network, PipelinePlacement
+from .workload import PlannerError, ProfiledWorkload
 
 __all__ = ["ChimeraConfiguration", "ChimeraResult", "performance_model", "plan_chimera", "rabenseifner_s"]
 
 
 @dataclass(frozen=True)
 class ChimeraConfiguration:
-    """One configuration that fits in memory, priced by the model and by simulation."""
+    """One configuration that fits in memory, evaluated by the model and by simulation.
+
+    Attributes:
+        depth: D, number of stages and of workers per pipeline.
+        width: W, number of data-parallel copies of the pipelines.
+        num_pipelines: 2f, in both directions together.
+        micro_batch: B, in samples.
+        num_micro_batches: N, per worker and iteration.
+        recompute: whether activations are recomputed.
+        concatenation: how units of D micro-batches follow each other (:mod:`autoddl.pipelines.generators.chimera`).
+        cuts: positions of the layers before which the model is cut, with both ends.
+        placements: per stage, the devices of all its replicas.
+        memory_bytes: of the fullest worker.
+        model_s: time of an iteration by the performance model.
+        simulated_s: time of an iteration by simulation.
+    """
 
     depth: int
     width: int
     num_pipelines: int
-    """2f, in both directions together."""
     micro_batch: int
     num_micro_batches: int
-    """N, per worker and iteration."""
     recompute: bool
     concatenation: str
-    """How more than D micro-batches are strung together."""
     cuts: tuple[int, ...]
     placements: tuple[tuple[int, ...], ...]
-    """Per stage the devices of all its replicas."""
     memory_bytes: float
-    """Of the fullest worker."""
     model_s: float
     simulated_s: float
 
@@ -75,7 +85,13 @@ class ChimeraConfiguration:
 
 @dataclass(frozen=True)
 class ChimeraResult:
-    """The decision by simulation and by the model, and everything that was considered (best simulation first)."""
+    """Chimera's result.
+
+    Attributes:
+        plan: the best configuration by simulation.
+        by_model: the best configuration by the performance model.
+        configurations: all configurations, best simulation first.
+    """
 
     plan: ChimeraConfiguration
     by_model: ChimeraConfiguration
@@ -83,13 +99,13 @@ class ChimeraResult:
 
 
 def rabenseifner_s(num_replicas: int, nbytes: float, latency_s: float, seconds_per_byte: float) -> float:
-    """An all-reduce of ``nbytes`` over ``num_replicas`` [s] (formula: module's text)."""
+    """Time of an all-reduce of ``nbytes`` over ``num_replicas`` [s] (formula: module's docstring)."""
     rounds = 2 * math.log2(num_replicas)
     return rounds * latency_s + 2 * (num_replicas - 1) / num_replicas * seconds_per_byte * nbytes
 
 
 def performance_model(schedule: Schedule, times: Times) -> float:
-    """T [s] (formula: module's text) of a schedule, with the slowest stage's and boundary's times for all of them."""
+    """T [s] of a schedule (formula: module's docstring), with the times of the slowest stage and boundary for all of them."""
     forward, backward = max(times.forward), max(times.backward)
     if any(task.kind is Kind.RECOMPUTE for task in schedule.workers[0]):
         backward += max(times.recompute)
@@ -102,11 +118,11 @@ def performance_model(schedule: Schedule, times: Times) -> float:
 
 
 def _exposed_all_reduce(timeline: Timeline, times: Times) -> float:
-    """The longest time that a worker's all-reduces go on after its compute."""
+    """The longest time [s] that a worker's all-reduces continue after its compute."""
     worst = 0.0
     for worker, regions in enumerate(free_regions(timeline)):
         stages = [stage for _, stage in timeline.schedule.stages_on(worker)]
-        # Larger free regions begin earlier. A replica without micro-batches has all the time there is.
+        # Larger free regions begin earlier. A replica without micro-batches has an infinite free region.
         order = sorted(zip(regions, stages), reverse=True)
         pending = 0.0
         for (region, stage), following in zip(order, [*(r for r, _ in order[1:]), 0.0]):
@@ -116,7 +132,7 @@ def _exposed_all_reduce(timeline: Timeline, times: Times) -> float:
 
 
 def plan_chimera(
-    workload: Workload,
+    workload: ProfiledWorkload,
     micro_batch: int | None = None,
     num_stages: int | None = None,
     num_pipelines: int = 2,
@@ -125,20 +141,20 @@ def plan_chimera(
     """The best depth, width and micro-batch on all devices of the cluster.
 
     Args:
-        workload: whose ``recompute`` asks for recomputation; otherwise both are tried.
-        micro_batch: B; by default greedily the largest that fits.
+        workload: profile, cluster and batch. With ``workload.recompute`` only recomputation is considered, otherwise both.
+        micro_batch: B; by default the largest that fits.
         num_stages: D; by default every even divisor of the number of devices.
-        num_pipelines: 2f; depths that f does not allow are left out.
-        clock: when to stop, with the best so far; by default when everything has been looked at.
+        num_pipelines: 2f; depths that are not a multiple of it are skipped.
+        clock: time limit, after which the best configuration so far is returned; by default none.
 
     Raises:
-        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory, or nothing was found in time.
+        PlannerError: the constraints cannot be satisfied, nothing fits in memory, or nothing was found in time.
     """
     devices, layers = workload.cluster.num_devices, workload.num_layers
     if num_stages is not None and num_stages > layers:
         raise PlannerError(f"{num_stages} stages are more than the {layers} layers of {workload.profile.name}")
     if num_pipelines < 2 or num_pipelines % 2:
-        raise PlannerError(f"pipelines of chimera are {num_pipelines}, should be an even number of at least 2")
+        raise PlannerError(f"num_pipelines of chimera is {num_pipelines}, should be an even number of at least 2")
     depths = [d for d in divisors(devices) if d % 2 == 0 and d <= layers and d % num_pipelines == 0]
     if num_stages is not None:
         depths = [d for d in depths if d == num_stages]
@@ -164,13 +180,13 @@ def plan_chimera(
         for configuration in _configurations(plain, network, depth, num_pipelines, recompute, micro_batch, clock)
     ]
     if not found:
-        raise workload.nothing_found("Chimera configuration", clock)
+        raise workload.not_found_error("Chimera configuration", clock)
     ranked = sorted(found, key=lambda c: (c.simulated_s, c.model_s, c.depth))
     return ChimeraResult(ranked[0], min(found, key=lambda c: (c.model_s, c.depth)), tuple(ranked))
 
 
 def _configurations(
-    workload: Workload,
+    workload: ProfiledWorkload,
     network: Network,
     depth: int,
     num_pipelines: int,
@@ -178,7 +194,7 @@ def _configurations(
     wanted: int | None,
     clock: Clock,
 ) -> Iterator[ChimeraConfiguration]:
-    """One depth's configurations: at most two micro-batch sizes, every way to string them together."""
+    """One depth's configurations: at most two micro-batch sizes, with every concatenation of units."""
     width = workload.cluster.num_devices // depth
     if workload.batch % width:
         return
@@ -232,8 +248,8 @@ def _configurations(
         greedy = greedy or fitting
 
 
-def _memory_bytes(workload: Workload, schedule: Schedule, cuts: tuple[int, ...], micro_batch: int) -> float:
-    """Of the fullest worker: weights and optimizer state of all its stages, activations, inputs kept for recomputation."""
+def _memory_bytes(workload: ProfiledWorkload, schedule: Schedule, cuts: tuple[int, ...], micro_batch: int) -> float:
+    """Memory of the fullest worker: weights and optimizer state of all its stages, activations, inputs kept for recomputation."""
     stages = list(zip(cuts, cuts[1:]))
     stored = [workload.in_flight_bytes(first, stop, micro_batch) for first, stop in stages]
     inputs = [float(workload.cut_forward[first]) * micro_batch for first in cuts[:-1]]
@@ -247,9 +263,14 @@ def _memory_bytes(workload: Workload, schedule: Schedule, cuts: tuple[int, ...],
 
 
 def _times(
-    workload: Workload, network: Network, grid: Grid, schedule: Schedule, cuts: tuple[int, ...], micro_batch: int
+    workload: ProfiledWorkload,
+    network: Network,
+    grid: PipelinePlacement,
+    schedule: Schedule,
+    cuts: tuple[int, ...],
+    micro_batch: int,
 ) -> Times:
-    """Of one pipeline's stages; transfers are those of all pipelines' replicas at once, side by side."""
+    """Times of one pipeline's stages. A transfer is that of the replicas of all pipelines at the same time."""
     width = sum(grid.workers[0])
     down = schedule.placement[0]
     stages = list(zip(cuts, cuts[1:]))
@@ -264,7 +285,7 @@ def _times(
         homes = [grid.workers[replica.worker] for replica in schedule.replicas_of(stage)]
         together = tuple(map(sum, zip(*homes)))
         beta = network.all_reduce(together, max(1, grid.sharing // len(homes))).seconds_per_byte
-        # The line's slope is 2 (r - 1)/r beta already: over one level exactly, over two the hierarchical equivalent.
+        # The seconds per byte include 2 (r - 1)/r beta: exactly over one level, its hierarchical equivalent over two.
         replicas = sum(together)
         plain = rabenseifner_s(replicas, 0.0, network.latency_s, 0.0)
         reduces.append(plain + beta * workload.parameter_bytes(*layers))

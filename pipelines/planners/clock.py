@@ -1,4 +1,4 @@
-"""Time limits of planners, in processor time: a busy machine does not change what is found."""
+"""Time limits of planners in processor time, so that the result does not depend on the load of the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Clock(Deadline):
 
     Attributes:
         limit_s: seconds of processor time.
-        stopped: whether somebody was told that they are over, or that a stop is requested, and left something out for that.
+        stopped: whether a search has ended early because of the limit or of a requested stop.
     """
 
     def __init__(self, limit_s: float = math.inf, stop: Stop | None = None) -> None:

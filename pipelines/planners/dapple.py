@@ -2,15 +2,15 @@
 
 1. For every micro-batch size that divides the global batch, the dynamic programme of :mod:`.dapple_search` finds the plans of
    smallest estimated latency (:mod:`.latency`).
-2. The best of each kind (widths of the stages, number of micro-batches) are simulated with DAPPLE's early-backward schedule:
-   unequal stages, re-slicing between stages of different width, gradient all-reduce over the real device groups, and as many
-   micro-batches in flight as the policy wants and memory allows:
+2. The best plan of each kind (widths of the stages, number of micro-batches) is simulated with DAPPLE's early-backward
+   schedule: unequal stages, re-slicing between stages of different width, gradient all-reduce over the actual device groups,
+   and as many micro-batches in flight as the policy allows and memory holds:
 
        policy A: K_i = min(S - i, memory);  policy B: K_i = min(2 (S - i) - 1, memory), for slow boundaries
 
    Estimates are lower bounds of simulated latencies, so the ranking stops at the first estimate that is above the best
-   simulation so far: no plan behind it can win. (Within the candidates: a plan that the search dropped because another one of
-   its state is better by estimate is not simulated.)
+   simulation so far: no later plan can be better. (This holds among the candidates: a plan that the search dropped because
+   another one of its state has a better estimate is not simulated.)
 
 A stage's replicas do the same at the same time, so one worker of the simulated schedule stands for all of them.
 """
@@ -28,39 +28,46 @@ from ..schedule import Schedule
 from ..simulator import simulate
 from ..times import Times
 from .clock import Clock
-from .dapple_search import Candidate, DeviceStates, Shape, search
+from .dapple_search import DeviceStates, PlacedCut, StageConstraints, search
 from .latency import StageCost, corrected_latency, latency
 from .network import Network, Placement, place_fresh_first
-from .workload import PlannerError, Workload
+from .workload import PlannerError, ProfiledWorkload
 
-__all__ = ["DapplePlan", "DappleResult", "PlannedStage", "chain_of_stages", "evaluate", "plan_dapple", "simulated"]
+__all__ = ["DapplePlan", "DappleResult", "PlacedStage", "evaluate", "plan_dapple", "simulated_latency", "stage_costs"]
 
+#: Candidates are kept up to this relative excess over the best estimate, since the simulation may rank them differently.
 SLACK = 0.05
-"""Candidates are kept up to so much above the best estimate, since the simulation may rank them otherwise."""
+#: Upper bound of the number of simulated candidates.
 MOST_SIMULATED = 48
+#: Relative gap between estimate and simulation above which plans with memory for a full warm-up are searched for as well.
 GAP = 0.1
-"""Relative gap between estimate and simulation from which plans with room for a full warm-up are searched for as well."""
 
 
 @dataclass(frozen=True)
-class PlannedStage:
-    """One stage: its layers, its devices and what it costs one of them."""
+class PlacedStage:
+    """One stage: its layers, its devices and its cost on one of them.
+
+    Attributes:
+        first: first of its layers in the profile.
+        stop: one past the last of its layers.
+        placement: devices per machine.
+        devices: device numbers, machine by machine; the first stage has the lowest.
+        forward_s: forward of a micro-batch.
+        backward_s: backward of a micro-batch.
+        all_reduce_s: all-reduce of its gradients, per iteration.
+        in_flight: K_i, the most micro-batches between their forward and their backward at any time.
+        memory_bytes: of one device.
+    """
 
     first: int
     stop: int
-    """Layers ``first`` to ``stop - 1`` of the profile."""
     placement: Placement
-    """Devices per machine."""
     devices: tuple[int, ...]
-    """Numbered machine by machine; the first stage has the lowest."""
     forward_s: float
-    """Per micro-batch."""
     backward_s: float
     all_reduce_s: float
     in_flight: int
-    """K_i, the micro-batches between their forward and their backward at any time."""
     memory_bytes: float
-    """Of one device."""
 
     @property
     def width(self) -> int:
@@ -69,17 +76,25 @@ class PlannedStage:
 
 @dataclass(frozen=True)
 class DapplePlan:
-    """A pipelined plan, its estimate and its simulation."""
+    """A pipelined plan, its estimate and its simulation.
+
+    Attributes:
+        micro_batch: samples per micro-batch.
+        num_micro_batches: per iteration.
+        stages: first to last.
+        policy: DAPPLE's early-backward policy, ``A`` or ``B``.
+        latency_s: the planner's estimate of one iteration.
+        corrected_latency_s: the paper's formula with corrected ends of the stages (:mod:`.latency`); the printed formula can
+            be negative.
+        simulated_s: time of one iteration by simulation.
+    """
 
     micro_batch: int
     num_micro_batches: int
-    stages: tuple[PlannedStage, ...]
+    stages: tuple[PlacedStage, ...]
     policy: str
-    """DAPPLE's early-backward policy, ``A`` or ``B``."""
     latency_s: float
-    """The planner's estimate of one iteration."""
     corrected_latency_s: float
-    """The paper's formula with the ends that a timeline shows; as it is printed it can be below 0 (:mod:`.latency`)."""
     simulated_s: float
 
     @property
@@ -101,12 +116,17 @@ class DapplePlan:
 
 @dataclass(frozen=True)
 class DappleResult:
-    """The plan, what else was simulated (best first, the plan included), and data parallelism for comparison."""
+    """DAPPLE's result.
+
+    Attributes:
+        plan: the best plan.
+        simulated: all simulated plans, best first.
+        data_parallel: data parallelism for comparison; None if it does not fit in memory.
+    """
 
     plan: DapplePlan
     simulated: tuple[DapplePlan, ...]
     data_parallel: DapplePlan | None
-    """None where it does not fit in memory."""
 
     @property
     def speedup_over_dp(self) -> float | None:
@@ -116,20 +136,26 @@ class DappleResult:
 
 @dataclass
 class _Simulations:
-    """Simulates candidates of one workload; schedules are generated once."""
+    """Simulates the candidates of one workload.
 
-    workload: Workload
+    Attributes:
+        workload: profile, cluster and batch.
+        network: costs on the cluster.
+        schedules: cache, by number of micro-batches, warm-up per stage, and whether stages are replicated.
+    """
+
+    workload: ProfiledWorkload
     network: Network
     schedules: dict[tuple[int, tuple[int, ...], bool], Schedule] = field(default_factory=dict)
 
-    def plan(self, candidate: Candidate) -> DapplePlan:
+    def plan(self, candidate: PlacedCut) -> DapplePlan:
         """The candidate under the better of the two policies."""
         plans = [self._under_policy(candidate, policy) for policy in ("A", "B")[: len(candidate.placements)]]
         return min(plans, key=lambda plan: (plan.simulated_s, plan.policy))
 
-    def _under_policy(self, candidate: Candidate, policy: str) -> DapplePlan:
+    def _under_policy(self, candidate: PlacedCut, policy: str) -> DapplePlan:
         stages = _stages(self.workload, self.network, candidate, policy)
-        chain = chain_of_stages(self.workload, self.network, candidate)
+        costs = stage_costs(self.workload, self.network, candidate)
         warm_up = tuple(stage.in_flight for stage in stages)
         replicated = any(stage.width > 1 for stage in stages)
         key = (candidate.num_micro_batches, warm_up, replicated)
@@ -147,15 +173,19 @@ class _Simulations:
             num_micro_batches=candidate.num_micro_batches,
             stages=stages,
             policy=policy,
-            latency_s=latency(chain, candidate.num_micro_batches),
-            corrected_latency_s=corrected_latency(chain, candidate.num_micro_batches),
-            simulated_s=simulated(self.schedules[key], chain),
+            latency_s=latency(costs, candidate.num_micro_batches),
+            corrected_latency_s=corrected_latency(costs, candidate.num_micro_batches),
+            simulated_s=simulated_latency(self.schedules[key], costs),
         )
 
 
-def simulated(schedule: Schedule, chain: Sequence[StageCost]) -> float:
-    """Latency [s] of a schedule whose stages and the communication stages between them cost what ``chain`` says."""
-    compute, boundaries = chain[::2], chain[1::2]
+def simulated_latency(schedule: Schedule, costs: Sequence[StageCost]) -> float:
+    """Simulated latency [s] of a schedule.
+
+    Args:
+        costs: of the stages, alternating with the communication stages between them (:func:`stage_costs`).
+    """
+    compute, boundaries = costs[::2], costs[1::2]
     times = Times.of(
         len(compute),
         forward=[stage.forward_s for stage in compute],
@@ -167,18 +197,18 @@ def simulated(schedule: Schedule, chain: Sequence[StageCost]) -> float:
     return simulate(schedule, times).makespan
 
 
-def chain_of_stages(workload: Workload, network: Network, candidate: Candidate) -> list[StageCost]:
-    """The candidate's computation stages with the communication stages between them."""
+def stage_costs(workload: ProfiledWorkload, network: Network, candidate: PlacedCut) -> list[StageCost]:
+    """Costs of the candidate's computation stages, with the communication stages between them."""
     micro_batch = workload.batch // candidate.num_micro_batches
-    chain: list[StageCost] = []
+    costs: list[StageCost] = []
     before: Placement | None = None
     for first, stop, placement in zip(candidate.cuts, candidate.cuts[1:], candidate.placements):
         if before is not None:
             forward = network.transfer(before, placement).time(float(workload.cut_forward[first]) * micro_batch)
             backward = network.transfer(placement, before).time(float(workload.cut_backward[first]) * micro_batch)
-            chain.append(StageCost(forward, backward, duplex=True))
+            costs.append(StageCost(forward, backward, duplex=True))
         slice_size = -(-micro_batch // sum(placement))
-        chain.append(
+        costs.append(
             StageCost(
                 workload.forward_s(first, stop, slice_size),
                 workload.backward_s(first, stop, slice_size),
@@ -186,12 +216,12 @@ def chain_of_stages(workload: Workload, network: Network, candidate: Candidate) 
             )
         )
         before = placement
-    return chain
+    return costs
 
 
-def _stages(workload: Workload, network: Network, candidate: Candidate, policy: str) -> tuple[PlannedStage, ...]:
+def _stages(workload: ProfiledWorkload, network: Network, candidate: PlacedCut, policy: str) -> tuple[PlacedStage, ...]:
     micro_batch = workload.batch // candidate.num_micro_batches
-    costs = chain_of_stages(workload, network, candidate)[::2]
+    costs = stage_costs(workload, network, candidate)[::2]
     count = len(costs)
     stages = []
     in_flight = candidate.num_micro_batches
@@ -200,7 +230,7 @@ def _stages(workload: Workload, network: Network, candidate: Candidate, policy: 
     ):
         slice_size = -(-micro_batch // len(devices))
         wanted = count - i if policy == "A" else 2 * (count - i) - 1
-        # A stage that ran further ahead than the one before it would wait for forwards that never come.
+        # A stage with more warm-up forwards than the previous one would wait for forwards that never run.
         in_flight = workload.most_in_flight(first, stop, slice_size, min(wanted, in_flight))
         if not in_flight:
             raise PlannerError(
@@ -208,7 +238,7 @@ def _stages(workload: Workload, network: Network, candidate: Candidate, policy: 
                 f"{format_bytes(workload.limit_bytes)} per device; use more stages, smaller micro-batches or recomputation"
             )
         stages.append(
-            PlannedStage(
+            PlacedStage(
                 first=first,
                 stop=stop,
                 placement=candidate.placements[i],
@@ -223,9 +253,11 @@ def _stages(workload: Workload, network: Network, candidate: Candidate, policy: 
     return tuple(stages)
 
 
-def _device_numbers(network: Network, candidate: Candidate) -> list[tuple[int, ...]]:
-    """Per stage its devices. Plans are built from the last stage on, so that machine 0 of a placement is filled by the
-    last stages; numbering from the other end gives the first stage device 0."""
+def _device_numbers(network: Network, candidate: PlacedCut) -> list[tuple[int, ...]]:
+    """Per stage, its device numbers.
+
+    The search places the last stage first, from machine 0 on. Numbering from the other end gives the first stage device 0.
+    """
     capacity = network.devices_per_machine
     last = network.num_machines * capacity - 1
     used = [0] * network.num_machines
@@ -238,43 +270,53 @@ def _device_numbers(network: Network, candidate: Candidate) -> list[tuple[int, .
 
 
 def plan_dapple(
-    workload: Workload, micro_batch: int | None = None, shape: Shape | None = None, clock: Clock | None = None
+    workload: ProfiledWorkload,
+    micro_batch: int | None = None,
+    shape: StageConstraints | None = None,
+    clock: Clock | None = None,
 ) -> DappleResult:
-    """The best plan for a workload.
+    """The best plan of a workload.
 
     Args:
-        micro_batch: samples per micro-batch; by default all sizes of :meth:`.Workload.micro_batches` are tried.
-        shape: how many stages there should be, or how wide each; by default anything.
-        clock: when to stop, with the best so far; by default when everything has been looked at.
+        workload: profile, cluster and batch.
+        micro_batch: samples per micro-batch; by default all sizes of :meth:`.ProfiledWorkload.micro_batches` are tried.
+        shape: constraints on the number and the widths of the stages; by default none.
+        clock: time limit, after which the best plan so far is returned; by default none.
 
     Raises:
-        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory, or nothing was found in time.
+        PlannerError: the constraints cannot be satisfied, nothing fits in memory, or nothing was found in time.
     """
-    shape = shape or Shape()
+    shape = shape or StageConstraints()
     sizes = workload.micro_batches(micro_batch)
     _check_shape(workload, shape)
     network, clock = Network(workload.cluster), clock or Clock()
     simulations = _Simulations(workload, network)
-
-    single = _candidates(workload, network, sizes, Shape(num_stages=1), clock)
+    # Data parallelism and even pipelines are found quickly; their best latency bounds the search.
+    single = _candidates(workload, network, sizes, StageConstraints(num_stages=1), clock)
     data_parallel = min((simulations.plan(c) for c in single), key=_by_simulation, default=None)
     seeds = _seeds(workload, network, sizes, shape, single, clock)
     bound = min((c.latency_s for c in seeds), default=float("inf"))
+    # Search by estimate, then rank by simulation.
     found = _best_of_each_kind([*seeds, *_candidates(workload, network, sizes, shape, clock, bound * (1 + SLACK))])
     plans = _ranked(simulations, found, clock)
     if plans and plans[0].simulated_s > (1 + GAP) * found[0].latency_s:
-        # What the estimate leaves out weighs: look at those plans that memory does not keep from filling the pipeline.
+        # The estimate ignores bubbles of stages whose memory limits their warm-up: add plans with a full warm-up.
         full = _candidates(workload, network, sizes, shape, clock, plans[0].simulated_s, full_warm_up=True)
         plans = sorted([*plans, *_ranked(simulations, full, clock, plans[0].simulated_s)], key=_by_simulation)
     if not plans:
-        raise workload.nothing_found("plan" if shape == Shape() else "plan of that shape", clock)
+        raise workload.not_found_error("plan" if shape == StageConstraints() else "plan of that shape", clock)
     return DappleResult(plans[0], tuple(plans), data_parallel)
 
 
 def _seeds(
-    workload: Workload, network: Network, sizes: list[int], shape: Shape, single: list[Candidate], clock: Clock
-) -> list[Candidate]:
-    """Data parallelism and even pipelines: found in no time, and their best one spares the search most of its work."""
+    workload: ProfiledWorkload,
+    network: Network,
+    sizes: list[int],
+    shape: StageConstraints,
+    single: list[PlacedCut],
+    clock: Clock,
+) -> list[PlacedCut]:
+    """Data parallelism and even pipelines. They are found quickly, and their best latency bounds the search."""
     if shape.widths is not None:
         return []
     if shape.num_stages is None:
@@ -286,27 +328,34 @@ def _seeds(
             each, extra = divmod(workload.cluster.num_devices, number)
             even = tuple(each + (stage < extra) for stage in range(number))
             bound = min((c.latency_s for c in found), default=float("inf"))
-            found += _candidates(workload, network, sizes, Shape(widths=even, in_order=shape.in_order), clock, bound)
+            found += _candidates(
+                workload, network, sizes, StageConstraints(widths=even, in_order=shape.in_order), clock, bound
+            )
     return found
 
 
 def _candidates(
-    workload: Workload,
+    workload: ProfiledWorkload,
     network: Network,
     sizes: Iterable[int],
-    shape: Shape,
+    shape: StageConstraints,
     clock: Clock,
     bound: float = float("inf"),
     full_warm_up: bool = False,
-) -> list[Candidate]:
+) -> list[PlacedCut]:
     """The best candidates of each kind over all micro-batch sizes, by estimate.
 
     Args:
-        bound: of the latency [s].
-        full_warm_up: only plans whose stages can hold as many micro-batches as policy A wants.
+        workload: profile, cluster and batch.
+        network: costs on the cluster.
+        sizes: micro-batch sizes.
+        shape: constraints on the stages.
+        clock: time limit.
+        bound: upper bound of the latency [s].
+        full_warm_up: only plans whose stages can hold as many micro-batches as policy A has in flight.
     """
     devices = DeviceStates(network, shape, count_stages=full_warm_up)
-    found: list[Candidate] = []
+    found: list[PlacedCut] = []
     for size in sorted(sizes, reverse=True):
         these = search(workload, devices, workload.batch // size, bound, clock)
         if these:
@@ -315,20 +364,20 @@ def _candidates(
     return _best_of_each_kind(found)
 
 
-def _best_of_each_kind(found: Iterable[Candidate]) -> list[Candidate]:
-    """Per widths and number of micro-batches the best one by estimate; best first."""
-    best: dict[tuple[tuple[int, ...], int], Candidate] = {}
+def _best_of_each_kind(found: Iterable[PlacedCut]) -> list[PlacedCut]:
+    """The best candidate by estimate for each (widths, number of micro-batches), best first."""
+    best: dict[tuple[tuple[int, ...], int], PlacedCut] = {}
     for candidate in sorted(found, key=lambda c: (c.latency_s, len(c.placements), c.num_micro_batches)):
         best.setdefault((candidate.widths, candidate.num_micro_batches), candidate)
     return list(best.values())
 
 
 def _ranked(
-    simulations: _Simulations, candidates: Iterable[Candidate], clock: Clock, best: float = float("inf")
+    simulations: _Simulations, candidates: Iterable[PlacedCut], clock: Clock, best: float = float("inf")
 ) -> list[DapplePlan]:
-    """Simulate by ascending estimate until no later candidate can be better than ``best`` [s] and those before; best first.
+    """Simulate by ascending estimate until no later candidate can be better than ``best`` [s] or the best one simulated.
 
-    After a stop no more than one is simulated, so that there is a plan.
+    After a requested stop only the first candidate is simulated, so that there is a plan. Returns the plans, best first.
     """
     plans: list[DapplePlan] = []
     for candidate in candidates:
@@ -340,11 +389,11 @@ def _ranked(
 
 
 def _by_simulation(plan: DapplePlan) -> tuple[float, int, int]:
-    """Among equals, fewer stages and fewer micro-batches."""
+    """Sorts by simulation; among equals, fewer stages and fewer micro-batches first."""
     return (plan.simulated_s, len(plan.stages), plan.num_micro_batches)
 
 
-def _check_shape(workload: Workload, shape: Shape) -> None:
+def _check_shape(workload: ProfiledWorkload, shape: StageConstraints) -> None:
     count, devices, layers = shape.length, workload.cluster.num_devices, workload.num_layers
     if count is None:
         return
@@ -362,20 +411,22 @@ def _check_shape(workload: Workload, shape: Shape) -> None:
 
 
 def evaluate(
-    workload: Workload, cuts: Sequence[int], widths: Sequence[int], micro_batch: int | None = None
+    workload: ProfiledWorkload, cuts: Sequence[int], widths: Sequence[int], micro_batch: int | None = None
 ) -> DapplePlan:
-    """A given plan, simulated as the planner's own are, with the micro-batch size that suits it best.
+    """Simulate a given plan, at the micro-batch size with the smallest latency.
 
     Args:
+        workload: profile, cluster and batch.
         cuts: positions of the layers before which the model is cut, without the ends.
-        widths: devices of each stage; they are placed fresh first.
+        widths: number of devices of each stage; they are placed fresh first.
+        micro_batch: samples per micro-batch; by default all sizes of :meth:`.ProfiledWorkload.micro_batches` are tried.
 
     Raises:
-        PlannerError: it is no plan for this workload, or does not fit in memory at any micro-batch size.
+        PlannerError: the plan does not match the workload, or does not fit in memory at any micro-batch size.
     """
     network = Network(workload.cluster)
     whole = (0, *cuts, workload.num_layers)
-    _check_shape(workload, Shape(widths=tuple(widths)))
+    _check_shape(workload, StageConstraints(widths=tuple(widths)))
     if len(whole) != len(widths) + 1 or any(a >= b for a, b in zip(whole, whole[1:])):
         raise PlannerError(
             f"cuts {tuple(cuts)} should be {len(widths) - 1} ascending positions between 1 and {workload.num_layers - 1}"
@@ -386,7 +437,7 @@ def evaluate(
         placements.append(place_fresh_first(used, width, network.devices_per_machine))
         used = tuple(a + b for a, b in zip(used, placements[-1]))
     simulations = _Simulations(workload, network)
-    blank = Candidate(1, whole, tuple(reversed(placements)), 0.0)
+    blank = PlacedCut(1, whole, tuple(reversed(placements)), 0.0)
     plans = []
     fault: PlannerError | None = None
     for size in workload.micro_batches(micro_batch):

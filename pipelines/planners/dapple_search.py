@@ -1,23 +1,25 @@
 """DAPPLE's search: the pipelines of smallest estimated latency, for one number of micro-batches.
 
-The space: the layers are cut in stages; the stages take all devices; each stage's devices are placed by one of the three
-policies (:mod:`.network`). Data parallelism (one stage) and straight pipelines (one device per stage) are members.
+The search space: the layers are cut into stages, the stages use all devices, and each stage's devices are placed by one of the
+three policies (:mod:`.network`). It includes data parallelism (one stage) and straight pipelines (one device per stage).
 
-The dynamic programme builds plans from the last stage to the first. A state is (first layer of the rest, devices used per
-machine, placement of the rest's first stage); the used devices per machine tell what the policies give next, the placement what
-the boundary costs. Per state it keeps the rests that no other beats in both V and W (see :mod:`.latency`): a rest that is
-worse in both is worse under every beginning, so the smallest latency over the space is found exactly. (The paper builds from
-the first stage and keeps one best plan per state, its rest taken as one stage, which is not exact. Machines are alike, so that
-placing from the other end is the same space mirrored.)
+The dynamic programme builds plans from the last stage to the first; the stages built so far are a *suffix*. A state is (first
+layer of the suffix, devices used per machine, placement of the suffix's first stage): the used devices determine what the
+policies place next, the placement determines the cost of the boundary. Per state it keeps the suffixes that no other one
+dominates in both V and W (see :mod:`.latency`). A suffix that is worse in both is worse under every prefix, so the smallest
+latency over the search space is found exactly. (The paper builds from the first stage and keeps one best plan per state, with
+the remaining layers taken as one stage, which is not exact. All machines are equal, so placing from the other end gives the
+same space mirrored.)
 
-A rest is dropped when even the best conceivable beginning, the remaining layers' work spread evenly over the remaining devices
-without communication, makes it longer than ``bound``:
+A suffix is dropped if even the best conceivable prefix, the remaining layers' work spread evenly over the remaining devices
+without communication, makes the plan longer than ``bound``:
 
     L >= max( V + X/m,  M X/m,  W + F/m )          X, F = time of the remaining layers on one device, m devices
 
-With n layers, c device states and e continuations of each there are O(n^2 c e) extensions; numpy does them one first layer
-at a time. Above 16 devices, where states are too many, widths are limited to powers of two, whole machines and all that is left,
-and per first layer only the rests of the smallest such bounds are kept (``BEAM``): a beam search, no longer exact.
+With n layers, c device states and e continuations of each there are O(n^2 c e) extensions; numpy evaluates them for one first
+layer at a time. Above 16 devices there are too many states: widths are limited to powers of two, whole machines and all
+remaining devices, and per first layer only the suffixes of the smallest such bounds are kept (``BEAM``). This is a beam search
+and no longer exact.
 """
 
 from __future__ import annotations
@@ -28,29 +30,30 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from .clock import Clock
-from .network import Line, Network, Placement, place_append_first, place_fresh_first, place_scatter_first
-from .workload import Workload
+from .network import AlphaBeta, Network, Placement, place_append_first, place_fresh_first, place_scatter_first
+from .workload import ProfiledWorkload
 
-__all__ = ["EXACT_UP_TO", "Candidate", "Shape", "search"]
+__all__ = ["EXACT_UP_TO", "PlacedCut", "StageConstraints", "search"]
 
 POLICIES: tuple[Callable[[Placement, int, int], Placement], ...] = (
     place_fresh_first,
     place_append_first,
     place_scatter_first,
 )
+#: Largest number of devices for which stages of every width are considered and the search is exact.
 EXACT_UP_TO = 16
-"""Devices up to which stages of every width are considered, and no rest is dropped that could win."""
+#: Suffixes kept per first layer above that.
 BEAM = 100
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What is asked of the stages.
+class StageConstraints:
+    """Constraints on the stages.
 
     Attributes:
-        num_stages: how many; None: any number.
-        widths: devices of each, the first stage first; None: any.
-        in_order: whether stages take the devices one after another, machine by machine, rather than as any policy places them.
+        num_stages: their number; None: any.
+        widths: number of devices of each, the first stage first; None: any.
+        in_order: whether stages take the devices one after another, machine by machine, instead of as any policy places them.
     """
 
     num_stages: int | None = None
@@ -59,12 +62,20 @@ class Shape:
 
     @property
     def length(self) -> int | None:
+        """The number of stages; None: any."""
         return self.num_stages if self.widths is None else len(self.widths)
 
 
 @dataclass(frozen=True)
-class Candidate:
-    """A plan found: stage s has the layers ``cuts[s]`` to ``cuts[s + 1]``."""
+class PlacedCut:
+    """A plan found by the search.
+
+    Attributes:
+        num_micro_batches: M.
+        cuts: stage s has the layers ``cuts[s]`` to ``cuts[s + 1] - 1``.
+        placements: devices per machine of each stage.
+        latency_s: its estimated latency.
+    """
 
     num_micro_batches: int
     cuts: tuple[int, ...]
@@ -78,7 +89,14 @@ class Candidate:
 
 @dataclass
 class _Devices:
-    """A state of the devices: what is used, and where the rest's first stage is."""
+    """A state of the devices.
+
+    Attributes:
+        used: devices used per machine.
+        head: placement of the suffix's first stage; None: there is no stage yet.
+        num_stages: number of stages of the suffix; 0 if they are not counted.
+        edges: the continuations, once they have been computed.
+    """
 
     used: Placement
     head: Placement | None
@@ -88,40 +106,54 @@ class _Devices:
 
 @dataclass(frozen=True)
 class _Edges:
-    """The ways to place one more stage in front, as arrays with one entry each."""
+    """The possible placements of one more stage before the suffix, as arrays with one entry each.
+
+    Attributes:
+        state: number of the resulting state.
+        width: number of devices of the stage.
+        left: number of devices left after it.
+        behind: number of stages behind it, if they are counted.
+        all_reduce: latency and seconds per byte of its all-reduce, shape (edges, 2).
+        forward: the same of the transfer to the stage behind it.
+        backward: the same of the transfer from the stage behind it.
+    """
 
     state: np.ndarray
     width: np.ndarray
     left: np.ndarray
-    """Devices left after it."""
     behind: np.ndarray
-    """Stages behind it, where they are counted."""
     all_reduce: np.ndarray
-    """Latency and seconds per byte, shape (edges, 2)."""
     forward: np.ndarray
     backward: np.ndarray
 
 
 @dataclass
 class DeviceStates:
-    """The states that placements can reach, made when asked for; shared by searches on one cluster."""
+    """The reachable states of the devices, computed on demand and shared by the searches on one cluster.
+
+    Attributes:
+        network: costs on the cluster.
+        shape: constraints on the stages.
+        count_stages: whether states include the number of stages; they always do if ``shape`` constrains it.
+        states: by number.
+        index: number of each (used, head, number of stages).
+    """
 
     network: Network
-    shape: Shape
+    shape: StageConstraints
     count_stages: bool = False
-    """Whether states tell how many stages there are; they do where the shape asks for it."""
     states: list[_Devices] = field(default_factory=list)
     index: dict[tuple[Placement, Placement | None, int], int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.find((0,) * self.network.num_machines, None, 0)
+        self.number_of((0,) * self.network.num_machines, None, 0)
 
     @property
     def num_devices(self) -> int:
         return self.network.num_machines * self.network.devices_per_machine
 
-    def find(self, used: Placement, head: Placement | None, num_stages: int) -> int:
-        """The number of a state."""
+    def number_of(self, used: Placement, head: Placement | None, num_stages: int) -> int:
+        """The number of a state, which is added if it is new."""
         counted = num_stages if self.count_stages or self.shape.length is not None else 0
         key = (used, head, counted)
         if key not in self.index:
@@ -145,8 +177,8 @@ class DeviceStates:
                 placement = policy(state.used, width, capacity)
                 if placement not in found:
                     used = tuple(a + b for a, b in zip(state.used, placement))
-                    found[placement] = self.find(used, placement, state.num_stages + 1)
-        nothing = Line(0.0, 0.0)
+                    found[placement] = self.number_of(used, placement, state.num_stages + 1)
+        nothing = AlphaBeta(0.0, 0.0)
         placements = list(found)
         widths = np.array([sum(placement) for placement in placements], dtype=np.int64)
         return _Edges(
@@ -154,13 +186,13 @@ class DeviceStates:
             width=widths,
             left=left - widths,
             behind=np.full(len(widths), state.num_stages),
-            all_reduce=_lines([self.network.all_reduce(placement) for placement in placements]),
-            forward=_lines([self.network.transfer(p, state.head) if state.head else nothing for p in placements]),
-            backward=_lines([self.network.transfer(state.head, p) if state.head else nothing for p in placements]),
+            all_reduce=_as_array([self.network.all_reduce(placement) for placement in placements]),
+            forward=_as_array([self.network.transfer(p, state.head) if state.head else nothing for p in placements]),
+            backward=_as_array([self.network.transfer(state.head, p) if state.head else nothing for p in placements]),
         )
 
     def _widths(self, left: int, num_stages: int) -> list[int]:
-        """Widths of the stage in front of ``num_stages`` ones, with ``left`` devices left."""
+        """Possible widths of a stage before ``num_stages`` stages, with ``left`` devices left."""
         shape = self.shape
         if shape.widths is not None:
             wanted = shape.widths[len(shape.widths) - 1 - num_stages] if num_stages < len(shape.widths) else 0
@@ -174,34 +206,39 @@ class DeviceStates:
             left -= missing
         if self.num_devices <= EXACT_UP_TO:
             return list(range(1, left + 1))
-        # On larger clusters: powers of two, whole machines, and all that is left.
+        # On larger clusters: powers of two, whole machines, and all remaining devices.
         capacity = self.network.devices_per_machine
         return [w for w in range(1, left + 1) if w & (w - 1) == 0 or w % capacity == 0 or w == left]
 
 
-def _lines(lines: Sequence[Line]) -> np.ndarray:
-    return np.array(lines, dtype=float).reshape(-1, 2)
+def _as_array(costs: Sequence[AlphaBeta]) -> np.ndarray:
+    return np.array(costs, dtype=float).reshape(-1, 2)
 
 
-def _seconds(lines: np.ndarray, nbytes: float) -> np.ndarray:
-    return lines[:, 0] + lines[:, 1] * nbytes if nbytes else np.zeros(len(lines))
+def _seconds(costs: np.ndarray, nbytes: float) -> np.ndarray:
+    return costs[:, 0] + costs[:, 1] * nbytes if nbytes else np.zeros(len(costs))
 
 
 @dataclass
 class _Labels:
-    """Rests of plans that start at one layer: parallel lists of arrays until they are gathered."""
+    """Suffixes that start at one layer: lists of arrays that are concatenated by :meth:`undominated`.
+
+    Attributes:
+        state: number of the state of the devices.
+        chain: V.
+        longest: W.
+        parent: label of the suffix without its first stage.
+        least: lower bound of the latency of any plan with this suffix.
+    """
 
     state: list[np.ndarray] = field(default_factory=list)
     chain: list[np.ndarray] = field(default_factory=list)
-    """V."""
     longest: list[np.ndarray] = field(default_factory=list)
-    """W."""
     parent: list[np.ndarray] = field(default_factory=list)
     least: list[np.ndarray] = field(default_factory=list)
-    """What no whole plan with this rest goes below."""
 
-    def gather(self, most: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """State, V, W and parent of the labels that can be of use: at most so many of the smallest bounds."""
+    def undominated(self, most: int | None) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """State, V, W and parent of the undominated labels: at most ``most``, those with the smallest bounds."""
         state, chain, longest = (np.concatenate(part) for part in (self.state, self.chain, self.longest))
         keep = _undominated(state, chain, longest)
         if most is not None and len(keep) > most:
@@ -211,27 +248,30 @@ class _Labels:
 
 
 def search(
-    workload: Workload,
+    workload: ProfiledWorkload,
     devices: DeviceStates,
     num_micro_batches: int,
     bound: float = float("inf"),
     clock: Clock | None = None,
-) -> list[Candidate]:
-    """Plans by estimated latency, best first: per final state of the devices all that are not worse in V and W.
+) -> list[PlacedCut]:
+    """Plans by estimated latency, best first: per final state of the devices, all that are undominated in V and W.
 
-    Every stage fits in memory with one micro-batch in flight; where stages are counted, with as many as policy A wants.
+    Every stage fits in memory with one micro-batch in flight; if stages are counted, with as many as policy A has in flight.
 
     Args:
-        bound: plans of a larger latency need not be found [s].
-        clock: when to give up; then there are none.
+        workload: profile, cluster and batch.
+        devices: reachable states of the devices.
+        num_micro_batches: M.
+        bound: plans of a larger latency [s] may be dropped.
+        clock: time limit, after which the result is empty.
     """
     num_layers = workload.num_layers
     waiting = [_Labels() for _ in range(num_layers + 1)]
     nothing = np.zeros(1)
     waiting[num_layers] = _Labels([np.zeros(1, dtype=np.int64)], [nothing], [nothing], [np.full(1, -1)], [nothing])
     most_labels = None if devices.num_devices <= EXACT_UP_TO else BEAM
+    # Per layer with labels: their states, their parents, and the number of its first label.
     trail: list[tuple[np.ndarray, np.ndarray, int]] = []
-    """Of every gathered layer: states, parents, and the number of its first label."""
     starts: dict[int, int] = {}
     total = 0
     for layer in range(num_layers, -1, -1):
@@ -239,7 +279,7 @@ def search(
             continue
         if clock is not None and clock.is_over:
             return []
-        state, chain, longest, parent = waiting[layer].gather(most_labels)
+        state, chain, longest, parent = waiting[layer].undominated(most_labels)
         starts[layer] = len(trail)
         trail.append((state, parent, total))
         if layer:
@@ -253,7 +293,7 @@ def search(
 
 
 def _undominated(state: np.ndarray, chain: np.ndarray, longest: np.ndarray) -> np.ndarray:
-    """Numbers of the labels that no other of the same state beats in both values."""
+    """Numbers of the labels that no other one of the same state dominates in both values."""
     order = np.lexsort((longest, chain, state))
     keep = []
     current, best = -1, 0.0
@@ -265,7 +305,7 @@ def _undominated(state: np.ndarray, chain: np.ndarray, longest: np.ndarray) -> n
 
 
 def _extend(
-    workload: Workload,
+    workload: ProfiledWorkload,
     devices: DeviceStates,
     num_micro_batches: int,
     bound: float,
@@ -274,7 +314,7 @@ def _extend(
     offset: int,
     waiting: list[_Labels],
 ) -> None:
-    """Put every possible stage that ends before layer ``stop`` in front of the labels there."""
+    """Put every possible stage that ends before layer ``stop`` in front of the suffixes that start there."""
     micro_batch = workload.batch // num_micro_batches
     rounds = num_micro_batches - 1
     edges = [devices.edges(number) for number in labels[0].tolist()]
@@ -284,12 +324,12 @@ def _extend(
         return
     width = np.concatenate([e.width for e in edges])
     left = np.concatenate([e.left for e in edges])
-    reduce_lines = np.concatenate([e.all_reduce for e in edges])
+    reduce_costs = np.concatenate([e.all_reduce for e in edges])
     send = _seconds(np.concatenate([e.forward for e in edges]), workload.cut_forward[stop] * micro_batch)
     send_back = _seconds(np.concatenate([e.backward for e in edges]), workload.cut_backward[stop] * micro_batch)
     slices = -(-micro_batch // width)
 
-    # The communication stage behind the new stage; columns below are the new stage's first layer.
+    # The communication stage behind the new stage. Columns below are the new stage's first layer.
     chain = send + send_back + np.maximum(labels[1][label], rounds * np.maximum(send, send_back))
     longest = send + labels[2][label]
     forward = workload.forward[stop] - workload.forward[:stop]
@@ -305,14 +345,16 @@ def _extend(
     )
     work = workload.forward[:stop] + workload.backward[:stop]
 
+    # Rows are (label, edge) pairs: keep the stages that fit in memory and leave devices for the remaining layers.
     column = np.arange(stop)
     fits = workload.state * parameters + slices[:, None] * kept <= workload.limit_bytes
     possible = fits & ((left[:, None] > 0) == (column > 0)) & (left[:, None] >= 0)
     row, first = np.nonzero(possible & (num_micro_batches * slices[:, None] * both <= bound))
     if not len(row):
         return
+    # V and W of the new suffixes, and the lower bound of any plan with them.
     x = slices[row] * both[first]
-    reduce_time = np.where(parameters[first] > 0, reduce_lines[row, 0] + reduce_lines[row, 1] * parameters[first], 0.0)
+    reduce_time = np.where(parameters[first] > 0, reduce_costs[row, 0] + reduce_costs[row, 1] * parameters[first], 0.0)
     new_chain = x + np.maximum(chain[row], rounds * x)
     new_longest = np.maximum(slices[row] * forward[first] + longest[row], reduce_time + new_chain)
     share = micro_batch / np.maximum(left[row], 1)
@@ -339,8 +381,8 @@ def _trace(
     number: int,
     num_micro_batches: int,
     latency_s: float,
-) -> Candidate:
-    """Follow the parents of a label of the last gathered layer (layer 0)."""
+) -> PlacedCut:
+    """Follow the parents of a label of layer 0, the last one in ``trail``."""
     offsets = [offset for _, _, offset in trail]
     cuts, placements = [], []
     label = offsets[-1] + number
@@ -352,4 +394,4 @@ def _trace(
         if head is not None:
             placements.append(head)
         label = int(parent[label - offset])
-    return Candidate(num_micro_batches, tuple(cuts), tuple(placements), latency_s)
+    return PlacedCut(num_micro_batches, tuple(cuts), tuple(placements), latency_s)

@@ -1,11 +1,11 @@
-"""A planner's result as one JSON document, the same fields whichever planner it was.
+"""A planner's result as a JSON document, with the same fields for all planners.
 
 Common fields: ``planner``, ``profile``, ``cluster``, ``num_devices``, ``batch``, ``plan``, ``micro_batch``, ``num_micro_batches``,
 ``recompute``, ``stages`` (``layers``: their names, ``devices``: their numbers), ``latency_s`` (the planner's own estimate),
 ``simulated_s``, ``samples_per_s`` (by simulation), ``speedup_over_dp`` (simulated latency of data parallelism over the plan's;
-null where that does not fit in memory), ``memory_bytes`` (of the fullest device), ``status`` (``complete``, or ``interrupted``: the
-best of what was looked at until then) and ``alternatives``: what else was simulated.  Dapple's has ``corrected_latency_s`` too: the
-paper's formula with the ends that a timeline shows (:mod:`.latency`).
+null if data parallelism does not fit in memory), ``memory_bytes`` (of the fullest device), ``status`` (``complete``, or
+``interrupted``: the best plan found until then) and ``alternatives`` (other simulated plans). Documents of DAPPLE also have
+``corrected_latency_s``: the paper's formula with corrected ends of the stages (:mod:`.latency`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Union
 
 from .chimera import ChimeraConfiguration, ChimeraResult
 from .dapple import DapplePlan, DappleResult, evaluate
-from .workload import PlannerError, Workload
+from .workload import PlannerError, ProfiledWorkload
 from .wpipe import WPipeConfiguration, WPipeResult
 
 __all__ = ["Result", "document_of"]
@@ -24,8 +24,8 @@ Result = Union[DappleResult, ChimeraResult, WPipeResult]
 MOST_ALTERNATIVES = 10
 
 
-def document_of(result: Result, workload: Workload, is_interrupted: bool = False) -> dict[str, Any]:
-    """The result as a JSON document (fields: module's text)."""
+def document_of(result: Result, workload: ProfiledWorkload, is_interrupted: bool = False) -> dict[str, Any]:
+    """A planner's result as a JSON document (fields: module's docstring)."""
     document: dict[str, Any] = {
         "format": "autoddl-pipeline",
         "version": 1,
@@ -49,14 +49,14 @@ def document_of(result: Result, workload: Workload, is_interrupted: bool = False
     return document
 
 
-def _data_parallel_s(workload: Workload) -> float | None:
+def _data_parallel_s(workload: ProfiledWorkload) -> float | None:
     try:
         return evaluate(workload, (), (workload.cluster.num_devices,)).simulated_s
     except PlannerError:
         return None
 
 
-def _dapple(result: DappleResult, workload: Workload) -> dict[str, Any]:
+def _dapple(result: DappleResult, workload: ProfiledWorkload) -> dict[str, Any]:
     plan = result.plan
     stages = [
         {
@@ -93,7 +93,7 @@ def _dapple_row(plan: DapplePlan) -> dict[str, Any]:
     }
 
 
-def _chimera(result: ChimeraResult, workload: Workload) -> dict[str, Any]:
+def _chimera(result: ChimeraResult, workload: ProfiledWorkload) -> dict[str, Any]:
     plan = result.plan
     return {
         "planner": "chimera",
@@ -114,7 +114,7 @@ def _chimera_row(plan: ChimeraConfiguration) -> dict[str, Any]:
     }
 
 
-def _wpipe(result: WPipeResult, workload: Workload) -> dict[str, Any]:
+def _wpipe(result: WPipeResult, workload: ProfiledWorkload) -> dict[str, Any]:
     plan = result.plan
     return {
         "planner": "wpipe",
@@ -134,7 +134,7 @@ def _wpipe_row(plan: WPipeConfiguration) -> dict[str, Any]:
 
 
 def _row(plan: ChimeraConfiguration | WPipeConfiguration) -> dict[str, Any]:
-    """What plans of equal stages have in common."""
+    """The fields common to plans of equal stages."""
     return {
         "plan": plan.name,
         "width": plan.width,
@@ -146,13 +146,15 @@ def _row(plan: ChimeraConfiguration | WPipeConfiguration) -> dict[str, Any]:
 
 
 def _ranked(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    """The best plan, and what else was simulated."""
+    """The best plan's row, with the next ones as its alternatives."""
     return {**rows[0], "alternatives": rows[1 : MOST_ALTERNATIVES + 1]}
 
 
-def _stages(workload: Workload, cuts: Sequence[int], devices: Sequence[tuple[int, ...]]) -> list[dict[str, Any]]:
+def _stages(
+    workload: ProfiledWorkload, cuts: Sequence[int], devices: Sequence[tuple[int, ...]]
+) -> list[dict[str, Any]]:
     return [_stage(workload, *layers, held) for layers, held in zip(zip(cuts, cuts[1:]), devices)]
 
 
-def _stage(workload: Workload, first: int, stop: int, devices: Sequence[int]) -> dict[str, Any]:
+def _stage(workload: ProfiledWorkload, first: int, stop: int, devices: Sequence[int]) -> dict[str, Any]:
     return {"layers": [layer.name for layer in workload.profile.layers[first:stop]], "devices": list(devices)}

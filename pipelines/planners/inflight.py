@@ -1,7 +1,7 @@
-"""How many micro-batches of each stage a worker has in flight, each stage for itself.
+"""The number of micro-batches in flight, per stage of each worker.
 
-A micro-batch of a stage is in flight from the start of its forward to the end of its backward (of its weight part, where the
-backward is split), whether its activations are kept meanwhile or made again.
+A micro-batch of a stage is in flight from the start of its forward to the end of its backward (of its weight part if the
+backward is split), whether its activations are kept or recomputed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,12 @@ __all__ = ["in_flight"]
 
 
 def in_flight(schedule: Schedule) -> tuple[dict[tuple[int, int], float], ...]:
-    """Per worker, for each (pipeline, stage) on it, the most micro-batches in flight at once; O(tasks)."""
+    """Per worker, for each (pipeline, stage) on it, the most micro-batches in flight at once; O(tasks).
+
+    >>> from autoddl.pipelines import generate
+    >>> in_flight(generate("1f1b", num_stages=2, num_micro_batches=4))
+    ({(0, 0): 2.0}, {(0, 1): 1.0})
+    """
     table = tabulate(schedule)
     size = table.num_slots / table.slots_per_micro_batch
     frees = (table.kind == Kind.BACKWARD_WEIGHT) | (table.kind == Kind.BACKWARD)

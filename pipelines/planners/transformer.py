@@ -1,16 +1,16 @@
-"""A transformer's profile without a measurement: layers priced by the cluster's device.
+"""A transformer's profile without a measurement: its layers are priced by the cluster's device model.
 
-Per layer with hidden size h, a heads of h/a, s tokens per sequence and b sequences, in fp32 (or half precision where the device's
-usual one is mixed):
+Per layer with hidden size h, a heads of h/a, s tokens per sequence and b sequences, in fp32 (or half precision if the device's
+default is mixed precision):
 
-- forward: the four linear products (h -> 3h, h -> h, h -> 4h, 4h -> h) and the two of the attention (2 b s^2 h FLOP each), at the
-  cluster's own speed for products of that size; backward: twice that;
+- forward: the four linear layers (h -> 3h, h -> h, h -> 4h, 4h -> h) and the two products of the attention (2 b s^2 h FLOP each),
+  at the cluster's speed for products of that size; backward: twice that;
 - parameters: 12 h^2 + 13 h; output: b s h elements;
 - kept for the backward (Korthikanti et al., "Reducing activation recomputation in large transformer models"):
-  s b h (34 + 5 a s / h) bytes in half precision, and with elements twice as large, masks left as they are,
+  s b h (34 + 5 a s / h) bytes in half precision; in fp32, with elements twice as large but masks unchanged,
   s b h (66 + 9 a s / h).
 
-In front an embedding (tokens and positions), behind a head (a product h -> vocabulary of its own).
+An embedding (tokens and positions) comes before the layers, and a head (an untied product h -> vocabulary) after them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from __future__ import annotations
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.limits import MOST_PROFILE_LAYERS
 
-from ..profile import Layer, Profile
+from ..profile import Profile, ProfiledLayer
 from .workload import PlannerError
 
 __all__ = ["transformer_profile"]
@@ -37,10 +37,17 @@ def transformer_profile(
     micro_batch: int = 1,
     name: str | None = None,
 ) -> Profile:
-    """The profile (formulas: module's text) of ``num_layers`` equal layers on the cluster's device.
+    """The profile of ``num_layers`` equal layers on the cluster's device (formulas: module's docstring).
 
     Args:
-        heads: by default one per 64 of ``hidden``.
+        cluster: whose device prices the layers.
+        num_layers: number of transformer layers.
+        hidden: hidden size h.
+        sequence: tokens per sequence s.
+        heads: attention heads a; by default one per 64 of ``hidden``.
+        vocabulary: number of tokens of the vocabulary.
+        micro_batch: sequences per micro-batch b.
+        name: of the profile; by default made of the sizes.
 
     Raises:
         PlannerError: a size is below 1.
@@ -72,9 +79,9 @@ def transformer_profile(
     lookup = cluster.elementwise_time(2 * output)
     head = product(hidden, vocabulary)
     layers = [
-        Layer("embedding", lookup, lookup, output, (vocabulary + sequence) * hidden * itemsize, output),
-        *(Layer(f"layer_{i}", forward, 2 * forward, output, parameters, stored) for i in range(num_layers)),
-        Layer(
+        ProfiledLayer("embedding", lookup, lookup, output, (vocabulary + sequence) * hidden * itemsize, output),
+        *(ProfiledLayer(f"layer_{i}", forward, 2 * forward, output, parameters, stored) for i in range(num_layers)),
+        ProfiledLayer(
             "head",
             head,
             2 * head,

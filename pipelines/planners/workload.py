@@ -1,14 +1,14 @@
-"""What a planner plans for: a profile on a cluster with a global batch, and what a stage of it costs.
+"""The input of a planner: a profile on a cluster with a global batch, and the costs of its stages.
 
-A stage is a run of layers [first, stop) on r devices. Of a micro-batch of b samples each replica takes an even slice of at most
-ceil(b / r) samples; times, activations and what is kept grow linearly with the slice (see :mod:`autoddl.pipelines.profile`).
+A stage is a run of layers [first, stop) on r devices. Each replica takes an even slice of at most ceil(b / r) samples of a
+micro-batch of b samples; times, activations and kept bytes grow linearly with the slice (see :mod:`autoddl.pipelines.profile`).
 
 Memory of one device of a stage that has K micro-batches in flight:
 
     state * P + K * kept * slice                          P = parameter bytes, kept = stored bytes per sample
     state * P + (K * input + kept) * slice                with recomputation: inputs of K, everything of one
 
-``state`` = bytes per parameter byte: 4 for Adam (fp32: weight, gradient, two moments; 16 bytes per parameter).
+``state`` is the bytes per parameter byte: 4 for Adam (fp32: weight, gradient, two moments; 16 bytes per parameter).
 Recomputation runs the stage's forward once more as part of its backward.
 """
 
@@ -28,39 +28,49 @@ from autoddl.costmodel.units import format_bytes
 from ..profile import Profile
 from .clock import Clock
 
-__all__ = ["PlannerError", "Workload"]
+__all__ = ["PlannerError", "ProfiledWorkload"]
 
+#: Bytes of weight, gradient and two moments per byte of parameters.
 ADAM_STATE = 4.0
 
 
 class PlannerError(UserError):
-    """A wish that no plan can fulfil."""
+    """Constraints that no plan satisfies."""
 
 
 @dataclass(frozen=True)
-class Workload:
-    """Profile, cluster and global batch; with per-sample sums over layers, ready for any stage.
+class ProfiledWorkload:
+    """Profile, cluster and global batch, with cumulative sums over layers per sample.
+
+    Attributes:
+        profile: the model.
+        cluster: the devices.
+        batch: samples per iteration over all devices.
+        recompute: whether activations are recomputed.
+        state: bytes of weights, gradients and optimizer state per byte of parameters.
+        memory_bytes: limit per device; None: the device's memory.
+        forward: ``forward[i]``: seconds of one sample through the layers before i, so that stages are differences.
+        backward: the same of the backward, including the repeated forward if activations are recomputed.
+        parameters: bytes of parameters of the layers before i.
+        stored: bytes that the layers before i keep of one sample.
+        cut_forward: ``cut_forward[i]``: bytes of one sample's activations that cross the cut before layer i.
+        cut_backward: the same of the gradients.
 
     Raises:
-        PlannerError: the batch is below 1, or the memory limit or the state factor make no sense.
+        PlannerError: the batch is below 1, or the memory limit or the state factor is out of range.
     """
 
     profile: Profile
     cluster: Cluster
     batch: int
-    """Samples per iteration over all devices."""
     recompute: bool = False
     state: float = ADAM_STATE
-    """Bytes of weights, gradients and optimizer state per byte of parameters."""
     memory_bytes: float | None = None
-    """Limit per device; None: the device's memory."""
     forward: np.ndarray = field(init=False, repr=False, compare=False)
-    """``forward[i]``: seconds of one sample through the layers before i, so that stages are differences."""
     backward: np.ndarray = field(init=False, repr=False, compare=False)
     parameters: np.ndarray = field(init=False, repr=False, compare=False)
     stored: np.ndarray = field(init=False, repr=False, compare=False)
     cut_forward: np.ndarray = field(init=False, repr=False, compare=False)
-    """``cut_forward[i]``: bytes of one sample that cross the cut before layer i."""
     cut_backward: np.ndarray = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -98,33 +108,35 @@ class Workload:
         return self.cluster.device.memory_bytes if self.memory_bytes is None else self.memory_bytes
 
     def forward_s(self, first: int, stop: int, slice_size: float) -> float:
+        """Seconds of a stage's forward."""
         return float(self.forward[stop] - self.forward[first]) * slice_size
 
     def backward_s(self, first: int, stop: int, slice_size: float) -> float:
-        """Including the repeated forward, if activations are recomputed."""
+        """Seconds of a stage's backward, including the repeated forward if activations are recomputed."""
         return float(self.backward[stop] - self.backward[first]) * slice_size
 
     def parameter_bytes(self, first: int, stop: int) -> float:
+        """Bytes of a stage's parameters."""
         return float(self.parameters[stop] - self.parameters[first])
 
     def fixed_bytes(self, first: int, stop: int, slice_size: float) -> float:
-        """Memory that does not depend on how many micro-batches are in flight."""
+        """Memory that does not depend on the number of micro-batches in flight."""
         fixed = self.state * self.parameter_bytes(first, stop)
         return fixed + float(self.stored[stop] - self.stored[first]) * slice_size * self.recompute
 
     def in_flight_bytes(self, first: int, stop: int, slice_size: float) -> float:
-        """Memory of each micro-batch in flight."""
+        """Memory per micro-batch in flight."""
         if self.recompute:
             return float(self.cut_forward[first]) * slice_size
         return float(self.stored[stop] - self.stored[first]) * slice_size
 
     def stage_bytes(self, first: int, stop: int, slice_size: float, in_flight: float) -> float:
-        """Memory of one device (formula: module's text)."""
+        """Memory of one device (formula: module's docstring)."""
         each = self.in_flight_bytes(first, stop, slice_size)
         return self.fixed_bytes(first, stop, slice_size) + in_flight * each
 
     def most_in_flight(self, first: int, stop: int, slice_size: float, wanted: int) -> int:
-        """How many micro-batches fit in memory, at most ``wanted``; 0 if not even one does."""
+        """The number of micro-batches that fit in memory, at most ``wanted``; 0 if not even one fits."""
         room = self.limit_bytes - self.fixed_bytes(first, stop, slice_size)
         each = self.in_flight_bytes(first, stop, slice_size)
         if room < each or room < 0:
@@ -134,10 +146,10 @@ class Workload:
     def micro_batches(self, given: int | None = None) -> list[int]:
         """Micro-batch sizes to consider, ascending: the divisors of the batch from the profile's micro-batch on.
 
-        Smaller ones are left out because times measured at the profile's say too little of them; they can be given.
+        Smaller ones are skipped, because the profile's times are too optimistic for them; they can be requested.
 
         Raises:
-            PlannerError: the given one does not divide the batch.
+            PlannerError: the requested size does not divide the batch.
         """
         if given is not None:
             self.require_division("divide into micro-batches", lambda batch, size: batch % size == 0, given)
@@ -146,15 +158,16 @@ class Workload:
         return [size for size in divisors(self.batch) if size >= least]
 
     def require_division(self, how: str, works: Callable[[int, int], bool], micro_batch: int | None) -> None:
-        """Refuse a batch, or the micro-batch that is given of it, by naming the nearest ones that work.
+        """Check the batch and the requested micro-batch.
 
         Args:
-            how: what they have to do.
-            works: whether a batch in micro-batches of a size, one sample where none is given, does it; multiples of the devices
-                do in some.
+            how: the requirement, for the message: "batch ... should {how}".
+            works: whether a batch, in micro-batches of a size, satisfies it (size 1 if none is requested). Some multiple of the
+                number of devices must.
+            micro_batch: the requested size.
 
         Raises:
-            PlannerError: they do not.
+            PlannerError: they do not satisfy it; the message names the nearest ones that do.
         """
         batch, size = self.batch, 1 if micro_batch is None else micro_batch
         if size > 0 and batch % size == 0 and works(batch, size):
@@ -168,17 +181,17 @@ class Workload:
             raise PlannerError(f"{fault}; {nearest_that_work('micro-batch', size, sizes)}")
         size, reach = max(size, 1), self.cluster.num_devices
         batches = nearest_batches(batch, lambda other: works(other, size), reach, size)
-        if not batches:  # in no micro-batches of that size
+        if not batches:  # no batch works with that micro-batch
             batches = nearest_batches(batch, lambda other: any(works(other, each) for each in divisors(other)), reach)
         raise PlannerError(f"{fault}; {nearest_that_work('batch', batch, batches)}")
 
     def balanced_cuts(self, num_stages: int) -> tuple[int, ...]:
-        """Where to cut (with both ends) so that the slowest of ``num_stages`` stages is as fast as can be.
+        """Cuts (with both ends) that minimise the time of the slowest of ``num_stages`` stages.
 
-        By dynamic programming over the last cut, O(stages layers^2).
+        Dynamic programming over the last cut, O(stages layers^2).
 
         Raises:
-            PlannerError: there are fewer layers.
+            PlannerError: there are fewer layers than stages.
         """
         count = self.num_layers
         if not 1 <= num_stages <= count:
@@ -200,21 +213,21 @@ class Workload:
             cuts.append(int(choice[cuts[-1]]))
         return (0, *reversed(cuts)) if num_stages > 1 else (0, count)
 
-    def nothing_found(self, what: str, clock: Clock) -> PlannerError:
-        """The error that nothing fits, or that nothing was found in time.
+    def not_found_error(self, what: str, clock: Clock) -> PlannerError:
+        """The error for a search without a result: nothing fits in memory, or the time limit was reached.
 
         Raises:
-            StopRequestedError: it was neither, but a stop was requested.
+            StopRequestedError: the search ended because a stop was requested.
         """
         clock.stop.check()
         if clock.stopped:
             return PlannerError(
                 f"no {what} of {self.profile.name} was found within {clock.limit_s:g} s; give it more time"
             )
-        return self.does_not_fit(what)
+        return self.memory_error(what)
 
-    def does_not_fit(self, what: str) -> PlannerError:
-        """The error that nothing fits."""
+    def memory_error(self, what: str) -> PlannerError:
+        """The error for a search space in which nothing fits in memory."""
         return PlannerError(
             f"no {what} of {self.profile.name} at batch {self.batch} fits {format_bytes(self.limit_bytes)} per device of "
             f"{self.cluster.name}; allow recomputation, smaller micro-batches or more devices"

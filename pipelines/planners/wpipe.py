@@ -1,20 +1,20 @@
 """WPipe's planner: recomputation, depth, width, placement and accumulation of 2GW (Yang et al., "WPipe").
 
-The configuration with the best throughput over
+The planner chooses the configuration with the best throughput over
 
     recomputation {no, yes}  x  H(d:w), d w = devices, each in placement A and B  x  M >= d,  global batch = B M w
 
-is chosen. Placement A keeps pipeline neighbours inside a machine and has data-parallel groups across machines, B the reverse
-(:mod:`.network`). The model is cut in 2 d stages of balanced time; worker s has stages s and s + d.
+Placement A keeps pipeline neighbours inside a machine and has data-parallel groups across machines, B the reverse
+(:mod:`.network`). The model is cut into 2 d stages of balanced time; worker s has stages s and s + d.
 
 The throughput is that of the simulated steady state: one update period, whose length cannot be less than
 
     max over workers of ( M (F + Bk [+ recomputation]) of its two stages,  the all-reduces of both )
 
-Configurations are simulated in the order of this bound until it exceeds the best period found.
+Configurations are simulated in ascending order of this bound until it exceeds the best period found.
 
 Memory of worker s: weights and optimizer state of both stages, one more copy of the weights of stage s (the first group
-has two versions), activations as the schedule keeps them alive.
+has two versions), and the activations that the schedule keeps alive.
 """
 
 from __future__ import annotations
@@ -31,36 +31,44 @@ from ..simulator import simulate
 from ..timeline import steady_state
 from ..times import Times
 from .clock import Clock
-from .network import Grid, Network
-from .workload import PlannerError, Workload
+from .network import Network, PipelinePlacement
+from .workload import PlannerError, ProfiledWorkload
 
 __all__ = ["WPipeConfiguration", "WPipeResult", "plan_wpipe"]
 
+#: Number of simulated update periods; the middle third of them is the steady state.
 PERIODS = 6
-"""Simulated update periods, the middle third of which is the steady state."""
 
 
 @dataclass(frozen=True)
 class WPipeConfiguration:
-    """One simulated configuration."""
+    """One simulated configuration.
+
+    Attributes:
+        depth: d, number of workers per pipeline, each with two stages.
+        width: w, number of pipelines.
+        placement: ``A``: pipelines inside machines; ``B``: replicas inside machines.
+        recompute: whether activations are recomputed.
+        micro_batch: B, in samples.
+        num_micro_batches: M, per pipeline and update period.
+        cuts: positions of the layers before which the model is cut, with both ends.
+        devices: per stage, the devices of all its replicas.
+        memory_bytes: of the fullest worker.
+        bound_s: the lower bound of the period (module's docstring).
+        period_s: simulated time between updates: one global batch.
+    """
 
     depth: int
     width: int
     placement: str
-    """``A``: pipelines inside machines; ``B``: replicas inside machines."""
     recompute: bool
     micro_batch: int
     num_micro_batches: int
-    """M, per pipeline and update period."""
     cuts: tuple[int, ...]
     devices: tuple[tuple[int, ...], ...]
-    """Per stage the devices of all its replicas."""
     memory_bytes: float
-    """Of the fullest worker."""
     bound_s: float
-    """The lower bound of the period (module's text)."""
     period_s: float
-    """Simulated time between updates: one global batch."""
 
     @property
     def name(self) -> str:
@@ -69,7 +77,12 @@ class WPipeConfiguration:
 
 @dataclass(frozen=True)
 class WPipeResult:
-    """The decision, and all that was simulated (best first)."""
+    """WPipe's result.
+
+    Attributes:
+        plan: the best configuration.
+        configurations: all simulated configurations, best first.
+    """
 
     plan: WPipeConfiguration
     configurations: tuple[WPipeConfiguration, ...]
@@ -77,6 +90,8 @@ class WPipeResult:
 
 @dataclass(frozen=True)
 class _Choice:
+    """A configuration before its simulation; fields as in :class:`WPipeConfiguration`."""
+
     depth: int
     width: int
     placement: str
@@ -89,18 +104,18 @@ class _Choice:
 
 
 def plan_wpipe(
-    workload: Workload, micro_batch: int | None = None, depth: int | None = None, clock: Clock | None = None
+    workload: ProfiledWorkload, micro_batch: int | None = None, depth: int | None = None, clock: Clock | None = None
 ) -> WPipeResult:
     """The configuration of best throughput on all devices of the cluster.
 
     Args:
-        workload: whose ``recompute`` asks for recomputation; otherwise both are tried.
+        workload: profile, cluster and batch. With ``workload.recompute`` only recomputation is considered, otherwise both.
         micro_batch: B; by default every one for which M >= d.
-        depth: d, workers per pipeline, each with two stages; by default every divisor of the devices.
-        clock: when to stop, with the best so far; by default when everything has been looked at.
+        depth: d, workers per pipeline, each with two stages; by default every divisor of the number of devices.
+        clock: time limit, after which the best configuration so far is returned; by default none.
 
     Raises:
-        PlannerError: the wishes cannot be fulfilled, or nothing fits in memory, or nothing was found in time.
+        PlannerError: the constraints cannot be satisfied, nothing fits in memory, or nothing was found in time.
     """
     devices, layers = workload.cluster.num_devices, workload.num_layers
     if depth is not None and 2 * depth > layers:
@@ -126,18 +141,18 @@ def plan_wpipe(
     ]
     found = _simulated(plain, choices, clock)
     if not found:
-        raise workload.nothing_found("WPipe configuration", clock)
+        raise workload.not_found_error("WPipe configuration", clock)
     ranked = sorted(found, key=lambda c: (c.period_s, c.recompute, c.depth, c.placement))
     return WPipeResult(ranked[0], tuple(ranked))
 
 
 def _num_micro_batches(batch: int, width: int, size: int) -> int:
-    """M of each of ``width`` pipelines; 0 where the batch does not divide into such micro-batches."""
+    """M of each of ``width`` pipelines; 0 if the batch does not divide into such micro-batches."""
     return 0 if batch % (width * size) else batch // (width * size)
 
 
 def _choices(
-    workload: Workload, network: Network, depth: int, recompute: bool, wanted: int | None
+    workload: ProfiledWorkload, network: Network, depth: int, recompute: bool, wanted: int | None
 ) -> Iterator[_Choice]:
     width = workload.cluster.num_devices // depth
     if workload.batch % width:
@@ -164,8 +179,10 @@ def _choices(
             yield _Choice(depth, width, placement, recompute, size, count, cuts, times, bound)
 
 
-def _times(workload: Workload, network: Network, grid: Grid, cuts: tuple[int, ...], micro_batch: int) -> Times:
-    """Of one pipeline's stages; transfers are those of all pipelines at once, side by side."""
+def _times(
+    workload: ProfiledWorkload, network: Network, grid: PipelinePlacement, cuts: tuple[int, ...], micro_batch: int
+) -> Times:
+    """Times of one pipeline's stages. A transfer is that of all pipelines at the same time."""
     depth, width = len(grid.workers), sum(grid.workers[0])
     stages = list(zip(cuts, cuts[1:]))
     forwards, backwards = [], []
@@ -187,8 +204,8 @@ def _times(workload: Workload, network: Network, grid: Grid, cuts: tuple[int, ..
     )
 
 
-def _simulated(workload: Workload, choices: list[_Choice], clock: Clock) -> list[WPipeConfiguration]:
-    """Simulate by ascending bound until no later choice can win."""
+def _simulated(workload: ProfiledWorkload, choices: list[_Choice], clock: Clock) -> list[WPipeConfiguration]:
+    """Simulate by ascending bound until no later choice can be better."""
     schedules: dict[tuple[int, int, int, bool], Schedule] = {}
     found: list[WPipeConfiguration] = []
     best = float("inf")
@@ -229,7 +246,7 @@ def _simulated(workload: Workload, choices: list[_Choice], clock: Clock) -> list
     return found
 
 
-def _memory_bytes(workload: Workload, schedule: Schedule, choice: _Choice) -> float:
+def _memory_bytes(workload: ProfiledWorkload, schedule: Schedule, choice: _Choice) -> float:
     stages = list(zip(choice.cuts, choice.cuts[1:]))
     stored = [workload.in_flight_bytes(*layers, choice.micro_batch) for layers in stages]
     inputs = [float(workload.cut_forward[first]) * choice.micro_batch for first in choice.cuts[:-1]]

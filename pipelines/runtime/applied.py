@@ -2,7 +2,7 @@
 
 The user's module is read, not changed: its parameters' values, and what the graph does not say (a norm's eps, a dropout's
 probability, the base of rotary positions).  Its ``forward`` is not called, since views with sizes in them would not fit local
-tensors: the graph's layers are run by the runtime's own (:mod:`program`), opaque ones by a copy of the submodule.
+tensors: the graph's layers are run as the one stage of a pipeline (:mod:`.stage`), opaque ones by a copy of the submodule.
 
 Collectives go through local tensors and eager autograd, so the module does not run inside ``nn.Graph``.
 """
@@ -15,25 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.pricing import edge_shape
+from autoddl.costmodel.redistribution import redistribute
+from autoddl.costmodel.sbp import Broadcast
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
 from .comparing import check_same_function
-from .dropouts import check_dropouts
-from .feeding import feeds_of, inputs_of
 from .load import load_oneflow
-from .parameters import StoredParameter
-from .program import Program
+from .moving import move_tensor
 from .setting import Batch
-from .statements import LOSSES
+from .stage.global_weights import GlobalWeights
+from .stage.model import PlannedModel
+from .stage.plan import StagePlan
+from .stage.stage import Stage
+from .stage.tracing import Measure, StageTracer, TracedSection
 from .stepping import Stepper
-from .tracing import Measure, TracedSection, trace
-from .userparameters import check_parameters
+from .userparameters import find_parameter, first_names, values_of
 
 flow: Any = load_oneflow()
+_Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
 __all__ = ["AppliedModule"]
 
@@ -63,21 +67,25 @@ class AppliedModule(flow.nn.Module):
         check: bool = False,
     ):
         super().__init__()
-        world = flow.env.get_world_size()
-        check_parameters(module, graph, strategies, world)
-        check_dropouts(module, graph)
-        self._graph = graph
+        plan = StagePlan(strategies, workload.recompute)
+        stepper = Stepper(flow.env.get_world_size())
+        if plan.num_ranks != stepper.num_ranks:
+            raise UserError(f"the plan is for {plan.num_ranks} ranks, this job has {stepper.num_ranks}")
+        model = PlannedModel(module, graph, (plan,), feeds or {})
+        self._has_loss = model.has_loss
         self._workload = workload
-        self._program = Program(module, graph, strategies, Stepper(world), workload.recompute)
+        self._stage = Stage(model, 0, model.weights(), stepper)
+        self._weights = GlobalWeights(self._stage, values_of(module, stepper))
         # Not as an attribute, which would make its parameters this module's.
         self._to_be_compared = [module] if check else []
         self._is_summing = True
         self._num_passes = 0
-        self._feeds = feeds_of(graph, feeds or {})
-        self._names = tuple(module.state_dict().keys())
-        self._kept_buffers = _buffers(module)
-        for path, stored in self._program.stored.items():
-            _register(self, path, stored.tensor)
+        first = first_names(module)
+        # The plain module's names, each with the first one of the same parameter.
+        self._names = {name: first.get(id(find_parameter(module, name)), name) for name in module.state_dict()}
+        self._kept_buffers = {name: _to_numpy(value) for name, value in module.named_buffers()}
+        for path, parameter in self._weights.parameters.items():
+            _register(self, path, parameter.tensor)
         self.train(module.training)
 
     # ---- Running -----------------------------------------------------------------------------------------------------
@@ -87,14 +95,14 @@ class AppliedModule(flow.nn.Module):
         if self._to_be_compared:
             self._compare(batch)
         moment = self._batch(batch)
-        value = self._program.run(moment, self._is_summing)
-        return value if moment.targets is not None else self._program.whole(value, moment.num_samples)
+        value = self._stage.run(None, self._weights.local(self._is_summing), moment)
+        return value if moment.targets is not None else _whole_output(value, self._stage, moment.num_samples)
 
     def _compare(self, batch: Sequence[Any]) -> None:
         module = self._to_be_compared.pop()  # the comparison itself runs this module
         try:
-            with self._program.stepper.not_logging(), flow.enable_grad():
-                check_same_function(self, self._program, module, batch)
+            with self.stepper.not_logging(), flow.enable_grad():
+                check_same_function(self, self._weights, module, batch)
         except BaseException:
             self._to_be_compared.append(module)
             raise
@@ -138,11 +146,10 @@ class AppliedModule(flow.nn.Module):
 
         All ranks call.  ``nn.utils.clip_grad_norm_`` gathers every gradient for it; here one number is sent.
         """
-        program = self._program
-        trained = [stored for stored in program.stored.values() if stored.tensor.grad is not None]
-        locals_ = [stored.tensor.grad.to_local() for stored in trained]
-        squares = sum(float((g * g).sum().numpy()) / stored.num_copies for stored, g in zip(trained, locals_))
-        total = program.stepper.reduce(flow.tensor([squares]), [Axis(program.stepper.num_ranks, 1)])
+        trained = [one for one in self._weights.parameters.values() if one.tensor.grad is not None]
+        locals_ = [parameter.tensor.grad.to_local() for parameter in trained]
+        squares = sum(float((g * g).sum().numpy()) / parameter.num_copies for parameter, g in zip(trained, locals_))
+        total = self.stepper.reduce(flow.tensor([squares]), [Axis(self.stepper.num_ranks, 1)])
         norm = float(total.numpy()[0]) ** 0.5
         if norm > max_norm:
             for gradient in locals_:
@@ -153,19 +160,18 @@ class AppliedModule(flow.nn.Module):
         if flow._oneflow_internal.lazy_mode.is_enabled():
             raise UserError("an applied module runs in eager mode only, not inside nn.Graph: its collectives are eager")
         arrays = [_to_numpy(argument) for argument in batch]
-        num_inputs = len(arrays) - (1 if _has_loss(self._graph) else 0)
+        num_inputs = len(arrays) - self._has_loss
         if num_inputs < 1:
             raise UserError(f"{len(arrays)} arguments are too few, should be the inputs and then the targets")
         samples = len(arrays[0])
-        for ready in self._program.layers:
+        for ready in self._stage.layers:
             if samples % ready.strategy.p0:
                 raise UserError(
                     f"{ready.layer.describe()}: {samples} samples do not divide over the {ready.strategy.p0} of {ready.strategy}"
                 )
-        inputs = inputs_of(self._graph, self._feeds, arrays[:num_inputs])
         self._num_passes += 1
-        targets = arrays[-1] if len(arrays) > num_inputs else None
-        return Batch(inputs, targets, samples, self._num_passes if self.training else None)
+        targets = arrays[-1] if self._has_loss else None
+        return self._stage.batch(arrays[:num_inputs], targets, samples, self._num_passes if self.training else None)
 
     # ---- Looking inside ----------------------------------------------------------------------------------------------
 
@@ -178,24 +184,31 @@ class AppliedModule(flow.nn.Module):
         Args:
             measure: called with every section to run, on all ranks in the same order.
         """
-        return trace(self._program, self._batch(batch), measure)
+        tracer = StageTracer(self._stage, self._weights.local(is_summing=False), measure)
+        value = tracer.run(None, self._batch(batch))
+        for layer, groups in self._weights.groups.items():
+            for group in groups:
+                if group.reduced:
+                    tracer.section(layer, "gradient", group.sum_leaves)
+                else:
+                    group.sum_leaves()
+        return value, tracer.sections
 
     @property
     def stepper(self) -> Stepper:
         """The ranks, and the log of steps."""
-        return self._program.stepper
+        return self._stage.stepper
 
     # ---- Parameters --------------------------------------------------------------------------------------------------
 
     def logical_gradients(self) -> dict[str, np.ndarray]:
         """The gradients by the model's own names and shapes, on every rank; all ranks call."""
-        return self._logical(lambda stored: stored.tensor.grad)
+        return self._named(self._weights.gradients())
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
         """The plain model's: its names, shapes and values, as local tensors on every rank; all ranks call."""
-        values = self._logical(lambda stored: stored.tensor)
-        values.update({name: buffer for name, buffer in self._kept_buffers.items() if name not in values})
-        return {name: flow.tensor(values[name]) for name in self._names if name in values}
+        values = self._named({**self._kept_buffers, **self._weights.values()})
+        return {name: flow.tensor(value) for name, value in values.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
         """Take the values of a plain model's ``state_dict`` (local tensors or numpy arrays), the same on every rank.
@@ -204,43 +217,51 @@ class AppliedModule(flow.nn.Module):
             UserError: (if strict) a name is missing or unknown, or a shape differs.
         """
         self._to_be_compared.clear()  # its values are others now
-        known = {name: rows for stored in self._program.stored.values() for name, rows in stored.layout.sources}
-        names = set(known) | set(self._program.aliases) | set(self._kept_buffers)
-        missing = [name for name in known if name not in state_dict]
-        unknown = [name for name in state_dict if name not in names]
+        shapes = self._stage.weights.shapes()
+        given = {name: _to_numpy(value) for name, value in state_dict.items()}
+        missing = [name for name in shapes if name not in given]
+        unknown = [name for name in given if name not in self._names and name not in self._kept_buffers]
         if strict and (missing or unknown):
             what = f"lacks {missing[0]!r}" if missing else f"holds {unknown[0]!r}, which the model has not"
             raise UserError(f"the state_dict {what}")
-        for stored in self._program.stored.values():
-            given = {name: state_dict[name] for name, _ in stored.layout.sources if name in state_dict}
-            current = {} if len(given) == len(stored.layout.sources) else dict(stored.parts(stored.logical()))
-            parts = []
-            for name, rows in stored.layout.sources:
-                parts.append(_to_numpy(given[name]) if name in given else current[name])
-                shape = (rows, *stored.layout.shape[1:])
-                if parts[-1].shape != shape:
-                    raise UserError(f"the state_dict's {name} has shape {parts[-1].shape}, should have {shape}")
-            stored.assign(np.concatenate(parts))
-        for name in self._kept_buffers:
-            if name in state_dict:
-                self._kept_buffers[name] = _to_numpy(state_dict[name])
+        values = self._weights.values() if missing else {}
+        for name, first in self._names.items():
+            if name in given and first in shapes:
+                values[first] = given[name]
+                if given[name].shape != shapes[first]:
+                    raise UserError(
+                        f"the state_dict's {name} has shape {given[name].shape}, should have {shapes[first]}"
+                    )
+        self._weights.assign(values)
+        self._kept_buffers.update((name, given[name]) for name in self._kept_buffers if name in given)
 
-    def _logical(self, tensor_of: Callable[[StoredParameter], Tensor | None]) -> dict[str, np.ndarray]:
-        values: dict[str, np.ndarray] = {}
-        for stored in self._program.stored.values():
-            tensor = tensor_of(stored)
-            if tensor is not None:
-                values.update(stored.parts(stored.logical(tensor)))
-        values.update({alias: values[name] for alias, name in self._program.aliases.items() if name in values})
-        return values
+    def _named(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Values of first names, by all names of the plain module."""
+        return {name: values[first] for name, first in self._names.items() if first in values}
 
 
 # ---- Helpers -----------------------------------------------------------------------------------------------------------
 
 
-def _has_loss(graph: LayerGraph) -> bool:
-    last = graph.layers[-1]
-    return last.kind == "loss" or bool(LOSSES & set(last.epilogue))
+def _whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
+    """The model's output, gathered on every rank; of its gradient, the same on every rank, each takes its part."""
+    last, stepper = stage.layers[-1], stage.stepper
+    lying = last.strategy.activations
+    shape = edge_shape(last.layer, samples)
+    everywhere = Distribution(lying.axes, (Broadcast(),) * len(lying.axes))
+    route = redistribute(lying, everywhere, shape)
+    part = lying.slices(stepper.rank, shape)
+
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return move_tensor(x, route, stepper, (0, 2)).clone()
+
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy[part[0], :, part[1]].contiguous()
+
+    whole = _Function.apply("whole", forward, backward, value)
+    per_sample = last.layer.output_shape
+    # Outside of sequences the one row of a sample is the sample itself.
+    return whole.reshape(samples, *(per_sample[1:] if len(per_sample) == 2 and last.layer.rows == 1 else per_sample))
 
 
 def _register(module: Any, path: str, tensor: Tensor) -> None:
@@ -251,11 +272,6 @@ def _register(module: Any, path: str, tensor: Tensor) -> None:
             module.add_module(parent, flow.nn.Module())
         module = module._modules[parent]
     module.register_parameter(name, tensor)
-
-
-def _buffers(module: Any) -> dict[str, np.ndarray]:
-    trained = {name for name, _ in module.named_parameters()}
-    return {name: _to_numpy(value) for name, value in module.named_buffers() if name not in trained}
 
 
 def _to_numpy(value: Any) -> np.ndarray:

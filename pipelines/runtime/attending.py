@@ -31,8 +31,12 @@ def attend(
 
     Args:
         x: (samples, sequence, groups * (group_heads + 2) * head_dim): for each key-value head its query heads, key and value.
+        groups: number of key-value heads.
+        group_heads: query heads per key-value head.
+        head_dim: features per head.
+        causal: whether positions attend only to earlier ones.
         angles: cosine and sine of rotary positions, (sequence, head_dim).
-        drop: what drops probabilities.
+        drop: dropout of the probabilities.
 
     Returns:
         (samples, sequence, groups * group_heads * head_dim).
@@ -42,7 +46,7 @@ def attend(
     query, key, value = x[:, :, :group_heads], x[:, :, group_heads : group_heads + 1], x[:, :, group_heads + 1 :]
     if angles is not None:
         query, key = rotate(query, *angles), rotate(key, *angles)
-    # All query heads of a group look at the same key: their rows stand one below the other.
+    # All query heads of a group use the same key: their rows are stacked.
     query = query.reshape(samples, groups, group_heads * sequence, head_dim)
     key, value = (t.reshape(samples, groups, sequence, head_dim) for t in (key, value))
     scores = flow.matmul(query, key.transpose(-2, -1)) * (1.0 / math.sqrt(head_dim))
@@ -56,15 +60,15 @@ def attend(
 
 
 def rotate(x: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Pairs (i, i + head_dim / 2) of the last dimension turned by their angles."""
+    """Rotate the pairs (i, i + head_dim / 2) of the last dimension by their angles."""
     half = x.shape[-1] // 2
-    turned = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cosine + turned * sine
+    rotated = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cosine + rotated * sine
 
 
 @functools.cache
 def rotary_angles(sequence: int, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of theta^(-2 i / head_dim) * position, (sequence, head_dim)."""
+    """Cosine and sine of theta^(-2 i / head_dim) * position, each (sequence, head_dim)."""
     frequencies = theta ** (-np.arange(0, head_dim, 2) / head_dim)
     angles = np.outer(np.arange(sequence), np.concatenate([frequencies, frequencies]))
     return flow.tensor(np.cos(angles).astype(np.float32)), flow.tensor(np.sin(angles).astype(np.float32))

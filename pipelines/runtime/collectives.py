@@ -1,7 +1,7 @@
-"""Collectives along one mesh axis, on each rank's local tensor, differentiable, with the bytes that theory asks for.
+"""Differentiable collectives along one mesh axis, on each rank's local tensor, that send no more bytes than theory requires.
 
 Along an axis of p ranks a logical tensor X is in one of the states S(d), B or P, and a rank holds the local tensor x_k of that
-state. Each function here takes x_k and returns the local tensor of another state of the same X. Its backward pass is its adjoint,
+state. Each function takes x_k and returns the local tensor of another state of the same X. Its backward pass is its adjoint,
 which is again one of these functions, on the dual states (the gradient of a copy is a summand, the gradient of a summand is a
 copy: S* = S, B* = P, P* = B). Per rank, with n bytes = X for the first three and x_k for the all-to-all:
 
@@ -17,23 +17,22 @@ function               forward          backward         backward is            
 `sum_gradients`        B -> B           P -> B           all-reduce, forward is the identity  0, then 2 (p-1)/p n
 =====================  ===============  ===============  ===================================  ====================
 
-The backward passes are adjoints of the map from all ranks' inputs to all ranks' outputs, so a loss that was all-reduced exists
+The backward passes are adjoints of the map from all ranks' inputs to all ranks' outputs. So a loss that was all-reduced exists
 p times: seed its gradient with 1/p on each rank (or 1 on one rank), not with 1 on all.
 
-How. OneFlow moves data with ideal rings when a *one-dimensional* placement goes S(0) -> B, P -> S(0), P -> B or S(0) -> S(1), and
-with several times the bytes elsewhere. So the placement of a collective is the group of ranks along the axis alone, ascending,
-and the tensor is packed into a matrix of p rows, one for each rank of the group: any tensor dimension comes to dimension 0 by
-one local copy. The local data enters through the storage of an empty global tensor, because a call of ``to_global`` on a local
-tensor exchanges shapes and has to be made by every rank of the job. Therefore *only the ranks of the group call*, whatever the
-others do; along an axis all groups run at once and need not wait for each other. The calls that two ranks share have to come in
-the same order on both.
+**Implementation.** OneFlow uses ideal rings if a *one-dimensional* placement goes S(0) -> B, P -> S(0), P -> B or S(0) -> S(1),
+and sends several times the bytes otherwise. So the placement of a collective is the group of ranks along the axis, ascending,
+and the tensor is packed into a matrix of p rows, one for each rank of the group: one local copy brings any tensor dimension to
+dimension 0. The local data enters through the storage of an empty global tensor, because ``to_global`` on a local tensor exchanges
+shapes and has to be called by every rank of the job. Therefore *only the ranks of the group call*; along an axis all groups run
+at once and need not wait for each other. Two ranks have to make the calls that they share in the same order.
 
-OneFlow details that differ from what one would expect (0.9.0, CPU):
+Unexpected details of OneFlow (0.9.0, CPU):
 
-- Groups need not be neighbours nor of equal history: placements such as [1, 3], never seen by ranks 0 and 2, mixed at random with
-  others, give right values.
-- `oneflow.autograd.Function` takes tensors only; its base class takes any pair of callables, which is what is used here.
-- float16 and bfloat16 abort the process in a reduction and have no all-to-all, uint8 has no all-to-all: they are refused.
+- The ranks of a group need neither be neighbours nor have the same history: placements such as [1, 3], never seen by ranks 0 and
+  2, mixed at random with others, give correct values.
+- `oneflow.autograd.Function` takes tensors only; its base class, which is used here, takes any pair of callables.
+- float16 and bfloat16 abort the process in a reduction and have no all-to-all, uint8 has no all-to-all: they are errors here.
 """
 
 from __future__ import annotations
@@ -73,10 +72,12 @@ _SUMMABLE = (flow.float32, flow.float64, flow.int32, flow.int64)
 
 
 def all_gather(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
-    """S(dim) -> B: the shards of the group's ranks joined along ``dim``, in rank order.
+    """S(dim) -> B: the shards of the group's ranks, concatenated along ``dim`` in rank order.
 
     Args:
-        x: local tensor, of one shape on all ranks of the group; ``x.shape[dim] * axis.size`` in the output.
+        x: local tensor, of the same shape on all ranks of the group.
+        axis: whose groups gather.
+        dim: dimension to concatenate; of size ``x.shape[dim] * axis.size`` in the result.
 
     Raises:
         UserError: ``dim`` is not a dimension of ``x``, or its type cannot be sent.
@@ -89,7 +90,7 @@ def all_gather(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
-    """P -> S(dim): the sum over the group's ranks, of which each keeps its slice along ``dim``.
+    """P -> S(dim): the sum over the group's ranks; each keeps its slice along ``dim``.
 
     Raises:
         UserError: ``axis.size`` does not divide ``x.shape[dim]``, ``dim`` is not a dimension of ``x``, or its type has no sum.
@@ -113,8 +114,8 @@ def all_reduce(x: Tensor, axis: RankAxis) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: RankAxis, split_dim: int, concat_dim: int) -> Tensor:
-    """S(concat_dim) -> S(split_dim): each rank cuts ``x`` along ``split_dim``, sends piece k to the k-th rank of the group, and
-    joins what it gets along ``concat_dim``.
+    """S(concat_dim) -> S(split_dim): each rank splits ``x`` along ``split_dim``, sends piece k to the k-th rank of the group, and
+    concatenates the pieces it receives along ``concat_dim``.
 
     Raises:
         UserError: ``axis.size`` does not divide ``x.shape[split_dim]``, the dimensions are equal or not dimensions of ``x``, or
@@ -135,7 +136,11 @@ def all_to_all(x: Tensor, axis: RankAxis, split_dim: int, concat_dim: int) -> Te
 
 
 def take_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
-    """B -> S(dim): this rank's slice along ``dim``; nothing is sent. Raises UserError as `reduce_scatter` does."""
+    """B -> S(dim): this rank's slice along ``dim``; nothing is sent.
+
+    Raises:
+        UserError: as for `reduce_scatter`.
+    """
     _check_call(x, axis, "slice")
     dim = _from_front(x, dim, "slice")
     _check_divides(x, axis, dim, "slice")
@@ -154,13 +159,13 @@ def pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 
 def sum_gradients(x: Tensor, axis: RankAxis) -> Tensor:
-    """B -> B: ``x`` itself, whose gradient is summed over the group's ranks: what a replicated parameter passes through."""
+    """B -> B: ``x`` itself, with its gradient summed over the group's ranks, as for a replicated parameter."""
     _check_call(x, axis, "all-reduce", _SUMMABLE)
     return _differentiable("sum_gradients", lambda t: t.clone(), lambda dy: _all_reduce(dy, axis), x, axis)
 
 
 def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
-    """P -> B of a vector on any ranks of the job, ascending, this one included; without autograd."""
+    """P -> B of a vector on any ascending ranks of the job, this one included; without autograd."""
     if len(ranks) == 1:
         return x
     tensor = flow.empty(x.numel(), dtype=x.dtype, placement=_placement(ranks), sbp=flow.sbp.partial_sum)
@@ -174,7 +179,7 @@ def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
 def send(x: Tensor, to_rank: int) -> None:
     """Send a local tensor; the other rank calls `receive` with its shape and type.
 
-    Returns at once, the transfer runs in OneFlow's order of issue. Two ranks that both send first wait for each other for ever.
+    Returns at once; the transfer runs in OneFlow's order of issue. Two ranks that both send first deadlock.
 
     Raises:
         UserError: the type of ``x`` cannot be sent, or ``to_rank`` is not another rank of the job.
@@ -231,7 +236,7 @@ def _pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, axis: RankAxis, shape: tuple[int, ...], before: Any, after: Any) -> Tensor:
-    """The local part of a global tensor of ``shape`` on the group's ranks in state ``after``, given that in ``before``."""
+    """The local part, in state ``after``, of a global tensor of ``shape`` on the group's ranks, given its part in ``before``."""
     group = axis.group(flow.env.get_rank())
     tensor = flow.empty(*shape, dtype=x.dtype, placement=_placement(group), sbp=before)
     flow._C.assign_local_tensor(tensor.to_local(), x.contiguous())  # to_local() shares the storage
@@ -244,7 +249,7 @@ def _placement(group: tuple[int, ...]) -> Any:
 
 
 def _cut(x: Tensor, num_pieces: int, dim: int) -> Tensor:
-    """Cut along ``dim``: (..., n, ...) becomes (num_pieces, ..., n / num_pieces, ...), the pieces contiguous."""
+    """Split along ``dim``: (..., n, ...) becomes (num_pieces, ..., n / num_pieces, ...), with contiguous pieces."""
     shape = tuple(x.shape)
     apart = x.reshape(*shape[:dim], num_pieces, shape[dim] // num_pieces, *shape[dim + 1 :])
     order = [dim, *(i for i in range(len(shape) + 1) if i != dim)]
@@ -263,13 +268,13 @@ def _join(pieces: Tensor, dim: int) -> Tensor:
 def _differentiable(
     name: str, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], x: Tensor, axis: RankAxis
 ) -> Tensor:
-    """``forward(x)``, of which autograd knows that gradients go back through ``backward``; ``x`` itself on an axis of one."""
+    """``forward(x)`` with ``backward`` as its gradient; ``x`` itself on an axis of one rank."""
     if axis.size == 1:
         return x
     return _Function.apply(name, lambda ctx, t: forward(t), lambda ctx, dy: backward(dy), x)
 
 
-# ---- Checks: OneFlow aborts the process where these would fail ---------------------------------------------------------
+# ---- Checks: without them OneFlow would abort the process ---------------------------------------------------------------
 
 
 def _check_call(x: Tensor, axis: RankAxis, what: str, types: tuple[Any, ...] = ()) -> None:
@@ -283,10 +288,12 @@ def _check_call(x: Tensor, axis: RankAxis, what: str, types: tuple[Any, ...] = (
 
 
 def _from_front(x: Tensor, dim: int, what: str) -> int:
-    """``dim`` counted from the front."""
+    """``dim`` as a non-negative number."""
     num_dims = len(x.shape)
     if not -num_dims <= dim < num_dims:
-        raise UserError(f"{what} along dimension {dim} of a tensor of shape {tuple(x.shape)}: there is none")
+        raise UserError(
+            f"{what} along dimension {dim} of a tensor of shape {tuple(x.shape)}, which has {num_dims} dimensions"
+        )
     return dim % num_dims
 
 

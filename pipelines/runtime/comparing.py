@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from math import lcm, prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,12 +17,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 
 from .load import load_oneflow
-from .parameters import StoredParameter
-from .program import Program
-from .userparameters import find_parameter
-
-if TYPE_CHECKING:
-    from .applied import AppliedModule
+from .stage.global_weights import GlobalWeights
 
 flow: Any = load_oneflow()
 
@@ -33,15 +28,20 @@ Tensor = Any
 VALUE_TOLERANCE, GRADIENT_TOLERANCE = 1e-4, 1e-3
 
 
-def check_same_function(applied: AppliedModule, program: Program, module: Any, batch: Sequence[Any]) -> None:
-    """Compare the two on the first samples of ``batch``, as few as divide over all layers; all ranks call.
+def check_same_function(applied: Any, weights: GlobalWeights, module: Any, batch: Sequence[Any]) -> None:
+    """Compare an applied module with the user's on the first samples of ``batch``, as few as divide over all layers.
 
-    Gradients and modes are as before afterwards.
+    Gradients and modes are as before afterwards.  All ranks call.
+
+    Args:
+        applied: the module that trains these weights.
+        module: the user's.
 
     Raises:
         UserError: on every rank, where the two differ on any; it names what.
     """
-    num = lcm(*(ready.strategy.p0 for ready in program.layers))
+    stage = weights.stage
+    num = lcm(*(ready.strategy.p0 for ready in stage.layers))
     samples = [flow.tensor(x[:num]) if isinstance(x, np.ndarray) else x[:num] for x in batch]
     parameters = {name: tensor for name, tensor in module.named_parameters() if tensor.requires_grad}
     before = [(tensor, tensor.grad) for tensor in (*parameters.values(), *applied.parameters())]
@@ -52,9 +52,9 @@ def check_same_function(applied: AppliedModule, program: Program, module: Any, b
         module.eval()
         applied.eval()
         found = applied(*samples)
-        difference = _compare(found, _matching(module(*samples), found), module, program)
+        difference = _compare(found, _matching(module(*samples), found), weights, parameters)
         verdict = flow.tensor([float(difference is not None)])
-        differing = program.stepper.reduce(verdict, [Axis(program.stepper.num_ranks, 1)]).numpy()[0]
+        differing = stage.stepper.reduce(verdict, [Axis(stage.stepper.num_ranks, 1)]).numpy()[0]
     finally:
         module.train(modes[0])
         applied.train(modes[1])
@@ -79,32 +79,33 @@ def _matching(returned: Any, found: Tensor) -> Tensor:
     )
 
 
-def _compare(found: Tensor, expected: Tensor, module: Any, program: Program) -> str | None:
+def _compare(found: Tensor, expected: Tensor, weights: GlobalWeights, parameters: Mapping[str, Tensor]) -> str | None:
     """The first difference; None where there is none."""
     shape = tuple(expected.shape)
-    weights = flow.tensor(np.random.default_rng(0).standard_normal(shape).astype(np.float32)) if shape else None
+    factors = flow.tensor(np.random.default_rng(0).standard_normal(shape).astype(np.float32)) if shape else None
     for value in (found.reshape(*shape) if shape else found, expected):
-        (value if weights is None else (value * weights).sum()).backward()
+        (value if factors is None else (value * factors).sum()).backward()
     mine, theirs = found.detach().numpy().reshape(shape), expected.detach().numpy()
     what = "output" if shape else "loss"
     difference = float(np.abs(mine - theirs).max()) / max(float(np.abs(theirs).max()), 1e-30)
     if not difference < VALUE_TOLERANCE:
         values = f"{float(mine):.7g} in place of {float(theirs):.7g}" if not shape else f"off by {difference:.1e}"
         return f"its {what} is {values}"
-    return _compare_gradients(module, program)
+    return _compare_gradients(weights, parameters)
 
 
-def _compare_gradients(module: Any, program: Program) -> str | None:
-    expected: list[tuple[StoredParameter, np.ndarray]] = []
-    for stored in program.stored.values():
-        tensors = [find_parameter(module, name) for name, _ in stored.layout.sources]
-        if all(tensor.grad is not None for tensor in tensors):
-            expected.append((stored, np.concatenate([tensor.grad.numpy() for tensor in tensors])))
+def _compare_gradients(weights: GlobalWeights, parameters: Mapping[str, Tensor]) -> str | None:
+    gradients = {name: tensor.grad.numpy() for name, tensor in parameters.items() if tensor.grad is not None}
+    expected = [
+        (stored, stored.layout.joined(gradients))
+        for stored in weights.parameters.values()
+        if all(name in gradients for name, _ in stored.layout.sources)
+    ]
     largest = max((_size(value) for _, value in expected), default=0.0)
     for stored, value in expected:
         if stored.tensor.grad is None:
             return f"{stored.layout.name} has no gradient"
-        theirs = stored.layout.take(value, program.stepper.rank)
+        theirs = stored.layout.take(value, weights.stage.stepper.rank)
         mine = stored.tensor.grad.to_local().numpy()
         difference = _size(mine - theirs) / max(_size(theirs), 1e-3 * largest, 1e-30)
         if not difference < GRADIENT_TOLERANCE:

@@ -1,8 +1,8 @@
-"""All processes that a process started, whatever has become of them: found in /proc, and ended.
+"""Finding all descendants of a process in /proc, and killing them.
 
-A child that calls ``setsid`` or whose parent has ended leaves the process group, but not the tree: below a sub-reaper (see
-`keeper`) an orphan becomes the sub-reaper's child. Where the tree is broken all the same, because somebody killed the sub-reaper,
-processes are told by a mark in the environment that they inherited.
+A child that calls ``setsid`` or whose parent has exited leaves the process group, but not the tree: below a sub-reaper (see
+`keeper`) an orphan becomes the sub-reaper's child. If the sub-reaper was killed and the tree is broken, descendants are recognised
+by a mark in the environment that they inherit.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from pathlib import Path
 __all__ = ["become_subreaper", "descendants", "die_with_parent", "end_descendants", "is_stopped"]
 
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_ENDED = "ZX"  # states of processes of which nothing is left but their exit code
+_ENDED = "ZX"  # states of processes of which only the exit code is left
 _PAUSE_SECONDS = 0.005
 
 
 def become_subreaper() -> None:
-    """From now on orphans below this process become its children, rather than init's."""
+    """Make this process, instead of init, the parent of orphans below it."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def die_with_parent(parent: int) -> None:
-    """Have the system kill this process when its parent, of that number, ends; at once where it already has."""
+    """Let the system kill this process when its parent, process ``parent``, exits; at once if it already has."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
@@ -42,13 +42,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is suspended at this moment."""
+    """Whether a process is suspended."""
     found = _status(pid)
     return found is not None and found[0] in "Tt"
 
 
 def _status(pid: int) -> tuple[str, int] | None:
-    """State and parent of a process, None where there is none of that number."""
+    """State and parent of a process; None if there is no such process."""
     try:
         state, parent = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
     except (OSError, ValueError):
@@ -83,15 +83,15 @@ def descendants(roots: Collection[int], mark: str = "") -> set[int]:
 
 
 def _has_mark(pid: int, mark: bytes) -> bool:
-    with contextlib.suppress(OSError):  # it has just ended, or is another user's
+    with contextlib.suppress(OSError):  # it has just exited, or belongs to another user
         return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     return False
 
 
 def end_descendants(roots: Collection[int], patience_s: float, mark: str = "") -> set[int]:
-    """Kill all that `descendants` finds, again and again until nothing is found; what is left after ``patience_s``.
+    """Kill everything that `descendants` finds until it finds nothing; returns what is left after ``patience_s``.
 
-    The roots stay: as long as they live, what is orphaned in the meantime becomes their child and is found next time.
+    The roots are not killed: as long as they live, processes orphaned meanwhile become their children and are found next time.
     """
     deadline = time.monotonic() + patience_s
     while left := descendants(roots, mark):

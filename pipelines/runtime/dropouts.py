@@ -1,10 +1,11 @@
 """Dropout on the ranks.
 
-What is dropped is evenly split, so every rank draws for its own elements.  It draws from the layer, the rank and the number of
-the pass, so that a repeated forward pass (recomputation) drops the same.
+The elements are evenly split, so every rank draws for its own. The seed is derived from the layer, the rank and the number of the
+pass, so that a repeated forward pass (recomputation) drops the same elements.
 
-A layer graph says where something is dropped, not how much: that is the user's ``nn.Dropout``.  It is looked for in the module
-that the layer stands for, then in the ones around it, nearest first; where all of one surrounding agree, that is it.
+A layer graph contains the positions of dropouts, not their probabilities, which are those of the user's ``nn.Dropout`` modules.
+The probability of a dropout is searched for in the module of its layer, then in the enclosing modules, innermost first. If all
+``nn.Dropout`` modules inside one of them agree, their probability is used.
 """
 
 from __future__ import annotations
@@ -24,16 +25,18 @@ from .stepping import Ranks
 
 flow = load_oneflow()
 
-__all__ = ["Dropout", "check_dropouts", "dropout_of", "dropped", "dropping"]
+__all__ = ["Dropout", "apply_dropout", "bind_dropout", "check_dropouts", "dropout_of"]
 
 Tensor = Any
 
 
 class Dropout:
-    """Drops elements with ``probability``, and scales up the others.
+    """Drops elements with ``probability``, and scales the others up.
 
     Args:
-        layer, number: the layer's name, and which of its dropouts this is; each draws for itself.
+        probability: of dropping an element.
+        layer: name of the layer.
+        number: index among the layer's dropouts, each of which has a seed of its own.
     """
 
     def __init__(self, probability: float, layer: str, number: int):
@@ -43,7 +46,7 @@ class Dropout:
         self._generator = flow.Generator()
 
     def __call__(self, x: Tensor, step: int | None, rank: int) -> Tensor:
-        """``step``: the number of the pass; None outside of training."""
+        """Apply the dropout in pass ``step``; None: not training, return ``x``."""
         if step is None or self.probability == 0:
             return x
         seed = crc32(f"{self._layer} {rank} {self._number}".encode())
@@ -51,41 +54,41 @@ class Dropout:
         return flow._C.dropout(x, self.probability, True, False, self._generator, addend=None)
 
 
-def dropped(x: Tensor, dropout: Dropout, step: int | None, ranks: Ranks) -> Tensor:
+def apply_dropout(x: Tensor, dropout: Dropout, step: int | None, ranks: Ranks) -> Tensor:
     """This rank's elements after a dropout."""
     return dropout(x, step, ranks.rank)
 
 
-def dropping(dropout: Dropout, step: int | None, ranks: Ranks) -> Callable[[Tensor], Tensor]:
-    """The dropout as a function of a tensor alone."""
+def bind_dropout(dropout: Dropout, step: int | None, ranks: Ranks) -> Callable[[Tensor], Tensor]:
+    """The dropout as a function of the tensor only."""
     return functools.partial(dropout, step=step, rank=ranks.rank)
 
 
 def dropout_of(model: Any, path: str, layer: str, number: int) -> Dropout:
-    """A dropout of a layer that stands for the module at a path.
+    """A dropout of a layer that corresponds to the module at ``path``.
 
     Raises:
-        UserError: it is not clear which module of the model has its probability.
+        UserError: the probability is not determined by the ``nn.Dropout`` modules of the model.
     """
     names = path.split(".")
     for end in range(len(names), -1, -1):
-        around = find_module(model, ".".join(names[:end]))
-        if around is None:
+        module = find_module(model, ".".join(names[:end]))
+        if module is None:
             continue
-        found = {name: m.p for name, m in around.named_modules() if isinstance(m, flow.nn.Dropout)}
+        found = {name: m.p for name, m in module.named_modules() if isinstance(m, flow.nn.Dropout)}
         if len(set(found.values())) == 1:
             return Dropout(float(next(iter(found.values()))), layer, number)
         if found:
             several = ", ".join(f"{name} ({p:g})" for name, p in sorted(found.items()))
-            raise UserError(f"which of {several} drops behind it is not clear; they should be equal")
-    raise UserError("it drops something, but no nn.Dropout of the model says how much")
+            raise UserError(f"the probability of its dropout is ambiguous: {several}; they should be equal")
+    raise UserError("it has a dropout, but no nn.Dropout of the model gives its probability")
 
 
 def check_dropouts(module: Any, graph: LayerGraph) -> None:
-    """Whether the graph knows that the model drops something.
+    """Check that the graph contains dropouts if the model does.
 
     Raises:
-        UserError: the model does and the graph does not.
+        UserError: the model has dropouts and the graph has none.
     """
     if any("dropout" in layer.epilogue or drops_probabilities(layer) for layer in graph.layers):
         return

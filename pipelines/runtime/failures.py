@@ -1,4 +1,4 @@
-"""What goes wrong in ranks, told in one line that names the rank and its error."""
+"""Failures of ranks, described in one line that names the rank and its error."""
 
 from __future__ import annotations
 
@@ -21,11 +21,18 @@ __all__ = [
     "waited_too_long",
 ]
 
-_MACHINERY = {str(Path(__file__).with_name(name)) for name in ("collectives.py", "messages.py", "rank.py", "wire.py")}
+_RUNTIME_FILES = {
+    str(Path(__file__).with_name(name)) for name in ("collectives.py", "messages.py", "rank.py", "wire.py")
+}
 
 
 class RankError(RuntimeError):
-    """A rank failed, and all ranks were ended. ``rank`` says which one and ``log`` where its output is kept, if it is."""
+    """A rank failed, and all ranks were ended.
+
+    Attributes:
+        rank: that failed.
+        log: file with its output; None if it was not kept.
+    """
 
     exit_code = 1  # of a command
 
@@ -36,30 +43,34 @@ class RankError(RuntimeError):
 
 
 class RankUserError(RankError, UserError):
-    """A rank raised a `UserError`: the fault is in what the user gave."""
+    """A rank raised a `UserError`: the input is at fault."""
 
     exit_code = UserError.exit_code
 
 
 class FailureKind(enum.IntEnum):
-    """How a rank failed, the most telling first: when several fail at once, the others are mostly consequences."""
+    """How a rank failed, the most informative first: if several fail at once, the others are mostly consequences."""
 
-    KILLED = 0  # ended by a signal from outside
+    KILLED = 0  # by a signal from outside
     RAISED = 1
     EXITED = 2
-    STOPPED = 3  # suspended by SIGSTOP or the like
-    CRASHED = 4  # ended by a signal of its own making
+    STOPPED = 3  # suspended, for example by SIGSTOP
+    CRASHED = 4  # by a signal that it caused itself
     WAITED = 5  # blocked for longer than the stall timeout in communication that another rank did not join
-    CUT_OFF = 6  # crashed because another rank had gone: OneFlow aborts when a connection breaks
+    CUT_OFF = 6  # crashed because another rank had exited: OneFlow aborts when a connection breaks
     TIMEOUT = 7  # did not finish in time
 
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure; ``text`` continues the sentence "rank 3 of 4 ...".
+    """One rank's failure.
 
     Attributes:
-        position: where in the user's code a rank stood that was cut off; "" where it is not known, and of other failures.
+        rank: that failed.
+        kind: how it failed.
+        text: continues the sentence "rank 3 of 4 ...".
+        is_user_error: whether it raised a `UserError`.
+        position: where in the user's code a rank was when it was cut off; "" if unknown, and for other failures.
     """
 
     rank: int
@@ -70,7 +81,7 @@ class RankFailure:
 
     @staticmethod
     def of_exception(rank: int, type_name: str, text: str, is_user_error: bool) -> RankFailure:
-        """The failure of a rank that raised; OneFlow's timeouts in communication are told apart from other errors."""
+        """The failure of a rank that raised an exception; OneFlow's timeouts in communication are recognised."""
         if waited_too_long(text):
             return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
         line = _first_line(text)
@@ -80,7 +91,7 @@ class RankFailure:
 
     @staticmethod
     def of_death(rank: int, signal_number: int, exit_code: int, log_tail: str) -> RankFailure:
-        """The failure of a rank whose process ended, by ``signal_number`` if that is not 0; ``log_tail`` is what it last said."""
+        """The failure of a rank whose process ended, by ``signal_number`` if it is not 0; ``log_tail`` is the end of its log."""
         if waited_too_long(log_tail):
             return RankFailure(rank, FailureKind.WAITED, "waited too long for another rank in communication")
         if signal_number == 0:
@@ -101,15 +112,15 @@ class RankFailure:
 
 
 def positions_text(living: Mapping[int, str], failures: Iterable[RankFailure]) -> str:
-    """Where ranks stand, to be appended to a message: living ones by their number, and those that were cut off meanwhile."""
-    standing = {failure.rank: failure.position for failure in failures if failure.position} | dict(living)
-    return "".join(f"; rank {rank} stands at {position}" for rank, position in sorted(standing.items()))
+    """The positions of ranks, to be appended to a message: of living ones, and of those that were cut off meanwhile."""
+    positions = {failure.rank: failure.position for failure in failures if failure.position} | dict(living)
+    return "".join(f"; rank {rank} is at {position}" for rank, position in sorted(positions.items()))
 
 
 def waited_too_long(text: str) -> bool:
-    """Whether these words mean that a rank waited for another one for longer than ``ONEFLOW_TIMEOUT_SECONDS``.
+    """Whether an error text means that a rank waited for another one for longer than ``ONEFLOW_TIMEOUT_SECONDS``.
 
-    OneFlow's transfers fail in a wait on a condition, its waiting for pending operations with a list of blocking instructions;
+    OneFlow's transfers fail in a wait on a condition, and its wait for pending operations with a list of blocking instructions;
     our own barrier (`wire.synchronize`) ends with faulthandler's "Timeout (0:00:15)!".
     """
     words = ("cond_.wait_for(lck, seconds", "blocking instructions", "timeout_error")
@@ -117,20 +128,22 @@ def waited_too_long(text: str) -> bool:
 
 
 def _lost_another(log_tail: str) -> bool:
-    """Whether OneFlow says that a connection to another rank broke: its control service's (gRPC's), or its data network's."""
+    """Whether OneFlow reports a broken connection to another rank: of its control service (gRPC), or of its data network."""
     return bool(re.search(r"rpc_client\.cpp.*\(14 vs\. 0\)|Machine \d+ lost|io_event_poller", log_tail))
 
 
 def last_position(dump: str) -> str:
-    """``file:line in function`` of the innermost frame of the main thread that is the user's, out of faulthandler's dump.
+    """``file:line in function`` of the innermost frame of user code in the main thread, from a dump of faulthandler.
 
-    Frames of OneFlow, of the standard library and of the machinery that runs jobs are passed over; "" where there is no other.
-    Threads come newest first, so the main thread is the last one.
+    Frames of OneFlow, of the standard library and of the code that runs jobs are skipped; "" if there is no other. Threads come
+    newest first, so the main thread is the last one.
     """
     threads = re.split(r"^(?:Current thread|Thread) .*$", dump, flags=re.MULTILINE)
     frames = re.findall(r'^  File "([^"]*)", line (\d+) in (\S+)$', threads[-1], flags=re.MULTILINE)
     for path, line, function in frames:
-        if not (path in _MACHINERY or path.startswith("<") or re.search(r"/site-packages/|/lib/python3\.\d+/", path)):
+        if not (
+            path in _RUNTIME_FILES or path.startswith("<") or re.search(r"/site-packages/|/lib/python3\.\d+/", path)
+        ):
             return f"{path}:{line} in {function}"
     return ""
 
@@ -141,11 +154,11 @@ def _first_line(text: str) -> str:
 
 
 def _last_error_line(log_tail: str) -> str:
-    """The last line of a log that tells of an error: C++ says so before faulthandler adds its stack."""
+    """The last line of a log that reports an error: C++ prints it before faulthandler adds its stack."""
     lines = [line.strip() for line in _without_colours(log_tail).splitlines()]
-    telling = [line for line in lines if re.search(r"Check failed|Error|error:|what\(\):", line)]
-    telling = [line for line in telling if not line.startswith("Fatal Python error")]
-    return telling[-1][:300] if telling else ""
+    errors = [line for line in lines if re.search(r"Check failed|Error|error:|what\(\):", line)]
+    errors = [line for line in errors if not line.startswith("Fatal Python error")]
+    return errors[-1][:300] if errors else ""
 
 
 def _without_colours(text: str) -> str:

@@ -1,17 +1,17 @@
-"""The process between a launcher and a rank: it keeps together all that the rank starts, and ends it with the rank.
+"""The process between a launcher and a rank, which ends everything that the rank starts when the rank ends.
 
-    launcher -> keeper -> rank -> whatever the user's code starts
+    launcher -> keeper -> rank -> processes started by the user's code
 
 A keeper is a sub-reaper: a child of the rank that calls ``setsid``, forks twice, or both, stays below it and is found when the rank
-has ended, however the rank ended. It is a process of its own because the launcher may be the user's, whose other children are none
-of our business, and because the rank runs the user's code, which need not expect to become a parent of orphans.
+has ended, however the rank ended. It is a process of its own because the launcher may be the user's process, which has other
+children, and because the rank runs the user's code, which need not expect to become a parent of orphans.
 
-- The rank ends: the keeper ends all that is left, and then itself in the rank's way, so that the launcher sees the rank's exit code
-  or signal.
-- The launcher ends, or is suspended for longer than it may be: the keeper ends the rank and all that is left.
+- The rank ends: the keeper ends everything that is left, and then itself as the rank did, so that the launcher sees the rank's
+  exit code or signal.
+- The launcher ends, or is suspended for longer than its timeout: the keeper ends the rank and everything that is left.
 - The keeper is killed: the system kills the rank.
 
-It has no part in the conversation between the launcher and the rank.
+It takes no part in the messages between the launcher and the rank.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from .messages import write_message
 
 __all__ = ["keep"]
 
-_END_SECONDS = 5.0  # how long killed processes may take to end
-_LOOKS_PER_TIMEOUT, _MOST_TICK_SECONDS = 4, 60.0
-# What a terminal or a scheduler sends to all processes is the launcher's to act on.
+_END_SECONDS = 5.0  # how long killed processes may take to exit
+_CHECKS_PER_TIMEOUT, _MOST_TICK_SECONDS = 4, 60.0
+# Signals that a terminal or a scheduler sends to all processes are handled by the launcher.
 _IGNORED = (
     signal.SIGINT,
     signal.SIGTERM,
@@ -44,18 +44,19 @@ _IGNORED = (
 
 
 def keep(read_fd: int, write_fd: int, launcher_timeout_s: float = 0.0) -> None:
-    """Fork. Returns in the child, which is to be the rank and leads a session; the parent stays as its keeper.
+    """Fork. Returns in the child, which becomes the rank and leads a session; the parent stays as its keeper.
 
     Args:
-        read_fd: the pipe from the launcher, which closes with it; ``write_fd`` the one to it.
-        launcher_timeout_s: how long the launcher may be suspended before the rank is ended; for ever if 0.
+        read_fd: the pipe from the launcher, which is closed when the launcher exits.
+        write_fd: the pipe to the launcher.
+        launcher_timeout_s: how long the launcher may be suspended before the rank is ended; 0: forever.
     """
     become_subreaper()
     keeper = os.getpid()
     rank = os.fork()
     if rank > 0:
         try:
-            os.close(write_fd)  # the launcher is to notice when the rank closes it
+            os.close(write_fd)  # so that the launcher notices when the rank closes it
             _Keeper(rank, read_fd, launcher_timeout_s).keep()
         finally:
             os._exit(1)
@@ -79,16 +80,16 @@ class _Keeper:
 
     def keep(self) -> NoReturn:
         poll = select.poll()
-        poll.register(self._read_fd, 0)  # no events but POLLHUP and POLLERR, which always come
+        poll.register(self._read_fd, 0)  # only POLLHUP and POLLERR, which are always reported
         poll.register(self._woken, select.POLLIN)
-        tick = None if self._timeout_s == 0 else 1000 * min(self._timeout_s / _LOOKS_PER_TIMEOUT, _MOST_TICK_SECONDS)
+        tick = None if self._timeout_s == 0 else 1000 * min(self._timeout_s / _CHECKS_PER_TIMEOUT, _MOST_TICK_SECONDS)
         while True:
             status = self._reap()
             if status is not None:
                 end_descendants([os.getpid()], _END_SECONDS)
                 _end_as(status)
             events = dict(poll.poll(tick))
-            if self._read_fd in events or self._launcher_hangs():
+            if self._read_fd in events or self._is_launcher_stopped():
                 end_descendants([os.getpid()], _END_SECONDS)
                 os._exit(1)
             if self._woken in events:
@@ -96,7 +97,7 @@ class _Keeper:
                     os.read(self._woken, 4096)
 
     def _reap(self) -> int | None:
-        """Reap whatever has ended; how the rank did, None while it runs."""
+        """Reap all children that have ended; returns the rank's status, None while it runs."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid == self._rank:
@@ -104,8 +105,8 @@ class _Keeper:
             if pid == 0:
                 return None
 
-    def _launcher_hangs(self) -> bool:
-        """Whether the launcher has been suspended for too long."""
+    def _is_launcher_stopped(self) -> bool:
+        """Whether the launcher has been suspended for longer than its timeout."""
         if self._timeout_s == 0 or not is_stopped(self._launcher):
             self._stopped_since = None
             return False
@@ -116,10 +117,10 @@ class _Keeper:
 
 
 def _end_as(status: int) -> NoReturn:
-    """End this process with another's exit code, or by the signal that ended the other."""
+    """End this process with the exit code, or by the signal, of another process's status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has left one, where they are wanted
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # the rank has already dumped core
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)

@@ -1,21 +1,21 @@
-"""Starting ranks on this machine, giving them work, watching them, and ending them all.
+"""Starts ranks on this machine, runs jobs on them, watches them, and ends them all.
 
 A `RankPool` starts its ranks once and runs any number of jobs on them; `launch` is a pool for a single job. Every job is one
-Python function that all ranks call (importable, its arguments and results picklable), and returns one result per rank.
+Python function that all ranks call (importable, with picklable arguments and results), and returns one result per rank.
 
     with RankPool(4) as pool:
         results = pool.run("my_package.jobs:train", 50)
 
-**Starting.** Rank 0 has to listen before the others look for it (one that comes too early sleeps for 10 s): all processes start
-at once and load what needs nobody, then rank 0 loads OneFlow, and when it listens the others do.
+**Starting.** Rank 0 has to listen before the others connect (one that connects too early sleeps for 10 s). All processes start
+at once and load what needs no other rank; then rank 0 loads OneFlow, and when it listens the others do.
 
-**Watching.** While anything is awaited, all ranks are watched: the first that raises, dies, is stopped or blocks fails the job, and
-every failure ends all ranks. A rank blocked in communication gives up by itself after ``stall_timeout_s`` (OneFlow's own
-timeout, for which communication includes barriers and waiting for pending operations); one that is suspended is noticed after 3 s.
-Several ranks often fail at once, one because of the other; the most telling failure is reported.
+**Watching.** While the launcher waits, all ranks are watched: the first that raises, dies, is stopped or blocks fails the job, and
+every failure ends all ranks. A rank blocked in communication gives up after ``stall_timeout_s`` (OneFlow's own timeout;
+communication includes barriers and waiting for pending operations); a suspended rank is noticed after 3 s. Several ranks often
+fail at once, one because of the other; the most informative failure is reported.
 
-**Ending.** All that a rank started ends with it, wherever it went (see `keeper`). A launcher that dies, even by SIGKILL, takes its
-ranks with it, because they and their keepers watch its pipe. Ranks that are done leave together (see `parting`).
+**Ending.** Everything that a rank started ends with it (see `keeper`). A launcher that dies, even by SIGKILL, takes its ranks with
+it, because they and their keepers watch its pipe. Ranks that are done leave together (see `parting`).
 """
 
 from __future__ import annotations
@@ -41,32 +41,31 @@ __all__ = ["RankPool", "Target", "launch", "launch_script"]
 
 Target = Union[str, Callable[..., Any]]
 
-_TICK_SECONDS = 0.2  # how often ranks are looked at while nothing comes from them
-_SETTLE_SECONDS = 0.4  # how long a failure waits for the one that caused it
-_DEATH_SECONDS = (
-    2.0  # how long a crash waits, a consequence as a rule: a killed process's sockets close before it has ended
-)
-_EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
+_TICK_SECONDS = 0.2  # how often ranks are checked while no message arrives
+_SETTLE_SECONDS = 0.4  # how long the report of a failure waits for the failure that caused it
+# The same for a crash, which usually is a consequence: a killed process's sockets close before the process has ended.
+_DEATH_SECONDS = 2.0
+_EXIT_SECONDS = 3.0  # how long idle ranks may take to exit
 
 
 class RankPool:
-    """``num_ranks`` ranks on this machine that carry out jobs one after the other, for one thread of the launcher.
+    """``num_ranks`` ranks on this machine that run jobs one after the other; for use by one thread of the launcher.
 
-    The ranks have the machine's cores for themselves, in equal shares.
+    The ranks share the machine's cores equally, and assume that nothing else runs on them.
 
     Args:
-        num_ranks: how many.
+        num_ranks: number of ranks.
         private_network: give the ranks a network of their own, whose traffic can be counted (see `network`).
-        with_oneflow: load OneFlow and join the ranks; without it they are mere Python processes.
-        stall_timeout_s: how long a rank may wait for another in communication before that is taken for a deadlock. It has to
+        with_oneflow: load OneFlow and join the ranks; without it they are plain Python processes.
+        stall_timeout_s: how long a rank may wait for another in communication before this counts as a deadlock. It has to
             exceed the longest computation that one rank does while another waits for it, and the longest single operation.
         start_timeout_s: how long all ranks may take to be ready.
-        log_dir: where the ranks' output goes, as ``rank<k>.log``; by default a temporary folder, kept only after a failure.
-        environment: further environment variables of the ranks.
+        log_dir: folder for the ranks' output, ``rank<k>.log``; by default a temporary folder, kept only after a failure.
+        environment: additional environment variables of the ranks.
         show_ranks: ranks whose standard output goes to the launcher's instead of their log.
 
     Raises:
-        UserError: the number of ranks is not positive, OneFlow or private networks are not available here, or the system has no
+        UserError: the number of ranks is not positive, OneFlow or private networks are not available, or the system has no
             room for logs or processes.
         RankError: a rank failed while it started.
     """
@@ -88,7 +87,7 @@ class RankPool:
         self.stall_timeout_s = stall_timeout_s
         self._work_folder, self.log_dir = _log_folder(log_dir)
         self._ranks = LocalRanks()
-        self._unclaimed: list[RankMessage] = []  # messages that came before they were asked for
+        self._unclaimed: list[RankMessage] = []  # messages that arrived before they were waited for
         self._num_jobs = 0
         self._is_open = True
         try:
@@ -99,7 +98,7 @@ class RankPool:
                     for rank in range(num_ranks)
                 ]
                 self._start(environments, port, private_network, with_oneflow, start_timeout_s, show_ranks)
-        except OSError as error:  # no room for a log, too many processes
+        except OSError as error:  # no space for a log, too many processes
             self._end()
             raise UserError(f"ranks cannot be started: {error}") from error
         except BaseException as error:
@@ -123,13 +122,17 @@ class RankPool:
         timeout_s: float | None = None,
         on_report: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """Call ``target(*arguments)`` on every rank; returns what each returned, rank 0 first.
+        """Call ``target(*arguments)`` on every rank.
 
         Args:
             target: an importable function, or its name: ``module:function`` or ``path/to/file.py:function``. Ranks
-                import the module, so in a script what starts the ranks belongs under ``if __name__ == "__main__"``.
-            timeout_s: how long the job may take; for ever if None.
+                import the module, so a script should start ranks under ``if __name__ == "__main__"``.
+            arguments: of the function, the same on every rank.
+            timeout_s: how long the job may take; None: forever.
             on_report: called with rank and value whenever a rank calls `rank.report`.
+
+        Returns:
+            The result of each rank, rank 0 first.
 
         Raises:
             UserError: the target is not importable or its arguments cannot be pickled.
@@ -146,7 +149,7 @@ class RankPool:
         timeout_s: float | None = None,
         on_report: Callable[[int, Any], None] | None = None,
     ) -> list[Any]:
-        """As `run`, with arguments of its own for each rank."""
+        """As `run`, with separate arguments for each rank."""
         if not self._is_open:
             raise RuntimeError("the ranks of this pool have been ended")
         if len(arguments) != self.num_ranks:
@@ -168,7 +171,7 @@ class RankPool:
         return results
 
     def close(self) -> None:
-        """End the ranks, which should be idle; returns when no process is left."""
+        """End the ranks, which should be idle; no process is left."""
         if not self._is_open:
             return
         self._part()
@@ -176,12 +179,12 @@ class RankPool:
         self._end()
 
     def _part(self) -> None:
-        """Let the idle ranks stop using their network; one that cannot is ended as it is."""
+        """Let the idle ranks stop using their network; any that does not is ended nevertheless."""
         self._ranks.part()
         parted: set[int] = set()
         deadline = time.monotonic() + _EXIT_SECONDS
         while len(parted) < self.num_ranks and time.monotonic() < deadline:
-            messages, failures = self._ranks.look(_TICK_SECONDS)
+            messages, failures = self._ranks.poll(_TICK_SECONDS)
             if failures:
                 return
             parted |= {rank for rank, kind, _ in messages if kind == "parted"}
@@ -233,7 +236,7 @@ class RankPool:
         self._gather("ready", [first, *others], deadline, what)
 
     def _write_jobs(self, name: str, arguments: Sequence[Sequence[Any]]) -> list[Path]:
-        """Put what each rank has to do into files."""
+        """Write the job of each rank to a file."""
         self._num_jobs += 1
         written: dict[int, Path] = {}  # equal argument lists share a file
         paths = []
@@ -272,16 +275,16 @@ class RankPool:
     def _watch(self, deadline: float | None, what: str, awaited: Sequence[RankProcess]) -> list[RankMessage]:
         """Wait for a tick or for messages, which are returned; raises as soon as any rank has failed."""
         tick = _TICK_SECONDS if deadline is None else min(_TICK_SECONDS, max(0.0, deadline - time.monotonic()))
-        messages, failures = self._ranks.look(tick)
+        messages, failures = self._ranks.poll(tick)
         if failures:
             raise self._error(*self._causes(failures))
         is_late = deadline is not None and time.monotonic() >= deadline
-        if is_late and all(kind == "report" for _, kind, _ in messages):  # reports are no reason to wait on
+        if is_late and all(kind == "report" for _, kind, _ in messages):  # reports do not extend the deadline
             raise self._error(RankFailure(awaited[0].rank, FailureKind.TIMEOUT, f"is late: {what}"))
         return messages
 
     def _causes(self, failures: Sequence[RankFailure]) -> list[RankFailure]:
-        """These failures and those that come soon after, the most telling one first."""
+        """These failures and those that follow soon, the most informative first."""
         begun, known = time.monotonic(), list(failures)
         while True:
             known.sort(key=lambda failure: failure.kind)
@@ -291,13 +294,14 @@ class RankPool:
             if left <= 0:
                 return known
             time.sleep(min(left, 0.02))
-            known += self._ranks.look(0.0)[1]
+            known += self._ranks.poll(0.0)[1]
 
     def _error(self, failure: RankFailure, *others: RankFailure) -> RankError:
-        """What to raise for a failure, the ranks being still there to be asked where they stand.
+        """The error for a failure. The ranks must still run: they may be asked for their positions.
 
         Args:
-            others: less telling failures.
+            failure: the most informative one.
+            others: the other failures.
         """
         notes = ""
         if failure.kind in (FailureKind.WAITED, FailureKind.TIMEOUT):
@@ -315,7 +319,7 @@ class RankPool:
     # ---- Ending -----------------------------------------------------------------------------------------------------
 
     def _end(self, failed: bool = False) -> None:
-        """Kill and reap whatever is left of the ranks; the logs stay if they are evidence."""
+        """Kill and reap all ranks; after a failure, keep their logs."""
         if not self._is_open:
             return
         self._is_open = False
@@ -332,7 +336,7 @@ def launch(
     on_report: Callable[[int, Any], None] | None = None,
     **pool_options: Any,
 ) -> list[Any]:
-    """Call ``target(*arguments)`` on ``num_ranks`` ranks that live for it alone; see `RankPool` and `RankPool.run`."""
+    """Call ``target(*arguments)`` on ``num_ranks`` new ranks; see `RankPool` and `RankPool.run`."""
     with RankPool(num_ranks, **pool_options) as pool:
         return pool.run(target, *arguments, timeout_s=timeout_s, on_report=on_report)
 
@@ -348,7 +352,8 @@ def launch_script(
     """Run the script ``path`` with command-line ``arguments`` on every rank, as ``python path ...`` would.
 
     Raises:
-        UserError: there is no such script. RankError and the rest as for `launch`.
+        UserError: there is no such script.
+        RankError: as for `launch`.
     """
     if not Path(path).is_file():
         raise UserError(f"script {path} does not exist")
@@ -365,15 +370,15 @@ def launch_script(
 
 def _check_possible(num_ranks: int, private_network: bool, with_oneflow: bool) -> None:
     if num_ranks < 1:
-        raise UserError(f"{num_ranks} ranks cannot be started; it takes at least 1")
+        raise UserError(f"{num_ranks} ranks cannot be started; at least 1 is needed")
     if with_oneflow and not (available := is_available()):
         raise UserError(f"cannot start OneFlow ranks: {available.reason}")
     if private_network and not (available := namespace_available()):
-        raise UserError(f"cannot give the ranks a network of their own: {available.reason}")
+        raise UserError(f"cannot give the ranks a private network: {available.reason}")
 
 
 def _log_folder(log_dir: Path | None) -> tuple[WorkFolder | None, Path]:
-    """The folder for logs: that one, or a temporary one, which comes first."""
+    """The folder for logs, preceded by its owner if it is a temporary one."""
     try:
         if log_dir is None:
             temporary = WorkFolder("ranks")
@@ -382,11 +387,11 @@ def _log_folder(log_dir: Path | None) -> tuple[WorkFolder | None, Path]:
         return None, log_dir.resolve()
     except OSError as error:
         place = "a temporary folder" if log_dir is None else f"folder {log_dir}"
-        raise UserError(f"{place} for the output of ranks cannot be made ({error.strerror})") from None
+        raise UserError(f"{place} for the output of ranks cannot be created ({error.strerror})") from None
 
 
 def _target_name(target: Target) -> str:
-    """The name under which a rank finds the target."""
+    """The name by which a rank imports the target."""
     if isinstance(target, str):
         return target
     module, name = target.__module__, target.__qualname__

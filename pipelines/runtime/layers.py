@@ -1,4 +1,4 @@
-"""Running layers: the statements of :mod:`statements`, carried out.
+"""Execution of layers: runs the statements of :mod:`statements`.
 
 body(inputs, weights, batch) -> output        weights in the order of ``parameter_layouts``
 """
@@ -14,23 +14,23 @@ from autoddl.costmodel.errors import UserError
 
 from . import facts
 from .attending import attend
-from .dropouts import dropout_of, dropped, dropping
+from .dropouts import apply_dropout, bind_dropout, dropout_of
 from .kinds.registry import layer_program, registered_functions
 from .load import load_oneflow
-from .losses import cross_entropy, mean_of_differences
+from .losses import cross_entropy, mean_error
 from .operations import (
     checkpoint,
+    concat_grouped,
+    concat_heads,
     convolve,
     data,
-    gate_and_factor,
-    heads_together,
     lookup,
     matmul,
     normalised,
     positions,
     quick_gelu,
     run_module,
-    side_by_side,
+    split_gate,
     summa_product,
     tanh_gelu,
 )
@@ -46,35 +46,31 @@ Weights = Sequence[Tensor]
 Body = Callable[[Sequence[Tensor], Weights, Batch], Tensor]
 Variables = dict[str, Any]
 
-#: The functions of statements.
+#: The functions of statements, by name.
 _FUNCTIONS: Mapping[str, Callable[..., Any]] = {
     "add": lambda *terms: functools.reduce(operator.add, terms),
     "multiply": operator.mul,
     **{
         function.__name__: function
         for function in (
-            *(
-                attend,
-                convolve,
-                cross_entropy,
-                data,
-                dropped,
-                dropping,
-                gate_and_factor,
-                heads_together,
-                lookup,
-                matmul,
-            ),
-            *(
-                mean_of_differences,
-                normalised,
-                positions,
-                quick_gelu,
-                run_module,
-                side_by_side,
-                summa_product,
-                tanh_gelu,
-            ),
+            apply_dropout,
+            attend,
+            bind_dropout,
+            concat_grouped,
+            concat_heads,
+            convolve,
+            cross_entropy,
+            data,
+            lookup,
+            matmul,
+            mean_error,
+            normalised,
+            positions,
+            quick_gelu,
+            run_module,
+            split_gate,
+            summa_product,
+            tanh_gelu,
         )
     },
 }
@@ -84,14 +80,14 @@ def build_body(setting: LayerSetting) -> Body:
     """The function that runs a layer.
 
     Raises:
-        UserError: the layer, or the module that it stands for, cannot be run at its strategy; the layer is named.
+        UserError: the layer or its module cannot be run under its strategy; the layer is named.
     """
     layer = setting.layer
     program = layer_program(setting.graph, layer, setting.strategy, setting.recompute)
     try:
         for check in program.checks:
             _fact(check, setting)
-        ready = [_ready(statement, setting) for statement in program.statements]
+        compiled = [_compile(statement, setting) for statement in program.statements]
     except UserError as error:
         raise UserError(f"{layer.describe()}: {error}") from error
 
@@ -109,7 +105,7 @@ def build_body(setting: LayerSetting) -> Body:
             **dict(zip(program.weights, weights)),
         }
         try:
-            for run in ready:
+            for run in compiled:
                 run(variables)
         except UserError as error:
             raise UserError(f"{layer.describe()}: {error}") from error
@@ -119,38 +115,38 @@ def build_body(setting: LayerSetting) -> Body:
     return body
 
 
-def _ready(statement: Statement, setting: LayerSetting) -> Callable[[Variables], None]:
-    """What carries a statement out on variables."""
+def _compile(statement: Statement, setting: LayerSetting) -> Callable[[Variables], None]:
+    """A function that executes a statement on variables."""
     if isinstance(statement, Call):
-        return _ready_call(statement, setting)
-    body = [_ready(call, setting) for call in statement.body]
+        return _compile_call(statement, setting)
+    body = [_compile_call(call, setting) for call in statement.body]
     tensors = statement.tensors
     others = set().union(*map(_names_in, statement.body)) - set(tensors)
 
     def run(variables: Variables) -> None:
-        # What is kept for the backward pass is no more than it needs.
+        # Capture only the variables that the body reads: the backward pass keeps them alive.
         known = {name: variables[name] for name in others if name in variables}
 
-        def again(*values: Tensor) -> Tensor:
+        def recompute(*values: Tensor) -> Tensor:
             own = {**known, **dict(zip(tensors, values))}
             for call in body:
                 call(own)
             return own["x"]
 
-        variables["x"] = checkpoint(again, *(variables[name] for name in tensors))
+        variables["x"] = checkpoint(recompute, *(variables[name] for name in tensors))
 
     return run
 
 
-def _ready_call(call: Call, setting: LayerSetting) -> Callable[[Variables], None]:
+def _compile_call(call: Call, setting: LayerSetting) -> Callable[[Variables], None]:
     function = _function(call.function, setting)
     arguments = _with_facts(list(call.arguments), setting)
     options = {name: _with_facts(value, setting) for name, value in call.options.items()}
 
     def run(variables: Variables) -> None:
         found = function(
-            *(_filled(value, variables) for value in arguments),
-            **{name: _filled(value, variables) for name, value in options.items()},
+            *(_substituted(value, variables) for value in arguments),
+            **{name: _substituted(value, variables) for name, value in options.items()},
         )
         variables.update(zip(call.result, found) if len(call.result) > 1 else [(call.result[0], found)])
 
@@ -176,10 +172,10 @@ def _with_facts(value: Any, setting: LayerSetting) -> Any:
     return _fact(value, setting) if isinstance(value, Fact) else value
 
 
-def _filled(value: Any, variables: Variables) -> Any:
+def _substituted(value: Any, variables: Variables) -> Any:
     if isinstance(value, Name):
         return variables[value.text]
-    return [_filled(part, variables) for part in value] if isinstance(value, list) else value
+    return [_substituted(part, variables) for part in value] if isinstance(value, list) else value
 
 
 def _names_in(value: Any) -> set[str]:

@@ -1,24 +1,25 @@
-"""Which logical elements of a layer's parameters and activations each rank holds: plain index sets, free of OneFlow.
+"""The logical elements of a layer's parameters and activations that each rank holds, as index sets. Needs no OneFlow.
 
-`Layout` and the functions of it know numbers and names alone, so that exported files have them; those of a `LayerGraph` are below.
+`Layout` and its functions use only numbers and names, so that exported files can contain them; functions of a `LayerGraph` are at
+the end.
 
-Between layers a rank's features are one block of the canonical layout (:func:`autoddl.costmodel.distribution.canonical`).  What a
-layer reads and makes inside follows from running its own steps on index sets in place of tensors:
+Between layers a rank's features are one block of the canonical layout (:func:`autoddl.costmodel.distribution.canonical`). The
+indices inside a layer follow from running the layer's steps on index sets instead of tensors:
 
 =====================  ====================================================  ===========================================
-of a linear layer      is                                                    so that
+of a linear layer      are                                                   so that
 =====================  ====================================================  ===========================================
-input features         the blocks that the all-gather over p1 brings         W's columns are in the order of the input
-output features        the blocks that a gather over p2 would bring, since   rank k of the reduce-scatter over p2 is left
+input features         the blocks that the all-gather over p1 returns        W's columns are in the order of the input
+output features        the blocks that a gather over p2 would return, since  rank k of the reduce-scatter over p2 ends up
                        reduce-scatter is its adjoint                         with its own block
 bias                   this rank's block                                     it is added to the evenly split output
 =====================  ====================================================  ===========================================
 
-So weights are kept in blocks, permuted; activations are never permuted, and no bytes are sent for it.  An embedding's table is
-the transposed matrix of a linear layer: its vocabulary runs over p1, its features over p2.  Summa cuts the gathered input's
-features once more, over p0, the way a reduce-scatter would.
+So weights are stored in permuted blocks, while activations are never permuted, which would send bytes. An embedding's table is
+the transposed matrix of a linear layer: its vocabulary is split over p1, its features over p2. SUMMA splits the gathered input's
+features once more, over p0, as a reduce-scatter would.
 
-**Product order.**  Where a linear layer feeds attention (or a gated epilogue), its features come in groups, one per key-value
+**Product order.** If a linear layer feeds attention (or a gated epilogue), its features are grouped, one group per key-value
 head (per pair of gate and up), so that every even split holds whole groups:
 
     modules hold    q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3
@@ -35,7 +36,7 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.distribution import Axis, canonical_axes
+from autoddl.costmodel.distribution import Axis, canonical_axes, flat_coordinate
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.kinds.kind import Splitting
@@ -49,12 +50,12 @@ __all__ = [
     "are_apart",
     "attention_sections",
     "blocks",
+    "coarsest_mesh",
     "common_mesh",
     "feature_layouts",
     "gathered",
     "layout_of",
     "linear_layouts",
-    "mesh_between",
     "parameter_layouts",
     "product_order",
     "scattered",
@@ -66,9 +67,9 @@ __all__ = [
 
 
 class Indices(Sequence[np.ndarray]):
-    """For every rank the indices, along one dimension, of what it holds, in the order in which it holds them.
+    """For every rank, the indices along one dimension that it holds, in the order in which it holds them.
 
-    They are worked out when they are asked for: a rank of thousands wants few of them.
+    They are computed on demand: one rank of thousands needs few of them.
     """
 
     def __init__(self, num_ranks: int, of_rank: Callable[[int], np.ndarray]):
@@ -86,12 +87,12 @@ class Indices(Sequence[np.ndarray]):
 
 @dataclass(frozen=True, init=False)
 class Layout:
-    """How a layer lies on the ranks: its strategy in plain numbers, ``Layout((2, 1, 1), (1, 4, 2))``.
+    """The distribution of a layer over the ranks: its strategy in plain numbers, ``Layout((2, 1, 1), (1, 4, 2))``.
 
     Attributes:
         splits: (p0, p1, p2) for each network level, outermost first.
-        embedding: whether the axes of a level stand in the order p0, p2, p1 (else p0, p1, p2), the last one innermost.
-        summa: whether the features of the input are cut over p0 too, and gathered where they are needed.
+        embedding: whether the axes of a level are in the order p0, p2, p1 instead of p0, p1, p2, the last one innermost.
+        summa: whether the features of the input are split over p0 too, and gathered where they are needed.
     """
 
     splits: tuple[tuple[int, int, int], ...]
@@ -103,23 +104,28 @@ class Layout:
             object.__setattr__(self, name, value)
 
     def axes(self, which: int) -> tuple[Axis, ...]:
-        """The mesh axes of p0 (0), p1 (1) or p2 (2), one per level where it is longer than 1, outermost first."""
+        """The mesh axes of p0 (0), p1 (1) or p2 (2): one for each level in which it exceeds 1, outermost first."""
         return mesh_axes(self.splits, self.embedding)[which]
 
     @cached_property
     def features(self) -> tuple[Axis, ...]:
-        """The axes that cut features between layers; samples are cut by those of p0."""
+        """The axes that split the features between layers; samples are split by those of p0."""
         levels = tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
         return tuple(axis for axis, of_features in canonical_axes(levels) if of_features)
 
     @property
+    def cuts(self) -> tuple[tuple[Axis, ...], ...]:
+        """The axes that cut samples, and those that cut features, between layers."""
+        return self.axes(0), self.features
+
+    @property
     def num_ranks(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return prod(map(prod, self.splits))
 
     @property
     def num_parts(self) -> int:
-        """Into how many blocks features are cut."""
+        """Number of blocks that features are split into."""
         return prod(axis.size for axis in self.features)
 
     def blocks(self, length: int) -> Indices:
@@ -127,57 +133,49 @@ class Layout:
         return blocks(self.features, length, self.num_ranks)
 
     def samples(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """A rank's samples of an array of all of them."""
+        """A rank's samples of an array of all samples."""
         parts = prod(axis.size for axis in self.axes(0))
         if len(array) % parts:
             raise UserError(f"{len(array)} samples do not divide over {parts} ranks")
         width = len(array) // parts
-        start = place_on(self.axes(0), rank) * width
+        start = flat_coordinate(self.axes(0), rank) * width
         return array[start : start + width]
 
 
-def place_on(axes: Sequence[Axis], rank: int) -> int:
-    """Which of the slices that axes cut is the rank's: its coordinates as the digits of a number."""
-    number = 0
-    for axis in axes:
-        number = number * axis.size + axis.coordinate(rank)
-    return number
-
-
 def blocks(axes: Sequence[Axis], length: int, num_ranks: int) -> Indices:
-    """The block of ``length`` indices that each rank holds where ``axes`` cut them."""
+    """The block of ``length`` indices that each rank holds if ``axes`` split them."""
     parts = prod(axis.size for axis in axes)
     if length % parts:
         raise UserError(f"length {length} does not divide into {parts} slices")
     width = length // parts
-    return Indices(num_ranks, lambda rank: np.arange(width) + place_on(axes, rank) * width)
+    return Indices(num_ranks, lambda rank: np.arange(width) + flat_coordinate(axes, rank) * width)
 
 
 def group(axis: Axis, rank: int) -> tuple[int, ...]:
-    """The ranks that differ from ``rank`` on ``axis`` alone, ascending."""
+    """The ranks that differ from ``rank`` only on ``axis``, ascending."""
     first = rank - axis.coordinate(rank) * axis.stride
     return tuple(first + k * axis.stride for k in range(axis.size))
 
 
 def gathered(held: Sequence[np.ndarray], axes: Sequence[Axis]) -> Sequence[np.ndarray]:
-    """What ranks hold after all-gathers over the axes, the outermost first."""
+    """The indices that ranks hold after all-gathers over the axes, the outermost first."""
     for axis in axes:
-        held = _joined(held, axis)
+        held = _gather_along(held, axis)
     return held
 
 
-def _joined(held: Sequence[np.ndarray], axis: Axis) -> Indices:
+def _gather_along(held: Sequence[np.ndarray], axis: Axis) -> Indices:
     return Indices(len(held), lambda rank: np.concatenate([held[other] for other in group(axis, rank)]))
 
 
 def scattered(held: Sequence[np.ndarray], axes: Sequence[Axis]) -> Sequence[np.ndarray]:
-    """The inverse of :func:`gathered`: what reduce-scatters leave to each rank."""
+    """The indices that ranks hold after reduce-scatters over the axes, the innermost first: the inverse of :func:`gathered`."""
     for axis in reversed(axes):
-        held = _parted(held, axis)
+        held = _scatter_along(held, axis)
     return held
 
 
-def _parted(held: Sequence[np.ndarray], axis: Axis) -> Indices:
+def _scatter_along(held: Sequence[np.ndarray], axis: Axis) -> Indices:
     return Indices(len(held), lambda rank: np.split(held[rank], axis.size)[axis.coordinate(rank)])
 
 
@@ -186,8 +184,15 @@ def _parted(held: Sequence[np.ndarray], axis: Axis) -> Indices:
 
 @dataclass(frozen=True)
 class WeightIndices:
-    """What each rank holds of a linear layer or an embedding: rows and columns of its weight with the axes that cut them, and
-    the block of its (canonical) output."""
+    """The indices of the weight of a linear layer or an embedding.
+
+    Attributes:
+        rows: that each rank holds.
+        row_axes: mesh axes that split the rows.
+        columns: that each rank holds.
+        column_axes: mesh axes that split the columns.
+        output: the block of the (canonical) output that each rank holds.
+    """
 
     rows: Sequence[np.ndarray]
     row_axes: tuple[Axis, ...]
@@ -197,7 +202,7 @@ class WeightIndices:
 
 
 def matrix_indices(out_features: int, in_features: int, layout: Layout) -> WeightIndices:
-    """Of the weight (out_features, in_features) of a linear layer, before any product order."""
+    """Indices of the weight (out_features, in_features) of a linear layer, before any product order."""
     output = layout.blocks(out_features)
     columns = gathered(layout.blocks(in_features), layout.axes(1))
     if layout.summa:
@@ -206,7 +211,7 @@ def matrix_indices(out_features: int, in_features: int, layout: Layout) -> Weigh
 
 
 def table_indices(vocabulary: int, features: int, layout: Layout) -> WeightIndices:
-    """Of the table (vocabulary, features) of an embedding: like a linear layer's transposed weight."""
+    """Indices of the table (vocabulary, features) of an embedding: as of a linear layer's transposed weight."""
     output = layout.blocks(features)
     columns = gathered(output, layout.axes(2))
     return WeightIndices(table_rows(vocabulary, layout), layout.axes(2), columns, layout.axes(1), output)
@@ -216,17 +221,21 @@ def table_rows(vocabulary: int, layout: Layout) -> Sequence[np.ndarray]:
     """The rows of an embedding's table that each rank holds."""
     if vocabulary % layout.num_parts == 0:
         return gathered(layout.blocks(vocabulary), layout.axes(1))
-    # Too few for the blocks of an output projection: slices in rank order.
-    return scattered(everything(vocabulary, layout.num_ranks), layout.axes(2))
+    # The vocabulary does not divide into the blocks of an output projection: slices in rank order.
+    return scattered(all_indices(vocabulary, layout.num_ranks), layout.axes(2))
 
 
-def everything(length: int, num_ranks: int) -> Indices:
+def all_indices(length: int, num_ranks: int) -> Indices:
     """All indices, on every rank."""
     return Indices(num_ranks, lambda rank: np.arange(length))
 
 
 def product_rows(sections: Sequence[int], num_groups: int) -> np.ndarray:
-    """For each feature in product order its row in the sections, one below the other (see the module's docstring)."""
+    """For each feature in product order, its row in the concatenated sections (see the module's docstring).
+
+    >>> product_rows((4, 2, 2), num_groups=2).tolist()
+    [0, 1, 4, 6, 2, 3, 5, 7]
+    """
     starts = np.cumsum((0, *sections[:-1]))
     parts = [start + np.arange(width).reshape(num_groups, -1) for start, width in zip(starts, sections)]
     return np.concatenate(parts, axis=1).reshape(-1)
@@ -237,14 +246,14 @@ def product_rows(sections: Sequence[int], num_groups: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """How one stored tensor lies on the ranks.
+    """The distribution of one stored tensor over the ranks.
 
     Attributes:
-        name: under which it is stored: the parameter's path in the module; of several that are stored as one, joined by "+".
-        sources: (path, rows) of the module's parameters that it holds, one below the other.
+        name: the parameter's path in the module; for several parameters stored as one, their paths joined by "+".
+        sources: (path, rows) of the module's parameters that it holds, concatenated.
         shape: of the logical tensor.
-        axes: for each dimension the mesh axes that cut it.
-        indices: for each dimension what every rank holds.
+        axes: for each dimension, the mesh axes that split it.
+        indices: for each dimension, the indices that every rank holds.
         reduced: the mesh axes over which its gradient is summed.
     """
 
@@ -257,11 +266,11 @@ class ParameterLayout:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return len(self.indices[0])
 
     def local_shape(self) -> tuple[int, ...]:
-        """Of what each rank holds."""
+        """Shape of each rank's part."""
         return self._local_shape
 
     @cached_property
@@ -269,15 +278,24 @@ class ParameterLayout:
         return tuple(len(held[0]) for held in self.indices)
 
     def take(self, value: np.ndarray, rank: int) -> np.ndarray:
-        """What ``rank`` holds of the logical ``value``."""
+        """The part of the logical ``value`` that ``rank`` holds."""
         return np.ascontiguousarray(value[np.ix_(*(held[rank] for held in self.indices))])
 
     def put(self, value: np.ndarray, shard: np.ndarray, rank: int) -> None:
-        """Write what ``rank`` holds into the logical ``value``."""
+        """Write the part that ``rank`` holds into the logical ``value``."""
         value[np.ix_(*(held[rank] for held in self.indices))] = shard
 
+    def joined(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The logical value, of the module's parameters by their names."""
+        return np.concatenate([values[name] for name, _ in self.sources])
+
+    def parts(self, value: np.ndarray) -> dict[str, np.ndarray]:
+        """The module's parameters that the logical ``value`` holds, by their names."""
+        ends = np.cumsum([rows for _, rows in self.sources])
+        return {name: value[end - rows : end] for (name, rows), end in zip(self.sources, ends)}
+
     def gathered(self) -> ParameterLayout:
-        """The layout after every cut dimension was gathered over its axes: the order in which all ranks then hold it."""
+        """The layout after gathering every split dimension over its axes: the order in which all ranks then hold it."""
         whole = tuple(gathered(held, axes) for held, axes in zip(self.indices, self.axes))
         return ParameterLayout(self.name, self.sources, self.shape, ((),) * len(self.shape), whole, self.reduced)
 
@@ -292,18 +310,22 @@ def linear_layouts(
 ) -> tuple[ParameterLayout, ...]:
     """The weights (out, in) of modules that read the same tensor, then their biases.
 
-    Several modules keep tensors of their own where every block holds whole groups; else they are stored as one.
+    Several modules have tensors of their own if every block holds whole groups; otherwise they are stored as one.
 
     Args:
-        weights, biases: the parameters' names with their rows; either may be empty.
-        sections, num_groups: of product order, see `product_rows`.
+        weights: the weights' names and rows; may be empty.
+        biases: the biases' names and rows; may be empty.
+        in_features: columns of the weights.
+        layout: of the layer.
+        sections: of the product order, see `product_rows`.
+        num_groups: of the product order.
     """
     rows = list((weights or biases).values())
     held = matrix_indices(sum(rows), in_features, layout)
     order = product_rows(sections or [sum(rows)], num_groups)
     apart = modules_apart(len(rows), num_groups, layout.num_parts)
     bias_axes: Sequence[Axis] = layout.axes(1)
-    if not layout.summa:  # in rank order of the blocks that they cut, level by level
+    if not layout.summa:  # in rank order of the blocks that they split, level by level
         bias_axes = sorted(layout.axes(1) + layout.axes(2), key=lambda axis: -axis.stride)
     of_weights = () if layout.summa else layout.axes(0)
     result = []
@@ -324,7 +346,7 @@ def linear_layouts(
 
 
 def _rows_between(held: Sequence[np.ndarray], order: np.ndarray, start: int, stop: int) -> Indices:
-    """Of the features that ranks hold, in product order, the rows from ``start`` to ``stop``, counted from there."""
+    """The rows from ``start`` to ``stop``, relative to ``start``, of the features that ranks hold in product order."""
 
     def of_rank(rank: int) -> np.ndarray:
         rows = order[held[rank]]
@@ -341,10 +363,10 @@ def table_layouts(name: str, vocabulary: int, features: int, layout: Layout) -> 
 
 
 def feature_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[ParameterLayout, ...]:
-    """Parameters whose last dimension is the features of the activations: those of norms, tables of positions."""
+    """Parameters whose last dimension is the features of the activations: those of norms, and position tables."""
     result = []
     for name, shape in shapes.items():
-        others = tuple(everything(length, layout.num_ranks) for length in shape[:-1])
+        others = tuple(all_indices(length, layout.num_ranks) for length in shape[:-1])
         indices = (*others, layout.blocks(shape[-1]))
         axes = (*(() for _ in others), layout.axes(1))
         result.append(ParameterLayout(name, ((name, shape[0]),), tuple(shape), axes, indices, layout.axes(0)))
@@ -352,25 +374,30 @@ def feature_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tupl
 
 
 def whole_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[ParameterLayout, ...]:
-    """Parameters that every rank has whole: those of convolutions, and of modules that are run as they are."""
+    """Parameters that every rank holds completely: those of convolutions and of opaque modules."""
     result = []
     for name, shape in shapes.items():
-        indices = tuple(everything(length, layout.num_ranks) for length in shape)
+        indices = tuple(all_indices(length, layout.num_ranks) for length in shape)
         axes = ((),) * len(shape)
         result.append(ParameterLayout(name, ((name, shape[0]),), tuple(shape), axes, indices, layout.axes(0)))
     return tuple(result)
 
 
 def modules_apart(num_modules: int, num_groups: int, num_parts: int) -> bool:
-    """Whether the modules of a linear layer keep tensors of their own: every block holds as much of each of them.
+    """Whether the modules of a linear layer have tensors of their own: every block holds the same share of each of them.
 
-    Else (four heads on eight ranks, say) they are stored as one, as Megatron does, and part in the ``state_dict``.
+    Otherwise (four heads on eight ranks, for example) they are stored as one, as in Megatron-LM, and separated in the
+    ``state_dict``.
     """
     return num_modules > 1 and num_groups > 1 and num_groups % num_parts == 0
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """["a.q.weight", "a.k.weight"] -> "a.q+k.weight"."""
+    """The name of parameters that are stored as one.
+
+    >>> joined_name(["a.q.weight", "a.k.weight"])
+    'a.q+k.weight'
+    """
     if len(names) == 1:
         return names[0]
     modules = [name.rpartition(".")[0] for name in names]
@@ -384,9 +411,9 @@ def joined_name(names: Sequence[str]) -> str:
 
 
 def common_mesh(strategies: Iterable[Strategy], num_ranks: int) -> tuple[Axis, ...] | None:
-    """The mesh, outermost axis first, that all axes of all strategies can be put together from; None where there is none.
+    """The mesh, outermost axis first, from which all axes of all strategies can be composed; None if there is none.
 
-    On one mesh parameters can be used together, as ``clip_grad_norm_`` does.
+    Parameters on one mesh can be used together, as by ``clip_grad_norm_``.
     """
     axes = [
         axis
@@ -395,11 +422,11 @@ def common_mesh(strategies: Iterable[Strategy], num_ranks: int) -> tuple[Axis, .
         for which in range(3)
         for axis in strategy.axes(which, is_embedding)
     ]
-    return mesh_between(axes, num_ranks)
+    return coarsest_mesh(axes, num_ranks)
 
 
-def mesh_between(axes: Iterable[Axis], num_ranks: int) -> tuple[Axis, ...] | None:
-    """The coarsest mesh of all ranks that these axes can be put together from; None where there is none."""
+def coarsest_mesh(axes: Iterable[Axis], num_ranks: int) -> tuple[Axis, ...] | None:
+    """The coarsest mesh of all ranks from which these axes can be composed; None if there is none."""
     cuts = sorted({1, num_ranks} | {cut for axis in axes for cut in (axis.stride, axis.stride * axis.size)})
     if any(larger % smaller for smaller, larger in zip(cuts, cuts[1:])):
         return None
@@ -407,7 +434,7 @@ def mesh_between(axes: Iterable[Axis], num_ranks: int) -> tuple[Axis, ...] | Non
 
 
 def split_dims(axes: Sequence[Sequence[Axis]], mesh: Sequence[Axis]) -> list[int | None]:
-    """The SBP signature on a mesh of a tensor whose dimensions ``axes`` cut: which dimension each mesh axis splits, or None."""
+    """The SBP signature on ``mesh`` of a tensor split by ``axes``: the dimension that each mesh axis splits, or None."""
     states: list[int | None] = []
     for part in mesh:
         dims = [dim for dim, cut in enumerate(axes) for a in cut if a.stride <= part.stride < a.stride * a.size]
@@ -415,22 +442,22 @@ def split_dims(axes: Sequence[Sequence[Axis]], mesh: Sequence[Axis]) -> list[int
     return states
 
 
-# ---- Of a layer graph ------------------------------------------------------------------------------------------------------
+# ---- Layouts of a layer graph ----------------------------------------------------------------------------------------------
 
 
 def layout_of(layer: Layer, strategy: Strategy) -> Layout:
-    """A layer at its strategy."""
+    """The layout of a layer under its strategy."""
     return Layout(*strategy.splits, embedding=kind_of(layer.kind).is_lookup, summa=strategy.summa)
 
 
 @dataclass(frozen=True)
 class ProductOrder:
-    """Where the features of a product come from.
+    """The order of the features of a linear layer's product.
 
     Attributes:
-        widths: features of each module that the layer stands for.
-        num_groups: groups in product order; 1 where features are as the modules have them.
-        section_widths: of the sections that a group takes its members from (q, k and v, say); their sum is all features.
+        widths: features of each module of the layer.
+        num_groups: groups in product order; 1 if features are in the order of the modules.
+        section_widths: features of the sections that are interleaved (q, k and v, for example); their sum is all features.
     """
 
     widths: tuple[int, ...]
@@ -439,7 +466,7 @@ class ProductOrder:
 
     @property
     def rows(self) -> np.ndarray:
-        """For each feature of the product its row in the modules' weights, one below the other."""
+        """For each feature of the product, its row in the modules' concatenated weights."""
         return product_rows(self.section_widths, self.num_groups)
 
     @property
@@ -452,7 +479,7 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
     """The order of a linear layer's features (see the module's docstring).
 
     Raises:
-        UserError: its modules are not what attention, or its gate, take apart.
+        UserError: its modules are not the sections of the attention or gate that reads them.
     """
     out_features = layer.attributes["out_features"]
     widths = tuple(p.shape[0] for p in layer.parameters if len(p.shape) == 2)
@@ -481,12 +508,12 @@ def attention_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
 
 
 def are_apart(order: ProductOrder, strategy: Strategy) -> bool:
-    """`modules_apart` of a linear layer."""
+    """`modules_apart` for a linear layer under its strategy."""
     return modules_apart(len(order.widths), order.num_groups, strategy.p1 * strategy.p2)
 
 
 def weight_indices(layer: Layer, strategy: Strategy) -> WeightIndices:
-    """Rows (out_features, vocabulary) and columns (in_features, features) before any product order."""
+    """Indices of the rows (out_features, vocabulary) and columns (in_features, features) before any product order."""
     layout, attributes = layout_of(layer, strategy), layer.attributes
     if layer.kind == "embedding":
         return table_indices(attributes["vocabulary"], attributes["features"], layout)
@@ -494,7 +521,7 @@ def weight_indices(layer: Layer, strategy: Strategy) -> WeightIndices:
 
 
 def parameter_layouts(graph: LayerGraph, layer: Layer, strategy: Strategy) -> tuple[ParameterLayout, ...]:
-    """The layouts of a layer's parameters, in the order of the layer; tied ones as if they were its own."""
+    """The layouts of a layer's parameters, in the order of the layer; tied parameters as if they were its own."""
     layout, attributes = layout_of(layer, strategy), layer.attributes
     if not layer.parameters:
         return ()

@@ -1,11 +1,11 @@
-"""Loading OneFlow: the one place that imports it first.
+"""Loading OneFlow: the only place that imports it first.
 
 OneFlow 0.9.0 is a CUDA 11.7 build. Its extension module is linked against cuBLAS 11 and cuDNN 8 and cannot be imported
-without them, on machines without a GPU too. The wheels ``nvidia-cublas-cu11`` and ``nvidia-cudnn-cu11`` bring the libraries
-but put them where the dynamic linker does not look, so they are loaded here first, dependencies before dependents, with
-their symbols made global. Where the wheels are missing the linker's own search is left to find a system-wide CUDA.
+without them, even on machines without a GPU. The wheels ``nvidia-cublas-cu11`` and ``nvidia-cudnn-cu11`` install the libraries
+where the dynamic linker does not look, so they are loaded here first, dependencies before dependents, with their symbols made
+global. Without the wheels the linker may find a system-wide CUDA.
 
-OneFlow also speaks on stderr while it loads (no InfiniBand, no CUDA driver): that is swallowed, and shown only when the
+OneFlow also prints warnings on stderr while it loads (no InfiniBand, no CUDA driver). They are captured, and shown only if the
 import fails.
 """
 
@@ -46,7 +46,7 @@ _WHEELS = "oneflow==0.9.0, nvidia-cublas-cu11==11.10.3.66, nvidia-cudnn-cu11==8.
 
 
 def is_available() -> Availability:
-    """Whether ``load_oneflow`` can be expected to work here; nothing is imported and no library loaded."""
+    """Whether ``load_oneflow`` can be expected to work; nothing is imported and no library is loaded."""
     if sys.modules.get("oneflow") is not None:
         return Availability()
     system = f"{platform.system()} {platform.machine()}"
@@ -68,13 +68,13 @@ def is_available() -> Availability:
 
 
 def load_oneflow() -> ModuleType:
-    """Import OneFlow quietly, its CUDA libraries first, and return the module; cheap when it is loaded already.
+    """Import OneFlow quietly, its CUDA libraries first, and return the module; cheap if it is already loaded.
 
     In a process that a launcher gave ``MASTER_ADDR``, ``WORLD_SIZE``, ``RANK`` and so on, the import itself joins the ranks:
-    it returns when all of them are there.
+    it returns when all of them have joined.
 
     Raises:
-        UserError: where OneFlow cannot be used, with the reason and the versions that would work.
+        UserError: OneFlow cannot be used; the message gives the reason and the versions that work.
 
     >>> load_oneflow().__version__
     '0.9.0'
@@ -84,18 +84,18 @@ def load_oneflow() -> ModuleType:
     available = is_available()
     if not available:
         raise UserError(f"cannot run on OneFlow: {available.reason}")
-    said = ""
+    warnings = ""
     try:
-        with _environment_kept(), _captured_stderr() as transcript:
-            # Read once, while the library loads: without it, a word on missing devices with the first tensor.
+        with _preserved_environment(), _captured_stderr() as transcript:
+            # Read once, while the library loads; otherwise OneFlow warns of missing devices with the first tensor.
             os.environ.setdefault("GLOG_minloglevel", "3")
             try:
                 preload_cuda_libraries()
                 return importlib.import_module("oneflow")
             finally:
-                said = transcript()
+                warnings = transcript()
     except (ImportError, OSError) as error:
-        details = [str(error), *said.splitlines()[-1:]]
+        details = [str(error), *warnings.splitlines()[-1:]]
         text = re.sub(r"\s+", " ", "; ".join(details)).strip()
         raise UserError(
             f"cannot run on OneFlow: its import fails ({text}); known to work together: {_WHEELS}"
@@ -103,20 +103,20 @@ def load_oneflow() -> ModuleType:
 
 
 def preload_libraries() -> None:
-    """Load the libraries that OneFlow's import needs, and its own: the slow part of it, which needs no other rank.
+    """Load the libraries that OneFlow's import needs, and its own: the slow part of the import, which needs no other rank.
 
-    Nothing is said here of what is missing: the import does that.
+    Missing libraries are not reported here: the import does that.
     """
     preload_cuda_libraries()
     found = importlib.util.find_spec("oneflow")
-    with _captured_stderr(), contextlib.suppress(OSError):  # it speaks of devices that are not there
+    with _captured_stderr(), contextlib.suppress(OSError):  # warnings of missing devices
         for folder in (found.submodule_search_locations or []) if found else []:
             for path in Path(folder).glob("_oneflow_internal.*.so"):
                 ctypes.CDLL(str(path))
 
 
 def preload_cuda_libraries() -> None:
-    """Load the CUDA libraries of the NVIDIA wheels, as far as they are installed."""
+    """Load the CUDA libraries of the NVIDIA wheels, if they are installed."""
     for directory in _nvidia_directories():
         for name in _CUDA_LIBRARIES:
             path = directory / name
@@ -135,10 +135,10 @@ def _wheel_has(name: str) -> bool:
 
 
 @contextlib.contextmanager
-def _environment_kept() -> Iterator[None]:
-    """Take back what the import writes into the environment.
+def _preserved_environment() -> Iterator[None]:
+    """Undo the import's changes to the environment.
 
-    Outside a launcher OneFlow calls itself rank -1 of 1 there; processes started later would take that for their own rank.
+    Outside a launcher OneFlow sets the variables of rank -1 of 1, which processes started later would take as their own.
     """
     before = dict(os.environ)
     try:
@@ -151,10 +151,10 @@ def _environment_kept() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _captured_stderr() -> Iterator:
-    """Divert file descriptor 2, where C++ writes, into a file; yields a function that returns what was written so far."""
+    """Redirect file descriptor 2, which C++ writes to, into a file; yields a function that returns the text written so far."""
     sys.stderr.flush()
     kept = os.dup(2)
-    with contextlib.closing(MemoryFile()) as file:  # the disk of temporary files may be full
+    with contextlib.closing(MemoryFile()) as file:  # the temporary folder may be full
         os.dup2(file.fd, 2)
 
         def transcript() -> str:

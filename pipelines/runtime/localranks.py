@@ -1,6 +1,6 @@
-"""Ranks of this machine: started, looked at, and ended. What they are told to do is their holder's affair.
+"""The ranks of a job on this machine: starting, polling and ending them. The caller decides what they run.
 
-`launcher.RankPool` holds the ranks of a job that is on this machine alone; a supervisor of ``autoddl launch`` those of one host.
+`launcher.RankPool` uses it for a job on this machine only, a supervisor of ``autoddl launch`` for the ranks of its host.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from .processes import RankProcess
 
 __all__ = ["LocalRanks", "RankMessage"]
 
+#: Rank, kind and value of a message: see `rank`.
 RankMessage = tuple[int, str, Any]
-"""Which rank said what kind of thing, and its value: see `rank`."""
 
-_POSITION_SECONDS = 2.0  # how long ranks may take to say where they stand; one inside of OneFlow alone never does
-_KILL_SECONDS = 5.0  # how long the system may take to remove what was killed
-_MARK = "AUTODDL_STARTED_BY"  # in the environment of ranks and of all that they start
+_POSITION_SECONDS = 2.0  # how long ranks may take to report their positions; a rank inside of OneFlow never does
+_KILL_SECONDS = 5.0  # how long the system may take to remove killed processes
+_MARK = "AUTODDL_STARTED_BY"  # in the environment of ranks and of all their descendants
 
 
 class LocalRanks:
-    """The ranks of a job that are on this machine, in the order of their start.
+    """The ranks of a job on this machine, in the order of their start.
 
     Args:
-        launcher_timeout_s: how long this process may be suspended until its ranks end; for ever if 0.
+        launcher_timeout_s: how long this process may be suspended before its ranks end; 0: forever.
     """
 
     def __init__(self, launcher_timeout_s: float = 0.0) -> None:
@@ -47,7 +47,7 @@ class LocalRanks:
         return len(self._ranks)
 
     def of(self, rank: int) -> RankProcess:
-        """The process of a rank of the job."""
+        """The process of a rank."""
         return next(process for process in self._ranks if process.rank == rank)
 
     def start(
@@ -81,11 +81,14 @@ class LocalRanks:
         self._selector.register(process.from_rank, selectors.EVENT_READ, process)
         return process
 
-    def look(self, patience_s: float) -> tuple[list[RankMessage], list[RankFailure]]:
-        """Messages and failures of all ranks, waiting for ``patience_s`` at most; a failure that lasts comes with every look."""
+    def poll(self, patience_s: float) -> tuple[list[RankMessage], list[RankFailure]]:
+        """Wait for messages, at most ``patience_s``; returns messages and failures of all ranks.
+
+        A failure that lasts, such as a death, is returned by every call.
+        """
         messages: list[RankMessage] = []
         failures: list[RankFailure] = []
-        dead = {rank.rank: failure for rank in self._ranks if (failure := rank.death())}  # before the pipes are read
+        dead = {rank.rank: failure for rank in self._ranks if (failure := rank.death())}  # before reading the pipes
         for key, _ in self._selector.select(0 if dead else patience_s):
             rank: RankProcess = key.data
             for kind, value in self._read(rank):
@@ -97,7 +100,7 @@ class LocalRanks:
                     messages.append((rank.rank, kind, value))
         failures += dead.values()
         for rank in self._ranks:
-            if rank.stopped_for_long():
+            if rank.is_stopped_for_long():
                 failures.append(_stopped(rank))
         return messages, failures
 
@@ -114,11 +117,11 @@ class LocalRanks:
             messages += rank.inbox.feed(piece)
 
     def suspended(self) -> RankFailure | None:
-        """A rank that somebody has suspended, which those that wait for it do not know; None where there is none."""
+        """The failure of a suspended rank, which other ranks may be waiting for; None if there is none."""
         return next((_stopped(rank) for rank in self._living() if rank.is_stopped()), None)
 
     def positions(self) -> dict[int, str]:
-        """Where living ranks stand in the user's code, by rank, as far as they say so in time."""
+        """The positions in the user's code of the living ranks that report them in time."""
         asked = {rank.rank: (rank, rank.ask_position()) for rank in self._living()}
         found: dict[int, str] = {}
         deadline = time.monotonic() + _POSITION_SECONDS
@@ -131,13 +134,15 @@ class LocalRanks:
         return [rank for rank in self._ranks if rank.death() is None]
 
     def part(self) -> None:
-        """Have idle ranks stop using OneFlow's network, as all ranks of the job should before any of them leaves; each tells
-        ("parted") when it has."""
+        """Let idle ranks stop using OneFlow's network; each sends "parted" when it has.
+
+        All ranks of the job should part before any of them exits.
+        """
         for rank in self._ranks:
             rank.send("part")
 
     def leave(self, patience_s: float) -> None:
-        """Let idle ranks leave by themselves; those that have not after ``patience_s`` are for `end`."""
+        """Let idle ranks exit by themselves, for at most ``patience_s``."""
         for rank in self._ranks:
             rank.send("exit")
         deadline = time.monotonic() + patience_s
@@ -145,7 +150,7 @@ class LocalRanks:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """Kill all ranks and everything that they started."""
+        """Kill all ranks and all their descendants."""
         keepers = [rank.keeper.pid for rank in self._ranks if rank.keeper.returncode is None]
         if keepers:
             end_descendants(keepers, _KILL_SECONDS, f"{_MARK}={self._mark}")
@@ -153,7 +158,7 @@ class LocalRanks:
             rank.kill_keeper()
 
     def end(self) -> None:
-        """Kill and reap whatever is left of the ranks; returns when no process is left."""
+        """Kill and reap all ranks; no process is left."""
         self.kill()
         for rank in self._ranks:
             with contextlib.suppress(KeyError):

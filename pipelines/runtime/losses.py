@@ -1,10 +1,10 @@
 """Losses of predictions that are split over the ranks.
 
-Every rank gets the mean over the whole micro-batch.  Its gradient is seeded with 1 on every rank, as ``loss.backward()`` does:
-the backward pass is local, the derivative of the mean by this rank's predictions.
+Every rank gets the mean over the whole micro-batch. Its gradient is seeded with 1 on every rank, as by ``loss.backward()``. The
+backward pass is local: the derivative of the mean by this rank's predictions.
 
-Cross entropy on a vocabulary split over s ranks (Megatron's): with m the row's maximum, which is all-gathered from the ranks'
-own, and two sums that are all-reduced in one message,
+Cross entropy with the vocabulary split over s ranks (as in Megatron-LM): m is the row's maximum, the largest of the ranks' own
+maxima, which are all-gathered; two sums are all-reduced in one message,
 
     loss = log(sum_j exp(x_j - m)) - (x_target - m)        gradient = softmax(x) - [j = target]
 
@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.distribution import Axis, flat_coordinate
 
 from .detaching import detached
-from .layouts import Layout, place_on
+from .layouts import Layout
 from .load import load_oneflow
 from .rows import along_rows, row_sums
 from .stepping import Ranks
@@ -28,11 +28,11 @@ from .stepping import Ranks
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["IGNORED", "cross_entropy", "mean_of_differences"]
+__all__ = ["IGNORED", "cross_entropy", "mean_error"]
 
 Tensor = Any
 
-#: Targets that do not count, as in ``nn.functional.cross_entropy``.
+#: Targets that are not counted, as in ``nn.functional.cross_entropy``.
 IGNORED = -100
 
 
@@ -40,14 +40,16 @@ def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ra
     """The mean cross entropy over all targets of the micro-batch.
 
     Args:
-        logits: (samples, rows, vocabulary) of this rank, as ``layout`` has them.
-        targets: of all ranks, numbers of the whole vocabulary, or `IGNORED`.
+        logits: (samples, rows, vocabulary) of this rank, distributed by ``layout``.
+        targets: of all ranks, indices of the whole vocabulary, or `IGNORED`.
+        layout: distribution of the logits.
+        ranks: the ranks.
     """
     axes, sample_axes = layout.axes(1), layout.axes(0)
     own = np.ascontiguousarray(layout.samples(targets, ranks.rank).reshape(-1))
     logits = logits.reshape(len(own), -1)
     width, count = logits.shape[1], max(int((targets != IGNORED).sum()), 1)
-    local = flow.tensor(own) - place_on(layout.features, ranks.rank) * width
+    local = flow.tensor(own) - flat_coordinate(layout.features, ranks.rank) * width
     is_here = flow.logical_and(local >= 0, local < width)
     counts = flow.tensor((own != IGNORED).astype(np.float32))
     here = is_here.to(logits.dtype).reshape(-1, 1)
@@ -67,13 +69,13 @@ def cross_entropy(logits: Tensor, targets: np.ndarray, layout: Layout, ranks: Ra
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         scale = (counts * (dy / count)).reshape(-1, 1)
-        # One more is left of the logit's own probability.
+        # Subtract the target's one-hot vector from the probabilities.
         return flow.scatter_add(saved[0] * along_rows(scale, width), 1, place, -here * scale)
 
     return _Function.apply("cross_entropy", forward, backward, logits)
 
 
-def mean_of_differences(predictions: Tensor, targets: Tensor, ranks: Ranks, is_squared: bool) -> Tensor:
+def mean_error(predictions: Tensor, targets: Tensor, ranks: Ranks, is_squared: bool) -> Tensor:
     """The mean over the elements of all ranks of the squared (or absolute) difference to ``targets``."""
     difference, count = detached(predictions) - targets, predictions.numel() * ranks.num_ranks
 
@@ -84,4 +86,4 @@ def mean_of_differences(predictions: Tensor, targets: Tensor, ranks: Ranks, is_s
     def backward(ctx: Any, dy: Tensor) -> Tensor:
         return (2.0 * difference if is_squared else flow.sign(difference)) * (dy / count)
 
-    return _Function.apply("mean_of_differences", forward, backward, predictions)
+    return _Function.apply("mean_error", forward, backward, predictions)

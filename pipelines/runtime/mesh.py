@@ -1,4 +1,4 @@
-"""Ranks seen as a mesh, and the groups of ranks along one of its axes.
+"""Meshes of ranks, and the groups of ranks along an axis.
 
 A mesh of lengths (l_0, ..., l_k) holds the ranks ``first_rank`` to ``first_rank + num_ranks - 1`` in natural order, the last
 axis varying fastest, so that a step of one along axis i is a step of ``stride_i = l_{i+1} * ... * l_k`` ranks. Ranks 0 to 7
@@ -12,8 +12,8 @@ on the mesh (2, 4):
     both as one, length 8      1       {0 1 2 3 4 5 6 7}
     =========================  ======  =============================
 
-A `RankAxis` keeps no more than that: its length and its stride. Ranks in a group always ascend (OneFlow accepts a placement
-with its ranks in another order, and returns wrong values).
+A `RankAxis` stores only its size and its stride. Ranks in a group always ascend (OneFlow accepts a placement with its ranks in
+another order, and returns wrong values).
 """
 
 from __future__ import annotations
@@ -28,10 +28,19 @@ __all__ = ["RankAxis", "RankMesh"]
 
 @dataclass(frozen=True)
 class RankAxis:
-    """One axis of a mesh of ``num_ranks`` ranks that begins at ``first_rank``: ``size`` ranks, ``stride`` ranks apart.
+    """One axis of a mesh.
+
+    Attributes:
+        size: number of ranks along it.
+        stride: distance in ranks of neighbours along it.
+        num_ranks: of the mesh.
+        first_rank: of the mesh.
+
+    >>> RankAxis(size=2, stride=4, num_ranks=8).groups()
+    [(0, 4), (1, 5), (2, 6), (3, 7)]
 
     Raises:
-        UserError: when ``size * stride`` does not divide ``num_ranks``, or something is out of range.
+        UserError: ``size * stride`` does not divide ``num_ranks``, or a number is out of range.
     """
 
     size: int
@@ -52,12 +61,12 @@ class RankAxis:
             )
 
     def group(self, rank: int) -> tuple[int, ...]:
-        """The ranks that differ from ``rank`` along this axis only, itself included, ascending."""
+        """The ranks that differ from ``rank`` only along this axis, itself included, ascending."""
         base = rank - self.index(rank) * self.stride
         return tuple(base + k * self.stride for k in range(self.size))
 
     def index(self, rank: int) -> int:
-        """The coordinate of ``rank`` along this axis: its place in its group."""
+        """The coordinate of ``rank`` along this axis: its position in its group."""
         position = rank - self.first_rank
         if not 0 <= position < self.num_ranks:
             last = self.first_rank + self.num_ranks - 1
@@ -65,14 +74,19 @@ class RankAxis:
         return position // self.stride % self.size
 
     def groups(self) -> list[tuple[int, ...]]:
-        """All groups along this axis, ordered by their first rank; together they hold each rank of the mesh once."""
+        """All groups along this axis, ordered by their first rank; each rank of the mesh is in exactly one."""
         ranks = range(self.first_rank, self.first_rank + self.num_ranks)
         return [self.group(rank) for rank in ranks if self.index(rank) == 0]
 
 
 @dataclass(frozen=True)
 class RankMesh:
-    """The ranks ``first_rank, first_rank + 1, ...`` in natural order on axes of the given lengths."""
+    """Ranks in natural order on several axes.
+
+    Attributes:
+        lengths: of the axes, the slowest first.
+        first_rank: the lowest rank.
+    """
 
     lengths: tuple[int, ...]
     first_rank: int = 0
@@ -87,7 +101,7 @@ class RankMesh:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """For each axis the distance in ranks of neighbours along it."""
+        """For each axis, the distance in ranks of neighbours along it."""
         return tuple(math.prod(self.lengths[i + 1 :]) for i in range(len(self.lengths)))
 
     def axis(self, i: int) -> RankAxis:

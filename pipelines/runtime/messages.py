@@ -1,4 +1,4 @@
-"""Messages between the launcher and a rank: pickled values, each after its length, over a pipe."""
+"""Messages between the launcher and a rank: pickled values, each preceded by its length, over a pipe."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ import struct
 import time
 from typing import Any
 
-__all__ = ["Inbox", "read_message", "write_message"]
+__all__ = ["MessageReader", "read_message", "write_message"]
 
 _LENGTH = struct.Struct("<Q")
 
 
 class _Pickler(pickle.Pickler):
-    """Refuses OneFlow's objects: the launcher would have to load OneFlow to read them."""
+    """Rejects OneFlow's objects: the launcher would have to load OneFlow to read them."""
 
     def reducer_override(self, value: Any) -> Any:
         kind = value if isinstance(value, type) else type(value)
@@ -28,11 +28,16 @@ class _Pickler(pickle.Pickler):
 
 
 def write_message(fd: int, value: Any, patience_s: float | None = None) -> None:
-    """Write one message, waiting while the pipe is full: for ``patience_s`` at most if that is given and ``fd`` does not block.
+    """Write one message; blocks while the pipe is full.
+
+    Args:
+        fd: the pipe.
+        value: any picklable value.
+        patience_s: longest time to block, if ``fd`` is non-blocking; None: forever.
 
     Raises:
-        TypeError, AttributeError or pickle.PicklingError: ``value`` cannot be sent; nothing was written.
-        TimeoutError: the pipe is full and nobody reads.
+        TypeError: ``value`` cannot be sent; nothing was written. AttributeError or pickle.PicklingError likewise.
+        TimeoutError: the pipe is full and is not read.
     """
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(value)
@@ -45,14 +50,14 @@ def write_message(fd: int, value: Any, patience_s: float | None = None) -> None:
         except BlockingIOError:
             left_s = None if deadline is None else max(0.0, deadline - time.monotonic())
             if not select.select([], [fd], [], left_s)[1]:
-                raise TimeoutError("nobody reads the messages") from None
+                raise TimeoutError("the messages are not read") from None
 
 
 def read_message(fd: int) -> Any:
     """Wait for one message.
 
     Raises:
-        EOFError: the other side is gone.
+        EOFError: the other side has closed the pipe.
     """
     return pickle.loads(_read_exactly(fd, _LENGTH.unpack(_read_exactly(fd, _LENGTH.size))[0]))
 
@@ -68,8 +73,14 @@ def _read_exactly(fd: int, num_bytes: int) -> bytes:
     return b"".join(parts)
 
 
-class Inbox:
-    """Messages out of the pieces in which a pipe delivers them, for a reader that must not wait."""
+class MessageReader:
+    """Splits the bytes of a pipe into messages, for a non-blocking reader.
+
+    >>> inbox = MessageReader()
+    >>> body = pickle.dumps(("ready", None))
+    >>> inbox.feed(_LENGTH.pack(len(body)) + body[:3]), inbox.feed(body[3:])
+    ([], [('ready', None)])
+    """
 
     def __init__(self) -> None:
         self._bytes = bytearray()

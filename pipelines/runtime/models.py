@@ -1,11 +1,12 @@
-"""The built-in families as plain OneFlow modules, as a user would write them.
+"""The built-in families as plain OneFlow modules, written as by a user.
 
-Modules and parameters bear the names that the layer graphs of :mod:`autoddl.zoo` use, so that a graph extracted from one of
-these modules is the built-in graph.  ``forward(inputs, targets)`` gives the loss: for transformers (batch, sequence) token
-numbers twice, for VGG (batch, 3, height, width) images and (batch,) classes, for perceptrons (batch, features) twice.
+Modules and parameters have the names that the layer graphs of :mod:`autoddl.zoo` use, so that a graph extracted from one of
+these modules equals the built-in graph. ``forward(inputs, targets)`` returns the loss. Inputs and targets are (batch, sequence)
+token indices for transformers, (batch, 3, height, width) images and (batch,) classes for VGG, and (batch, features) each for
+perceptrons.
 
-Initial values are drawn by numpy from the seed and the parameter's name alone, so that they are the same on any number of
-ranks, and for a parameter of the same name and shape in another model.
+Initial values are drawn by numpy from the seed and the parameter's name, so that they are the same on any number of ranks, and
+for a parameter of the same name and shape in another model.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def quick_gelu(x: Any) -> Any:
     return x * flow.sigmoid(1.702 * x)
 
 
-#: By the names that the layer graphs of transformers use.
+#: Activations by the names that the layer graphs use.
 ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
     "gelu": functional.gelu,
     "quick_gelu": quick_gelu,
@@ -52,19 +53,17 @@ ACTIVATIONS: dict[str, Callable[[Any], Any]] = {
 
 
 def initialize(module: Any, seed: int) -> Any:
-    """Fill a module's parameters in place, and return it: matrices normal with deviation 0.02 or, where that is less than
-    1/sqrt(fan-in), that; vectors 0, scales of norms 1."""
-    seen = set()
+    """Initialise a module's parameters in place, and return it.
+
+    Matrices are normal with standard deviation max(0.02, 1/sqrt(fan-in)); biases are 0, and scales of norms 1.
+    """
     for name, parameter in module.named_parameters():
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
         parameter.data.copy_(flow.from_numpy(initial_value(name, tuple(parameter.shape), seed)))
     return module
 
 
 def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
-    """What `initialize` gives a parameter, from its name alone."""
+    """The initial value of a parameter by its name; see `initialize`."""
     if len(shape) > 1:
         generator = np.random.default_rng([seed, zlib.crc32(name.encode())])
         deviation = max(0.02, 1 / math.sqrt(math.prod(shape[1:])))
@@ -73,7 +72,7 @@ def initial_value(name: str, shape: tuple[int, ...], seed: int) -> np.ndarray:
 
 
 class MLP(nn.Module):
-    """Matrices without bias, relu between them, mean squared error at the end."""
+    """Linear layers without bias, with relu between them and a mean-squared-error loss."""
 
     def __init__(self, widths: Sequence[int]):
         super().__init__()
@@ -91,7 +90,7 @@ class MLP(nn.Module):
 
 
 class VGG(nn.Module):
-    """VGG without batch norm and dropout; the head's width follows the image."""
+    """VGG without batch norm and dropout; the width of the first dense layer follows from the image size."""
 
     def __init__(self, depth: int, image: int = 224, classes: int = 1000, hidden: int = 4096):
         super().__init__()
@@ -105,7 +104,7 @@ class VGG(nn.Module):
                 modules.append(nn.MaxPool2d(kernel_size=2, stride=2))
         self.features = nn.Sequential(*modules)
         flat = channels * (image // 32) ** 2
-        # The dropouts of the original are nn.Identity here, so that the numbers of the modules stay.
+        # nn.Identity replaces the dropouts of the original, so that the modules keep their indices.
         self.classifier = nn.Sequential(
             nn.Linear(flat, hidden),
             nn.ReLU(),
@@ -122,7 +121,7 @@ class VGG(nn.Module):
 
 
 def attend(query: Any, key: Any, value: Any, mask: Any = None) -> Any:
-    """softmax(q k^T / sqrt(head_dim)) v on (batch, heads, sequence, head_dim); where ``mask`` is 0 nothing is looked at."""
+    """softmax(q k^T / sqrt(head_dim)) v on (batch, heads, sequence, head_dim); positions with ``mask`` 0 are not attended to."""
     scores = flow.matmul(query, key.transpose(-2, -1)) * (1.0 / math.sqrt(query.size(-1)))
     if mask is not None:
         scores = scores.masked_fill(mask == 0, float("-inf"))
@@ -188,7 +187,7 @@ class GPTBlock(nn.Module):
 
 
 class GPT(nn.Module):
-    """GPT-2: pre-norm decoder with learned positions, its output tied to the token table (or not)."""
+    """GPT-2: pre-norm decoder with learned positions; the output may be tied to the token table."""
 
     def __init__(
         self,
@@ -330,7 +329,7 @@ class BertHead(nn.Module):
 
 
 class Bert(nn.Module):
-    """BERT with the masked-language-model head, whose loss counts every token."""
+    """BERT with the masked-language-model head; the loss counts every token."""
 
     def __init__(
         self,
@@ -369,15 +368,21 @@ class RMSNorm(nn.Module):
 
 
 def rotate(x: Any, cosine: Any, sine: Any) -> Any:
-    """Rotary positions: pairs (i, i + head_dim / 2) of (batch, heads, sequence, head_dim) turned by their angles."""
+    """Rotary positions: rotate the pairs (i, i + head_dim / 2) of (batch, heads, sequence, head_dim) by their angles."""
     half = x.shape[-1] // 2
-    turned = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
-    return x * cosine + turned * sine
+    rotated = flow.cat([-x[..., half:], x[..., :half]], dim=-1)
+    return x * cosine + rotated * sine
 
 
 @dataclass(frozen=True)
 class LlamaBiases:
-    """Which projections have a bias: LLaMA none, others of its kind some."""
+    """Which projections have a bias: none in LLaMA, some in similar models.
+
+    Attributes:
+        qkv: query, key and value projections.
+        output: output projection of the attention.
+        mlp: projections of the MLP.
+    """
 
     qkv: bool = False
     output: bool = False
@@ -394,7 +399,7 @@ class LlamaAttention(nn.Module):
         self.o_proj = nn.Linear(heads * head_dim, width, bias=biases.output)
 
     def repeat(self, x: Any) -> Any:
-        """Each key-value head as often as query heads look at it."""
+        """Repeat each key-value head for the query heads of its group."""
         groups = self.heads // self.kv_heads
         if groups == 1:
             return x
@@ -466,9 +471,9 @@ class Llama(nn.Module):
             self.lm_head.weight = self.embed_tokens.weight
 
     def angles(self, sequence: int) -> tuple[Any, Any]:
-        """Cosine and sine of every position's angles, (sequence, head_dim).
+        """Cosine and sine of every position's angles, each (sequence, head_dim).
 
-        Made of operators alone: a tensor made of values while a graph is traced aborts the process, now and then, when another
+        Computed by operators only: a tensor made from values while a graph is traced occasionally aborts the process when another
         graph is traced later (OneFlow 0.9.0).
         """
         pairs = flow.arange(0, self.head_dim, 2, dtype=flow.float32)

@@ -1,14 +1,14 @@
-"""Redistributions as statements: the moves of :mod:`autoddl.costmodel.redistribution`, in plain numbers.  Needs no OneFlow.
+"""Redistributions as statements: the moves of :mod:`autoddl.costmodel.redistribution` with concrete dimensions. Needs no OneFlow.
 
-A local tensor is thought of as having one dimension per digit,
+A local tensor is viewed with one dimension per digit,
 
     dimension d of length L  ->  (n_0, n_1, ..., n_k, rest)        rest = L / (n_0 ... n_k)
 
-where a digit that a mesh axis owns has length 1 here: this rank's value of it is its coordinate on that axis.  A move of some
-neighbouring axes runs one collective, which cuts the digits that they take (the outermost axis most significant, as ranks are
-counted) and joins those that they give up.  Digits that are the outermost of their dimension are cut or joined as the dimension
-itself, ``all_to_all(x, axis, split_dim=2, concat_dim=0)``; others are named by their places in a view of the tensor
-(:func:`moving.exchange_digits`).
+where a digit that a mesh axis owns has length 1: this rank's value of it is its coordinate on that axis. A move of neighbouring
+axes runs one collective, which splits the digits that they take (the outermost axis is the most significant, as ranks are
+numbered) and concatenates those that they release. Digits that are the outermost of their dimension are split or concatenated as
+the dimension itself, ``all_to_all(x, axis, split_dim=2, concat_dim=0)``; others are given by their positions in a view of the
+tensor (:func:`moving.exchange_digits`).
 
 A part of a route that is an exchange has no digits: it is one statement.
 """
@@ -30,11 +30,12 @@ __all__ = ["move_calls"]
 
 
 def move_calls(route: Route, shape: Sequence[int], dims: Sequence[int] = (0, 2)) -> tuple[Call, ...]:
-    """The statements that bring a rank's part of a tensor along a route, whatever the length of its first dimension.
+    """The statements that move a rank's part of a tensor along a route, for any length of its first dimension.
 
     Args:
+        route: redistributions and exchanges.
         shape: of the part before.
-        dims: which dimension of the tensor each dimension of the distributions is, ascending; others are whole everywhere.
+        dims: the dimension of the tensor for each dimension of the distributions, ascending; the others are never split.
     """
     calls: list[Call] = []
     shape = tuple(shape)
@@ -56,14 +57,14 @@ def move_calls(route: Route, shape: Sequence[int], dims: Sequence[int] = (0, 2))
 
 
 class _View:
-    """The dimension-per-digit view of one redistribution, as it changes from move to move."""
+    """The view of a tensor with one dimension per digit, updated by each move of one redistribution."""
 
     def __init__(self, part: Redistribution, shape: tuple[int, ...], dims: Sequence[int]):
         owned = {holding for _, holding in part.holdings if isinstance(holding, Digit)}
-        #: Where a digit is in the view, and the lengths of the view.
+        # Position of each digit in the view, and the lengths of the view.
         self.places: dict[Digit, int] = {}
         self.lengths: list[int] = []
-        #: The dimensions of the view that make up each dimension of the tensor.
+        # The dimensions of the view that make up each dimension of the tensor.
         self.spans: list[range] = []
         for dim, length in enumerate(shape):
             start = len(self.lengths)
@@ -74,23 +75,23 @@ class _View:
                     self.lengths.append(1 if Digit(which, index) in owned else size)
             self.lengths.append(length // prod(self.lengths[start:]))
             self.spans.append(range(start, len(self.lengths)))
-        #: Whether the tensor is in another shape than the dimensions say.
+        # Whether the tensor currently has another shape than its dimensions.
         self.is_reshaped = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the tensor now."""
+        """Current shape of the tensor."""
         return tuple(prod(self.lengths[i] for i in span) for span in self.spans)
 
     def restored(self) -> list[Call]:
-        """Back to the tensor's dimensions."""
+        """The statement that restores the tensor's dimensions, if it is reshaped."""
         if not self.is_reshaped:
             return []
         self.is_reshaped = False
         return [Call("reshape", (X, (-1, *self.shape[1:])))]
 
     def calls(self, move: Move) -> list[Call]:
-        """One move."""
+        """The statements of one move."""
         if move.collective is None:
             return [self._local(atom, before, after) for atom, before, after in move.parts]
         if move.collective is Collective.ALL_REDUCE:
@@ -108,7 +109,7 @@ class _View:
         return calls
 
     def _on_dims(self, move: Move, split: int | None, concat: int | None) -> list[Call]:
-        """A collective along whole dimensions; none where it is not."""
+        """A collective along whole dimensions; empty if the move does not consist of whole dimensions."""
         name, axis = f"ranks.{move.collective.value.replace('-', '_')}", {"axis": move.axis}  # type: ignore[union-attr]
         if move.collective is Collective.ALL_GATHER and concat is not None:
             return [*self.restored(), Call(name, (X,), {**axis, "dim": concat}, num_steps=1)]
@@ -119,7 +120,7 @@ class _View:
         return []
 
     def _on_digits(self, axis: Axis, taken: list[int], given: list[int], sizes: list[int]) -> Call:
-        first = self.spans[0][-1]  # its length is that of the first dimension, whatever that is
+        first = self.spans[0][-1]  # has the length of the first dimension, which is not known
         kept = [i for i, length in enumerate(self.lengths) if length > 1 or i in (*taken, *given, first)]
         self.is_reshaped = True
         options = {
@@ -137,10 +138,10 @@ class _View:
         assert isinstance(after, PartialSum), (before, after)
         if isinstance(before, Digit):
             return self._on_one_digit("pad_digit", atom, self.places[before], atom.size)
-        return Call("keep_on_first", (X, RANKS), {"axis": atom})
+        return Call("keep_first_copy", (X, RANKS), {"axis": atom})
 
     def _on_one_digit(self, function: str, axis: Axis, place: int, length: int) -> Call:
-        """Of (what is before a digit, the digit, what is behind it)."""
+        """A local operation on one digit, in the view (dimensions before it, the digit, dimensions behind it)."""
         before, behind = prod(self.lengths[:place]), prod(self.lengths[place + 1 :])
         is_first = place in self.spans[0]
         view = (before, self.lengths[place], -1) if is_first else (-1, self.lengths[place], behind)
@@ -149,7 +150,7 @@ class _View:
         return Call(function, (X, RANKS), {"axis": axis, "view": view})
 
     def _whole_dim(self, places: Sequence[int]) -> int | None:
-        """The dimension of the tensor whose outermost digits ``places`` are, in order; None where there is none."""
+        """The dimension of the tensor whose outermost digits are ``places``, in order; None if there is none."""
         dim = next((dim for dim, span in enumerate(self.spans) if places and places[0] in span), None)
         if dim is None:
             return None

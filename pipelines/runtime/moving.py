@@ -1,4 +1,4 @@
-"""Executing redistributions: the statements of :mod:`moves` on local tensors."""
+"""Execution of redistributions: the statements of :mod:`moves` on local tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .moves import move_calls
 from .statements import Call
 from .stepping import Ranks, Stepper
 
-__all__ = ["exchange_digits", "keep_on_first", "move_tensor", "moved", "pad_digit", "take_digit"]
+__all__ = ["exchange_digits", "keep_first_copy", "move_tensor", "pad_digit", "run_moves", "take_digit"]
 
 Tensor = Any
 
@@ -25,14 +25,15 @@ def move_tensor(x: Tensor, route: Route, stepper: Stepper, dims: Sequence[int]) 
 
     Args:
         x: its part before.
+        route: the redistributions.
         stepper: the ranks.
-        dims: which dimension of ``x`` each dimension of the distributions is, ascending; others are whole everywhere.
+        dims: the dimension of ``x`` for each dimension of the distributions, ascending; the others are never split.
     """
-    return moved(x, move_calls(route, tuple(x.shape), dims), stepper, dims)
+    return run_moves(x, move_calls(route, tuple(x.shape), dims), stepper, dims)
 
 
-def moved(x: Tensor, calls: Sequence[Call], stepper: Stepper, dims: Sequence[int] = (0, 2)) -> Tensor:
-    """The same, after the statements of a route."""
+def run_moves(x: Tensor, calls: Sequence[Call], stepper: Stepper, dims: Sequence[int] = (0, 2)) -> Tensor:
+    """As `move_tensor`, given the statements of a route (:func:`moves.move_calls`)."""
     for call in calls:
         if call.function == "reshape":
             x = x.reshape(*call.arguments[1])
@@ -54,21 +55,25 @@ def exchange_digits(
     concat: Sequence[int] = (),
     sizes: Sequence[int] = (),
 ) -> Tensor:
-    """A collective that cuts or joins parts of the dimensions of ``x``: digits. It is an all-gather where it cuts none, a
-    reduce-scatter where it joins none, else an all-to-all.
+    """A collective that splits or concatenates parts of the dimensions of ``x``, its digits.
 
-    OneFlow's kernels end at eight dimensions, so ``x`` is reshaped to three at most; the result is left in such a shape.
+    It is an all-gather without digits to split, a reduce-scatter without digits to concatenate, otherwise an all-to-all. OneFlow's
+    kernels support at most eight dimensions, so ``x`` is reshaped to at most three; the result keeps such a shape.
 
     Args:
-        view: the lengths of the digits that the dimensions of ``x`` consist of; -1 for what is left of the samples.
-        split: the digits to be cut, as places in ``view``, that of the axis's slowest ranks first.
-        concat: those to become whole; they have length 1 here and ``sizes`` afterwards.
+        x: this rank's part.
+        ranks: the ranks.
+        axis: whose groups communicate.
+        view: the lengths of the digits that the dimensions of ``x`` consist of; -1 for the remaining one, of the samples.
+        split: the digits to split, as positions in ``view``, the most significant for the ranks of the axis first.
+        concat: the digits to concatenate; they have length 1 before and ``sizes`` after.
+        sizes: lengths of ``concat`` after.
     """
     lengths = [x.numel() // -prod(view) if length == -1 else length for length in view]
-    blocks, cut, end = _blocks_to_front([*split, *concat], len(lengths)), len(split), len(split) + len(concat)
+    blocks, cut, end = _moves_to_front([*split, *concat], len(lengths)), len(split), len(split) + len(concat)
     for start, stop in blocks:
         x = _swap(x, lengths, start, stop)
-    # (digits to be cut, digits that become whole, everything else)
+    # (digits to split, digits to concatenate, everything else)
     x = x.reshape(prod(lengths[:cut]), prod(lengths[cut:end]), -1)
     if not concat:
         x = ranks.reduce_scatter(x, axis, 0)
@@ -82,7 +87,7 @@ def exchange_digits(
     return x
 
 
-def _blocks_to_front(front: Sequence[int], count: int) -> list[tuple[int, int]]:
+def _moves_to_front(front: Sequence[int], count: int) -> list[tuple[int, int]]:
     """The blocks (start, stop) of dimensions to move to the front, one after the other, so that ``front`` come first."""
     order, blocks = list(range(count)), []
     runs: list[list[int]] = []
@@ -99,32 +104,32 @@ def _blocks_to_front(front: Sequence[int], count: int) -> list[tuple[int, int]]:
 
 
 def _swap(x: Tensor, lengths: list[int], middle: int, end: int) -> Tensor:
-    """Let the first ``middle`` dimensions and those from there to ``end`` change places, in ``lengths`` too."""
+    """Swap the first ``middle`` dimensions with those from there to ``end``; updates ``lengths``."""
     shape = (prod(lengths[:middle]), prod(lengths[middle:end]), prod(lengths[end:]))
     lengths[:end] = lengths[middle:end] + lengths[:middle]
     if shape[0] == 1 or shape[1] == 1:
-        return x  # nothing moves in memory
+        return x  # no change in memory
     return x.reshape(*shape).permute(1, 0, 2)
 
 
 def take_digit(x: Tensor, ranks: Ranks, axis: Axis, view: tuple[int, int, int]) -> Tensor:
-    """B -> S of a digit, the middle one of ``view``: nothing is sent."""
+    """B -> S of a digit, the middle one of ``view``; nothing is sent."""
     return take_shard(x.reshape(*view), ranks.axis(axis), 1)
 
 
 def pad_digit(x: Tensor, ranks: Ranks, axis: Axis, view: tuple[int, int, int]) -> Tensor:
-    """S -> P of a digit, the middle one of ``view``: nothing is sent."""
+    """S -> P of a digit, the middle one of ``view``; nothing is sent."""
     return pad_shard(x.reshape(*view), ranks.axis(axis), 1)
 
 
-def keep_on_first(x: Tensor, ranks: Ranks, axis: Axis) -> Tensor:
+def keep_first_copy(x: Tensor, ranks: Ranks, axis: Axis) -> Tensor:
     """B -> P: the copy of the first rank on the axis becomes the only summand."""
     return x * (1.0 if axis.coordinate(ranks.rank) == 0 else 0.0)
 
 
 _FUNCTIONS: Mapping[str, Callable[..., Tensor]] = {
     "exchange_digits": exchange_digits,
-    "keep_on_first": keep_on_first,
+    "keep_first_copy": keep_first_copy,
     "pad_digit": pad_digit,
     "take_digit": take_digit,
 }

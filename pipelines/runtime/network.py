@@ -1,11 +1,10 @@
-"""A network of its own for a job: a Linux network namespace, in which the loopback device carries its bytes alone.
+"""A private network for a job: a Linux network namespace whose loopback device carries only the job's traffic.
 
-What the ranks of a job send to each other then is exactly what the counters of ``lo`` say, without noise from other
-processes. The first rank creates the namespace, the others join it. Root may do so directly; other users do it through a
-user namespace, where the system allows that.
+The counters of ``lo`` then hold exactly what the ranks of the job send to each other. The first rank creates the namespace,
+the others join it. Root may create one directly; other users need a user namespace, if the system allows it.
 
-Within it, TCP does not probe for lost tails: where ranks exceed cores an acknowledgement is often late, and every probe sends
-64 KB a second time (seen in a third of the 8 MB collectives of 8 ranks on 2 cores, and never without probes).
+Inside the namespace TCP does not probe for lost tails. When ranks exceed cores acknowledgements are often late, and every probe
+sends 64 KB a second time (in a third of the 8 MB collectives of 8 ranks on 2 cores, and never without probes).
 """
 
 from __future__ import annotations
@@ -32,8 +31,13 @@ _IFREQ = struct.Struct("16sH22x")  # struct ifreq with ifr_flags
 
 @dataclass(frozen=True)
 class LoopbackCounters:
-    """What was sent over ``lo`` since the namespace began: bytes (with the headers of every packet), packets, and how many TCP
-    segments of up to 64 KB among them were sent again."""
+    """Traffic over ``lo`` since the namespace was created.
+
+    Attributes:
+        num_bytes: bytes sent, with the headers of every packet.
+        num_packets: packets sent.
+        num_resent: TCP segments of up to 64 KB among them that were retransmitted.
+    """
 
     num_bytes: int
     num_packets: int
@@ -58,10 +62,10 @@ def _num_resent() -> int:
 
 
 def create_namespace() -> None:
-    """Move this process, which must have one thread only, into a new network namespace with ``lo`` up.
+    """Move this process, which must have a single thread, into a new network namespace with ``lo`` up.
 
     Raises:
-        OSError: where the system does not allow it.
+        OSError: the system does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     user, group = os.geteuid(), os.getegid()
@@ -75,15 +79,15 @@ def create_namespace() -> None:
         name = b"lo".ljust(16, b"\0")
         _, flags = _IFREQ.unpack(fcntl.ioctl(probe, _SIOCGIFFLAGS, _IFREQ.pack(name, 0)))
         fcntl.ioctl(probe, _SIOCSIFFLAGS, _IFREQ.pack(name, flags | _IFF_UP))
-    with contextlib.suppress(OSError):  # /proc/sys is read-only in some containers: segments sent again are counted
+    with contextlib.suppress(OSError):  # /proc/sys is read-only in some containers: retransmissions are then counted
         Path("/proc/sys/net/ipv4/tcp_early_retrans").write_text("0")
 
 
 def join_namespace(pid: int) -> None:
-    """Move this process, which must have one thread only, into the network namespace of process ``pid``.
+    """Move this process, which must have a single thread, into the network namespace of process ``pid``.
 
     Raises:
-        OSError: where the system does not allow it.
+        OSError: the system does not allow it.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     for kind, flag in (("user", _CLONE_NEWUSER), ("net", _CLONE_NEWNET)):
@@ -96,11 +100,11 @@ def join_namespace(pid: int) -> None:
 
 
 def namespace_available() -> Availability:
-    """Whether processes started from here can create a network namespace; tried out in a process of its own."""
+    """Whether processes started from here can create a network namespace; tried in a new process."""
     if not sys.platform.startswith("linux"):
         return Availability(f"network namespaces are Linux's; this is {sys.platform}")
     code = f"import sys; sys.path[:] = {sys.path!r}\nfrom {__name__} import create_namespace; create_namespace()"
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a user namespace is not for processes with threads
+    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}  # a process with threads cannot create a user namespace
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, env=environment)
     if done.returncode == 0:
         return Availability()

@@ -1,6 +1,6 @@
-"""What statements of layers call (:mod:`statements`): functions of local tensors, plain numbers, and the `Ranks`.
+"""The functions that statements of layers call (:mod:`statements`), of local tensors, plain numbers and the `Ranks`.
 
-Activations are (samples, rows, features), images (samples, 1, all elements).  Exported files have these definitions as they are.
+Activations are (samples, rows, features), images (samples, 1, all elements). Exported files contain these definitions unchanged.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
 __all__ = [
     "checkpoint",
+    "concat_grouped",
+    "concat_heads",
     "convolve",
     "data",
-    "gate_and_factor",
-    "heads_together",
     "lookup",
     "matmul",
     "normalised",
     "positions",
     "quick_gelu",
     "run_module",
-    "side_by_side",
+    "split_gate",
     "summa_product",
     "tanh_gelu",
 ]
@@ -46,10 +46,14 @@ Tensor = Any
 
 
 def data(array: np.ndarray, layout: Layout, ranks: Ranks, rows: int, is_gathered: bool = False) -> Tensor:
-    """This rank's samples of what the model is fed with, or of targets: (samples, rows, features).
+    """This rank's samples of an input of the model, or of targets: (samples, rows, features).
 
     Args:
-        is_gathered: whether of the features those that an all-gather over p1 would bring, not the rank's block alone.
+        array: all samples.
+        layout: distribution of the samples and features.
+        ranks: the ranks.
+        rows: of a sample.
+        is_gathered: whether to return the features that an all-gather over p1 would return, not only the rank's block.
     """
     own = layout.samples(array, ranks.rank).reshape(-1, rows, array.size // len(array) // rows)
     columns = _data_columns(layout, own.shape[-1], is_gathered, ranks.rank)
@@ -69,8 +73,8 @@ def matmul(x: Tensor, weight: Tensor) -> Tensor:
     return flow.matmul(x, weight, transpose_b=True)
 
 
-def side_by_side(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """The rows of several weights (or biases) as one, in product order: a group of each in turn, ``widths`` rows."""
+def concat_grouped(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """The rows of several weights (or biases) as one, interleaved in groups: ``widths`` rows of each in turn."""
     others = parts[0].shape[1:]
     grouped = [part.reshape(part.shape[0] // width, width, *others) for part, width in zip(parts, widths)]
     return flow.cat(grouped, dim=1).reshape(-1, *others)
@@ -79,7 +83,7 @@ def side_by_side(parts: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
 def summa_product(
     x: Tensor, weight: Tensor, rows: Sequence[Axis], columns: Sequence[Axis], ranks: Ranks, is_first: bool
 ) -> Tensor:
-    """x W' with both operands gathered (x over ``columns``, W over ``rows``), and nothing but their shards kept."""
+    """x W' with both operands gathered (x over ``columns``, W over ``rows``); only their shards are kept for the backward."""
 
     def forward(ctx: Any, *_: Tensor) -> Tensor:
         whole = ranks.gather(detached(x), columns, 2)
@@ -99,7 +103,7 @@ def summa_product(
 
 
 def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, vocabulary: int, rows: int) -> Tensor:
-    """The rows of this rank's samples' tokens; zeros where another rank has them."""
+    """The rows of the table for this rank's tokens; zeros for rows on other ranks."""
     own = layout.samples(tokens, ranks.rank).reshape(-1, rows)
     if own.size and not 0 <= own.min() <= own.max() < vocabulary:
         wrong = own.min() if own.min() < 0 else own.max()
@@ -113,7 +117,7 @@ def lookup(tokens: np.ndarray, table: Tensor, layout: Layout, ranks: Ranks, voca
 
 @functools.cache
 def _token_places(layout: Layout, vocabulary: int, rank: int) -> np.ndarray:
-    """The row of each token in a rank's part of the table; -1 where another rank has it."""
+    """The row of each token in a rank's part of the table; -1 if it is on another rank."""
     held = table_rows(vocabulary, layout)[rank]
     places = np.full(vocabulary, -1, dtype=np.int64)
     places[held] = np.arange(len(held))
@@ -130,14 +134,14 @@ def positions(table: Tensor, num_samples: int, layout: Layout, rows: int) -> Ten
     return table.expand(own, rows, table.shape[2])
 
 
-def heads_together(parts: Sequence[Tensor], groups: int) -> Tensor:
-    """q, k and v of several tensors as attention wants them: group by group."""
+def concat_heads(parts: Sequence[Tensor], groups: int) -> Tensor:
+    """q, k and v of several tensors, concatenated within each group of heads, as attention expects them."""
     x = flow.cat([part.reshape(*part.shape[:2], groups, -1) for part in parts], dim=3)
     return x.reshape(*x.shape[:2], -1)
 
 
 def normalised(x: Tensor, features: int, is_centred: bool, eps: float, axes: Sequence[Axis], ranks: Ranks) -> Tensor:
-    """(x - mean) / deviation, or x / root mean square, of all ``features``, which are cut over ``axes``."""
+    """(x - mean) / deviation, or x / root mean square, over all ``features``, which are split over ``axes``."""
     width = x.shape[-1]
     if is_centred and not axes:
         if x.is_cuda:
@@ -145,7 +149,7 @@ def normalised(x: Tensor, features: int, is_centred: bool, eps: float, axes: Seq
         x = x - along_rows(row_sums(x) / features, width)
         variance = row_sums(x * x) / features
     elif is_centred:
-        # Both sums in one message.
+        # Both sums are reduced in one message.
         means = ranks.sum(flow.cat([row_sums(x), row_sums(x * x)], dim=-1), axes) / features
         mean, square = means[..., :1], means[..., 1:]
         x, variance = x - along_rows(mean, width), square - mean * mean
@@ -168,10 +172,10 @@ def convolve(
 def run_module(
     own: Any, inputs: Sequence[Tensor], shapes: Sequence[Sequence[int]], weights: Sequence[Tensor], training: bool
 ) -> Tensor:
-    """What a module of the user's (`facts.OwnModule`) makes of whole samples of these shapes, with these parameters."""
+    """The output of a user's module (`facts.OwnModule`) for whole samples of these shapes, with these parameters."""
     own.module.train(training)
     for (owner, name), weight in zip(own.places, weights):
-        # Plain tensors in place of parameters: gradients flow to where the weights come from.
+        # Plain tensors replace parameters: gradients flow to the tensors that the weights are computed from.
         owner._parameters.pop(name, None)
         object.__setattr__(owner, name, weight)
     y = own.module(*(x.reshape(x.shape[0], *shape) for x, shape in zip(inputs, shapes)))
@@ -181,11 +185,11 @@ def run_module(
     return y.reshape(y.shape[0], *((prod(shape[:-1]), shape[-1]) if 0 < len(shape) <= 2 else (1, prod(shape))))
 
 
-# ---- Behind a layer --------------------------------------------------------------------------------------------------------
+# ---- Activations -----------------------------------------------------------------------------------------------------------
 
 
 def tanh_gelu(x: Tensor) -> Tensor:
-    """GELU by way of tanh."""
+    """GELU in its tanh approximation."""
     return 0.5 * x * (1.0 + flow.tanh(sqrt(2.0 / pi) * (x + 0.044715 * x * x * x)))
 
 
@@ -194,14 +198,14 @@ def quick_gelu(x: Tensor) -> Tensor:
     return x * flow.sigmoid(1.702 * x)
 
 
-def gate_and_factor(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Features alternate: what goes through the gate, and what it is multiplied with."""
+def split_gate(x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gate and the factor of a gated unit, which alternate along the features."""
     pairs = x.reshape(*x.shape[:-1], x.shape[-1] // 2, 2)
     return pairs[..., 0], pairs[..., 1]
 
 
 def checkpoint(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``function(*tensors)``, of which only the tensors are kept: the backward pass runs it again first."""
+    """``function(*tensors)``, of which only the inputs are kept: the backward pass runs it again first."""
     needed = [i for i, tensor in enumerate(tensors) if tensor.requires_grad]
     if not needed or not flow.is_grad_enabled():
         return function(*tensors)

@@ -10,13 +10,13 @@ LAMB is not usable on global tensors that are split: its update is made on a re-
 
 **Gradients.**  All parameters of a layer that are summed over the same ranks pass through one autograd node: local tensors
 come out, and when all local gradients have come back, those of tied layers included, it sums them in one all-reduce per step of
-:func:`autoddl.costmodel.layerwork.all_reduce_steps`.  While gradients accumulate over micro-batches (`ParameterStore.no_sync`)
+:func:`autoddl.costmodel.layerwork.all_reduce_steps`.  While gradients accumulate over micro-batches (`AppliedModule.no_sync`)
 layers use leaves of their own that share the storage; the node adds what these have collected.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -31,9 +31,19 @@ from .stepping import Ranks
 flow = load_oneflow()
 _Function = flow._oneflow_internal.autograd.AutogradFunctionBase
 
-__all__ = ["ParameterGroup", "StoredParameter", "parameter_groups"]
+__all__ = ["ParameterGroup", "StoredParameter", "parameter_groups", "whole_value"]
 
 Tensor = Any
+
+
+def whole_value(layout: ParameterLayout, shard: Tensor, ranks: Ranks) -> np.ndarray:
+    """The logical value, on every rank, of which each has its shard; all ranks call."""
+    for dim, axes in enumerate(layout.axes):
+        shard = ranks.gather(shard, axes, dim)
+    gathered = shard.numpy()
+    value = np.empty(layout.shape, gathered.dtype)
+    layout.gathered().put(value, gathered, ranks.rank)
+    return value
 
 
 class StoredParameter:
@@ -83,20 +93,11 @@ class StoredParameter:
     def logical(self, tensor: Tensor | None = None) -> np.ndarray:
         """The logical value, on every rank; all ranks call.  Of another tensor of the same layout (its gradient), if given."""
         tensor = self.tensor if tensor is None else tensor
-        local = tensor.to_local().detach()
-        for dim, axes in enumerate(self.layout.axes):
-            local = self._ranks.gather(local, axes, dim)
-        gathered = local.numpy()
-        value = np.empty(self.layout.shape, gathered.dtype)
-        self.layout.gathered().put(value, gathered, self._ranks.rank)
-        return value
+        return whole_value(self.layout, tensor.to_local().detach(), self._ranks)
 
-    def parts(self, value: np.ndarray) -> Iterator[tuple[str, np.ndarray]]:
-        """The module's parameters that ``value`` holds, one below the other."""
-        start = 0
-        for name, rows in self.layout.sources:
-            yield name, value[start : start + rows]
-            start += rows
+    def parts(self, value: np.ndarray) -> dict[str, np.ndarray]:
+        """The module's parameters that the logical ``value`` holds."""
+        return self.layout.parts(value)
 
     @property
     def num_copies(self) -> int:

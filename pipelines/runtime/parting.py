@@ -18,9 +18,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from .connections import connections, port_of
+
 __all__ = ["leave_network", "wait_for_departures"]
 
-_ESTABLISHED, _LISTENING = "01", "0A"  # as /proc/net/tcp has them
 _TICK_SECONDS = 0.02
 
 
@@ -69,20 +70,8 @@ def wait_for_departures(patience_s: float) -> bool:
 def _num_visitors() -> int:
     """How many connections to ports on which this process listens come from other processes."""
     own = {_target(int(entry.name)) for entry in Path("/proc/self/fd").iterdir()}
-    served, connections = set(), []
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if f"socket:[{fields[9]}]" in own:
-                    here, there, state = fields[1:4]
-                    if state == _LISTENING:
-                        served.add(_port(here))
-                    elif state == _ESTABLISHED:
-                        connections.append((here, there))
-    ours = {here for here, _ in connections}
-    return sum(_port(here) in served and there not in ours for here, there in connections)
-
-
-def _port(address: str) -> str:
-    return address.rpartition(":")[2]
+    own_connections = [one for one in connections() if f"socket:[{one.inode}]" in own]
+    served = {port_of(one.here) for one in own_connections if one.is_listening}
+    established = [one for one in own_connections if one.is_established]
+    ours = {one.here for one in established}
+    return sum(port_of(one.here) in served and one.there not in ours for one in established)

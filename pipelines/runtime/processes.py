@@ -1,8 +1,8 @@
 """The processes of ranks, seen from outside: their environment, their port, their state, and their end.
 
-The launcher's child is the rank's `keeper`, which ends as the rank does when nothing is left of what the rank started. Both lead
-sessions of their own, so that Ctrl-C reaches the launcher alone. A keeper that has ended stays unreaped (a zombie) until `reap`:
-until then its number cannot belong to anybody else.
+The launcher's child is the rank's `keeper`, which ends as the rank does, after all descendants of the rank. Both lead sessions of
+their own, so that Ctrl-C reaches only the launcher. A keeper that has ended stays a zombie until `reap`: until then its process
+number cannot be reused.
 """
 
 from __future__ import annotations
@@ -19,9 +19,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from .connections import connections, port_of
 from .descendants import is_stopped
 from .failures import RankFailure, last_position
-from .messages import Inbox, write_message
+from .messages import MessageReader, write_message
 from .rank import RankOptions
 
 __all__ = ["LOG_TAIL_BYTES", "RankProcess", "is_listening", "rank_environment", "reserve_port", "share_of_cores"]
@@ -32,12 +33,12 @@ _START = (
     "keep(*(json.loads(options)[name] for name in ('read_fd', 'write_fd', 'launcher_timeout_s'))); "
     "from autoddl.pipelines.runtime.rank import main; main(options)"
 )
-# A rank whose process is in state T for this long was stopped by somebody.
+# A rank whose process is in state T for this long has been stopped by a signal.
 _STOPPED_SECONDS = 3.0
-_SEND_SECONDS = 10.0  # how long a rank may leave messages unread until the next one is dropped
-_REAP_SECONDS = 10.0  # how long a killed process may take to end
+_SEND_SECONDS = 10.0  # how long a rank may leave messages unread before the next one is dropped
+_REAP_SECONDS = 10.0  # how long a killed process may take to exit
+#: How much of the end of a log is examined after a rank's death.
 LOG_TAIL_BYTES = 20_000
-"""How much of the end of a log is looked at after a rank's death."""
 
 
 def rank_environment(
@@ -50,13 +51,20 @@ def rank_environment(
     address: str = "127.0.0.1",
     local_rank: int | None = None,
 ) -> dict[str, str]:
-    """Environment variables of one rank: who it is, and what makes ranks fast, deterministic and quick to give up.
-
-    Rank 0 is at ``address`` and ``port``; ``local_rank`` counts the ranks of this host, by default the job is on one host.
+    """Environment variables of one rank, which identify it and make ranks fast, deterministic and quick to give up.
 
     - One thread per rank for BLAS and OpenMP: ranks share the machine's cores, and sums keep their order.
-    - Freed memory stays with the process: else every large message pays for its page faults (twice the time at 64 MB).
-    - OneFlow gives up on communication that another rank does not join after ``stall_timeout_s``.
+    - Freed memory stays with the process: otherwise every large message pays for its page faults (twice the time at 64 MB).
+    - OneFlow gives up communication that another rank does not join after ``stall_timeout_s``.
+
+    Args:
+        rank: of the process.
+        num_ranks: of the job.
+        port: at which rank 0 listens.
+        stall_timeout_s: rounded to seconds, at least 1.
+        overrides: additional variables, which take precedence.
+        address: at which rank 0 listens.
+        local_rank: of the process among those of its host; by default ``rank``, for a job on one host.
     """
     environment = dict(os.environ)
     environment.update(
@@ -80,11 +88,11 @@ def rank_environment(
 
 
 def share_of_cores(rank: int, num_ranks: int) -> tuple[int, ...]:
-    """The cores of a rank on a machine that ranks have for themselves: equal shares, or as few ranks to a core as can be.
+    """The cores of a rank on a machine that runs nothing but the ranks: equal shares, with as few ranks per core as possible.
 
-    Threads of OneFlow that wait for others spin. Where they roam they take time from the other ranks' work, now here and now
-    there: on 2 cores steps of 2 ranks took 0.16 to 0.57 s, and 0.17 to 0.33 s with a core for each. (How those on one core share
-    it, see `turns`.)
+    Threads of OneFlow that wait for others spin. If they migrate between cores they take time from the other ranks' work at
+    random: on 2 cores, steps of 2 ranks took 0.16 to 0.57 s, and 0.17 to 0.33 s with a core for each. (For several ranks on one
+    core, see `turns`.)
     """
     cores = sorted(os.sched_getaffinity(0))
     size = max(1, len(cores) // num_ranks)
@@ -93,10 +101,10 @@ def share_of_cores(rank: int, num_ranks: int) -> tuple[int, ...]:
 
 
 def reserve_port(address: str = "127.0.0.1") -> socket.socket:
-    """A socket that holds a free port of ``address`` (of all of this host's where it is "") without listening on it.
+    """A socket that holds a free port of ``address`` (of all addresses of this host if it is "") without listening on it.
 
-    As long as it is open the kernel gives the port to nobody else; OneFlow's server can bind it all the same, since both
-    allow the port to be reused.
+    While it is open the kernel gives the port to no other process, but OneFlow's server can bind it, since both allow the port
+    to be reused.
     """
     holder = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
@@ -105,21 +113,26 @@ def reserve_port(address: str = "127.0.0.1") -> socket.socket:
 
 
 def is_listening(pid: int | None, port: int) -> bool:
-    """Whether somebody in the network namespace of process ``pid`` listens on ``port``; nothing is sent to find out."""
+    """Whether any process in the network namespace of process ``pid`` listens on ``port``; nothing is sent."""
     if pid is None:  # it is just starting
         return False
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError):
-            for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    return True
-    return False
+    return any(one.is_listening and port_of(one.here) == port for one in connections(pid))
 
 
 @dataclass
 class RankProcess:
-    """One rank's process, its keeper (our child), its pipes and its log. ``pid`` is the rank's, known once it says so."""
+    """One rank's process.
+
+    Attributes:
+        rank: of the job.
+        log: file with its output.
+        keeper: its keeper, a child of this process.
+        to_rank: pipe to the rank.
+        from_rank: pipe from the rank.
+        pid: process of the rank; None until it reports it.
+        inbox: messages received in part.
+        stopped_since: when it was first seen suspended; None if it is not.
+    """
 
     rank: int
     log: Path
@@ -127,7 +140,7 @@ class RankProcess:
     to_rank: int
     from_rank: int
     pid: int | None = None
-    inbox: Inbox = field(default_factory=Inbox)
+    inbox: MessageReader = field(default_factory=MessageReader)
     stopped_since: float | None = None
 
     @staticmethod
@@ -143,9 +156,20 @@ class RankProcess:
         cores: Sequence[int] = (),
         launcher_timeout_s: float = 0.0,
     ) -> RankProcess:
-        """Start a rank, in ``directory`` and on ``cores`` where they are given; its output goes to ``log``, its standard output to
-        the launcher's own if ``shows_output``. It ends when this process is suspended for longer than ``launcher_timeout_s``,
-        unless that is 0."""
+        """Start a rank.
+
+        Args:
+            rank: of the process.
+            num_ranks: of the job.
+            log: file for its output.
+            environment: all its environment variables.
+            private_network: see `RankOptions`.
+            with_oneflow: whether it loads OneFlow.
+            shows_output: whether its standard output goes to this process's instead of ``log``.
+            directory: its working directory; None: that of this process.
+            cores: cores that it may use; empty: all.
+            launcher_timeout_s: how long this process may be suspended before the rank is ended; 0: forever.
+        """
         rank_end, to_rank = os.pipe()
         from_rank, launcher_end = os.pipe()
         os.set_blocking(to_rank, False)
@@ -174,12 +198,12 @@ class RankProcess:
         return RankProcess(rank, log, keeper, to_rank, from_rank)
 
     def send(self, kind: str, value: object = None) -> None:
-        """Send a short message; one to a rank that has died or does not read is dropped, since that is noticed elsewhere."""
+        """Send a short message. It is dropped if the rank has died or does not read, which is noticed elsewhere."""
         with contextlib.suppress(BrokenPipeError, TimeoutError):
             write_message(self.to_rank, (kind, value), patience_s=_SEND_SECONDS)
 
     def death(self) -> RankFailure | None:
-        """Why the rank ended, None while it lives; its keeper is not reaped."""
+        """Why the rank ended; None while it lives. Its keeper is not reaped."""
         ended = os.waitid(os.P_PID, self.keeper.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is None:
             return None
@@ -188,11 +212,11 @@ class RankProcess:
         return RankFailure.of_death(self.rank, number, code, self.log_tail())
 
     def is_stopped(self) -> bool:
-        """Whether the rank, or its keeper, is suspended at this moment."""
+        """Whether the rank or its keeper is suspended."""
         return (self.pid is not None and is_stopped(self.pid)) or is_stopped(self.keeper.pid)
 
-    def stopped_for_long(self) -> bool:
-        """Whether the process has been suspended for some seconds; to be asked regularly."""
+    def is_stopped_for_long(self) -> bool:
+        """Whether the process has been suspended for some seconds; to be called regularly."""
         if not self.is_stopped():
             self.stopped_since = None
             return False
@@ -202,14 +226,14 @@ class RankProcess:
         return now - self.stopped_since >= _STOPPED_SECONDS
 
     def log_tail(self) -> str:
-        """The last part of the log."""
+        """The end of the log."""
         with self.log.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - LOG_TAIL_BYTES))
             return file.read().decode(errors="replace")
 
     def ask_position(self) -> int:
-        """Have the rank write into its log where its threads stand; where in the log that will begin."""
+        """Let the rank write the stacks of its threads to its log; returns the offset at which they will begin."""
         before = self.log.stat().st_size
         if self.pid is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -217,15 +241,15 @@ class RankProcess:
         return before
 
     def position(self, asked_at: int) -> str:
-        """Where the rank's main thread stands in the user's code; "" where it does not say, or has not said all of it yet.
+        """The position of the rank's main thread in the user's code; "" if the stacks are not (completely) written yet.
 
         Args:
-            asked_at: what `ask_position` gave.
+            asked_at: result of `ask_position`.
         """
         with self.log.open("rb") as file:
             file.seek(asked_at)
             dump = file.read().decode(errors="replace")
-        is_whole = dump.endswith((" in <module>\n", "  ...\n"))  # of the main thread, which comes last
+        is_whole = dump.endswith((" in <module>\n", "  ...\n"))  # end of the main thread, which comes last
         return last_position(dump) if is_whole else ""
 
     def signal(self, number: int) -> None:
@@ -235,8 +259,8 @@ class RankProcess:
                 os.killpg(self.pid, number)
 
     def kill_keeper(self) -> None:
-        """End the keeper, below which nothing may be left (`end_descendants`); a rank that is left all the same ends with it."""
-        if self.keeper.returncode is None:  # the number of a reaped process may be another's by now
+        """Kill the keeper, after all its descendants (`end_descendants`); a rank that is still left ends with it."""
+        if self.keeper.returncode is None:  # the number of a reaped process may have been reused
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.keeper.pid, signal.SIGKILL)
 

@@ -1,19 +1,18 @@
-"""What runs in the process of a rank: it joins the others, carries out jobs, and never lives longer than its launcher.
+"""The process of a rank: it joins the other ranks, runs jobs, and never outlives its launcher.
 
-The launcher starts ``main`` with a JSON object of `RankOptions` and talks with it over two pipes:
+The launcher starts ``main`` with a JSON object of `RankOptions` and exchanges messages with it over two pipes:
 
     launcher                                   rank
-    ("load", None)                             after its network is there: ("hello", None)
+    ("load", None)                             network ready: ("hello", None)
     ("job", path of the pickled job)           OneFlow loaded, all ranks joined: ("ready", None)
                                                ("report", value), then ("done", result) or ("raised", ...)
     ("part", None)                             no longer on OneFlow's network (see `parting`): ("parted", None)
     ("exit", None)
 
-Before "hello" it says what its process is, ("pid", number): between the two is its `keeper`.
+Before "hello" it sends its process number, ("pid", number): its `keeper` is between the two.
 
-A rank that raised stays where it is until it is ended: if it went away its connections would break, and the others would
-crash with errors that hide the first one. For the same reason a rank leaves by ``os._exit``: OneFlow's own shutdown waits for
-all ranks.
+A rank that raised stays until it is ended: if it exited, its connections would break and the others would crash with errors that
+hide the first one. For the same reason a rank exits by ``os._exit``: OneFlow's own shutdown waits for all ranks.
 """
 
 from __future__ import annotations
@@ -48,16 +47,22 @@ from .turns import take_short_turns
 
 __all__ = ["RankOptions", "main", "report", "resolve_target", "run_script", "run_script_together", "write_job"]
 
-_DEPARTURE_SECONDS = 10.0  # how long ranks may take to leave that no launcher of ours ends together
+_DEPARTURE_SECONDS = 10.0  # how long ranks started by another launcher may take to exit
 
 
 @dataclass(frozen=True)
 class RankOptions:
     """How a rank starts.
 
-    ``rank`` of ``num_ranks``; the file descriptors of its pipes; ``private_network``: 0 for the launcher's network, -1 to
-    create a namespace, else the process to join; ``with_oneflow``: whether to load OneFlow; ``cores``: the only ones that it
-    may use, all where there are none; ``launcher_timeout_s``: how long the launcher may be suspended, for ever if 0.
+    Attributes:
+        rank: of the process.
+        num_ranks: of the job.
+        read_fd: pipe from the launcher.
+        write_fd: pipe to the launcher.
+        private_network: 0: the launcher's network; -1: create a namespace; otherwise the process whose namespace to join.
+        with_oneflow: whether to load OneFlow.
+        cores: cores that it may use; empty: all.
+        launcher_timeout_s: how long the launcher may be suspended; 0: forever.
     """
 
     rank: int
@@ -88,9 +93,9 @@ class _Launcher:
         return read_message(self._options.read_fd)
 
     def watch(self) -> None:
-        """End this rank and whatever it started as soon as the launcher is gone, however it went."""
+        """End this rank and all processes of its group as soon as the launcher is gone."""
         poll = select.poll()
-        poll.register(self._options.read_fd, 0)  # no events but POLLHUP and POLLERR, which always come
+        poll.register(self._options.read_fd, 0)  # only POLLHUP and POLLERR, which are always reported
 
         def wait() -> None:
             poll.poll()
@@ -99,25 +104,25 @@ class _Launcher:
         threading.Thread(target=wait, daemon=True).start()
 
 
-# A process is one rank or none; like its environment variables, the connection belongs to the process.
+# A process is at most one rank: like its environment variables, the connection belongs to the process.
 _launcher: _Launcher | None = None
 
 
 def report(value: Any) -> None:
-    """Give the launcher a value while the job goes on (progress, say); does nothing in a process without a launcher."""
+    """Send the launcher a value while the job runs, for example progress; no effect in a process without a launcher."""
     if _launcher is not None:
         _launcher.send("report", value)
 
 
 def main(options_json: str) -> None:
-    """Be a rank; does not return."""
+    """Run a rank; does not return."""
     global _launcher
     options = RankOptions(**json.loads(options_json))
     _launcher = _Launcher(options)
     status = 1
     try:
         faulthandler.enable()
-        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the launcher asks where a rank stands
+        faulthandler.register(signal.SIGUSR1, all_threads=True)  # the launcher asks for the rank's position
         if _guarded(_launcher, lambda: _start(options)):
             _launcher.send("ready")
             _serve(_launcher)
@@ -134,20 +139,20 @@ def main(options_json: str) -> None:
 def _start(options: RankOptions) -> None:
     assert _launcher is not None
     if options.cores:
-        os.sched_setaffinity(0, options.cores)  # all threads that come later inherit it
-    take_short_turns()  # so they do this
+        os.sched_setaffinity(0, options.cores)  # inherited by all threads started later
+    take_short_turns()  # likewise inherited
     if options.private_network < 0:
         create_namespace()
     elif options.private_network > 0:
         join_namespace(options.private_network)
-    _launcher.watch()  # from here on there are threads, which namespaces do not allow
+    _launcher.watch()  # from here on there are threads: namespaces have to be joined before
     _launcher.send("hello")
     if options.with_oneflow:
-        import numpy  # noqa: F401  # these two take long and need nobody: done while rank 0 comes up
+        import numpy  # noqa: F401  # NumPy and the libraries load slowly and need no other rank: now, while rank 0 starts
 
         preload_libraries()
     if options.rank > 0:
-        _launcher.receive()  # "load": a rank that looks for rank 0 too early sleeps for 10 s before it looks again
+        _launcher.receive()  # "load": a rank that connects to rank 0 too early sleeps for 10 s before it tries again
     if options.with_oneflow:
         load_oneflow()
 
@@ -165,24 +170,24 @@ def _serve(launcher: _Launcher) -> None:
 
 
 def _run_job(launcher: _Launcher, path: str) -> None:
-    target, arguments = pickle.loads(Path(path).read_bytes())  # of `write_job`
+    target, arguments = pickle.loads(Path(path).read_bytes())  # written by `write_job`
     launcher.send("done", resolve_target(target)(*arguments))
 
 
 def _guarded(launcher: _Launcher, action: Callable[[], None]) -> bool:
-    """Do it; tell the launcher and the log what was raised. False when something was."""
+    """Run ``action``; write an exception to the log and send it to the launcher. Returns whether there was none."""
     try:
         action()
         return True
     except BaseException as error:  # SystemExit and KeyboardInterrupt too: nothing may pass in silence
-        traceback.print_exception(type(error), error, _of_the_job(error.__traceback__))
+        traceback.print_exception(type(error), error, _job_traceback(error.__traceback__))
         _flush()
         launcher.send("raised", (type(error).__name__, str(error), isinstance(error, UserError)))
         return False
 
 
-def _of_the_job(trace: TracebackType | None) -> TracebackType | None:
-    """The part of a traceback that is in the job's code: without the frames here that led to it."""
+def _job_traceback(trace: TracebackType | None) -> TracebackType | None:
+    """The part of a traceback in the job's code, without the frames of this module that led to it."""
     part = trace
     while part is not None and part.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         part = part.tb_next
@@ -196,7 +201,7 @@ def _flush() -> None:
 
 
 def write_job(path: Path, target: str, arguments: Sequence[Any]) -> None:
-    """Put what a rank has to do into a file: a pipe would block on a rank that does not read.
+    """Write the job of a rank to a file: a pipe would block if the rank does not read.
 
     Raises:
         UserError: the arguments cannot be pickled, or the file cannot be written.
@@ -244,7 +249,7 @@ def _module_of_file(path: Path) -> Any:
 
 
 def run_script(path: str, arguments: Sequence[str]) -> None:
-    """Run a script as ``python path *arguments`` would; leaving by ``sys.exit(0)`` counts as success."""
+    """Run a script as ``python path *arguments`` would; ``sys.exit(0)`` counts as success."""
     sys.argv[:] = [path, *arguments]
     sys.path.insert(0, str(Path(path).resolve().parent))
     try:
@@ -255,13 +260,15 @@ def run_script(path: str, arguments: Sequence[str]) -> None:
 
 
 def run_script_together(path: str, arguments: Sequence[str]) -> None:
-    """As `run_script`, and leave OneFlow's network together with the other ranks: for ranks that no launcher keeps until all are
-    done. Rank 0 serves the barriers, so it is the last to go."""
+    """As `run_script`, but leave OneFlow's network together with the other ranks, for ranks that another launcher started.
+
+    Rank 0 serves the barriers, so it exits last.
+    """
     run_script(path, arguments)
     if sys.modules.get("oneflow") is not None:
         barrier = load_oneflow().comm.barrier
-        barrier()  # all are done
+        barrier()  # all ranks are done
         leave_network()
-        barrier()  # nobody is on the network any more
+        barrier()  # no rank is on the network any more
         if os.environ["RANK"] == "0":
             wait_for_departures(_DEPARTURE_SECONDS)

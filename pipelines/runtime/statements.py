@@ -1,15 +1,15 @@
-"""What a layer does on a rank, as statements: the runtime runs them (:mod:`layers`), exported files have them in print.
+"""The program of a layer on a rank, as statements. The runtime executes them (:mod:`layers`), exported files contain them as text.
 
-A statement calls one function on the result so far, ``x``, and gives the next ``x``.  A linear layer with a bias at (1,2,2):
+A statement calls one function on the current result, ``x``, and assigns the next ``x``. A linear layer with a bias at (1,2,2):
 
     x = ranks.all_gather(x, axis=(2, stride 2), dim=2)          the first of the layer's priced steps
     x = matmul(x, weight)                                       its compute time
     x = ranks.reduce_scatter(x, axis=(2, stride 1), dim=2)      the second step
     x = add(x, bias)
 
-Activations are local tensors (samples, rows, features) of the canonical layout; images are (samples, 1, all elements).  The steps
-are those of :mod:`autoddl.costmodel.layerwork`, in its order.  The functions are those of :mod:`operations`, :mod:`attending`
-and :mod:`losses`, methods of `Ranks` (``ranks.``) and OneFlow's own (``flow.``).  Needs no OneFlow.
+Activations are local tensors (samples, rows, features) of the canonical layout; images are (samples, 1, all elements). The steps
+are those of :mod:`autoddl.costmodel.layerwork`, in its order. The functions are those of :mod:`operations`, :mod:`attending`
+and :mod:`losses`, methods of `Ranks` (``ranks.``) and OneFlow's own (``flow.``). Needs no OneFlow.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ __all__ = [
     "TARGETS",
     "Call",
     "Fact",
-    "Frame",
+    "LayerContext",
     "LayerProgram",
     "Name",
     "Repeated",
@@ -42,11 +42,11 @@ __all__ = [
     "epilogue",
 ]
 
-#: As `Call.num_steps`: all that are left.
+#: Value of `Call.num_steps`: all remaining steps.
 ALL_STEPS = -1
 #: Element-wise losses that end a model.
 LOSSES = frozenset({"mse_loss", "l1_loss"})
-#: Element-wise operations behind a layer, by OneFlow's names of the operators and the usual ones; "" changes nothing.
+#: Functions of element-wise operations after a layer, by OneFlow's operator names and the usual names; "": no operation.
 EPILOGUES: Mapping[str, str] = {
     "relu": "flow.relu",
     "gelu": "functional.gelu",
@@ -72,9 +72,12 @@ EPILOGUES: Mapping[str, str] = {
 class Name:
     """A variable.
 
-    Beside what statements make and the layer's weights there are ``x`` and ``input_1``, ... (what the layer reads), ``data``
-    (of a layer that reads none: its part of the model's input) and ``targets``, both whole arrays, ``num_samples`` (of all ranks),
-    ``step`` (the number of the pass; None outside of training), ``training``, and ``ranks``.
+    In addition to the results of statements and the layer's weights there are ``x`` and ``input_1``, ... (the inputs of the layer),
+    ``data`` (for a layer without producers: its array of the model's input) and ``targets``, both whole arrays, ``num_samples`` (of
+    all ranks), ``step`` (the number of the pass; None: not training), ``training``, and ``ranks``.
+
+    Attributes:
+        text: its name.
     """
 
     text: str
@@ -82,7 +85,14 @@ class Name:
 
 @dataclass(frozen=True)
 class Fact:
-    """What the user's model says and the graph does not, looked up once: ``function(model, path, *arguments)`` of :mod:`facts`."""
+    """A property of the user's model that the graph lacks, looked up once.
+
+    Attributes:
+        name: of the value, for exported files.
+        function: of :mod:`facts`, called as ``function(model, path, *arguments)``.
+        path: of the module.
+        arguments: further arguments.
+    """
 
     name: str
     function: str
@@ -96,10 +106,11 @@ class Call:
 
     Attributes:
         function: a name, see the module's docstring.
-        arguments, options: names, facts, mesh axes, layouts, numbers, and sequences of them.
-        result: the variables that are given a value.
-        num_steps: how many of the layer's priced steps run in it.
-        computes: whether it is what the layer's compute time is of.
+        arguments: names, facts, mesh axes, layouts, numbers, and sequences of them.
+        options: keyword arguments, likewise.
+        result: the variables that are assigned.
+        num_steps: number of the layer's priced steps that it executes.
+        computes: whether the layer's compute time is the time of this call.
     """
 
     function: str
@@ -112,7 +123,12 @@ class Call:
 
 @dataclass(frozen=True)
 class Repeated:
-    """``x = body(tensors)``, of which only the tensors are kept: the backward pass runs it again."""
+    """``x = body(tensors)`` with recomputation: only the tensors are kept, and the backward pass runs the body again.
+
+    Attributes:
+        tensors: variables that are kept.
+        body: calls that assign ``x``.
+    """
 
     tensors: tuple[str, ...]
     body: tuple[Call, ...]
@@ -123,12 +139,12 @@ Statement = Union[Call, Repeated]
 
 @dataclass(frozen=True)
 class LayerProgram:
-    """What a layer does.
+    """The program of a layer.
 
     Attributes:
         weights: the variables of its parameters, in the order of :func:`layouts.parameter_layouts`.
-        statements: in order; they end with the layer's output in ``x``.
-        checks: facts that are looked up to see that the layer can be run.
+        statements: in order; they assign the layer's output to ``x``.
+        checks: facts that are looked up to check that the layer can be run.
     """
 
     weights: tuple[str, ...]
@@ -140,10 +156,13 @@ X, DATA, TARGETS, RANKS = Name("x"), Name("data"), Name("targets"), Name("ranks"
 
 
 @dataclass(frozen=True)
-class Frame:
-    """A layer at its strategy, of which a program is made.
+class LayerContext:
+    """A layer under its strategy, from which its program is built.
 
     Attributes:
+        graph: the layer's graph.
+        layer: a layer of the graph.
+        strategy: of the layer.
         recompute: whether only evenly split inputs are kept for the backward pass.
     """
 
@@ -162,26 +181,26 @@ class Frame:
 
     @property
     def path(self) -> str:
-        """Of the module that the layer stands for; the first one, where it stands for several."""
+        """Path of the layer's module; of the first one if it has several."""
         return self.layer.modules[0] if self.layer.modules else self.layer.name
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """Names for at most a weight and a bias."""
+        """Variables for at most a weight and a bias."""
         return ("weight", "bias")[: len(self.layer.parameters)]
 
     def fact(self, name: str, function: str, *arguments: Any) -> Fact:
         return Fact(name, function, self.path, arguments)
 
-    def fed(self, rows: int, is_gathered: bool = False) -> list[Call]:
-        """The data, for a layer that reads it itself."""
+    def input_data(self, rows: int, is_gathered: bool = False) -> list[Call]:
+        """The statement that loads the model's input, for a layer without producers."""
         if self.producers:
             return []
         options = {"rows": rows, **({"is_gathered": True} if is_gathered else {})}
         return [Call("data", (DATA, self.layout, RANKS), options)]
 
-    def kept(self, tensors: Sequence[str], body: Sequence[Call]) -> list[Statement]:
-        """The body, repeated where the layer is recomputed."""
+    def recomputable(self, tensors: Sequence[str], body: Sequence[Call]) -> list[Statement]:
+        """The body, as a `Repeated` if the layer is recomputed."""
         return [Repeated(tuple(tensors), tuple(body))] if self.recompute else list(body)
 
 
@@ -190,14 +209,14 @@ def along(collective: str, axis: Any) -> Call:
     return Call(f"ranks.{collective}", (X,), {"axis": axis, "dim": 2}, num_steps=1)
 
 
-def epilogue(frame: Frame) -> list[Call]:
-    """Element-wise operations behind a layer, on its evenly split output.
+def epilogue(frame: LayerContext) -> list[Call]:
+    """Element-wise operations after a layer, on its evenly split output.
 
-    A gate ("mul") halves the features: they alternate, and what comes before it is done to the first of each pair.
+    A gate ("mul") halves the features: gate and factor alternate, and operations before it apply to the gate.
     """
     layer = frame.layer
     operations = [operation for operation in layer.epilogue if operation not in LOSSES]
-    calls = [Call("gate_and_factor", (X,), result=("x", "factor"))] if "mul" in operations else []
+    calls = [Call("split_gate", (X,), result=("x", "factor"))] if "mul" in operations else []
     numbers: Iterator[int] = iter(range(len(operations)))
     for operation in operations:
         if operation == "mul":
@@ -205,7 +224,7 @@ def epilogue(frame: Frame) -> list[Call]:
         elif operation == "dropout":
             number = next(numbers)
             dropout = frame.fact(f"dropout_{number}", "dropout_of", layer.name, number)
-            calls.append(Call("dropped", (X, dropout, Name("step"), RANKS)))
+            calls.append(Call("apply_dropout", (X, dropout, Name("step"), RANKS)))
         elif operation not in EPILOGUES:
             raise UserError(
                 f"{layer.describe()}: {operation!r} behind it cannot be run, known are {', '.join(EPILOGUES)}, mul and dropout"

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 from zlib import crc32
 
@@ -12,38 +10,24 @@ import numpy as np
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.strategy import Strategy
 
 from .facts import find_module
 from .load import load_oneflow
-from .stepping import Stepper
+from .stepping import Ranks
 
 flow = load_oneflow()
 
-__all__ = ["UserParameter", "check_parameters", "values_of"]
+__all__ = ["check_parameters", "find_parameter", "first_names", "values_of"]
 
 
-@dataclass(frozen=True)
-class UserParameter:
-    """A parameter's value, the same on every rank, and whether it is trained."""
-
-    value: np.ndarray
-    requires_grad: bool
-
-
-def check_parameters(module: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], num_ranks: int) -> None:
-    """Whether a model's parameters are those of a graph, and the ranks those of its strategies.
+def check_parameters(module: Any, graph: LayerGraph) -> None:
+    """Whether a model's parameters are those of a graph.
 
     Raises:
         UserError: naming the first difference.
     """
-    planned = next(iter(strategies.values())).num_devices
-    if planned != num_ranks:
-        raise UserError(f"the plan is for {planned} ranks, this job has {num_ranks}")
-    unseen = {id(tensor): name for name, tensor in module.named_parameters()}
+    unseen = first_names(module)
     for layer in graph.layers:
-        if layer.name not in strategies:
-            raise UserError(f"the plan has no strategy for {layer.describe()}")
         for parameter in layer.parameters:
             tensor = find_parameter(module, parameter.name)
             if tensor is None:
@@ -70,6 +54,11 @@ def check_parameters(module: Any, graph: LayerGraph, strategies: Mapping[str, St
         raise UserError(f"the plan was made for another model: the model has {name}, which it has not")
 
 
+def first_names(model: Any) -> dict[int, str]:
+    """Per parameter, by its ``id``, the first name that the model has for it."""
+    return {id(tensor): name for name, tensor in model.named_parameters()}
+
+
 def find_parameter(module: Any, path: str) -> Any:
     """The parameter at a path; None where there is none."""
     parent, _, name = path.rpartition(".")
@@ -77,21 +66,18 @@ def find_parameter(module: Any, path: str) -> Any:
     return None if owner is None else owner._parameters.get(name)
 
 
-def values_of(module: Any, stepper: Stepper) -> dict[str, UserParameter]:
-    """The parameters (shared ones by their first name), on every rank with the values of the first one.
+def values_of(module: Any, ranks: Ranks) -> dict[str, np.ndarray]:
+    """The parameters by their first names, on every rank with the values of the first one.
 
     Models that each rank initialised by itself differ.  All ranks call; what is equal everywhere already is not sent.
     """
-    parameters = dict(module.named_parameters())
-    if not parameters:
-        return {}
-    values = {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in parameters.items()}
-    if stepper.num_ranks > 1:
-        own = flow.tensor(np.array([[crc32(value.tobytes()) for value in values.values()]], dtype=np.int64))
-        everyones = stepper.gather(own, [Axis(stepper.num_ranks, 1)], 0).numpy()
+    values = {name: np.ascontiguousarray(tensor.detach().numpy()) for name, tensor in module.named_parameters()}
+    if ranks.num_ranks > 1 and values:
+        own = flow.tensor(np.array([[crc32(value.data) for value in values.values()]], dtype=np.int64))
+        everyones = ranks.gather(own, [Axis(ranks.num_ranks, 1)], 0).numpy()
         for i, name in enumerate(list(values)):
             if len(set(everyones[:, i])) > 1:
                 tensor = flow.tensor(values[name])
-                flow.comm.broadcast(tensor, stepper.first_rank)
+                flow.comm.broadcast(tensor, ranks.first_rank)
                 values[name] = tensor.numpy()
-    return {name: UserParameter(values[name], bool(tensor.requires_grad)) for name, tensor in parameters.items()}
+    return values

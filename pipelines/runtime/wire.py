@@ -1,24 +1,23 @@
-"""The bytes that ranks really send to each other.
+"""Measuring the bytes that ranks send to each other.
 
-In a network of its own (`network`) the counters of the loopback device hold what the ranks of a job sent and nothing else.
-`measure` reads them around a section that all ranks of the job enter together:
+In a private network (`network`) the counters of the loopback device hold exactly what the ranks of a job sent. `measure` reads
+them around a section that all ranks of the job enter together:
 
     barrier, quiet, read; barrier; section; barrier, quiet, read; barrier
 
-What is counted besides the tensors' bytes, and what becomes of it:
+Bytes other than the tensors', and their treatment:
 
-- *Headers.* Every packet carries 20 bytes of IP and 32 of TCP (with its timestamps); pure acknowledgements are nothing else. The
-  device counts packets too, so ``bytes - 52 packets`` is the payload. (``lo`` takes the Ethernet header off before it counts.)
-- *The barriers* within the measured span send some hundred bytes per rank, not always the same: `measure_baseline` measures
-  them with an empty section, to be subtracted. What remains of them is noise of a few hundred bytes.
-- *OneFlow's own messages* are left in: 448 bytes with every message between two ranks, collective or point-to-point
+- *Headers.* Every packet carries 20 bytes of IP and 32 of TCP (with its timestamps); pure acknowledgements are headers only. The
+  device counts packets too, so ``bytes - 52 packets`` is the payload. (``lo`` removes the Ethernet header before it counts.)
+- *The barriers* within the measured span send some hundred bytes per rank, not always the same number. `measure_baseline` measures
+  them with an empty section, to be subtracted; noise of a few hundred bytes remains.
+- *OneFlow's own messages* are included: 448 bytes with every message between two ranks, collective or point-to-point
   (`MESSAGE_BYTES`; measured over 200 tiny transfers on 2, 4 and 8 ranks, to within a byte per message).
-
-- *What TCP sends twice*, up to 64 KB at a time, is left in but reported: `Traffic.num_resent`. It does not happen with the settings
-  of `network.create_namespace`, unless the system forbids them.
+- *TCP retransmissions*, up to 64 KB at a time, are included but reported: `Traffic.num_resent`. They do not occur with the settings
+  of `network.create_namespace`, unless the system forbids these.
 
 So ``payload_bytes = tensor bytes + 448 messages``, where a message is what the cost model counts: p - 1 per rank in an all-gather.
-With messages of 16 KB it is 2.7 % more than the tensors' bytes, with 256 KB 0.2 %.
+With messages of 16 KB this is 2.7 % more than the tensors' bytes, with 256 KB 0.2 %.
 """
 
 from __future__ import annotations
@@ -47,19 +46,25 @@ __all__ = [
 
 #: IPv4 and TCP with the timestamp option, on every packet of ``lo``.
 HEADER_BYTES = 20 + 32
-#: What OneFlow sends for itself with every message between two ranks.
+#: Bytes that OneFlow sends for itself with every message between two ranks.
 MESSAGE_BYTES = 448
-#: What one barrier more or less sends, per rank: how far a count may be off, whatever is counted.
+#: Bytes of one barrier per rank: the error of any count.
 NOISE_BYTES = 400
-#: How far a count may be off beyond that, of what is predicted.
+#: Relative error of a count beyond that.
 BYTES_TOLERANCE = 0.03
-# How many empty sections are measured.
+# Number of empty sections that are measured.
 _NUM_BASELINES = 9
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """What all ranks of a job together sent: ``payload_bytes`` in ``num_packets`` packets, ``num_resent`` of them again."""
+    """Traffic of all ranks of a job together.
+
+    Attributes:
+        payload_bytes: bytes without headers.
+        num_packets: number of packets.
+        num_resent: number of TCP segments that were retransmitted.
+    """
 
     payload_bytes: int
     num_packets: int
@@ -76,7 +81,7 @@ class Traffic:
 def synchronize() -> None:
     """Wait until all pending operations of all ranks of the job are done; every rank has to call it.
 
-    A rank whose partners do not come within ``ONEFLOW_TIMEOUT_SECONDS`` ends its process, with its stack in the log. (OneFlow's own
+    If the other ranks do not join within ``ONEFLOW_TIMEOUT_SECONDS``, the process ends, with its stack in the log. (OneFlow's own
     barrier gives up only after one to two times as long.)
     """
     eager = load_oneflow()._oneflow_internal.eager
@@ -91,7 +96,7 @@ def synchronize() -> None:
 
 
 def measure_baseline() -> Traffic:
-    """What `measure` would count for a section that sends nothing; every rank of the job has to call it."""
+    """The traffic that `measure` counts for an empty section; every rank of the job has to call it."""
     return _median([measure(lambda: None, Traffic(0, 0, 0))[1] for _ in range(_NUM_BASELINES)])
 
 
@@ -99,7 +104,7 @@ def measure(section: Callable[[], Any], baseline: Traffic) -> tuple[Any, Traffic
     """Run ``section`` and count what all ranks of the job send meanwhile; every rank has to call it, on a private network.
 
     Returns:
-        what ``section`` returned, and the traffic less ``baseline`` (see `measure_baseline`); the same on every rank.
+        The result of ``section``, and the traffic less ``baseline`` (see `measure_baseline`); the same on every rank.
     """
     before = _quiet_traffic()
     synchronize()
@@ -110,9 +115,9 @@ def measure(section: Callable[[], Any], baseline: Traffic) -> tuple[Any, Traffic
 
 
 class Meter:
-    """Counts sections that follow one another, at half the cost of `measure`: one reading ends a section and begins the next.
+    """Counts consecutive sections, at half the cost of `measure`: one reading ends a section and begins the next.
 
-    Every rank of the job makes one and calls it with the same sections, on a private network; what is sent between two sections
+    Every rank of the job creates one and calls it with the same sections, on a private network. Traffic between two sections
     counts for the second one.
     """
 
@@ -122,7 +127,7 @@ class Meter:
         self._baseline = _median([self(lambda: None)[1] for _ in range(_NUM_BASELINES)])
 
     def __call__(self, section: Callable[[], Any]) -> tuple[Any, Traffic]:
-        """What ``section`` returned, and what all ranks of the job sent meanwhile; the same on every rank."""
+        """The result of ``section``, and what all ranks of the job sent meanwhile; the same on every rank."""
         synchronize()
         result = section()
         traffic = _quiet_traffic()
@@ -135,9 +140,9 @@ def _median(traffic: Sequence[Traffic]) -> Traffic:
 
 
 def _quiet_traffic(quiet_s: float = 0.01) -> Traffic:
-    """All traffic up to now, after a barrier and once no payload has moved for a while: a barrier's last messages are late.
+    """All traffic so far, after a barrier and after a time without payload: a barrier's last messages are late.
 
-    Acknowledgements come up to 40 ms later still, and do not matter.
+    Acknowledgements arrive up to 40 ms later; they are not counted.
     """
     synchronize()
     traffic = _traffic()

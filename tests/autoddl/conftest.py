@@ -13,11 +13,13 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.pipelines.joint.result import unpipelined
 from autoddl.pipelines.runtime.launcher import RankPool
-from autoddl.planfile import plan_document, save_plan
+from autoddl.planfile import Plan, plan_document, save_plan
 from autoddl.search.planner import Options, make_plan
-from autoddl.zoo import gpt
+from autoddl.zoo import gpt, resolve_model
 
+from .export_plans import MODELS, staged_plan
 from .launches import BRISK, PATIENCE_S, Attempt, forget_jobs, launch_command, run_attempts, started
 from .sample_plans import SMALL
 from .several_hosts import SshHosts, hosts_available
@@ -115,7 +117,7 @@ def losses_alone(
     path = tmp_path_factory.mktemp("alone") / "plan.json"
     graph, cluster = gpt(replace(SMALL, layers=4)), load_cluster("local-cpu").resized(1, 1)
     planned = make_plan(graph, cluster, Options(batch=8, micro_batch=4, precision="float32", quiet=True))
-    save_plan(path, plan_document(planned))
+    save_plan(path, plan_document(unpipelined(planned)))
     known: list[float] = []
 
     def losses(num_steps: int) -> list[float]:
@@ -124,3 +126,26 @@ def losses_alone(
         return known[:num_steps]
 
     return losses
+
+
+@pytest.fixture(scope="session")
+def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The file of a plan of a model on 2 x 4 devices, made once."""
+    folder = tmp_path_factory.mktemp("plans")
+
+    def make(name: str) -> Path:
+        path = folder / f"{name}.json"
+        if not path.exists():
+            text, sizes = MODELS[name]
+            options = Options(batch=32, micro_batch=16, objective="communication", recompute=name == "bert", quiet=True)
+            planned = make_plan(resolve_model(text, **sizes), load_cluster("dgx-a100").resized(2, 4), options)
+            save_plan(path, plan_document(unpipelined(planned)))
+        return path
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def pipeline_plan() -> Plan:
+    """A plan of two stages."""
+    return staged_plan([(0, 2, "none"), (2, 4, "stage")], 2)

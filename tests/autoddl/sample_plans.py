@@ -14,8 +14,8 @@ from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedul
 from autoddl.pipelines.joint.evaluation import evaluate, stage_workload
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.partition import chain_of
-from autoddl.pipelines.joint.result import Considered, FamilyFigures, JointOptions, JointPlan
-from autoddl.planfile import joint_document, plan_document, save_plan
+from autoddl.pipelines.joint.result import Considered, JointOptions, PlanResult, Rival, unpipelined
+from autoddl.planfile import plan_document, save_plan
 from autoddl.search import solve
 from autoddl.search.planner import Options, make_plan
 from autoddl.trusting import trust_of
@@ -36,9 +36,8 @@ def gpt_plan(
     graph: LayerGraph | None = None, cluster: str = "gcp-a100", nodes: int = 2, devices: int = 2, **options: Any
 ) -> dict[str, Any]:
     """The document of a plan without a pipeline."""
-    planned = make_plan(
-        graph or gpt(SMALL), load_cluster(cluster).resized(nodes, devices), Options(**{"batch": 16, **options})
-    )
+    asked = Options(**{"batch": 16, **options})
+    planned = unpipelined(make_plan(graph or gpt(SMALL), load_cluster(cluster).resized(nodes, devices), asked))
     return plan_document(planned, trust_of(planned))
 
 
@@ -51,38 +50,42 @@ def pipeline_plan(
     precision: str = "mixed",
     **options: Any,
 ) -> dict[str, Any]:
-    """The document of a pipeline of two stages on two devices each, both directions where ``name`` is chimera."""
-    graph, cluster = gpt(replace(SMALL, layers=4)), cluster or load_cluster("dgx-a100").resized(1, 4)
-    chain, mesh = chain_of(graph), mesh or StageMesh(1, 2)
+    """The document of a pipeline of two blocks per stage, both directions where ``name`` is chimera.
+
+    Args:
+        recompute: of each stage.
+        mesh: of each; by default 4 devices are divided.
+    """
+    num_stages = len(recompute)
+    graph, cluster = gpt(replace(SMALL, layers=2 * num_stages)), cluster or load_cluster("dgx-a100").resized(1, 4)
+    chain, mesh = chain_of(graph), mesh or StageMesh(1, 4 // num_stages)
     workload = Workload(4 * num_micro_batches, 4, precision, "adam")
     schedule = PipelineSchedule(
-        name, 2, num_micro_batches, tuple(options.items()), num_pipelines=2 if name == "chimera" else 1
+        name, num_stages, num_micro_batches, tuple(options.items()), num_pipelines=2 if name == "chimera" else 1
     )
     stages = []
-    for (first, stop), how in zip(((0, 2), (2, 4)), recompute):
-        part = chain.stage(first, stop).graph
+    for first, how in zip(range(0, chain.num_units, 2), recompute):
+        part = chain.stage(first, first + 2).graph
         book = PriceBook(part, mesh.devices(cluster), stage_workload(workload, how))
         problem = book.problem(workload.batch, workload.micro_batch)
         choice = solve(problem.table).choice
         assert choice is not None
-        stages.append(StageChoice(stop - first, how, problem.strategies(choice)))
+        stages.append(StageChoice(2, how, problem.strategies(choice)))
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(stages)))
     step_s = evaluation.step_s
     families = (
-        FamilyFigures(
-            "pure SBP", "mesh 1 x 4", None, 1.5 * step_s, step_s, 0.3 * step_s, 0.2 * step_s, 0.0, 1e9, step_s
-        ),
-        FamilyFigures(
+        Rival("pure SBP", "mesh 1 x 4", None, 1.5 * step_s, step_s, 0.5 * step_s, 0.2 * step_s, 0.0, 1e9, step_s),
+        Rival(
             "DAPPLE", "2 stages", None, 1.2 * step_s, step_s, 0.1 * step_s, 0.0, 0.1 * step_s, 2e9, step_s, 1.3 * step_s
         ),
-        FamilyFigures("WPipe", infeasible="asynchronous; offered with --allow-stale"),
+        Rival("WPipe", infeasible="asynchronous; offered with allow_stale=True"),
     )
     considered = Considered("1f1b and chimera on all meshes", 10, 5, 1, 2, 2, 6)
     asked = Options(workload.batch, workload.micro_batch, precision=precision, memory_limit_bytes=70 * 2.0**30)
-    found = JointPlan(
+    found = PlanResult(
         graph, cluster, JointOptions(asked), 70 * 2.0**30, evaluation, 0.9 * step_s, False, considered, families, 0.1
     )
-    return joint_document(found)
+    return plan_document(found)
 
 
 def cpu_pipeline(path: Path, nodes: int = 1, devices: int = 4, mesh: StageMesh | None = None) -> str:

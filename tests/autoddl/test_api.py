@@ -21,7 +21,7 @@ from . import doctests
 from .sample_plans import pipeline_plan, written
 
 #: Names whose doctests start ranks, or import OneFlow, which no process of the tests should hold.
-WITH_ONEFLOW = ("Plan", "apply", "calibrate", "load_oneflow", "rank")
+WITH_ONEFLOW = ("Plan", "apply", "calibrate", "load_oneflow", "rank", "train")
 FUNCTIONS = [name for name in autoddl.__all__ if inspect.isfunction(getattr(autoddl, name))]
 CLASSES = [name for name in autoddl.__all__ if inspect.isclass(getattr(autoddl, name))]
 SMALL = {"cluster": "gcp-a100", "nodes": 2, "devices_per_node": 2, "batch": 16, "quiet": True}
@@ -90,6 +90,28 @@ def test_doctests_that_run_on_oneflow(name, tmp_path):
     script = Path(doctests.__file__)
     done = subprocess.run([sys.executable, script, name], cwd=tmp_path, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+# ---- Options that functions share ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["plan", "compare", "launch", "train"])
+def test_options_are_in_the_signature_and_in_the_docstring(name):
+    """Each of them, with its default; one that is unknown is refused by a name that is like it."""
+    function = getattr(autoddl, name)
+    parameters = inspect.signature(function).parameters.values()
+    assert all(each.kind is not each.VAR_KEYWORD for each in parameters)
+    documented = {word for line in function.__doc__.splitlines() for word in line.partition(":")[0].strip().split(", ")}
+    assert {each.name for each in parameters} <= documented and "options" not in documented
+    last = list(parameters)[-1].name
+    with pytest.raises(TypeError, match=rf"{name}\(\) got .* '{last}x'; did you mean '{last}'\?"):
+        function("plan.json", **{f"{last}x": 1})
+
+
+def test_shared_options_have_the_planners_defaults():
+    parameters = inspect.signature(autoddl.plan).parameters
+    assert (parameters["optimizer"].default, parameters["summa"].default) == ("adam", True)
+    assert (parameters["quiet"].default, parameters["nodes"].default, parameters["stop"].default) == (False, None, None)
 
 
 # ---- The same as the command line --------------------------------------------------------------------------------------

@@ -8,11 +8,12 @@ from dataclasses import replace
 import pytest
 
 from autoddl.__main__ import main
-from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.documents import Fields
 from autoddl.costmodel.strategy import Strategy
 from autoddl.diffing import compare, difference_document
 from autoddl.explain import view_of
+from autoddl.pipelines.joint.evaluation import evaluate_unpipelined
+from autoddl.pipelines.joint.partition import chain_of
 from autoddl.plandocument import sealed
 from autoddl.planfile import plan_from_document
 from autoddl.text.difference import difference_text
@@ -83,8 +84,8 @@ def test_layers_are_grouped_by_what_changes():
     before, after = view.plan.strategies[places[0]], Strategy(((2, 1, 1), (1, 2, 1)))
     assert len(places) == 2 and before != after
     strategies = {**view.plan.strategies, **dict.fromkeys(places, after)}
-    plan = replace(view.plan, strategies=strategies)
-    truth = assess(plan.graph, plan.cluster, plan.workload, strategies)
+    truth = evaluate_unpipelined(chain_of(view.plan.graph), view.plan.cluster, view.plan.workload, strategies)
+    plan = replace(view.plan, strategies=strategies, evaluation=truth)
     names = ("communication_s", "compute_s", "step_s", "memory_bytes", "sent_bytes")
     figures = {name: getattr(truth, name) for name in names}
     found = compare(view, view_of(replace(plan, document={**document, **figures})))

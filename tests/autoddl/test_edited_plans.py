@@ -20,11 +20,12 @@ from autoddl.diffing import compare
 from autoddl.explain import explain, explanation_document, view_of
 from autoddl.export import export
 from autoddl.pipelines.joint import JointOptions
-from autoddl.pipelines.joint.glance import plan_alone
+from autoddl.pipelines.joint.megatron_trials import plan_alone
 from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.joint.result import unpipelined
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.plandocument import NOT_CLAIMED, sealed
-from autoddl.planfile import Plan, assessment_of, joint_document, plan_document, plan_from_document
+from autoddl.planfile import Plan, assessment_of, plan_document, plan_from_document
 from autoddl.report import report_page
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.difference import difference_text
@@ -53,8 +54,8 @@ NOT_RECOMPUTED = {
     "cluster.calibration.*": "of measurements that a plan does not hold",
     "search_s": "of a clock",
     "evaluations": "of the search",
-    "baselines": "whether they were asked for",
-    "baselines.*.infeasible": "the reason why there is none",
+    "rivals": "whether they were asked for, and their order",
+    "rivals.*.infeasible": "the reason why there is none",
     "candidates": "their order",
     "candidates.*.lower_bound_s": "of another setting; a plan's bound is the least of all",
     "candidates.*.outcome": "of another setting",
@@ -62,12 +63,22 @@ NOT_RECOMPUTED = {
     "trust.expected_regret": "over rivals that only a search finds",
     "trust.rivals": "their order",
     "trust.measurement*": "concerns a rival that only a search finds",
-    "pipeline.families*": "plans that the document does not hold; the parts of a step add up",
-    "pipeline.search.space": "words",
-    "pipeline.search.settings": "of the search",
-    "pipeline.search.ruled_out_by_*": "of the search",
-    "pipeline.search.stage_searches": "of the search",
+    "search.space": "words",
 }
+#: And what the joint search says.
+NOT_RECOMPUTED_JOINTLY = {
+    "rivals*": "plans that the document does not hold; the parts of a step add up",
+    "space_size": "of the search",
+    "search.settings": "of the search",
+    "search.ruled_out_by_*": "of the search",
+    "search.stage_searches": "of the search",
+}
+
+
+def not_recomputed(document: Document) -> tuple[str, ...]:
+    """The patterns of places that hashes alone protect."""
+    is_joint = document["options"]["pipeline"] is not None
+    return (*NOT_RECOMPUTED, *(NOT_RECOMPUTED_JOINTLY if is_joint else ()))
 
 
 # ---- Plans ---------------------------------------------------------------------------------------------------------------------
@@ -105,7 +116,7 @@ def calibrated() -> Cluster:
 
 
 def without_pipeline(cluster: Cluster, **options: Any) -> Document:
-    planned = make_plan(mlp((64, 256, 64)), cluster, Options(batch=8, **options))
+    planned = unpipelined(make_plan(mlp((64, 256, 64)), cluster, Options(batch=8, **options)))
     return plan_document(planned, trust_of(planned))
 
 
@@ -120,7 +131,13 @@ def with_pipeline() -> Document:
     slow = load_cluster("gcp-a100").resized(1, 2).with_links(1e-6, 2e7)
     planned = plan_jointly(mlp((256, 256, 256)), slow, JointOptions(Options(batch=4, micro_batch=1)))
     assert len(planned.evaluation.stages) == 2
-    return joint_document(planned)
+    return plan_document(planned)
+
+
+def calibrated_pipeline() -> Document:
+    planned = plan_jointly(mlp((256, 256, 256)), calibrated(), JointOptions(Options(batch=4, micro_batch=1)))
+    assert planned.evaluation.has_pipeline
+    return plan_document(planned, trust_of(planned))
 
 
 PLANS = {
@@ -132,6 +149,7 @@ PLANS = {
     "calibrated": lambda: without_pipeline(calibrated()),
     "slower": slower_than_a_pipeline,
     "pipeline": with_pipeline,
+    "calibrated pipeline": calibrated_pipeline,
 }  # fmt: skip
 
 
@@ -257,9 +275,9 @@ def is_forged(document: Document) -> bool:
 def test_forged_hashes_hide_nothing_that_can_be_computed(document):
     """What is believed is in the list above, field by field; some 400 plans of each kind are read, which takes over 10 s on a
     busy machine."""
-    seal = ("hashes", "content_hash")  # which is the forger's own
+    seal, patterns = ("hashes", "content_hash"), not_recomputed(document)  # the seal is the forger's own
     believed = {path for path, _ in edits(document, 400) if path[0] not in seal and is_forged(document)}
-    unknown = [path for path in believed if not any(fits(path, pattern) for pattern in NOT_RECOMPUTED)]
+    unknown = [path for path in believed if not any(fits(path, pattern) for pattern in patterns)]
     assert unknown == []
 
 
@@ -274,11 +292,12 @@ def test_the_list_has_no_more_than_forgers_need():
     needed: set[str] = set()
     for make in PLANS.values():
         document = json.loads(json.dumps(make()))
+        known = not_recomputed(document)
         for path, _ in edits(document):
-            patterns = {pattern for pattern in NOT_RECOMPUTED if fits(path, pattern)} - needed
+            patterns = {pattern for pattern in known if fits(path, pattern)} - needed
             if patterns and is_forged(document):
                 needed |= patterns
-    assert sorted(set(NOT_RECOMPUTED) - needed) == []
+    assert sorted({*NOT_RECOMPUTED, *NOT_RECOMPUTED_JOINTLY} - needed) == []
 
 
 @pytest.mark.fault(
@@ -308,18 +327,16 @@ def test_an_edited_plan_loads_without_its_claims(document):
     plan = loaded({**document, "gap": 0.5, "step_s": 1e-9, "extra": 1}, edited=True)
     assert not plan.is_claimed and plan.strategies == intact.strategies
     assert all(plan.document[name] is None for name in CLAIMS)
-    assert plan.document["baselines"] == {} and plan.document["candidates"] == []
+    assert plan.document["rivals"] == [] and plan.document["candidates"] == [] and plan.document["search"] is None
     assert "extra" not in plan.document
     for name in ("step_s", "communication_s", "memory_bytes", "layers", "memory_limit_bytes", "objective"):
         assert plan.document[name] == document[name]
-    if plan.pipeline is not None:
-        assert plan.document["pipeline"]["search"] is None and plan.document["pipeline"]["families"] == []
 
 
 def test_what_is_left_of_it_is_a_plan_again_but_claims_nothing(document):
     left = json.loads(export(loaded({**document, "gap": 0.5}, edited=True), "json"))
     assert not loaded(left).is_claimed
-    for name in ("optimal", "lower_bound_s", "gap", "status", "search_s", "space_size", "baselines", "candidates"):
+    for name in ("optimal", "lower_bound_s", "gap", "status", "search_s", "space_size", "rivals", "candidates"):
         with pytest.raises(UserError, match="lower_bound_s is null" if name == "status" else name):
             loaded(sealed({**left, name: document[name] if document[name] != left[name] else {"x": 1}}))
 
@@ -393,12 +410,12 @@ def test_plans_of_papers_planners_are_read(planner):
     """Their micro-batch is that of a replica, the workload's that of all of a worker."""
     options = JointOptions(Options(batch=16, micro_batch=4, time_limit_s=5.0), planner)
     planned = plan_jointly(mlp((64, 64, 64, 64)), load_cluster("dgx-a100").resized(1, 4), options)
-    assert loaded(json.loads(json.dumps(joint_document(planned)))).is_claimed
+    assert loaded(json.loads(json.dumps(plan_document(planned)))).is_claimed
 
 
 def test_plans_of_older_versions_are_refused(document):
-    with pytest.raises(UserError, match="version 2 is not supported, only 3 is; plan again"):
-        loaded({**document, "version": 2}, edited=True)
+    with pytest.raises(UserError, match="version 3 is not supported, only 4 is; plan again"):
+        loaded({**document, "version": 3}, edited=True)
 
 
 @pytest.mark.fault(
@@ -409,11 +426,6 @@ def test_plans_of_older_versions_are_refused(document):
 def test_a_million_times_as_many_micro_batches():
     document = with_pipeline()
     document["workload"]["batch"] *= 10**6
-    schedule = document["pipeline"]["schedule"]
-    for refused in (document, sealed(document)):
-        with pytest.raises(UserError, match="schedule has 4 micro-batches, the workload has 4000000"):
-            loaded(refused)
-    schedule["num_micro_batches"] *= 10**6
     for refused, edited in ((document, False), (sealed(document), False), (document, True)):
         with pytest.raises(UserError, match="num_micro_batches"):
             loaded(refused, edited)

@@ -90,7 +90,7 @@ def library(used, given=()):
 def exchanged(ranks, x, source, target):
     """The library's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
     num_ranks = len(x.arrays)
-    code = compile(library({"redistributed", "Layout"}, {"send", "receive"}), "library", "exec")
+    code = compile(library({"_exchanged", "Layout"}, {"send", "receive"}), "library", "exec")
     boxes = {(a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)}
     results, sent = {}, dict.fromkeys(range(num_ranks), 0)
 
@@ -120,9 +120,9 @@ def exchanged(ranks, x, source, target):
             exec(code, space)
         finally:
             del sys.modules[module.__name__]
-        ends = (eval(end, space) if isinstance(end, str) else end for end in (source, target))
+        ends = (eval(end, space).cuts for end in (source, target))
         here = SimpleNamespace(rank=rank, first_rank=100, num_ranks=num_ranks)
-        results[rank] = np.asarray(space["redistributed"](x.arrays[rank].view(Array), here, *ends))
+        results[rank] = np.asarray(space["_exchanged"](x.arrays[rank].view(Array), here, *ends, (0, 2)))
 
     threads = [threading.Thread(target=work, args=(rank,)) for rank in range(num_ranks)]
     for thread in threads:

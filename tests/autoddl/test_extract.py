@@ -521,7 +521,7 @@ def test_there_is_no_such_file(tmp_path):
 
 
 def test_options_do_not_apply():
-    with pytest.raises(UserError, match="--heads 2 does not apply"):
+    with pytest.raises(UserError, match="heads=2 does not apply"):
         resolve_model(f"{MODELS}:nano", heads=2)
 
 

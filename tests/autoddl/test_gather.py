@@ -12,7 +12,7 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.extraction.blocks import mark_blocks
 from autoddl.extraction.gather import gather
 from autoddl.extraction.norms import find_norms
-from autoddl.extraction.operators import Operator, OperatorGraph, Variable
+from autoddl.extraction.operators import ModelTensor, Operator, OperatorGraph
 from autoddl.zoo.layers import add, linear, norm
 
 BATCH = 2
@@ -25,12 +25,12 @@ class Tape:
         self.operators: list[Operator] = []
         self.shapes = dict(inputs)
         self.inputs = tuple(inputs)
-        self.variables: dict[str, Variable] = {}
+        self.variables: dict[str, ModelTensor] = {}
         self.aliases: dict[str, tuple[tuple[str, str], ...]] = {}
 
     def parameter(self, path: str, shape: tuple[int, ...], trained: bool = True) -> str:
         name = f"{path}/out"
-        self.variables[name] = Variable(path, shape, trained)
+        self.variables[name] = ModelTensor(path, shape, trained)
         self.aliases[name] = (tuple(path.rsplit(".", 1)),)
         self.shapes[name] = shape
         return name

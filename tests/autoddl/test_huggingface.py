@@ -219,7 +219,7 @@ def test_files_of_neither_kind(tmp_path):
         resolve_model(write(tmp_path, {"format": "autoddl-cluster", "version": 1}))
     graph = resolve_model("mlp:4,2")
     graph.save(tmp_path / "graph.json")
-    with pytest.raises(UserError, match="--heads 2 does not apply"):
+    with pytest.raises(UserError, match="heads=2 does not apply"):
         resolve_model(str(tmp_path / "graph.json"), heads=2)
 
 

@@ -112,7 +112,7 @@ def test_an_interrupted_plan_is_printed_and_written(tmp_path, record_property):
     "the plan, which is proven by then, is printed and written without a word on pipelines",
     exit_code=130,
 )
-def test_a_plan_whose_glance_at_pipelines_is_interrupted_is_whole(tmp_path, record_property):
+def test_a_plan_whose_trials_of_pipelines_are_interrupted_is_whole(tmp_path, record_property):
     """Of this model on slow links a pipeline is faster: without an interrupt the plan has a note."""
     path = tmp_path / "plan.json"
     arguments = ["plan", "mlp:256,256,256", "--cluster", "gcp-a100", "--nodes", "1", "--devices-per-node", "2"]
@@ -120,7 +120,7 @@ def test_a_plan_whose_glance_at_pipelines_is_interrupted_is_whole(tmp_path, reco
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert main(arguments) == 0
     assert "a pipeline takes" in shown.getvalue()
-    ended = interrupted(("autoddl.pipelines.joint.glance:glance", 1), arguments)
+    ended = interrupted(("autoddl.pipelines.joint.megatron_trials:megatron_trials", 1), arguments)
     assert ended.code == 130, ended
     assert "this is the best plan until then, it is proven optimal" in one_line(ended)
     assert "proven: none of" in ended.out and "a pipeline takes" not in ended.out

@@ -30,14 +30,14 @@ from autoddl.pipelines.joint import (
 from autoddl.pipelines.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.stage_cost import Pricing, Replicas
-from autoddl.pipelines.joint.stage_search import Need, Passes, Stages, Wanted
+from autoddl.pipelines.joint.stage_search import Passes, RowFilter, StageDemand, Stages
 from autoddl.pipelines.planners import Clock
-from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
-from autoddl.planfile import joint_document, load_plan, plan_from_document, save_plan
+from autoddl.pipelines.runtime.stage.plan import StagePlan
+from autoddl.planfile import load_plan, plan_document, plan_from_document, save_plan
 from autoddl.search.fronts import least
 from autoddl.search.planner import Options, make_plan
-from autoddl.text.jointplans import joint_text
+from autoddl.text.plans import plan_text
 from autoddl.zoo import Transformer, gpt, mlp, resolve_model
 
 GPT = gpt(Transformer("small", 4, 64, 4, 8, 128))
@@ -270,11 +270,13 @@ def _sent_by_device(found, traffic):
 
 # ---- Ways to run a stage -----------------------------------------------------------------------------------------------
 
-EVERYTHING = (Wanted((0.0,) * 5, 0.0),)
+EVERYTHING = (RowFilter((0.0,) * 5, 0.0),)
 
 
 @pytest.mark.parametrize(("way", "size"), [("none", 4), ("layers", 2), ("stage", 2)])
-@pytest.mark.parametrize(("first", "stop", "need"), [(0, 2, Need(2.0, 1)), (1, 3, Need(3.0, 2)), (2, 4, Need(1.0, 1))])
+@pytest.mark.parametrize(
+    ("first", "stop", "need"), [(0, 2, StageDemand(2.0, 1)), (1, 3, StageDemand(3.0, 2)), (2, 4, StageDemand(1.0, 1))]
+)
 def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, need):
     """Times, bytes and layouts of every way on offer, against the assessment of its strategies."""
     workload, mesh = Workload(8, size, "mixed", "adam", way == "layers"), StageMesh(1, 2)
@@ -305,7 +307,7 @@ def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, ne
 def test_a_stage_takes_the_best_that_fits():
     mesh, workload = StageMesh(1, 2), Workload(8, 8, "mixed", "adam")
     stages = Stages(chain_of(UNTIED), mesh, MACHINE, workload, Pricing())
-    passes, need, weights = Passes(8, 8, Replicas()), Need(4.0, 1), (4.0, 4.0, 4.0, 1.0)
+    passes, need, weights = Passes(8, 8, Replicas()), StageDemand(4.0, 1), (4.0, 4.0, 4.0, 1.0)
 
     def best(way, limit, most=inf):
         found = stages.cheapest(1, 3, way, passes, need, weights, limit, most)
@@ -315,7 +317,7 @@ def test_a_stage_takes_the_best_that_fits():
     table = stages.table(1, 3, "none", passes).table
     assert cost == pytest.approx(least(table, np.array([[4.0, 4.0, 1.0, *[0.0] * (table.num_components - 3)]]))[0])
     # The cheapest where bytes are for nothing, and the smallest where seconds are.
-    hull = stages.hull(1, 3, "none", passes, need, weights, np.array([0.0, 1e9]))
+    hull = stages.hull(1, 3, "none", passes, need, np.array([(*weights, price) for price in (0.0, 1e9)]))
     costs = hull.times @ np.array(weights)
     assert costs.min() == pytest.approx(cost) and len(hull) == 2
     assert hull.memory.argmin() == costs.argmax()
@@ -356,7 +358,7 @@ HEAVY = resolve_model("mlp:64,768,768,32")
 def test_no_row_is_faster_than_the_plan(graph, machine, options, stale, seconds):
     """However short the time is; every row's bound holds, for what its paper's planner chooses too."""
     found = plan_jointly(graph, machine, JointOptions(replace(options, time_limit_s=seconds), "auto", stale))
-    rows = {family.name: family for family in found.families}
+    rows = {family.name: family for family in found.rivals}
     assert list(rows) == ROWS
     assert 0 < found.lower_bound_s <= found.evaluation.step_s
     assert found.evaluation.memory_bytes <= found.memory_limit_bytes
@@ -368,15 +370,15 @@ def test_no_row_is_faster_than_the_plan(graph, machine, options, stale, seconds)
         assert row.lower_bound_s <= row.step_s * (1 + 1e-12)
         assert row.paper_step_s is None or row.paper_step_s >= row.step_s
     if not stale:
-        assert all(rows[name].infeasible == "asynchronous; offered with --allow-stale" for name in ROWS[-3:])
-    document = joint_document(found)
-    assert plan_from_document(Fields(json.loads(json.dumps(document)), "plan"), "plan").pipeline is not None
+        assert all(rows[name].infeasible == "asynchronous; offered with allow_stale=True" for name in ROWS[-3:])
+    document = plan_document(found)
+    assert plan_from_document(Fields(json.loads(json.dumps(document)), "plan"), "plan").is_claimed
 
 
 def test_dapple_offers_all_that_1f1b_does():
     """Its workers may have unequal numbers of devices, and 1F1B those that Megatron's rule allows of data parallel ways."""
     found = plan_jointly(HEAVY, MACHINE.resized(1, 3), JointOptions(Options(batch=12)))
-    rows = {family.name: family for family in found.families}
+    rows = {family.name: family for family in found.rivals}
     assert rows["DAPPLE"].step_s <= rows["1F1B"].step_s and rows["DAPPLE"].paper_step_s >= rows["DAPPLE"].step_s
     assert rows["Megatron + 1F1B"].paper_step_s is None
 
@@ -418,7 +420,7 @@ def test_workers_of_unequal_numbers_of_devices_can_be_better():
     """A layer of 768 x 768 between small ones on 3 devices: the first two take more than half of the work together."""
     found = plan_jointly(HEAVY, MACHINE.resized(1, 3), JointOptions(Options(batch=12, precision="mixed")))
     assert found.optimal and isinstance(found.configuration.mesh, Division)
-    equal = [row.step_s for row in found.families if row.name in ("1F1B", "GPipe", "pure SBP")]
+    equal = [row.step_s for row in found.rivals if row.name in ("1F1B", "GPipe", "pure SBP")]
     assert found.evaluation.step_s < min(equal)
 
 
@@ -442,15 +444,15 @@ def planned():
 
 
 def test_a_plan_reads_back_as_it_was(planned, tmp_path):
-    save_plan(tmp_path / "plan.json", joint_document(planned))
+    save_plan(tmp_path / "plan.json", plan_document(planned))
     plan = load_plan(tmp_path / "plan.json")
     assert plan.num_stages == len(planned.evaluation.stages) > 1
-    assert plan.pipeline.step_s == planned.evaluation.step_s
-    assert plan.pipeline.configuration == planned.configuration
-    assert plan.pipeline.configuration.stages[-1].strategies == planned.configuration.stages[-1].strategies
+    assert plan.evaluation.step_s == planned.evaluation.step_s
+    assert plan.evaluation.configuration == planned.configuration
+    assert plan.evaluation.configuration.stages[-1].strategies == planned.configuration.stages[-1].strategies
     document = plan.document
-    assert document["version"] == 3 and document["pipeline"]["search"]["optimal"]
-    assert sorted(rank for worker in document["pipeline"]["workers"] for rank in worker["ranks"]) == [0, 1, 2, 3]
+    assert document["version"] == 4 and document["optimal"]
+    assert sorted(rank for worker in document["workers"] for rank in worker["ranks"]) == [0, 1, 2, 3]
     assert [layer["name"] for layer in document["layers"]] == [layer.name for layer in UNTIED.layers]
 
 
@@ -459,15 +461,17 @@ def test_a_plan_of_unequal_stages_reads_back(tmp_path):
     options = JointOptions(Options(batch=12, micro_batch=4, precision="mixed"))
     planned = plan_jointly(resolve_model("mlp:64,768,768,32"), machine, options)
     assert planned.configuration.mesh == Division((StageMesh(1, 2), StageMesh(1, 1)))
-    document = joint_document(planned)
+    document = plan_document(planned)
     save_plan(tmp_path / "plan.json", document)
     plan = load_plan(tmp_path / "plan.json")
-    assert plan.pipeline.configuration == planned.configuration and plan.pipeline.step_s == planned.evaluation.step_s
-    assert "mesh" not in document["pipeline"] and document["pipeline"]["schedule"]["width"] == [2, 1]
-    assert [worker["ranks"] for worker in document["pipeline"]["workers"]] == [[0, 1], [2]]
-    document["pipeline"]["workers"][0]["mesh"]["devices_per_node"] = 1
+    assert (
+        plan.evaluation.configuration == planned.configuration and plan.evaluation.step_s == planned.evaluation.step_s
+    )
+    assert [worker["mesh"]["devices_per_node"] for worker in document["workers"]] == [2, 1]
+    assert [worker["ranks"] for worker in document["workers"]] == [[0, 1], [2]]
+    document["workers"][0]["mesh"]["devices_per_node"] = 1
     save_plan(tmp_path / "plan.json", document)
-    with pytest.raises(UserError, match=r"mesh is 1 x 1 \(2 times\), which does not tile 1 x 3 devices"):
+    with pytest.raises(UserError, match="schedule has 2 workers, mesh 1 x 1 makes 3"):
         load_plan(tmp_path / "plan.json")
 
 
@@ -475,19 +479,19 @@ def test_a_plan_of_unequal_stages_reads_back(tmp_path):
     ("path", "value", "said"),
     [
         (("step_s",), 1.0, "step_s is 1.0"),
-        (("pipeline", "timeline", "bubble_s"), 9.0, "bubble_s is 9.0"),
-        (("pipeline", "stages", 0, "forward_s"), 5.0, "forward_s is 5.0"),
-        (("pipeline", "stages", 0, "num_units"), 9, "num_units is 9, the model has 4 left"),
-        (("pipeline", "stages", 1, "recompute"), "some", "should be one of none, layers, stage"),
-        (("pipeline", "workers", 1, "ranks"), [3], r"pipeline: workers\[1\]: ranks"),
-        (("pipeline", "mesh", "nodes"), 3, "does not tile 1 x 4 devices"),
-        (("pipeline", "schedule", "name"), "magic", "'magic' is not one of gpipe"),
+        (("timeline", "bubble_s"), 9.0, "bubble_s is 9.0"),
+        (("stages", 0, "forward_s"), 5.0, "forward_s is 5.0"),
+        (("stages", 0, "num_units"), 9, "num_units is 9, the model has 4 left"),
+        (("stages", 1, "recompute"), "some", "should be one of none, layers, stage"),
+        (("workers", 1, "ranks"), [3], r"workers\[1\]: ranks"),
+        (("workers", 0, "mesh", "nodes"), 3, "does not tile 1 x 4 devices"),
+        (("schedule", "name"), "magic", "'magic' is not one of gpipe"),
         (("graph_hash",), "sha256:0", "graph_hash was edited"),
-        (("version",), 2, "version 2 is not supported, only 3 is; plan again"),
+        (("version",), 3, "version 3 is not supported, only 4 is; plan again"),
     ],
 )
 def test_an_edited_plan_is_refused(planned, tmp_path, path, value, said):
-    document = json.loads(json.dumps(joint_document(planned)))
+    document = json.loads(json.dumps(plan_document(planned)))
     place = document
     for step in path[:-1]:
         place = place[step]
@@ -502,13 +506,14 @@ def test_the_command_prints_one_document(capsys, tmp_path):
     assert main(["plan", *where, "--pipeline", "auto", "--json", "--quiet", "-o", str(tmp_path / "p.json")]) == 0
     document = json.loads(capsys.readouterr().out)
     assert document == json.loads((tmp_path / "p.json").read_text())
-    families = {family["name"] for family in document["pipeline"]["families"]}
+    families = {rival["name"] for rival in document["rivals"]}
     assert families == set(ROWS)
-    assert load_plan(tmp_path / "p.json").pipeline.step_s == document["step_s"]
+    assert load_plan(tmp_path / "p.json").evaluation.step_s == document["step_s"]
     assert main(["plan", *where, "--pipeline", "dapple", "--quiet"]) == 0
     text = capsys.readouterr().out
-    for section in ("Stages", "Per layer", "Per step", "Compared with", "Why", "Certificate"):
+    for section in ("Per layer", "Per step", "Compared with", "Why", "Certificate"):
         assert f"\n{section}" in text
+    assert "one stage on all 2 devices: no pipeline" in text and "\nStages" not in text
     assert "this plan (DAPPLE)" in text and "not proven" in text
 
 
@@ -550,7 +555,7 @@ def test_the_memory_that_would_do_does_and_less_does_not(graph, devices, options
     machine = MACHINE.resized(1, devices)
     with pytest.raises(UserError, match="would do") as caught:
         plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=1e3)))
-    said = float(re.search(r"--memory-limit ([\d.e-]+)", str(caught.value))[1]) * 2**30
+    said = float(re.search(r"memory_limit_bytes=([\d.e+]+)", str(caught.value))[1])
     found = plan_jointly(graph, machine, JointOptions(replace(options, memory_limit_bytes=said)))
     assert 0.998 * said < found.evaluation.memory_bytes <= said
     with pytest.raises(UserError, match="would do"):
@@ -565,10 +570,10 @@ def test_papers_plans_are_those_of_their_planners():
     assert spec.name == "chimera" and spec.num_pipelines == 2 and not found.optimal
     assert all(layer.strategy.p0 == layer.strategy.num_devices for layer in found.evaluation.layers)
     assert found.lower_bound_s < found.evaluation.step_s
-    rows = {family.name: family for family in found.families}
+    rows = {family.name: family for family in found.rivals}
     assert rows["Chimera"].paper_step_s == pytest.approx(found.evaluation.step_s)
     assert rows["Chimera"].step_s <= found.evaluation.step_s
-    assert rows["WPipe"].infeasible == "asynchronous; offered with --allow-stale"
+    assert rows["WPipe"].infeasible == "asynchronous; offered with allow_stale=True"
 
 
 @pytest.mark.slow
@@ -587,9 +592,9 @@ def test_a_papers_planner_stops_in_time_and_says_so(monkeypatch):
     graph = resolve_model("gpt:8x256", heads=4, sequence=64, vocabulary=512)
     found = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=7.0), "chimera"))
     assert found.notes == ("the plan is the best that Chimera's planner found; its planner stopped after 7 s",)
-    assert "stopped after 7 s" in str(joint_text(found))
+    assert "stopped after 7 s" in str(plan_text(found))
     monkeypatch.undo()
     monkeypatch.setattr("autoddl.pipelines.joint.families.Clock", Short)
     other = plan_jointly(graph, MACHINE, JointOptions(Options(batch=32, time_limit_s=50.0), "dapple"))
-    rows = {family.name: family for family in other.families}
-    assert rows["Chimera"].description.endswith("; its planner stopped after 1 s") and other.notes == ()
+    rows = {family.name: family for family in other.rivals}
+    assert rows["Chimera"].how.endswith("; its planner stopped after 1 s") and other.notes == ()

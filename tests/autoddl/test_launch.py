@@ -115,7 +115,7 @@ def test_a_job_goes_on_from_its_checkpoint(mlp_plan, capsys):
     ("words", "message"),
     [
         (["--hosts", "a,b"], "the plan is for 1 node of 2 devices, found 2 nodes: a, b"),
-        (["--hosts", "a,a"], "--hosts: host 'a' is given twice"),
+        (["--hosts", "a,a"], "hosts: host 'a' is given twice"),
         (["--hosts=-oProxyCommand=x"], "'-oProxyCommand=x' is not the name of a host"),
         (["--hosts", "a;b"], "'a;b' is not the name of a host"),
         (["--hosts", "a:1"], "the plan is for 2 devices per node, host a has 1 slots"),
@@ -128,7 +128,7 @@ def test_a_job_goes_on_from_its_checkpoint(mlp_plan, capsys):
         (["--slurm-option=--partition=x"], "--slurm-option is for --slurm"),
         (["--ssh", ""], "--ssh is empty, should be a command"),
         (["--ssh", "ssh '"], "cannot be read: No closing quotation"),
-        (["--force", "--hosts", "a", "--ssh", "/no/ssh"], "/no/ssh, which is to reach a, cannot be run: No such file"),
+        (["--force", "--hosts", "a", "--ssh", "/no/ssh"], "/no/ssh, which connects to a, cannot be run: No such file"),
         (["--lr", "1"], "'--lr' is no option of launch; the script's own arguments come after --"),
         (["--chdir", "/nowhere"], "host localhost has no directory /nowhere"),
         (["--slurm", "--hosts", "a"], "not allowed with argument"),

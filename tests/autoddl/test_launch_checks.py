@@ -78,13 +78,13 @@ def test_ranks_are_placed_node_by_node():
         assert message in str(caught.value)
 
 
-def test_ranks_are_placed_anyhow():
+def test_ranks_are_placed_on_other_nodes_with_force():
     a, b, c = Host("a", 3), Host("b"), Host("c", 1)
-    assert place([a, c], 2, 2, anyhow=True) == [Placement(a, range(0, 3)), Placement(c, range(3, 4))]
-    assert place([b], 2, 2, anyhow=True) == [Placement(b, range(0, 4))]
-    assert place([a, b], 1, 3, anyhow=True) == [Placement(a, range(0, 3))]
+    assert place([a, c], 2, 2, force=True) == [Placement(a, range(0, 3)), Placement(c, range(3, 4))]
+    assert place([b], 2, 2, force=True) == [Placement(b, range(0, 4))]
+    assert place([a, b], 1, 3, force=True) == [Placement(a, range(0, 3))]
     with pytest.raises(UserError, match="the plan is for 8 ranks, the hosts have slots for 4"):
-        place([a, c], 2, 4, anyhow=True)
+        place([a, c], 2, 4, force=True)
 
 
 # ---- What hosts have ----------------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_hosts_that_have_everything():
         ({"oneflow_fault": "OneFlow needs cuDNN"}, "host h2: OneFlow needs cuDNN", False),
         (
             {"has_directory": False},
-            "host h2 has no directory /work; make it there, or give another with --chdir",
+            "host h2 has no directory /work; make it there, or give another directory=FOLDER",
             False,
         ),
         (
@@ -180,12 +180,10 @@ def test_what_plans_with_a_pipeline_demand(mlp_plan):
     """Each rank has the memory of its worker; which devices these are stands in the plan."""
     plan = load_plan(mlp_plan(2, 2))
     workers = [{"ranks": [0, 2], "memory_bytes": 5.0}, {"ranks": [1, 3], "memory_bytes": 7.0}]
-    piped = dataclasses.replace(plan, document={**plan.document, "pipeline": {"workers": workers}})
+    piped = dataclasses.replace(plan, document={**plan.document, "workers": workers})
     assert (demands_of(piped).devices, demands_of(piped).memory_bytes) == ((0, 2, 1, 3), (5.0, 5.0, 7.0, 7.0))
     workers[1]["ranks"] = [1, 2]
-    with pytest.raises(
-        UserError, match=r"the plan's pipeline has ranks \[0, 2, 1, 2\], should have each of 0 to 3 once"
-    ):
+    with pytest.raises(UserError, match=r"the plan has ranks \[0, 2, 1, 2\], should have each of 0 to 3 once"):
         demands_of(piped)
 
 
@@ -216,22 +214,22 @@ FOUR = Demands(2, 2, "x", False, (1.0,) * 4)
 @pytest.mark.parametrize("environ", [SLURM, OPENMPI, PLAIN], ids=["slurm", "openmpi", "plain"])
 def test_who_a_process_is(environ):
     member = find_membership(environ)
-    assert (member.rank, member.num_ranks, member.local_rank, member.meeting.address) == (3, 4, 1, "n1")
+    assert (member.rank, member.num_ranks, member.local_rank, member.rendezvous.address) == (3, 4, 1, "n1")
     check_membership(member, FOUR)
     with pytest.raises(UserError, match=r"the plan is for 2 ranks, .* started 4"):
         check_membership(member, Demands(1, 2, "x", False, (1.0,) * 2))
     with pytest.raises(UserError, match=r"the plan (has rank 3 as number 3 of node 0|has 4 ranks per node)"):
         check_membership(member, Demands(1, 4, "x", False, (1.0,) * 4))
-    check_membership(member, Demands(1, 4, "x", False, (1.0,) * 4), anyhow=True)
+    check_membership(member, Demands(1, 4, "x", False, (1.0,) * 4), force=True)
 
 
 def test_ports_that_all_ranks_find_alike():
-    ports = {find_membership({**SLURM, "SLURM_JOB_ID": str(job)}).meeting.port for job in range(50)}
+    ports = {find_membership({**SLURM, "SLURM_JOB_ID": str(job)}).rendezvous.port for job in range(50)}
     assert len(ports) > 40 and all(12_000 <= port < 28_000 for port in ports)
-    same = [find_membership({**SLURM, "SLURM_PROCID": str(rank)}).meeting.port for rank in range(4)]
+    same = [find_membership({**SLURM, "SLURM_PROCID": str(rank)}).rendezvous.port for rank in range(4)]
     assert len(set(same)) == 1
-    assert find_membership({**SLURM, "SLURM_STEP_ID": "1"}).meeting.port != same[0]  # of the attempt after
-    assert find_membership({**SLURM, "MASTER_PORT": "99"}).meeting.port == 99
+    assert find_membership({**SLURM, "SLURM_STEP_ID": "1"}).rendezvous.port != same[0]  # of the attempt after
+    assert find_membership({**SLURM, "MASTER_PORT": "99"}).rendezvous.port == 99
 
 
 def test_processes_that_nobody_made_ranks():
@@ -240,7 +238,7 @@ def test_processes_that_nobody_made_ranks():
     assert find_membership({**SLURM, "SLURM_STEP_ID": str(0xFFFFFFFB)}) is None  # a batch script
     assert find_membership({**SLURM, "SLURM_STEP_ID": str(0xFFFFFFFA)}) is None  # a shell
     one_host = {**OPENMPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "4", "MASTER_ADDR": ""}
-    assert find_membership(one_host).meeting.address == "127.0.0.1"
+    assert find_membership(one_host).rendezvous.address == "127.0.0.1"
 
 
 @pytest.mark.parametrize(
@@ -280,7 +278,7 @@ def test_one_rank_joins(mlp_plan, capsys, monkeypatch, tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
 @pytest.mark.parametrize("end", ["silence", "signal", "hanging up"])
 def test_a_supervisor_that_is_left_alone_ends_its_ranks(mlp_plan, tmp_path, end):
-    """When it hears nothing any more, is told to by a signal, or is hung up on."""
+    """After silence, after a signal, and after the launcher has closed the connection."""
     script = tmp_path / "script.py"
     script.write_text("import os, time\nprint('waiting', os.getpid(), flush=True)\ntime.sleep(600)\n")
     timeout_s = 1.0 if end == "silence" else 30.0
@@ -390,5 +388,5 @@ def test_output_that_nobody_reads_is_bounded(monkeypatch):
     monkeypatch.setattr(supervisor, "_MOST_UNREAD_BYTES", 1000)
     log = supervisor._LogTail()
     log.path.write_text("a" * 500 + "b" * 1000)
-    assert log.read(False) == "\n[autoddl: 500 bytes are left out, which nobody read in time]\n" + "b" * 1000
+    assert log.read(False) == "\n[autoddl: 500 bytes of output are omitted: they were not read in time]\n" + "b" * 1000
     assert log.read(True) == ""

@@ -22,8 +22,8 @@ import pytest
 
 from autoddl.__main__ import main
 from autoddl.launching import session as session_module
-from autoddl.launching.beats import Beats
 from autoddl.launching.connection import Connection
+from autoddl.launching.heartbeat import HeartbeatTimes
 from autoddl.launching.hosts import LOCALHOST, Host, Placement
 from autoddl.pipelines.runtime.load import is_available
 
@@ -80,7 +80,7 @@ FAULTS = {
     "keeper-SIGKILL": "rank 1 of 2 was killed by SIGKILL",
     "keeper-SIGSTOP": "rank 1 of 2 is stopped, as by SIGSTOP",
     "supervisor-SIGKILL": "rank 0 of 2 was lost with its host: its supervisor ended with code -9",
-    "supervisor-SIGSTOP": "rank 0 of 2 was lost with its host: host localhost has not been heard of for ",
+    "supervisor-SIGSTOP": "rank 0 of 2 was lost with its host: host localhost has not responded for ",
 }
 
 
@@ -127,7 +127,7 @@ def test_a_suspended_supervisor_is_noticed(attempts, record_property):
     attempt = attempts["supervisor-SIGSTOP"]
     record_property("seconds", attempt.seconds)
     assert re.match(
-        r"autoddl: rank 0 of 2 was lost with its host: host localhost has not been heard of for \d+ s "
+        r"autoddl: rank 0 of 2 was lost with its host: host localhost has not responded for \d+ s "
         rf"\(its supervisor, process {attempt.supervisor}, is stopped\) \(its output: ",
         attempt.said,
     )
@@ -179,7 +179,7 @@ def test_a_suspended_launcher_is_noticed(mlp_plan):
         code, _, err = job.end()
     assert code == 1
     assert err.startswith(
-        "autoddl: rank 0 of 2 was lost with its host: the launcher has not been heard of for 2 s (its output: "
+        "autoddl: rank 0 of 2 was lost with its host: the launcher has not responded for 2 s (its output: "
     )
 
 
@@ -187,7 +187,9 @@ def test_a_launcher_that_slept_does_not_blame_the_hosts(monkeypatch):
     """Silence counts as long as somebody was there to hear what had come."""
     placement = Placement(Host("far"), range(2))
     connection = Connection(placement.host, ["sleep", "600"])
-    job = SimpleNamespace(placements=[placement], beats=Beats(30.0), rendezvous=None, is_here_alone=False, num_ranks=2)
+    job = SimpleNamespace(
+        placements=[placement], heartbeat=HeartbeatTimes(30.0), rendezvous=None, is_local=False, num_ranks=2
+    )
     session = session_module._Session(job, 0, None, None, pytest.fail)
     session._hosts, session._facts = [(placement, connection)], {"far": None}
     session._selector.register(connection, selectors.EVENT_READ)
@@ -196,12 +198,12 @@ def test_a_launcher_that_slept_does_not_blame_the_hosts(monkeypatch):
     try:
         for seconds in (0.0, 0.1, 1000.0, 0.1, 1000.0):
             clock[0] += seconds
-            session._listen_for_silence()
+            session._check_silence()
         assert connection.silence_s < 3 and not session._lost
         for _ in range(400):
             clock[0] += 0.1
-            session._listen_for_silence()
-        assert session._lost == {"far": "host far has not been heard of for 30 s"}
+            session._check_silence()
+        assert session._lost == {"far": "host far has not responded for 30 s"}
     finally:
         monkeypatch.undo()
         connection.close(time.monotonic())
@@ -210,10 +212,10 @@ def test_a_launcher_that_slept_does_not_blame_the_hosts(monkeypatch):
 def test_a_busy_supervisor_here_is_given_more_time_than_a_suspended_one():
     connection = Connection(Host(LOCALHOST), ["sleep", "600"])
     try:
-        connection.listened(30.0)
-        assert connection.silence(Beats(30.0)) == ""
-        connection.listened(90.0)
-        assert connection.silence(Beats(30.0)) == "has not been heard of for 120 s"
+        connection.add_silence(30.0)
+        assert connection.silence_fault(HeartbeatTimes(30.0)) == ""
+        connection.add_silence(90.0)
+        assert connection.silence_fault(HeartbeatTimes(30.0)) == "has not responded for 120 s"
     finally:
         connection.close(time.monotonic())
 
@@ -444,7 +446,7 @@ def test_a_batch_script_that_cannot_be_written(mlp_plan, capsys):
     Path("logs").write_text("a file")
     assert main(["launch", str(mlp_plan(1, 2)), str(SCRIPT), "--slurm", "--log-dir", "logs/mine"]) == 2
     err = capsys.readouterr().err
-    assert "launch.sbatch: cannot be written (Not a directory); give another folder with --log-dir" in err
+    assert "launch.sbatch: cannot be written (Not a directory); give another --log-dir FOLDER" in err
 
 
 def test_a_terminal_without_a_ranks_letters(mlp_plan):

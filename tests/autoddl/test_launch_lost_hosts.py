@@ -15,7 +15,9 @@ from .launches import BRISK, PATIENCE_S, launch_command, one_line, started
 
 pytestmark = [pytest.mark.ranks("launches"), pytest.mark.usefixtures("idle_hosts")]
 
-LOST = r"autoddl: rank 1 of 2 on host2 was lost with its host: host host2 has not been heard of for \d+ s \(its output: .*\)"
+LOST = (
+    r"autoddl: rank 1 of 2 on host2 was lost with its host: host host2 has not responded for \d+ s \(its output: .*\)"
+)
 
 
 @pytest.mark.fault(

@@ -61,16 +61,16 @@ def test_ranks_are_where_the_plan_has_their_workers(tmp_path, capsys):
 def test_memory_is_that_of_each_stage(tmp_path):
     plan = load_plan(cpu_pipeline(tmp_path / "plan.json"))
     demands = demands_of(plan)
-    first, second = (worker["memory_bytes"] for worker in plan.document["pipeline"]["workers"])
+    first, second = (worker["memory_bytes"] for worker in plan.document["workers"])
     assert demands.devices == () and first != second
     assert demands.memory_bytes == (first, first, second, second)
 
 
 def test_workers_have_to_share_out_the_devices(tmp_path):
     plan = load_plan(cpu_pipeline(tmp_path / "plan.json"))
-    workers = [dict(worker) for worker in plan.document["pipeline"]["workers"]]
+    workers = [dict(worker) for worker in plan.document["workers"]]
     workers[1]["ranks"] = [1, 2]
-    document = {**plan.document, "pipeline": {**plan.document["pipeline"], "workers": workers}}
+    document = {**plan.document, "workers": workers}
     with pytest.raises(UserError, match=r"has ranks \[0, 1, 1, 2\], should have each of 0 to 3 once"):
         demands_of(replace(plan, document=document))
 

@@ -241,7 +241,7 @@ def test_the_batch_script_with_a_stand_in(mlp_plan, capsys, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [("partition=gpu", "should begin with a dash"), ("--comment=a\nb", "holds a line break")],
+    [("partition=gpu", "should begin with a dash"), ("--comment=a\nb", "contains a line break")],
 )
 def test_options_that_no_batch_script_can_have(mlp_plan, capsys, option, message):
     words = ["--slurm", "--dry-run", f"--slurm-option={option}"]

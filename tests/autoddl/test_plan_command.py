@@ -25,7 +25,7 @@ SMALL = ["plan", "gpt:2x64", "--heads", "4", "--sequence", "32", "--vocabulary",
 SMALL += ["--nodes", "2", "--devices-per-node", "2", "--quiet"]
 FIELDS = {
     "method", "status", "optimal", "communication_s", "compute_s", "step_s", "lower_bound_s", "gap", "search_s",
-    "space_size", "evaluations", "memory_bytes", "layers", "baselines", "graph_hash", "cluster_hash",
+    "space_size", "evaluations", "memory_bytes", "layers", "rivals", "graph_hash", "cluster_hash",
 }  # fmt: skip
 LAYER_FIELDS = {"name", "kind", "strategy", "sbp", "communication_s", "sent_bytes"}
 
@@ -76,7 +76,7 @@ def small_plan(tmp_path, small_text) -> Path:
 def test_document_has_what_it_should(capsys):
     document = plan_json(capsys, *SMALL)
     assert set(document) >= FIELDS
-    assert (document["format"], document["version"]) == ("autoddl-plan", 3)
+    assert (document["format"], document["version"]) == ("autoddl-plan", 4)
     assert (document["method"], document["status"], document["optimal"]) == ("exact", "optimal", True)
     assert document["gap"] == 0 and document["lower_bound_s"] == pytest.approx(document["step_s"], rel=1e-9)
     assert document["step_s"] == pytest.approx(document["communication_s"] + document["compute_s"])
@@ -86,10 +86,35 @@ def test_document_has_what_it_should(capsys):
     assert isinstance(document["space_size"], int) and document["search_s"] > 0
     assert 1 <= document["evaluations"] < document["space_size"]
     assert all(document[name].startswith("sha256:") for name in ("graph_hash", "cluster_hash", "options_hash"))
-    assert set(document["baselines"]) == {"data parallel", "megatron", "summa"}
-    for figures in document["baselines"].values():
-        assert set(figures) >= {"communication_s", "step_s", "memory_bytes"} or set(figures) == {"infeasible"}
+    assert {rival["name"] for rival in document["rivals"]} == {"data parallel", "megatron", "summa"}
+    for figures in document["rivals"]:
+        assert set(figures) >= {"communication_s", "step_s", "memory_bytes"} or set(figures) == {"name", "infeasible"}
         assert figures.get("step_s", float("inf")) >= document["step_s"] * (1 - 1e-12)
+
+
+def test_a_plan_without_a_pipeline_has_one_stage(small_plan):
+    document, plan = json.loads(small_plan.read_text()), load_plan(small_plan)
+    (stage,), (worker,) = document["stages"], document["workers"]
+    assert stage["layers"] == [layer["name"] for layer in document["layers"]] and stage["workers"] == [0]
+    assert worker["mesh"] == {"nodes": 2, "devices_per_node": 2} and worker["ranks"] == [0, 1, 2, 3]
+    assert worker["memory_bytes"] == document["memory_bytes"] and document["timeline"]["bubble_s"] == 0
+    assert document["boundaries"] == [] and (plan.num_stages, plan.has_pipeline) == (1, False)
+    settled = document["search"]["ruled_out_by_memory"] + document["search"]["ruled_out_by_bound"]
+    assert settled < document["search"]["settings"] == len(document["candidates"])
+
+
+def test_millions_of_micro_batches_are_one_stage_like_few(capsys, tmp_path):
+    """Its tasks are not made to be counted, nor its document longer."""
+    path, one = tmp_path / "plan.json", ["--micro-batch", "1", "--devices-per-node", "1", "--nodes", "1", "--quiet"]
+    where = ["plan", "mlp:64,32,16", "--cluster", "gcp-a100", *one, "-o", str(path)]
+    sizes = {}
+    for batch in (8, 2**22, 2**40):
+        assert run(capsys, *where, "--batch", batch)[0] == 0
+        plan, sizes[batch] = load_plan(path), path.stat().st_size
+        assert plan.evaluation.schedule.num_tasks == 2 * batch + 2
+        for command in (["explain", str(path)], ["diff", str(path), str(path)]):
+            assert run(capsys, *command)[0] == 0
+    assert sizes[2**40] < 1.2 * sizes[8]
 
 
 def test_layers_of_the_document(capsys):
@@ -264,7 +289,7 @@ def test_compare(capsys):
         ([], "the following arguments are required: COMMAND"),
         (["plan", "mlp:64,32", "--cluster", "dgx-a100", "--colour", "red"], "unrecognized arguments: --colour red"),
         (["plan", "mlp:64,32", "--cluster", "dgx-a100", "--method", "magic"], "invalid choice: 'magic'"),
-        (["plan", "gpt2", "--cluster", "dgx-a100", "--heads", "0"], "--heads is 0, should be a whole number"),
+        (["plan", "gpt2", "--cluster", "dgx-a100", "--heads", "0"], "--heads 0 should be a whole number"),
         (["plan", "gpt2", "--cluster", "dgx-a100", "--heads", "7"], "does not divide into 7 heads"),
         (["plan", "mlp:64,32", "--cluster", "dgx-a100", "--heads", "8"], "--heads 8 does not apply to 'mlp:64,32'"),
     ],
@@ -463,7 +488,7 @@ def edited(document: dict, *path_and_value: object) -> dict:
     [
         (("graph", "layers", 0, "kept_elements", 3), "graph was edited (graph_hash is"),
         (("graph_hash", "sha256:0"), 'graph_hash was edited (graph_hash is "sha256:0", its plan makes it'),
-        (("cluster", "num_nodes", 3), "cluster was edited (wte (embedding"),
+        (("cluster", "num_nodes", 3), "cluster was edited (mesh is 2 x 2, which does not tile 3 x 2 devices"),
         (("cluster", "device", "memory", "value", 41), "cluster was edited (cluster_hash is"),
         (("links", 0, "bandwidth", 1e9), "links was edited (links are not those of its cluster"),
         (("links", []), "links was edited (links are not those of its cluster"),
@@ -482,7 +507,7 @@ def edited(document: dict, *path_and_value: object) -> dict:
         (("layers", 3, "summa", True), "does not divide its shape"),
         (("layers", 4, "name", "nobody"), "layers lacks"),
         (("layers", []), "layers lacks 'wte'"),
-        (("version", 2), "version 2 is not supported, only 3 is; plan again"),
+        (("version", 3), "version 3 is not supported, only 4 is; plan again"),
         (("format", "autoddl-graph"), "format 'autoddl-graph' should be 'autoddl-plan'"),
     ],
     ids=str,

@@ -20,7 +20,7 @@ from autoddl.diffing import compare
 from autoddl.explain import explain, view_of
 from autoddl.pipelines.joint import JointOptions
 from autoddl.pipelines.joint.planner import plan_jointly
-from autoddl.planfile import joint_document, plan_from_document
+from autoddl.planfile import plan_document, plan_from_document
 from autoddl.report import report_page
 from autoddl.report.charts import graph_gutters
 from autoddl.report.markup import Markup, element, join
@@ -147,8 +147,8 @@ def test_page_of_a_plan(small):
 
 
 def test_page_says_what_the_options_left_out(small):
-    assert "Summa meshes; --summa includes them" not in Page(page_of(small)).shown
-    assert "Summa meshes; --summa includes them" in Page(page_of(gpt_plan(summa=False))).shown
+    assert "Summa meshes; summa=True includes them" not in Page(page_of(small)).shown
+    assert "Summa meshes; summa=True includes them" in Page(page_of(gpt_plan(summa=False))).shown
 
 
 def test_page_of_a_pipeline(piped):
@@ -175,12 +175,12 @@ def test_the_plan_of_a_papers_planner_is_read_by_all():
     graph = gpt(Transformer("small", 4, 64, 4, 8, 128))
     cluster = load_cluster("local-cpu").resized(1, 4)
     planned = plan_jointly(graph, cluster, JointOptions(Options(batch=8), "chimera"))
-    view = viewed(json.loads(json.dumps(joint_document(planned))))
+    view = viewed(json.loads(json.dumps(plan_document(planned))))
     page = Page(report_page(explain(view, count=0)))
     assert page.faults == [] and "Not proven: what chimera's planner chose" in page.shown
     same = next(rival for rival in view.rivals if rival.name == "Chimera")
     assert same.step_s <= view.step_s
-    row = next(row for row in planned.families if row.name == "Chimera")
+    row = next(row for row in planned.rivals if row.name == "Chimera")
     assert row.paper_step_s == pytest.approx(view.step_s) and row.step_s == same.step_s
     assert planned.evaluation.exposed_communication_s > 0
     assert compare(view, view).is_empty and view.recomputation == "none"
@@ -266,8 +266,8 @@ def test_very_many_layers_are_cut_short():
 def test_hostile_names_are_harmless():
     document = gpt_plan(replace(gpt(SMALL), name=HOSTILE, sample=HOSTILE, notes=(HOSTILE,)))
     cluster = replace(load_cluster("gcp-a100").resized(2, 2), name=HOSTILE)
-    rivals = {HOSTILE: next(iter(document["baselines"].values())), "x": {"infeasible": HOSTILE}}
-    text = page_with(document, {"method": HOSTILE, "baselines": rivals}, cluster=cluster)
+    rivals = [{**document["rivals"][0], "name": HOSTILE, "how": HOSTILE}, {"name": "x", "infeasible": HOSTILE}]
+    text = page_with(document, {"method": HOSTILE, "rivals": rivals}, cluster=cluster)
     assert_is_dead(text)
     assert Page(text).shown.count("<script>alert(1)</script>") >= 5
 
@@ -313,7 +313,7 @@ def test_command_writes_the_page(tmp_path, capsys, small):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "report.html"]
 
 
-@pytest.mark.parametrize("field", ["candidates", "trust", "notes", "baselines"])
+@pytest.mark.parametrize("field", ["candidates", "trust", "notes", "rivals"])
 def test_broken_documents_leave_no_page(tmp_path, capsys, small, field):
     broken = written(tmp_path / "broken.json", {name: value for name, value in small.items() if name != field})
     page = tmp_path / "report.html"

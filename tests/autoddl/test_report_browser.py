@@ -15,7 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from autoddl.explain import explain, load_view
+from autoddl.explain import explain, view_of
+from autoddl.planfile import load_plan
 from autoddl.report import report_page
 
 from .sample_plans import gpt_plan, pipeline_plan, written
@@ -130,7 +131,7 @@ def pages(tmp_path_factory) -> dict[str, Path]:
         ("piped", pipeline_plan()),
         ("both", pipeline_plan("chimera", concatenation="direct")),
     ):
-        view = load_view(written(folder / f"{name}.json", document))
+        view = view_of(load_plan(written(folder / f"{name}.json", document)))
         found[name] = folder / f"{name}.html"
         found[name].write_text(report_page(explain(view, count=1)), encoding="utf-8")
     return found

@@ -158,10 +158,10 @@ def orders(monkeypatch) -> set[str]:
     found: set[str] = set()
     fitted = Text.fitted
 
-    def look(text: Text, width: int | None) -> str:
+    def look(text: Text, width: int | None, remedy: str = "") -> str:
         tables = [block for section in text.sections for block in section if isinstance(block, Table)]
         found.update(", ".join(table.columns[i].label for i in table.leaving) for table in tables)
-        return fitted(text, width)
+        return fitted(text, width, remedy)
 
     monkeypatch.setattr(Text, "fitted", look)
     return found

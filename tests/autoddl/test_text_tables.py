@@ -67,11 +67,11 @@ def test_sentences_are_broken_before_columns_are_left_out():
 
 
 def test_columns_are_left_out_by_rank_and_then_from_the_right():
-    assert Table(PLANS, ROWS).lines(64) == [
+    assert Table(PLANS, ROWS).lines(64, "wide=True shows all") == [
         "  plan              step  communication",
         "  data parallel  19.9 ms        9.83 ms",
         "  megatron         1.2 s        9.88 us",
-        "  left out: memory, how (--wide shows all)",
+        "  left out: memory, how (wide=True shows all)",
     ]
     assert Table(PLANS, ROWS).lines(66)[:2] == [
         "  plan              step  communication",

@@ -70,7 +70,9 @@ def test_training_goes_on_from_the_checkpoint_before_a_damaged_one(trained, lent
     document = json.loads(captured.out)
     assert document["first_step"] == 2 and len(document["losses"]) == 4
     assert document["losses"][:2] == pytest.approx(losses[2:], rel=1e-6)
-    warning = f"autoddl: warning: checkpoint {directory}/step-00000004 is damaged and passed over: rank-1.npz has another SHA-256"
+    warning = (
+        f"autoddl: warning: checkpoint {directory}/step-00000004 is damaged and skipped: rank-1.npz has another SHA-256"
+    )
     assert captured.err.startswith(warning) and captured.err.count("\n") == 1
     assert sorted(path.name for path in directory.iterdir()) == ["step-00000004", "step-00000006"]
 
@@ -90,7 +92,7 @@ def test_training_does_not_begin_anew_in_silence(trained, tmp_path, capsys):
     assert main([*command, "--steps", "6", "--checkpoints", str(directory)]) == 2
     error = capsys.readouterr().err
     reasons = "step-00000004: rank-0.npz is missing; step-00000002: rank-0.npz is missing"
-    assert f"checkpoints {directory}: none of 2 is whole ({reasons})" in error and error.count("\n") == 1
+    assert f"checkpoints {directory}: none of 2 is intact ({reasons})" in error and error.count("\n") == 1
 
 
 @pytest.mark.fault(
@@ -216,6 +218,6 @@ def test_kills_while_checkpoints_are_written(tmp_path, monkeypatch, losses_alone
     assert len(set(losses)) == NUM_STEPS
     assert done.stderr.count("was killed by SIGKILL") == 2 == done.stderr.count("starting again")
     warnings = [line for line in lines[0] if line.startswith("autoddl: warning: ")]
-    assert warnings and all("is damaged and passed over: rank-1.npz has 1000 bytes" in line for line in warnings)
+    assert warnings and all("is damaged and skipped: rank-1.npz has 1000 bytes" in line for line in warnings)
     for of_rank in lines.values():
         assert of_rank[-1] == "left step-00000003 step-00000004"

@@ -18,7 +18,7 @@ from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import generate
 from autoddl.pipelines.runtime.pipeline.stage_traffic import sent_messages
-from autoddl.planfile import Plan
+from autoddl.planfile import unpipelined_plan
 from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.verification import verification_text
@@ -28,7 +28,7 @@ from autoddl.verification.prediction import missing_steps, predict
 from autoddl.verification.result import LayerCheck, PhaseCheck, StageCheck, Tolerance, ValueCheck, Verification
 from autoddl.verification.scaling import Limits, needed_flops, needed_memory_bytes, scale
 from autoddl.zoo import Transformer, bert, gpt, known_models, llama, mlp, resolve_model, vgg
-from autoddl.zoo.builtin import BuiltIn, Perceptron, Pictures, recognise
+from autoddl.zoo.builtin import BuiltIn, MLPSizes, VGGSizes, recognise
 
 # ---- Recognising -----------------------------------------------------------------------------------------------------------------
 
@@ -51,8 +51,8 @@ def test_unusual_sizes_are_recognised_too():
     for family, graph in sizes:
         found = recognise(graph)
         assert found is not None and found.family == family and found.graph().hash == graph.hash
-    assert recognise(vgg(13, image=64, classes=10, hidden=32)) == BuiltIn("vgg", Pictures(13, 64, 10, 32))
-    assert recognise(mlp([4, 4])) == BuiltIn("mlp", Perceptron((4, 4)))
+    assert recognise(vgg(13, image=64, classes=10, hidden=32)) == BuiltIn("vgg", VGGSizes(13, 64, 10, 32))
+    assert recognise(mlp([4, 4])) == BuiltIn("mlp", MLPSizes((4, 4)))
 
 
 def test_what_differs_in_a_detail_is_not_recognised():
@@ -101,7 +101,7 @@ def test_models_are_made_small_with_their_strategies(name, level_sizes):
         assert strategy == plan.strategies[layer.name] and strategy.divides(layer)
         assert scaled.workload.micro_batch % strategy.p0 == 0
     assert transitions(scaled.graph, scaled.strategies) == transitions(plan.graph, plan.strategies)
-    loaded = Plan(plan.graph, plan.cluster, plan.workload, plan.strategies, {})
+    loaded = unpipelined_plan(plan.graph, plan.cluster, plan.workload, plan.strategies)
     fitted = fit_plan(loaded, num_ranks, limits, recognise(plan.graph))
     assert (fitted.scaled.graph, fitted.scaled.strategies) == (scaled.graph, scaled.strategies)
     assert predict(fitted, plan.cluster).workers[0].priced

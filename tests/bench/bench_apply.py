@@ -27,10 +27,10 @@ from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.tables import Column, Table
 from autoddl.zoo import Transformer
-from autoddl.zoo.builtin import BuiltIn, Perceptron
+from autoddl.zoo.builtin import BuiltIn, MLPSizes
 
 JOBS = Path(__file__).with_name("apply_jobs.py")
-WIDE = BuiltIn("mlp", Perceptron((512, 1024, 768, 512)))
+WIDE = BuiltIn("mlp", MLPSizes((512, 1024, 768, 512)))
 GPT = BuiltIn("gpt", Transformer("gpt", layers=2, width=256, heads=8, sequence=64, vocabulary=1024))
 ROUNDS = 2
 

@@ -18,7 +18,7 @@ import time
 from tqdm import tqdm
 
 from autoddl.pipelines.runtime.failures import RankError
-from autoddl.pipelines.runtime.pipeline.problems import Problem, TextModel, TextPerceptron, shipped_text
+from autoddl.pipelines.runtime.pipeline.problems import TextModel, TextPerceptron, TrainingProblem, shipped_text
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, schedule_of, train
 
 
@@ -58,7 +58,7 @@ def report(name: str, num_stages: int, arguments: argparse.Namespace) -> None:
 def run(name: str, num_stages: int, model: str, num_steps: int, timeout_s: float) -> tuple[float, ...]:
     """The losses of all steps of a run; ends the process where it hangs."""
     schedule = schedule_of(name, num_steps, num_stages=num_stages, num_micro_batches=num_stages)
-    problem: Problem
+    problem: TrainingProblem
     if model == "gpt":
         layers = max(1, schedule.num_stages - 2)
         problem = TextModel(shipped_text(), "gpt", layers, width=16, heads=2, sequence=8, tied=schedule.is_synchronous)

@@ -57,7 +57,7 @@ PUBLISHED = (
 )
 
 
-class Course:
+class Progress:
     """The best step over time, as a planner reports it."""
 
     def __init__(self) -> None:
@@ -93,17 +93,17 @@ def plan(case: Case, limit_s: float) -> dict[str, float | bool | str | None]:
 
     graph = resolve_model(case.model)
     cluster = load_cluster(case.cluster).resized(case.nodes, case.devices_per_node)
-    course = Course()
+    progress = Progress()
     try:
         found = plan_jointly(
-            graph, cluster, JointOptions(Options(batch=case.batch, time_limit_s=limit_s)), course.report
+            graph, cluster, JointOptions(Options(batch=case.batch, time_limit_s=limit_s)), progress.report
         )
     except UserError as error:
         return {"fault": str(error)}
-    seconds = course.seconds
-    course.report(found.cost, found.lower_bound_s, 0)
+    seconds = progress.seconds
+    progress.report(found.cost, found.lower_bound_s, 0)
     return {
-        "early_s": course.step_after(EARLY_S),
+        "early_s": progress.step_after(EARLY_S),
         "step_s": found.cost,
         "gap": found.gap,
         "proven": found.optimal,

@@ -13,7 +13,7 @@ import tempfile
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.clusterfile import calibrated_document, fit_samples
 from autoddl.calib.measurements import SampleFile
-from autoddl.calib.ranked import Ranking, RankSettings, draw_ranking, rank_locally, ranking_document
+from autoddl.calib.ranked import MeasuredRanking, RankSettings, draw_ranking, rank_locally, ranking_document
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.workload import Workload
@@ -37,7 +37,7 @@ def calibrated(num_ranks: int, budget_s: float, quiet: bool) -> Cluster:
     return from_document(calibrated_document(fit, load_cluster("local-cpu"), "session"), "session")
 
 
-def line(ranking: Ranking) -> None:
+def line(ranking: MeasuredRanking) -> None:
     """One model on one number of ranks."""
     rounds = ranking.communication.shape[1]
     print(

@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
-from unittest import mock
 
 import numpy as np
 
@@ -45,26 +44,25 @@ def norms() -> tuple[Any, tuple[Any, Any]]:
     return Norms(), (flow.randn(8, 256, 256), flow.randint(0, 8, (8, 256)))
 
 
-def run_users(function: str, plan: Plan, file: str, repeats: int) -> Seconds:
+def run_users(function: str, plan: Plan, file: str, repeats: int, clock: str) -> Seconds:
     """A function of this file makes the model."""
     module, examples = globals()[function]()
     batch = [example.numpy() for example in examples]
     exported = _module_of(file)
     model = exported.build(plain=module)
     applied = AppliedModule(module, plan.graph, plan.strategies, plan.workload)
-    return _measured(applied, exported, model, batch, repeats)
+    return _measured(applied, exported, model, batch, repeats, clock)
 
 
-def run_built_in(built_in: BuiltIn, plan: Plan, file: str, repeats: int) -> Seconds:
+def run_built_in(built_in: BuiltIn, plan: Plan, file: str, repeats: int, clock: str) -> Seconds:
     exported = _module_of(file)
     applied = AppliedModule(initialize(build_module(built_in), 0), plan.graph, plan.strategies, plan.workload)
     batch = make_batch(built_in, plan.workload.batch, np.random.default_rng(0))
-    return _measured(applied, exported, exported.build(0), batch, repeats)
+    return _measured(applied, exported, exported.build(0), batch, repeats, clock)
 
 
-def run_pipeline(built_in: BuiltIn, plan: Plan, file: str, repeats: int) -> Seconds:
+def run_pipeline(built_in: BuiltIn, plan: Plan, file: str, repeats: int, clock: str) -> Seconds:
     """Whole runs of the schedule, each one step."""
-    assert plan.pipeline is not None
     module = initialize(build_module(built_in), 0)
     inputs, targets = make_batch(built_in, plan.workload.micro_batch, np.random.default_rng(0))
 
@@ -72,13 +70,13 @@ def run_pipeline(built_in: BuiltIn, plan: Plan, file: str, repeats: int) -> Seco
         return inputs, targets
 
     trainer = PipelineTrainer(
-        planned_model(module, plan), plan.pipeline.schedule, lambda weights: flow.optim.SGD(weights, lr=RATE), batch
+        planned_model(module, plan), plan.evaluation.schedule, lambda weights: flow.optim.SGD(weights, lr=RATE), batch
     )
     pipeline = _module_of(file).build(0, "sgd", RATE)
-    return _in_turn(trainer.run, lambda: pipeline.run(batch), repeats)
+    return _in_turn(trainer.run, lambda: pipeline.run(batch), repeats, clock)
 
 
-def _measured(applied: Any, exported: Any, model: Any, batch: Any, repeats: int) -> Seconds:
+def _measured(applied: Any, exported: Any, model: Any, batch: Any, repeats: int, clock: str) -> Seconds:
     parameters = [stored.tensor for stored in exported.all_parameters(model)]
 
     def run_applied() -> float:
@@ -93,19 +91,21 @@ def _measured(applied: Any, exported: Any, model: Any, batch: Any, repeats: int)
 
     losses = run_applied(), run_exported()
     assert abs(losses[1] / losses[0] - 1) < 1e-5, losses
-    return _in_turn(run_applied, run_exported, repeats)
+    return _in_turn(run_applied, run_exported, repeats, clock)
 
 
-def _in_turn(run_applied: Callable[[], Any], run_exported: Callable[[], Any], repeats: int) -> Seconds:
+def _in_turn(run_applied: Callable[[], Any], run_exported: Callable[[], Any], repeats: int, clock: str) -> Seconds:
+    """``clock`` is a function of `time`."""
     seconds: Seconds = ([], [])
+    now = getattr(time, clock)
     for number in range(repeats + 1):
         for which, run in enumerate((run_applied, run_exported)):
             flow.comm.barrier()
-            started = time.perf_counter()
+            started = now()
             run()
             flow._oneflow_internal.eager.Sync()
             if number:  # the first one warms up
-                seconds[which].append(time.perf_counter() - started)
+                seconds[which].append(now() - started)
     return seconds
 
 
@@ -115,7 +115,6 @@ def _module_of(path: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    thread = _communication_thread()
-    with mock.patch.object(flow.asyncs, "Thread", lambda: thread):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
+    vars(module)["_communication_thread"] = _communication_thread
     return module

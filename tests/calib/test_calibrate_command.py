@@ -18,7 +18,7 @@ from autoddl.__main__ import main
 from autoddl.calib.campaign import CampaignOptions, measure_locally
 from autoddl.calib.measure import Hosts, settings_of
 from autoddl.calib.measurements import Sample, SampleFile, read_samples
-from autoddl.calib.settings import Setting
+from autoddl.calib.settings import TimedSetting
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.launcher import RankPool
@@ -56,25 +56,25 @@ def test_settings_cover_every_axis():
     assert odd.num_bytes % 9 == 0 and 0.9 * 65536 < odd.num_bytes <= 65536
 
 
-def test_small_collectives_are_done_back_to_back():
+def test_small_collectives_run_back_to_back():
     """Until they have exchanged 1 MiB, at most 8 times; transfers and local work are not."""
-    calls = {size: Setting("all-reduce", 2, 1, size).calls for size in (4096, 2**18, 2**20, 2**24)}
+    calls = {size: TimedSetting("all-reduce", 2, 1, size).calls for size in (4096, 2**18, 2**20, 2**24)}
     assert calls == {4096: 8, 2**18: 4, 2**20: 1, 2**24: 1}
-    assert Setting("point-to-point", 2, 1, 4096).calls == Setting("matmul", 1, 1, 4096, (8, 8, 8)).calls == 1
+    assert TimedSetting("point-to-point", 2, 1, 4096).calls == TimedSetting("matmul", 1, 1, 4096, (8, 8, 8)).calls == 1
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"ranks": (1,)}, r"ranks \[1\] should be numbers of at least 2"),
-        ({"sizes": (4096,)}, r"sizes \[4096\] should be two at least"),
+        ({"sizes": (4096,)}, r"sizes \[4096\] should be at least two"),
         ({"sizes": (0, 4096)}, "sizes 0 to 4096 should be from 1 byte"),
         ({"repetitions": 0}, "repetitions 0 should be at least 1"),
         ({"budget_s": 0.0}, "budget 0 s should be more than 0"),
         ({"collectives": ("broadcast",)}, "collective 'broadcast' is not one of"),
     ],
 )
-def test_options_that_make_no_sense(options, message):
+def test_invalid_options(options, message):
     with pytest.raises(UserError, match=message):
         CampaignOptions(**options)
 
@@ -193,7 +193,7 @@ sys.exit(main(["calibrate", "--samples", sys.argv[1], "-o", sys.argv[2], "--size
 @pytest.mark.ranks
 @needs_oneflow
 def test_inside_a_launcher_s_job(tmp_path):
-    """Ranks that somebody else started measure together; the first writes, the others say nothing."""
+    """Ranks of a job that a launcher started measure together; the first writes the file, the others print nothing."""
     script = tmp_path / "job.py"
     script.write_text(JOB)
     with reserve_port() as holder:
@@ -248,7 +248,7 @@ def test_picture_of_a_fit(tmp_path):
     assert picture.read_text().count("<svg") == 1
 
 
-def test_fit_of_what_is_wrong(tmp_path, capsys):
+def test_fit_of_invalid_files(tmp_path, capsys):
     path = tmp_path / "bad.csv"
     path.write_text("collective,ranks,bytes,seconds\nall-reduce,2,10,-1\n")
     assert main(["fit", str(path)]) == 2
@@ -263,7 +263,7 @@ def test_fit_of_what_is_wrong(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--sizes", "4KiB"], "sizes [4096] should be two at least"),
+        (["--sizes", "4KiB"], "sizes [4096] should be at least two"),
         (["--sizes", "1MiB:4KiB"], "--sizes '1MiB:4KiB': 1 MiB should be at most 4 KiB"),
         (["--sizes", "4parsec"], "--sizes: unit 'parsec' is not a unit of size"),
         (["--ranks", "two"], "--ranks is 'two', should be a whole number"),

@@ -1,4 +1,4 @@
-"""Cluster files out of fits: what was fitted comes back when they are loaded, and broken ones are refused."""
+"""Cluster files of fits: fitted values survive loading, and invalid files are refused."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ODD = {2: 1.0, 4: 5.0, 8: 2.0}
 
 
 def crowded(collective: Collective, group: int, nbytes: int, job: int) -> float:
-    """Every collective and group size for itself, and the price of 2 cores."""
+    """Terms for every collective and group size, and crowding on 2 cores."""
     factor = ODD[group] * (1 + list(Collective).index(collective)) * (1 + 0.8 * max(0.0, job / 2 - 1))
     return factor * ring(50e-6, 1e-9)(collective, group, nbytes, job)
 
@@ -175,9 +175,9 @@ def test_other_links_are_not_calibrated(documents):
         (lambda d: d["calibration"]["forms"][0].update(is_taken="yes"), 'is_taken is "yes", should be true or false'),
         (lambda d: d["calibration"]["replicates"][0].update(term="speed"), "term is 'speed', should be one of latency"),
         (lambda d: d["calibration"]["replicates"][0].update(collective="broadcast"), "collective is 'broadcast'"),
-        (lambda d: d["calibration"]["replicates"][0]["values"].pop(), "replicates have .* values, all should have as many"),
+        (lambda d: d["calibration"]["replicates"][0]["values"].pop(), "replicates have .* values, all should have the same number"),
         (lambda d: d["calibration"]["replicates"][0]["values"].__setitem__(0, -1.0), "values: 0 is -1.0"),
-        (lambda d: d["links"]["intra-node"]["latency"].update(interval=[2, 1]), "interval is .* should be a lower and an"),
+        (lambda d: d["links"]["intra-node"]["latency"].update(interval=[2, 1]), "interval is .* should be two numbers in"),
         (lambda d: d["links"]["intra-node"]["latency"].update(interval=3), "interval is 3, should be a list"),
         (lambda d: _groups(d).update({"1": _groups(d)["2"]}), "'1' should be the number of devices of a group"),
         (lambda d: _groups(d).update({"two": _groups(d)["2"]}), "'two' should be the number of devices"),

@@ -71,7 +71,7 @@ def test_fit_stays_non_negative():
 
 @pytest.fixture
 def few_draws(monkeypatch):
-    """For tests that look at no interval."""
+    """For tests that do not examine intervals."""
     monkeypatch.setattr("autoddl.calib.fit.DRAWS", 3)
 
 
@@ -102,18 +102,18 @@ def chosen(seconds, **options) -> str:
 
 
 @pytest.mark.usefixtures("few_draws")
-def test_one_pair_where_one_pair_is_enough():
+def test_one_pair_is_chosen_if_it_is_enough():
     assert chosen(ring(50e-6, 1e-9)) == "level"
 
 
 @pytest.mark.usefixtures("few_draws")
-def test_collectives_of_their_own_where_they_differ():
+def test_collective_terms_are_chosen_if_collectives_differ():
     slower = {Collective.ALL_TO_ALL: 4.0, Collective.ALL_REDUCE: 0.5}
     assert chosen(lambda c, p, n, job: slower.get(c, 1.0) * ring(50e-6, 1e-9)(c, p, n, job)) == "collective"
 
 
 @pytest.mark.usefixtures("few_draws")
-def test_copying_where_it_costs():
+def test_copy_terms_are_chosen_if_copying_takes_time():
     """Each byte is copied once more, however many ranks there are: seconds = ring + 2 ns n."""
     fit = fit_level(
         points_of(samples_of(lambda c, p, n, job: ring(50e-6, 1e-9)(c, p, n, job) + 2e-9 * n), "intra-node"),
@@ -126,7 +126,7 @@ def test_copying_where_it_costs():
 
 
 @pytest.mark.usefixtures("few_draws")
-def test_crowding_where_ranks_exceed_cores():
+def test_crowding_terms_are_chosen_if_ranks_exceed_cores():
     """2, 4 and 8 ranks on 2 cores are 0, 1 and 3 ranks per core too many; both terms grow by their own amount for each."""
 
     def seconds(collective: Collective, group: int, nbytes: int, job: int) -> float:
@@ -140,7 +140,7 @@ def test_crowding_where_ranks_exceed_cores():
 
 
 @pytest.mark.usefixtures("few_draws")
-def test_group_sizes_of_their_own_where_no_formula_holds():
+def test_group_terms_are_chosen_if_no_formula_holds():
     odd = {2: 1.0, 4: 5.0, 8: 2.0}
     assert (
         chosen(lambda c, p, n, job: odd[p] * (1 + list(Collective).index(c)) * ring(50e-6, 1e-9)(c, p, n, job))
@@ -170,13 +170,13 @@ def test_transfers_have_their_own_line():
     assert fit.parameters[LATENCY] == pytest.approx(50e-6, rel=0.02)
 
 
-# ---- What cannot be fitted ---------------------------------------------------------------------------------------------------
+# ---- Samples that cannot be fitted -------------------------------------------------------------------------------------------
 
 
 def test_one_single_size_is_refused():
     with pytest.raises(UserError, match=r"all-reduce on the intra-node level have one message size \(65536 bytes\)"):
         fit_samples(samples_of(ring(1e-5, 1e-9), sizes=[65536]))
-    # The same size rounded to different groups is one size all the same.
+    # Sizes that differ only by rounding to group sizes count as one.
     with pytest.raises(UserError, match="have one message size"):
         fit_samples(samples_of(ring(1e-5, 1e-9), sizes=[65536, 65520]))
 
@@ -189,7 +189,7 @@ def test_no_collectives_is_refused():
         fit_samples([Sample("matmul", "device", 1, 100, 0, 1e-3, shape="2x2x2")])
 
 
-def test_disturbed_samples_count_only_where_there_are_no_others():
+def test_disturbed_samples_count_only_if_there_are_no_others():
     quiet = [(1.0, 0.0), (1.1, 0.02), (0.9, 0.05), (1.2, 0.01), (1.3, 0.0)]
     assert list(undisturbed([*quiet, (5.0, 0.5)])) == [1.0, 1.1, 0.9, 1.2, 1.3]
     # Too few: the less disturbed half.

@@ -18,13 +18,13 @@ SAMPLE = Sample(
 PRODUCT = Sample("matmul", "device", 1, 96, 0, 2e-5, job_ranks=2, ranks_per_node=2, cores=2, shape="2x3x4")
 
 
-def test_samples_come_back(tmp_path):
+def test_samples_round_trip(tmp_path):
     path = tmp_path / "samples.csv"
     SampleFile(path).append([SAMPLE, PRODUCT, replace(SAMPLE, repetition=1)])
     assert read_samples(path) == [SAMPLE, PRODUCT, replace(SAMPLE, repetition=1)]
 
 
-def test_a_file_is_continued_and_a_torn_line_removed(tmp_path):
+def test_a_file_is_continued_and_an_incomplete_line_removed(tmp_path):
     path = tmp_path / "samples.csv"
     SampleFile(path).append([SAMPLE, replace(SAMPLE, repetition=1)])
     torn = path.read_text()[:-25]
@@ -93,7 +93,7 @@ def test_files_that_cannot_be_read(tmp_path):
 def test_another_kind_of_file_is_not_overwritten(tmp_path):
     path = tmp_path / "notes.txt"
     path.write_text("my notes\nof today\n")
-    with pytest.raises(UserError, match="its first line is not that of our samples"):
+    with pytest.raises(UserError, match="its first line should be the header of a file of samples"):
         SampleFile(path)
     assert path.read_text() == "my notes\nof today\n"
 
@@ -137,7 +137,7 @@ def test_columns_are_those_that_are_documented():
     assert "versions" in COLUMNS
 
 
-def test_repetitions_are_counted_anew(tmp_path):
+def test_repetitions_are_numbered_again(tmp_path):
     path = tmp_path / "twice.csv"
     SampleFile(path).append([SAMPLE, SAMPLE, replace(SAMPLE, stride=1), SAMPLE])
     assert [sample.repetition for sample in read_samples(path)] == [0, 1, 0, 2]

@@ -105,11 +105,11 @@ def test_programs(tmp_path, program, collective):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda text: text.replace("# Collective test starting: all_reduce_perf\n", ""), "line 11: it is not said which test"),
+        (lambda text: text.replace("# Collective test starting: all_reduce_perf\n", ""), "line 11: the name of the test"),
         (lambda text: text.replace("    57.25 ", "   -57.25 "), "line 15: time is '-57.25'"),
         (lambda text: text[: text.index("57.25") + 5], r"line 15: has 6 values, should have 13; was the file cut off\?"),
         (lambda text: "\n".join(line for line in text.splitlines() if "Rank  1" not in line), "1 ranks are listed before the"),
-        (lambda text: text.replace("all_reduce_perf", "broadcast_perf"), "not said which test this is"),
+        (lambda text: text.replace("all_reduce_perf", "broadcast_perf"), "the name of the test is missing"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_named(tmp_path, change, message):

@@ -63,7 +63,7 @@ def test_floor_by_hand():
 # ---- Strategies ----------------------------------------------------------------------------------------------------------------
 
 
-def test_every_strategy_where_there_are_few():
+def test_small_spaces_are_enumerated():
     """Three layers on 2 ranks have 3 strategies each: 27 in all, of which those of one layout can follow without redistribution."""
     graph, cluster = mlp([64, 256, 128, 32]), load_cluster("local-cpu").resized(1, 2)
     found = spread_strategies(graph, cluster, Workload(64, 64), 40)
@@ -104,12 +104,12 @@ def test_the_optimum_is_the_search_s():
     assert found[0].communication_s == pytest.approx(solve(table, method="exact").cost)
 
 
-def test_one_strategy_is_no_ranking():
+def test_one_strategy_cannot_be_ranked():
     with pytest.raises(UserError, match="1 strategies cannot be ranked; it takes at least 2"):
         spread_strategies(mlp([64, 64]), load_cluster("local-cpu"), Workload(64, 64), 1)
 
 
-def test_faults_of_what_was_asked_for():
+def test_invalid_arguments():
     with pytest.raises(UserError, match="budget -1 s should be more than 0 seconds"):
         RankSettings(budget_s=-1.0)
     with pytest.raises(UserError, match="ranks 1 should be at least 2"):

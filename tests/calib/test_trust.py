@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from autoddl.calib.clusterfile import calibrated_document, fit_samples
-from autoddl.calib.trust import Candidate, Usage, costs_of, drawn_cluster, outside_notes, trust, usage_of
+from autoddl.calib.stageusage import usage_of_step
+from autoddl.calib.trust import Candidate, Usage, costs_of, drawn_cluster, outside_notes, trust
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.calibration import Calibration, Coverage, Replicates
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
+from autoddl.costmodel.documents import Fields
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import data_parallel
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint import JointOptions
+from autoddl.pipelines.joint.evaluation import evaluate_unpipelined
+from autoddl.pipelines.joint.partition import chain_of
+from autoddl.pipelines.joint.planner import plan_jointly
+from autoddl.pipelines.joint.result import unpipelined
+from autoddl.plandocument import sealed
+from autoddl.planfile import plan_document, plan_from_document
 from autoddl.search.planner import Options, make_plan
+from autoddl.text.plans import plan_text
 from autoddl.text.trust import trust_section
 from autoddl.trusting import trust_document, trust_of
 from autoddl.zoo.feedforward import mlp
@@ -55,7 +68,7 @@ def test_probability_and_regret_by_hand():
     assert other.probability == 0.25 and other.expected_regret == pytest.approx(0.75)
 
 
-def test_the_doubtful_measurement_is_named():
+def test_the_most_uncertain_measurement_is_named():
     """All of the doubt about the difference is about the all-gather."""
     cluster = cluster_with(gather=[1e-9, 1e-9, 1e-9, 4e-9], reduce=[2e-9] * 4)
     found = trust([candidate("a", gather=5000.0), candidate("b", reduce=5000.0)], cluster, True)
@@ -65,7 +78,7 @@ def test_the_doubtful_measurement_is_named():
     assert str(found.measurement) == "all-gather over 4 intra-node ranks, around 4.88 KiB"
 
 
-def test_doubt_that_plans_share_is_no_doubt():
+def test_uncertainty_that_plans_share_does_not_count():
     """Both gather as much, and what they gather is very uncertain; they differ by what they reduce."""
     cluster = cluster_with(gather=[1e-9, 9e-9, 3e-9], reduce=[1e-9, 1.1e-9, 1.2e-9])
     a, b = candidate("a", gather=1e6, reduce=1e3), candidate("b", gather=1e6, reduce=2e3)
@@ -73,7 +86,7 @@ def test_doubt_that_plans_share_is_no_doubt():
     assert found.probability == 1.0 and found.expected_regret == 0.0 and found.measurement is None
 
 
-def test_equal_plans_are_no_doubt_about_the_first():
+def test_equal_plans_leave_the_first_certain():
     cluster = cluster_with(gather=[1e-9, 2e-9])
     found = trust([candidate("a", gather=1e3), candidate("b", gather=1e3)], cluster, True)
     assert found.probability == 1.0 and found.rivals == (("b", 0.0),)
@@ -94,8 +107,8 @@ def test_notes_outside_of_what_was_measured():
         },
     )
     assert outside_notes(usage, cluster) == [
-        "all-gather over 2 intra-node ranks lies outside of the calibrated group sizes (4)",
-        "all-gather of 500 B to 1 MiB (intra-node) lies outside of the calibrated sizes (1000 B to 97.7 KiB)",
+        "all-gather over 2 intra-node ranks is outside the calibrated group sizes (4)",
+        "all-gather of 500 B to 1 MiB (intra-node) is outside the calibrated sizes (1000 B to 97.7 KiB)",
         "all-reduce on the intra-node level was not calibrated",
     ]
     assert outside_notes(candidate("a", gather=5000.0).usage, cluster) == []
@@ -126,7 +139,7 @@ def test_draws_price_plans_as_the_cluster_of_the_draw_does(calibrated):
     """Sums of terms times draws, and the plan assessed anew on the k-th cluster, are the same."""
     workload = Workload(64, 16)
     strategies = {layer.name: data_parallel([4]) for layer in GRAPH.layers}
-    usage = usage_of(assess(GRAPH, calibrated, workload, strategies), calibrated, workload)
+    usage = usage_of_step(evaluate_unpipelined(chain_of(GRAPH), calibrated, workload, strategies))
     costs = costs_of(usage, calibrated, True)
     for k in (0, 17, 99):
         again = assess(GRAPH, drawn_cluster(calibrated, k), workload, strategies)
@@ -144,7 +157,7 @@ def test_draws_scatter_around_the_fit(calibrated):
 @pytest.mark.parametrize("objective", ["step", "communication"])
 def test_a_plan_says_how_sure_it_is(calibrated, objective):
     planned = make_plan(GRAPH, calibrated, Options(batch=64, objective=objective))
-    known = trust_of(planned)
+    known = trust_of(unpipelined(planned))
     assert known is not None
     names = [name for name, _ in known.trust.rivals]
     assert {"data parallel", "megatron"} <= set(names)
@@ -157,6 +170,30 @@ def test_a_plan_says_how_sure_it_is(calibrated, objective):
     assert trust_section(known)[0] == "Trust" and "10 samples" not in trust_section(known)[1]
 
 
-def test_nothing_is_said_of_clusters_that_were_not_measured():
+def test_a_pipeline_says_how_sure_it_is_beside_the_families(calibrated):
+    """Its rivals are the best plans of the families that have one; what a plan says is as in its text."""
+    options = JointOptions(Options(batch=8, micro_batch=1, time_limit_s=5.0))
+    found = plan_jointly(mlp([256, 256, 256, 256]), calibrated, options)
+    known = trust_of(found)
+    assert known is not None and found.evaluation.has_pipeline
+    assert {name for name, _ in known.trust.rivals} == {one.name for one in found.rivals if one.infeasible is None}
+    assert known.trust.probability + sum(p for _, p in known.trust.rivals) == pytest.approx(1)
+    assert "\nTrust\n" in str(plan_text(found, known))
+    document = json.loads(json.dumps(plan_document(found, known)))
+    assert document["trust"]["probability"] == known.trust.probability
+    assert plan_from_document(Fields(document, "plan"), "plan").is_claimed
+    with pytest.raises(UserError, match="trust is null, but its cluster is calibrated"):
+        plan_from_document(Fields(sealed({**document, "trust": None}), "plan"), "plan")
+
+
+def test_after_a_stop_the_plan_is_compared_with_its_baselines_alone(calibrated):
+    found, stop = unpipelined(make_plan(GRAPH, calibrated, Options(batch=64))), Stop()
+    stop.request()
+    known = trust_of(found, stop)
+    assert known is not None
+    assert {name for name, _ in known.trust.rivals} == {one.name for one in found.rivals if one.infeasible is None}
+
+
+def test_no_trust_without_calibration():
     planned = make_plan(GRAPH, load_cluster("local-cpu"), Options(batch=64))
-    assert trust_of(planned) is None and trust_document(None) is None
+    assert trust_of(unpipelined(planned)) is None and trust_document(None) is None

@@ -33,7 +33,7 @@ Digits = tuple[tuple[int, ...], ...]
 
 
 def scatter(tensor: np.ndarray, distribution: Distribution, rng: np.random.Generator) -> list[np.ndarray]:
-    """Each rank's local tensor.  Summands are random but for the first, which makes them add up."""
+    """Each rank's local tensor.  All summands are random except the first, which is the difference to the tensor."""
     summands: dict[tuple[int, ...], np.ndarray] = {}
     partial = [axis for axis, state in zip(distribution.axes, distribution.states) if isinstance(state, PartialSum)]
     keys = [tuple(axis.coordinate(rank) for axis in partial) for rank in range(distribution.num_ranks)]
@@ -45,7 +45,7 @@ def scatter(tensor: np.ndarray, distribution: Distribution, rng: np.random.Gener
 
 
 def assemble(local: Sequence[np.ndarray], distribution: Distribution, shape: Sequence[int]) -> np.ndarray:
-    """The tensor that the ranks hold.  Copies have to be equal, and every element has to be held as often as it should be."""
+    """The tensor that the ranks hold.  Checks that copies are equal, and that every element has the right number of holders."""
     copies = [axis for axis, state in zip(distribution.axes, distribution.states) if isinstance(state, Broadcast)]
     by_copy: dict[tuple[int, ...], np.ndarray] = {}
     for rank, piece in enumerate(local):
@@ -78,7 +78,7 @@ class Network:
 
 
 def groups_along(axis: Axis, num_ranks: int) -> list[list[int]]:
-    """The ranks that differ on this axis alone, in the order of their coordinates."""
+    """The ranks that differ only on this axis, in the order of their coordinates."""
     groups: dict[int, list[int]] = {}
     for rank in range(num_ranks):
         groups.setdefault(rank - axis.coordinate(rank) * axis.stride, []).append(rank)
@@ -117,7 +117,7 @@ class DigitArrays:
         return sum(len(sizes) + 1 for sizes in self.digits[: digit.dim]) + digit.index
 
     def tensors(self) -> list[np.ndarray]:
-        """The local tensors as the runtime knows them: with the dimensions of the logical tensor."""
+        """The local tensors with the dimensions of the logical tensor, as in the runtime."""
         owned = self._owned()
         local_shape = [
             rest * prod(size for i, size in enumerate(sizes) if Digit(dim, i) not in owned)
@@ -245,7 +245,7 @@ class DigitArrays:
 def run_exchange(
     part: Exchange, local: Sequence[np.ndarray], shape: Sequence[int], network: Network
 ) -> list[np.ndarray]:
-    """Every piece from its source to its destination; what a rank has and wants itself stays."""
+    """Send every piece from its source to its destination; pieces that stay on a rank are copied."""
 
     def held(distribution: Distribution, rank: int) -> tuple[np.ndarray, ...]:
         return tuple(np.arange(length)[part] for length, part in zip(shape, distribution.slices(rank, shape)))

@@ -1,4 +1,4 @@
-"""Clusters: presets, formulas by hand, files that are wrong."""
+"""Clusters: presets, formulas by hand, invalid files."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_figures_of_presets_in_si_units():
     assert daint.levels[0].name == "inter-node" and daint.level_sizes == (64,)
 
 
-def test_bandwidth_of_a_node_is_shared_anew():
+def test_bandwidth_of_a_node_is_divided_again():
     google = load_cluster("gcp-a100")
     assert google.resized(devices_per_node=4).links[0].bandwidth == pytest.approx(12.5e9 / 4)
     assert google.resized(devices_per_node=4).links[1] == google.links[1]
@@ -116,7 +116,7 @@ def test_products_by_hand():
     assert cluster.elementwise_time(2039e9) == pytest.approx(1 + 5e-6)
 
 
-def test_hash_is_of_what_matters():
+def test_hash_ignores_descriptions():
     document = document_of("dgx-a100")
     cluster = from_document(document, "x")
     prose = copy.deepcopy(document)
@@ -210,7 +210,7 @@ def changed(path: tuple[str, ...], value: object) -> dict:
         (("device", "memory", "value"), "80", 'value is "80", should be a number'),
         (("device", "efficiency", "value"), 1.5, "efficiency is 1.5 1, should be from 1e-06 to 1"),
         (("device", "peak"), {}, "names [], should name float32, mixed or both"),
-        (("device", "name"), "two\nlines", 'name is "two\\nlines", should be a text of one line'),
+        (("device", "name"), "two\nlines", 'name is "two\\nlines", should be a string of one line'),
         (("device", "memory_bytes"), 80, 'unknown field "memory_bytes"; known ones are'),
         (("links", "inter-node", "bandwidth", "value"), -25, "bandwidth: value is -25, should be"),
         (("links", "inter-node", "bandwidth", "value"), 1e308, "bandwidth is 1e+308 Gb/s, should be from 1 to 1e+18"),

@@ -45,7 +45,7 @@ def test_by_hand():
     ("source", "target", "expected"),
     [
         ("(B:2)", "(S0:1)", [(0, 0, range(2)), (1, 0, range(2, 4))]),  # two holders send half each
-        ("(S0:1)", "(B:2)", [(0, 0, range(4)), (0, 1, range(4))]),  # everybody is sent a copy
+        ("(S0:1)", "(B:2)", [(0, 0, range(4)), (0, 1, range(4))]),  # every rank receives a copy
         ("(B:2)", "(B:2)", [(0, 0, range(4)), (1, 1, range(4))]),  # each holder serves one
         ("(B:2)", "(B:3)", [(0, 0, range(4)), (1, 1, range(4)), (0, 2, range(4))]),
         ("(B:3)", "(B:2)", [(0, 0, range(2)), (2, 0, range(2, 4)), (1, 1, range(4))]),
@@ -59,7 +59,7 @@ def test_holders_share_the_load(source, target, expected):
 @settings(deadline=None)
 @given(st.one_of(distributions(), canonical_layouts()), st.one_of(distributions(), canonical_layouts()))
 def test_every_element_arrives_once_and_was_there(source, target):
-    """What the pieces carry, cut out of what their sources hold, is what every destination wants: no element twice."""
+    """The pieces, cut out of the blocks of their sources, are exactly the blocks of the destinations, without duplicates."""
     tensor = np.arange(np.prod(SHAPE)).reshape(SHAPE)
     arrived = [np.full(SHAPE, -1) for _ in range(target.num_ranks)]
     for piece in crossing(source, target, SHAPE):
@@ -76,8 +76,8 @@ def test_every_element_arrives_once_and_was_there(source, target):
 
 @settings(deadline=None)
 @given(distributions(), distributions())
-def test_holders_of_one_block_send_alike(source, target):
-    """Ranks that hold the same block send as much, but for rounding, where there are enough destinations or enough to cut."""
+def test_holders_of_one_block_send_equal_parts(source, target):
+    """Ranks that hold the same block send equal amounts, up to rounding, if there are enough destinations or elements."""
     sent = Counter(dict.fromkeys(range(source.num_ranks), 0))
     for piece in crossing(source, target, SHAPE):
         sent[piece.source] += piece.num_elements
@@ -98,7 +98,7 @@ def test_equal_layouts_go_rank_to_rank(p):
 def test_refusals():
     with pytest.raises(UserError, match=r"dimension 0 of shape \(3, 2\) does not divide into the 2 slices of \(S0:2\)"):
         crossing(Distribution.parse("(S0:2)"), Distribution.parse("(S0:1)"), (3, 2))
-    with pytest.raises(UserError, match=r"\(P:2\) holds summands, reduce them first"):
+    with pytest.raises(UserError, match=r"\(P:2\) has partial sums, reduce them first"):
         crossing(Distribution.parse("(P:2)"), Distribution.parse("(S0:1)"), (4, 2))
 
 

@@ -55,7 +55,7 @@ def test_states_by_hand():
 
 
 @pytest.mark.parametrize("text", ["", "S", "S(-1)", "S(1", "b", "S0 B", "S9999999999", "S\u0663", "S(1))"])
-def test_no_state(text):
+def test_invalid_states(text):
     with pytest.raises(UserError, match=r"is not one of S0, S1, \.\.\., B, P"):
         parse_state(text)
 
@@ -101,7 +101,7 @@ def test_text_of_the_docstring(text, axes):
         ("(S0:" + "9" * 5000 + ")", "is not of the form STATE:SIZE"),
     ],
 )
-def test_text_that_is_no_distribution(text, message):
+def test_invalid_distributions(text, message):
     with pytest.raises(UserError) as error:
         D(text)
     assert message in str(error.value) and "\n" not in str(error.value)

@@ -1,4 +1,4 @@
-"""Layer graphs: their documents, and what is refused."""
+"""Layer graphs: their documents, and invalid graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_round_trip(name, tmp_path):
     assert [read[layer.name].attributes for layer in graph.layers] == [layer.attributes for layer in graph.layers]
 
 
-def test_hash_is_of_what_matters():
+def test_hash_ignores_descriptions():
     graph = MODELS["gpt"]
     assert replace(graph, name="other", notes=("prose",)).hash == graph.hash
     assert len({model.hash for model in MODELS.values()}) == len(MODELS)
@@ -60,7 +60,7 @@ def test_shapes_of_layers():
     assert matrix.describe() == "fc (linear, 7 -> 11)"
 
 
-def test_inputs_stand_in_order():
+def test_inputs_are_in_order():
     graph = MODELS["gpt"]
     assert graph.inputs("wte") == ()
     assert graph.inputs("embed") == ("wte", "wpe")
@@ -109,8 +109,8 @@ TABLE = embedding("wte", 2, 8, 4)
         ((replace(FC, flops=1e31),), (), "flops is 1e+31, should be at most 1e+30"),
         ((replace(FC, parameters=(Parameter("w", (2**62, 2**62)),)),), (), "should have at most"),
         ((linear("a", 1, 4, 8, tied_to="b"),), (), "a.weight is tied to unknown layer 'b'"),
-        ((linear("a", 1, 4, 8, tied_to="wte"), TABLE), (), "tied to 'wte', which should stand before it"),
-        ((linear("a", 1, 4, 8, tied_to="a"),), (), "tied to 'a', which should stand before it"),
+        ((linear("a", 1, 4, 8, tied_to="wte"), TABLE), (), "tied to 'wte', which should come before it"),
+        ((linear("a", 1, 4, 8, tied_to="a"),), (), "tied to 'a', which should come before it"),
         ((TABLE, linear("a", 1, 4, 9, tied_to="wte")), (), "'wte', which has no parameter of 36 elements"),
         ((norm("n", 1, 4), linear("a", 1, 2, 2, tied_to="n")), (), "'n', a norm layer; it should be of the same kind"),
         (
@@ -124,7 +124,7 @@ TABLE = embedding("wte", 2, 8, 4)
         ),
     ],
 )
-def test_graphs_that_are_none(layers, edges, message):
+def test_invalid_graphs(layers, edges, message):
     with pytest.raises(UserError) as error:
         graph_of(*layers, edges=edges)
     assert message in str(error.value) and "\n" not in str(error.value)
@@ -150,14 +150,14 @@ def test_graphs_that_are_none(layers, edges, message):
             "output_shape holds 0, should hold whole numbers of at least 1",
         ),
         (lambda d: d["layers"][0].update(output_shape=[True]), "output_shape holds true"),
-        (lambda d: d["layers"][0].update(name="two\nlines"), "should be a text of one line"),
-        (lambda d: d["layers"][0].update(name="half \ud800"), "should be a text of one line"),
+        (lambda d: d["layers"][0].update(name="two\nlines"), "should be a string of one line"),
+        (lambda d: d["layers"][0].update(name="half \ud800"), "should be a string of one line"),
         (lambda d: d["layers"][0].update(epilogue=[1]), "epilogue holds 1, should hold strings"),
         (lambda d: d["layers"][0]["parameters"][0].update(shape="x"), 'parameters[0]: shape is "x", should be a list'),
         (lambda d: d["layers"][0]["attributes"].update(vocabulary=1.5), "attributes: vocabulary is 1.5"),
     ],
 )
-def test_documents_that_are_none(change, message):
+def test_invalid_documents(change, message):
     document = MODELS["gpt"].document()
     change(document)
     with pytest.raises(UserError) as error:

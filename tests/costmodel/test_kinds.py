@@ -1,4 +1,4 @@
-"""Kinds of layers: what a user registers is planned like what is built in."""
+"""Kinds of layers: a kind that a user registers is planned like a built-in one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import graph_from_document
 from autoddl.costmodel.kinds import registry
-from autoddl.costmodel.kinds.kind import Body, Frame, LayerKind
+from autoddl.costmodel.kinds.kind import Body, LayerKind, LayerQuantities
 from autoddl.costmodel.kinds.linear import Linear, linear
 from autoddl.costmodel.kinds.loss import loss
 from autoddl.costmodel.layer import Layer
@@ -21,7 +21,7 @@ from autoddl.zoo.layers import GraphBuilder
 
 
 class Gate(LayerKind):
-    """The product of the two halves of each row's features, which lie alternately."""
+    """The product of the two halves of each row's features, which alternate."""
 
     name = "gate"
     attributes = ("features",)
@@ -29,7 +29,7 @@ class Gate(LayerKind):
     def lengths(self, layer: Layer) -> dict[str, int]:
         return {"features": layer.output_shape[-1]}
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         forward, backward = elementwise(3 * frame.output_bytes), elementwise(5 * frame.output_bytes)
         return Body((), (), forward, backward, kept_bytes=frame.input_bytes)
 
@@ -72,7 +72,7 @@ def test_a_kind_says_how_it_may_be_split(registered: None) -> None:
     assert not Strategy(((2, 2, 1),), summa=True).divides(gate("g", 1, 6))
 
 
-def test_a_kind_that_nobody_registered() -> None:
+def test_an_unregistered_kind() -> None:
     with pytest.raises(UserError, match="layer 'gate': kind 'gate' is not one of linear, embedding"):
         gated_model().build()
 

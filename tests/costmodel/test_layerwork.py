@@ -1,4 +1,4 @@
-"""What a layer does at a strategy, by hand.
+"""The work of a layer under a strategy, computed by hand.
 
 Throughout: float32 (a = 4 bytes), T = rows of a micro-batch over all devices, s = P1 P2.
 """
@@ -68,7 +68,7 @@ def test_linear_with_unequal_splits_and_rows():
     assert brief(done.gradient) == [("all-reduce", 2, 1568)]
 
 
-def test_first_layer_reads_its_data_where_it_needs_them():
+def test_first_layer_gathers_no_input():
     layer = linear("fc", 1, 64, 32, bias=False)
     done, usual = work(layer, (2, 2, 2), first=True), work(layer, (2, 2, 2))
     assert brief(done.forward) == [("reduce-scatter", 2, 256)]
@@ -78,7 +78,7 @@ def test_first_layer_reads_its_data_where_it_needs_them():
     assert done.forward_s == usual.forward_s
 
 
-def test_data_parallel_sends_gradients_alone():
+def test_data_parallel_sends_only_gradients():
     done = work(linear("fc", 1, 64, 32), (8, 1, 1))
     assert done.forward == done.backward == ()
     assert brief(done.gradient) == [("all-reduce", 8, (64 * 32 + 32) * 4)]
@@ -111,7 +111,7 @@ def test_compute_of_a_product():
 
 @pytest.mark.parametrize("sizes", [(8,), (4, 8), (3, 5), (2, 3, 4)])
 def test_levels_send_the_bytes_of_one_flat_ring(sizes):
-    """... of which only one share in (the devices inside) crosses the outer level."""
+    """The total bytes are those of a flat ring; only 1 / (devices inside) of them cross the outer level."""
     p, n = prod(sizes), 1000.0 * prod(sizes)
     axes, stride = [], p
     for level, size in enumerate(sizes):
@@ -201,7 +201,7 @@ def test_embedding_is_the_product_of_one_hot_rows():
     assert brief(done.forward) == [("reduce-scatter", 2, 8192)]
     assert brief(done.backward) == [("all-gather", 2, 8192)]
     assert brief(done.gradient) == [("all-reduce", 2, 2048)]
-    # In the mesh its p2 lies where the p1 of the transposed matrix does.
+    # In the mesh its p2 has the place of the p1 of the transposed matrix.
     assert done.forward[0].axis.stride == 2
 
 
@@ -239,7 +239,7 @@ def test_loss_on_split_vocabulary():
     ],
     ids=lambda value: getattr(value, "kind", ""),
 )
-def test_the_rest_communicates_gradients_alone(layer, split):
+def test_other_layers_communicate_only_gradients(layer, split):
     done = work(layer, split)
     assert done.forward == done.backward == ()
     expected = [("all-reduce", split[0], layer.num_parameters * 4 / (split[1] * split[2]))] if layer.parameters else []
@@ -317,7 +317,7 @@ def test_recomputation_keeps_the_evenly_split_input_and_repeats_the_rest():
     assert again.backward == (*plain.forward, *plain.backward)
     assert again.backward_s == pytest.approx(plain.forward_s + plain.backward_s)
     assert (again.forward, again.forward_s, again.gradient) == (plain.forward, plain.forward_s, plain.gradient)
-    # Nothing behind the product keeps its value: only its input has to be gathered again.
+    # No later operation keeps the product: only its input is gathered again.
     bare = work(linear("fc", 16, 64, 32), (2, 2, 2), recompute=True)
     assert brief(bare.backward)[0] == ("all-gather", 2, 8192)
     assert len(bare.backward) == 3
@@ -343,7 +343,7 @@ LAYERS = [
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("first", [False, True], ids=["inner", "first"])
 def test_everything_is_affine_in_the_samples(layer, recompute, first):
-    """What prices all micro-batches from two; and more micro-batches, or recomputation, never make a step cheaper."""
+    """The price book relies on it.  More micro-batches, or recomputation, never make a step cheaper."""
     cluster = cluster_of(2, 4)
     for strategy in enumerate_strategies(layer, (2, 4), summa=True):
         workload = Workload(64, 64, "float32", "adam", recompute)
@@ -390,13 +390,13 @@ def test_redistribution_counts_at_the_consumer_both_ways():
     assert done.layers[1].sent_bytes == pytest.approx(own + 2 * 512)
 
 
-def test_the_way_back_runs_at_its_own_collective():
-    """An all-gather on the way there is a reduce-scatter on the way back: calibrated clusters price them apart."""
+def test_backward_steps_have_the_terms_of_their_own_collective():
+    """An all-gather forward is a reduce-scatter backward; calibrated clusters price them differently."""
     cluster = cluster_of(2, 2)
     slow = replace(cluster.links[1], collectives={Collective.REDUCE_SCATTER: (1.0, 1e6)})
     cluster = replace(cluster, links=(cluster.links[0], slow))
     graph = LayerGraph("g", "row", (add("a", (1, 2)), add("b", (1, 2))), (("a", "b"),))
-    # Without room to park a digit, nodes and devices change their roles through copies.
+    # Without a spare digit, nodes and devices swap their digits through copies.
     strategies = {"a": Strategy(((1, 2, 1), (2, 1, 1))), "b": Strategy(((2, 1, 1), (1, 2, 1)))}
     done = assess(graph, cluster, Workload(2, 2), strategies).layers[1]
     assert brief(done.arriving) == [("all-gather", 2, 2 * 4), ("all-to-all", 2, 2 * 4)]
@@ -406,7 +406,7 @@ def test_the_way_back_runs_at_its_own_collective():
     assert done.communication_s == pytest.approx(there + back)
 
 
-def test_memory_is_what_stays_and_the_largest_buffer():
+def test_memory_is_resident_memory_and_the_largest_buffer():
     graph = mlp([64, 32, 16])
     strategies = {"fc1": Strategy(((2, 2, 2),)), "fc2": Strategy(((4, 1, 2),))}
     done = assess(graph, cluster_of(8), Workload(64, 64), strategies)

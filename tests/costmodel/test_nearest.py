@@ -1,4 +1,4 @@
-"""The nearest batches that an error names are the nearest that work."""
+"""The batches that an error names are the nearest valid ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_words() -> None:
     assert nearest_that_work("batch", 100, []) == "no batch works"
 
 
-def test_batches_are_looked_for_within_reach() -> None:
+def test_batches_are_searched_within_reach() -> None:
     assert nearest_batches(100, lambda batch: batch % 8 == 0, reach=8) == [96, 104]
     assert nearest_batches(5, lambda batch: batch % 8 == 0, reach=8) == [8]
     assert nearest_batches(100, lambda batch: batch % 8 == 0, reach=3) == []
@@ -54,7 +54,7 @@ def works(model: str, number: int, batch: int, micro_batch: int) -> bool:
 
 
 def named(message: str) -> tuple[str, list[int]]:
-    """What a message names, and which ones."""
+    """The noun and the numbers of a message."""
     found = re.search(r"; the nearest (micro-batch|batch)\w* that works? (?:is|are) (\d+)(?: and (\d+))?$", message)
     assert found, message
     return found[1], [int(number) for number in found.groups()[1:] if number]
@@ -62,7 +62,7 @@ def named(message: str) -> tuple[str, list[int]]:
 
 @settings(max_examples=40, deadline=None)
 @given(st.sampled_from(sorted(MODELS)), st.sampled_from(sorted(DEVICES)), st.integers(1, 60), st.integers(1, 70))
-def test_what_is_named_is_the_nearest_that_works(model: str, number: int, batch: int, micro_batch: int) -> None:
+def test_messages_name_the_nearest_valid_batches(model: str, number: int, batch: int, micro_batch: int) -> None:
     try:
         BOOKS[model, number].problem(batch, micro_batch)
         return

@@ -39,7 +39,7 @@ CLUSTERS = {
     "3 x 2": load_cluster("v100-a").resized(3, 2),
     "1": load_cluster("local-cpu").resized(1, 1),
 }
-#: Prices of reduce-scatters and all-gathers that differ: the way back is not the way there.
+#: Reduce-scatters and all-gathers have different prices, so forward and backward differ.
 CALIBRATED = replace(
     CLUSTERS["2 x 4"],
     links=tuple(
@@ -98,8 +98,8 @@ def test_tables_are_the_assessment(model, cluster):
 
 @given(st.integers(0, 2**32), st.sampled_from([1, 2, 3, 4, 5, 6, 8, 10]))
 @settings(max_examples=30, deadline=None)
-def test_small_micro_batches_have_no_way_between_some_layouts(seed, micro_batch):
-    """Where few samples leave few digits, routes differ from those of large tensors, or do not exist: the table knows."""
+def test_small_micro_batches_have_no_route_between_some_layouts(seed, micro_batch):
+    """With few samples, routes differ from those of large tensors, or do not exist; the table agrees with the assessment."""
     rng = random.Random(seed)
     cluster = CLUSTERS[rng.choice(["12", "2 x 4", "3 x 2", "8"])]
     book = PriceBook(mlp([24 * rng.choice([1, 2, 5]), 24, 48, 24]), cluster, Workload(1, 1, "float32"), summa=True)
@@ -113,7 +113,7 @@ def test_small_micro_batches_have_no_way_between_some_layouts(seed, micro_batch)
 )
 @settings(max_examples=20, deadline=None)
 def test_latency_does_not_swallow_bandwidth(latency_s, bandwidth, more, model, seed):
-    """Slopes are differences of prices: they have to keep their digits beside any latency."""
+    """Slopes are differences of prices; they must be accurate for any latency."""
     cluster = CLUSTERS["2 x 4"].with_links(latency_s, bandwidth)
     batch = 8 * (1 + more)
     problem = PriceBook(MODELS[model], cluster, Workload(1, 1, "mixed")).problem(batch, batch, "communication")
@@ -167,7 +167,7 @@ def test_variables():
     assert len(PriceBook(MODELS["gpt untied"], CLUSTERS["8"], Workload(1, 1, "mixed")).variables) == 3 + 9 + 3
 
 
-def test_a_shared_weight_lies_alike_for_both_of_its_users():
+def test_a_shared_weight_has_one_layout():
     """Vocabulary over q ranks and features over r: the embedding's (p0, r, q) is the output projection's (p0, q, r)."""
     problem = PriceBook(MODELS["gpt"], CLUSTERS["8"], Workload(1, 1, "mixed")).problem(64, 64)
     rng = random.Random(0)
@@ -185,7 +185,7 @@ def test_samples_have_to_divide():
         PriceBook(mlp([7, 5]), CLUSTERS["8"], Workload(1, 1, "float32")).problem(12, 12)
     assert "fc1 (linear, 7 -> 5) has no strategy on 8 devices" in str(error.value)
     assert "micro-batch of 12 rows" in str(error.value)
-    with pytest.raises(UserError, match="precision 'mixed' is not one that"):
+    with pytest.raises(UserError, match="precision 'mixed' is not defined for"):
         PriceBook(mlp([64, 32]), load_cluster("piz-daint"), Workload(1, 1, "mixed"))
 
 

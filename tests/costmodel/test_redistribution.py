@@ -165,7 +165,7 @@ def test_every_pair_on_a_small_mesh(mesh):
         ("(S0:2@4, S1:2@1, S1:2@2)", "(S0:4, S1:2)"),
     ],
 )
-def test_pairs_worth_a_name(source, target):
+def test_named_pairs(source, target):
     run(D(source), D(target), shape_for(D(source), D(target), num_dims=2))
 
 
@@ -364,7 +364,7 @@ def test_an_exchange_worked_by_hand():
     assert link.time(step) == pytest.approx(3 * 5e-6 + 24 / 1e9)
 
 
-def test_levels_are_carried_one_after_another():
+def test_levels_of_an_exchange_run_one_after_another():
     """Three nodes of two, from p0 = 1 and 2 to p0 = 3 and 1: each message counts where its ranks are."""
     levels = (3, 2)
     source, target, shape = canonical(((1, 3), (2, 1))), canonical(((3, 1), (1, 2))), (6, 6)
@@ -385,7 +385,7 @@ def test_levels_are_carried_one_after_another():
 
 
 @pytest.mark.parametrize("levels", [(3, 8), (12, 8), (12,), (6, 6)], ids=str)
-def test_exchanges_are_never_dearer(levels):
+def test_exchanges_are_never_slower(levels):
     """Than the moves that they replace, on any links; where these gather, no level carries more bytes for it."""
     num_exchanges = num_gathers = 0
     for source, target in canonical_pairs(levels):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.graph import Layer
-from autoddl.costmodel.strategy import Strategy, alike, data_parallel, enumerate_strategies, transposed
+from autoddl.costmodel.strategy import Strategy, data_parallel, enumerate_strategies, group_strategies, transposed
 from autoddl.zoo.layers import add, attention, conv2d, embedding, linear, loss, norm, position
 
 WIDE = linear("fc", 1, 2**20, 2**20)
@@ -165,9 +165,9 @@ def offers(draw: st.DrawFn) -> tuple[list[Strategy], tuple[bool, ...]]:
 
 @given(offers())
 @settings(max_examples=50, deadline=None)
-def test_alike_strategies_are_each_of_them_at_once(offer):
-    strategies, sized = offer
-    groups = list(alike(strategies, sized))
+def test_a_group_agrees_with_each_of_its_strategies(offer):
+    strategies, same_size = offer
+    groups = list(group_strategies(strategies, same_size))
     assert sorted(int(i) for group in groups for i in group.indices) == list(range(len(strategies)))
     for group in groups:
         for place, index in enumerate(group.indices):
@@ -180,7 +180,7 @@ def test_alike_strategies_are_each_of_them_at_once(offer):
                 mine = one.axes(which, transposes)
                 assert [axis.level for axis in theirs] == [axis.level for axis in mine]
                 for of_all, of_one in zip(theirs, mine):
-                    if sized[of_one.level]:
+                    if same_size[of_one.level]:
                         assert isinstance(of_all.size, int) and of_all.size == of_one.size
                     else:
                         assert of_all.size[place] == of_one.size
@@ -189,12 +189,12 @@ def test_alike_strategies_are_each_of_them_at_once(offer):
 @given(offers())
 @settings(max_examples=30, deadline=None)
 def test_there_are_no_more_groups_than_sequences_of_steps(offer):
-    """Two strategies stand apart only where some axis is there for one alone, or has another size on a sized level."""
-    strategies, sized = offer
+    """Strategies are in different groups only if their axes differ, or sizes differ on a level that requires equal ones."""
+    strategies, same_size = offer
 
     def steps_of(one: Strategy) -> object:
         return one.summa, tuple(
-            tuple(n if is_sized else n > 1 for n in split) for split, is_sized in zip(one.splits, sized)
+            tuple(n if is_sized else n > 1 for n in split) for split, is_sized in zip(one.splits, same_size)
         )
 
-    assert len(list(alike(strategies, sized))) == len({steps_of(one) for one in strategies})
+    assert len(list(group_strategies(strategies, same_size))) == len({steps_of(one) for one in strategies})

@@ -77,7 +77,7 @@ def test_a_name_may_be_as_long_as_names_can_be(tmp_path):
     ["n" * 5000, "n" * 256, "nul\0", "no/such/folder", ".", "loop"],
     ids=["5000", "256", "nul", "none", "folder", "loop"],
 )
-def test_places_that_cannot_be_written(tmp_path, name):
+def test_unwritable_paths(tmp_path, name):
     (tmp_path / "loop").symlink_to("loop")
     with pytest.raises(UserError, match="cannot be written") as refused:
         write_atomically(f"{tmp_path}/{name}", "text")

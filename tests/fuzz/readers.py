@@ -162,9 +162,10 @@ def _of_plan(rng: random.Random, plan: Any) -> Case:
 
 def _compared(path: str, edited: bool) -> str:
     from autoddl.diffing import compare, difference_document
-    from autoddl.explain import load_view
+    from autoddl.explain import view_of
+    from autoddl.planfile import load_plan
 
-    view = load_view(path, edited)
+    view = view_of(load_plan(path, edited), path)
     return json.dumps(difference_document(compare(view, view)), allow_nan=False)
 
 

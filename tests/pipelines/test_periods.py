@@ -35,7 +35,7 @@ def condensed(spec: PipelineSchedule, least: int, again: bool) -> StepGraph | No
         return None
     passes, before = [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages]
     graph = StepGraph(short, passes, before, added)
-    return graph.with_added((spec.num_micro_batches - count) // period)
+    return graph.with_repeated_insertions((spec.num_micro_batches - count) // period)
 
 
 def makespan(spec: PipelineSchedule, again: bool, times: np.ndarray) -> float:

@@ -10,8 +10,8 @@ import pytest
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.profile import (
     Cut,
-    Layer,
     Profile,
+    ProfiledLayer,
     from_document,
     load_profile,
     parse_graph,
@@ -43,7 +43,7 @@ def test_the_profiles_that_come_with_autoddl() -> None:
 
 def test_text_graph_in_milliseconds_without_its_inputs() -> None:
     profile = graph(f"node1 -- Input0 -- {NUMBERS}", f"node2 -- Conv2d(3, 64) -- {NUMBERS}", "\tnode1 -- node2")
-    assert profile.layers == (Layer("Conv2d(3, 64)", 2e-3, 4e-3, 8.0, 16.0),)
+    assert profile.layers == (ProfiledLayer("Conv2d(3, 64)", 2e-3, 4e-3, 8.0, 16.0),)
     assert profile.edges == ()
     assert profile.micro_batch == 4
 
@@ -64,7 +64,7 @@ def test_branches_are_put_in_topological_order() -> None:
 def test_a_cut_is_crossed_once_by_every_tensor_that_is_used_behind_it() -> None:
     #     0 -> 1 -> 2 -> 3, and 0 -> 3; layer 0 is the mask: nothing in it is trained.
     sizes = [100.0, 10.0, 7.0, 5.0]
-    layers = [Layer(f"l{i}", 1.0, 2.0 if i else 0.0, size, 4.0 if i else 0.0) for i, size in enumerate(sizes)]
+    layers = [ProfiledLayer(f"l{i}", 1.0, 2.0 if i else 0.0, size, 4.0 if i else 0.0) for i, size in enumerate(sizes)]
     profile = Profile("p", 1, tuple(layers), ((0, 1), (1, 2), (2, 3), (0, 3)))
     assert profile.cuts() == (
         Cut(0, 0),
@@ -101,7 +101,7 @@ def test_text_and_json_agree(tmp_path: Path) -> None:
 
 
 def test_repeated_layers() -> None:
-    document = to_document(Profile.chain("p", 1, [Layer("x", 1.0, 2.0, 3.0, 4.0, 9.0)]))
+    document = to_document(Profile.chain("p", 1, [ProfiledLayer("x", 1.0, 2.0, 3.0, 4.0, 9.0)]))
     document["layers"][0]["repeat"] = 3
     profile = from_document(document, "p.json")
     assert [layer.name for layer in profile.layers] == ["x_0", "x_1", "x_2"]
@@ -123,7 +123,7 @@ def test_repeated_layers() -> None:
         ([f"a -- x -- {NUMBERS}".replace("=4", "")], "line 1: 'backward_compute_time' should read 'field=number'"),
         (
             [f"a -- x -- {NUMBERS}", f"b -- y -- {NUMBERS}", "\ta -- b", "\tb -- a"],
-            "the edges run in a circle through or before layer 'x'",
+            "the edges form a cycle through or before layer 'x'",
         ),
         ([f"a -- Input -- {NUMBERS}"], "has no layers"),
         (
@@ -153,7 +153,7 @@ def test_faults_of_a_text_graph(lines: list[str], fault: str) -> None:
     ],
 )
 def test_faults_of_a_json_profile(tmp_path: Path, change: dict[str, object], fault: str) -> None:
-    layers = [Layer(name, 1.0, 2.0, 3.0, 4.0) for name in "ab"]
+    layers = [ProfiledLayer(name, 1.0, 2.0, 3.0, 4.0) for name in "ab"]
     path = tmp_path / "p.json"
     path.write_text(json.dumps({**to_document(Profile.chain("p", 1, layers)), **change}))
     with pytest.raises(UserError) as error:

@@ -58,7 +58,7 @@ def test_the_texts_of_tasks(text, task):
         ("2F5c", "is not a task"),
         ("2F-1", "is not a task"),
         ("2F4+6", "a pair is two consecutive micro-batches"),
-        ("2U3a", "an update has a number alone"),
+        ("2U3a", "an update has a number only, as in 2U0"),
     ],
 )
 def test_what_is_not_a_task(text, message):
@@ -152,8 +152,11 @@ HEADER = "# schedule,x\n# micro-batches,1\n# update-period,1\n# pipeline,0\n"
     [
         ("", "the line '# schedule,...' is missing"),
         ("# schedule,x\n", "the line '# micro-batches,...' is missing"),
-        ("# schedule,x\n# micro-batches,1\n# update-period,1\n", "there is no line '# pipeline,...'"),
-        (HEADER, "or no row 'worker 0,...'"),
+        (
+            "# schedule,x\n# micro-batches,1\n# update-period,1\n",
+            "the line '# pipeline,...' or the row 'worker 0,...' is missing",
+        ),
+        (HEADER, "or the row 'worker 0,...' is missing"),
         (HEADER + "# colour,blue\n", "line 5: 'colour' is unknown; known are pipeline"),
         (HEADER + "worker 1,0F0\n", "line 5 begins with 'worker 1'; 'worker 0' is expected"),
         (HEADER + "worker 0,0F0,zap\n", "line 5: 'zap' is not a task"),

@@ -475,7 +475,7 @@ def test_times_that_make_no_sense(arguments, message):
 
 def test_times_of_another_model():
     schedule = generate("wpipe", num_stages=2, num_micro_batches=2)
-    with pytest.raises(TimesError, match="the times are of 2 stages, the schedule wpipe has 4"):
+    with pytest.raises(TimesError, match="the times are for 2 stages, the schedule wpipe has 4"):
         simulate(schedule, Times.of(2))
 
 

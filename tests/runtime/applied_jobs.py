@@ -372,10 +372,11 @@ def refusals(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], 
     import autoddl
     from autoddl.applying import apply
     from autoddl.costmodel.cluster import load_cluster
-    from autoddl.planfile import Plan
+    from autoddl.planfile import unpipelined_plan
 
     assert autoddl.apply is apply
-    plan = Plan(graph, load_cluster("dgx-a100"), workload, strategies, {})
+    cluster = load_cluster("dgx-a100")
+    plan = unpipelined_plan(graph, cluster.resized(1, flow.env.get_world_size()), workload, strategies)
     module = module_of("mlp", sizes)
     narrow = module_of("mlp", (*sizes[:-1], sizes[-1] * 2))
     deeper = module_of("mlp", (*sizes, sizes[-1]))
@@ -386,6 +387,7 @@ def refusals(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], 
     tied.fc2.weight = tied.fc3.weight
     halves = {name: Strategy(((1, 1, 2),)) for name in strategies}
     unknown = replace(graph, layers=(replace(graph.layers[0], epilogue=("swirl",)), *graph.layers[1:]))
+    halved = unpipelined_plan(graph, cluster.resized(1, 2), workload, halves)
     older = replace(graph, layers=(*graph.layers[:-1], replace(graph.layers[-1], flops=1.0)))
     inside = nn.Dropout(0.5)
     dropping = module_of("mlp", sizes)
@@ -407,7 +409,7 @@ def refusals(sizes: Any, graph: LayerGraph, strategies: Mapping[str, Strategy], 
         "more": message(lambda: apply(deeper, plan)),
         "extra": message(lambda: apply(biased, plan)),
         "shared": message(lambda: apply(tied, plan)),
-        "ranks": message(lambda: apply(module, replace(plan, strategies=halves))),
+        "ranks": message(lambda: apply(module, halved)),
         "older": message(lambda: apply(module, plan, graph=older)),
         "epilogue": message(lambda: apply(module, replace(plan, graph=unknown))),
         "dropout": message(lambda: apply(dropping, plan)),

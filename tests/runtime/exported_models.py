@@ -48,9 +48,16 @@ def transformer():
     return Model(), (flow.randint(0, 64, (2, 8)), flow.randint(0, 64, (2, 8)))
 
 
+def trained(scale=1.0):
+    """All of it is trained, as pipelines do."""
+    model = Model(scale)
+    model.head.bias.requires_grad_(True)
+    return model, transformer()[1]
+
+
 def scaled():
     """The same layers; a layer graph does not say that they compute something else."""
-    return Model(scale=20.0), transformer()[1]
+    return trained(scale=20.0)
 
 
 class Pictures(nn.Module):

@@ -38,9 +38,8 @@ def module_of(path: str) -> Any:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look themselves up there
-    thread = _communication_thread()
-    with mock.patch.object(flow.asyncs, "Thread", lambda: thread):
-        spec.loader.exec_module(module)
+    spec.loader.exec_module(module)
+    vars(module)["_communication_thread"] = _communication_thread
     return module
 
 
@@ -48,8 +47,7 @@ def train_both(built_in: BuiltIn, plan: Plan, file: str, num_runs: int) -> dict[
     """Some runs of the plan's schedule by the runtime and by the exported file, with the same values and data: of each run the
     losses and the bytes on the wire, and the final values of the stages that are here."""
     module = initialize(build_module(built_in), SEED)
-    assert plan.pipeline is not None
-    schedule, size = plan.pipeline.schedule, plan.workload.micro_batch
+    schedule, size = plan.evaluation.schedule, plan.workload.micro_batch
 
     def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
         inputs, targets = make_batch(built_in, size, np.random.default_rng([5, number]))
@@ -104,7 +102,6 @@ def train_alone(built_in: BuiltIn, plan: Plan, num_steps: int) -> tuple[list[flo
     """The same steps on one device, the first rank: losses and final values."""
     if flow.env.get_rank():
         return [], {}
-    assert plan.pipeline is not None
     module = initialize(build_module(built_in), SEED)
     optimizer, per_step = flow.optim.SGD(module.parameters(), lr=RATE), plan.workload.num_micro_batches
     losses = []
@@ -119,3 +116,34 @@ def train_alone(built_in: BuiltIn, plan: Plan, num_steps: int) -> tuple[list[flo
         optimizer.zero_grad(set_to_none=True)
         losses.append(total)
     return losses, {name: value.numpy() for name, value in module.named_parameters()}
+
+
+def train_users_stages(function: str, plan: Plan, file: str) -> dict[str, Any]:
+    """A run of a user's model, by the runtime and by the exported file, from the user's own initial values: the losses of each,
+    the first steps' mean loss of the plain model, and the largest difference of the final values that are here."""
+    exported = module_of(file)
+    flow.manual_seed(SEED)  # of the examples; initial values are the first rank's in any case
+    plain, examples = exported.plain_model(*function.rsplit(":", 1))
+    schedule = plan.evaluation.schedule
+
+    def batch(number: int) -> tuple[np.ndarray, ...]:
+        return exported.batch(5, number, examples)
+
+    expected = exported.plain_loss(plain, [batch(number) for number in range(schedule.update_period)])
+    pipeline = exported.build(0, "sgd", RATE, plain)
+    trainer = PipelineTrainer(
+        planned_model(plain, plan), schedule, lambda weights: flow.optim.SGD(weights, lr=RATE), batch
+    )
+    losses = pipeline.run(batch)
+    report = trainer.run()
+    wanted = trainer.parameters()
+    values: dict[str, np.ndarray] = {}
+    for replica in pipeline.replicas.values():
+        values.update(exported.plain_state(replica.module, {}))
+    return {
+        "losses": losses.tolist(),
+        "of_runtime": sum(report.losses.values()) / schedule.num_micro_batches,
+        "of_plain": expected,
+        "names": sorted(values.keys() ^ wanted.keys()),
+        "errors": {name: float(np.abs(values[name] - whole).max()) for name, whole in wanted.items()},
+    }

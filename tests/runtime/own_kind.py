@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.kinds.kind import Body, Frame, LayerKind
+from autoddl.costmodel.kinds.kind import Body, LayerKind, LayerQuantities
 from autoddl.costmodel.kinds.registry import register
 from autoddl.costmodel.layer import Layer
 from autoddl.costmodel.localwork import elementwise
@@ -35,7 +35,12 @@ class Glu(LayerKind):
     def lengths(self, layer: Layer) -> dict[str, int]:
         return {"features": layer.output_shape[-1]}
 
-    def work(self, frame: Frame, is_first: bool) -> Body:
+    def layer_of(self, module: Any, input_shape: tuple[int, ...], output_shape: tuple[int, ...]) -> Layer | None:
+        if type(module).__name__ != "GatedUnit":
+            return None
+        return Layer("", self.name, input_shape, output_shape, {"features": output_shape[-1]})
+
+    def work(self, frame: LayerQuantities, is_first: bool) -> Body:
         forward, backward = elementwise(3 * frame.output_bytes), elementwise(5 * frame.output_bytes)
         return Body((), (), forward, backward, kept_bytes=frame.input_bytes)
 
@@ -46,9 +51,9 @@ def glu(x: Any) -> Any:
     return pairs[..., 0] * flow.sigmoid(pairs[..., 1])
 
 
-def program(frame: statements.Frame) -> statements.LayerProgram:
-    call = statements.Call("glu", (statements.X,), computes=True)
-    return statements.LayerProgram((), tuple(frame.kept(("x",), [call])))
+def program(frame: statements.LayerContext) -> statements.LayerProgram:
+    body = [statements.Call("glu", (statements.X,), computes=True), *statements.epilogue(frame)]
+    return statements.LayerProgram((), tuple(frame.recomputable(("x",), body)))
 
 
 def known() -> None:
@@ -70,16 +75,27 @@ def graph() -> LayerGraph:
 def gated_module() -> Any:
     """Linear, gated linear unit, linear, and the mean square of a difference."""
 
+    class GatedUnit(flow.nn.Module):
+        def forward(self, x: Any) -> Any:
+            return glu(x)
+
     class Gated(flow.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             inputs, hidden, outputs = WIDTHS
             self.up, self.down = flow.nn.Linear(inputs, 2 * hidden), flow.nn.Linear(hidden, outputs)
+            self.glu = GatedUnit()
 
         def forward(self, x: Any, targets: Any) -> Any:
-            return flow.nn.functional.mse_loss(self.down(glu(self.up(x))), targets)
+            return flow.nn.functional.mse_loss(self.down(self.glu(self.up(x))), targets)
 
     return Gated()
+
+
+def gated() -> Any:
+    """The model as users name it, ``own_kind.py:gated``."""
+    known()
+    return gated_module(), tuple(flow.randn(8, width) for width in (WIDTHS[0], WIDTHS[-1]))
 
 
 def run_pass(strategies: Mapping[str, Strategy], workload: Workload) -> tuple[float, float, dict[str, float]]:

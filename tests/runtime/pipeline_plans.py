@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedule, StageChoice
@@ -20,7 +21,7 @@ __all__ = ["pipelined"]
 
 
 def pipelined(
-    built_in: BuiltIn,
+    model: BuiltIn | LayerGraph,
     schedule: PipelineSchedule,
     units: Sequence[int],
     mesh: Meshes,
@@ -31,7 +32,8 @@ def pipelined(
     seed: int = 1,
 ) -> Plan:
     """A plan of stages of so many units; a random strategy for every role of a block, another one in the next stage."""
-    graph, rng = built_in.graph(), random.Random(seed)
+    graph = model if isinstance(model, LayerGraph) else model.graph()
+    rng = random.Random(seed)
     cluster = load_cluster("dgx-a100").resized(*shape)
     cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
     workload = Workload(micro_batch * schedule.num_micro_batches, micro_batch, "float32", "sgd")

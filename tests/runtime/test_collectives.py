@@ -279,7 +279,10 @@ AXIS = RankMesh((2, 2)).axis(0)
         (("take_shard", AXIS, (-1,), (4, 3), "float32"), "dimension 1 of a tensor of shape (4, 3)"),
         (("all_to_all", AXIS, (0, 1), (3, 4), "float32"), "2 does not divide 3"),
         (("all_to_all", AXIS, (0, -2), (4, 4), "float32"), "splits and concatenates dimension 0"),
-        (("all_gather", AXIS, (2,), (4, 4), "float32"), "along dimension 2 of a tensor of shape (4, 4): there is none"),
+        (
+            ("all_gather", AXIS, (2,), (4, 4), "float32"),
+            "along dimension 2 of a tensor of shape (4, 4), which has 2 dimensions",
+        ),
         (("all_gather", AXIS, (-3,), (4, 4), "float32"), "along dimension -3"),
         (("all_reduce", AXIS, (), (4,), "float16"), "all-reduce of float16 is not possible on CPU ranks"),
         (("reduce_scatter", AXIS, (0,), (4,), "bool"), "reduce-scatter of bool"),

@@ -13,17 +13,18 @@ import pytest
 from autoddl.export.oneflow import oneflow_text
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.meshes import Division, StageMesh
+from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.planfile import Plan
-from autoddl.zoo.builtin import BuiltIn, Perceptron
+from autoddl.zoo.builtin import BuiltIn, MLPSizes
 
 from .pipeline_plans import pipelined
 from .sent_bytes import Sent, check_sent
-from .test_exported import BERT, GPT, LLAMA, run_script
+from .test_exported import BERT, GPT, LLAMA, MODELS, extracted, run_script
 
 JOBS = Path(__file__).with_name("exported_pipeline_jobs.py")
 PAIR = StageMesh(1, 2)
-MLP = BuiltIn("mlp", Perceptron((64, 128, 96, 64, 32)))
+MLP = BuiltIn("mlp", MLPSizes((64, 128, 96, 64, 32)))
 
 
 def gpt(**changes: Any) -> BuiltIn:
@@ -57,7 +58,7 @@ SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
     ),
     # In the second stage p0 goes from 1 to 3 and back, by exchanges of unequal pieces.
     "1f1b, 2 and 6 ranks": (
-        BuiltIn("mlp", Perceptron((48, 96, 144, 96, 24))),
+        BuiltIn("mlp", MLPSizes((48, 96, 144, 96, 24))),
         lambda m: pipelined(
             m,
             schedule("1f1b", 2, policy="A"),
@@ -108,8 +109,7 @@ def exported(plan: Plan, folder: Path) -> str:
 
 def check_against_runtime(plan: Plan, results: list[dict[str, Any]]) -> None:
     """Losses of all updates, and final values."""
-    assert plan.pipeline is not None
-    period = plan.pipeline.schedule.update_period
+    period = plan.evaluation.schedule.update_period
     for run in range(len(results[0]["losses"][1])):
         by_micro_batch = sum(np.array(found["losses"][0][run]) for found in results)
         expected = by_micro_batch.reshape(-1, period).mean(axis=1)
@@ -165,6 +165,37 @@ def test_delayed_weights_are_those_of_the_runtime(counted_ranks, tmp_path, name)
     results = pool.run(f"{JOBS}:train_both", *arguments)
     check_against_runtime(plan, results)
     check_sent(4, sent_by(results), lambda: sent_by(pool.run(f"{JOBS}:train_both", *arguments)))
+
+
+@pytest.mark.parametrize("name", ["trained", "pictures"])
+def test_a_users_model_is_trained_in_stages(ranks, tmp_path, name):
+    """Norms with an eps of their own, a part of the model that is run as it is, and its own initial values."""
+    graph = extracted(name)[name]
+    count = chain_of(graph).num_units
+    plan = pipelined(graph, schedule("1f1b", 2, policy="A"), (count // 2, count - count // 2), PAIR)
+    path = tmp_path / "exported.py"
+    path.write_text(oneflow_text(plan, f"{MODELS}:{name}"))
+    results = ranks(4).run(f"{JOBS}:train_users_stages", f"{MODELS}:{name}", plan, str(path))
+    of_runtime = sum(found["of_runtime"] for found in results)
+    for found in results:
+        assert found["losses"] == [pytest.approx(found["of_plain"], rel=1e-5)]
+        assert found["losses"] == [pytest.approx(of_runtime, rel=1e-5)]
+        assert found["errors"] and max(found["errors"].values()) < 1e-5 and not found["names"]
+
+
+def test_users_models_that_a_pipeline_cannot_train_are_noticed(ranks, tmp_path):
+    """A frozen parameter; scores that the plan does not know of, which show in the first loss."""
+    plan = pipelined(
+        extracted("trained")["trained"], schedule("1f1b", 2, policy="A"), (1, 1), StageMesh(1, 1), shape=(1, 2)
+    )
+    for name, said in (
+        ("transformer", "head.bias is frozen (requires_grad is False), which pipelines cannot keep"),
+        ("scaled", ": they differ"),
+    ):
+        path = tmp_path / f"{name}.py"
+        path.write_text(oneflow_text(plan, f"{MODELS}:{name}"))
+        (_, error), (_, other) = ranks(2).run(f"{JOBS}:run_as_script", str(path), ("--steps", "1"))
+        assert said in error + other
 
 
 def script_plan() -> Plan:

@@ -58,7 +58,7 @@ def test_a_rank_that_was_cut_off_says_where_it_stood():
     waited = RankFailure.of_death(0, signal.SIGABRT, 0, TRANSFER_TIMEOUT)
     assert min(cut_off, waited, key=lambda failure: failure.kind) is waited
     text = positions_text({2: "/x/net.py:4 in backward"}, [waited, cut_off])
-    assert text == "; rank 1 stands at /x/net.py:9 in forward; rank 2 stands at /x/net.py:4 in backward"
+    assert text == "; rank 1 is at /x/net.py:9 in forward; rank 2 is at /x/net.py:4 in backward"
 
 
 def test_the_cause_of_a_crash_is_found_above_the_stacks():

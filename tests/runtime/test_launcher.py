@@ -202,7 +202,7 @@ def test_a_crash_waits_for_the_death_that_caused_it(pool, monkeypatch, kind, nam
     def look(patience_s):
         return [], [killed] if time.monotonic() >= ends else []
 
-    monkeypatch.setattr(pool._ranks, "look", look)
+    monkeypatch.setattr(pool._ranks, "poll", look)
     assert pool._causes([RankFailure(0, kind, "is gone")])[0].rank == named
 
 
@@ -219,7 +219,7 @@ def test_a_job_may_take_too_long(pair):
     assert "rank 0 of 2 is late" in str(caught.value)
     assert "did not end within 3 s" in str(caught.value)
     for rank in range(2):
-        assert f"rank {rank} stands at {JOBS}:" in str(caught.value)
+        assert f"rank {rank} is at {JOBS}:" in str(caught.value)
     assert "in do_on" in str(caught.value)
     assert time.monotonic() - started < 60
 
@@ -320,7 +320,7 @@ def test_the_launchers_own_orphans_are_none_of_our_business(tmp_path):
 def test_places_that_cannot_be_written_to(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     with pytest.raises(
-        UserError, match=r"folder .*/file/logs for the output of ranks cannot be made \(Not a directory\)"
+        UserError, match=r"folder .*/file/logs for the output of ranks cannot be created \(Not a directory\)"
     ):
         RankPool(1, with_oneflow=False, log_dir=tmp_path / "file" / "logs")
     (tmp_path / "rank0.log").mkdir()
@@ -484,7 +484,7 @@ def test_who_is_waited_for_is_told_by_where_it_stands(tmp_path):
     with RankPool(2, log_dir=tmp_path, stall_timeout_s=4.0) as pool:
         words = "waited too long for another rank in communication (more than 4 s)"
         error = check_failure(pool, words, "do_while_others_wait", 1, "sleep", "barrier")
-    assert f"rank 1 stands at {JOBS}:" in str(error)
+    assert f"rank 1 is at {JOBS}:" in str(error)
     assert "in trouble" in str(error)
     assert error.rank == 0
 

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from autoddl.pipelines.runtime.messages import Inbox, read_message, write_message
+from autoddl.pipelines.runtime.messages import MessageReader, read_message, write_message
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_an_inbox_puts_pieces_together(pipe, piece_length):
     for value in VALUES:
         write_message(writing, value)
     data = os.read(reading, 1 << 16)
-    inbox, got = Inbox(), []
+    inbox, got = MessageReader(), []
     for start in range(0, len(data), piece_length):
         got += inbox.feed(data[start : start + piece_length])
     assert got == VALUES

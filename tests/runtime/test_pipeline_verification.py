@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
@@ -19,15 +19,16 @@ from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint import ENTRY, Configuration, PipelineSchedule, StageChoice, StageMesh, chain_of, evaluate
 from autoddl.pipelines.joint.meshes import Division
 from autoddl.pipelines.runtime.availability import Availability
 from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
-from autoddl.pipelines.runtime.pipeline.stage_plans import check_stages
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
-from autoddl.planfile import Plan
+from autoddl.pipelines.runtime.stage.plan import check_stages
+from autoddl.planfile import Plan, unpipelined_plan
 from autoddl.search import solve
 from autoddl.search.baselines import baselines
 from autoddl.staging import schedule_of_plan, stage_plans
@@ -37,7 +38,7 @@ from autoddl.verification import Limits, Verification, prediction, run, verifica
 from autoddl.verification.fitting import chosen_workers, fit_plan
 from autoddl.verification.result import ValueCheck
 from autoddl.verification.scaling import needed_flops, needed_memory_bytes
-from autoddl.zoo.builtin import BuiltIn, Perceptron, recognise
+from autoddl.zoo.builtin import BuiltIn, MLPSizes, recognise
 from autoddl.zoo.feedforward import mlp
 from autoddl.zoo.transformers import Transformer, gpt
 
@@ -51,7 +52,8 @@ def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), graph: 
     """Stages of two devices each, at their cheapest strategies but for one layer, so that something is sent inside too."""
     graph = graph or gpt(MODEL)
     cluster, mesh = load_cluster("dgx-a100").resized(1, 2 * schedule.num_workers), StageMesh(1, 2)
-    workload = Workload(4 * schedule.num_micro_batches, 4, "mixed", "adam")
+    again = schedule.num_stages == 1 and "layers" in recomputing
+    workload = Workload(4 * schedule.num_micro_batches, 4, "mixed", "adam", again)
     chain, choices = chain_of(graph), []
     first = 0
     for stage in range(schedule.num_stages):
@@ -114,11 +116,11 @@ def test_a_plan_with_a_pipeline_is_verified(counted_ranks, recomputing, verified
 
 
 def test_a_pipeline_of_one_stage_is_verified(counted_ranks):
-    """As the joint search has it where no pipeline is faster."""
+    """As the joint search has it where no pipeline is faster: the module that `autoddl.apply` makes runs it."""
     plan = plan_of(PipelineSchedule("1f1b", 1, 4), ("layers",), mlp([64] * 5))
     found = verify(plan, 2, pool=counted_ranks(2))
     assert found.faults == () and found.workload.recompute
-    assert {tuple(layer.phases) for layer in found.layers} == {("forward", "backward")}
+    assert {tuple(layer.phases) for layer in found.layers} == {("forward", "backward", "gradient")}
     assert str(verification_text(found)).startswith("mlp:64,64,64,64,64 on 2 ranks (2 intra-node), against one device")
 
 
@@ -131,7 +133,7 @@ def sent_by(found: Verification) -> list[Sent]:
 
 def test_exchanges_inside_a_stage_are_verified(counted_ranks):
     """In the stage of six ranks p0 goes from 1 to 3 and back: unequal pieces, whose bytes are counted on the wire."""
-    built_in = BuiltIn("mlp", Perceptron((48, 96, 144, 96, 24)))
+    built_in = BuiltIn("mlp", MLPSizes((48, 96, 144, 96, 24)))
     mesh = Division((StageMesh(1, 2), StageMesh(1, 6)))
     one = PipelineSchedule("1f1b", 2, 2, (("policy", "A"),))
     plan = pipelined(built_in, one, (1, 3), mesh, micro_batch=12, shape=(1, 8), seed=44)
@@ -252,7 +254,7 @@ def test_a_plan_of_a_large_model_is_scaled_down_with_its_stages_and_strategies()
     assert needed_memory_bytes(scaled.graph, scaled.workload, 8) <= limits.memory_bytes
     assert needed_flops(scaled.graph, scaled.workload) <= limits.flops
     check_stages(scaled.graph, fitted.stages)
-    assert fitted.schedule.widths == plan.pipeline.schedule.widths and fitted.schedule.num_micro_batches == 8
+    assert fitted.schedule.widths == plan.evaluation.schedule.widths and fitted.schedule.num_micro_batches == 8
     assert scaled.workload.num_micro_batches == 8
     for stage, before in zip(fitted.stages, planned):
         assert (stage.recompute, stage.entry) == (before.recompute, before.entry)
@@ -267,7 +269,7 @@ def role(layer):
 
 def test_inner_stages_are_left_out_where_there_are_fewer_ranks(counted_ranks):
     plan = deep_plan()
-    assert sum(plan.pipeline.schedule.widths) == 8
+    assert sum(plan.evaluation.schedule.widths) == 8
     fitted = fit_plan(plan, 6, Limits(), recognise(plan.graph))
     assert fitted.schedule.widths == (2, 2, 2) and [change.what for change in fitted.scaled.changes][:2] == [
         "stages",
@@ -283,10 +285,10 @@ def test_inner_stages_are_left_out_where_there_are_fewer_ranks(counted_ranks):
 def test_plans_that_cannot_be_brought_to_so_many_ranks_say_so():
     plan = deep_plan()
     for num_ranks, said in (
-        (16, "the plan is for 8 devices (1 node of 8), --ranks is 16; give --ranks 8, or plan for fewer devices"),
-        (0, "the plan is for 8 devices (1 node of 8), --ranks is 0; give --ranks 8"),
-        (7, "8 devices in 4 workers of 2, which cannot be brought to 7 ranks with the strategies kept; give --ranks 8"),
-        (2, "cannot be brought to 2 ranks with the strategies kept (two of its 4 workers take 4); give --ranks 8"),
+        (16, "the plan is for 8 devices (1 node of 8), not for ranks=16; give ranks=8, or plan for fewer devices"),
+        (0, "the plan is for 8 devices (1 node of 8), not for ranks=0; give ranks=8"),
+        (7, "8 devices in 4 workers of 2, which cannot be brought to 7 ranks with the strategies kept; give ranks=8"),
+        (2, "cannot be brought to 2 ranks with the strategies kept (two of its 4 workers take 4); give ranks=8"),
     ):
         with pytest.raises(UserError) as refused:
             fit_plan(plan, num_ranks, Limits(), recognise(plan.graph))
@@ -317,9 +319,15 @@ def test_pipelines_of_several_stages_cannot_be_applied():
         autoddl.apply(None, plan_of(PipelineSchedule("1f1b", 2, 4)))
 
 
+def data_parallel(graph: LayerGraph) -> Mapping[str, Strategy]:
+    """On four devices."""
+    return next(baseline.strategies for baseline in baselines(graph, (4,)) if baseline.name == "data parallel")
+
+
 def test_a_plan_without_a_pipeline_is_a_pipeline_of_one_stage():
     staged = plan_of(PipelineSchedule("1f1b", 2, 4))
-    plan = replace(staged, pipeline=None, workload=replace(staged.workload, recompute=True))
+    workload = replace(staged.workload, recompute=True)
+    plan = unpipelined_plan(staged.graph, staged.cluster, workload, data_parallel(staged.graph))
     (stage,), schedule = stage_plans(plan), schedule_of_plan(plan)
     assert (stage.strategies, stage.recompute, stage.entry) == (plan.strategies, True, None)
     assert (schedule.num_stages, schedule.widths, schedule.num_micro_batches) == (1, (4,), 4)
@@ -331,8 +339,7 @@ def test_plans_are_trained(ranks, has_pipeline):
     """They learn more of a text than that all bytes are equally likely."""
     plan = plan_of(PipelineSchedule("chimera", 2, 2))
     if not has_pipeline:
-        strategies = next(b.strategies for b in baselines(plan.graph, (4,)) if b.name == "data parallel")
-        plan = replace(plan, pipeline=None, strategies=strategies)
+        plan = unpipelined_plan(plan.graph, plan.cluster, plan.workload, data_parallel(plan.graph))
     data = TextModel(shipped_text(), "gpt", MODEL.layers, MODEL.width, MODEL.heads, MODEL.sequence)
     problem = PlanProblem(data, recognise(plan.graph), plan.graph, stage_plans(plan))
     problem.check()
@@ -344,7 +351,7 @@ def test_plans_are_trained(ranks, has_pipeline):
 
 def test_schedules_of_plans():
     synchronous = plan_of(PipelineSchedule("1f1b", 2, 4), ("none", "stage"))
-    assert schedule_of_plan(synchronous, 7) == synchronous.pipeline.schedule
+    assert schedule_of_plan(synchronous, 7) == synchronous.evaluation.schedule
     delayed = plan_of(PipelineSchedule("pipedream-2bw", 2, 4, synchronous=False), ("none", "stage"))
     schedule = schedule_of_plan(delayed, 7)
     assert schedule.num_updates == 7 and schedule.widths == (2, 2)
@@ -358,7 +365,7 @@ def test_what_train_says_of_plans(capsys, tmp_path):
     capsys.readouterr()
     for arguments, said in (
         ([path], "the plan's model mlp:64,64,64 is not one that learns a text: gpt, bert, llama"),
-        ([path, "--stages", "3"], "--stages is for models; a plan says it itself"),
+        ([path, "--stages", "3"], "--stages 3 is for models; a plan says it itself"),
         ([str(tmp_path / "none.json")], "none.json"),
     ):
         assert main(["train", *arguments]) == 2

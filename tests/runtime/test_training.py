@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from autoddl.costmodel.cluster import load_cluster
+from autoddl.pipelines.joint.result import unpipelined
 from autoddl.planfile import plan_document, save_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import Transformer, gpt
@@ -28,7 +29,7 @@ def test_steps_on_sonnets_are_those_of_one_device(ranks, tmp_path):
     options = Options(batch=BATCH, micro_batch=BATCH, precision="float32", recompute=False, objective="communication")
     planned = make_plan(gpt(SIZES), load_cluster("dgx-a100").resized(1, 4), options)
     assert planned.optimal and any(s.p1 * s.p2 > 1 for s in planned.strategies.values())
-    save_plan(path, plan_document(planned))
+    save_plan(path, plan_document(unpipelined(planned)))
     results = ranks(4).run(f"{JOBS}:train_on_text", str(path), SIZES, batches)
     curves = {name: np.array(losses) for name, losses in {**results[1], **results[0]}.items()}
     for other in results[1:]:

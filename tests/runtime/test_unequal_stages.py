@@ -36,8 +36,8 @@ def test_a_plan_of_unequal_stages_runs(counted_ranks, tmp_path, capsys):
     assert main(["plan", *model, *where, "--pipeline", "auto", "-o", path]) == 0
     assert "1 x 1, 1 x 3 devices" in capsys.readouterr().out
     plan = load_plan(path)
-    assert isinstance(plan.pipeline.configuration.mesh, Division)
-    assert [worker["ranks"] for worker in plan.document["pipeline"]["workers"]] == [[0], [1, 2, 3]]
+    assert isinstance(plan.evaluation.configuration.mesh, Division)
+    assert [worker["ranks"] for worker in plan.document["workers"]] == [[0], [1, 2, 3]]
     assert [stage.num_ranks for stage in stage_plans(plan)] == [1, 3]
 
     found = verify(plan, 4, pool=counted_ranks(4))

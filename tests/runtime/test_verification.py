@@ -17,9 +17,10 @@ from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
+from autoddl.pipelines.joint.result import unpipelined
 from autoddl.pipelines.runtime.availability import Availability
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.planfile import Plan, load_plan, plan_document, save_plan
+from autoddl.planfile import load_plan, plan_document, save_plan, unpipelined_plan
 from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.verification import Limits, VerifyOptions, comparing, prediction, run, verify
@@ -51,9 +52,8 @@ def mlp_plan(strategies, batch=64, widths=(256, 512, 384, 256), **workload):
     graph = mlp(widths)
     levels = [prod(split) for split in strategies[0].splits]
     chosen = {layer.name: strategy for layer, strategy in zip(graph.layers, strategies)}
-    return Plan(
-        graph, cluster(levels), Workload(batch, workload.pop("micro_batch", batch), "float32", **workload), chosen, {}
-    )
+    asked = Workload(batch, workload.pop("micro_batch", batch), "float32", **workload)
+    return unpipelined_plan(graph, cluster(levels), asked, chosen)
 
 
 def gpt_plan(which, level_sizes, layers=1, **workload):
@@ -64,7 +64,7 @@ def gpt_plan(which, level_sizes, layers=1, **workload):
     if which == "megatron":
         found = (b.strategies for b in baselines(graph, on_cluster.level_sizes) if b.name == "megatron")
         strategies = next(s for s in found if {x.p0 for x in s.values()} == {2})
-    return Plan(graph, on_cluster, Workload(8, 8, **workload), strategies, {})
+    return unpipelined_plan(graph, on_cluster, Workload(8, 8, **workload), strategies)
 
 
 # ---- Plans that keep their promises --------------------------------------------------------------------------------------------
@@ -133,7 +133,7 @@ def test_a_model_too_large_is_scaled_down_with_its_strategies(counted_ranks, cap
     options = Options(batch=32, precision="mixed", objective="communication", memory_limit_bytes=1e12)
     planned = make_plan(llama(sizes), cluster((2,)), options)
     path = tmp_path / "plan.json"
-    save_plan(path, plan_document(planned))
+    save_plan(path, plan_document(unpipelined(planned)))
     monkeypatch.setattr(run, "machine_limits", lambda num_ranks: Limits(5e7, 5e9))
     code, document = verified_json(capsys, monkeypatch, counted_ranks(2), path, 2)
     assert code == 0 and document["verdict"] == "right"
@@ -167,7 +167,7 @@ def plan_file(tmp_path_factory):
     """A plan for four devices whose messages are large enough to be judged."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
     options = Options(batch=64, micro_batch=64, precision="float32", recompute=False, objective="communication")
-    save_plan(path, plan_document(make_plan(mlp((256, 512, 256, 256)), cluster((4,)), options)))
+    save_plan(path, plan_document(unpipelined(make_plan(mlp((256, 512, 256, 256)), cluster((4,)), options))))
     return path
 
 
@@ -354,7 +354,7 @@ def test_a_users_model_without_a_loss(counted_ranks, capsys, monkeypatch, users_
     assert code == 0 and document["verdict"] == "right"
     assert "dropout is off: it draws at random" in document["notes"]
     assert {layer["name"] for layer in document["layers"]} >= {"first", "last"}
-    wanted = "none that can be built here; say what makes it: --model FILE.py:FUNCTION"
+    wanted = "is not a built-in one; give --model FILE.py:FUNCTION, which makes it"
     assert wanted in refused(capsys, path, "--ranks", 2)
     (tmp_path / "net.py").write_text((tmp_path / "net.py").read_text().replace("64, 8", "64, 16"))
     said = refused(capsys, path, "--ranks", 2, "--model", model)
@@ -371,7 +371,7 @@ def test_a_rank_that_computes_something_else_is_found(counted_ranks, capsys, mon
 #: Of a rank that is killed, see `test_exit_codes`.
 FAILURES = {
     "raises": ("raise ArithmeticError('swirled too much')", "rank 1 of 2 raised ArithmeticError: swirled too much"),
-    "stalls": ("time.sleep(1000)", "rank 1 stands at"),
+    "stalls": ("time.sleep(1000)", "rank 1 is at"),
 }
 
 
@@ -409,7 +409,7 @@ def refused(capsys, *arguments):
 
 def test_plans_for_something_else_are_refused(capsys, monkeypatch, plan_file, tmp_path):
     assert (
-        "the plan is for 4 devices (1 node of 4), --ranks is 3; give --ranks 4, or plan for fewer devices"
+        "the plan is for 4 devices (1 node of 4), not for --ranks 3; give --ranks 4, or plan for fewer devices"
         in refused(capsys, plan_file, "--ranks", 3)
     )
     assert "it has fc3 (linear, 256 -> 256) where the model has fc3 (linear, 256 -> 128)" in refused(

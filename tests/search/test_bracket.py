@@ -1,4 +1,4 @@
-"""Brackets, and the search that goes on from one: against brute force, and against the search that begins anew."""
+"""Brackets, and the search that continues from one, against brute force and a search from the start."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ def test_a_bracket_holds_the_optimum(table: CostTable, where: float | None) -> N
 
 @given(tables(), memory_limits(), st.floats(0.5, 1.5))
 @settings(max_examples=40, deadline=None)
-def test_a_search_goes_on_from_what_is_known(table: CostTable, where: float | None, part: float) -> None:
-    """Whatever cutoff the bracket was content with, and however often it is used."""
+def test_a_search_continues_from_a_bracket(table: CostTable, where: float | None, part: float) -> None:
+    """For any cutoff of the bracket, and for repeated use."""
     limit = limit_of(table, where)
     truth = brute_force(table, limit)
     known = bracket(table, limit, cutoff=part * truth.cost if math.isfinite(truth.cost) else math.inf)
@@ -58,7 +58,7 @@ def test_with_a_cutoff_too(table: CostTable, where: float | None, part: float) -
 @pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("tightness", [0.3, 0.6])
 def test_deep_tables(seed: int, tightness: float) -> None:
-    """Nothing is done twice: what is known and what is left are together what a search from the start does."""
+    """The bracket and the continued search do together the work of a search from the start."""
     table = block_chain(12, seed=seed)
     limit = limit_of(table, tightness)
     known = bracket(table, limit)

@@ -65,7 +65,7 @@ def every_choice(table: VectorTable) -> tuple[np.ndarray, np.ndarray, np.ndarray
 
 
 def seen(table: VectorTable, choices: np.ndarray) -> list[tuple[int, ...]]:
-    """What the world outside sees of each choice."""
+    """The classes of the keys of each choice."""
     return [tuple(int(classes[choice[v]]) for v, classes in table.keys) for choice in choices]
 
 
@@ -79,7 +79,7 @@ def test_least_is_the_least_of_all_choices(table: VectorTable, wanted: list[tupl
     found = least(table, np.array(wanted, dtype=float))
     assert found.shape == (len(wanted),)
     for one, value in zip(wanted, found.tolist()):
-        # A forbidden pair is forbidden, whatever its component counts for.
+        # A forbidden pair is forbidden for all weights of its component.
         assert value == (sums @ np.array(one)).min(initial=math.inf)
     choices = least_choices(table, np.array(wanted, dtype=float))
     assert len(choices) == (len(wanted) if len(sums) else 0)
@@ -109,7 +109,7 @@ def test_the_front_is_that_of_all_choices(
         peaks = sums[:, component] + sizes
         limit = component, between(peaks, where)
         fits &= peaks <= limit[1]
-        # What is below a limit need not be as far below it as can be.
+        # Below a limit, smaller values are not better.
         compared.remove(component)
         guided = [(tuple(w * (c != component) for c, w in enumerate(one)), where) for one, where in guided]
     guides = [Guide(one, between(sums @ np.array(one), where)) for one, where in guided]
@@ -128,7 +128,7 @@ def test_the_front_is_that_of_all_choices(
         below = [other for other in same if (sums[other] <= sums[row])[compared].all()]
         assert below, "what nothing beats is left out"
     if limit is None:
-        # Options of a variable that is seen may be told apart by more than what is seen of them.
+        # Options of a key variable may belong to more classes than its key distinguishes.
         ends = [v for v, _ in table.keys]
         for row, other in permutations(rows.tolist(), 2):
             assert (choices[row, ends] != choices[other, ends]).any() or (sums[other] > sums[row]).any(), "beaten"
@@ -147,7 +147,7 @@ def test_the_least_peak_is_on_the_front_of_a_limit_that_binds(table: VectorTable
 @settings(max_examples=40, deadline=None)
 @given(vector_tables(keyed=False), st.integers(1, 3))
 def test_small_pieces_make_the_same_front(table: VectorTable, piece: int) -> None:
-    """Rows that are looked at in several goes are compared with each other."""
+    """Rows of different chunks are compared with each other."""
     whole = front(table)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("autoddl.search.fronts._CHUNK", piece)
@@ -161,14 +161,14 @@ def test_small_pieces_make_the_same_front(table: VectorTable, piece: int) -> Non
     st.integers(0, 3),
     st.sampled_from([1.0, 1e-6, 1e12]),
 )
-def test_undominated_rows_are_those_that_no_other_one_beats(
+def test_undominated_rows_are_those_that_no_other_row_dominates(
     rows: list[tuple[int, ...]], columns: int, scale: float
 ) -> None:
     group = np.array([row[0] for row in rows], dtype=int)
     values = np.array([row[1 : columns + 1] for row in rows], dtype=float).reshape(len(rows), columns)
 
     def beats(a: int, b: int) -> bool:
-        """Of equal rows the first beats the others."""
+        """Of equal rows one remains."""
         if group[a] != group[b] or (values[a] > values[b]).any():
             return False
         return bool((values[a] < values[b]).any()) or a < b
@@ -177,7 +177,7 @@ def test_undominated_rows_are_those_that_no_other_one_beats(
     assert undominated(group, values * scale).tolist() == expected
 
 
-def test_more_rows_than_are_worked_with() -> None:
+def test_too_many_rows() -> None:
     """Trading one component for the other in each of 6 variables at powers of two: all 2^6 choices are on the front."""
     sums = tuple(np.array([[0.0, 2.0**v], [2.0**v, 0.0]]) for v in range(6))
     table = VectorTable(sums, (np.zeros(2),) * 6, ())

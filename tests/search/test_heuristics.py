@@ -32,12 +32,12 @@ def test_the_acceptance_rule_is_the_papers() -> None:
     assert acceptance(4.0 - 3.0, 2.0) == pytest.approx(math.exp(-2) / math.exp(-1.5)) == pytest.approx(0.6065306597)
     # From 4 s to 3 s: 1.6487... is more than 1; and equal costs are always accepted.
     assert acceptance(-1.0, 2.0) == acceptance(0.0, 2.0) == 1.0
-    # To what is impossible never, from there always.
+    # Never to an infinite cost, always from one.
     assert acceptance(math.inf, 2.0) == 0.0 and acceptance(-math.inf, 2.0) == acceptance(math.nan, 2.0) == 1.0
 
 
 def shares(temperature: float, memory_limit: float | None = None) -> dict[tuple[int, ...], float]:
-    """How much of a long walk each choice has."""
+    """The fraction of a long walk that each choice has."""
     current = Assignment(TABLE, (0, 0), memory_limit)
     walk = chain(current, random.Random(1), STEPS, temperature)
     counts = Counter(tuple(current.choice) for _ in walk)

@@ -1,4 +1,4 @@
-"""A search that is stopped from outside answers with what it has: a choice that fits, and a bound that holds."""
+"""A search that is stopped returns its best choice so far, which fits, and a valid bound."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .test_solvers import check, limit_of
 def check_stopped(
     table: CostTable, limit: float | None, truth: Truth, result: Result, stop: StopAfter, tolerance: float = 1e-9
 ) -> None:
-    """Everything that it says holds; and it says that it was stopped, unless it has a proof nevertheless."""
+    """Its claims hold, and its status is INTERRUPTED unless it has a proof."""
     if result.status is Status.INTERRUPTED:
         assert stop.has_fired and "interrupted" in result.message
         assert result.choice is not None or result.cost == math.inf
@@ -53,7 +53,7 @@ def test_claims_of_a_stopped_integer_program_hold(table: CostTable, where: float
 
 @given(tables(), memory_limits(), st.integers(0, 20))
 @settings(max_examples=40, deadline=None)
-def test_stopped_bounds_hold_and_can_be_gone_on_from(table: CostTable, where: float | None, asks: int) -> None:
+def test_stopped_bounds_hold_and_can_be_continued(table: CostTable, where: float | None, asks: int) -> None:
     limit, stop = limit_of(table, where), StopAfter(asks)
     truth = brute_force(table, limit)
     known = bracket(table, limit, stop=stop)
@@ -85,7 +85,7 @@ def test_the_later_it_is_stopped_the_smaller_the_gap() -> None:
     assert len(gaps) > 3 and gaps == sorted(gaps, reverse=True)
 
 
-def test_the_least_memory_is_exact_or_not_said() -> None:
+def test_the_least_memory_is_exact_or_unknown() -> None:
     table = random_table(3, [4] * 5, [(0, 1), (1, 2), (2, 3), (3, 4)], large_buffers=True)
     least = smallest_memory(table)
     with pytest.raises(StopRequestedError):
@@ -125,7 +125,7 @@ print("left")
 
 
 @pytest.mark.slow
-def test_the_integer_program_is_left_while_it_runs() -> None:
+def test_a_running_integer_program_is_abandoned() -> None:
     done = subprocess.run([sys.executable, "-c", LEFT], capture_output=True, text=True, timeout=200)
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 

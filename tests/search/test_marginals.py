@@ -1,4 +1,4 @@
-"""What the optimum becomes when a variable is held at an option, against brute force."""
+"""Costs with one variable fixed to an option, against brute force."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def limits_of(table: CostTable) -> list[float]:
     choices = itertools.product(*(range(len(costs)) for costs in table.cost))
     peaks = sorted({table.peak_memory(choice) for choice in choices})
     limits = [peaks[0] - 1 or 0.5, *peaks[:: max(1, len(peaks) // 4)], peaks[-1]]
-    return [limit for limit in limits if limit > 0] or [0.5]  # where nothing takes memory any limit will do
+    return [limit for limit in limits if limit > 0] or [0.5]  # if nothing needs memory, any limit fits
 
 
 @settings(max_examples=30, deadline=None)
@@ -49,14 +49,14 @@ def test_marginals_are_exact_without_a_limit(table):
 
 @settings(max_examples=40, deadline=None)
 @given(tables(largest_space=600), st.integers(0, 20))
-def test_marginals_bound_what_fits_and_know_what_does_not(table, which):
+def test_marginals_bound_feasible_options_and_exclude_others(table, which):
     limits = limits_of(table)
     limit = limits[which % len(limits)]
     found = marginals(table, limit)
     for mine, free, true in zip(found.within, found.free, held(table, limit)):
         assert (mine <= true * (1 + 1e-9) + 1e-15).all()
         assert (mine >= free).all()
-        # What its own memory alone rules out is not offered: the bound is inf only where brute force finds nothing.
+        # The bound is inf only if brute force finds no choice.
         assert np.isinf(true[np.isinf(mine)]).all()
 
 
@@ -80,7 +80,7 @@ def test_the_nearest_are_those_of_brute_force(table, which, count):
             assert table.peak_memory(one.choice) <= limit
 
 
-def test_equal_blocks_are_told_apart():
+def test_equal_blocks_are_distinguished():
     """Shared arrays make one factor of the elimination; each variable still has marginals of its own."""
     table = block_chain(2, linears=1, options=4, classes=2, narrow=2)
     assert len({id(costs) for costs in table.cost}) < len(table.cost)

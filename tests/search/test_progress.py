@@ -1,4 +1,4 @@
-"""The bar of a search: what it shows before anything is known, and that it shows nothing that is no number."""
+"""The bar of a search: it shows only values that are known, and no infinite or undefined numbers."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_only_what_is_known_is_shown(cost, bound, text):
 
 
 @given(st.floats(), st.floats())
-def test_nothing_is_shown_that_is_no_number(cost, bound):
+def test_nan_is_not_shown(cost, bound):
     assert not re.search(r"\b(inf|nan)", progress_text(cost, bound))
 
 

@@ -1,4 +1,4 @@
-"""The bound of variables on their own, against brute force and against the linear program that it claims to solve."""
+"""The separable bound, against brute force and against the linear program that it solves."""
 
 from __future__ import annotations
 

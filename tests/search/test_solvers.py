@@ -27,7 +27,7 @@ def limit_of(table: CostTable, where: float | None) -> float | None:
 
 
 def check(table: CostTable, limit: float | None, truth: Truth, result: Result, tolerance: float = 1e-9) -> None:
-    """The certificate of any method's result: what it claims is so."""
+    """Check the claims of a result of any method."""
     allowed = tolerance * max(abs(truth.cost), 1e-3) if math.isfinite(truth.cost) else 0.0
     assert result.space_size == math.prod(len(costs) for costs in table.cost)
     assert result.memory_limit_bytes == limit
@@ -154,7 +154,7 @@ def test_lower_bound_is_one(table: CostTable, where: float | None) -> None:
 @given(st.integers(0, 10**6), st.floats(0.0, 1.0))
 @settings(max_examples=4, deadline=None)
 def test_wide_graphs_are_solved_by_the_integer_program(seed: int, where: float) -> None:
-    """Eliminates what the program is there to avoid."""
+    """Graphs on which exact elimination would be too wide."""
     from autoddl.search import lagrangian
 
     # 10 variables all joined to each other, 4 classes each: elimination needs 4^9 entries.
@@ -297,7 +297,7 @@ def test_a_hub_with_many_neighbours() -> None:
 
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("limit", [0, -1.0, math.nan])
-def test_limits_that_mean_nothing_are_refused(method: str, limit: float) -> None:
+def test_invalid_limits_are_refused(method: str, limit: float) -> None:
     with pytest.raises(SearchError, match="memory limit"):
         solve(block_chain(1), method=method, memory_limit=limit)
 

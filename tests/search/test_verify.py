@@ -1,4 +1,4 @@
-"""The verifier believes nothing: every kind of false claim is refused, every answer of every method passes.
+"""The verifier refuses every kind of false claim, and accepts every result of every method.
 
 Optima come from a brute force over the layer graph that prices through ``assess`` alone: no table, no solver, no tied search.
 """
@@ -138,7 +138,7 @@ def test_optimality_with_a_gap(optimum, factor):
         verify(GRAPH, SLOW, WORKLOAD, claim_of(optimum, lower_bound=factor * optimum.step_s))
 
 
-def test_optimality_of_what_is_not():
+def test_a_false_claim_of_optimality():
     """Of all 100 or so assignments those that are best where no single layer can be changed pass; all others are refused."""
     best, _ = brute_force(GRAPH, SLOW, WORKLOAD, "step")
     refused = passed = 0
@@ -167,7 +167,7 @@ def test_optimality_of_what_is_not():
 
 def test_single_changes_respect_the_limit():
     """What is cheaper but does not fit is no counterexample; under a larger limit it is."""
-    slow = CLUSTER.with_links(latency_s=1e-3, bandwidth=1e12)  # messages are dear, memory is not
+    slow = CLUSTER.with_links(latency_s=1e-3, bandwidth=1e12)  # messages are expensive, memory is not
     options = [options_of(layer, slow, WORKLOAD, False) for layer in GRAPH.layers]
     everything = [assess(GRAPH, slow, WORKLOAD, dict(zip(("fc1", "fc2"), chosen))) for chosen in product(*options)]
     refused = 0
@@ -182,8 +182,8 @@ def test_single_changes_respect_the_limit():
     assert refused
 
 
-def test_strategies_that_are_none():
-    """The verifier does not price what cannot be: too few devices, what does not divide, weights that lie in two ways."""
+def test_invalid_strategies():
+    """Invalid strategies: too few devices, shapes that do not divide, shared weights with two layouts."""
     graph = gpt(Transformer("gpt", 1, 16, 4, 4, 32))
     everything = dict.fromkeys((layer.name for layer in graph.layers), data_parallel((2, 2)))
     done = assess(graph, CLUSTER, Workload(4, 4), everything)
@@ -261,7 +261,7 @@ def test_every_answer_passes_and_the_exact_ones_are_the_brute_force(graph, objec
     best = free if limit is None else brute_force(graph, cluster, workload, objective, limit)[0]
     for method, problem, result in solutions(graph, cluster, workload, objective, limit):
         if result.choice is None:
-            # Only a method that proves nothing may come back with empty hands.
+            # Only a method without proofs may return no choice.
             assert result.status is Status.LIMIT_REACHED and method not in ("exact", "exhaustive")
             continue
         if method in ("exact", "exhaustive"):

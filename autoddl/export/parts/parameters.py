@@ -14,7 +14,7 @@ from autoddl.pipelines.runtime.stepping import Ranks
 Tensor = Any
 
 
-class LayerParameters(nn.Module):
+class StageParameters(nn.Module):
     """The parameters of a layer, as global tensors.
 
     Args:
@@ -26,9 +26,20 @@ class LayerParameters(nn.Module):
     def __init__(self, layouts: Sequence[ParameterLayout], ranks: Ranks, placement: Any, sbp: Sequence[Sequence[Any]]):
         super().__init__()
         self.stored = [StoredParameter(layout, ranks, placement, one) for layout, one in zip(layouts, sbp)]
-        self.groups = parameter_groups(self.stored, ranks)
         for stored in self.stored:
             self.register_parameter(stored.layout.name.replace(".", "_"), stored.tensor)
+
+    def leaves(self) -> tuple[Tensor, ...]:
+        """This rank's blocks, of the version that is in use; gradients are summed when a schedule says so."""
+        return tuple(stored.leaf for stored in self.stored)
+
+
+class LayerParameters(StageParameters):
+    """The parameters of a layer, whose gradients are summed when they have come back; arguments as of `StageParameters`."""
+
+    def __init__(self, layouts: Sequence[ParameterLayout], ranks: Ranks, placement: Any, sbp: Sequence[Sequence[Any]]):
+        super().__init__(layouts, ranks, placement, sbp)
+        self.groups = parameter_groups(self.stored, ranks)
 
     def local(self, sync: bool = True) -> tuple[Tensor, ...]:
         """This rank's blocks, to compute with.
@@ -42,11 +53,7 @@ class LayerParameters(nn.Module):
             found.update(zip(map(id, group.parameters), tensors))
         return tuple(found[id(stored)] for stored in self.stored)
 
-    def leaves(self) -> tuple[Tensor, ...]:
-        """This rank's blocks, of the version that is in use; gradients are summed when a schedule says so."""
-        return tuple(stored.leaf for stored in self.stored)
-
 
 def all_parameters(model: Any) -> list[StoredParameter]:
     """Of a model and its parts, each once."""
-    return [stored for part in model.modules() if isinstance(part, LayerParameters) for stored in part.stored]
+    return [stored for part in model.modules() if isinstance(part, StageParameters) for stored in part.stored]

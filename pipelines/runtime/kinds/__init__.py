@@ -1,4 +1,4 @@
-"""What each kind of layer does on a rank, one module each: the twins of :mod:`autoddl.costmodel.kinds`.
+"""The statements of each kind of layer on a rank, one module each: the counterparts of :mod:`autoddl.costmodel.kinds`.
 
-`registry` has them by name; ``register`` adds those of kinds from outside of the package.  Needs no OneFlow.
+`registry` has them by name; ``register`` adds kinds defined outside of the package. Needs no OneFlow.
 """

@@ -8,23 +8,23 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer
 
 from ..layouts import attention_sections
-from ..statements import RANKS, Call, Frame, LayerProgram, Name, Statement, X
+from ..statements import RANKS, Call, LayerContext, LayerProgram, Name, Statement, X
 
 __all__ = ["drops_probabilities", "program"]
 
 
-def program(frame: Frame) -> LayerProgram:
+def program(frame: LayerContext) -> LayerProgram:
     layer, attributes, producers = frame.layer, frame.layer.attributes, frame.producers
     groups, sections = attention_sections(layer)
     num_groups = groups // frame.layout.num_parts
     is_grouped = len(producers) == 1 and frame.graph[producers[0]].kind == "linear"
-    if len(producers) not in (1, 3):  # 0: it reads the data
+    if len(producers) not in (1, 3):  # 0: it reads the model's input
         raise UserError(
             f"{layer.describe()}: reads {len(producers)} tensors, should read q, k and v or all of them in one"
         )
     statements: list[Statement] = []
     if len(producers) == 3:
-        statements.append(Call("heads_together", ([X, Name("input_1"), Name("input_2")],), {"groups": num_groups}))
+        statements.append(Call("concat_heads", ([X, Name("input_1"), Name("input_2")],), {"groups": num_groups}))
     elif not is_grouped:
         if frame.layout.num_parts > 1:
             raise UserError(
@@ -32,7 +32,7 @@ def program(frame: Frame) -> LayerProgram:
                 "only a linear layer's can"
             )
         statements.append(Call("flow.split", (X, list(sections)), {"dim": 2}, ("parts",)))
-        statements.append(Call("heads_together", (Name("parts"),), {"groups": num_groups}))
+        statements.append(Call("concat_heads", (Name("parts"),), {"groups": num_groups}))
     options: dict[str, Any] = {
         "groups": num_groups,
         "group_heads": attributes["heads"] // groups,
@@ -42,12 +42,12 @@ def program(frame: Frame) -> LayerProgram:
     }
     if drops_probabilities(layer):
         dropout = frame.fact("dropout", "dropout_of", layer.name, -1)
-        statements.append(Call("dropping", (dropout, Name("step"), RANKS), result=("drop",)))
+        statements.append(Call("bind_dropout", (dropout, Name("step"), RANKS), result=("drop",)))
         options["drop"] = Name("drop")
-    statements += frame.kept(("x",), [Call("attend", (X,), options, computes=True)])
+    statements += frame.recomputable(("x",), [Call("attend", (X,), options, computes=True)])
     return LayerProgram((), tuple(statements))
 
 
 def drops_probabilities(layer: Layer) -> bool:
-    """Whether attention drops probabilities: the backward pass then keeps more than these."""
+    """Whether probabilities are dropped; the backward pass then keeps more than the probabilities."""
     return layer.kind == "attention" and layer.kept_elements > layer.attributes["heads"] * layer.rows**2

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from ..statements import Call, Frame, LayerProgram, Name, X, epilogue
+from ..statements import Call, LayerContext, LayerProgram, Name, X, epilogue
 
 __all__ = ["program"]
 
 
-def program(frame: Frame) -> LayerProgram:
+def program(frame: LayerContext) -> LayerProgram:
     bias = Name("bias") if len(frame.weights) > 1 else None
     options = {"options": frame.fact("options", "convolution_options")}
     body = [
         Call("convolve", (X, frame.layer.input_shape, Name("weight"), bias), options, computes=True),
         *epilogue(frame),
     ]
-    return LayerProgram(frame.weights, (*frame.fed(1), *frame.kept(("x", *frame.weights), body)))
+    return LayerProgram(frame.weights, (*frame.input_data(1), *frame.recomputable(("x", *frame.weights), body)))

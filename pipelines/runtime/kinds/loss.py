@@ -1,12 +1,12 @@
-"""Cross entropy on a rank: sums over the vocabulary go over p1."""
+"""Cross entropy on a rank: sums over the vocabulary are reduced over p1."""
 
 from __future__ import annotations
 
-from ..statements import ALL_STEPS, RANKS, TARGETS, Call, Frame, LayerProgram, X
+from ..statements import ALL_STEPS, RANKS, TARGETS, Call, LayerContext, LayerProgram, X
 
 __all__ = ["program"]
 
 
-def program(frame: Frame) -> LayerProgram:
+def program(frame: LayerContext) -> LayerProgram:
     call = Call("cross_entropy", (X, TARGETS, frame.layout, RANKS), num_steps=ALL_STEPS, computes=True)
     return LayerProgram((), (call,))

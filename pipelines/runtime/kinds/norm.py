@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from math import prod
 
-from ..statements import ALL_STEPS, RANKS, Call, Frame, LayerProgram, Name, X, epilogue
+from ..statements import ALL_STEPS, RANKS, Call, LayerContext, LayerProgram, Name, X, epilogue
 
 __all__ = ["program"]
 
 
-def program(frame: Frame) -> LayerProgram:
+def program(frame: LayerContext) -> LayerProgram:
     layer, layout = frame.layer, frame.layout
     options = {
         "features": layer.attributes["features"],
@@ -21,8 +21,8 @@ def program(frame: Frame) -> LayerProgram:
     body = [Call("normalised", (X,), options, num_steps=ALL_STEPS, computes=True)]
     body += [Call(name, (X, Name(weight))) for name, weight in zip(("multiply", "add"), frame.weights)]
     statements = [
-        *frame.fed(prod(layer.input_shape[:-1])),
-        *frame.kept(("x", *frame.weights), body),
+        *frame.input_data(prod(layer.input_shape[:-1])),
+        *frame.recomputable(("x", *frame.weights), body),
         *epilogue(frame),
     ]
     return LayerProgram(frame.weights, tuple(statements))

@@ -1,20 +1,19 @@
-"""The user's own modules on a rank: whole samples."""
+"""Opaque modules of the user on a rank: whole samples."""
 
 from __future__ import annotations
 
 from autoddl.costmodel.errors import UserError
 
-from ..statements import Call, Frame, LayerProgram, Name, epilogue
+from ..statements import Call, LayerContext, LayerProgram, Name, epilogue
 
 __all__ = ["program"]
 
 
-def program(frame: Frame) -> LayerProgram:
-    """The user's own module, on whole samples."""
+def program(frame: LayerContext) -> LayerProgram:
     layer, graph = frame.layer, frame.graph
     if len(layer.modules) > 1:
         raise UserError(
-            f"{layer.describe()}: it stands for {', '.join(layer.modules)}, should stand for one module of the model to be run"
+            f"{layer.describe()}: its modules are {', '.join(layer.modules)}; only a single module of the model can be run"
         )
     for parameter in layer.parameters:
         if not parameter.name.startswith(f"{frame.path}."):
@@ -26,7 +25,7 @@ def program(frame: Frame) -> LayerProgram:
     inputs = ("x", *(f"input_{i}" for i in range(1, len(frame.producers))))
     shapes = [graph[producer].output_shape for producer in frame.producers]
     shapes = [layer.input_shape] if len(shapes) <= 1 else shapes
-    # Outside of sequences the one row of a sample is the sample itself.
+    # Outside of sequences the single row of a sample is the sample itself.
     shapes = [shape[1:] if len(shape) == 2 and shape[0] == 1 else shape for shape in shapes]
     own = frame.fact("module", "own_module", names, frame.strategy.p0)
     arguments = (own, list(map(Name, inputs)), shapes, list(map(Name, weights)))
@@ -34,4 +33,4 @@ def program(frame: Frame) -> LayerProgram:
         Call("run_module", arguments, {"training": Name("training")}, computes=True),
         *epilogue(frame),
     ]
-    return LayerProgram(weights, (*frame.fed(1), *frame.kept((*inputs, *weights), body)))
+    return LayerProgram(weights, (*frame.input_data(1), *frame.recomputable((*inputs, *weights), body)))

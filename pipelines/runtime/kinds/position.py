@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..statements import Call, Frame, LayerProgram, Name
+from ..statements import Call, LayerContext, LayerProgram, Name
 
 __all__ = ["program"]
 
 
-def program(frame: Frame) -> LayerProgram:
+def program(frame: LayerContext) -> LayerProgram:
     call = Call("positions", (Name("weight"), Name("num_samples"), frame.layout), {"rows": frame.layer.rows})
     return LayerProgram(frame.weights, (call,))

@@ -18,11 +18,29 @@ An action prints like the task that it belongs to::
 
 from __future__ import annotations
 
-from typing import NamedTuple, Union
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Union
 
-from ...schedule import Task
+from autoddl.costmodel.crossing import Piece
 
-__all__ = ["Action", "Drop", "Message", "Receive", "Reduce", "Rest", "Run", "Send", "Update"]
+from ...schedule import Kind, ScheduleFrame, Task
+from .slots import HeldBlock, slots_of
+
+__all__ = [
+    "Action",
+    "BoundaryTensor",
+    "Drop",
+    "Message",
+    "Program",
+    "Receive",
+    "Reduce",
+    "Rest",
+    "Run",
+    "Send",
+    "Update",
+    "message_of",
+]
 
 
 class Message(NamedTuple):
@@ -49,6 +67,33 @@ class Message(NamedTuple):
         if self.columns is not None:
             return f"{self.task}[{rows},{self.columns.start}:{self.columns.stop}]"
         return f"{self.task}" if self.is_whole else f"{self.task}[{rows}]"
+
+
+@dataclass(frozen=True)
+class BoundaryTensor:
+    """What passes between two stages: the shape of one row, and the type."""
+
+    row_shape: tuple[int, ...]
+    dtype: Any
+
+
+def message_of(
+    task: Task, per_micro_batch: int, piece: Piece, sources: range, destinations: range, shape: tuple[int, int]
+) -> Message:
+    """A message between the ranks of two workers; every slot of what passes has ``shape`` over all ranks of either."""
+    slots = slots_of(task, per_micro_batch)
+    rows, columns = piece.block
+    return Message(
+        task=task,
+        source=sources[piece.source],
+        destination=destinations[piece.destination],
+        first_slot=slots.start,
+        num_slots=len(slots),
+        first_row=rows.start,
+        num_rows=len(rows),
+        is_whole=len(rows) == shape[0],
+        columns=None if len(columns) == shape[1] else columns,
+    )
 
 
 class Run(NamedTuple):
@@ -138,3 +183,28 @@ class Drop(NamedTuple):
 
 
 Action = Union[Run, Send, Receive, Rest, Reduce, Update, Drop]
+
+
+@dataclass(frozen=True)
+class Program:
+    """All that one rank does in a run of a schedule, and what it has to know for it.
+
+    Attributes:
+        rank: of the job.
+        worker: that it is a part of.
+        frame: the schedule without its tasks.
+        slots_per_micro_batch: what a micro-batch is cut in.
+        blocks: what this rank holds of each slot where its stages begin and end, by (stage, is its end).
+        actions: in order.
+    """
+
+    rank: int
+    worker: int
+    frame: ScheduleFrame
+    slots_per_micro_batch: int
+    blocks: Mapping[tuple[int, bool], HeldBlock]
+    actions: tuple[Action, ...]
+
+    def given(self, task: Task) -> HeldBlock:
+        """What this rank has of what a task gives to a neighbouring stage."""
+        return self.blocks[task.stage, task.kind is Kind.FORWARD]

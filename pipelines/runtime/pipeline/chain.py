@@ -1,7 +1,7 @@
 """A model as a chain of layers, and its cut in stages.
 
 A *chain* is a list of layers, each a function of the one tensor that the layer before gives, and a loss of the last one's output
-and the targets. The built-in families and every ``nn.Sequential`` have one (`chain_of`); other models can be given as a `Chain`.
+and the targets. The built-in families and every ``nn.Sequential`` have one (`chain_of`); others can be given as a `ModuleChain`.
 
 Parameters are known by their names in the whole model. One that several layers use (an embedding that is also the head) is known
 by its first name; where its layers come into different stages it is *tied* between these stages.
@@ -18,20 +18,21 @@ from autoddl.costmodel.errors import UserError
 
 from ..load import load_oneflow
 from ..models import GPT, MLP, Bert, Llama, token_loss
+from ..userparameters import first_names
+from .actions import BoundaryTensor
 
 flow: Any = load_oneflow()
 
 __all__ = [
-    "Boundary",
-    "Chain",
-    "Layer",
+    "BoundaryTensor",
+    "ChainLayer",
+    "ModuleChain",
     "Place",
     "StageModule",
     "boundaries",
     "chain_of",
     "cut",
     "even_sizes",
-    "first_names",
     "tied_stages",
 ]
 
@@ -39,7 +40,7 @@ Tensor = Any
 
 
 @dataclass(frozen=True)
-class Layer:
+class ChainLayer:
     """One link of a chain."""
 
     run: Callable[[Tensor], Tensor]
@@ -48,12 +49,12 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Chain:
+class ModuleChain:
     """A model as a chain of layers."""
 
     model: Any
     """The module that all layers are parts of."""
-    layers: tuple[Layer, ...]
+    layers: tuple[ChainLayer, ...]
     loss: Callable[[Tensor, Tensor], Tensor]
     """Of the last layer's output and the targets: the mean over their rows (samples)."""
 
@@ -78,7 +79,7 @@ class StageModule:
     """
 
     number: int
-    layers: tuple[Layer, ...]
+    layers: tuple[ChainLayer, ...]
     places: dict[str, tuple[Place, ...]]
     loss: Callable[[Tensor, Tensor], Tensor] | None
 
@@ -96,18 +97,10 @@ class StageModule:
         return x
 
 
-@dataclass(frozen=True)
-class Boundary:
-    """What passes between two stages: the shape of one row, and the type."""
-
-    row_shape: tuple[int, ...]
-    dtype: Any
-
-
 # ---- Chains ------------------------------------------------------------------------------------------------------------
 
 
-def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> Chain:
+def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> ModuleChain:
     """The chain of a built-in transformer or MLP, or of an ``nn.Sequential``.
 
     Args:
@@ -121,42 +114,45 @@ def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None)
             return build(model)
     if not isinstance(model, flow.nn.Sequential):
         raise UserError(
-            f"a {type(model).__name__} is no chain of layers; give an nn.Sequential, or a Chain of your own"
+            f"a {type(model).__name__} is no chain of layers; give an nn.Sequential, or a Chain of your own; "
+            "or plan it, and train the plan"
         )
     if loss is None:
         raise UserError("an nn.Sequential has no loss of its own; give one, such as nn.functional.mse_loss")
-    return Chain(model, tuple(Layer(module, (name,)) for name, module in model._modules.items()), loss)
+    return ModuleChain(model, tuple(ChainLayer(module, (name,)) for name, module in model._modules.items()), loss)
 
 
-def _gpt(model: GPT) -> Chain:
+def _gpt(model: GPT) -> ModuleChain:
     """Embedding, blocks, head."""
 
     def embed(tokens: Tensor) -> Tensor:
         return model.wte(tokens) + model.wpe(flow.arange(tokens.shape[1]))
 
-    blocks = tuple(Layer(block, (f"h.{i}",)) for i, block in enumerate(model.h))
-    head = Layer(lambda x: model.lm_head(model.ln_f(x)), ("ln_f", "lm_head"))
-    return Chain(model, (Layer(embed, ("wte", "wpe")), *blocks, head), token_loss)
+    blocks = tuple(ChainLayer(block, (f"h.{i}",)) for i, block in enumerate(model.h))
+    head = ChainLayer(lambda x: model.lm_head(model.ln_f(x)), ("ln_f", "lm_head"))
+    return ModuleChain(model, (ChainLayer(embed, ("wte", "wpe")), *blocks, head), token_loss)
 
 
-def _bert(model: Bert) -> Chain:
+def _bert(model: Bert) -> ModuleChain:
     """Embeddings, layers, the head of the masked-language model."""
-    blocks = tuple(Layer(block, (f"encoder.layer.{i}",)) for i, block in enumerate(model.encoder.layer))
-    return Chain(model, (Layer(model.embeddings, ("embeddings",)), *blocks, Layer(model.cls, ("cls",))), token_loss)
+    blocks = tuple(ChainLayer(block, (f"encoder.layer.{i}",)) for i, block in enumerate(model.encoder.layer))
+    return ModuleChain(
+        model, (ChainLayer(model.embeddings, ("embeddings",)), *blocks, ChainLayer(model.cls, ("cls",))), token_loss
+    )
 
 
-def _llama(model: Llama) -> Chain:
+def _llama(model: Llama) -> ModuleChain:
     """Embedding, blocks (each with the angles of its positions), head."""
 
     def run(block: Any, x: Tensor) -> Tensor:
         return block(x, *model.angles(x.shape[1]))
 
-    blocks = tuple(Layer(functools.partial(run, block), (f"layers.{i}",)) for i, block in enumerate(model.layers))
-    head = Layer(lambda x: model.lm_head(model.norm(x)), ("norm", "lm_head"))
-    return Chain(model, (Layer(model.embed_tokens, ("embed_tokens",)), *blocks, head), token_loss)
+    blocks = tuple(ChainLayer(functools.partial(run, block), (f"layers.{i}",)) for i, block in enumerate(model.layers))
+    head = ChainLayer(lambda x: model.lm_head(model.norm(x)), ("norm", "lm_head"))
+    return ModuleChain(model, (ChainLayer(model.embed_tokens, ("embed_tokens",)), *blocks, head), token_loss)
 
 
-def _mlp(model: MLP) -> Chain:
+def _mlp(model: MLP) -> ModuleChain:
     """Matrices, each but the last with its relu."""
 
     def linear(name: str, is_last: bool, x: Tensor) -> Tensor:
@@ -164,8 +160,8 @@ def _mlp(model: MLP) -> Chain:
         return y if is_last else flow.nn.functional.relu(y)
 
     names = [f"fc{i + 1}" for i in range(model.num_layers)]
-    layers = tuple(Layer(functools.partial(linear, name, name == names[-1]), (name,)) for name in names)
-    return Chain(model, layers, flow.nn.functional.mse_loss)
+    layers = tuple(ChainLayer(functools.partial(linear, name, name == names[-1]), (name,)) for name in names)
+    return ModuleChain(model, layers, flow.nn.functional.mse_loss)
 
 
 # ---- Stages ------------------------------------------------------------------------------------------------------------
@@ -179,7 +175,7 @@ def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(each + (stage >= num_stages - extra) for stage in range(num_stages))
 
 
-def cut(chain: Chain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
+def cut(chain: ModuleChain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
     """The stages of a chain, the s-th of ``sizes[s]`` layers.
 
     Raises:
@@ -207,16 +203,6 @@ def cut(chain: Chain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
     return tuple(stages)
 
 
-def first_names(model: Any) -> dict[int, str]:
-    """Per parameter, by its ``id``, the first name that the model has for it."""
-    names: dict[int, str] = {}
-    for path, module in model.named_modules():
-        for attribute, parameter in module._parameters.items():
-            if parameter is not None:
-                names.setdefault(id(parameter), f"{path}.{attribute}" if path else attribute)
-    return names
-
-
 def tied_stages(stages: Sequence[StageModule]) -> dict[str, tuple[int, ...]]:
     """Per parameter that several stages have, by name, these stages."""
     holders: dict[str, list[int]] = {}
@@ -226,7 +212,7 @@ def tied_stages(stages: Sequence[StageModule]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(numbers) for name, numbers in holders.items() if len(numbers) > 1}
 
 
-def boundaries(stages: Sequence[StageModule], row: Tensor) -> tuple[Boundary, ...]:
+def boundaries(stages: Sequence[StageModule], row: Tensor) -> tuple[BoundaryTensor, ...]:
     """What passes between the stages, found by running one row (a batch of one sample) through all of them but the last."""
     result = []
     x = row
@@ -238,5 +224,5 @@ def boundaries(stages: Sequence[StageModule], row: Tensor) -> tuple[Boundary, ..
                 raise UserError(
                     f"stage {stage.number} gives a tensor of shape {tuple(x.shape)} for one sample; samples must stay the rows"
                 )
-            result.append(Boundary(tuple(x.shape[1:]), x.dtype))
+            result.append(BoundaryTensor(tuple(x.shape[1:]), x.dtype))
     return tuple(result)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 
 from ..load import load_oneflow
-from .actions import Reduce, Run
-from .chain import Boundary, StageModule, tied_stages
+from .actions import BoundaryTensor, Reduce, Run
+from .chain import StageModule, tied_stages
 from .checkpoint import Entry
 from .data import BatchSource, LossPart, SlotData
 from .lowering import Lowered
 from .transport import Transport
-from .weights import ReplicaWeights
+from .weights import ReplicaWeights, WeightVersions
 
 flow: Any = load_oneflow()
 
@@ -32,12 +32,12 @@ class ChainStages:
         lowered: Lowered,
         rank: int,
         stages: Sequence[StageModule],
-        boundaries: Sequence[Boundary],
+        boundaries: Sequence[BoundaryTensor],
         batch: BatchSource,
     ) -> None:
         self.boundaries = boundaries
         self._stages = stages
-        self._data = SlotData(lowered, batch)
+        self._data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
         self._rows = lowered.ranks.rows_of(rank, lowered.slot_rows)
         tied = tied_stages(stages)
         self._names = {stages: [name for name in tied if tied[name] == stages] for stages in set(tied.values())}
@@ -78,14 +78,14 @@ class ChainStages:
         """This rank's rows of the inputs (0) or targets (1) of some slots."""
         return flow.tensor(np.concatenate([self._data.rows(slot, which, self._rows) for slot in slots]))
 
-    def total(self, action: Reduce, replicas: Mapping[int, ReplicaWeights], transport: Transport) -> Tensor | None:
+    def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
         names = self._names[action.stages]
         if not names:
             return None  # on all ranks alike
         parts: list[Any] = [replica.gradient(action.update, names) for replica in replicas.values()]
         return transport.all_reduce(sum(parts[1:], parts[0]), action.ranks)
 
-    def set_gradient(self, stage: int, action: Reduce, replica: ReplicaWeights, total: Tensor) -> None:
+    def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
         replica.set_gradient(action.update, self._names[action.stages], total)
 
     def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:

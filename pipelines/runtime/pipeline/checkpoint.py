@@ -1,25 +1,25 @@
-"""Checkpoints: what training needs to go on, by the names of parameters, so that it can go on with another schedule.
+"""Checkpoints: the state of a training, by the names of parameters, so that it can be resumed with another schedule.
 
     DIRECTORY/step-00000120/rank-0.npz, rank-2.npz, ...    each parameter with its optimizer's state, by the first rank that has it
     DIRECTORY/step-00000120/checkpoint.json                the manifest: size and SHA-256 of every part, and a hash of itself
-    DIRECTORY/.step-00000130.part/...                      one that is being written
-    DIRECTORY/.step-00000110.old/...                       one that is being removed
+    DIRECTORY/.step-00000130.part/...                      a checkpoint that is being written
+    DIRECTORY/.step-00000110.old/...                       a checkpoint that is being removed
 
-**Writing.** A checkpoint is written under another name, and renamed when all of it is on the disk: parts, manifest and folders are
+**Writing.** A checkpoint is written under another name, and renamed when all of it is on the disk. Parts, manifest and folders are
 synchronized (``fsync``), so that neither a kill at any moment nor a power cut leaves half a checkpoint under a final name.
-Checksums are taken of the bytes on their way to the disk, not of what is read back.
+Checksums are computed from the bytes on their way to the disk, not from what is read back.
 
-**Reading.** A checkpoint is whole if its manifest has its hash, and every part is a file of the size and the SHA-256 that the
-manifest has. Anything else is damage (`DamagedError`), and so is a folder without a manifest, since nothing half written has such a
-name. Parts hold plain numbers: pickled objects, compressed members and shapes other than the model's are refused before memory is
-taken for them.
+**Reading.** A checkpoint is intact if its manifest has the right hash, and every part is a file of the manifest's size and SHA-256.
+Anything else is damage (`DamagedError`), including a folder without a manifest, since no unfinished checkpoint has a final name.
+Parts hold plain numbers: pickled objects, compressed members and shapes other than the model's are rejected before memory is
+allocated for them.
 
-**Keeping.** After a new one, the newest whole one before it is kept too, and what is older is removed. Damaged ones do not count.
-Here sizes and manifests are compared, not checksums, which would read everything again; those that restoring found damaged are
-remembered.
+**Retention.** After a new checkpoint, the newest intact one before it is kept too; older ones are removed. Damaged ones are not
+counted. For this only sizes and manifests are compared: checksums would require reading everything. Checkpoints that `restore`
+found damaged are remembered.
 
-**Versions of the format.** Version 2 has sizes and checksums. Version 1 has not; it is read all the same, and what damage it has is
-found by the checks of the zip format (a CRC-32 of each array).
+**Versions of the format.** Version 2 has sizes and checksums. Version 1 has none; it can still be read, and its damage is detected
+by the zip format (a CRC-32 of each array).
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ from autoddl.costmodel.errors import UserError
 
 __all__ = [
     "Checkpoint",
+    "CheckpointFile",
     "DamagedError",
     "Entry",
-    "Part",
     "checkpoint_folder",
     "checkpoints_in",
     "discard_unfinished",
@@ -66,17 +66,23 @@ _KEPT = 2
 _CHUNK_BYTES = 2**20
 _LONGEST_KEY = 100  # characters of the name of an optimizer's state
 
+#: A parameter: its value, under ``value``, and its optimizer state, under the optimizer's names (state of all parameters: scalars).
 Entry = dict[str, np.ndarray]
-"""Of a parameter: its value, under ``value``, and what the optimizer keeps for it (and for all: scalars), by names of its own."""
 
 
 class DamagedError(Exception):
-    """A checkpoint is not whole; the message says what is wrong with which of its files."""
+    """A checkpoint is not intact; the message names the file and the fault."""
 
 
 @dataclass(frozen=True)
-class Part:
-    """A file of a checkpoint; ``num_bytes`` and ``sha256`` are None where version 1 of the format has no checksums."""
+class CheckpointFile:
+    """A file of a checkpoint.
+
+    Attributes:
+        name: of the file.
+        num_bytes: its size; None in version 1 of the format.
+        sha256: its checksum; None in version 1 of the format.
+    """
 
     name: str
     num_bytes: int | None
@@ -84,7 +90,7 @@ class Part:
 
 
 def checkpoint_folder(directory: Path, num_updates: int) -> Path:
-    """Where a complete checkpoint is."""
+    """The folder of a complete checkpoint."""
     return directory / f"step-{num_updates:08d}"
 
 
@@ -93,7 +99,7 @@ def _unfinished(directory: Path, num_updates: int) -> Path:
 
 
 def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
-    """What has the name of a checkpoint in a directory, whole or not, the newest first, with its number of updates.
+    """All folders with the name of a checkpoint, intact or not, the newest first, with their numbers of updates.
 
     Raises:
         UserError: the directory cannot be read.
@@ -109,7 +115,7 @@ def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 def unwritable(error: OSError, path: Path) -> str:
-    """``PATH: No space left on device``: of an error that occurred while ``path`` was written."""
+    """``PATH: No space left on device``: the message of an error that occurred while ``path`` was written."""
     return f"{error.filename or path}: {_cause(error)}"
 
 
@@ -121,10 +127,10 @@ def _cause(error: Exception) -> str:
 
 
 def prepare_directory(directory: Path) -> None:
-    """Make the directory of a job's checkpoints where it is missing, and write there once to see that it can be written.
+    """Create the directory of a job's checkpoints if it is missing, and test that it can be written.
 
     Raises:
-        UserError: it cannot.
+        UserError: it cannot be created or written.
     """
     probe = directory / f".probe-{os.getpid()}"
     try:
@@ -137,18 +143,18 @@ def prepare_directory(directory: Path) -> None:
             probe.unlink()
 
 
-def write_part(directory: Path, num_updates: int, rank: int, entries: Mapping[str, Entry]) -> Part | None:
-    """Write one rank's part of a checkpoint that is not complete yet; None, and nothing, where it has no entries.
+def write_part(directory: Path, num_updates: int, rank: int, entries: Mapping[str, Entry]) -> CheckpointFile | None:
+    """Write one rank's part of an unfinished checkpoint; without entries, write nothing and return None.
 
     Raises:
-        OSError: it cannot be written; what was written of it is removed.
+        OSError: the part cannot be written; its file is removed.
     """
     if not entries:
         return None
     folder = _unfinished(directory, num_updates)
     _make_folder(folder)
     path = folder / f"rank-{rank}.npz"
-    with _written(path) as file:
+    with _synchronized_file(path) as file:
         hashed = _HashedWriter(file)
         with zipfile.ZipFile(hashed, "w", zipfile.ZIP_STORED) as archive:  # type: ignore[call-overload]
             for name, entry in entries.items():
@@ -156,7 +162,7 @@ def write_part(directory: Path, num_updates: int, rank: int, entries: Mapping[st
                     with archive.open(zipfile.ZipInfo(f"{name}/{key}.npy"), "w", force_zip64=True) as member:
                         np.lib.format.write_array(member, np.asanyarray(value), allow_pickle=False)
     _synchronize(folder)
-    return Part(path.name, hashed.num_bytes, hashed.sha256())
+    return CheckpointFile(path.name, hashed.num_bytes, hashed.sha256())
 
 
 def write_complete(
@@ -164,19 +170,25 @@ def write_complete(
     num_updates: int,
     num_micro_batches: int,
     schedule: str,
-    parts: Iterable[Part],
+    parts: Iterable[CheckpointFile],
     damaged: Collection[Path] = (),
 ) -> None:
-    """Complete a checkpoint all ``parts`` of which are written, and remove old ones; one rank calls.
+    """Complete a checkpoint after all its parts have been written, and remove old ones; called by one rank.
 
     Args:
-        damaged: older ones known not to be whole.
+        directory: of the job's checkpoints.
+        num_updates: weight updates so far.
+        num_micro_batches: micro-batches so far.
+        schedule: name of the schedule.
+        parts: all its parts.
+        damaged: older checkpoints known to be damaged.
 
     Raises:
-        OSError: a part is not there (the ranks do not share the directory, perhaps), or the disk is full.
+        OSError: a part is missing (the ranks may not share the directory), or the disk is full.
     """
     unfinished, folder = _unfinished(directory, num_updates), checkpoint_folder(directory, num_updates)
     parts = sorted(parts, key=lambda part: part.name)
+    # Check that this rank sees all parts, and remove others.
     _make_folder(unfinished)
     for part in parts:
         path = unfinished / part.name
@@ -186,8 +198,9 @@ def write_complete(
             raise OSError(errno.EIO, words, str(path))
     names = {part.name for part in parts}
     for path in unfinished.iterdir():
-        if path.name not in names:  # of a killed job with other ranks
+        if path.name not in names:  # left by a killed job with other ranks
             _remove(path)
+    # Write the manifest, then give the folder its final name.
     document: dict[str, Any] = {
         "format": _FORMAT,
         "version": _VERSION,
@@ -199,7 +212,7 @@ def write_complete(
     document["hash"] = canonical_hash(document)
     _write_file(unfinished / _MANIFEST, (json.dumps(document, indent=1, allow_nan=False) + "\n").encode())
     _synchronize(unfinished)
-    _set_aside(folder)  # a damaged one, or one of a job that began anew here
+    _set_aside(folder)  # a damaged checkpoint, or one of an earlier training in this directory
     os.rename(unfinished, folder)
     _synchronize(directory)
     discard_unfinished(directory)
@@ -207,14 +220,14 @@ def write_complete(
 
 
 def discard_unfinished(directory: Path) -> None:
-    """Remove what killed jobs, and checkpoints that could not be written, have left; one rank calls while none writes."""
+    """Remove what killed jobs and failed checkpoints have left; called by one rank while no rank writes."""
     for path in directory.glob(".step-*"):
         if path.suffix in (".part", ".old"):
             _remove(path)
 
 
 def _remove_old(directory: Path, num_updates: int, damaged: Collection[Path]) -> None:
-    """Remove what is older than the newest whole ones, of which the one of ``num_updates`` is the first."""
+    """Remove checkpoints older than that of ``num_updates`` except for the newest intact ones."""
     num_kept = 1
     for number, folder in checkpoints_in(directory):
         if number >= num_updates:
@@ -223,12 +236,12 @@ def _remove_old(directory: Path, num_updates: int, damaged: Collection[Path]) ->
             aside = _set_aside(folder)
             if aside is not None:
                 _remove(aside)
-        elif folder not in damaged and _seems_whole(folder):
+        elif folder not in damaged and _seems_intact(folder):
             num_kept += 1
 
 
 def _set_aside(folder: Path) -> Path | None:
-    """Give a checkpoint a name that is none of a checkpoint; None where there is none, or it cannot be renamed."""
+    """Rename a checkpoint's folder so that it no longer counts as one; returns None if it does not exist or cannot be renamed."""
     aside = folder.with_name(f".{folder.name}.old")
     _remove(aside)
     try:
@@ -239,7 +252,7 @@ def _set_aside(folder: Path) -> Path | None:
 
 
 def _remove(path: Path) -> None:
-    """A file or folder, as far as it can be removed."""
+    """Remove a file or folder as far as possible."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -248,7 +261,7 @@ def _remove(path: Path) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """A folder with those above it, which are on the disk when this returns."""
+    """Create a folder and its parents, and synchronize them to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -256,8 +269,8 @@ def _make_folder(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def _written(path: Path) -> Iterator[BinaryIO]:
-    """A new file that is on the disk when the block ends; removed where the block or that fails, with an error that names it."""
+def _synchronized_file(path: Path) -> Iterator[BinaryIO]:
+    """Open a new file, synchronize it to the disk when the block ends, and remove it after an error, which names it."""
     try:
         with open(path, "wb") as file:
             yield file
@@ -272,15 +285,15 @@ def _written(path: Path) -> Iterator[BinaryIO]:
 
 
 def _write_file(path: Path, content: bytes) -> None:
-    with _written(path) as file:
+    with _synchronized_file(path) as file:
         file.write(content)
 
 
 def _synchronize(folder: Path) -> None:
-    """Have the names in a folder on the disk, where its file system can do that and it may be opened."""
+    """Synchronize the names in a folder to the disk, if the file system supports that and the folder may be opened."""
     try:
         handle = os.open(folder, os.O_RDONLY)
-    except PermissionError:  # it may be written, not read
+    except PermissionError:  # the folder can be written, but not read
         return
     try:
         os.fsync(handle)
@@ -292,7 +305,7 @@ def _synchronize(folder: Path) -> None:
 
 
 class _HashedWriter:
-    """A file for writing that hashes what passes. It cannot seek: the zip format then writes forwards only."""
+    """A writable file that hashes its content. It cannot seek, so that the zip format is written sequentially."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.num_bytes = 0
@@ -316,23 +329,30 @@ class _HashedWriter:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint whose manifest is whole."""
+    """A checkpoint with an intact manifest.
+
+    Attributes:
+        folder: of the checkpoint.
+        num_updates: weight updates so far.
+        num_micro_batches: micro-batches so far.
+        parts: its files.
+        hash: of the manifest's content.
+    """
 
     folder: Path
     num_updates: int
     num_micro_batches: int
-    parts: tuple[Part, ...]
+    parts: tuple[CheckpointFile, ...]
     hash: str = field(default="", compare=False)
-    """Of the manifest's content."""
 
-    def verify(self, parts: Iterable[Part]) -> None:
-        """Read some of the parts, and compare their checksums.
+    def verify(self, parts: Iterable[CheckpointFile]) -> None:
+        """Compare the checksums of some of the parts.
 
         Raises:
-            DamagedError: one is not whole.
+            DamagedError: a part is not intact.
         """
         for part in parts:
-            with _damage_of(self.folder / part.name), self.opened(part) as file:
+            with _damage_of(self.folder / part.name), self.open_part(part) as file:
                 if part.sha256 is None:
                     continue
                 found = hashlib.sha256()
@@ -345,15 +365,15 @@ class Checkpoint:
                     )
 
     def read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
-        """The entries of some parameters of these shapes.
+        """The entries of the parameters in ``shapes``.
 
         Raises:
             DamagedError: a part cannot be read.
-            UserError: there is no parameter of that name, or it has another shape: the checkpoint is of another model.
+            UserError: a parameter is missing or has another shape: the checkpoint is of another model.
         """
         entries: dict[str, Entry] = {}
         for part in self.parts:
-            with _damage_of(self.folder / part.name), self.opened(part) as file, zipfile.ZipFile(file) as archive:
+            with _damage_of(self.folder / part.name), self.open_part(part) as file, zipfile.ZipFile(file) as archive:
                 for info in archive.infolist():
                     name, _, what = info.filename[: -len(".npy")].rpartition("/")
                     if name in shapes and info.filename.endswith(".npy"):
@@ -367,18 +387,18 @@ class Checkpoint:
             raise UserError(f"checkpoint {self.folder} has no parameter {missing[0]}; it is of another model")
         return entries
 
-    def opened(self, part: Part) -> BinaryIO:
-        """A part, of which kind and size are those of its manifest."""
+    def open_part(self, part: CheckpointFile) -> BinaryIO:
+        """Open a part, after checking that it is a file of the manifest's size."""
         path = self.folder / part.name
         found = os.stat(path)
         if not stat.S_ISREG(found.st_mode):
-            raise DamagedError(f"{part.name} is no file")
+            raise DamagedError(f"{part.name} is not a file")
         if part.num_bytes is not None and found.st_size != part.num_bytes:
             raise DamagedError(f"{part.name} has {found.st_size} bytes, should have {part.num_bytes}")
         return open(path, "rb")
 
     def _array(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, shape: tuple[int, ...]) -> np.ndarray:
-        """A member, its header compared with the member's size and the parameter's shape before memory is taken."""
+        """Read a member, after comparing its header with its size and with the parameter's shape."""
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
             raise DamagedError(f"{info.filename} is compressed")
         with archive.open(info) as member:
@@ -401,23 +421,23 @@ class Checkpoint:
                     "model"
                 )
             member.seek(0)
-            return np.lib.format.read_array(member, allow_pickle=False)  # to its end, where its CRC-32 is compared
+            return np.lib.format.read_array(member, allow_pickle=False)  # to its end, where its CRC-32 is checked
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
-    """A checkpoint by its folder.
+    """Open the checkpoint in a folder.
 
     Raises:
-        DamagedError: its manifest is missing, cannot be read, or is not what was written.
+        DamagedError: its manifest is missing, malformed, or has been changed.
     """
     path = folder / _MANIFEST
     try:
         with _damage_of(path):
             if not folder.is_dir():
-                raise DamagedError("it is no folder")
+                raise DamagedError("it is not a folder")
             found = os.stat(path)
             if not stat.S_ISREG(found.st_mode):
-                raise DamagedError(f"{_MANIFEST} is no file")
+                raise DamagedError(f"{_MANIFEST} is not a file")
             if found.st_size > _MANIFEST_LIMIT_BYTES:
                 raise DamagedError(f"{_MANIFEST} has {found.st_size} bytes, at most {_MANIFEST_LIMIT_BYTES} are read")
             return _checkpoint(folder, Fields(json.loads(path.read_bytes()), _MANIFEST))
@@ -427,23 +447,24 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
 def _checkpoint(folder: Path, fields: Fields) -> Checkpoint:
     if fields.text("format") != _FORMAT:
-        raise DamagedError(f"{_MANIFEST} is no manifest of a checkpoint")
+        raise DamagedError(f"{_MANIFEST} is not a manifest of a checkpoint")
     version = fields.integer("version")
     if version not in (_UNCHECKED_VERSION, _VERSION):
         raise DamagedError(f"{_MANIFEST} is of version {version}, this release reads 1 and 2")
     if version == _UNCHECKED_VERSION:
-        parts = tuple(Part(name, None, None) for name in fields.texts("files"))
+        parts = tuple(CheckpointFile(name, None, None) for name in fields.texts("files"))
         found = canonical_hash(fields.value)
     else:
         parts = tuple(
-            Part(file.text("name"), file.integer("bytes"), file.text("sha256")) for file in fields.objects("files")
+            CheckpointFile(file.text("name"), file.integer("bytes"), file.text("sha256"))
+            for file in fields.objects("files")
         )
         found = canonical_hash({name: value for name, value in fields.value.items() if name != "hash"})
         if fields.text("hash") != found:
             raise DamagedError(f"{_MANIFEST} has another hash than its content")
     for part in parts:
         if not re.fullmatch(r"rank-[0-9]{1,9}\.npz", part.name):
-            raise DamagedError(f"{_MANIFEST} lists {part.name[:60]!r}, which is no part's name")
+            raise DamagedError(f"{_MANIFEST} lists {part.name[:60]!r}, which is not the name of a part")
     if len({part.name for part in parts}) != len(parts):
         raise DamagedError(f"{_MANIFEST} lists a part twice")
     checkpoint = Checkpoint(
@@ -454,12 +475,12 @@ def _checkpoint(folder: Path, fields: Fields) -> Checkpoint:
     return checkpoint
 
 
-def _seems_whole(folder: Path) -> bool:
-    """Whether the manifest is whole and the parts have their sizes; their contents are not read."""
+def _seems_intact(folder: Path) -> bool:
+    """Whether the manifest is intact and the parts have their sizes; their contents are not read."""
     try:
         checkpoint = open_checkpoint(folder)
         for part in checkpoint.parts:
-            with _damage_of(folder / part.name), checkpoint.opened(part):
+            with _damage_of(folder / part.name), checkpoint.open_part(part):
                 pass
     except DamagedError:
         return False
@@ -468,7 +489,7 @@ def _seems_whole(folder: Path) -> bool:
 
 @contextlib.contextmanager
 def _damage_of(path: Path) -> Iterator[None]:
-    """Within it, whatever reading a file of a checkpoint raises becomes a `DamagedError` that names the file."""
+    """Turn any error of reading a file of a checkpoint into a `DamagedError` that names the file."""
     try:
         yield
     except (DamagedError, UserError, MemoryError):
@@ -477,5 +498,5 @@ def _damage_of(path: Path) -> Iterator[None]:
         raise DamagedError(f"{path.name} is missing") from None
     except OSError as error:
         raise DamagedError(f"{path.name} cannot be read: {_cause(error)}") from None
-    except Exception as error:  # which ones zip files, arrays and JSON raise where they are malformed is not documented
+    except Exception as error:  # the errors of malformed zip files, arrays and JSON are not documented
         raise DamagedError(f"{path.name} is malformed: {str(error)[:100]}") from None

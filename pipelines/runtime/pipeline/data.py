@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ...schedule import Schedule
-from .lowering import Lowered
+from ...schedule import ScheduleFrame
 
 __all__ = ["BatchSource", "LossListener", "LossPart", "SlotData"]
 
@@ -31,23 +30,28 @@ class LossPart(NamedTuple):
 class SlotData:
     """The data of a run, by slots.
 
+    Args:
+        per_micro_batch: slots of a micro-batch.
+        slot_rows: rows of a slot, over all ranks of a worker.
+
     Attributes:
+        batch: see `BatchSource`.
         first_micro_batch: the number over all runs of the run's first micro-batch.
     """
 
-    def __init__(self, lowered: Lowered, batch: BatchSource) -> None:
+    def __init__(self, frame: ScheduleFrame, per_micro_batch: int, slot_rows: int, batch: BatchSource) -> None:
         self.first_micro_batch = 0
-        self._schedule: Schedule = lowered.schedule
-        self._per_micro_batch = lowered.slots_per_micro_batch
-        self._slot_rows = lowered.slot_rows
-        self._batch = batch
+        self._frame = frame
+        self._per_micro_batch = per_micro_batch
+        self.slot_rows = slot_rows
+        self.batch = batch
 
     def rows(self, slot: int, which: int, rows: range | None = None) -> np.ndarray:
         """The inputs (0) or targets (1) of a slot, all its rows or some."""
         number, half = divmod(slot, self._per_micro_batch)
-        first = half * self._slot_rows
-        rows = range(self._slot_rows) if rows is None else rows
-        return self._batch(self.first_micro_batch + number)[which][first + rows.start : first + rows.stop]
+        first = half * self.slot_rows
+        rows = range(self.slot_rows) if rows is None else rows
+        return self.batch(self.first_micro_batch + number)[which][first + rows.start : first + rows.stop]
 
     def number(self, slot: int) -> int:
         """A slot's number over all runs."""
@@ -59,8 +63,8 @@ class SlotData:
 
     def share_of_micro_batch(self, num_rows: int) -> float:
         """Which part of a micro-batch so many rows are."""
-        return num_rows / (self._per_micro_batch * self._slot_rows)
+        return num_rows / (self._per_micro_batch * self.slot_rows)
 
     def share_of_update(self, num_rows: int, update: int) -> float:
         """Which part of all rows of an update so many rows are."""
-        return self.share_of_micro_batch(num_rows) / len(self._schedule.micro_batches_of(update))
+        return self.share_of_micro_batch(num_rows) / len(self._frame.micro_batches_of(update))

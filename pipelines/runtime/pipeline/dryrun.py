@@ -1,7 +1,7 @@
-"""Executing programs without data: do they get through, and does every computation have what it needs?
+"""A dry run of programs without data: checks that they end, and that every computation has its inputs.
 
-Every message here blocks both its ends, every reduction and every computation in which ranks communicate all its ranks, which is
-stricter than any real execution. A program that passes neither deadlocks nor works on something that has not come.
+Every message blocks both its ends, and every reduction and every computation in which ranks communicate blocks all its ranks.
+This is stricter than any real execution: a program that passes neither deadlocks nor computes with missing inputs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["ProgramError", "check_programs"]
 
 
 class ProgramError(UserError):
-    """Lists of actions that ranks cannot carry out."""
+    """Programs that ranks cannot execute."""
 
 
 def check_programs(holding: Holding, programs: Sequence[Sequence[Action]], compress: bool = False) -> None:
@@ -27,10 +27,11 @@ def check_programs(holding: Holding, programs: Sequence[Sequence[Action]], compr
 
     Args:
         holding: the schedule, and what its ranks hold.
-        compress: messages are there only when their second parts are.
+        programs: of all ranks.
+        compress: whether messages are complete only with their second parts.
 
     Raises:
-        ProgramError: they come to a standstill, or a rank comes to an action before its inputs; names the rank and the action.
+        ProgramError: the programs deadlock, or an action comes before its inputs; names the rank and the action.
     """
     checks = [_Rank(holding, rank, program, compress) for rank, program in enumerate(programs)]
     waiting = list(range(len(checks)))
@@ -55,7 +56,7 @@ def check_programs(holding: Holding, programs: Sequence[Sequence[Action]], compr
 
 
 def _ends(action: Action) -> list[int]:
-    """The ranks that a piece of communication takes place on."""
+    """The ranks that take part in a communication."""
     if isinstance(action, (Reduce, Run)):
         return list(action.ranks)
     assert isinstance(action, (Send, Receive, Rest))
@@ -63,7 +64,7 @@ def _ends(action: Action) -> list[int]:
 
 
 def _meets(there: Action | None, action: Action) -> bool:
-    """Whether another rank has come to the same communication."""
+    """Whether another rank has reached the same communication."""
     if isinstance(action, (Reduce, Rest, Run)):
         return there == action
     assert isinstance(action, (Send, Receive))
@@ -71,7 +72,7 @@ def _meets(there: Action | None, action: Action) -> bool:
 
 
 class _Rank:
-    """How far one rank has come, and what has reached it."""
+    """The position of one rank in its program, and what it has received."""
 
     def __init__(self, holding: Holding, rank: int, program: Sequence[Action], compress: bool) -> None:
         self.rank = rank
@@ -81,19 +82,19 @@ class _Rank:
         self._program = program
         self._position = 0
         self._last_part: type[Rest] | type[Receive] = Rest if compress else Receive
+        # Received elements of the matrix of (is forward, pipeline, consuming stage, slot).
         self._arrived: Counter[tuple[bool, int, int, int]] = Counter()
-        """Elements of the matrix of (is forward, pipeline, consuming stage, slot)."""
         self._sums_to_come = Counter(
             (stage, action.update) for action in program if isinstance(action, Reduce) for stage in action.stages
         )
 
     @property
     def head(self) -> Action | None:
-        """The communication that it waits in; None at the end."""
+        """The communication that the rank waits for; None at the end."""
         return self._program[self._position] if self._position < len(self._program) else None
 
     def advance(self) -> None:
-        """Go on to the next communication."""
+        """Run to the next communication."""
         while self._position < len(self._program):
             action = self._program[self._position]
             if isinstance(action, (Send, Receive, Rest, Reduce)) or (isinstance(action, Run) and action.ranks):
@@ -101,11 +102,11 @@ class _Rank:
             if isinstance(action, Run):
                 self._compute(action)
             elif isinstance(action, Update) and self._sums_to_come[action.task.stage, action.task.micro_batch]:
-                self._refuse(action, "the sum of its gradients (where stages share weights, updates come last)")
+                self._fail(action, "the sum of its gradients (where stages share weights, updates come last)")
             self._position += 1
 
     def complete(self) -> None:
-        """The communication at the head has taken place."""
+        """Complete the communication at the head."""
         action = self._program[self._position]
         self._position += 1
         if isinstance(action, self._last_part) and action.message.destination == self.rank:
@@ -121,7 +122,7 @@ class _Rank:
             self._compute(action)
 
     def _deliver(self, task: Task, first_slot: int, num_slots: int, size: int) -> None:
-        """So many elements of every slot of a task's output are here for its consumer."""
+        """Add ``size`` elements to every slot of a task's output at its consumer."""
         is_forward = task.kind is Kind.FORWARD
         consumer = task.stage + (1 if is_forward else -1)
         for slot in range(first_slot, first_slot + num_slots):
@@ -133,9 +134,9 @@ class _Rank:
             is_forward, needed = task.kind is Kind.FORWARD, self._holding.taken(self.rank, task).size
             for slot in range(run.first_slot, run.first_slot + run.num_slots):
                 if self._arrived.pop((is_forward, task.pipeline, task.stage, slot), 0) != needed:
-                    self._refuse(run, "its input")
+                    self._fail(run, "its input")
         if self._schedule.destination_of(task) == self._worker:
             self._deliver(task, run.first_slot, run.num_slots, self._holding.given(self.rank, task).size)
 
-    def _refuse(self, action: Action, what: str) -> None:
-        raise ProgramError(f"schedule {self._schedule.name}: rank {self.rank} comes to '{action}' before it has {what}")
+    def _fail(self, action: Action, what: str) -> None:
+        raise ProgramError(f"schedule {self._schedule.name}: rank {self.rank} reaches '{action}' without {what}")

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
 from typing import Any
 
-from ...schedule import Kind, Schedule, Task
+from ...schedule import Kind, Task
 from ..load import load_oneflow
-from .actions import Action, Drop, Message, Receive, Reduce, Rest, Run, Send, Update
+from .actions import Drop, Message, Program, Receive, Reduce, Rest, Run, Send, Update
 from .inbox import Inbox, part_of_each_slot
-from .lowering import Lowered
 from .report import RankReport
 from .transport import Transport
 from .waiting import wait_for
@@ -24,39 +22,38 @@ __all__ = ["execute"]
 Tensor = Any
 
 
-def execute(lowered: Lowered, rank: int, work: Work) -> RankReport:
+def execute(program: Program, work: Work, transport: Transport) -> RankReport:
     """Run a schedule from its first task to its last; all ranks of the schedule call, and no others of the job may be missing.
+
+    Args:
+        transport: made for this run.
 
     Returns:
         when each task began and ended, the losses, and what was counted.
     """
-    engine = _Engine(lowered, rank, work)
+    engine = _Engine(program, work, transport)
     work.begin()
     flow.comm.barrier()
-    engine.run(lowered.programs[rank])
+    engine.run()
     return engine.report()
 
 
 class _Engine:
     """What a rank has in hand while a schedule runs."""
 
-    def __init__(self, lowered: Lowered, rank: int, work: Work) -> None:
-        self._schedule: Schedule = lowered.schedule
-        self._rank = rank
-        self._worker = lowered.ranks.worker_of(rank)
-        self._holding = lowered.holding
+    def __init__(self, program: Program, work: Work, transport: Transport) -> None:
+        self._program = program
         self._work = work
-        self._transport = Transport(lowered.compresses)
+        self._transport = transport
         self._inbox = Inbox()
         self._outputs: dict[Task, Tensor] = {}
-        program = lowered.programs[rank]
-        self._sends_left = Counter(action.message.task for action in program if isinstance(action, Send))
+        self._sends_left = Counter(action.message.task for action in program.actions if isinstance(action, Send))
         self._sums: dict[tuple[int, int], list[tuple[Reduce, Tensor, float]]] = {}
         """Per stage and update the reductions that the update waits for, with what they give and the time of their issue."""
         self._spans: dict[Task, tuple[float, float]] = {}
 
-    def run(self, program: Sequence[Action]) -> None:
-        for action in program:
+    def run(self) -> None:
+        for action in self._program.actions:
             if isinstance(action, Run):
                 self._compute(action)
             elif isinstance(action, Send):
@@ -76,7 +73,7 @@ class _Engine:
 
     def report(self) -> RankReport:
         return RankReport(
-            rank=self._rank,
+            rank=self._program.rank,
             spans={str(task): span for task, span in self._spans.items()},
             losses=dict(self._work.losses),
             peak_activations=self._work.peak_activations,
@@ -92,7 +89,7 @@ class _Engine:
     def _compute(self, run: Run) -> None:
         task = run.task
         x = None
-        if self._schedule.source_of(task) is not None:
+        if self._program.frame.source_of(task) is not None:
             x = self._inbox.take((task.kind is Kind.FORWARD, task.pipeline, task.stage), run.first_slot, run.num_slots)
             wait_for(x)
         if run.ranks:
@@ -102,12 +99,12 @@ class _Engine:
         if run.ranks:
             flow._oneflow_internal.eager.Sync()
         self._spans[task] = (start, time.monotonic())
-        destination = self._schedule.destination_of(task)
+        destination = self._program.frame.destination_of(task)
         if destination is None:
             return
         assert y is not None
-        if destination == self._worker:
-            rows, columns = self._holding.given(self._rank, task)
+        if destination == self._program.worker:
+            rows, columns = self._program.given(task)
             self._inbox.put(_consumer(task), run.first_slot, run.num_slots, rows.start, columns.start, y)
         else:
             self._outputs[task] = y
@@ -116,7 +113,7 @@ class _Engine:
         task = message.task
         self._sends_left[task] -= 1
         y = self._outputs[task] if self._sends_left[task] else self._outputs.pop(task)
-        held = self._holding.given(self._rank, task)
+        held = self._program.given(task)
         first = message.first_row - held.rows.start
         columns = _within(message.columns, held.columns)
         part = part_of_each_slot(y, message.num_slots, range(first, first + message.num_rows), columns)

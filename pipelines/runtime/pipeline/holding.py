@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
 
 from autoddl.costmodel.crossing import Piece, crossing
 from autoddl.costmodel.distribution import Axis, Distribution
@@ -18,20 +17,9 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.sbp import Split
 
 from ...schedule import Kind, Schedule, Task
-from .slots import RankMap, slots_per_micro_batch
+from .slots import HeldBlock, RankMap, slots_per_micro_batch
 
-__all__ = ["Block", "Holding", "StageLayout", "hold", "rows_over"]
-
-
-class Block(NamedTuple):
-    """Rows and columns of a slot's matrix."""
-
-    rows: range
-    columns: range
-
-    @property
-    def size(self) -> int:
-        return len(self.rows) * len(self.columns)
+__all__ = ["Holding", "StageLayout", "hold", "rows_over"]
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class Holding:
         return slots_per_micro_batch(self.schedule)
 
     @cached_property
-    def _blocks(self) -> dict[tuple[int, int, bool], Block]:
+    def _blocks(self) -> dict[tuple[int, int, bool], HeldBlock]:
         return {}
 
     def columns(self, boundary: int) -> int:
@@ -88,21 +76,21 @@ class Holding:
         layout = self.layouts[stage]
         return layout.leaving if is_leaving else layout.arriving
 
-    def block(self, rank: int, stage: int, is_leaving: bool) -> Block:
+    def block(self, rank: int, stage: int, is_leaving: bool) -> HeldBlock:
         """What a rank holds at the beginning or at the end of a stage."""
         key = (rank, stage, is_leaving)
         if key not in self._blocks:
             shape = (self.slot_rows, self.columns(stage if is_leaving else stage - 1))
             distribution = self.distribution(self.ranks.worker_of(rank), stage, is_leaving)
             rows, columns = distribution.slices(self.ranks.index_of(rank), shape)
-            self._blocks[key] = Block(range(rows.start, rows.stop), range(columns.start, columns.stop))
+            self._blocks[key] = HeldBlock(range(rows.start, rows.stop), range(columns.start, columns.stop))
         return self._blocks[key]
 
-    def given(self, rank: int, task: Task) -> Block:
+    def given(self, rank: int, task: Task) -> HeldBlock:
         """What a rank has of what a task gives to a neighbouring stage."""
         return self.block(rank, task.stage, is_leaving=task.kind is Kind.FORWARD)
 
-    def taken(self, rank: int, task: Task) -> Block:
+    def taken(self, rank: int, task: Task) -> HeldBlock:
         """What a rank needs of what a task takes from a neighbouring stage."""
         return self.block(rank, task.stage, is_leaving=task.kind is not Kind.FORWARD)
 

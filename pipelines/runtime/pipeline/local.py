@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from ...memory import version_lifetimes
-from ...schedule import Kind, Schedule, Task
+from ...schedule import Kind, Schedule, ScheduleFrame, Task
 from .actions import Action, Drop, Run, Update
 from .holding import Holding
 from .slots import slots_of, slots_per_micro_batch
 
-__all__ = ["LocalActions", "local_actions"]
+__all__ = ["LocalActions", "backward_pieces", "local_actions", "run_of"]
 
 #: A worker's tasks, each with its actions.
 LocalActions = tuple[tuple[Task, tuple[Action, ...]], ...]
@@ -39,12 +39,12 @@ def local_actions(schedule: Schedule, holding: Holding | None = None) -> tuple[L
 
     result = []
     for worker, tasks in enumerate(schedule.workers):
-        pieces = _pieces(tasks, per_micro_batch)
+        pieces = backward_pieces(tasks, per_micro_batch)
         aligned: list[tuple[Task, tuple[Action, ...]]] = []
         for index, task in enumerate(tasks):
             actions: list[Action] = []
             if task.kind.is_compute:
-                run = _run(schedule, task, pieces, per_micro_batch)
+                run = run_of(schedule, task, pieces, per_micro_batch)
                 actions.append(run if holding is None else run._replace(ranks=holding.joint_ranks(task)))
             elif task.kind is Kind.UPDATE:
                 actions.append(Update(task, Drop(task.pipeline, task.stage, task.micro_batch) in outlives_its_update))
@@ -53,7 +53,7 @@ def local_actions(schedule: Schedule, holding: Holding | None = None) -> tuple[L
     return tuple(result)
 
 
-def _pieces(tasks: Iterable[Task], per_micro_batch: int) -> dict[tuple[int, int, int], int]:
+def backward_pieces(tasks: Iterable[Task], per_micro_batch: int) -> dict[tuple[int, int, int], int]:
     """(pipeline, stage, first slot) of everything that goes back on its own -> how many slots it is."""
     pieces = {}
     for task in tasks:
@@ -63,7 +63,9 @@ def _pieces(tasks: Iterable[Task], per_micro_batch: int) -> dict[tuple[int, int,
     return pieces
 
 
-def _run(schedule: Schedule, task: Task, pieces: Mapping[tuple[int, int, int], int], per_micro_batch: int) -> Run:
+def run_of(
+    schedule: ScheduleFrame, task: Task, pieces: Mapping[tuple[int, int, int], int], per_micro_batch: int
+) -> Run:
     slots = slots_of(task, per_micro_batch)
     sizes, first = [], slots.start
     while first < slots.stop:

@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 
 from ...schedule import Schedule
 from ...simulator import simulate
+from ...timeline import Timeline
 from ...times import Times
 from ...validate import validate
-from .actions import Action
+from .actions import Action, Program
 from .dryrun import check_programs
 from .holding import Holding, StageLayout, hold
 from .local import local_actions
 from .order import Entry, communication, members, rank_program
 from .slots import RankMap
 
-__all__ = ["Lowered", "lower"]
+__all__ = ["Lowered", "lower", "lower_along"]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,17 @@ class Lowered:
     """Per rank its actions in order."""
     compresses: bool = False
     """Whether messages are compressed where their values allow it."""
+
+    def program(self, rank: int) -> Program:
+        """What a rank does, with what it has to know for it."""
+        worker, last = self.ranks.worker_of(rank), self.schedule.num_stages - 1
+        ends = [(stage, at_end) for _, stage in self.schedule.stages_on(worker) for at_end in (False, True)]
+        blocks = {
+            (stage, at_end): self.holding.block(rank, stage, at_end)
+            for stage, at_end in ends
+            if (stage < last if at_end else stage > 0)
+        }
+        return Program(rank, worker, self.schedule, self.slots_per_micro_batch, blocks, self.programs[rank])
 
     @property
     def schedule(self) -> Schedule:
@@ -88,8 +100,18 @@ def lower(
         times = Times.of(
             schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
         )
-    timeline = simulate(schedule, _positive(times))
-    actions = local_actions(schedule, holding)
+    return lower_along(holding, simulate(schedule, _positive(times)), tied=tied, compress=compress)
+
+
+def lower_along(
+    holding: Holding, timeline: Timeline, *, tied: Collection[tuple[int, ...]] = (), compress: bool = False
+) -> Lowered:
+    """The passes behind `hold`, with communication in the order of a simulation of the (valid) schedule.
+
+    Raises:
+        UserError: weights are tied where they cannot be.
+    """
+    actions = local_actions(holding.schedule, holding)
     shares: list[list[Entry]] = [[] for _ in range(holding.ranks.num_ranks)]
     for entry in communication(holding, timeline, actions, tied, compress=compress):
         for rank in members(entry):

@@ -26,10 +26,10 @@ from typing import Union
 
 from autoddl.costmodel.errors import UserError
 
-from ...communication import Transfer, ordered
+from ...communication import Transfer, timeline_order
 from ...schedule import Kind, Schedule, Task
 from ...timeline import Timeline
-from .actions import Action, Message, Receive, Reduce, Rest, Run, Send
+from .actions import Action, Message, Receive, Reduce, Rest, Run, Send, message_of
 from .holding import Holding
 from .local import LocalActions
 from .slots import RankMap, slots_of
@@ -80,7 +80,7 @@ def communication(
             turn = {Rest: 1, Run: 2}.get(type(entry), 0)  # at the same time: a computation waits for the others
             keyed.append((update if schedule.is_synchronous else 0, begins, turn, len(keyed), entry))
 
-    for item in ordered(schedule, timeline):
+    for item in timeline_order(schedule, timeline):
         if isinstance(item, Transfer):
             sent = messages(item, holding)
             update = schedule.update_of(item.task.micro_batch)
@@ -143,26 +143,11 @@ def messages(transfer: Transfer, holding: Holding) -> list[Message]:
 
     Equal layouts: rank to rank. One to many is a split, many to one a concatenation, else both.
     """
-    slots = slots_of(transfer.task, holding.slots_per_micro_batch)
-    first_source, first_destination = (holding.ranks.ranks_of(w).start for w in (transfer.source, transfer.destination))
-    num_columns = holding.columns(min(transfer.task.stage, transfer.task.stage + _direction(transfer.task)))
-    result = []
-    for piece in holding.pieces(transfer.task, transfer.source, transfer.destination):
-        rows, columns = piece.block
-        result.append(
-            Message(
-                task=transfer.task,
-                source=first_source + piece.source,
-                destination=first_destination + piece.destination,
-                first_slot=slots.start,
-                num_slots=len(slots),
-                first_row=rows.start,
-                num_rows=len(rows),
-                is_whole=len(rows) == holding.slot_rows,
-                columns=None if len(columns) == num_columns else columns,
-            )
-        )
-    return result
+    task = transfer.task
+    ends = holding.ranks.ranks_of(transfer.source), holding.ranks.ranks_of(transfer.destination)
+    shape = holding.slot_rows, holding.columns(min(task.stage, task.stage + _direction(task)))
+    pieces = holding.pieces(task, transfer.source, transfer.destination)
+    return [message_of(task, holding.slots_per_micro_batch, piece, *ends, shape) for piece in pieces]
 
 
 def rank_program(rank: int, actions: LocalActions, share: Sequence[Entry]) -> tuple[Action, ...]:

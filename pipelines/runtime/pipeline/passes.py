@@ -9,13 +9,13 @@ from ...schedule import Kind
 from ..detaching import detached
 from ..load import load_oneflow
 from .actions import Run
-from .data import LossPart
+from .data import LossPart, SlotData
 from .waiting import wait_for
 from .weights import WeightVersions
 
 flow: Any = load_oneflow()
 
-__all__ = ["Evaluate", "StagePasses", "some_slots"]
+__all__ = ["Evaluate", "StagePasses", "evaluate_slots", "some_slots"]
 
 Tensor = Any
 Evaluate = Callable[[Run, Any, Sequence[Any], int, int], "tuple[Any, list[LossPart]]"]
@@ -145,6 +145,36 @@ class StagePasses:
 
     def _count(self, num_slots: int) -> None:
         """So many slots' activations more, or less, are alive."""
+
+
+def evaluate_slots(
+    evaluate: Callable[[Any, int], Any],
+    x: Tensor | None,
+    slots: range,
+    update: int,
+    data: SlotData,
+    is_last: bool,
+    reports: bool,
+) -> tuple[Tensor, list[LossPart]]:
+    """What `Evaluate` gives, slot by slot.
+
+    Args:
+        evaluate: of what comes from the stage before and a slot: the output, in the last stage the mean loss of all of its rows.
+        update: that the slots count towards.
+        reports: whether this rank reports the loss, which all ranks of the last stage know.
+    """
+    outputs, losses = [], []
+    for position, slot in enumerate(slots):
+        y = evaluate(some_slots(x, len(slots), position, 1), slot)
+        if is_last:
+            if reports:
+                share = data.share_of_micro_batch(data.slot_rows)
+                losses.append(LossPart(data.micro_batch(slot), float(y.detach().numpy()) * share, share))
+            y = y * data.share_of_update(data.slot_rows, update)
+        outputs.append(y)
+    if len(outputs) == 1:
+        return outputs[0], losses
+    return sum(outputs[1:], outputs[0]) if is_last else flow.cat(outputs, dim=0), losses
 
 
 def some_slots(x: Tensor | None, num_slots: int, first: int, count: int) -> Tensor | None:

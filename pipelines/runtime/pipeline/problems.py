@@ -1,11 +1,11 @@
-"""What is trained on what: the built-in families on the bytes of a text. Needs no OneFlow here: ranks load problems.
+"""Training problems: the built-in families on the bytes of a text. Needs no OneFlow here: only ranks load problems.
 
 ==========================  =====================================================  =========================================
 problem                     a sample                                               loss
 ==========================  =====================================================  =========================================
-`TextModel`, gpt and llama  ``sequence`` bytes at a random place of the text       cross entropy of each byte that follows
-`TextModel`, bert           the same, 15 % of the bytes masked                     cross entropy of the masked bytes
-`TextPerceptron`            as many bytes as the perceptron has inputs, scaled     squared error of the bytes that follow
+`TextModel`, gpt and llama  ``sequence`` bytes at a random position of the text    cross entropy of each next byte
+`TextModel`, bert           the same, with 15 % of the bytes masked                cross entropy of the masked bytes
+`TextPerceptron`            as many bytes as the perceptron has inputs, scaled     squared error of the next bytes
 ==========================  =====================================================  =========================================
 """
 
@@ -24,7 +24,7 @@ from autoddl.costmodel.reading import read_bytes
 
 from ..samples import MASK, following_bytes, masked_bytes, passages
 
-__all__ = ["FAMILIES", "Problem", "TextModel", "TextPerceptron", "shipped_text"]
+__all__ = ["FAMILIES", "TextModel", "TextPerceptron", "TrainingProblem", "shipped_text"]
 
 FAMILIES = ("gpt", "bert", "llama")
 _NUM_BYTES = 256
@@ -32,29 +32,41 @@ _NUM_BYTES = 256
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
-class Problem(Protocol):
+class TrainingProblem(Protocol):
     """A model and its data; picklable."""
 
     @property
     def unit(self) -> str:
-        """What throughput is counted in."""
+        """The unit of throughput, for example tokens."""
 
     @property
     def units_per_sample(self) -> int: ...
 
     def check(self) -> None:
-        """Raises UserError where something is wrong that can be known without OneFlow."""
+        """Check what can be checked without OneFlow.
+
+        Raises:
+            UserError: a size or the text does not fit.
+        """
 
     def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
-        """The `Chain` or `PlannedModel`, with the same initial values on every rank, and micro-batches of so many samples by their
-        number.
+        """The model and its data; called on ranks.
 
-        Called on ranks. Raises UserError.
+        Args:
+            micro_batch: samples per micro-batch.
+            seed: of initial values and data.
+
+        Returns:
+            The `Chain` or `PlannedModel`, with the same initial values on every rank, and a function from a micro-batch's index to
+            its (inputs, targets).
+
+        Raises:
+            UserError: the model cannot be loaded.
         """
 
 
 def shipped_text() -> Path:
-    """A text to learn where the user has none: our license."""
+    """A text for users who give none: our license."""
     return Path(__file__).with_name("license.txt")
 
 
@@ -63,8 +75,13 @@ class TextModel:
     """A transformer on the bytes of a text.
 
     Attributes:
+        text: path of the text.
         family: one of `FAMILIES`.
-        tied: whether the head is the embedding.
+        layers: number of blocks.
+        width: features of the residual stream.
+        heads: attention heads.
+        sequence: bytes per sample.
+        tied: whether the output projection is the embedding.
     """
 
     text: Path
@@ -109,11 +126,11 @@ class TextModel:
 
     @property
     def num_tokens(self) -> int:
-        """Of the vocabulary, at least."""
+        """Least size of the vocabulary."""
         return MASK + 1 if self.family == "bert" else _NUM_BYTES
 
     def batches(self, micro_batch: int, seed: int) -> Batches:
-        """Micro-batches by their number."""
+        """A function from a micro-batch's index to its (inputs, targets)."""
         draw = masked_bytes if self.family == "bert" else following_bytes
         data = _read(self.text, self.sequence + 1)
         return lambda number: draw(np.random.default_rng([seed, number]), data, micro_batch, self.sequence)
@@ -121,7 +138,12 @@ class TextModel:
 
 @dataclass(frozen=True)
 class TextPerceptron:
-    """A multi-layer perceptron that guesses the bytes that follow, as numbers from -1 to 1."""
+    """A multi-layer perceptron that predicts the next bytes, as numbers from -1 to 1.
+
+    Attributes:
+        text: path of the text.
+        widths: features of its input, its hidden layers and its output.
+    """
 
     text: Path
     widths: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a run of a schedule gives: each rank's part, and all of it together, in the simulator's form. Needs no OneFlow."""
+"""The report of a run of a schedule: of each rank, and of all ranks in the simulator's form. Needs no OneFlow."""
 
 from __future__ import annotations
 
@@ -17,44 +17,54 @@ __all__ = ["PipelineReport", "RankReport", "combine", "measured_times"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's part."""
+    """One rank's report.
+
+    Attributes:
+        rank: of the job.
+        spans: per task (its text) its start and end, in seconds of the machine's monotonic clock. An all-reduce starts when it
+            is issued and ends when its update finds it done.
+        losses: per micro-batch, this rank's part of its mean loss.
+        peak_activations: the most micro-batches whose activations were alive at once.
+        peak_versions: the most versions of any one stage's weights alive at once.
+        bytes_sent: to neighbouring stages.
+        bytes_reduced: in all-reduces: the size of the vectors, not the bytes on the wire.
+        bytes_saved: by compression, of those to neighbouring stages.
+        num_uncompressed: messages that compression had to leave in full precision.
+    """
 
     rank: int
     spans: Mapping[str, tuple[float, float]]
-    """Per task (its text) when it began and ended, in seconds of the machine's monotonic clock. An all-reduce begins with its issue
-    and ends when its update finds it done."""
     losses: Mapping[int, float]
-    """Per micro-batch, this rank's part of its mean loss."""
     peak_activations: float
     peak_versions: int
     bytes_sent: int
-    """To neighbouring stages."""
     bytes_reduced: int
-    """Summed over ranks: the size of the vectors, not the bytes on the wire."""
     bytes_saved: int = 0
-    """That would have been sent to neighbouring stages besides, were it not for compression."""
     num_uncompressed: int = 0
-    """Messages that compression had to leave in full precision."""
 
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """A run of a schedule."""
+    """The report of a run of a schedule.
+
+    Attributes:
+        timeline: measured, in seconds from the start of the first task. A worker of several ranks is busy while any of them is.
+        losses: the mean loss of each micro-batch.
+        peak_activations: per worker, in micro-batches, as :func:`autoddl.pipelines.memory.peak_activations` counts them.
+        peak_versions: per worker, the most versions of any one stage's weights, as
+            :func:`autoddl.pipelines.memory.peak_weight_versions`.
+        bytes_sent: between stages, by all ranks.
+        bytes_saved: by compression.
+        num_uncompressed: messages that compression had to leave in full precision.
+    """
 
     timeline: Timeline
-    """Measured: seconds from the beginning of the first task. A worker of several ranks is busy while any of them is."""
     losses: tuple[float, ...]
-    """The mean loss of each micro-batch."""
     peak_activations: tuple[float, ...]
-    """Per worker, in micro-batches, as :func:`autoddl.pipelines.memory.peak_activations` counts them."""
     peak_versions: tuple[int, ...]
-    """Per worker the most versions of any one stage's weights, as :func:`autoddl.pipelines.memory.peak_weight_versions`."""
     bytes_sent: int
-    """Between stages, by all ranks."""
     bytes_saved: int = 0
-    """That would have been sent besides, were it not for compression."""
     num_uncompressed: int = 0
-    """Messages that compression had to leave in full precision."""
 
     def mean_losses(self) -> tuple[float, ...]:
         """The mean loss of each update's micro-batches."""
@@ -64,7 +74,7 @@ class PipelineReport:
 
 
 def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport:
-    """All ranks' reports of one run, in the order of their ranks, as one."""
+    """Combine the reports of all ranks, in the order of the ranks, into one."""
     ranks = RankMap(schedule.widths)
     by_worker = [[reports[rank] for rank in ranks.ranks_of(worker)] for worker in range(schedule.num_workers)]
     origin = min(start for report in reports for start, _ in report.spans.values())
@@ -99,9 +109,9 @@ def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport
 
 
 def measured_times(timeline: Timeline) -> Times:
-    """What the tasks of a measured timeline took on average: the times with which the simulator can be asked for the same run.
+    """Mean durations of the tasks of a measured timeline, with which the same run can be simulated.
 
-    A backward in two parts is their sum. Transfers count as nothing: what they take is what the simulation lacks.
+    The parts of a split backward are added. Transfers take no time: they are what the simulation then lacks.
     """
     schedule = timeline.schedule
     sums = np.zeros((len(Kind), schedule.num_stages, 2))

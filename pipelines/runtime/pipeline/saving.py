@@ -1,15 +1,15 @@
-"""Saving and restoring checkpoints by all ranks of a job together. Needs no OneFlow: how ranks exchange words is given.
+"""Saving and restoring checkpoints by all ranks of a job together. Needs no OneFlow: the caller provides the communication.
 
-**Restoring.** Rank 0 lists the checkpoints, the newest first, and tells the others; so all look at the same one at a time. Every
-rank verifies a share of the parts and reads what it needs, then all tell each other what they found. The first checkpoint that is
-whole for every rank is taken; a warning names each one that was passed over, with the reason. Where there are checkpoints and none
-is whole, training does not begin anew in silence: that is a `UserError`. A checkpoint that is whole and of another model is one
-too, and not passed over.
+**Restoring.** Rank 0 lists the checkpoints, the newest first, and sends the list to the others, so that all ranks examine the same
+one at a time. Every rank verifies a share of the parts and reads what it needs; then all ranks exchange their findings. The first
+checkpoint that is intact for every rank is restored; a warning names each one that was skipped, with the reason. If there are
+checkpoints and none is intact, training does not silently start from scratch: this is a `UserError`. So is an intact checkpoint of
+another model, which is not skipped.
 
-**Saving.** A checkpoint that cannot be written (the disk is full, say) does not end the training: all ranks learn of it, its files
-are removed, those before it stay, the user is warned, and training goes on to the next checkpoint, which is tried as usual. `save`
-returns False then. Whoever trains has to say so at the end if the last one failed: ``autoddl train`` prints its result, then the
-path and the reason, and exits with 2.
+**Saving.** A checkpoint that cannot be written (because the disk is full, say) does not end the training: all ranks learn of it,
+its files are removed, earlier ones are kept, the user is warned, and training continues to the next checkpoint, which is tried as
+usual. `save` then returns the reason. The caller has to report at the end if the last one failed: ``autoddl train`` prints its
+result, then the path and the reason, and exits with 2.
 
 In both, ranks wait for the slowest one, which the stall timeout of the job has to allow for.
 """
@@ -27,9 +27,9 @@ from autoddl.costmodel.errors import UserError
 
 from .checkpoint import (
     Checkpoint,
+    CheckpointFile,
     DamagedError,
     Entry,
-    Part,
     checkpoint_folder,
     checkpoints_in,
     discard_unfinished,
@@ -39,89 +39,103 @@ from .checkpoint import (
     write_part,
 )
 
-__all__ = ["Exchange", "Member", "Restored", "restore", "save", "warn_on_stderr"]
+__all__ = ["GatherTexts", "Member", "Restored", "restore", "save", "warn_on_stderr"]
 
 _SHOWN_REASONS = 3
 
-Exchange = Callable[[str], "list[str]"]
-"""Give a text, and get those of all ranks; all ranks of the job call."""
+#: An all-gather of texts: returns those of all ranks in order; all ranks of the job call it.
+GatherTexts = Callable[[str], "list[str]"]
 
 
 def warn_on_stderr(text: str) -> None:
-    """Say a warning of one line."""
+    """Print a warning of one line on stderr."""
     sys.stderr.write(f"autoddl: warning: {' '.join(text.split())}\n")
     sys.stderr.flush()
 
 
 @dataclass(frozen=True)
 class Member:
-    """A rank of the job, with its ways to the other ranks and to the user.
+    """A rank of the job, with its communication.
 
     Attributes:
-        rank, num_ranks: this one, and how many there are.
-        exchange: see `Exchange`.
-        warn: takes a warning of one line; called on rank 0 alone.
+        rank: of this process.
+        num_ranks: of the job.
+        gather_texts: all-gather over the ranks.
+        warn: shows a warning of one line to the user; called on rank 0 only.
     """
 
     rank: int
     num_ranks: int
-    exchange: Exchange
+    gather_texts: GatherTexts
     warn: Callable[[str], None]
 
-    def tell(self, value: Any) -> list[Any]:
-        """What all ranks tell, in the order of ranks; all call."""
-        return [json.loads(text) for text in self.exchange(json.dumps(value))]
+    def gather(self, value: Any) -> list[Any]:
+        """The JSON values of all ranks, in the order of the ranks; all ranks call."""
+        return [json.loads(text) for text in self.gather_texts(json.dumps(value))]
 
 
 @dataclass(frozen=True)
 class Restored:
-    """A checkpoint that all ranks have read."""
+    """A checkpoint that all ranks have read.
+
+    Attributes:
+        checkpoint: that was restored.
+        entries: the parameters that this rank requested.
+        damaged: the newer checkpoints that were skipped.
+    """
 
     checkpoint: Checkpoint
     entries: dict[str, Entry]
-    """Those that this rank asked for."""
     damaged: tuple[Path, ...]
-    """The newer ones that were passed over."""
 
 
 @dataclass(frozen=True)
-class _Seen:
-    """What one rank made of a checkpoint: nothing is wrong, or it is damaged, or of another model."""
+class _Finding:
+    """One rank's finding about a checkpoint.
+
+    Attributes:
+        hash: of the manifest; "" if it is damaged.
+        damage: what is damaged; "" if nothing.
+        mismatch: how it differs from the model; "" if it does not.
+    """
 
     hash: str = ""
     damage: str = ""
-    misfit: str = ""
+    mismatch: str = ""
 
 
 def restore(directory: Path, member: Member, shapes: Mapping[str, tuple[int, ...]]) -> Restored | None:
-    """Read the newest whole checkpoint, on this rank the parameters of these shapes; None where there is none. All ranks call.
+    """Restore the newest intact checkpoint, on this rank the parameters in ``shapes``; all ranks call.
+
+    Returns:
+        None if there is no checkpoint.
 
     Raises:
-        UserError: on all ranks: none is whole, or the newest whole one is of another model.
+        UserError: on all ranks: none is intact, or the newest intact one is of another model.
     """
     listed = _listed(directory) if member.rank == 0 else {}
-    listed = member.tell(listed)[0]
+    listed = member.gather(listed)[0]
     if "error" in listed:
         raise UserError(listed["error"])
     damaged: dict[Path, str] = {}
     for name in listed["names"]:
-        checkpoint, entries, seen = _look(directory / name, member, shapes)
-        all_seen = [_Seen(*fields) for fields in member.tell([seen.hash, seen.damage, seen.misfit])]
-        reason = _damage(all_seen)
+        checkpoint, entries, finding = _examine(directory / name, member, shapes)
+        findings = [_Finding(*fields) for fields in member.gather([finding.hash, finding.damage, finding.mismatch])]
+        reason = _damage(findings)
         if reason:
             damaged[directory / name] = reason
             continue
-        for of_rank in all_seen:
-            if of_rank.misfit:
-                raise UserError(of_rank.misfit)
+        for of_rank in findings:
+            if of_rank.mismatch:
+                raise UserError(of_rank.mismatch)
         assert checkpoint is not None
         for folder, reason in damaged.items() if member.rank == 0 else ():
-            member.warn(f"checkpoint {folder} is damaged and passed over: {reason}")
+            member.warn(f"checkpoint {folder} is damaged and skipped: {reason}")
         return Restored(checkpoint, entries, tuple(damaged))
-    if damaged:  # no warnings before: where ranks fail, the launcher need not get all that they reported
+    if damaged:  # no warnings before an error: the launcher need not receive all reports of failing ranks
         reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in list(damaged.items())[:_SHOWN_REASONS])
         raise UserError(
-            f"checkpoints {directory}: none of {len(damaged)} is whole ({reasons}); give another directory to begin anew"
+            f"checkpoints {directory}: none of {len(damaged)} is intact ({reasons}); give another directory to start from scratch"
         )
     return None
 
@@ -133,27 +147,27 @@ def _listed(directory: Path) -> dict[str, Any]:
         return {"error": str(error)}
 
 
-def _look(
+def _examine(
     folder: Path, member: Member, shapes: Mapping[str, tuple[int, ...]]
-) -> tuple[Checkpoint | None, dict[str, Entry], _Seen]:
+) -> tuple[Checkpoint | None, dict[str, Entry], _Finding]:
     """Verify this rank's share of a checkpoint's parts, and read what it needs."""
     try:
         checkpoint = open_checkpoint(folder)
         checkpoint.verify(checkpoint.parts[member.rank :: member.num_ranks])
-        return checkpoint, checkpoint.read(shapes), _Seen(checkpoint.hash)
+        return checkpoint, checkpoint.read(shapes), _Finding(checkpoint.hash)
     except DamagedError as error:
-        return None, {}, _Seen(damage=str(error)[:200])
+        return None, {}, _Finding(damage=str(error)[:200])
     except UserError as error:
-        return None, {}, _Seen(checkpoint.hash, misfit=str(error))
+        return None, {}, _Finding(checkpoint.hash, mismatch=str(error))
 
 
-def _damage(seen: list[_Seen]) -> str:
-    """What is wrong with a checkpoint by what all ranks saw of it; "" where nothing is."""
-    for rank, of_rank in enumerate(seen):
+def _damage(findings: list[_Finding]) -> str:
+    """The damage of a checkpoint by the findings of all ranks; "" if there is none."""
+    for rank, of_rank in enumerate(findings):
         if of_rank.damage:
-            is_everywhere = all(each.damage == of_rank.damage for each in seen)
+            is_everywhere = all(each.damage == of_rank.damage for each in findings)
             return of_rank.damage if is_everywhere else f"{of_rank.damage} (on rank {rank})"
-    return "" if len({each.hash for each in seen}) == 1 else "its manifest is not the same for all ranks"
+    return "" if len({each.hash for each in findings}) == 1 else "its manifest is not the same for all ranks"
 
 
 def save(
@@ -165,26 +179,33 @@ def save(
     entries: Mapping[str, Entry],
     damaged: set[Path],
 ) -> str:
-    """Write a checkpoint, of which this rank has some entries; all ranks call.
+    """Write a checkpoint; all ranks call.
 
     Args:
-        damaged: those known not to be whole, which do not count when old ones are removed. The new one is taken out.
+        directory: of the job's checkpoints.
+        member: this rank.
+        num_updates: weight updates so far.
+        num_micro_batches: micro-batches so far.
+        schedule: name of the schedule.
+        entries: the parameters that this rank writes.
+        damaged: checkpoints known to be damaged, which are not counted when old ones are removed. The new one is removed
+            from the set.
 
     Returns:
-        why it could not be written; "" where it is complete.
+        Why it could not be written; "" if it is complete.
     """
     part, failure = None, ""
     try:
         part = write_part(directory, num_updates, member.rank, entries)
     except OSError as error:
         failure = unwritable(error, directory)
-    told = member.tell([failure, part and [part.name, part.num_bytes, part.sha256]])
-    failures = [f"{text} (on rank {rank})" for rank, (text, _) in enumerate(told) if text]
+    gathered = member.gather([failure, part and [part.name, part.num_bytes, part.sha256]])
+    failures = [f"{text} (on rank {rank})" for rank, (text, _) in enumerate(gathered) if text]
     if member.rank == 0:
         failure = failures[0] if failures else ""
         if not failure:
             try:
-                parts = [Part(*fields) for _, fields in told if fields]
+                parts = [CheckpointFile(*fields) for _, fields in gathered if fields]
                 write_complete(directory, num_updates, num_micro_batches, schedule, parts, damaged)
             except OSError as error:
                 failure = unwritable(error, directory)
@@ -193,7 +214,7 @@ def save(
             member.warn(
                 f"checkpoint of step {num_updates} cannot be written: {failure}; training goes on, and older ones are kept"
             )
-    failure = member.tell(failure)[0]
+    failure = member.gather(failure)[0]
     if not failure:
         damaged.discard(checkpoint_folder(directory, num_updates))
     return failure

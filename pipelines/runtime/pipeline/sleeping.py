@@ -1,4 +1,4 @@
-"""Computations that sleep: schedules timed on a machine with fewer cores than ranks, their communication real."""
+"""Work that sleeps instead of computing: times schedules, with real communication, on a machine with fewer cores than ranks."""
 
 from __future__ import annotations
 
@@ -11,11 +11,10 @@ import numpy as np
 from ...schedule import Kind
 from ...times import Times
 from ..load import load_oneflow
-from .actions import Drop, Reduce, Run, Update
-from .chain import Boundary
+from .actions import BoundaryTensor, Drop, Reduce, Run, Update
 from .engine import execute
 from .lowering import Lowered
-from .transport import Transport
+from .transport import Transport, make_transport
 
 flow: Any = load_oneflow()
 
@@ -25,11 +24,14 @@ Tensor = Any
 
 
 class SleepingWork:
-    """Every task takes the time that ``times`` gives it, and sends tensors of the given sizes.
+    """Tasks that sleep for the durations in ``times``, and send tensors of the given sizes.
 
     Args:
-        row_elements: single-precision numbers that one row has at each boundary, S - 1 of them.
-        gradient_elements: numbers of each stage's weight gradients, S of them; 0 for nothing to reduce.
+        lowered: the schedule's programs.
+        rank: of this process.
+        times: durations of the tasks.
+        row_elements: single-precision numbers per row at each boundary, S - 1 of them.
+        gradient_elements: numbers of each stage's weight gradients, S of them; 0: nothing to reduce.
     """
 
     def __init__(
@@ -40,7 +42,9 @@ class SleepingWork:
         row_elements: Sequence[int],
         gradient_elements: Sequence[int] | None = None,
     ) -> None:
-        self.boundaries: Sequence[Boundary] = [Boundary((elements,), flow.float32) for elements in row_elements]
+        self.boundaries: Sequence[BoundaryTensor] = [
+            BoundaryTensor((elements,), flow.float32) for elements in row_elements
+        ]
         self.losses: dict[int, float] = {}
         self.peak_activations = 0.0
         self.peak_versions = 0
@@ -92,7 +96,7 @@ class SleepingWork:
 def sleep_through(
     lowered: Lowered, times: Times, row_elements: Sequence[int], gradient_elements: Sequence[int], repeats: int
 ) -> list[Any]:
-    """A job for all ranks of a schedule: carry it out ``repeats`` times asleep; one report each time."""
+    """A job for all ranks of a schedule: execute it ``repeats`` times with `SleepingWork`; returns one report each time."""
     rank = flow.env.get_rank()
     work = SleepingWork(lowered, rank, times, row_elements, gradient_elements)
-    return [execute(lowered, rank, work) for _ in range(repeats)]
+    return [execute(lowered.program(rank), work, make_transport(lowered.compresses)) for _ in range(repeats)]

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import accumulate
+from typing import NamedTuple
 
 from ...schedule import Part, Schedule, Task
 
-__all__ = ["RankMap", "slots_of", "slots_per_micro_batch"]
+__all__ = ["HeldBlock", "RankMap", "slots_of", "slots_per_micro_batch"]
 
 _HALVES = (Part.FIRST_HALF, Part.SECOND_HALF)
+
+
+class HeldBlock(NamedTuple):
+    """Rows and columns of a slot's matrix."""
+
+    rows: range
+    columns: range
+
+    @property
+    def size(self) -> int:
+        return len(self.rows) * len(self.columns)
 
 
 @dataclass(frozen=True)

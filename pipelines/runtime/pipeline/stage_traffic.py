@@ -22,8 +22,9 @@ from autoddl.costmodel.workload import Workload
 
 from ...communication import boundary_crossings
 from ...schedule import Kind, Schedule
+from ..stage.plan import StagePlan, strategies_of
 from .slots import slots_per_micro_batch
-from .stage_plans import StagePlan, entry_strategy, stage_layouts
+from .stage_plans import stage_layouts
 
 __all__ = ["Sent", "StageTraffic", "gradient_sums", "layer_steps", "passes", "sent_messages", "stage_traffic"]
 
@@ -125,9 +126,7 @@ def layer_steps(
     found: dict[tuple[str, str], tuple[Step, ...]] = {}
     for number, plan in enumerate(stages):
         workload = Workload(rows, rows, "float32", "sgd", recompute=plan.recompute)
-        strategies = dict(plan.strategies)
-        if number:
-            strategies[stages[number - 1].layers(graph)[-1].name] = entry_strategy(graph, stages, number)
+        strategies = strategies_of(graph, stages, number)
         for layer in plan.layers(graph):
             strategy, producers = strategies[layer.name], graph.inputs(layer.name)
             work = layer_work(layer, strategy, cluster, workload, rows, not producers)
@@ -152,22 +151,20 @@ def gradient_sums(
     """
     plan = stages[number]
     apart = Sent()
-    owners: set[tuple[str, int]] = set()
+    holders = _holders(graph, stages)
     vectors: dict[tuple[frozenset[int], tuple[Axis, ...]], float] = {}
     """Bytes of a rank's weights, by the stages that have them and the axes that they are summed over."""
     for layer in plan.layers(graph):
         strategy = plan.strategies[layer.name]
         for parameter in layer.parameters:
-            owner = (_owner(graph, layer, parameter), parameter.num_elements)
-            if owner in owners:
+            sharing = holders.pop(_owner(graph, layer, parameter), None)
+            if sharing is None:
                 continue  # stored once
-            owners.add(owner)
             axes = strategy.axes(0, kind_of(layer.kind).is_lookup)
             parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2
             if strategy.summa and len(parameter.shape) > 1:
                 axes, parts = (), strategy.num_devices
             shard = parameter.num_elements / parts * _ITEMSIZE
-            sharing = _sharing(graph, stages, owner)
             vectors[frozenset(sharing), axes] = vectors.get((frozenset(sharing), axes), 0.0) + shard
             apart += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
     inside: list[Step] = []
@@ -190,15 +187,14 @@ def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
     return f"{layer.name}/{parameter.name}"
 
 
-def _sharing(graph: LayerGraph, stages: Sequence[StagePlan], owner: tuple[str, int]) -> set[int]:
-    """The stages that have a parameter."""
-    return {
-        number
-        for number, plan in enumerate(stages)
-        for layer in plan.layers(graph)
-        for parameter in layer.parameters
-        if (_owner(graph, layer, parameter), parameter.num_elements) == owner
-    }
+def _holders(graph: LayerGraph, stages: Sequence[StagePlan]) -> dict[str, set[int]]:
+    """The stages that have a parameter, by its owner."""
+    holders: dict[str, set[int]] = {}
+    for number, plan in enumerate(stages):
+        for layer in plan.layers(graph):
+            for parameter in layer.parameters:
+                holders.setdefault(_owner(graph, layer, parameter), set()).add(number)
+    return holders
 
 
 def _sent(steps: Iterable[Step], plan: StagePlan) -> Sent:

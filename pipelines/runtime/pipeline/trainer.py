@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,19 @@ from autoddl.costmodel.errors import UserError
 from ...schedule import Schedule
 from ...times import Times
 from ..load import load_oneflow
-from ..tracing import Measure, TracedSection
-from .chain import Chain, StageModule, boundaries, cut, even_sizes, tied_stages
+from ..stage.model import PlannedModel
+from ..stage.tracing import Measure, TracedSection
+from .chain import ModuleChain, StageModule, boundaries, cut, even_sizes, tied_stages
 from .chain_stages import ChainStages
 from .checkpoint import Entry
 from .data import BatchSource, LossListener
 from .engine import execute
 from .lowering import Lowered, lower
 from .planned import PlannedStages
-from .planned_model import PlannedModel
 from .report import RankReport
 from .saving import Member, restore, save, warn_on_stderr
 from .stage_plans import stage_layouts
+from .transport import make_transport
 from .weights import OptimizerFactory, ReplicaWeights
 from .work import ModelWork, Stages
 
@@ -48,9 +49,9 @@ class PipelineTrainer:
         save_failure: why the last `save` could not write its checkpoint; "" where it could.
 
     Args:
-        model: whole and with the same values on every rank. A chain's modules belong to the trainer from now on, which puts the
+        model: whole. A chain has the same values on every rank, and its modules belong to the trainer from now on, which puts the
             weights of its own stages into them; it does not let go of the others. A worker's ranks share the rows of every
-            micro-batch of a chain's stages; stages of a `PlannedModel` are spread as their plans say.
+            micro-batch. Of a `PlannedModel` the first rank's values are taken; its stages are spread as their plans say.
         schedule: of one iteration or many.
         make_optimizer: for each replica of a stage here, of its parameters.
         batch: inputs and targets of a micro-batch by its number, counted over all runs; arrays whose rows are the samples.
@@ -67,7 +68,7 @@ class PipelineTrainer:
 
     def __init__(
         self,
-        model: Chain | PlannedModel,
+        model: ModuleChain | PlannedModel,
         schedule: Schedule,
         make_optimizer: OptimizerFactory,
         batch: BatchSource,
@@ -91,8 +92,8 @@ class PipelineTrainer:
         self._member = Member(self.rank, flow.env.get_world_size(), _exchange, warn or warn_on_stderr)
         self._damaged: set[Path] = set()
         if isinstance(model, PlannedModel):
-            tied = {stages for stages in model.holders().values() if len(stages) > 1}
             layouts = stage_layouts(model.graph, model.stages)
+            tied = model.tied()
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts)
             self._stages: Stages = PlannedStages(self.lowered, self.rank, model, batch)
         else:
@@ -101,35 +102,40 @@ class PipelineTrainer:
             tied = set(tied_stages(stages).values())
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
             self._stages = ChainStages(self.lowered, self.rank, stages, between, batch)
-        self._work = ModelWork(self.lowered, self.rank, self._stages, make_optimizer, on_loss)
+        self._program = self.lowered.program(self.rank)
+        self._replicas = {
+            (pipeline, stage): ReplicaWeights(self._stages.initial_values(stage), make_optimizer)
+            for pipeline, stage in self.lowered.schedule.stages_on(self._program.worker)
+        }
         if isinstance(model, PlannedModel):
-            _check_optimizers(self._work)
-        for replica in self._work.replicas.values():
+            _check_optimizers(self._replicas.values())
+        for replica in self._replicas.values():
             replica.keeps_gradients = keep_gradients
+        self._work = ModelWork(self._program, self._stages, self._replicas, on_loss)
         self._owners = _owners(self.lowered, self._stages)
 
     def run(self) -> RankReport:
         """Carry out the schedule once, on the micro-batches that follow; all ranks call."""
         self._stages.first_micro_batch = self.num_micro_batches
-        report = execute(self.lowered, self.rank, self._work)
+        report = execute(self._program, self._work, make_transport(self.lowered.compresses))
         self.num_updates += self.lowered.schedule.num_updates
         self.num_micro_batches += self.lowered.schedule.num_micro_batches
         return report
 
     def parameters(self) -> dict[str, np.ndarray]:
         """The newest values of the parameters of the stages here, by their names in the model; all ranks call."""
-        return self._whole(ReplicaWeights.entries)
+        held = self._replicas.items()
+        return _values(self._stages.whole(stage, self._entries(stage, replica)) for (_, stage), replica in held)
 
     def gradients(self, update: int) -> dict[str, np.ndarray]:
         """What an update of the last run was made with, as `parameters`, where ``keep_gradients`` was asked for; all ranks call."""
-        return self._whole(lambda replica: replica.kept_gradients(update))
+        held = self._replicas.items()
+        return _values(self._stages.whole(stage, replica.kept_gradients(update)) for (_, stage), replica in held)
 
-    def _whole(self, kept: Callable[[ReplicaWeights], dict[str, Entry]]) -> dict[str, np.ndarray]:
-        return {
-            name: entry["value"]
-            for (_, stage), replica in self._work.replicas.items()
-            for name, entry in self._stages.whole(stage, kept(replica)).items()
-        }
+    def _entries(self, stage: int, replica: ReplicaWeights) -> dict[str, Entry]:
+        """All that this rank keeps of a stage."""
+        frozen = self._stages.frozen(stage) if isinstance(self._stages, PlannedStages) else {}
+        return {**replica.entries(), **frozen}
 
     def trace(self, measure: Measure | None = None) -> list[TracedSection]:
         """What each layer of stages with plans sends, phase by phase: see `PlannedStages.trace`; all ranks call."""
@@ -151,8 +157,8 @@ class PipelineTrainer:
             before it stay, and training can go on: losing one checkpoint is no reason to lose the job. See `saving`.
         """
         entries = {}
-        for (_, stage), replica in self._work.replicas.items():
-            whole = self._stages.whole(stage, replica.entries())
+        for (_, stage), replica in self._replicas.items():
+            whole = self._stages.whole(stage, self._entries(stage, replica))
             entries.update({name: entry for name, entry in whole.items() if self._owners[name] == self.rank})
         name = self.lowered.schedule.name
         counts = self.num_updates, self.num_micro_batches
@@ -162,12 +168,12 @@ class PipelineTrainer:
     def restore(self, directory: Path) -> bool:
         """Go on from the newest whole checkpoint in a directory, of whatever schedule; False where there is none. All ranks call.
 
-        Damaged ones are passed over with a warning, on all ranks alike; see `saving`.
+        Damaged ones are skipped with a warning, on all ranks alike; see `saving`.
 
         Raises:
-            UserError: there are checkpoints and none is whole, or the one that was found is of another model.
+            UserError: there are checkpoints and none is intact, or the one that was found is of another model.
         """
-        held = self._work.replicas.items()
+        held = self._replicas.items()
         shapes = {name: shape for (_, stage), _ in held for name, shape in self._stages.shapes(stage).items()}
         found = restore(directory, self._member, shapes)
         if found is None:
@@ -179,15 +185,19 @@ class PipelineTrainer:
         return True
 
 
-def _check_optimizers(work: ModelWork) -> None:
-    for replica in work.replicas.values():
+def _values(stages: Iterable[Mapping[str, Entry]]) -> dict[str, np.ndarray]:
+    return {name: entry["value"] for entries in stages for name, entry in entries.items()}
+
+
+def _check_optimizers(replicas: Iterable[ReplicaWeights]) -> None:
+    for replica in replicas:
         if isinstance(replica.optimizer, flow.optim.LAMB):
             raise UserError(
                 "LAMB takes norms of whole weights, of which a rank of a stage with a plan has a part; give SGD, Adam or AdamW"
             )
 
 
-def _cut(chain: Chain, schedule: Schedule, sizes: Sequence[int] | None) -> tuple[StageModule, ...]:
+def _cut(chain: ModuleChain, schedule: Schedule, sizes: Sequence[int] | None) -> tuple[StageModule, ...]:
     stages = cut(chain, even_sizes(len(chain.layers), schedule.num_stages) if sizes is None else sizes)
     if len(stages) != schedule.num_stages:
         raise UserError(f"{len(stages)} sizes were given, schedule {schedule.name} has {schedule.num_stages} stages")

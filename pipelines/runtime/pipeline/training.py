@@ -1,7 +1,7 @@
-"""Training a model with a schedule, on local ranks. Needs no OneFlow here: the ranks have it.
+"""Training a model with a schedule, on local ranks. Needs no OneFlow here: only the ranks load it.
 
-Checkpoints that are damaged, or cannot be written, do not end the training: what happens then is told in `saving`. The ranks
-decide together where they go on, and report it, as they do with losses and warnings.
+Checkpoints that are damaged or cannot be written do not end the training (see `saving`). The ranks decide together where they
+resume, and report it, like losses and warnings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ...generators import generate
 from ...schedule import Schedule
 from ..launcher import RankPool
 from .checkpoint import prepare_directory
-from .problems import Problem
+from .problems import TrainingProblem
 from .report import PipelineReport, combine
 from .saving import warn_on_stderr
 
@@ -28,55 +28,80 @@ __all__ = ["Begun", "Saved", "Step", "TrainingOptions", "TrainingResult", "Warne
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What is trained, and how."""
+    """What is trained, and how.
 
-    problem: Problem
+    Attributes:
+        problem: model and data.
+        schedule: of one run: of one iteration if it is synchronous, of all steps otherwise.
+        num_steps: total number of weight updates, including those before a checkpoint.
+        micro_batch: samples per micro-batch.
+        optimizer: name of a class of ``oneflow.optim``.
+        learning_rate: of the optimizer.
+        seed: of initial values and data.
+        sizes: layers per stage, where the embedding and the head count as one each; None: balanced.
+        compress: whether tensors between stages are compressed if their values allow it (see `compression`).
+        checkpoints: a directory; training resumes from its newest intact checkpoint.
+        steps_per_checkpoint: weight updates between checkpoints.
+    """
+
+    problem: TrainingProblem
     schedule: Schedule
-    """Of one run; of one iteration, where it is synchronous."""
     num_steps: int
-    """Weight updates in all, those before a checkpoint included."""
     micro_batch: int = 4
-    """Samples."""
     optimizer: str = "Adam"
-    """One of ``oneflow.optim``."""
     learning_rate: float = 1e-3
     seed: int = 0
     sizes: tuple[int, ...] | None = None
-    """Layers per stage, the embedding and the head counting as one each."""
     compress: bool = False
-    """Whether what goes between stages is compressed where its values allow it (see `compression`)."""
     checkpoints: Path | None = None
-    """A directory; training goes on from the newest whole one there."""
     steps_per_checkpoint: int = 10
 
 
 @dataclass(frozen=True)
 class Step:
-    """A weight update whose micro-batches are through."""
+    """A weight update whose micro-batches are done.
+
+    Attributes:
+        number: of updates so far.
+        loss: mean over its micro-batches.
+        units_per_s: throughput in the problem's units, over all steps up to this one.
+    """
 
     number: int
     loss: float
     units_per_s: float
-    """Of the problem's units, over all steps up to this one."""
 
 
 @dataclass(frozen=True)
 class Begun:
-    """A rank's report: it begins, after so many updates."""
+    """A rank's report that it starts.
+
+    Attributes:
+        num_updates: weight updates so far, from a checkpoint.
+    """
 
     num_updates: int
 
 
 @dataclass(frozen=True)
 class Warned:
-    """Rank 0's report: a warning of one line for the user."""
+    """Rank 0's report of a warning.
+
+    Attributes:
+        text: one line for the user.
+    """
 
     text: str
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Rank 0's report: a checkpoint after so many updates is complete, or why it is not."""
+    """Rank 0's report of a checkpoint.
+
+    Attributes:
+        num_updates: weight updates so far.
+        failure: why it could not be written; "" if it is complete.
+    """
 
     num_updates: int
     failure: str
@@ -84,20 +109,23 @@ class Saved:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What came of it."""
+    """The result of a training.
+
+    Attributes:
+        first_step: 0, or the step of the checkpoint from which it was resumed.
+        losses: of each step since then: the mean over its micro-batches.
+        units_per_s: throughput over all steps, without the start.
+        last_run: report of the last run; None if no step was left.
+        unsaved: why the last checkpoint could not be written; "" if it was written, or none was requested.
+        last_saved: the step of the newest checkpoint.
+    """
 
     first_step: int
-    """0, or where a checkpoint left off."""
     losses: tuple[float, ...]
-    """Of each step from there on: the mean over its micro-batches."""
     units_per_s: float
-    """Over all steps, setting up not counted."""
     last_run: PipelineReport | None
-    """None where nothing was left to do."""
     unsaved: str = ""
-    """Why the last checkpoint could not be written; "" where it could, or none was asked for."""
     last_saved: int = 0
-    """The step of the newest checkpoint."""
 
 
 def train(
@@ -108,18 +136,20 @@ def train(
     timeout_s: float | None = None,
     **pool_options: Any,
 ) -> TrainingResult:
-    """Train to the end on ranks of this machine, as many as the schedule has.
+    """Train on ranks of this machine, as many as the schedule has.
 
     Args:
+        options: what is trained, and how.
         on_step: called with every step as soon as its last loss is known.
-        on_warning: called with every warning, of one line: about a checkpoint that is damaged or cannot be written. By default it
-            goes to stderr.
-        timeout_s: how long it may take, from when the ranks are there; for ever if None.
+        on_warning: called with every warning, of one line, about a checkpoint that is damaged or cannot be written. By default
+            warnings are printed on stderr.
+        timeout_s: how long the training may take after the ranks have started; None: forever.
         pool_options: of the `RankPool`.
 
     Raises:
-        UserError: options that do not fit each other; the directory of checkpoints cannot be written, none of the checkpoints
-            there is whole, or they are of another model. RankError: a rank failed.
+        UserError: options are inconsistent, the directory of checkpoints cannot be written, none of the checkpoints there is
+            intact, or they are of another model.
+        RankError: a rank failed.
     """
     _check(options)
     schedule = options.schedule
@@ -136,7 +166,7 @@ def train(
 
 
 def schedule_of(name: str, num_steps: int, **options: Any) -> Schedule:
-    """The schedule of one run: of one step where it is synchronous, of ``num_steps`` where it is not."""
+    """The schedule of one run: of one step if it is synchronous, otherwise of ``num_steps``."""
     schedule = generate(name, iterations=1, **options)
     return (
         schedule
@@ -153,12 +183,12 @@ def _check(options: TrainingOptions) -> None:
         raise UserError(f"learning rate is {options.learning_rate:g}; give a positive number")
     per_run = options.schedule.num_updates
     if options.num_steps % per_run:
-        raise UserError(f"{options.num_steps} steps are not made up of runs of {per_run}; give a multiple of {per_run}")
+        raise UserError(f"{options.num_steps} steps do not divide into runs of {per_run}; give a multiple of {per_run}")
     options.problem.check()
 
 
 class _Progress:
-    """Puts together what ranks report."""
+    """Combines the reports of the ranks."""
 
     def __init__(
         self,
@@ -180,7 +210,7 @@ class _Progress:
         self._begun: float | None = None
 
     def take(self, rank: int, value: Any) -> None:
-        """A rank's report: `Begun`, `Warned`, `Saved`, or (micro-batch, its part of the mean loss, the share of the rows)."""
+        """Process a rank's report: `Begun`, `Warned`, `Saved`, or (micro-batch, part of its mean loss, share of its rows)."""
         if isinstance(value, Begun):
             if self._begun is None:
                 self._begun = time.monotonic()

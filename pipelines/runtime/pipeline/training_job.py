@@ -1,4 +1,4 @@
-"""What each rank does in training."""
+"""The job of each rank in a training."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["train_on_rank"]
 
 
 def train_on_rank(options: TrainingOptions) -> RankReport | None:
-    """Train to the last step; the report of the last run, None where nothing was left to do."""
+    """Train to the last step; returns the report of the last run, None if no step was left."""
     make = getattr(flow.optim, options.optimizer, None)
     if not (isinstance(make, type) and issubclass(make, flow.optim.Optimizer)):
         raise UserError(f"optimizer {options.optimizer} is not in oneflow.optim; give SGD, Adam, AdamW, ...")
@@ -43,14 +43,14 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
         is_due = trainer.num_updates - saved >= options.steps_per_checkpoint or trainer.num_updates >= options.num_steps
         if options.checkpoints is not None and is_due:
             trainer.save(options.checkpoints)
-            saved = trainer.num_updates  # where that failed, too: the next one is tried when it is due
+            saved = trainer.num_updates  # even if it failed: the next one is tried when it is due
             if trainer.rank == 0:
                 report(Saved(trainer.num_updates, trainer.save_failure))
     return last
 
 
 def _check_period(trainer: PipelineTrainer) -> None:
-    """Whether the schedule has as many micro-batches per step as the one of the checkpoint."""
+    """Check that the schedule has as many micro-batches per step as that of the checkpoint."""
     schedule = trainer.lowered.schedule
     if trainer.num_micro_batches != trainer.num_updates * schedule.update_period:
         raise UserError(

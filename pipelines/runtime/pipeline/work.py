@@ -7,19 +7,17 @@ from typing import Any, Protocol
 
 from ...schedule import Kind
 from ..load import load_oneflow
-from .actions import Drop, Reduce, Run, Update
-from .chain import Boundary
+from .actions import BoundaryTensor, Drop, Program, Reduce, Run, Update
 from .checkpoint import Entry
 from .data import LossListener, LossPart
-from .lowering import Lowered
 from .passes import StagePasses
 from .transport import Transport
 from .waiting import wait_for
-from .weights import OptimizerFactory, ReplicaWeights
+from .weights import ReplicaWeights, WeightVersions
 
 flow: Any = load_oneflow()
 
-__all__ = ["ModelWork", "Stages", "Work"]
+__all__ = ["ModelWork", "RunnableStages", "Stages", "Work"]
 
 Tensor = Any
 
@@ -27,7 +25,7 @@ Tensor = Any
 class Work(Protocol):
     """The computations of one rank; the engine calls them in the order of the rank's program."""
 
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[BoundaryTensor]
     """What passes between stages s and s + 1."""
     losses: dict[int, float]
     """Per micro-batch whose last stage is here, this rank's part of its mean loss."""
@@ -53,15 +51,12 @@ class Work(Protocol):
     def drop(self, action: Drop) -> None: ...
 
 
-class Stages(Protocol):
+class RunnableStages(Protocol):
     """The stages of a model as one rank runs them."""
 
-    boundaries: Sequence[Boundary]
+    boundaries: Sequence[BoundaryTensor]
     first_micro_batch: int
     """The number over all runs of the run's first micro-batch."""
-
-    def initial_values(self, stage: int) -> dict[str, Tensor]:
-        """This rank's weights of a stage, by the names under which it keeps them."""
 
     def run(
         self, run: Run, x: Tensor | None, weights: Sequence[Tensor], first_slot: int, num_slots: int
@@ -74,11 +69,18 @@ class Stages(Protocol):
             x: what comes from the stage before; None in the first one, which reads the data.
         """
 
-    def total(self, action: Reduce, replicas: Mapping[int, ReplicaWeights], transport: Transport) -> Tensor | None:
+    def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
         """As `Work.total`; ``replicas`` by stage, where this rank has one of the action's stages."""
 
-    def set_gradient(self, stage: int, action: Reduce, replica: ReplicaWeights, total: Tensor) -> None:
+    def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
         """As `Work.set_gradient`."""
+
+
+class Stages(RunnableStages, Protocol):
+    """Stages whose weights can be made, saved and restored."""
+
+    def initial_values(self, stage: int) -> dict[str, Tensor]:
+        """This rank's weights of a stage, by the names under which it keeps them."""
 
     def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
         """A stage's parameters by their names in the whole model, with their shapes there."""
@@ -95,30 +97,30 @@ class ModelWork(StagePasses):
 
     A loss is the mean over a micro-batch's rows. Gradients are those of the mean over all rows of an update, over all pipelines
     and ranks, so that sums over ranks need no further factor.
+
+    Args:
+        program: of this rank.
+        replicas: the weights of its stages, by (pipeline, stage).
+        on_loss: told of losses as they come, where the last stage is.
     """
 
     def __init__(
         self,
-        lowered: Lowered,
-        rank: int,
-        stages: Stages,
-        make_optimizer: OptimizerFactory,
+        program: Program,
+        stages: RunnableStages,
+        replicas: Mapping[tuple[int, int], WeightVersions],
         on_loss: LossListener | None = None,
     ) -> None:
-        schedule = lowered.schedule
         self.stages = stages
         self.boundaries = stages.boundaries
         self.on_loss = on_loss
         self.peak_activations = 0.0
         self.peak_versions = 0
-        self._per_micro_batch = lowered.slots_per_micro_batch
-        worker = lowered.ranks.worker_of(rank)
-        self.replicas = {
-            (pipeline, stage): ReplicaWeights(stages.initial_values(stage), make_optimizer)
-            for pipeline, stage in schedule.stages_on(worker)
-        }
-        recomputed = {task.stage for task in schedule.workers[worker] if task.kind is Kind.RECOMPUTE}
-        super().__init__(self.replicas, stages.run, schedule.num_stages - 1, recomputed)
+        self.replicas = replicas
+        tasks = [action.task for action in program.actions if isinstance(action, Run)]
+        recomputed = {task.stage for task in tasks if task.kind is Kind.RECOMPUTE}
+        super().__init__(replicas, stages.run, program.frame.num_stages - 1, recomputed)
+        self._per_micro_batch = program.slots_per_micro_batch
         self._alive_slots = 0
 
     # ---- Computations ------------------------------------------------------------------------------------------------
@@ -153,7 +155,7 @@ class ModelWork(StagePasses):
         replica.update(action.task.micro_batch, action.keeps)
         self.peak_versions = max(self.peak_versions, replica.num_versions)
         if replica.parameters:
-            wait_for(replica.parameters[-1].tensor)
+            wait_for(replica.parameters[-1].local())
 
     def drop(self, action: Drop) -> None:
         self.replicas[action.pipeline, action.stage].drop(action.version)

@@ -8,21 +8,26 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
 from autoddl.pipelines.joint.bounds import balance, homes, least_of_cuts, loads, micro_batches_of, way_in
 from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.joint.cut_graph import PRICES, Bound, CutGraph
 from autoddl.pipelines.joint.cut_regions import closed_arcs
+from autoddl.pipelines.joint.explorer import Explorer
 from autoddl.pipelines.joint.levels import least_level
-from autoddl.pipelines.joint.memory_demand import needs_of, read_off
+from autoddl.pipelines.joint.memory_demand import memory_demand_of, read_off
+from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.space import schedules
-from autoddl.pipelines.joint.terrain import Bound
 from autoddl.pipelines.schedule import Schedule
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.stepgraph import StepGraph, Terms
 from autoddl.pipelines.times import Times
+from autoddl.zoo import Transformer, gpt
 
 SIZES = [(2, 1), (2, 5), (3, 7), (4, 4), (4, 9), (4, 24), (8, 16)]
 
@@ -164,7 +169,7 @@ def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
 
 
 class _Units:
-    """A terrain of units that take so long forward at each stage, and nothing else; shape (stages, units)."""
+    """A cut graph of units that take so long forward at each stage, and nothing else; shape (stages, units)."""
 
     def __init__(self, spec: PipelineSchedule, forward: np.ndarray):
         self.forward = forward
@@ -197,20 +202,20 @@ def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) 
     dice, compared = np.random.default_rng(seed), 0
     for spec, _ in every_schedule(depth, count):
         forward = dice.integers(1, 9, (spec.num_stages, spec.num_stages + further)).astype(float)
-        terrain, stages = _Units(spec, forward), range(spec.num_stages)
-        paths = [path[terrain.terms.forward] for path in reaches(spec)]
+        cut_graph, stages = _Units(spec, forward), range(spec.num_stages)
+        paths = [path[cut_graph.terms.forward] for path in reaches(spec)]
         least = np.inf
-        for inner in combinations(range(1, terrain.num_units), spec.num_stages - 1):
-            ends = (0, *inner, terrain.num_units)
+        for inner in combinations(range(1, cut_graph.num_units), spec.num_stages - 1):
+            ends = (0, *inner, cut_graph.num_units)
             times = np.array([forward[stage, ends[stage] : ends[stage + 1]].sum() for stage in stages])
             least = min(least, max(float(path @ times) for path in paths))
-        if terrain.is_alone:
-            assert least_level(terrain, least) == pytest.approx(least, rel=1e-12), spec
+        if cut_graph.is_alone:
+            assert least_level(cut_graph, least) == pytest.approx(least, rel=1e-12), spec
         else:
             # Loads are rounded down, by a 4,000th for every stage.
-            assert least_level(terrain, least * (1 + 1e-9)) == 0.0, spec
+            assert least_level(cut_graph, least * (1 + 1e-9)) == 0.0, spec
             below = least * (1 - (spec.num_stages + 1) / 4000)
-            assert least_level(terrain, below) == below, spec
+            assert least_level(cut_graph, below) == below, spec
         compared += 1
     assert compared >= 5
 
@@ -238,7 +243,7 @@ def test_needs_are_those_of_the_generated_schedule(depth: int) -> None:
     compared = 0
     for count in (1, 5, 24, 70):
         for spec, schedule in every_schedule(depth, count, stale=True):
-            assert needs_of(spec) == read_off(schedule), spec
+            assert memory_demand_of(spec) == read_off(schedule), spec
             compared += 1
     assert compared > 25
 
@@ -254,3 +259,43 @@ def test_pipelines_get_the_micro_batches_of_the_generated_schedule() -> None:
                 ]
                 done = [sum(t.part.size for t in forwards if t.pipeline == p) for p in range(spec.num_pipelines)]
                 assert done == list(micro_batches_of(depth, count, spec.num_pipelines)), spec
+
+
+@settings(max_examples=8, deadline=None)
+@given(st.integers(0, 2**32 - 1))
+def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
+    """In a bound at several prices of memory, of all ways of recomputation, where each worker has one stage."""
+    dice = np.random.default_rng(seed)
+    chain, cluster = chain_of(gpt(Transformer("small", 4, 64, 4, 8, 128))), load_cluster("dgx-a100").resized(1, 4)
+    explorer = Explorer(chain, cluster, Workload(8, 8, "mixed", "adam"), np.inf)
+    offered = [one for one in explorer.settings(None, False, lambda spec: spec.name == "1f1b" and spec.num_workers > 1)]
+    setting = offered[dice.integers(len(offered))]
+    demand = explorer.demand(setting.schedule)
+    assert demand is not None
+    # As much as a unit needs at every stage where it is run in the way that needs the least, or somewhat more.
+    graph = CutGraph(explorer, setting, explorer.recomputations, demand)
+    least_bytes = [
+        min(one.least_memory(first, first + 1, way, passes, need) for way in graph.ways)
+        for one, passes, need in zip(graph.stages, graph.passes, graph.need)
+        for first in range(chain.num_units)
+    ]
+    # Fewer samples than devices do not divide over any strategy of some layer.
+    assume(np.isfinite(max(least_bytes)))
+    explorer.limit_bytes = max(least_bytes) * float(dice.uniform(1.0, 3.0))
+    graph = CutGraph(explorer, setting, explorer.recomputations, demand)
+    weights = dice.exponential(1.0, graph.terms.count)
+    price = dice.exponential(1.0, graph.num_stages) / graph.limit
+    bound = Bound(weights, tuple(part * price for part in (0.0, *PRICES)))
+    compared = 0
+    for stage, costs in enumerate(graph.costs(bound)):
+        for first, stop in zip(*np.nonzero(np.isfinite(costs))):
+            graph.load(stage, int(first), int(stop), (), graph.limit, has_sides=False)
+            arc = graph.arcs.pop((stage, int(first), int(stop)))
+            own = np.column_stack([weights[part] for part in graph.terms.of_stages])[stage]
+            least = float((arc.rows.times @ own).min(initial=np.inf))
+            after = weights[graph.terms.transfer_forward] + weights[graph.terms.transfer_backward]
+            if stage < graph.num_stages - 1:
+                least += float(after[stage]) * graph.least_transfer(stage, int(stop))
+            assert costs[first, stop] <= least * (1 + 1e-9)
+            compared += len(arc.rows) > 0
+    assert compared

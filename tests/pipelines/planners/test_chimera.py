@@ -11,10 +11,10 @@ import pytest
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.pipelines.generators import generate
 from autoddl.pipelines.memory import peak_activations
-from autoddl.pipelines.planners import PlannerError, Workload, plan_chimera
+from autoddl.pipelines.planners import PlannerError, ProfiledWorkload, plan_chimera
 from autoddl.pipelines.planners.chimera import performance_model, rabenseifner_s
 from autoddl.pipelines.planners.transformer import transformer_profile
-from autoddl.pipelines.profile import Layer, Profile, load_profile
+from autoddl.pipelines.profile import Profile, ProfiledLayer, load_profile
 from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
 
@@ -66,7 +66,7 @@ def test_the_paper_s_decision_for_bert_48() -> None:
     cluster = PIZ_DAINT.resized(32)
     profile = transformer_profile(cluster, 48, 1024, 128)
     assert profile.parameter_bytes / 4 == pytest.approx(669_790_012, rel=0.005)
-    result = plan_chimera(Workload(profile, cluster, 256))
+    result = plan_chimera(ProfiledWorkload(profile, cluster, 256))
     assert (result.plan.width, result.plan.depth) == (8, 4)
     assert (result.by_model.width, result.by_model.depth) == (8, 4)
     # The paper's model predicts within 10 %; ours is a sixth off for the chosen configuration at most.
@@ -75,7 +75,7 @@ def test_the_paper_s_decision_for_bert_48() -> None:
 
 def test_configurations_fit_and_add_up() -> None:
     cluster = PIZ_DAINT.resized(16)
-    workload = Workload(transformer_profile(cluster, 64, 1312, 632, vocabulary=50257), cluster, 128)
+    workload = ProfiledWorkload(transformer_profile(cluster, 64, 1312, 632, vocabulary=50257), cluster, 128)
     result = plan_chimera(workload)
     for found in result.configurations:
         assert found.width * found.depth == 16
@@ -91,8 +91,8 @@ def test_configurations_fit_and_add_up() -> None:
 def test_the_micro_batch_is_the_largest_that_fits(limit: float, expected: set[int]) -> None:
     """Greedily, and also the largest that leaves D micro-batches; 2 layers of 1 GB per sample and 1 MB of weights per stage."""
     cluster = PIZ_DAINT.resized(4)
-    layers = [Layer(f"l{i}", 1.0, 2.0, 1e6, 1e6, 1e9) for i in range(8)]
-    workload = Workload(Profile.chain("p", 1, layers), cluster, 64, memory_bytes=limit)
+    layers = [ProfiledLayer(f"l{i}", 1.0, 2.0, 1e6, 1e6, 1e9) for i in range(8)]
+    workload = ProfiledWorkload(Profile.chain("p", 1, layers), cluster, 64, memory_bytes=limit)
     found = plan_chimera(workload, num_stages=4).configurations
 
     def fits(size: int) -> bool:
@@ -104,10 +104,10 @@ def test_the_micro_batch_is_the_largest_that_fits(limit: float, expected: set[in
     assert {c.micro_batch for c in found if not c.recompute and c.concatenation == "direct"} == expected
     assert {c.micro_batch for c in plan_chimera(workload, micro_batch=2, num_stages=4).configurations} == {2}
     with pytest.raises(PlannerError, match="fits"):
-        plan_chimera(Workload(workload.profile, cluster, 64, memory_bytes=1e6))
+        plan_chimera(ProfiledWorkload(workload.profile, cluster, 64, memory_bytes=1e6))
 
 
-def slowest(layers: list[Layer], cuts: tuple[int, ...]) -> float:
+def slowest(layers: list[ProfiledLayer], cuts: tuple[int, ...]) -> float:
     return max(sum(layer.forward_s + layer.backward_s for layer in layers[a:b]) for a, b in zip(cuts, cuts[1:]))
 
 
@@ -115,8 +115,8 @@ def test_balanced_cuts_against_brute_force() -> None:
     draw = random.Random(3)
     for _ in range(30):
         count = draw.randint(1, 8)
-        layers = [Layer(f"l{i}", draw.uniform(0.1, 2), draw.uniform(0.1, 2), 1, 1) for i in range(count)]
-        workload = Workload(Profile.chain("p", 1, layers), PIZ_DAINT, 1)
+        layers = [ProfiledLayer(f"l{i}", draw.uniform(0.1, 2), draw.uniform(0.1, 2), 1, 1) for i in range(count)]
+        workload = ProfiledWorkload(Profile.chain("p", 1, layers), PIZ_DAINT, 1)
         for stages in range(1, count + 1):
             best = min(slowest(layers, (0, *inner, count)) for inner in combinations(range(1, count), stages - 1))
             cuts = workload.balanced_cuts(stages)
@@ -138,7 +138,7 @@ def test_balanced_cuts_against_brute_force() -> None:
 )
 def test_faults(options: dict[str, int], fault: str) -> None:
     with pytest.raises(PlannerError) as error:
-        plan_chimera(Workload(load_profile("bert-48"), load_cluster("v100-a"), 64), **options)
+        plan_chimera(ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-a"), 64), **options)
     assert fault in str(error.value)
     with pytest.raises(PlannerError, match=r"batch 63 should divide over 2 replicas of a pipeline; .* are 62 and 64"):
-        plan_chimera(Workload(load_profile("bert-48"), load_cluster("v100-a").resized(1, 4), 63), num_stages=2)
+        plan_chimera(ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-a").resized(1, 4), 63), num_stages=2)

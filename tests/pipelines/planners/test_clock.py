@@ -7,10 +7,18 @@ from collections.abc import Callable
 import pytest
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.pipelines.planners import Clock, PlannerError, Shape, Workload, plan_chimera, plan_dapple, plan_wpipe
+from autoddl.pipelines.planners import (
+    Clock,
+    PlannerError,
+    ProfiledWorkload,
+    StageConstraints,
+    plan_chimera,
+    plan_dapple,
+    plan_wpipe,
+)
 from autoddl.pipelines.profile import load_profile
 
-WORKLOAD = Workload(load_profile("bert-48"), load_cluster("v100-a"), 64)
+WORKLOAD = ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-a"), 64)
 
 
 class Counting(Clock):
@@ -28,7 +36,7 @@ class Counting(Clock):
 
 
 PLANNERS: dict[str, Callable[[Clock], float]] = {
-    "dapple": lambda clock: plan_dapple(WORKLOAD, shape=Shape(widths=(8, 8)), clock=clock).plan.simulated_s,
+    "dapple": lambda clock: plan_dapple(WORKLOAD, shape=StageConstraints(widths=(8, 8)), clock=clock).plan.simulated_s,
     "chimera": lambda clock: plan_chimera(WORKLOAD, clock=clock).plan.simulated_s,
     "wpipe": lambda clock: plan_wpipe(WORKLOAD, clock=clock).plan.period_s,
 }
@@ -64,7 +72,7 @@ def test_processor_time_runs_out() -> None:
 
 
 def test_stages_in_order_take_the_devices_one_after_another() -> None:
-    result = plan_dapple(WORKLOAD, shape=Shape(in_order=True))
+    result = plan_dapple(WORKLOAD, shape=StageConstraints(in_order=True))
     for plan in result.simulated:
         devices = [device for stage in plan.stages for device in stage.devices]
         assert devices == list(range(16))

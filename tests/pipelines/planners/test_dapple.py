@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.pipelines.planners import PlannerError, Shape, Workload, evaluate, plan_dapple
+from autoddl.pipelines.planners import PlannerError, ProfiledWorkload, StageConstraints, evaluate, plan_dapple
 from autoddl.pipelines.planners.dapple import SLACK
 from autoddl.pipelines.planners.dapple_search import POLICIES, DeviceStates, search
 from autoddl.pipelines.planners.network import Network
-from autoddl.pipelines.profile import Layer, Profile, load_profile
+from autoddl.pipelines.profile import Profile, ProfiledLayer, load_profile
 
 # What the paper reports (cluster A: 2 servers of 8; B and C: 16 of 1), as devices and layers per stage.
 PAPER = {
@@ -40,7 +40,7 @@ def paper_cuts(profile: Profile, plan: str) -> list[int]:
 def test_as_good_as_the_papers_plans(name: str, batch: int, cluster: str) -> None:
     plan = PAPER[name, batch, cluster]
     widths = {"DP": [16], "straight": [1] * 16}.get(plan) or [int(width) for width in plan.split(":")]
-    workload = Workload(load_profile(name), load_cluster(cluster), batch)
+    workload = ProfiledWorkload(load_profile(name), load_cluster(cluster), batch)
     begin = time.process_time()
     result = plan_dapple(workload)
     assert time.process_time() - begin < 20  # about 1 s; of the processor, which others may use meanwhile
@@ -53,7 +53,7 @@ def test_as_good_as_the_papers_plans(name: str, batch: int, cluster: str) -> Non
 
 
 def test_bert_on_two_servers_gives_each_half_the_model() -> None:
-    plan = plan_dapple(Workload(load_profile("bert-48"), load_cluster("v100-a"), 64)).plan
+    plan = plan_dapple(ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-a"), 64)).plan
     assert plan.name == "8:8"
     assert [stage.devices for stage in plan.stages] == [tuple(range(8)), tuple(range(8, 16))]
 
@@ -63,7 +63,7 @@ def test_bert_on_two_servers_gives_each_half_the_model() -> None:
 
 def small_profile(draw: random.Random, num_layers: int) -> Profile:
     layers = [
-        Layer(
+        ProfiledLayer(
             f"l{i}",
             draw.uniform(0.1, 1.0),
             draw.uniform(0.1, 2.0),
@@ -79,7 +79,7 @@ def small_profile(draw: random.Random, num_layers: int) -> Profile:
     return Profile("random", 4, tuple(layers), tuple(sorted(edges)))
 
 
-def brute_force(workload: Workload, num_micro_batches: int) -> float:
+def brute_force(workload: ProfiledWorkload, num_micro_batches: int) -> float:
     """The smallest latency over all cuts, widths and policies, by the formula as it stands in the module's text."""
     network = Network(workload.cluster)
     layers, devices = workload.profile.layers, workload.cluster.num_devices
@@ -148,7 +148,7 @@ def formula(workload, network, layers, cuts_bytes, bounds, placements, size, sca
 def test_the_search_finds_what_brute_force_finds(seed, num_layers, cluster, num_micro_batches, recompute) -> None:
     draw = random.Random(seed)
     name, nodes, each = cluster
-    workload = Workload(
+    workload = ProfiledWorkload(
         small_profile(draw, num_layers),
         load_cluster(name).resized(nodes, each),
         16,
@@ -156,11 +156,11 @@ def test_the_search_finds_what_brute_force_finds(seed, num_layers, cluster, num_
         memory_bytes=draw.choice([8e9, 16e9, 40e9]),
     )
     expected = brute_force(workload, num_micro_batches)
-    found = search(workload, DeviceStates(Network(workload.cluster), Shape()), num_micro_batches)
+    found = search(workload, DeviceStates(Network(workload.cluster), StageConstraints()), num_micro_batches)
     assert (found[0].latency_s if found else float("inf")) == pytest.approx(expected)
     if found:
         # A bound, even a tight one, does not lose the best plan.
-        devices = DeviceStates(Network(workload.cluster), Shape())
+        devices = DeviceStates(Network(workload.cluster), StageConstraints())
         bounded = search(workload, devices, num_micro_batches, expected * (1 + 1e-9))
         assert bounded[0].latency_s == pytest.approx(expected)
 
@@ -170,7 +170,9 @@ def test_the_search_finds_what_brute_force_finds(seed, num_layers, cluster, num_
 def test_plans_keep_their_promises(seed: int) -> None:
     draw = random.Random(seed)
     cluster = load_cluster(draw.choice(["v100-a", "v100-c"])).resized(draw.choice([1, 2, 3]), draw.choice([1, 2]))
-    workload = Workload(small_profile(draw, draw.randint(1, 6)), cluster, 16, memory_bytes=draw.choice([20e9, 60e9]))
+    workload = ProfiledWorkload(
+        small_profile(draw, draw.randint(1, 6)), cluster, 16, memory_bytes=draw.choice([20e9, 60e9])
+    )
     try:
         result = plan_dapple(workload)
     except PlannerError:
@@ -197,7 +199,7 @@ def test_early_backward_keeps_memory_where_the_paper_has_it() -> None:
     cluster = load_cluster("v100-b").resized(2)
     peaks, throughputs = [], []
     for count in (2, 8, 16):
-        workload = Workload(load_profile("bert-48"), cluster, 2 * count)
+        workload = ProfiledWorkload(load_profile("bert-48"), cluster, 2 * count)
         plan = evaluate(workload, [28], [1, 1], micro_batch=2)
         peaks.append(max(stage.memory_bytes for stage in plan.stages))
         throughputs.append(workload.batch / plan.simulated_s)
@@ -210,7 +212,7 @@ def test_early_backward_keeps_memory_where_the_paper_has_it() -> None:
 
 def test_memory_forces_more_stages() -> None:
     bert = load_profile("bert-48")
-    tight = Workload(bert, load_cluster("v100-b"), 64, memory_bytes=6 * 2**30)
+    tight = ProfiledWorkload(bert, load_cluster("v100-b"), 64, memory_bytes=6 * 2**30)
     result = plan_dapple(tight)
     assert result.data_parallel is None
     assert result.speedup_over_dp is None
@@ -225,24 +227,27 @@ def test_memory_forces_more_stages() -> None:
 
 
 def test_wishes_are_heard() -> None:
-    workload = Workload(load_profile("bert-48"), load_cluster("v100-b"), 64)
+    workload = ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-b"), 64)
     free = plan_dapple(workload)
-    straight = plan_dapple(workload, shape=Shape(num_stages=16)).plan
+    straight = plan_dapple(workload, shape=StageConstraints(num_stages=16)).plan
     assert straight.name == "straight"
     assert straight.simulated_s >= free.plan.simulated_s * (1 - SLACK)
-    four = plan_dapple(workload, 4, Shape(widths=(4, 4, 4, 4))).plan
+    four = plan_dapple(workload, 4, StageConstraints(widths=(4, 4, 4, 4))).plan
     assert (four.name, four.micro_batch) == ("4:4:4:4", 4)
-    assert plan_dapple(workload, shape=Shape(num_stages=1)).plan.name == "DP"
+    assert plan_dapple(workload, shape=StageConstraints(num_stages=1)).plan.name == "DP"
 
 
 @pytest.mark.parametrize(
     ("call", "fault"),
     [
         (lambda w: plan_dapple(w, micro_batch=7), "micro-batch 7 does not divide the batch of 64"),
-        (lambda w: plan_dapple(w, shape=Shape(num_stages=54)), "54 stages are more than the 53 layers of bert-48"),
-        (lambda w: plan_dapple(w, shape=Shape(num_stages=17)), "17 stages are more than the 16 devices"),
-        (lambda w: plan_dapple(w, shape=Shape(num_stages=0)), "0 stages; there should be at least 1"),
-        (lambda w: plan_dapple(w, shape=Shape(widths=(8, 9))), "stages on 8:9 devices"),
+        (
+            lambda w: plan_dapple(w, shape=StageConstraints(num_stages=54)),
+            "54 stages are more than the 53 layers of bert-48",
+        ),
+        (lambda w: plan_dapple(w, shape=StageConstraints(num_stages=17)), "17 stages are more than the 16 devices"),
+        (lambda w: plan_dapple(w, shape=StageConstraints(num_stages=0)), "0 stages; there should be at least 1"),
+        (lambda w: plan_dapple(w, shape=StageConstraints(widths=(8, 9))), "stages on 8:9 devices"),
         (lambda w: evaluate(w, [60], [8, 8]), "should be 1 ascending positions between 1 and 52"),
         (lambda w: replace(w, batch=0), "batch 0 should be at least 1"),
         (lambda w: replace(w, state=0.5), "state factor 0.5 should be a finite number of at least 1"),
@@ -250,7 +255,7 @@ def test_wishes_are_heard() -> None:
     ],
 )
 def test_faults(call, fault: str) -> None:
-    workload = Workload(load_profile("bert-48"), load_cluster("v100-a"), 64)
+    workload = ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-a"), 64)
     with pytest.raises(PlannerError) as error:
         call(workload)
     assert fault in str(error.value)
@@ -259,7 +264,7 @@ def test_faults(call, fault: str) -> None:
 
 @pytest.mark.slow
 def test_many_devices_are_planned_in_time() -> None:
-    workload = Workload(load_profile("bert-48"), load_cluster("v100-b").resized(32), 64)
+    workload = ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-b").resized(32), 64)
     result = plan_dapple(workload)
-    even = plan_dapple(workload, shape=Shape(widths=(2,) * 16)).plan
+    even = plan_dapple(workload, shape=StageConstraints(widths=(2,) * 16)).plan
     assert result.plan.simulated_s <= even.simulated_s

@@ -8,11 +8,11 @@ from functools import cache
 import pytest
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.pipelines.planners import PlannerError, Workload, plan_chimera, plan_dapple, plan_wpipe
-from autoddl.pipelines.profile import Layer, Profile
+from autoddl.pipelines.planners import PlannerError, ProfiledWorkload, plan_chimera, plan_dapple, plan_wpipe
+from autoddl.pipelines.profile import Profile, ProfiledLayer
 
 #: Few layers, so that no pipeline takes all devices, and everything fits in memory.
-PROFILE = Profile.chain("few", 1, [Layer(f"layer {i}", 1.0, 2.0, 4.0, 4.0, 4.0) for i in range(4)])
+PROFILE = Profile.chain("few", 1, [ProfiledLayer(f"layer {i}", 1.0, 2.0, 4.0, 4.0, 4.0) for i in range(4)])
 CLUSTER = load_cluster("v100-c").resized(12)
 PLANNERS = {"chimera": plan_chimera, "wpipe": plan_wpipe, "dapple": plan_dapple}
 
@@ -20,7 +20,7 @@ PLANNERS = {"chimera": plan_chimera, "wpipe": plan_wpipe, "dapple": plan_dapple}
 @cache
 def fault(planner: str, batch: int, micro_batch: int | None) -> str | None:
     try:
-        PLANNERS[planner](Workload(PROFILE, CLUSTER, batch), micro_batch)
+        PLANNERS[planner](ProfiledWorkload(PROFILE, CLUSTER, batch), micro_batch)
     except PlannerError as error:
         return str(error)
     return None

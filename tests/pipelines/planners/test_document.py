@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import Cluster, load_cluster
-from autoddl.pipelines.planners import PlannerError, Workload, plan_chimera, plan_dapple, plan_wpipe
+from autoddl.pipelines.planners import PlannerError, ProfiledWorkload, plan_chimera, plan_dapple, plan_wpipe
 from autoddl.pipelines.planners.document import document_of
-from autoddl.pipelines.profile import Layer, Profile
+from autoddl.pipelines.profile import Profile, ProfiledLayer
 
 CLUSTERS = [load_cluster(name).resized(*sizes) for name in ("v100-a", "v100-c") for sizes in ((1, 1), (2, 1), (2, 2))]
 figures = st.one_of(st.just(0.0), st.floats(1e-6, 10.0))
@@ -23,10 +23,10 @@ def profiles(draw: st.DrawFn) -> Profile:
     """A few layers, some of which cost nothing, send nothing or have no parameters."""
     rows = draw(st.lists(st.tuples(*[figures] * 5), min_size=1, max_size=5))
     layers = [
-        Layer(f"layer {i}", forward, backward, *(1e6 * size for size in sizes))
+        ProfiledLayer(f"layer {i}", forward, backward, *(1e6 * size for size in sizes))
         for i, (forward, backward, *sizes) in enumerate(rows)
     ]
-    layers.append(Layer("last", 1e-3, draw(figures), 0.0, 1.0, 1.0))
+    layers.append(ProfiledLayer("last", 1e-3, draw(figures), 0.0, 1.0, 1.0))
     return Profile.chain("drawn", draw(st.sampled_from([1, 4])), layers)
 
 
@@ -46,7 +46,7 @@ def numbers(document: Any, where: str = "") -> Iterator[tuple[str, float]]:
 @given(profiles(), st.sampled_from(CLUSTERS), st.sampled_from([1, 2, 8]), st.booleans())
 @pytest.mark.parametrize("plan", [plan_dapple, plan_chimera, plan_wpipe])
 def test_no_figure_is_negative(plan: Any, profile: Profile, cluster: Cluster, batch: int, recompute: bool) -> None:
-    workload = Workload(profile, cluster, batch, recompute=recompute)
+    workload = ProfiledWorkload(profile, cluster, batch, recompute=recompute)
     try:
         document = document_of(plan(workload), workload)
     except PlannerError:
@@ -58,7 +58,7 @@ def test_no_figure_is_negative(plan: Any, profile: Profile, cluster: Cluster, ba
 
 def test_the_papers_formula_of_one_micro_batch_on_one_device() -> None:
     """F = 1, B = 5, no all-reduce: as printed it says 0 * 6 + 1 - 5 = -4 s, with the ends of a timeline 6 s."""
-    profile = Profile.chain("one", 1, [Layer("only", 1.0, 5.0, 0.0, 4.0, 4.0)])
-    workload = Workload(profile, CLUSTERS[0], 1)
+    profile = Profile.chain("one", 1, [ProfiledLayer("only", 1.0, 5.0, 0.0, 4.0, 4.0)])
+    workload = ProfiledWorkload(profile, CLUSTERS[0], 1)
     document = document_of(plan_dapple(workload), workload)
     assert document["corrected_latency_s"] == document["latency_s"] == document["simulated_s"] == 6.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autoddl.pipelines.generators import generate
-from autoddl.pipelines.planners.dapple import simulated
+from autoddl.pipelines.planners.dapple import simulated_latency
 from autoddl.pipelines.planners.latency import (
     StageCost,
     corrected_latency,
@@ -40,7 +40,7 @@ def simulation(chain: list[StageCost], num_micro_batches: int, policy: str = "A"
         width=2,
         all_reduce="eager",
     )
-    return simulated(schedule, chain)
+    return simulated_latency(schedule, chain)
 
 
 @settings(max_examples=60, deadline=None)

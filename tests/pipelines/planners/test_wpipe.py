@@ -7,9 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autoddl.costmodel.cluster import load_cluster
-from autoddl.pipelines.planners import PlannerError, Workload, plan_wpipe
+from autoddl.pipelines.planners import PlannerError, ProfiledWorkload, plan_wpipe
 from autoddl.pipelines.planners.transformer import transformer_profile
-from autoddl.pipelines.profile import Layer, Profile, load_profile
+from autoddl.pipelines.profile import Profile, ProfiledLayer, load_profile
 
 GIB = 2**30
 
@@ -17,7 +17,7 @@ GIB = 2**30
 def test_the_space_and_its_bound() -> None:
     """4 machines x 8 V100, half of the paper's: every configuration adds up, fits, and is not faster than its bound."""
     cluster = load_cluster("v100-a").resized(4)
-    workload = Workload(load_profile("bert-48"), cluster, 128)
+    workload = ProfiledWorkload(load_profile("bert-48"), cluster, 128)
     result = plan_wpipe(workload)
     for found in result.configurations:
         assert found.depth * found.width == 32
@@ -31,8 +31,8 @@ def test_the_space_and_its_bound() -> None:
 
 def test_without_communication_the_bound_is_reached() -> None:
     """Equal stages, nothing sent, nothing averaged: no bubble in the steady state."""
-    layers = [Layer(f"l{i}", 1.0, 2.0, 0.0, 0.0, 1.0) for i in range(8)]
-    workload = Workload(Profile.chain("p", 1, layers), load_cluster("v100-b").resized(4), 16)
+    layers = [ProfiledLayer(f"l{i}", 1.0, 2.0, 0.0, 0.0, 1.0) for i in range(8)]
+    workload = ProfiledWorkload(Profile.chain("p", 1, layers), load_cluster("v100-b").resized(4), 16)
     result = plan_wpipe(workload)
     # 16 samples of 8 layers of 3 s on 4 devices.
     assert result.plan.period_s == pytest.approx(16 * 8 * 3 / 4)
@@ -40,8 +40,8 @@ def test_without_communication_the_bound_is_reached() -> None:
 
 
 def test_tight_memory_is_met_by_recomputation() -> None:
-    layers = [Layer(f"l{i}", 1.0, 2.0, 1e3, 1e3, 1e9) for i in range(8)]
-    workload = Workload(Profile.chain("p", 1, layers), load_cluster("v100-b").resized(2), 8, memory_bytes=9e9)
+    layers = [ProfiledLayer(f"l{i}", 1.0, 2.0, 1e3, 1e3, 1e9) for i in range(8)]
+    workload = ProfiledWorkload(Profile.chain("p", 1, layers), load_cluster("v100-b").resized(2), 8, memory_bytes=9e9)
     tight = plan_wpipe(workload, depth=2, micro_batch=4).plan
     roomy = plan_wpipe(replace(workload, memory_bytes=64e9), depth=2, micro_batch=4).plan
     assert (tight.recompute, roomy.recompute) == (True, False)
@@ -53,10 +53,10 @@ def test_tight_memory_is_met_by_recomputation() -> None:
 
 def test_placement_is_decided_by_what_is_heavier() -> None:
     cluster = load_cluster("v100-a")
-    heavy_weights = [Layer(f"l{i}", 0.1, 0.2, 1e3, 4e8, 1e3) for i in range(8)]
-    heavy_activations = [Layer(f"l{i}", 0.1, 0.2, 4e8, 1e3, 1e3) for i in range(8)]
+    heavy_weights = [ProfiledLayer(f"l{i}", 0.1, 0.2, 1e3, 4e8, 1e3) for i in range(8)]
+    heavy_activations = [ProfiledLayer(f"l{i}", 0.1, 0.2, 4e8, 1e3, 1e3) for i in range(8)]
     for layers, placement in ((heavy_weights, "B"), (heavy_activations, "A")):
-        result = plan_wpipe(Workload(Profile.chain("p", 1, layers), cluster, 64), depth=2, micro_batch=1)
+        result = plan_wpipe(ProfiledWorkload(Profile.chain("p", 1, layers), cluster, 64), depth=2, micro_batch=1)
         assert result.plan.placement == placement
 
 
@@ -65,7 +65,7 @@ def test_priced_transformer() -> None:
     profile = transformer_profile(cluster, 24, 1024, 512)
     assert profile.num_layers == 26
     assert profile.layers[1].backward_s == 2 * profile.layers[1].forward_s
-    assert plan_wpipe(Workload(profile, cluster, 256)).plan.period_s > 0
+    assert plan_wpipe(ProfiledWorkload(profile, cluster, 256)).plan.period_s > 0
     with pytest.raises(PlannerError, match="layers of a transformer is 0"):
         transformer_profile(cluster, 0, 1024, 512)
 
@@ -81,5 +81,5 @@ def test_priced_transformer() -> None:
 )
 def test_faults(options: dict[str, int], batch: int, fault: str) -> None:
     with pytest.raises(PlannerError) as error:
-        plan_wpipe(Workload(load_profile("bert-48"), load_cluster("v100-a"), batch), **options)
+        plan_wpipe(ProfiledWorkload(load_profile("bert-48"), load_cluster("v100-a"), batch), **options)
     assert fault in str(error.value)

@@ -15,7 +15,7 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, Bert, Llama, initialize
-from autoddl.pipelines.runtime.pipeline.chain import Chain, chain_of, cut, even_sizes, tied_stages
+from autoddl.pipelines.runtime.pipeline.chain import ModuleChain, chain_of, cut, even_sizes, tied_stages
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.training_job import train_on_rank
 from autoddl.pipelines.runtime.wire import measure, measure_baseline
@@ -27,7 +27,7 @@ GPT_SIZES = {"layers": 2, "width": 16, "heads": 2, "vocabulary": 32, "positions"
 WIDTH = 12
 
 
-def chain(model: str) -> Chain:
+def chain(model: str) -> ModuleChain:
     """``gpt`` (4 layers, tied), ``gpt-untied``, ``mlp`` (8), ``sequential`` (8, some without parameters), ``wide-range`` (8, every
     second one spreads magnitudes)."""
     if model.startswith("gpt"):
@@ -52,7 +52,7 @@ class Spread(nn.Module):
         return x * self.factors
 
 
-def wide_range(num_pairs: int, width: int) -> Chain:
+def wide_range(num_pairs: int, width: int) -> ModuleChain:
     """What leaves a pair of layers has a wide range; what leaves it backwards, a product with a matrix, has not."""
     pairs = [(nn.Linear(width, width, bias=False), Spread(width)) for _ in range(num_pairs)]
     model = nn.Sequential(*(layer for pair in pairs for layer in pair))

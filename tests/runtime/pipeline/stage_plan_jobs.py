@@ -11,18 +11,26 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, initialize
-from autoddl.pipelines.runtime.pipeline.planned_model import PlannedModel
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
+from autoddl.pipelines.runtime.stage.model import PlannedModel
 from autoddl.pipelines.runtime.wire import measure, measure_baseline
 
 flow = load_oneflow()
 
 
-def module_of(model: str, sizes: Any) -> Any:
-    if model == "mlp":
-        return initialize(MLP(sizes), seed=3)
-    shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary, sizes.num_positions)
-    return initialize(GPT(*shape, inner=sizes.mlp_width, tied=sizes.tied), seed=3)
+def module_of(case: Mapping[str, Any]) -> Any:
+    """With parameters frozen whose names begin as ``frozen`` says; with values of each rank's own where ``differing`` is set."""
+    sizes = case["sizes"]
+    if case["model"] == "mlp":
+        module = MLP(sizes)
+    else:
+        shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary, sizes.num_positions)
+        module = GPT(*shape, inner=sizes.mlp_width, tied=sizes.tied)
+    for name, parameter in initialize(
+        module, seed=3 + case.get("differing", 0) * flow.env.get_rank()
+    ).named_parameters():
+        parameter.requires_grad_(not name.startswith(case.get("frozen", ())))
+    return module
 
 
 class Data:
@@ -45,7 +53,7 @@ def optimizer(name: str, rate: float) -> Any:
 
 
 def trainer_of(case: Mapping[str, Any]) -> PipelineTrainer:
-    model = PlannedModel(module_of(case["model"], case["sizes"]), case["graph"], case["stages"])
+    model = PlannedModel(module_of(case), case["graph"], case["stages"])
     return PipelineTrainer(model, case["schedule"], optimizer(*case["optimizer"]), Data(case))
 
 
@@ -66,10 +74,10 @@ def train(cases: Sequence[Mapping[str, Any]]) -> list[Any]:
 
 def train_whole(case: Mapping[str, Any]) -> tuple[list[float], dict[str, np.ndarray], dict[str, np.ndarray]]:
     """The plain module in one process: the mean loss of each micro-batch, the parameters, and what they were before."""
-    module, data, period = module_of(case["model"], case["sizes"]), Data(case), case["period"]
+    module, data, period = module_of(case), Data(case), case["period"]
     parameters = dict(module.named_parameters())
     initial = {name: np.array(value.numpy()) for name, value in parameters.items()}
-    optimize = optimizer(*case["optimizer"])(list(parameters.values()))
+    optimize = optimizer(*case["optimizer"])([value for value in parameters.values() if value.requires_grad])
     losses = []
     for begin in range(0, case["num_micro_batches"], period):
         numbers = range(begin, min(begin + period, case["num_micro_batches"]))

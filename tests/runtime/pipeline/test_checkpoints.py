@@ -34,7 +34,7 @@ def passed_over(saved: Path, reason: str) -> None:
     job = Job()
     assert job.restore(saved) == 2
     (warning,) = job.warnings
-    assert f"{saved / 'step-00000004'} is damaged and passed over: " in warning
+    assert f"{saved / 'step-00000004'} is damaged and skipped: " in warning
     assert reason in warning and "\n" not in warning
 
 
@@ -88,7 +88,7 @@ def test_a_flipped_bit(saved):
             if job.restore(saved) == 4:  # blanks between the words of the manifest mean nothing
                 assert path.name == "checkpoint.json" and json.loads(damaged) == json.loads(content)
             else:
-                assert len(job.warnings) == 1 and f"damaged and passed over: {path.name}" in job.warnings[0]
+                assert len(job.warnings) == 1 and f"damaged and skipped: {path.name}" in job.warnings[0]
         path.write_bytes(content)
 
 
@@ -123,15 +123,15 @@ def test_files_and_folders_that_are_the_other_kind(saved):
         content = (folder / name).read_bytes()
         (folder / name).unlink()
         (folder / name).mkdir()
-        passed_over(saved, f"{name} is no file")
+        passed_over(saved, f"{name} is not a file")
         (folder / name).rmdir()
         os.mkfifo(folder / name)  # which would be waited for
-        passed_over(saved, f"{name} is no file")
+        passed_over(saved, f"{name} is not a file")
         (folder / name).unlink()
         (folder / name).write_bytes(content)
     shutil.rmtree(folder)
     folder.write_bytes(b"no folder")
-    passed_over(saved, "it is no folder")
+    passed_over(saved, "it is not a folder")
     job = Job()
     assert job.restore(saved) == 2
     assert job.save(saved, 4) == ""
@@ -155,7 +155,7 @@ def test_manifests_that_are_not_what_was_written(saved):
         "[" * 100_000: "checkpoint.json is malformed: ",
         "[]": "should be an object",
         "{}": "field 'format' is missing",
-        '{"format": "autoddl-plan"}': "is no manifest of a checkpoint",
+        '{"format": "autoddl-plan"}': "is not a manifest of a checkpoint",
         text.replace('"version": 2', '"version": 3'): "is of version 3, this release reads 1 and 2",
     }
     for content, reason in cases.items():
@@ -168,7 +168,7 @@ def test_manifests_that_are_not_what_was_written(saved):
     for field, value, reason in (
         ("num_updates", 5, "is of step 5"),
         ("files", [*parts, parts[0]], "lists a part twice"),
-        ("files", [{**parts[0], "name": "../step-00000002/rank-0.npz"}], "which is no part's name"),
+        ("files", [{**parts[0], "name": "../step-00000002/rank-0.npz"}], "which is not the name of a part"),
         ("files", [{**parts[0], "bytes": -1}], "bytes is -1"),
     ):
         rewritten(folder, **{field: value})
@@ -212,7 +212,7 @@ def test_no_whole_checkpoint(saved):
     errors = job.each(lambda member: restore(saved, member, shapes(member.rank)))
     assert all(isinstance(error, UserError) for error in errors)
     reasons = "step-00000004: rank-0.npz is missing; step-00000002: rank-0.npz is missing"
-    assert f"checkpoints {saved}: none of 2 is whole ({reasons})" in str(errors[0]) and job.warnings == []
+    assert f"checkpoints {saved}: none of 2 is intact ({reasons})" in str(errors[0]) and job.warnings == []
 
 
 @pytest.mark.fault(

@@ -324,7 +324,7 @@ def test_the_dry_run_finds_a_computation_before_its_input(seed):
     receives = [index for index, action in enumerate(program) if isinstance(action, Receive)]
     index = random.Random(seed).choice(receives)
     program.insert(len(program), program.pop(index))
-    with pytest.raises(ProgramError, match=r"rank 1 comes to 'run 1F|waits in"):
+    with pytest.raises(ProgramError, match=r"rank 1 reaches 'run 1F|waits in"):
         check_programs(holding, programs)
 
 
@@ -333,7 +333,7 @@ def test_the_dry_run_finds_a_computation_before_a_second_part():
     lowered = lower(schedule, 2, compress=True)
     check_programs(lowered.holding, lowered.programs, compress=True)
     programs = [[action for action in program if str(action) != "rest of 0F0, 0 to 1"] for program in lowered.programs]
-    with pytest.raises(ProgramError, match="rank 1 comes to 'run 1F0 v0' before it has its input"):
+    with pytest.raises(ProgramError, match="rank 1 reaches 'run 1F0 v0' without its input"):
         check_programs(lowered.holding, programs, compress=True)
 
 
@@ -346,7 +346,7 @@ def test_the_dry_run_finds_an_update_before_its_sum():
             + updates
             + [a for a in program if isinstance(a, Reduce)]
         )
-    with pytest.raises(ProgramError, match=r"comes to 'update .*' before it has the sum of its gradients"):
+    with pytest.raises(ProgramError, match=r"reaches 'update .*' without the sum of its gradients"):
         check_programs(holding, programs)
 
 

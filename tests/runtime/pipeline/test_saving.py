@@ -34,7 +34,7 @@ from .thread_ranks import PATIENCE_S, Job, entries
 @contextlib.contextmanager
 def full_disk(monkeypatch: pytest.MonkeyPatch, name: str, num_bytes: int = 300) -> Iterator[None]:
     """Within it files of a name take so many bytes, then the disk is full."""
-    opened = files._written
+    opened = files._synchronized_file
 
     class Full(io.RawIOBase):
         def __init__(self, file: Any) -> None:
@@ -55,7 +55,7 @@ def full_disk(monkeypatch: pytest.MonkeyPatch, name: str, num_bytes: int = 300) 
             yield Full(file) if path.name == name else file
 
     with monkeypatch.context() as patch:
-        patch.setattr(files, "_written", written)
+        patch.setattr(files, "_synchronized_file", written)
         yield
 
 

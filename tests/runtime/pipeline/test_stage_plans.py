@@ -29,8 +29,9 @@ from autoddl.pipelines.runtime.pipeline.holding import StageLayout
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.report import PipelineReport, combine
 from autoddl.pipelines.runtime.pipeline.shared_weights import weight_pieces
-from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan, stage_layouts
+from autoddl.pipelines.runtime.pipeline.stage_plans import stage_layouts
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
+from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.zoo.feedforward import mlp
 from autoddl.zoo.transformers import Transformer, gpt
 
@@ -350,7 +351,7 @@ def run(
 def plain(case: Mapping[str, Any]) -> dict[str, Any]:
     """The case for one process."""
     schedule, runs = case["schedule"], case.get("runs", 1)
-    wanted = {name: case[name] for name in ("model", "sizes", "rows", "optimizer")}
+    wanted = {name: case[name] for name in ("model", "sizes", "rows", "optimizer", "frozen") if name in case}
     return {**wanted, "num_micro_batches": schedule.num_micro_batches * runs, "period": schedule.update_period}
 
 
@@ -379,8 +380,11 @@ def check_synchronous(ranks: Ranks, cases: Sequence[Mapping[str, Any]]) -> None:
             (known[key],) = ranks(1).run(f"{JOBS}:train_whole", plain(case), timeout_s=TIMEOUT_S)
         losses, wanted, initial = known[key]
         check(case, found, losses, wanted)
-        assert (
-            max(np.linalg.norm(wanted[name] - initial[name]) / np.linalg.norm(wanted[name]) for name in wanted) > 1e-2
+        changes = {name: float(np.linalg.norm(wanted[name] - initial[name])) for name in wanted}
+        assert max(change / np.linalg.norm(wanted[name]) for name, change in changes.items() if change) > 1e-2
+        frozen = [name for name in wanted if name.startswith(case.get("frozen", ()))]
+        assert all(
+            np.array_equal(of_rank[name], initial[name]) for of_rank in found[1] for name in frozen if name in of_rank
         )
 
 
@@ -421,6 +425,29 @@ def test_transformers_with_weights_that_stages_share(ranks):
             gpt_case(generate(name, num_stages=2, num_micro_batches=2, width=2, **options), stages, runs=STEPS)
         )
     check_synchronous(ranks, cases)
+
+
+def test_frozen_parameters(ranks):
+    """A table that both stages have, all of the first stage, one layer of it; recomputed too."""
+    rng, cases = random.Random(8), []
+    first, second = pieces_of(gpt(GPT), ["h.1"])
+    halves = mlp(MLP_WIDTHS).layers[:2], mlp(MLP_WIDTHS).layers[2:]
+    for name, options in (("1f1b", {"recompute": True}), ("chimera", {}), ("zero-bubble", {})):
+        schedule = generate(name, num_stages=2, num_micro_batches=2, width=2, **options)
+        for frozen in (("wte",), ("wte", "wpe", "h.0")):
+            stages = [random_plan(first, 2, 4, rng), random_plan(second, 2, 4, rng)]
+            cases.append(gpt_case(schedule, stages, runs=STEPS, frozen=frozen))
+        stages = [random_plan(half, 2, 12, rng) for half in halves]
+        cases.append(mlp_case(schedule, stages, runs=STEPS, frozen=("fc2",)))
+    check_synchronous(ranks, cases)
+
+
+def test_initial_values_are_the_first_ranks(ranks):
+    layers = mlp(MLP_WIDTHS).layers
+    stages = [StagePlan({layer.name: on(1, 2, 1) for layer in half}) for half in (layers[:2], layers[2:])]
+    check_synchronous(
+        ranks, [mlp_case(generate("1f1b", num_stages=2, num_micro_batches=2, width=2), stages, differing=1)]
+    )
 
 
 def test_eight_ranks(ranks):
@@ -553,7 +580,7 @@ def test_checkpoints_are_of_the_model(ranks, tmp_path):
     cases = []
     for schedule, cut in zip(schedules, (2, 3)):
         stages = [random_plan(layers[:cut], 2, 12, rng), random_plan(layers[cut:], 2, 12, rng)]
-        cases.append(mlp_case(schedule, stages, optimizer=("Adam", 0.01)))
+        cases.append(mlp_case(schedule, stages, optimizer=("Adam", 0.01), frozen=("fc2",)))
     broken = ranks(4).run(f"{JOBS}:train_in_turn", cases, tmp_path, timeout_s=TIMEOUT_S)
     (wanted,) = ranks(1).run(f"{JOBS}:train_whole", {**plain(cases[0]), "num_micro_batches": 4}, timeout_s=TIMEOUT_S)
     assert {name for of_rank in broken for name in of_rank} == set(wanted[1])

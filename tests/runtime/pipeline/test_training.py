@@ -89,8 +89,8 @@ def test_measured_times_give_the_same_simulation(name):
     ("arguments", "words"),
     [
         (["vgg:11"], "model 'vgg:11' should be gpt:, bert: or llama:LAYERSxWIDTH"),
-        (["mlp:8,8", "--heads", "2"], "--heads is for transformers, not for mlp:8,8"),
-        (["own.py:make"], "--text is for built-in models; own.py:make brings its own data"),
+        (["mlp:8,8", "--heads", "2"], "--heads 2 is for transformers, not for mlp:8,8"),
+        (["own.py:make"], " is for built-in models; own.py:make brings its own data"),
         (
             ["gpt:2x16", "--schedule", "chimera", "--stages", "3"],
             "--stages is 3; chimera needs an even number of stages",
@@ -101,7 +101,7 @@ def test_measured_times_give_the_same_simulation(name):
         (["gpt:2x16", "--text", "nowhere"], "cannot be read (No such file"),
         (
             ["gpt:2x16", "--schedule", "wpipe", "--checkpoints", "c", "--steps", "15", "--every", "10"],
-            "15 steps are not made up of runs of 10",
+            "15 steps do not divide into runs of 10",
         ),
     ],
 )

@@ -24,11 +24,11 @@ from .boundary import boundary_of
 from .bounds import least_of_cuts, placement_of
 from .cut_regions import closed_arcs
 from .explorer import Explorer, Setting
-from .memory_demand import Needs
+from .memory_demand import MemoryDemand
 from .meshes import StageMesh
-from .stage_search import Need, Passes, Rows, Stages, Wanted, joined
+from .stage_search import Passes, RowFilter, StageDemand, StageFront, Stages, joined
 
-__all__ = ["PRICES", "Arc", "Bound", "Terrain", "TooManyError"]
+__all__ = ["PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
 
 #: Prices of a byte at which memory is bounded: this part of a step per limit, at a stage of mean weight.
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
@@ -40,8 +40,8 @@ class Bound:
 
     Attributes:
         weights: in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
-        prices: of a byte on the workers of each stage [s]; of several every arc takes the best one by itself, which holds where
-            each worker has one stage alone; none: memory is for nothing.
+        prices: of a byte on the workers of each stage [s]; of several every arc takes the best one by itself, in each way of
+            recomputation, which holds where each worker has one stage alone; none: memory is for nothing.
     """
 
     weights: np.ndarray
@@ -56,13 +56,13 @@ class Bound:
 class Arc:
     """The rows of one stage of some units, with the numbers of the layouts at both sides in the whole setting."""
 
-    rows: Rows
+    rows: StageFront
     entry: np.ndarray
     exit: np.ndarray
 
 
 @dataclass(frozen=True, eq=False)
-class Runs:
+class UnitRuns:
     """Runs of equal units.
 
     Attributes:
@@ -91,31 +91,31 @@ class Runs:
         return sums, weights @ self.base
 
 
-class Terrain:
+class CutGraph:
     """The arcs of one setting.
 
     Args:
         ways: of recomputation that are on offer.
-        needs: what its schedule asks of memory.
+        demand: what its schedule asks of memory.
     """
 
-    def __init__(self, explorer: Explorer, setting: Setting, ways: Sequence[str], needs: Needs):
-        self.explorer, self.setting, self.ways, self.needs = explorer, setting, tuple(ways), needs
+    def __init__(self, explorer: Explorer, setting: Setting, ways: Sequence[str], demand: MemoryDemand):
+        self.explorer, self.setting, self.ways, self.demand = explorer, setting, tuple(ways), demand
         self.spec = setting.schedule
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
         self.passes: tuple[Passes, ...] = explorer.passes(setting)
         self.stages: tuple[Stages, ...] = tuple(explorer.stages(mesh) for mesh in setting.meshes)
-        self.need = [Need(k, v) for k, v in zip(needs.in_flight, needs.versions)]
-        self.is_alone = all(len(held) == 1 for held in needs.homes)
+        self.need = [StageDemand(k, v) for k, v in zip(demand.in_flight, demand.versions)]
+        self.is_alone = all(len(held) == 1 for held in demand.homes)
         self.terms = Terms(self.num_stages)
         self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)
         self.limit = explorer.limit_bytes
         self._shares = np.ones(self.num_stages)
-        for held in needs.homes:
+        for held in demand.homes:
             for _, stage in held:
                 self._shares[stage] = max(self._shares[stage], float(len(held)))
-        self._in_flight = np.array(needs.in_flight)
-        self._copies = np.array([1 + (v - 1) * one.per_version for v, one in zip(needs.versions, self.stages)])
+        self._in_flight = np.array(demand.in_flight)
+        self._copies = np.array([1 + (v - 1) * one.per_version for v, one in zip(demand.versions, self.stages)])
         self._alike: dict[tuple[int, Passes], list[int]] = {}
         first: dict[StageMesh, int] = {}
         for stage, (mesh, passes) in enumerate(zip(setting.meshes, self.passes)):
@@ -125,7 +125,7 @@ class Terrain:
         self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self.arcs: dict[tuple[int, int, int], Arc] = {}
 
-    def again(self) -> Terrain:
+    def again(self) -> CutGraph:
         """The same setting, without rows."""
         found = copy(self)
         found.arcs = {}
@@ -193,7 +193,7 @@ class Terrain:
             numbers.append(self._layouts[layout])
         return np.array(numbers, dtype=np.intp)[classes] if layouts else np.full(len(classes), -1)
 
-    def sides(self, rows: Rows) -> tuple[np.ndarray, np.ndarray]:
+    def sides(self, rows: StageFront) -> tuple[np.ndarray, np.ndarray]:
         """The numbers of the layouts at both sides of a stage that is run by each of some rows; -1 for none."""
         entry, exit_, begin = [], [], 0
         for table, _, choices in rows.origin:
@@ -266,11 +266,12 @@ class Terrain:
     def costs(self, bound: Bound) -> list[np.ndarray]:
         """For every stage the bound's part of every arc, with what crosses behind it; shape (units + 1, units + 1) each."""
         terms, size = self.terms, self.num_units + 1
-        # What does not need its share of memory has a negative part in a bound with a price.
-        found = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
-        for price in bound.prices or (np.zeros(self.num_stages),):
-            best = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
-            for way in self.ways if price.any() else self._cheapest:
+        prices = bound.prices or (np.zeros(self.num_stages),)
+        found = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
+        for way in self.ways if any(price.any() for price in prices) else self._cheapest:
+            # What does not need its share of memory has a negative part in a bound with a price.
+            best = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
+            for price in prices:
                 least = self._of_units(way, self._vectors(bound.weights, way, price))
                 if least is None:
                     return [np.full((size, size), np.inf) for _ in range(self.num_stages)]
@@ -285,9 +286,9 @@ class Terrain:
                     if way == "stage" and price[stage]:
                         cost = cost.copy()
                         cost[:-1] += (price[stage] * self._in_flight[stage] * self._entering(stage))[:, None]
-                    best[stage] = np.minimum(best[stage], cost)
+                    best[stage] = np.maximum(best[stage], cost - price[stage] * self.limit / self._shares[stage])
             for stage in range(self.num_stages):
-                found[stage] = np.maximum(found[stage], best[stage] - price[stage] * self.limit / self._shares[stage])
+                found[stage] = np.minimum(found[stage], best[stage])
         crossing = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
         for stage in range(self.num_stages):
             if stage < self.num_stages - 1:
@@ -307,7 +308,7 @@ class Terrain:
     # ------------------------------------------------------------------------------------------------------ finer grades
 
     @cached_property
-    def runs(self) -> Runs:
+    def runs(self) -> UnitRuns:
         """The equal units that follow each other."""
         sizes = np.array([len(list(units)) for _, units in groupby(self.explorer.chain.kinds)])
         first = np.cumsum(sizes) - sizes
@@ -324,7 +325,7 @@ class Terrain:
                 else:
                     slopes[boundary, of] += (behind - before) / sizes[of]
                 before = behind
-        return Runs(first, sizes, base, slopes)
+        return UnitRuns(first, sizes, base, slopes)
 
     def cheapest(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """What every unit comes to at least at every stage, at prices of a byte on its workers, and the way to run it: seconds
@@ -399,7 +400,9 @@ class Terrain:
         at = [price[stage] * (rows.memory - self.limit / self._shares[stage]) for price in bound.prices]
         return np.asarray(found + np.max(at, axis=0))
 
-    def load(self, stage: int, first: int, stop: int, wanted: Sequence[Wanted], limit: float, has_sides: bool) -> None:
+    def load(
+        self, stage: int, first: int, stop: int, wanted: Sequence[RowFilter], limit: float, has_sides: bool
+    ) -> None:
         """Work out an arc's rows.
 
         Args:
@@ -409,7 +412,7 @@ class Terrain:
             TooManyError
         """
         found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
-        parts: list[Rows] = []
+        parts: list[StageFront] = []
         for way in self.ways:
             mine = found.rows(first, stop, way, passes, need, wanted, limit, not self.is_alone, has_sides)
             if mine is not None and len(mine):
@@ -426,4 +429,4 @@ class Terrain:
 
 _NONE = np.zeros(0)
 #: No way to run a stage.
-found_nothing = Rows(np.zeros((0, 4)), _NONE, _NONE, np.zeros((0, 0)), _NONE, _NONE, ())
+found_nothing = StageFront(np.zeros((0, 4)), _NONE, _NONE, np.zeros((0, 0)), _NONE, _NONE, ())

@@ -20,8 +20,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.joint import JointOptions, evaluate
-from autoddl.pipelines.joint.glance import NOTE, _level_cut, glance, plan_alone
 from autoddl.pipelines.joint.job import job_of
+from autoddl.pipelines.joint.megatron_trials import NOTE, _level_cut, megatron_trials, plan_alone
 from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.plandocument import sealed
@@ -57,11 +57,11 @@ def test_a_faster_pipeline_is_noted_and_the_joint_search_is_at_least_as_good():
     assert plain.notes == () and planned.strategies == plain.strategies and planned.cost == plain.cost
     (note,) = planned.notes
     said = re.fullmatch(
-        r"a pipeline takes (.+ m?s), (.+)% less, at least \(Megatron \+ 1F1B, (.+)\); --pipeline auto searches all of them",
+        r"a pipeline takes (.+ m?s), (.+)% less, at least \(Megatron \+ 1F1B, (.+)\); pipeline='auto' searches all of them",
         note,
     )
     assert said and re.match(r"1f1b \(A\), \d stages of 1 x \d, micro-batch \d+", said[3]), note
-    found = glance(job_of(UNTIED, SLOW, JointOptions(ASKED)), plain.cost, Deadline())
+    found = megatron_trials(job_of(UNTIED, SLOW, JointOptions(ASKED)), plain.cost, Deadline())
     assert found is not None and said[1] == format_seconds(found.step_s)
     assert float(said[2]) == pytest.approx(100 * (1 - found.step_s / plain.cost), abs=0.5)
     optimum = plan_jointly(UNTIED, SLOW, JointOptions(replace(ASKED, time_limit_s=60.0)))
@@ -99,7 +99,7 @@ def test_what_a_glance_finds_is_a_plan_of_the_family(data):
     base = replace(base, micro_batch=data.draw(st.sampled_from((None, 1, 4))))
     job = job_of(mlp(widths), cluster, JointOptions(base))
     known_s = data.draw(st.sampled_from((math.inf, 1.0, 1e-2)))
-    found = glance(job, known_s, Deadline())
+    found = megatron_trials(job, known_s, Deadline())
     assume(found is not None)
     configuration = found.configuration
     truth = evaluate(job.chain, cluster, configuration)
@@ -150,11 +150,14 @@ def test_an_interrupted_glance_leaves_the_plan_as_it_is():
 
 
 def test_a_stop_before_leaves_the_glance_out(monkeypatch):
-    monkeypatch.setattr("autoddl.pipelines.joint.glance.evaluate", lambda *_: pytest.fail("a pipeline was worked out"))
+    monkeypatch.setattr(
+        "autoddl.pipelines.joint.megatron_trials.evaluate", lambda *_: pytest.fail("a pipeline was worked out")
+    )
     stop = Stop()
     planned = make_plan(UNTIED, SLOW, ASKED)
-    monkeypatch.setattr("autoddl.pipelines.joint.glance.make_plan", lambda *_, **__: stop.request() or planned)
-    assert plan_alone(UNTIED, SLOW, ASKED, stop) is planned
+    monkeypatch.setattr("autoddl.pipelines.joint.megatron_trials.make_plan", lambda *_, **__: stop.request() or planned)
+    found = plan_alone(UNTIED, SLOW, ASKED, stop)
+    assert found.strategies == planned.strategies and not found.notes
 
 
 # ---- Where nothing fits ------------------------------------------------------------------------------------------------
@@ -170,7 +173,7 @@ def test_that_a_pipeline_fits_is_said():
         make_plan(PRIME, PAIR, asked)
     with pytest.raises(InfeasibleError) as told:
         plan_alone(PRIME, PAIR, asked)
-    assert str(told.value) == f"{plain.value}; with a pipeline it fits: --pipeline auto"
+    assert str(told.value) == f"{plain.value}; with a pipeline it fits: pipeline='auto'"
     assert "\n" not in str(told.value)
     assert plan_jointly(PRIME, PAIR, JointOptions(asked)).evaluation.memory_bytes <= asked.memory_limit_bytes
     # Where not even one layer fits, no pipeline does.

@@ -1,4 +1,4 @@
-"""A glance at pipelines for who asked for a plan without one: whether one is faster, or fits where nothing else does.
+"""Trials of pipelines by Megatron's rule: whether one is faster than the plan without a pipeline, or fits where that does not.
 
 Some plans of the family "Megatron + 1F1B" are worked out with all their figures, in the order of its authors' rule (Narayanan et
 al., SC'21, takeaways 1 to 3): as few ways to split the model as memory allows; among these rather layers, inside nodes, than
@@ -24,7 +24,7 @@ from autoddl.costmodel.nearest import divisors
 from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.units import format_seconds
 from autoddl.search.baselines import megatron
-from autoddl.search.planner import InfeasibleError, Options, Planned, make_plan
+from autoddl.search.planner import InfeasibleError, Options, make_plan
 
 from ..planners import Clock
 from .configuration import Configuration, PipelineSchedule, StageChoice
@@ -33,14 +33,14 @@ from .families import PIPELINES, common_strategy, describe
 from .job import Job, job_of
 from .meshes import StageMesh, stage_meshes
 from .partition import Chain
-from .result import JointOptions
+from .result import JointOptions, PlanResult, unpipelined
 
-__all__ = ["NOTE", "glance", "plan_alone"]
+__all__ = ["NOTE", "megatron_trials", "plan_alone"]
 
 #: How the note begins.
 NOTE = "a pipeline takes "
 
-#: Seconds of processor time that a glance may take, and plans that it may work out: so many that the first seldom ends it, and
+#: Seconds of processor time that all trials may take, and plans that it may work out: so many that the first seldom ends it, and
 #: the same command says the same.
 _SHARE_S, _MOST_PLANS = 1.5, 14
 #: Passes of micro-batches through stages beyond which a plan takes too long to be worked out.
@@ -49,8 +49,8 @@ _MOST_PASSES = 4096
 _WORTH = 1e-3
 
 
-def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None = None) -> Planned:
-    """The best plan without a pipeline, as :func:`autoddl.search.planner.make_plan` finds it; if a glance finds a pipeline that is
+def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None = None) -> PlanResult:
+    """The best plan without a pipeline, as :func:`autoddl.search.planner.make_plan` finds it; if trials find a pipeline that is
     faster, a note says so.
 
     Raises:
@@ -59,35 +59,35 @@ def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop
     """
     stop = stop or Stop()
     try:
-        planned = make_plan(graph, cluster, options, stop=stop)
+        planned = unpipelined(make_plan(graph, cluster, options, stop=stop))
     except InfeasibleError as fault:
-        if _glance_at(graph, cluster, options, math.inf, stop) is None:
+        if _trials_of(graph, cluster, options, math.inf, stop) is None:
             raise
-        raise InfeasibleError(f"{fault}; with a pipeline it fits: --pipeline auto") from None
-    found = _glance_at(graph, cluster, options, planned.assessment.step_s, stop)
+        raise InfeasibleError(f"{fault}; with a pipeline it fits: pipeline='auto'") from None
+    found = _trials_of(graph, cluster, options, planned.evaluation.step_s, stop)
     # An interrupt means the plan that is there.
     if found is None or stop.is_requested:
         return planned
-    return replace(planned, notes=(*planned.notes, _note(found, planned.assessment.step_s)))
+    return replace(planned, notes=(*planned.notes, _note(found, planned.evaluation.step_s)))
 
 
-def _glance_at(graph: LayerGraph, cluster: Cluster, options: Options, known_s: float, stop: Stop) -> Evaluation | None:
+def _trials_of(graph: LayerGraph, cluster: Cluster, options: Options, known_s: float, stop: Stop) -> Evaluation | None:
     # Only steps are compared, and joint plans are searched by one method.
     if options.objective != "step" or options.method != "exact" or cluster.num_devices == 1:
         return None
     job = job_of(graph, cluster, JointOptions(options), stop=stop)
     limit_s = _SHARE_S if options.time_limit_s is None else min(_SHARE_S, options.time_limit_s)
-    return glance(job, known_s, Clock(limit_s, stop))
+    return megatron_trials(job, known_s, Clock(limit_s, stop))
 
 
 def _note(found: Evaluation, step_s: float) -> str:
     less = 1 - found.step_s / step_s
     part = f"{less:.0%}" if less >= 0.1 else f"{less:.1%}"
     what = f"{PIPELINES[0].title}, {describe(found)}{common_strategy(found)}"
-    return f"{NOTE}{format_seconds(found.step_s)}, {part} less, at least ({what}); --pipeline auto searches all of them"
+    return f"{NOTE}{format_seconds(found.step_s)}, {part} less, at least ({what}); pipeline='auto' searches all of them"
 
 
-def glance(job: Job, known_s: float, deadline: Deadline) -> Evaluation | None:
+def megatron_trials(job: Job, known_s: float, deadline: Deadline) -> Evaluation | None:
     """The best of some plans with a pipeline, if it fits and is faster than ``known_s``; any that fits where that is infinite."""
     trials = _Trials(job, known_s, deadline)
     for layout in _layouts(job):

@@ -1,0 +1,66 @@
+"""The schedule of a stage that has no other beside it: one micro-batch after the other, forward and back; the update at the end.
+
+It is 1F1B on one worker.  Its tasks are made when they are asked for, so that a step may have as many micro-batches as it likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import overload
+
+from .schedule import Kind, Schedule, Task
+
+__all__ = ["schedule_alone"]
+
+
+@dataclass(frozen=True)
+class _Tasks(Sequence[Task]):
+    """``0F0 0B0 0F1 0B1 ... 0A0 0U0``; with recomputation ``0F0 0R0 0B0 ...``."""
+
+    num_micro_batches: int
+    recomputes: bool
+
+    @property
+    def _passes(self) -> tuple[Kind, ...]:
+        return (Kind.FORWARD, *([Kind.RECOMPUTE] if self.recomputes else []), Kind.BACKWARD)
+
+    def __len__(self) -> int:
+        return len(self._passes) * self.num_micro_batches + 2
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Task, ...]: ...
+
+    def __getitem__(self, index: int | slice) -> Task | tuple[Task, ...]:
+        if isinstance(index, slice):
+            return tuple(self[i] for i in range(*index.indices(len(self))))
+        passes, number = self._passes, range(len(self))[index]
+        micro_batch, which = divmod(number, len(passes))
+        if micro_batch == self.num_micro_batches:
+            return Task((Kind.ALL_REDUCE, Kind.UPDATE)[which], 0, 0, 0)
+        return Task(passes[which], 0, 0, micro_batch)
+
+
+def schedule_alone(num_micro_batches: int, width: int = 1, recomputes: bool = False) -> Schedule:
+    """The schedule of one stage on one worker.
+
+    Args:
+        width: devices of the worker.
+        recomputes: whether its forward pass is run again as a task of its own.
+
+    >>> [str(task) for task in schedule_alone(2).workers[0]]
+    ['0F0', '0B0', '0F1', '0B1', '0A0', '0U0']
+    """
+    return Schedule(
+        name="1f1b",
+        num_stages=1,
+        num_micro_batches=num_micro_batches,
+        placement=((0,),),
+        workers=(_Tasks(num_micro_batches, recomputes),),
+        update_period=num_micro_batches,
+        delays=(0,),
+        widths=(width,),
+    )

@@ -1,0 +1,131 @@
+"""Exported OneFlow files of pipelines: lint clean and self-contained, and their instructions get through."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.units import format_bytes, format_seconds
+from autoddl.export import export
+from autoddl.pipelines.joint.configuration import PipelineSchedule
+from autoddl.pipelines.schedule import Kind, parse_task
+from autoddl.planfile import Plan, unpipelined_plan
+
+from .export_plans import staged_plan
+
+
+def instructions_of(text: str) -> list[list[str]]:
+    """The words of each worker."""
+    (found,) = [
+        node.value
+        for node in ast.parse(text).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "INSTRUCTIONS"
+    ]
+    return [words.split() for words in ast.literal_eval(found)]
+
+
+def check_that_they_get_through(plan: Plan, programs: list[list[str]]) -> None:
+    """With messages that block both ends, and sums that block all; no task is before what it needs, and each is there once."""
+    schedule = plan.evaluation.schedule
+    holders = [{replica.worker for replica in schedule.replicas_of(s)} for s in range(schedule.num_stages)]
+    waiting, done, given = [list(words) for words in programs], set(), [set() for _ in programs]
+
+    def partners(worker: int, word: str) -> list[tuple[int, str]]:
+        if match := re.fullmatch(r"(.+)([<>])(\d+)", word):
+            return [(int(match[3]), f"{match[1]}{'><'['><'.index(match[2]) - 1]}{worker}")]
+        if match := re.fullmatch(r"([\d&]+)A\d+", word):
+            held = set().union(*(holders[int(stage)] for stage in match[1].split("&")))
+            return [(other, word) for other in held - {worker}]
+        return []
+
+    while any(waiting):
+        heads = [(worker, words[0]) for worker, words in enumerate(waiting) if words]
+        ready = [
+            (worker, word)
+            for worker, word in heads
+            if all(waiting[other][:1] == [theirs] for other, theirs in partners(worker, word))
+        ]
+        assert ready, f"standstill: {heads}"
+        for worker, word in ready:
+            if ">" in word:
+                assert word.partition(">")[0] in done
+            elif "<" in word:
+                given[worker].add(word.partition("<")[0])
+            elif word[-2:] and "A" not in word:
+                task = parse_task(word)
+                neighbour = task._replace(stage=task.stage + (-1 if task.kind is Kind.FORWARD else 1))
+                if schedule.source_of(task) is not None:
+                    assert str(neighbour) in (done if schedule.source_of(task) == worker else given[worker]), word
+                done.add(word)
+            waiting[worker].pop(0)
+    every = {str(task) for _, _, task in schedule.tasks() if task.kind is not Kind.ALL_REDUCE}
+    assert done == every
+
+
+@pytest.mark.parametrize("model", ["gpt", pytest.param("gpt3-13b", marks=pytest.mark.slow)])
+def test_a_pipeline_is_clean_and_its_instructions_get_through(tmp_path, model):
+    """A plan of every day, and both directions of a small one."""
+    if model == "gpt":
+        both = replace(PipelineSchedule("chimera", 2, 4), num_pipelines=2)
+        plan = staged_plan([(0, 2, "layers"), (2, 4, "stage")], 2, schedule=both)
+    else:
+        plan = staged_plan([(10 * s, 10 * s + 10, "none") for s in range(4)], 4, model, nodes=4, num=32)
+    text = export(plan, "oneflow")
+    path = tmp_path / "model.py"
+    path.write_text(text)
+    compile(text, str(path), "exec")
+    assert re.findall(r"^class (Stage\d+)", text, re.M) == [f"Stage{s}" for s in range(plan.num_stages)]
+    tree = ast.parse(text)
+    modules = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
+    modules |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
+    assert "autoddl" not in modules
+    check_that_they_get_through(plan, instructions_of(text))
+    assert text.count('SharedWeight("wte.weight"') == 1
+    for boundary in plan.evaluation.boundaries:
+        assert f"{format_bytes(boundary.nbytes)}, forward {format_seconds(boundary.forward_s)}" in text
+    if model == "gpt3-13b":  # blocks that look alike are one class, in all stages
+        assert len(re.findall(r"^class Block", text, re.M)) <= 2 and text.count('Block(f"h.{i}", placement)') == 4
+    ruff = Path(sys.executable).with_name("ruff")
+    if not ruff.exists():
+        pytest.skip("ruff is not installed beside this Python")
+    done = subprocess.run([ruff, "check", "--isolated", "--no-cache", str(path)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.parametrize("recompute", ["none", "layers"])
+def test_a_pipeline_of_one_stage_is_a_plan_without_one(recompute):
+    staged = staged_plan([(0, 4, recompute)], 4)
+    workload = replace(staged.workload, recompute=recompute == "layers")
+    alone = unpipelined_plan(staged.graph, staged.cluster, workload, staged.strategies)
+    found, expected = (export(plan, "oneflow") for plan in (staged, replace(alone, document=staged.document)))
+    assert ast.dump(ast.parse(found)) == ast.dump(ast.parse(expected))
+    with pytest.raises(UserError, match="recomputes its stage as a whole"):
+        export(staged_plan([(0, 4, "stage")], 4), "oneflow")
+
+
+def test_the_library_of_a_pipeline_is_the_runtimes_own_text(pipeline_plan):
+    """The engine, what it carries out, the sums of gradients and the reader of words: a file has no others."""
+    _, _, library = export(pipeline_plan, "oneflow").partition("# ==== The library")
+    for module, name in (
+        ("engine", "_Engine"),
+        ("work", "ModelWork"),
+        ("passes", "StagePasses"),
+        ("transport", "Transport"),
+        ("gradients", "GradientSums"),
+        ("words", "WorkerWords"),
+        ("actions", "Program"),
+    ):
+        spec = find_spec(f"autoddl.pipelines.runtime.pipeline.{module}")  # importing some of them takes OneFlow
+        text = Path(spec.origin).read_text()
+        (node,) = (n for n in ast.parse(text).body if isinstance(n, ast.ClassDef) and n.name == name)
+        assert ast.get_source_segment(text, node) in library, name
+    assert "class Work(" not in library and "\nWork = Any\n" in library  # interfaces are for type checkers
+    assert "class CompressingTransport" not in library
