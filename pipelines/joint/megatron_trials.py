@@ -40,9 +40,10 @@ __all__ = ["NOTE", "megatron_trials", "plan_alone"]
 #: How the note begins.
 NOTE = "a pipeline takes "
 
-#: Seconds of processor time that all trials may take, and plans that it may work out: so many that the first seldom ends it, and
-#: the same command says the same.
-_SHARE_S, _MOST_PLANS = 1.5, 14
+#: Number of plans that are evaluated at most. It ends the trials, so that the same command prints the same on every machine.
+_MAX_PLANS = 14
+#: Seconds of processor time after which the trials end anyway: ten times what they took for 126 layers on 4,096 devices.
+_LIMIT_S = 15.0
 #: Passes of micro-batches through stages beyond which a plan takes too long to be worked out.
 _MOST_PASSES = 4096
 #: The part of a step that is worth a note.
@@ -76,7 +77,7 @@ def _trials_of(graph: LayerGraph, cluster: Cluster, options: Options, known_s: f
     if options.objective != "step" or options.method != "exact" or cluster.num_devices == 1:
         return None
     job = job_of(graph, cluster, JointOptions(options), stop=stop)
-    limit_s = _SHARE_S if options.time_limit_s is None else min(_SHARE_S, options.time_limit_s)
+    limit_s = _LIMIT_S if options.time_limit_s is None else min(_LIMIT_S, options.time_limit_s)
     return megatron_trials(job, known_s, Clock(limit_s, stop))
 
 
@@ -168,7 +169,7 @@ class _Trials:
         self.best: Evaluation | None = None
         self._limit_s = known_s * (1 - _WORTH)
         self._where: tuple[_Layout, int] | None = None
-        self._left = _MOST_PLANS
+        self._left = _MAX_PLANS
         self._takes_any = known_s == math.inf
 
     @property
