@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
-from .planfile import Plan
+from .planfile import PlanFile
 from .staging import stage_plans
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ __all__ = ["apply"]
 
 def apply(
     module: Any,
-    plan: Plan,
+    plan: PlanFile,
     *,
     graph: LayerGraph | None = None,
     feeds: Mapping[str, int | None] | None = None,

@@ -58,7 +58,7 @@ from .plandocument import EDITED, MEMBERS, RIVAL_FIGURES, SEAL, hashes_of, metho
 from .trusting import trust_notes
 
 if TYPE_CHECKING:
-    from .planfile import Plan
+    from .planfile import PlanFile
 
 __all__ = ["check_claims", "check_facts", "edited_member"]
 
@@ -139,7 +139,7 @@ def _is_equal(given: Any, expected: Any, scale: float) -> bool:
 # ---- Claims --------------------------------------------------------------------------------------------------------------------
 
 
-def check_claims(plan: Plan, fields: Fields, facts: Mapping[str, Any]) -> None:
+def check_claims(plan: PlanFile, fields: Fields, facts: Mapping[str, Any]) -> None:
     """Check what a search says of a plan whose facts are right (see the module's docstring).
 
     Raises:
@@ -172,7 +172,7 @@ def _check_unclaimed(fields: Fields, facts: Mapping[str, Any], expected: Mapping
 class _Claims:
     """The claims of one document."""
 
-    def __init__(self, plan: Plan, fields: Fields, objective: str, limit: float):
+    def __init__(self, plan: PlanFile, fields: Fields, objective: str, limit: float):
         self.plan, self.fields, self.objective, self.limit = plan, fields, objective, limit
         self.cost = plan.evaluation.cost(objective)
         self.lower_bound, self.optimal = fields.number("lower_bound_s"), fields.boolean("optimal")
@@ -283,9 +283,9 @@ class _Claims:
         plan, options = self.plan, self.options
         book = PriceBook(plan.graph, plan.cluster, plan.workload, options.untied, options.summa)
         _check_in_space(self, book)
-        kept = [int(np.sum(plan.workload.micro_batch % v.offer.p0 == 0)) for v in book.variables]
+        kept = [int(np.sum(plan.workload.micro_batch % v.option_set.p0 == 0)) for v in book.variables]
         self.same("space_size", math.prod(kept))
-        offers = list({id(v.offer): v.offer for v in book.variables}.values())
+        offers = list({id(v.option_set): v.option_set for v in book.variables}.values())
         whole = base_workload(plan.cluster, options, False)
         settings = {
             (size, recompute)
@@ -452,7 +452,7 @@ def _check_in_space(claims: _Claims, book: PriceBook) -> None:
     """The options open a space that has the plan's strategies."""
     strategies = claims.plan.strategies
     for variable in book.variables:
-        option = variable.offer.index.get(strategies[variable.layers[0]])
+        option = variable.option_set.index.get(strategies[variable.layers[0]])
         for name in variable.layers:
             if option is None or variable.strategy(name, option) != strategies[name]:
                 raise claims.fault(f"options do not offer {strategies[name]} to {name}")

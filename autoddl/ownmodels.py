@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from .planfile import Plan
+from .planfile import PlanFile
 from .zoo import is_oneflow_model, resolve_model
 
 __all__ = ["function_of_plan"]
 
 
-def function_of_plan(plan: Plan, model: str) -> str:
+def function_of_plan(plan: PlanFile, model: str) -> str:
     """The function that makes a plan's module, ``FILE.py:FUNCTION`` with an absolute path; "" where ``model`` names no file.
 
     Raises:

@@ -39,7 +39,7 @@ from .plandocument import (
 from .stagedocument import read_configuration, read_splits
 
 __all__ = [
-    "Plan",
+    "PlanFile",
     "assessment_of",
     "load_plan",
     "plan_document",
@@ -53,7 +53,7 @@ _REMEDY = "plan again, or drop its claims with edited=True"
 
 
 @dataclass(frozen=True, repr=False)
-class Plan:
+class PlanFile:
     """A plan as read from its document: all that is needed to apply, verify or launch it.
 
     Attributes:
@@ -101,13 +101,13 @@ class Plan:
 
 def unpipelined_plan(
     graph: LayerGraph, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
-) -> Plan:
+) -> PlanFile:
     """A plan of one stage with these strategies, which no planner made: it has no document.
 
     Raises:
         UserError: a strategy does not fit its layer, the cluster or the micro-batch.
     """
-    return Plan(
+    return PlanFile(
         graph, cluster, workload, strategies, {}, evaluate_unpipelined(chain_of(graph), cluster, workload, strategies)
     )
 
@@ -126,7 +126,7 @@ def save_plan(path: str | os.PathLike[str], document: dict[str, Any]) -> None:
     write_document(path, document)
 
 
-def load_plan(path: str | os.PathLike[str], edited: bool = False) -> Plan:
+def load_plan(path: str | os.PathLike[str], edited: bool = False) -> PlanFile:
     """Read a plan.
 
     Args:
@@ -140,7 +140,7 @@ def load_plan(path: str | os.PathLike[str], edited: bool = False) -> Plan:
     return plan_from_document(Fields(load_json(path), where), where, edited)
 
 
-def plan_from_document(fields: Fields, where: str, edited: bool = False) -> Plan:
+def plan_from_document(fields: Fields, where: str, edited: bool = False) -> PlanFile:
     """A plan from the fields of its document.
 
     Raises:
@@ -158,7 +158,7 @@ def plan_from_document(fields: Fields, where: str, edited: bool = False) -> Plan
     return _unclaimed(fields, where)
 
 
-def _checked(fields: Fields, where: str) -> Plan:
+def _checked(fields: Fields, where: str) -> PlanFile:
     """A plan that is as it was written.
 
     Raises:
@@ -181,7 +181,7 @@ def _checked(fields: Fields, where: str) -> Plan:
     return plan
 
 
-def _unclaimed(fields: Fields, where: str) -> Plan:
+def _unclaimed(fields: Fields, where: str) -> PlanFile:
     """What is left of a plan that was edited."""
     plan = _inputs(fields, where)
     needed = plan.evaluation.memory_bytes
@@ -194,7 +194,7 @@ def _unclaimed(fields: Fields, where: str) -> Plan:
     return replace(plan, document=unclaimed_document(facts, objective, limit))
 
 
-def _inputs(fields: Fields, where: str) -> Plan:
+def _inputs(fields: Fields, where: str) -> PlanFile:
     """What the figures of a plan follow from."""
     graph = graph_from_document(fields.get("graph"), f"{where}: graph")
     cluster = cluster_from_document(fields.get("cluster"), f"{where}: cluster")
@@ -211,7 +211,7 @@ def _inputs(fields: Fields, where: str) -> Plan:
         evaluation = evaluate(chain, cluster, configuration)
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
-    return Plan(graph, cluster, workload, strategies, fields.value, evaluation)
+    return PlanFile(graph, cluster, workload, strategies, fields.value, evaluation)
 
 
 def _with_links(cluster: Cluster, fields: Fields) -> Cluster:
@@ -245,7 +245,7 @@ def _strategies(fields: Fields, graph: LayerGraph, where: str) -> dict[str, Stra
     return strategies
 
 
-def assessment_of(plan: Plan) -> Assessment:
+def assessment_of(plan: PlanFile) -> Assessment:
     """The layers' figures of a plan without a pipeline.
 
     Raises:

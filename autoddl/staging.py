@@ -12,13 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from autoddl.costmodel.limits import MOST_TRAINING_PASSES
+from autoddl.costmodel.limits import MAX_TRAINING_PASSES
 from autoddl.pipelines.joint.configuration import PERIODS, PipelineSchedule
 from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
-from .planfile import Plan
+from .planfile import PlanFile
 
 if TYPE_CHECKING:
     from autoddl.pipelines.runtime.stage.model import PlannedModel
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 __all__ = ["make_schedule", "planned_model", "schedule_of_plan", "scheduling", "stage_plans"]
 
 
-def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
+def stage_plans(plan: PlanFile) -> tuple[StagePlan, ...]:
     """The plans of a plan's stages, in the order of the model."""
     result = []
     for choice in plan.evaluation.configuration.stages:
@@ -35,14 +35,14 @@ def stage_plans(plan: Plan) -> tuple[StagePlan, ...]:
     return tuple(result)
 
 
-def scheduling(plan: Plan) -> tuple[PipelineSchedule, tuple[int, ...], tuple[bool, ...]]:
+def scheduling(plan: PlanFile) -> tuple[PipelineSchedule, tuple[int, ...], tuple[bool, ...]]:
     """What a plan's schedule is made from: see `make_schedule`."""
     configuration = plan.evaluation.configuration
     recomputing = tuple(choice.recompute == "stage" for choice in configuration.stages)
     return configuration.schedule, plan.evaluation.schedule.widths, recomputing
 
 
-def schedule_of_plan(plan: Plan, num_steps: int | None = None) -> Schedule:
+def schedule_of_plan(plan: PlanFile, num_steps: int | None = None) -> Schedule:
     """The schedule of a plan: of one step where it is synchronous; else of ``num_steps``, or some."""
     return make_schedule(*scheduling(plan), num_steps or PERIODS)
 
@@ -59,10 +59,10 @@ def make_schedule(
     Raises:
         UserError: there is no such schedule.
     """
-    return of.schedule(widths, tuple(recomputing), num_steps, MOST_TRAINING_PASSES)
+    return of.schedule(widths, tuple(recomputing), num_steps, MAX_TRAINING_PASSES)
 
 
-def planned_model(module: Any, plan: Plan, feeds: Mapping[str, int | None] | None = None) -> PlannedModel:
+def planned_model(module: Any, plan: PlanFile, feeds: Mapping[str, int | None] | None = None) -> PlannedModel:
     """A model cut in the stages of a plan, for a `PipelineTrainer`; on every rank of the job.
 
     Args:

@@ -17,7 +17,7 @@ from autoddl.pipelines.runtime.pipeline.problems import FAMILIES, TextModel, shi
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 
 from .ownmodels import function_of_plan
-from .planfile import Plan
+from .planfile import PlanFile
 from .staging import planned_model, schedule_of_plan, stage_plans
 from .zoo import is_oneflow_model
 from .zoo.builtin import BuiltIn, recognise
@@ -186,7 +186,9 @@ class PlanProblem:
         return PlannedModel(module, self.graph, self.stages), self.data.batches(micro_batch, seed)
 
 
-def problem_of_plan(plan: Plan, model: str, text: Path | None, num_steps: int) -> tuple[TrainingProblem, Schedule, int]:
+def problem_of_plan(
+    plan: PlanFile, model: str, text: Path | None, num_steps: int
+) -> tuple[TrainingProblem, Schedule, int]:
     """What a plan trains, the schedule of one run, and the samples of a micro-batch.
 
     Args:
@@ -220,7 +222,7 @@ def problem_of_plan(plan: Plan, model: str, text: Path | None, num_steps: int) -
 
 def plan_trainer(
     module: Any,
-    plan: Plan,
+    plan: PlanFile,
     make_optimizer: OptimizerFactory,
     batch: BatchSource,
     *,

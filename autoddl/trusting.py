@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from autoddl.calib.stageusage import usage_of_all, usage_of_step
-from autoddl.calib.trust import Candidate, Trust, drawn_cluster, outside_notes, trust
+from autoddl.calib.trust import RivalPlan, Trust, drawn_cluster, outside_notes, trust
 from autoddl.costmodel.calibration import Calibration
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.pricing import PriceBook
@@ -44,7 +44,7 @@ def trust_of(found: PlanResult, stop: Stop | None = None) -> PlanTrust | None:
     if calibration is None or not calibration.replicates:
         return None
     candidates = [
-        Candidate(name, usage_of_step(evaluation, objective)) for name, evaluation in _candidates(found, stop or Stop())
+        RivalPlan(name, usage_of_step(evaluation, objective)) for name, evaluation in _candidates(found, stop or Stop())
     ]
     known = trust(candidates, found.cluster, objective == "communication")
     return PlanTrust(calibration, known, trust_notes(found.evaluation))

@@ -23,7 +23,7 @@ from .robust import location, nonnegative_fit
 __all__ = ["DeviceFit", "fit_device"]
 
 #: Largest crowding of the search.
-_MOST_CROWDING = 10.0
+_MAX_CROWDING = 10.0
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ def fit_device(samples: Sequence[Sample], seed: int = 0) -> DeviceFit | None:
     )
     crowd = np.array([excess(first.ranks_per_node, first.cores or None) for first in firsts])
     everything = np.ones(len(firsts))
-    parameters = _fit(features, crowd, seconds, everything, (0.0, _MOST_CROWDING))
+    parameters = _fit(features, crowd, seconds, everything, (0.0, _MAX_CROWDING))
     # Draws search crowding near that of the fit, since the scalar search finds only local minima.
     around = (0.5 * parameters[3], 1.5 * parameters[3] + 0.1)
     rng = np.random.default_rng(seed)

@@ -43,7 +43,7 @@ DISTURBED = 0.05
 DISTURBED_COUNTS = 1 / 3
 _STRETCH_S = 0.25
 #: Number of cores of a host that are distinguished.
-_MOST_CORES = 1024
+_MAX_CORES = 1024
 
 
 @dataclass(frozen=True)
@@ -140,8 +140,8 @@ def hosts_of_job() -> Hosts:
 
 def cores_of_ranks(hosts: Hosts) -> int:
     """Number of cores that the ranks of this host share (the union of their CPU affinities); every rank calls."""
-    mask = np.zeros(_MOST_CORES, dtype=np.int64)
-    mask[[core for core in os.sched_getaffinity(0) if core < _MOST_CORES]] = 1
+    mask = np.zeros(_MAX_CORES, dtype=np.int64)
+    mask[[core for core in os.sched_getaffinity(0) if core < _MAX_CORES]] = 1
     own = hosts.numbers[load_oneflow().env.get_rank()]
     here = [number == own for number in hosts.numbers]
     return max(1, int(exchange(mask)[here].any(axis=0).sum()))

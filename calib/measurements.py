@@ -18,12 +18,12 @@ from autoddl.costmodel.calibration import TRANSFER
 from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.errors import UserError, quote, shortened
 from autoddl.costmodel.limits import (
-    LARGEST_BYTES,
-    LARGEST_SECONDS,
-    LARGEST_TENSOR,
-    MOST_DEVICES,
-    MOST_SAMPLES,
-    SHORTEST_SECONDS,
+    MAX_BYTES,
+    MAX_DEVICES,
+    MAX_SAMPLES,
+    MAX_SECONDS,
+    MAX_TENSOR,
+    MIN_SECONDS,
 )
 from autoddl.costmodel.reading import csv_rows, is_whole, parse_figure, read_bytes, read_text, shown_path
 
@@ -213,8 +213,8 @@ def _read_csv(text: str, where: str) -> Iterable[Sample]:
         if len(row) != len(header):
             raise UserError(f"{at}: has {len(row)} values, should have {len(header)}; was the file cut off?")
         found += 1
-        if found > MOST_SAMPLES:
-            raise UserError(f"{at}: a file should have at most {MOST_SAMPLES:,} samples")
+        if found > MAX_SAMPLES:
+            raise UserError(f"{at}: a file should have at most {MAX_SAMPLES:,} samples")
         yield _sample(dict(zip(header, (value.strip() for value in row))), at)
 
 
@@ -228,20 +228,20 @@ def _sample(row: Mapping[str, str], at: str) -> Sample:
     if level not in LEVELS or (level == "device") != is_device:
         right = "device" if is_device else "intra-node or inter-node"
         raise UserError(f"{at}: level of {collective} is {quote(level)}, should be {right}")
-    ranks = _integer(row, "ranks", at, 1 if is_device else 2, MOST_DEVICES)
+    ranks = _integer(row, "ranks", at, 1 if is_device else 2, MAX_DEVICES)
     sample = Sample(
         collective=collective,
         level=level,
         ranks=ranks,
-        bytes=_integer(row, "bytes", at, 1, LARGEST_BYTES),
-        repetition=_integer(row, "repetition", at, 0, LARGEST_BYTES, 0),
+        bytes=_integer(row, "bytes", at, 1, MAX_BYTES),
+        repetition=_integer(row, "repetition", at, 0, MAX_BYTES, 0),
         seconds=_seconds(row["seconds"], at),
         host=row.get("host", ""),
         time=row.get("time", ""),
-        job_ranks=_integer(row, "job_ranks", at, 1, MOST_DEVICES, ranks),
-        ranks_per_node=_integer(row, "ranks_per_node", at, 1, MOST_DEVICES, 1 if level == "inter-node" else ranks),
-        cores=_integer(row, "cores", at, 0, MOST_DEVICES, 0),
-        stride=_integer(row, "stride", at, 1, MOST_DEVICES, 1),
+        job_ranks=_integer(row, "job_ranks", at, 1, MAX_DEVICES, ranks),
+        ranks_per_node=_integer(row, "ranks_per_node", at, 1, MAX_DEVICES, 1 if level == "inter-node" else ranks),
+        cores=_integer(row, "cores", at, 0, MAX_DEVICES, 0),
+        stride=_integer(row, "stride", at, 1, MAX_DEVICES, 1),
         shape=row.get("shape", ""),
         foreign=_fraction(row, at),
         versions=row.get("versions", ""),
@@ -249,7 +249,7 @@ def _sample(row: Mapping[str, str], at: str) -> Sample:
     if collective == "matmul":
         lengths = sample.shape.split("x")
         m, k, n = map(int, lengths) if len(lengths) == 3 and all(map(is_whole, lengths)) else (0, 0, 0)
-        if not 0 < max(m * k, k * n, m * n) <= LARGEST_TENSOR or not min(m, k, n):
+        if not 0 < max(m * k, k * n, m * n) <= MAX_TENSOR or not min(m, k, n):
             raise UserError(f"{at}: shape of a matmul is {quote(sample.shape)}, should be MxKxN")
     return sample
 
@@ -269,9 +269,9 @@ def _integer(row: Mapping[str, str], name: str, at: str, minimum: int, maximum: 
 
 def _seconds(text: str, at: str) -> float:
     value = parse_figure(text)
-    if not SHORTEST_SECONDS <= value <= LARGEST_SECONDS:
+    if not MIN_SECONDS <= value <= MAX_SECONDS:
         raise UserError(
-            f"{at}: seconds is {quote(text)}, should be a time of more than 0 and at most {LARGEST_SECONDS:g} seconds"
+            f"{at}: seconds is {quote(text)}, should be a time of more than 0 and at most {MAX_SECONDS:g} seconds"
         )
     return value
 

@@ -22,7 +22,7 @@ from pathlib import PurePath
 from typing import Union
 
 from autoddl.costmodel.errors import UserError, quote
-from autoddl.costmodel.limits import LARGEST_BYTES, LARGEST_SECONDS, MOST_DEVICES, SHORTEST_SECONDS
+from autoddl.costmodel.limits import MAX_BYTES, MAX_DEVICES, MAX_SECONDS, MIN_SECONDS
 from autoddl.costmodel.reading import is_whole, parse_figure
 
 __all__ = ["is_nccl_output", "nccl_rows"]
@@ -76,8 +76,8 @@ def nccl_rows(text: str, path: str, where: str) -> Iterator[Row]:
             columns = []
         elif match := _RANK.match(line):
             hosts[int(match[1])] = match[2]
-            if len(hosts) > MOST_DEVICES:
-                raise UserError(f"{at}: more than {MOST_DEVICES} ranks are listed")
+            if len(hosts) > MAX_DEVICES:
+                raise UserError(f"{at}: more than {MAX_DEVICES} ranks are listed")
         elif _HEADER.match(line):
             columns = line.lstrip("# ").split()
         elif columns and _DATA.match(line):
@@ -101,12 +101,12 @@ def _row(values: list[str], columns: list[str], at: str) -> tuple[int, float] | 
     """(bytes, seconds) of a row; None if it has 0 bytes (small sizes are rounded down)."""
     if len(values) != len(columns):
         raise UserError(f"{at}: has {len(values)} values, should have {len(columns)}; was the file cut off?")
-    size = int(values[0]) if is_whole(values[0]) else LARGEST_BYTES + 1
-    if size > LARGEST_BYTES:
-        raise UserError(f"{at}: size is {quote(values[0])}, should be at most {LARGEST_BYTES} bytes")
+    size = int(values[0]) if is_whole(values[0]) else MAX_BYTES + 1
+    if size > MAX_BYTES:
+        raise UserError(f"{at}: size is {quote(values[0])}, should be at most {MAX_BYTES} bytes")
     text = values[columns.index("time")]
     seconds = parse_figure(text) * 1e-6
-    if not SHORTEST_SECONDS <= seconds <= LARGEST_SECONDS:
+    if not MIN_SECONDS <= seconds <= MAX_SECONDS:
         raise UserError(f"{at}: time is {quote(text)}, should be more than 0 microseconds")
     return (size, seconds) if size else None
 

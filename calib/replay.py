@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from autoddl.pipelines.runtime.stepping import Stepper
 
 #: Largest number of attempts of a visit that other processes disturb.
-MOST_ATTEMPTS = 3
+MAX_ATTEMPTS = 3
 #: Total time of the repetitions of a visit; short operations are repeated more often to reach it.
 _ENOUGH_S = 0.05
 
@@ -122,7 +122,7 @@ def _visit(
 ) -> Visit:
     best: Visit | None = None
     communicate = steps_alone(steps)
-    for _ in range(MOST_ATTEMPTS):
+    for _ in range(MAX_ATTEMPTS):
         clock.begin()
         communication = _median(communicate, repetitions, clock)
         step = _median(run, repetitions, clock) if run is not None else None

@@ -12,7 +12,7 @@ __all__ = ["ITEM_BYTES", "TimedSetting", "rows_and_features"]
 ITEM_BYTES = 4
 #: A repetition repeats a collective until this many bytes are exchanged, but at most this many times.
 _BYTES_OF_REPETITION = 2**20
-_MOST_CALLS = 8
+_MAX_CALLS = 8
 #: Features of the tensors that are gathered and scattered.
 _FEATURES = 512
 
@@ -39,7 +39,7 @@ class TimedSetting:
         """Number of calls in a repetition; 1 for transfers, since pipeline stages wait for each of them."""
         if self.ranks == 1 or self.collective == TRANSFER:
             return 1
-        return max(1, min(_MOST_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
+        return max(1, min(_MAX_CALLS, _BYTES_OF_REPETITION // self.num_bytes))
 
 
 def rows_and_features(size: int, ranks: int) -> tuple[int, int]:

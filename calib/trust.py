@@ -30,8 +30,8 @@ from autoddl.costmodel.localwork import LocalWork
 from autoddl.costmodel.units import format_bytes
 
 __all__ = [
-    "Candidate",
     "Measurement",
+    "RivalPlan",
     "Trust",
     "Usage",
     "UsageSum",
@@ -67,7 +67,7 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class Candidate:
+class RivalPlan:
     """A plan that could be chosen.
 
     Attributes:
@@ -159,7 +159,7 @@ class UsageSum:
         return Usage(rings, self._sizes, work.launches, work.flops / self._relative, work.nbytes)
 
 
-def trust(candidates: Sequence[Candidate], cluster: Cluster, communication_only: bool) -> Trust:
+def trust(candidates: Sequence[RivalPlan], cluster: Cluster, communication_only: bool) -> Trust:
     """The certainty of the first of the candidates.
 
     Args:
@@ -327,7 +327,7 @@ def _parts(usage: Usage, cluster: Cluster, communication_only: bool) -> dict[Any
 
 
 def _settling(
-    chosen: Candidate, rival: Candidate, mine: dict[Any, np.ndarray], theirs: dict[Any, np.ndarray]
+    chosen: RivalPlan, rival: RivalPlan, mine: dict[Any, np.ndarray], theirs: dict[Any, np.ndarray]
 ) -> Measurement | None:
     """The measurement with the largest share of the variance of the difference; None if there is no variance."""
     keys = list(dict.fromkeys((*mine, *theirs)))

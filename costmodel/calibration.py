@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from .documents import Fields
 from .errors import UserError, quote
-from .limits import LARGEST_BYTES, LARGEST_FIGURE, MOST_DEVICES, RANGES
+from .limits import MAX_BYTES, MAX_DEVICES, MAX_FIGURE, RANGES
 
 __all__ = ["Calibration", "Coverage", "FormTried", "Quality", "Replicates", "calibration_from_fields", "interval_of"]
 
@@ -186,7 +186,7 @@ def _choice(entry: Fields, name: str, choices: Iterable[str]) -> str:
     return value
 
 
-def _numbers(entry: Fields, name: str, maximum: float = LARGEST_FIGURE) -> tuple[float, ...]:
+def _numbers(entry: Fields, name: str, maximum: float = MAX_FIGURE) -> tuple[float, ...]:
     # Check each number like a field of its own.
     values = entry.sequence(name)
     inner = Fields({str(i): value for i, value in enumerate(values)}, f"{entry.where}: {name}")
@@ -194,7 +194,7 @@ def _numbers(entry: Fields, name: str, maximum: float = LARGEST_FIGURE) -> tuple
 
 
 def _sizes(entry: Fields) -> tuple[int, int]:
-    smallest, largest = (entry.bounded(f"{end}_bytes", 0, LARGEST_BYTES) for end in ("smallest", "largest"))
+    smallest, largest = (entry.bounded(f"{end}_bytes", 0, MAX_BYTES) for end in ("smallest", "largest"))
     if smallest > largest:
         raise UserError(f"{entry.where}: smallest_bytes {smallest} should be at most largest_bytes {largest}")
     return smallest, largest
@@ -237,7 +237,7 @@ def _replicates(entry: Fields) -> Replicates:
     level = _choice(entry, "level", tuple(TERMS))
     collective = _choice(entry, "collective", ("", *_COLLECTIVES))
     term = _choice(entry, "term", TERMS[level])
-    group = entry.bounded("group", 0, MOST_DEVICES)
+    group = entry.bounded("group", 0, MAX_DEVICES)
     values = _numbers(entry, "values", TERMS[level][term])
     if not values:
         raise UserError(f"{entry.where}: values is empty, should hold at least one number")

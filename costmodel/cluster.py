@@ -35,7 +35,7 @@ from .calibration import Calibration, calibration_from_fields, interval_of
 from .collectives import Collective, Step
 from .documents import Fields, canonical_hash, check_document, load_document
 from .errors import UserError, quote, shortened
-from .limits import MOST_DEVICES, RANGES
+from .limits import MAX_DEVICES, RANGES
 from .localwork import LocalWork, matmul
 from .reading import is_whole, shown_path
 from .suggestions import did_you_mean
@@ -345,7 +345,7 @@ def _collective(entry: Fields, collective: Collective, link: Link, excess_: floa
     if "groups" in entry:
         groups = entry.object("groups")
         for size in groups.value:
-            if not (is_whole(size) and 2 <= int(size) <= MOST_DEVICES and size == str(int(size))):
+            if not (is_whole(size) and 2 <= int(size) <= MAX_DEVICES and size == str(int(size))):
                 raise UserError(f"{groups.where}: {quote(size)} should be the number of devices of a group, 2 or more")
             own = groups.object(size)
             link.groups[collective, int(size)] = _pair(own, excess_, share)
@@ -382,9 +382,9 @@ def from_document(value: Any, where: str) -> Cluster:
     """
     fields = check_document(value, FORMAT, 1, where)
     num_nodes, devices_per_node = fields.integer("num_nodes", 1), fields.integer("devices_per_node", 1)
-    if num_nodes * devices_per_node > MOST_DEVICES:
+    if num_nodes * devices_per_node > MAX_DEVICES:
         raise UserError(
-            f"{where}: {num_nodes} nodes of {devices_per_node} devices should be at most {MOST_DEVICES} devices"
+            f"{where}: {num_nodes} nodes of {devices_per_node} devices should be at most {MAX_DEVICES} devices"
         )
     links = fields.object("links")
     cores = fields.integer("cores_per_node", 1) if "cores_per_node" in fields else None

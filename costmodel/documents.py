@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from .errors import UserError, quote, shortened
-from .limits import LARGEST_FIGURE, LARGEST_WHOLE
+from .limits import MAX_FIGURE, MAX_WHOLE
 from .reading import read_text, shown_path
 
 __all__ = ["Fields", "canonical_hash", "load_document", "load_json", "show_json"]
@@ -130,7 +130,7 @@ class Fields:
     def integer(self, name: str, minimum: int = 0) -> int:
         """A whole number of at least ``minimum``."""
         value = self._typed(name, (int,), "a whole number")
-        if not minimum <= value <= LARGEST_WHOLE:
+        if not minimum <= value <= MAX_WHOLE:
             raise UserError(
                 f"{self.where}: {name} is {show_json(value)}, should be a whole number of at least {minimum}"
             )
@@ -145,9 +145,7 @@ class Fields:
             )
         return value
 
-    def number(
-        self, name: str, minimum: float = 0.0, exclusive: bool = False, maximum: float = LARGEST_FIGURE
-    ) -> float:
+    def number(self, name: str, minimum: float = 0.0, exclusive: bool = False, maximum: float = MAX_FIGURE) -> float:
         """A finite number of at least (or, if exclusive, more than) ``minimum``, and at most ``maximum``."""
         value = self._typed(name, (int, float), "a number")
         try:
@@ -169,7 +167,7 @@ class Fields:
         """A list of whole numbers of at least ``minimum``."""
         values = self.sequence(name)
         for value in values:
-            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= LARGEST_WHOLE:
+            if not isinstance(value, int) or isinstance(value, bool) or not minimum <= value <= MAX_WHOLE:
                 raise UserError(
                     f"{self.where}: {name} holds {show_json(value)}, should hold whole numbers of at least {minimum}"
                 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .limits import MOST_SHOWN, MOST_SHOWN_EACH
+from .limits import MAX_SHOWN, MAX_SHOWN_EACH
 
 __all__ = ["UserError", "one_line", "printable", "quote", "shortened"]
 
@@ -32,7 +32,7 @@ def quote(text: object) -> str:
     return repr(shortened(str(text)))
 
 
-def shortened(text: str, most: int = MOST_SHOWN_EACH) -> str:
+def shortened(text: str, most: int = MAX_SHOWN_EACH) -> str:
     """Replace the middle of a text by ``...`` if it has more than ``most`` characters (``most`` >= 3).
 
     >>> shortened("abcdefghijklmnop", 10)
@@ -58,11 +58,11 @@ def one_line(message: str) -> str:
     text = printable(message)
     parts = [match.span() for match in _INPUT.finditer(text)]
     lengths = [stop - start for start, stop in parts]
-    if sum(lengths) > MOST_SHOWN:
-        most = next((n for n in range(MOST_SHOWN, 8, -1) if sum(min(length, n) for length in lengths) <= MOST_SHOWN), 8)
+    if sum(lengths) > MAX_SHOWN:
+        most = next((n for n in range(MAX_SHOWN, 8, -1) if sum(min(length, n) for length in lengths) <= MAX_SHOWN), 8)
         pieces, at, shown = [], 0, 0
         for start, stop in parts:
-            if shown + min(stop - start, most) > MOST_SHOWN:
+            if shown + min(stop - start, most) > MAX_SHOWN:
                 pieces.append(text[at:start] + "...")
                 at = len(text)
                 break

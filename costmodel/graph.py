@@ -33,7 +33,7 @@ from .errors import UserError, quote, shortened
 from .kinds.builtin import BUILT_IN
 from .kinds.registry import kind_of
 from .layer import Layer, Parameter
-from .limits import LARGEST_FLOPS, LARGEST_TENSOR, MOST_DIMS, MOST_LAYERS
+from .limits import MAX_DIMS, MAX_FLOPS, MAX_LAYERS, MAX_TENSOR
 from .writing import write_document
 
 if TYPE_CHECKING:
@@ -210,9 +210,9 @@ def _layer(fields: Fields) -> Layer:
 def _validate(graph: LayerGraph) -> None:
     if not graph.layers:
         raise UserError(f"graph {graph.name!r} has no layers, should have at least one")
-    if len(graph.layers) > MOST_LAYERS:
+    if len(graph.layers) > MAX_LAYERS:
         raise UserError(
-            f"graph {quote(graph.name)} has {len(graph.layers):,} layers, should have at most {MOST_LAYERS:,}"
+            f"graph {quote(graph.name)} has {len(graph.layers):,} layers, should have at most {MAX_LAYERS:,}"
         )
     position: dict[str, int] = {}
     for layer in graph.layers:
@@ -266,14 +266,14 @@ def _validate_layer(layer: Layer) -> None:
     if not layer.input_shape or not layer.output_shape:
         raise UserError(f"layer {layer.name!r}: its input and output shape should have at least one dimension")
     for shape in (layer.input_shape, layer.output_shape, *(parameter.shape for parameter in layer.parameters)):
-        if len(shape) > MOST_DIMS:
+        if len(shape) > MAX_DIMS:
             raise UserError(
-                f"layer {layer.name!r}: a shape has {len(shape)} dimensions, should have at most {MOST_DIMS}"
+                f"layer {layer.name!r}: a shape has {len(shape)} dimensions, should have at most {MAX_DIMS}"
             )
-        if math.prod(shape) > LARGEST_TENSOR:
-            raise UserError(f"layer {layer.name!r}: shape {shape} should have at most {LARGEST_TENSOR} elements")
-    if layer.flops > LARGEST_FLOPS:
-        raise UserError(f"layer {layer.name!r}: flops is {layer.flops:g}, should be at most {LARGEST_FLOPS:g}")
+        if math.prod(shape) > MAX_TENSOR:
+            raise UserError(f"layer {layer.name!r}: shape {shape} should have at most {MAX_TENSOR} elements")
+    if layer.flops > MAX_FLOPS:
+        raise UserError(f"layer {layer.name!r}: flops is {layer.flops:g}, should be at most {MAX_FLOPS:g}")
     for name, length in kind.lengths(layer).items():
         if layer.attributes[name] != length:
             raise UserError(f"layer {layer.name!r}: {name} is {layer.attributes[name]}, its shapes say {length}")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 
-from .limits import LARGEST_BATCH
+from .limits import MAX_BATCH
 
 __all__ = ["divisors", "nearest_batches", "nearest_that_work"]
 
@@ -57,6 +57,6 @@ def nearest_batches(batch: int, works: Callable[[int], bool], reach: int, multip
     """
     middle = batch // multiple
     below = (multiple * k for k in range(middle - (batch % multiple == 0), max(0, middle - reach - 1), -1))
-    above = (multiple * k for k in range(middle + 1, min(middle + reach, LARGEST_BATCH // multiple) + 1))
+    above = (multiple * k for k in range(middle + 1, min(middle + reach, MAX_BATCH // multiple) + 1))
     found = (next(filter(works, side), None) for side in (below, above))
     return [number for number in found if number is not None]

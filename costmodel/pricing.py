@@ -32,12 +32,12 @@ from .graph import Layer, LayerGraph
 from .kinds.registry import kind_of
 from .layerwork import layer_work
 from .layoutprices import MANY, LayoutPrices, communication_time
-from .limits import LARGEST_BATCH
+from .limits import MAX_BATCH
 from .nearest import divisors, nearest_batches, nearest_that_work
-from .problem import Coefficients, Objective, Offer, PhaseEdge, Phases, Problem, Variable
+from .problem import Coefficients, Objective, OptionSet, PhaseEdge, Phases, Problem, Variable
 from .redistribution import redistribute, steps
 from .strategy import Strategy, enumerate_strategies, group_strategies, transposed
-from .table import ByClass, CostTable, Edge
+from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
 
 __all__ = [
@@ -52,12 +52,12 @@ class _Column:
     """The options of a variable at one micro-batch.
 
     Attributes:
-        offer: the strategies that divide the micro-batch.
+        option_set: the strategies that divide the micro-batch.
         cost: seconds per training step.
         memory, buffer: resident and transient bytes.
     """
 
-    offer: Offer
+    option_set: OptionSet
     cost: np.ndarray
     memory: np.ndarray
     buffer: np.ndarray
@@ -97,7 +97,7 @@ class PriceBook:
         workload: precision, optimizer and recomputation; :meth:`problem` replaces its batch and micro-batch.
         untied: give every repetition of a block its own choice.
         summa: offer Summa meshes to linear layers.
-        like: another book of the same graph and cluster, whose cached prices this one shares.
+        share_with: another book of the same graph and cluster, whose cached prices this one shares.
         allowed: the allowed strategies; None allows all.
 
     Raises:
@@ -111,7 +111,7 @@ class PriceBook:
         workload: Workload,
         untied: bool = False,
         summa: bool = False,
-        like: PriceBook | None = None,
+        share_with: PriceBook | None = None,
         allowed: frozenset[Strategy] | None = None,
     ):
         if workload.precision not in cluster.device.peak_flops:
@@ -125,19 +125,22 @@ class PriceBook:
         self.untied = untied
         self.summa = summa
         twin = (
-            like
-            if like and allowed is None and like.graph is graph and (like.untied, like.summa) == (untied, summa)
+            share_with
+            if share_with
+            and allowed is None
+            and share_with.graph is graph
+            and (share_with.untied, share_with.summa) == (untied, summa)
             else None
         )
         self.variables: tuple[Variable, ...] = (
             twin.variables if twin else _variables(graph, cluster, untied, summa, allowed)
         )
         self._prices: dict[object, _Prices] = {}
-        self._narrowed: dict[tuple[Offer, bytes], Offer] = twin._narrowed if twin else {}
+        self._narrowed: dict[tuple[OptionSet, bytes], OptionSet] = twin._narrowed if twin else {}
         self._working: dict[int, list[int]] = twin._working if twin else {}  # valid micro-batches of each batch
         # These prices do not depend on ties or recomputation: all books that are `like` each other share them.
-        self._moves: LayoutPrices = like._moves if like else LayoutPrices(cluster)
-        self._layer_prices: dict[object, _Prices] = like._layer_prices if like else {}
+        self._moves: LayoutPrices = share_with._moves if share_with else LayoutPrices(cluster)
+        self._layer_prices: dict[object, _Prices] = share_with._layer_prices if share_with else {}
 
     @property
     def may_shrink(self) -> bool:
@@ -157,7 +160,7 @@ class PriceBook:
             key = (layer.signature(), not self.graph.inputs(name), name in variable.swapped)
             counts[key] = counts.get(key, 0) + 1
             first.setdefault(key, layer)
-        whole = (tuple(counts.items()), variable.offer)
+        whole = (tuple(counts.items()), variable.option_set)
         if whole not in self._prices:
             parts = [self._price_layer(first[key], key, variable).scaled(count) for key, count in counts.items()]
             total = parts[0]
@@ -185,7 +188,7 @@ class PriceBook:
         Raises:
             UserError: the micro-batch does not divide the batch, or no strategy of some layer divides the micro-batch.
         """
-        if 0 < micro_batch <= LARGEST_BATCH and batch % micro_batch:
+        if 0 < micro_batch <= MAX_BATCH and batch % micro_batch:
             fault = f"micro-batch {micro_batch} does not divide the batch of {batch}"
             raise UserError(f"{fault}; {self._nearest(batch, micro_batch)}")
         workload = replace(self.workload, batch=batch, micro_batch=micro_batch)
@@ -194,18 +197,18 @@ class PriceBook:
         shared: dict[object, _Column] = {}
         columns = []
         for variable, prices in zip(self.variables, self._variable_prices):
-            key = (prices, variable.offer)
+            key = (prices, variable.option_set)
             if key not in shared:
                 kept = self._kept(variable, workload, self.summa if summa is None else summa)
                 shared[key] = _Column(
-                    self._narrow(variable.offer, kept),
+                    self._narrow(variable.option_set, kept),
                     prices.cost(num, batch, objective)[kept],
                     prices.memory(micro_batch)[kept],
                     prices.buffer(micro_batch)[kept],
                 )
             columns.append(shared[key])
         variables = tuple(
-            Variable(variable.name, variable.layers, column.offer, variable.swapped)
+            Variable(variable.name, variable.layers, column.option_set, variable.swapped)
             for variable, column in zip(self.variables, columns)
         )
         alone = CostTable(
@@ -230,13 +233,13 @@ class PriceBook:
             UserError: no strategy of some layer divides the samples.
         """
         workload = replace(self.workload, micro_batch=micro_batch)
-        shared: dict[object, tuple[Offer, tuple[np.ndarray, ...]]] = {}
-        offers, columns, variables = [], [], []
+        shared: dict[object, tuple[OptionSet, tuple[np.ndarray, ...]]] = {}
+        option_sets, columns, variables = [], [], []
         for variable, prices in zip(self.variables, self._variable_prices):
-            key = (prices, variable.offer)
+            key = (prices, variable.option_set)
             if key not in shared:
                 kept = self._kept(variable, replace(workload, micro_batch=part or micro_batch), self.summa)
-                each = prices.coefficients(variable.offer, objective)
+                each = prices.coefficients(variable.option_set, objective)
                 of_one = (
                     each.forward[0] + micro_batch * each.forward[1],
                     each.backward[0] + micro_batch * each.backward[1],
@@ -245,34 +248,34 @@ class PriceBook:
                     micro_batch * each.kept,
                     (prices.buffer_fixed + micro_batch * prices.buffer_slope).max(axis=0),
                 )
-                shared[key] = self._narrow(variable.offer, kept), tuple(column[kept] for column in of_one)
-            offers.append(shared[key][0])
+                shared[key] = self._narrow(variable.option_set, kept), tuple(column[kept] for column in of_one)
+            option_sets.append(shared[key][0])
             columns.append(shared[key][1])
-            variables.append(Variable(variable.name, variable.layers, offers[-1], variable.swapped))
+            variables.append(Variable(variable.name, variable.layers, option_sets[-1], variable.swapped))
         forward, backward, gradient, state, kept_bytes, buffer = zip(*columns)
-        edges = self._phase_edges(offers, workload)
+        edges = self._phase_edges(option_sets, workload)
         return Phases(tuple(variables), forward, backward, gradient, state, kept_bytes, buffer, edges)
 
     def coefficients(self, objective: Objective = "step") -> tuple[Coefficients, ...]:
         """For each variable, the coefficients of its options' costs as functions of the number of samples."""
         return tuple(
-            prices.coefficients(v.offer, objective) for v, prices in zip(self.variables, self._variable_prices)
+            prices.coefficients(v.option_set, objective) for v, prices in zip(self.variables, self._variable_prices)
         )
 
-    def _phase_edges(self, offers: Sequence[Offer], workload: Workload) -> tuple[PhaseEdge, ...]:
-        known: dict[object, tuple[ByClass, ByClass]] = {}
+    def _phase_edges(self, option_sets: Sequence[OptionSet], workload: Workload) -> tuple[PhaseEdge, ...]:
+        known: dict[object, tuple[ClassCosts, ClassCosts]] = {}
         edges = []
         for (i, j), tensors in self._variable_edges.items():
-            key = (tensors, offers[i], offers[j])
+            key = (tensors, option_sets[i], option_sets[j])
             if key not in known:
-                (sources, rows), (targets, cols) = offers[i].layouts, offers[j].layouts
+                (sources, rows), (targets, cols) = option_sets[i].layouts, option_sets[j].layouts
                 forward, backward = (
                     sum(
                         count * self._moves.phases(tensor, sources, targets, workload)[way] for tensor, count in tensors
                     )
                     for way in (0, 1)
                 )
-                known[key] = ByClass(np.asarray(forward), rows, cols), ByClass(np.asarray(backward), rows, cols)
+                known[key] = ClassCosts(np.asarray(forward), rows, cols), ClassCosts(np.asarray(backward), rows, cols)
             edges.append(PhaseEdge(i, j, *known[key]))
         return tuple(edges)
 
@@ -283,7 +286,7 @@ class PriceBook:
             UserError: there are none.
         """
         micro_batch = workload.micro_batch
-        kept = np.flatnonzero((micro_batch % variable.offer.p0 == 0) & (~variable.offer.summa | summa))
+        kept = np.flatnonzero((micro_batch % variable.option_set.p0 == 0) & (~variable.option_set.summa | summa))
         if len(kept) == 0:
             why = f"whose samples divide a micro-batch of {micro_batch} {self.graph.sample}s"
             fault = _no_strategy(self.graph[variable.layers[0]], self.cluster, why)
@@ -292,9 +295,9 @@ class PriceBook:
 
     @cached_property
     def _slices(self) -> tuple[tuple[int, ...], ...]:
-        """For every different offer, the distinct p0 of its options; offers with p0 = 1 divide everything and are left out."""
-        found = {id(variable.offer): variable.offer for variable in self.variables}
-        slices = {tuple(np.unique(offer.p0).tolist()) for offer in found.values()}
+        """For every different option set, the distinct p0 of its options; offers with p0 = 1 divide everything and are left out."""
+        found = {id(variable.option_set): variable.option_set for variable in self.variables}
+        slices = {tuple(np.unique(option_set.p0).tolist()) for option_set in found.values()}
         return tuple(sorted(numbers for numbers in slices if numbers[0] > 1))
 
     def _divides(self, samples: int) -> bool:
@@ -311,11 +314,11 @@ class PriceBook:
         batches = nearest_batches(batch, self._divides, self.cluster.num_devices, given)
         return nearest_that_work("batch", batch, batches)
 
-    def _narrow(self, offer: Offer, kept: np.ndarray) -> Offer:
+    def _narrow(self, option_set: OptionSet, kept: np.ndarray) -> OptionSet:
         """The options at the indices ``kept``; micro-batches that keep the same options share one object."""
-        key = (offer, kept.tobytes())
+        key = (option_set, kept.tobytes())
         if key not in self._narrowed:
-            self._narrowed[key] = Offer(tuple(offer.options[i] for i in kept))
+            self._narrowed[key] = OptionSet(tuple(option_set.options[i] for i in kept))
         return self._narrowed[key]
 
     # ------------------------------------------------------------------------------------------------------------- edges
@@ -336,16 +339,16 @@ class PriceBook:
         return {pair: tuple(sorted(tensors.items())) for pair, tensors in edges.items()}
 
     def _edges(self, columns: Sequence[_Column], workload: Workload) -> tuple[Edge, ...]:
-        known: dict[object, ByClass] = {}
+        known: dict[object, ClassCosts] = {}
         edges = []
         for (i, j), tensors in self._variable_edges.items():
             key = (tensors, columns[i], columns[j])
             if key not in known:
-                (sources, rows), (targets, cols) = columns[i].offer.layouts, columns[j].offer.layouts
+                (sources, rows), (targets, cols) = columns[i].option_set.layouts, columns[j].option_set.layouts
                 between = sum(
                     count * self._moves.costs(tensor, sources, targets, workload) for tensor, count in tensors
                 )
-                known[key] = ByClass(np.asarray(between), rows, cols)
+                known[key] = ClassCosts(np.asarray(between), rows, cols)
             edges.append(Edge(i, j, known[key]))
         return tuple(edges)
 
@@ -376,7 +379,7 @@ def _variables(
             key = layer.name
         key_of[layer.name] = key
         groups.setdefault(key, []).append(layer.name)
-    known: dict[object, Offer] = {}
+    known: dict[object, OptionSet] = {}
     return tuple(_variable(graph, tuple(names), cluster, summa, known, allowed) for names in groups.values())
 
 
@@ -385,7 +388,7 @@ def _variable(
     names: tuple[str, ...],
     cluster: Cluster,
     summa: bool,
-    known: dict[object, Offer],
+    known: dict[object, OptionSet],
     allowed: frozenset[Strategy] | None,
 ) -> Variable:
     first = graph[names[0]]
@@ -394,7 +397,7 @@ def _variable(
     if key not in known:
         members = {graph[name].signature(): graph[name] for name in names}
         options = _common_options(list(members.values()), swapped, cluster, summa)
-        known[key] = Offer(tuple(s for s in options if allowed is None or s in allowed))
+        known[key] = OptionSet(tuple(s for s in options if allowed is None or s in allowed))
     if not known[key].options:
         raise UserError(f"{_no_strategy(first, cluster, 'that divides its shape')}; try another number of devices")
     if len(names) == 1:
@@ -468,12 +471,12 @@ class _Prices:
         each = sum(num_micro_batches * (fixed + more) + batch * (slope + steep) for fixed, slope, more, steep in rows)
         return np.asarray(each + self.gradient)
 
-    def coefficients(self, offer: Offer, objective: Objective) -> Coefficients:
+    def coefficients(self, option_set: OptionSet, objective: Objective) -> Coefficients:
         """The costs as functions of the samples of a micro-batch."""
         forward, backward = self.times[0:2], self.times[2:4]
         if objective != "communication":
             forward, backward = forward + self.times[4:6], backward + self.times[6:8]
-        return Coefficients(offer, forward, backward, self.gradient, self.state_bytes, self.kept_bytes)
+        return Coefficients(option_set, forward, backward, self.gradient, self.state_bytes, self.kept_bytes)
 
     def memory(self, micro_batch: int) -> np.ndarray:
         """Resident bytes, shape (options,)."""

@@ -18,10 +18,10 @@ from .errors import UserError
 from .graph import LayerGraph
 from .layoutprices import Layout
 from .strategy import Strategy, transposed
-from .table import ByClass, CostTable, Edge
+from .table import ClassCosts, CostTable, Edge
 from .workload import Workload
 
-__all__ = ["OBJECTIVES", "Coefficients", "Objective", "Offer", "PhaseEdge", "Phases", "Problem", "Variable"]
+__all__ = ["OBJECTIVES", "Coefficients", "Objective", "OptionSet", "PhaseEdge", "Phases", "Problem", "Variable"]
 
 Objective = str
 #: What a search minimises: the time of a training step, or only of its communication (as the AutoDDL paper does).
@@ -29,7 +29,7 @@ OBJECTIVES = ("step", "communication")
 
 
 @dataclass(frozen=True, eq=False)
-class Offer:
+class OptionSet:
     """The strategies that a variable's layers choose from; equal variables share one object.
 
     Attributes:
@@ -68,19 +68,19 @@ class Variable:
     Attributes:
         name: block and role, or name of the layer.
         layers: names of the layers, in the order of the graph.
-        offer: the strategies of the first layer.
+        option_set: the strategies of the first layer.
         swapped: names of the layers that take the transposed strategy.
     """
 
     name: str
     layers: tuple[str, ...]
-    offer: Offer
+    option_set: OptionSet
     swapped: frozenset[str] = frozenset()
 
     @property
     def options(self) -> tuple[Strategy, ...]:
         """The strategies of the first layer."""
-        return self.offer.options
+        return self.option_set.options
 
     def strategy(self, layer: str, option: int) -> Strategy:
         """The strategy of one of the layers under an option."""
@@ -95,7 +95,7 @@ class Problem:
     Attributes:
         graph, cluster, workload, objective: the model, the machine, the training step and what to minimise.
         variables: the variables of the table, with their options.
-        alone: the table without edges, as if redistributions were free.
+        layer_table: the table without edges, as if redistributions were free.
         edges: computes the edges of the table.
     """
 
@@ -104,7 +104,7 @@ class Problem:
     workload: Workload
     objective: Objective
     variables: tuple[Variable, ...]
-    alone: CostTable
+    layer_table: CostTable
     edges: Callable[[], tuple[Edge, ...]] = field(repr=False)
 
     @cached_property
@@ -113,7 +113,7 @@ class Problem:
 
         The edges are computed on first use: for most numbers of micro-batches the layers alone already cost too much.
         """
-        return replace(self.alone, edges=self.edges())
+        return replace(self.layer_table, edges=self.edges())
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
         """The strategy of every layer under a choice (an option index per variable), in the order of the graph."""
@@ -139,7 +139,7 @@ class Problem:
                     f"a micro-batch of {self.workload.micro_batch} {self.graph.sample}s does not divide over the {wanted.p0} "
                     f"slices of {wanted}"
                 )
-            option = variable.offer.index.get(wanted)
+            option = variable.option_set.index.get(wanted)
             if option is None:
                 raise UserError(f"{self.graph[first].describe()} does not divide by {wanted}")
             for name in variable.layers[1:]:
@@ -156,14 +156,14 @@ class Coefficients:
     """Costs of a variable's options as affine functions of the samples b of a micro-batch: forward[0] + b forward[1] seconds.
 
     Attributes:
-        offer: the options.
+        option_set: the options.
         forward, backward: seconds per micro-batch: fixed part and slope per sample, shape (2, options).
         gradient: seconds per training step of the gradients' all-reduce, shape (options,).
         state: bytes of parameters, gradients and optimizer states, shape (options,).
         kept: kept bytes per sample, shape (options,).
     """
 
-    offer: Offer
+    option_set: OptionSet
     forward: np.ndarray
     backward: np.ndarray
     gradient: np.ndarray
@@ -182,8 +182,8 @@ class PhaseEdge:
 
     source: int
     target: int
-    forward: ByClass
-    backward: ByClass
+    forward: ClassCosts
+    backward: ClassCosts
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,7 @@ from .errors import UserError, quote, shortened
 
 __all__ = ["csv_rows", "figure", "is_whole", "parse_figure", "read_bytes", "read_text", "shown_path", "whole_number"]
 
-_WHOLE = re.compile(rf"[0-9]{{1,{limits.MOST_DIGITS}}}")
+_WHOLE = re.compile(rf"[0-9]{{1,{limits.MAX_DIGITS}}}")
 _FIGURE = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,4})?")
 #: Characters of a number; no program writes more than 25.
 _LONGEST_FIGURE = 100
@@ -33,10 +33,10 @@ _CHUNK = 2**20
 
 def shown_path(path: str | os.PathLike[str]) -> str:
     """A path for the beginning of a message, shortened to 100 characters."""
-    return shortened(os.fspath(path), limits.MOST_SHOWN // 2)
+    return shortened(os.fspath(path), limits.MAX_SHOWN // 2)
 
 
-def read_bytes(path: str | os.PathLike[str], what: str = "", most: int = limits.MOST_FILE_BYTES) -> bytes:
+def read_bytes(path: str | os.PathLike[str], what: str = "", most: int = limits.MAX_FILE_BYTES) -> bytes:
     """Read all bytes of a file.
 
     Args:
@@ -81,7 +81,7 @@ def _read(handle: int, name: str, most: int) -> bytes:
     raise UserError(f"{name} cannot be read (it has more than {most:,} bytes)")
 
 
-def read_text(path: str | os.PathLike[str], what: str = "", most: int = limits.MOST_FILE_BYTES) -> str:
+def read_text(path: str | os.PathLike[str], what: str = "", most: int = limits.MAX_FILE_BYTES) -> str:
     """Read a text file; line ends become ``\\n``.  The arguments are those of :func:`read_bytes`.
 
     Raises:
@@ -121,7 +121,7 @@ def is_whole(text: str) -> bool:
     return _WHOLE.fullmatch(text) is not None
 
 
-def whole_number(text: str, what: str, least: int = 0, most: int = 10**limits.MOST_DIGITS - 1) -> int:
+def whole_number(text: str, what: str, least: int = 0, most: int = 10**limits.MAX_DIGITS - 1) -> int:
     """Parse an integer.
 
     Args:
@@ -149,10 +149,10 @@ def parse_figure(text: str) -> float:
     """
     match = _FIGURE.fullmatch(text.strip()) if len(text) <= _LONGEST_FIGURE else None
     value = float(match[0]) if match else math.nan
-    return value if abs(value) <= limits.LARGEST_FIGURE else math.nan
+    return value if abs(value) <= limits.MAX_FIGURE else math.nan
 
 
-def figure(text: str, what: str, least: float = 0.0, most: float = limits.LARGEST_FIGURE) -> float:
+def figure(text: str, what: str, least: float = 0.0, most: float = limits.MAX_FIGURE) -> float:
     """Parse a number.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from .errors import UserError, quote
-from .limits import MOST_SHOWN_EACH
+from .limits import MAX_SHOWN_EACH
 
 __all__ = ["closest", "did_you_mean", "unknown"]
 
@@ -22,7 +22,7 @@ def closest(word: str, known: Iterable[str]) -> str | None:
     from difflib import get_close_matches  # imported lazily: only errors need it
 
     by_lower = {name.lower().lstrip("-"): name for name in known}  # leading dashes would make all options similar
-    found = get_close_matches(word[:MOST_SHOWN_EACH].lower().lstrip("-"), by_lower, 1, cutoff=_LEAST)
+    found = get_close_matches(word[:MAX_SHOWN_EACH].lower().lstrip("-"), by_lower, 1, cutoff=_LEAST)
     return by_lower[found[0]] if found else None
 
 

@@ -19,34 +19,34 @@ from functools import cached_property
 
 import numpy as np
 
-__all__ = ["ByClass", "CostTable", "Edge"]
+__all__ = ["ClassCosts", "CostTable", "Edge"]
 
 
 @dataclass(frozen=True, eq=False)
-class ByClass:
+class ClassCosts:
     """Costs of pairs of options that depend only on the classes (layouts) of the two options.
 
-    Options a and b cost ``between[rows[a], columns[b]]`` seconds.  A linear layer of 360 strategies has about 30 layouts, so the
-    searches work on classes; :attr:`matrix` expands them.
+    Options a and b cost ``class_costs[rows[a], columns[b]]`` seconds.  A linear layer of 360 strategies has about 30 layouts, so
+    the searches work on classes; :attr:`matrix` expands them.
 
     Attributes:
-        between: cost [s] of each pair of classes, shape (classes of source, classes of target).
+        class_costs: cost [s] of each pair of classes, shape (classes of source, classes of target).
         rows: class of each option of the source.
         columns: class of each option of the target.
     """
 
-    between: np.ndarray
+    class_costs: np.ndarray
     rows: np.ndarray
     columns: np.ndarray
 
     @cached_property
     def matrix(self) -> np.ndarray:
         """The cost [s] of every pair of options, shape (options of source, options of target)."""
-        return self.between[self.rows[:, None], self.columns[None, :]]
+        return self.class_costs[self.rows[:, None], self.columns[None, :]]
 
     def at(self, a: int, b: int) -> float:
         """The cost of one pair of options."""
-        return float(self.between[self.rows[a], self.columns[b]])
+        return float(self.class_costs[self.rows[a], self.columns[b]])
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,23 +61,23 @@ class Edge:
 
     source: int
     target: int
-    costs: np.ndarray | ByClass
+    costs: np.ndarray | ClassCosts
 
     @property
     def cost(self) -> np.ndarray:
         """``cost[a, b]`` [s], shape (options of source, options of target)."""
-        return self.costs.matrix if isinstance(self.costs, ByClass) else self.costs
+        return self.costs.matrix if isinstance(self.costs, ClassCosts) else self.costs
 
     @property
     def shape(self) -> tuple[int, ...]:
         """(options of source, options of target)."""
         costs = self.costs
-        return (len(costs.rows), len(costs.columns)) if isinstance(costs, ByClass) else costs.shape
+        return (len(costs.rows), len(costs.columns)) if isinstance(costs, ClassCosts) else costs.shape
 
     def at(self, a: int, b: int) -> float:
         """The cost of one pair of options."""
         costs = self.costs
-        return costs.at(a, b) if isinstance(costs, ByClass) else float(costs[a, b])
+        return costs.at(a, b) if isinstance(costs, ClassCosts) else float(costs[a, b])
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +119,7 @@ class CostTable:
         return math.prod(len(costs) for costs in self.cost)
 
     @cached_property
-    def _shared(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[ByClass | np.ndarray, np.ndarray]]]:
+    def _shared(self) -> tuple[list[tuple[np.ndarray, np.ndarray]], list[tuple[ClassCosts | np.ndarray, np.ndarray]]]:
         """(costs, variables) of variables with the same cost array, and (costs, ends) of edges with the same costs.
 
         The graph of a model with repeated blocks has few of each.
@@ -127,7 +127,7 @@ class CostTable:
         variables: dict[int, tuple[np.ndarray, list[int]]] = {}
         for i, costs in enumerate(self.cost):
             variables.setdefault(id(costs), (costs, []))[1].append(i)
-        edges: dict[int, tuple[ByClass | np.ndarray, list[tuple[int, int]]]] = {}
+        edges: dict[int, tuple[ClassCosts | np.ndarray, list[tuple[int, int]]]] = {}
         for edge in self.edges:
             edges.setdefault(id(edge.costs), (edge.costs, []))[1].append((edge.source, edge.target))
         return (
@@ -144,8 +144,8 @@ class CostTable:
             parts += costs[chosen[members]].tolist()
         for between, ends in edges:
             rows, columns = chosen[ends]
-            if isinstance(between, ByClass):
-                parts += between.between[between.rows[rows], between.columns[columns]].tolist()
+            if isinstance(between, ClassCosts):
+                parts += between.class_costs[between.rows[rows], between.columns[columns]].tolist()
             else:
                 parts += between[rows, columns].tolist()
         return math.fsum(parts)

@@ -19,7 +19,7 @@ __all__ = [
 ]
 
 #: Largest number of runs (:func:`format_ranges`) and of values (:func:`format_values`) on one line.
-MOST_RUNS, MOST_VALUES = 8, 32
+MAX_RUNS, MAX_VALUES = 8, 32
 
 _PREFIXES = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
@@ -100,7 +100,7 @@ def format_memory_limit(nbytes: float) -> str:
 def format_ranges(numbers: Sequence[int]) -> str:
     """Format ascending numbers as ranges.
 
-    If there are more than :data:`MOST_RUNS` runs, a repeating pattern is printed once; otherwise the first runs and the last.
+    If there are more than :data:`MAX_RUNS` runs, a repeating pattern is printed once; otherwise the first runs and the last.
 
     >>> format_ranges([0, 1, 2, 3, 5])
     '0-3, 5'
@@ -113,11 +113,11 @@ def format_ranges(numbers: Sequence[int]) -> str:
             runs[-1][1] = number
         else:
             runs.append([number, number])
-    if len(runs) > MOST_RUNS:
+    if len(runs) > MAX_RUNS:
         pattern, period = _repeated(numbers)
         if pattern < len(numbers):
             return f"{format_ranges(numbers[:pattern])} of every {period} up to {numbers[-1]}"
-    return ", ".join(abridged([f"{first}" if first == last else f"{first}-{last}" for first, last in runs], MOST_RUNS))
+    return ", ".join(abridged([f"{first}" if first == last else f"{first}-{last}" for first, last in runs], MAX_RUNS))
 
 
 def _repeated(numbers: Sequence[int]) -> tuple[int, int]:
@@ -144,13 +144,13 @@ def abridged(words: Sequence[str], most: int) -> list[str]:
 def format_values(values: Sequence[float]) -> str:
     """Format a list of values, such as one per worker.
 
-    If there are more than :data:`MOST_VALUES`, equal neighbours are joined.
+    If there are more than :data:`MAX_VALUES`, equal neighbours are joined.
 
     >>> format_values([4] * 1022 + [2, 1])
     '4 (1,022 times) 2 1'
     """
     words = [f"{value:g}" for value in values]
-    if len(words) > MOST_VALUES:
+    if len(words) > MAX_VALUES:
         runs = [(word, len(list(run))) for word, run in groupby(words)]
         words = [word if count == 1 else f"{word} ({count:,} times)" for word, count in runs]
-    return " ".join(abridged(words, MOST_VALUES))
+    return " ".join(abridged(words, MAX_VALUES))

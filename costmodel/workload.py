@@ -19,7 +19,7 @@ from typing import Any
 
 from .documents import Fields
 from .errors import UserError
-from .limits import LARGEST_BATCH
+from .limits import MAX_BATCH
 from .nearest import divisors, nearest_that_work
 
 __all__ = ["OPTIMIZERS", "PRECISIONS", "Workload"]
@@ -61,8 +61,8 @@ class Workload:
         for name, value in (("batch", self.batch), ("micro-batch", self.micro_batch)):
             if value < 1:
                 raise UserError(f"{name} {value} should be at least 1")
-            if value > LARGEST_BATCH:
-                raise UserError(f"{name} {value} should be at most {LARGEST_BATCH}")
+            if value > MAX_BATCH:
+                raise UserError(f"{name} {value} should be at most {MAX_BATCH}")
         if self.batch % self.micro_batch:
             nearest = nearest_that_work("micro-batch", self.micro_batch, divisors(self.batch))
             raise UserError(f"micro-batch {self.micro_batch} does not divide the batch of {self.batch}; {nearest}")

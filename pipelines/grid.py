@@ -21,7 +21,7 @@ import io
 from collections.abc import Sequence
 
 from autoddl.costmodel.errors import quote
-from autoddl.costmodel.limits import LARGEST_FIGURE, MOST_PASSES, MOST_SHOWN_EACH, MOST_STAGES, MOST_TASKS
+from autoddl.costmodel.limits import MAX_FIGURE, MAX_PASSES, MAX_SHOWN_EACH, MAX_STAGES, MAX_TASKS
 from autoddl.costmodel.reading import csv_rows, is_whole, parse_figure
 
 from .schedule import Kind, Part, Schedule, ScheduleTextError, Task, parse_task
@@ -86,8 +86,8 @@ def from_csv(text: str) -> Schedule:
             try:
                 rows.append(tuple(parse_task(word) for cell in cells[1:] for word in cell.split()))
                 num_tasks += len(rows[-1])
-                if num_tasks > MOST_TASKS:
-                    raise ScheduleTextError(f"a schedule should have at most {MOST_TASKS:,} tasks")
+                if num_tasks > MAX_TASKS:
+                    raise ScheduleTextError(f"a schedule should have at most {MAX_TASKS:,} tasks")
             except ScheduleTextError as error:
                 raise ScheduleTextError(f"line {line}: {error}") from None
         else:
@@ -102,20 +102,20 @@ def _assemble(header: dict[str, str], pipelines: list[tuple[int, ...]], rows: li
     for key in ("schedule", "micro-batches", "update-period"):
         if key not in header:
             raise ScheduleTextError(f"the line '{_MARK}{key},...' is missing")
-    if len(header["schedule"]) > MOST_SHOWN_EACH:  # every message about the schedule begins with its name
+    if len(header["schedule"]) > MAX_SHOWN_EACH:  # every message about the schedule begins with its name
         raise ScheduleTextError(
-            f"the name {quote(header['schedule'])} is too long; give at most {MOST_SHOWN_EACH} characters"
+            f"the name {quote(header['schedule'])} is too long; give at most {MAX_SHOWN_EACH} characters"
         )
     if not pipelines or not rows:
         raise ScheduleTextError(f"the line '{_MARK}pipeline,...' or the row '{_ROW}0,...' is missing")
     num_stages = len(pipelines[0])
     for what, count in (("stages", num_stages), ("pipelines", len(pipelines)), ("workers", len(rows))):
-        if count > MOST_STAGES:
-            raise ScheduleTextError(f"there are {count:,} {what}; give at most {MOST_STAGES:,}")
+        if count > MAX_STAGES:
+            raise ScheduleTextError(f"there are {count:,} {what}; give at most {MAX_STAGES:,}")
     num_micro_batches = _whole(0, "micro-batches", header["micro-batches"])
-    if num_micro_batches * num_stages > MOST_PASSES:
+    if num_micro_batches * num_stages > MAX_PASSES:
         raise ScheduleTextError(
-            f"micro-batches x stages is {num_micro_batches * num_stages:,}; give at most {MOST_PASSES:,}"
+            f"micro-batches x stages is {num_micro_batches * num_stages:,}; give at most {MAX_PASSES:,}"
         )
 
     def numbers(key: str, default: tuple[int, ...]) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def _assemble(header: dict[str, str], pipelines: list[tuple[int, ...]], rows: li
 
     limits = header.get("activation-limits")
     activation_limits = None if limits is None else tuple(map(parse_figure, limits.split()))
-    if activation_limits is not None and not all(0 <= limit <= LARGEST_FIGURE for limit in activation_limits):
+    if activation_limits is not None and not all(0 <= limit <= MAX_FIGURE for limit in activation_limits):
         raise ScheduleTextError(f"activation-limits are {quote(limits)}; numbers of at least 0 are expected")
     return Schedule(
         name=header["schedule"],

@@ -46,7 +46,7 @@ from typing import Any, NamedTuple
 
 from autoddl.costmodel.documents import Fields, check_document, load_document, parse_json, show_json
 from autoddl.costmodel.errors import UserError, quote
-from autoddl.costmodel.limits import LARGEST_BATCH, LARGEST_BYTES, LARGEST_FIGURE, LARGEST_SECONDS, MOST_PROFILE_LAYERS
+from autoddl.costmodel.limits import MAX_BATCH, MAX_BYTES, MAX_FIGURE, MAX_PROFILE_LAYERS, MAX_SECONDS
 from autoddl.costmodel.reading import parse_figure, read_text, shown_path, whole_number
 from autoddl.costmodel.writing import write_document
 
@@ -66,11 +66,11 @@ MILLISECOND = 1e-3
 
 #: Upper bounds of a layer's figures.
 _LARGEST = {
-    "forward_s": LARGEST_SECONDS,
-    "backward_s": LARGEST_SECONDS,
-    "activation_bytes": float(LARGEST_BYTES),
-    "parameter_bytes": float(LARGEST_BYTES),
-    "kept_bytes": float(LARGEST_BYTES),
+    "forward_s": MAX_SECONDS,
+    "backward_s": MAX_SECONDS,
+    "activation_bytes": float(MAX_BYTES),
+    "parameter_bytes": float(MAX_BYTES),
+    "kept_bytes": float(MAX_BYTES),
 }
 
 
@@ -143,13 +143,13 @@ class Profile:
     def __post_init__(self) -> None:
         if not self.layers:
             raise ProfileError(f"profile {quote(self.name)} has no layers")
-        if len(self.layers) > MOST_PROFILE_LAYERS:
+        if len(self.layers) > MAX_PROFILE_LAYERS:
             raise ProfileError(
-                f"profile {quote(self.name)} has {len(self.layers):,} layers, should have at most {MOST_PROFILE_LAYERS:,}"
+                f"profile {quote(self.name)} has {len(self.layers):,} layers, should have at most {MAX_PROFILE_LAYERS:,}"
             )
-        if not 1 <= self.micro_batch <= LARGEST_BATCH:
+        if not 1 <= self.micro_batch <= MAX_BATCH:
             raise ProfileError(
-                f"profile {quote(self.name)}: micro-batch {self.micro_batch} should be from 1 to {LARGEST_BATCH}"
+                f"profile {quote(self.name)}: micro-batch {self.micro_batch} should be from 1 to {MAX_BATCH}"
             )
         for layer in self.layers:
             for field, most in _LARGEST.items():
@@ -241,7 +241,7 @@ def load_profile(name: str | os.PathLike[str], micro_batch: int | None = None) -
         batch = re.search(r"pbs-([0-9]+)", path.name)
         if batch is None:
             raise ProfileError(f"{where}: its name has no pbs-N; give the micro-batch that was profiled, profile_batch")
-        micro_batch = whole_number(batch[1], f"{where}: micro-batch pbs-N", 1, LARGEST_BATCH)
+        micro_batch = whole_number(batch[1], f"{where}: micro-batch pbs-N", 1, MAX_BATCH)
     return parse_graph(content, micro_batch, where=where, name=re.sub(r"-pbs-[0-9]+$", "", path.stem))
 
 
@@ -260,7 +260,7 @@ def from_document(value: Any, where: str) -> Profile:
 def _from_fields(fields: Fields) -> Profile:
     layers: list[ProfiledLayer] = []
     for entry in fields.objects("layers"):
-        layers += _layers(entry, MOST_PROFILE_LAYERS - len(layers))
+        layers += _layers(entry, MAX_PROFILE_LAYERS - len(layers))
     edges = [(i, i + 1) for i in range(len(layers) - 1)]
     if "edges" in fields:
         edges = []
@@ -280,7 +280,7 @@ def _layers(entry: Fields, most: int) -> list[ProfiledLayer]:
     repeat = entry.integer("repeat", 1) if "repeat" in entry else 1
     if repeat > most:
         raise ProfileError(
-            f"{entry.where}: repeat is {repeat}; with it the profile should have at most {MOST_PROFILE_LAYERS:,} layers"
+            f"{entry.where}: repeat is {repeat}; with it the profile should have at most {MAX_PROFILE_LAYERS:,} layers"
         )
     name = entry.text("name")
     layer = ProfiledLayer(
@@ -346,8 +346,8 @@ def parse_graph(text: str, micro_batch: int, where: str = "graph", name: str = "
     nodes: dict[str, ProfiledLayer] = {}
     edges: list[tuple[str, str, int]] = []
     for number, line in enumerate(text.splitlines(), start=1):
-        if len(nodes) > 2 * MOST_PROFILE_LAYERS:  # twice: inputs are nodes, but no layers
-            raise ProfileError(f"{where}: should have at most {MOST_PROFILE_LAYERS:,} layers")
+        if len(nodes) > 2 * MAX_PROFILE_LAYERS:  # twice: inputs are nodes, but no layers
+            raise ProfileError(f"{where}: should have at most {MAX_PROFILE_LAYERS:,} layers")
         if not line.strip():
             continue
         place = f"{where}, line {number}"
@@ -402,7 +402,7 @@ def _number(field: str, text: str, place: str) -> float:
     """A number; PipeDream's list ``[a; b]``, of a layer with several outputs, counts as the sum of its entries."""
     total = sum(map(parse_figure, text.strip("[]").split(";")))
     if math.isnan(total) or (field in _FIELDS and total < 0):
-        raise ProfileError(f"{place}: {quote(field)} is {quote(text)}, should be a number from 0 to {LARGEST_FIGURE:g}")
+        raise ProfileError(f"{place}: {quote(field)} is {quote(text)}, should be a number from 0 to {MAX_FIGURE:g}")
     return total
 
 

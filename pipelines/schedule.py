@@ -36,7 +36,7 @@ from enum import IntEnum
 from typing import NamedTuple
 
 from autoddl.costmodel.errors import UserError, quote
-from autoddl.costmodel.limits import MOST_DIGITS
+from autoddl.costmodel.limits import MAX_DIGITS
 
 __all__ = [
     "Kind",
@@ -92,7 +92,7 @@ class Part(IntEnum):
 
 _LETTERS = "FBIWRAU"
 _SIZES = (1.0, 0.5, 0.5, 2.0)
-_WHOLE = rf"([0-9]{{1,{MOST_DIGITS}}})"
+_WHOLE = rf"([0-9]{{1,{MAX_DIGITS}}})"
 _TASK = re.compile(rf"(?:{_WHOLE}:)?{_WHOLE}([FBIWRAU]){_WHOLE}(?:([ab])|\+{_WHOLE})?")
 
 

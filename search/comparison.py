@@ -82,9 +82,9 @@ def _best_member(
             if least == math.inf:
                 why = str(fault)
             continue
-        memory = problem.alone.peak_memory(choice)
+        memory = problem.layer_table.peak_memory(choice)
         if memory <= limit:
-            fitting.append((problem.alone.evaluate(choice), len(fitting), member, problem))
+            fitting.append((problem.layer_table.evaluate(choice), len(fitting), member, problem))
         elif memory < least:
             least = memory
             why = f"needs {format_bytes(memory)} per device, over the limit of {format_bytes(limit)}"

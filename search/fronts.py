@@ -26,7 +26,7 @@ from functools import cached_property
 import numpy as np
 
 from autoddl.costmodel.stopping import Stop
-from autoddl.costmodel.table import ByClass
+from autoddl.costmodel.table import ClassCosts
 
 __all__ = [
     "Front",
@@ -41,8 +41,8 @@ __all__ = [
 ]
 
 #: Largest number of entries of a table over open variables, and of rows.
-MOST_ENTRIES = 4_000_000
-MOST_ROWS = 400_000
+MAX_ENTRIES = 4_000_000
+MAX_ROWS = 400_000
 #: Number of candidate rows that are processed at once.
 _CHUNK = 1 << 18
 #: Relative difference of sums that counts as equal.
@@ -64,7 +64,7 @@ class VectorEdge:
 
     source: int
     target: int
-    parts: tuple[tuple[int, ByClass], ...]
+    parts: tuple[tuple[int, ClassCosts], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +94,7 @@ class VectorTable:
         for edge in self.edges:
             rows, columns = choices[:, edge.source], choices[:, edge.target]
             for component, costs in edge.parts:
-                sums[:, component] += costs.between[costs.rows[rows], costs.columns[columns]]
+                sums[:, component] += costs.class_costs[costs.rows[rows], costs.columns[columns]]
         sizes = np.max([sizes[choices[:, v]] for v, sizes in enumerate(self.sizes)], axis=0)
         return sums, np.asarray(sizes)
 
@@ -217,14 +217,14 @@ def _decomposed(table: VectorTable) -> tuple[_Step, ...]:
             for component, costs in edge.parts:
                 mine, theirs = (one.number[one.first] for one in (options[variable], options[other]))
                 if edge.source == variable:
-                    between = costs.between[costs.rows[mine][:, None], costs.columns[theirs][None]].T
+                    between = costs.class_costs[costs.rows[mine][:, None], costs.columns[theirs][None]].T
                 else:
-                    between = costs.between[costs.rows[theirs][:, None], costs.columns[mine][None]]
+                    between = costs.class_costs[costs.rows[theirs][:, None], costs.columns[mine][None]]
                 links.append((before.index(other), component, np.ascontiguousarray(between)))
         held = (*before, variable)
         after = tuple(v for v in held if v in keyed or any(position[n] > place for n in neighbours[v]))
         shape = tuple(sizes[v] for v in before)
-        if math.prod(shape) * sizes[variable] > MOST_ENTRIES:
+        if math.prod(shape) * sizes[variable] > MAX_ENTRIES:
             raise TooManyError
         steps.append(_Step(variable, options[variable], before, after, tuple(links), shape))
         before = after
@@ -403,7 +403,7 @@ def front(
     guides: Sequence[Guide] = (),
     limit: tuple[int, float] | None = None,
     stop: Stop | None = None,
-    most_rows: int = MOST_ROWS,
+    most_rows: int = MAX_ROWS,
     is_shared: bool = False,
 ) -> Front:
     """The front of a table.

@@ -379,9 +379,11 @@ class _Books:
     def book(self, workload: Workload, untied: bool) -> PriceBook:
         """The book of a workload, tied or untied, with Summa meshes, which a problem may leave out."""
         if (workload, untied) not in self._books:
-            like = next((book for (_, other), book in self._books.items() if other == untied), None)
-            like = like or next(iter(self._books.values()), None)
-            self._books[workload, untied] = PriceBook(self.graph, self.cluster, workload, untied, summa=True, like=like)
+            share_with = next((book for (_, other), book in self._books.items() if other == untied), None)
+            share_with = share_with or next(iter(self._books.values()), None)
+            self._books[workload, untied] = PriceBook(
+                self.graph, self.cluster, workload, untied, summa=True, share_with=share_with
+            )
         return self._books[workload, untied]
 
     @property
@@ -511,7 +513,7 @@ class _Sweep:
                 fault = fault or problem
                 continue
             with self._timed():
-                bound = separable_bound(problem.alone, self.limit)
+                bound = separable_bound(problem.layer_table, self.limit)
             found += 1
             yield _Setting(problem, bound)
         if not found and fault is not None:
@@ -602,8 +604,8 @@ class _Sweep:
                 "device before it reached its limit; use method='exact', or raise the limit"
             )
         least = math.inf
-        for problem in sorted(problems, key=lambda problem: separable_memory(problem.alone)):
-            if separable_memory(problem.alone) < least:
+        for problem in sorted(problems, key=lambda problem: separable_memory(problem.layer_table)):
+            if separable_memory(problem.layer_table) < least:
                 least = min(least, smallest_memory(problem.table, self.stop)[0])
         return InfeasibleError(
             f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "

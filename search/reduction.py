@@ -23,14 +23,14 @@ from typing import Union
 
 import numpy as np
 
-from autoddl.costmodel.table import ByClass, CostTable
+from autoddl.costmodel.table import ClassCosts, CostTable
 
 from .result import SearchError
 
 __all__ = ["Domain", "Reduced", "check_table", "reduce_table"]
 
 #: The costs of an edge.
-_Costs = Union[np.ndarray, ByClass]
+_Costs = Union[np.ndarray, ClassCosts]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,7 +109,7 @@ def check_table(table: CostTable) -> None:
     for edge in table.edges:
         if id(edge.costs) not in seen:
             seen.add(id(edge.costs))
-            distinct = edge.costs.between if isinstance(edge.costs, ByClass) else edge.costs
+            distinct = edge.costs.class_costs if isinstance(edge.costs, ClassCosts) else edge.costs
             if not (distinct > -np.inf).all():
                 pair = f"{table.names[edge.source]!r} -> {table.names[edge.target]!r}"
                 raise SearchError(
@@ -159,8 +159,8 @@ def reduce_table(table: CostTable) -> Reduced:
 
 def _select(costs: _Costs, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
     """The costs of some options of the source and some of the target, shape (sources, targets)."""
-    if isinstance(costs, ByClass):
-        return costs.between[costs.rows[sources][:, None], costs.columns[targets][None, :]]
+    if isinstance(costs, ClassCosts):
+        return costs.class_costs[costs.rows[sources][:, None], costs.columns[targets][None, :]]
     return costs[sources[:, None], targets[None, :]]
 
 
@@ -190,11 +190,11 @@ class _RowClasses:
         """(class of each row, the distinct rows, restricted to distinct columns)."""
         key = (id(costs), side)
         if key not in self._known:
-            array = costs.between if isinstance(costs, ByClass) else costs
+            array = costs.class_costs if isinstance(costs, ClassCosts) else costs
             by_row, row_class = _distinct(array)
             # Columns are equal if they are equal in the distinct rows.
             by_column, column_class = _distinct(array[by_row].T)
-            if isinstance(costs, ByClass):
+            if isinstance(costs, ClassCosts):
                 row_class, column_class = row_class[costs.rows], column_class[costs.columns]
             distinct = array[np.ix_(by_row, by_column)]
             self._known[id(costs), 0] = row_class, distinct

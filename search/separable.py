@@ -24,7 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autoddl.costmodel.table import ByClass, CostTable
+from autoddl.costmodel.table import ClassCosts, CostTable
 
 __all__ = ["separable_bound", "separable_memory"]
 
@@ -96,8 +96,8 @@ def _distinct(table: CostTable) -> list[_Column]:
     return columns
 
 
-def _least(costs: ByClass | np.ndarray) -> float:
-    return float((costs.between if isinstance(costs, ByClass) else costs).min())
+def _least(costs: ClassCosts | np.ndarray) -> float:
+    return float((costs.class_costs if isinstance(costs, ClassCosts) else costs).min())
 
 
 def _hull(memory: np.ndarray, cost: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

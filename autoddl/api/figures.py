@@ -8,7 +8,7 @@ from typing import Any
 
 from autoddl.costmodel.strategy import Strategy
 
-from ..planfile import Plan
+from ..planfile import PlanFile
 
 __all__ = ["PlannedLayer", "PlannedStage", "layers_of", "stages_of"]
 
@@ -75,7 +75,7 @@ class PlannedStage:
     memory_bytes: float
 
 
-def layers_of(plan: Plan) -> Iterator[PlannedLayer]:
+def layers_of(plan: PlanFile) -> Iterator[PlannedLayer]:
     """The layers of a plan, in order."""
     for entry in plan.document["layers"]:
         layouts = {name: text or "" for name, text in entry["sbp"].items()}
@@ -94,7 +94,7 @@ def layers_of(plan: Plan) -> Iterator[PlannedLayer]:
         )
 
 
-def stages_of(plan: Plan) -> Iterator[PlannedStage]:
+def stages_of(plan: PlanFile) -> Iterator[PlannedStage]:
     """The stages of a plan: one where it has no pipeline."""
     pipeline = plan.evaluation
     widths = pipeline.schedule.widths

@@ -11,10 +11,10 @@ from autoddl.costmodel.cluster import Cluster, load_cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 
-__all__ = ["ClusterLike", "ModelLike", "Module", "cluster_of", "extract", "graph_of"]
+__all__ = ["ClusterLike", "ModelLike", "OneFlowModule", "cluster_of", "extract", "graph_of"]
 
 
-class Module(Protocol):
+class OneFlowModule(Protocol):
     """A ``oneflow.nn.Module``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -25,7 +25,7 @@ class Module(Protocol):
 
 
 #: A name (``gpt2-xl``), sizes (``gpt:24x1024``), a ``config.json``, a saved graph, ``FILE.py:FUNCTION``; a graph; a module.
-ModelLike = Union[str, "os.PathLike[str]", LayerGraph, Module]
+ModelLike = Union[str, "os.PathLike[str]", LayerGraph, OneFlowModule]
 #: The name of a built-in cluster, a cluster file, or a cluster.
 ClusterLike = Union[str, "os.PathLike[str]", Cluster]
 
@@ -80,7 +80,7 @@ def cluster_of(
     return found.with_links(latency_s, bandwidth)
 
 
-def extract(model: Module | str | os.PathLike[str], inputs: Any = None, *, name: str = "") -> LayerGraph:
+def extract(model: OneFlowModule | str | os.PathLike[str], inputs: Any = None, *, name: str = "") -> LayerGraph:
     """The layer graph of an unmodified OneFlow model; needs OneFlow.
 
     The graph is what :func:`autoddl.plan` plans for, and ``graph.save("graph.json")`` keeps it for machines without OneFlow.

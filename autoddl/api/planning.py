@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from autoddl.pipelines.joint.result import PlanResult
     from autoddl.search.planner import BaselineFigures, Planned
 
-__all__ = ["LARGEST_ENUMERATION", "compare", "load", "load_plan", "plan"]
+__all__ = ["MAX_ENUMERATION", "compare", "load", "load_plan", "plan"]
 
 #: Larger spaces are not enumerated unless that is asked for by name.
-LARGEST_ENUMERATION = 10**9
+MAX_ENUMERATION = 10**9
 _OBJECTIVES = ("step", "communication")
 
 
@@ -226,7 +226,7 @@ def compare(
     for name in names:
         if name == "exact":
             rows.append(_search_row(name, exact))
-        elif name == "exhaustive" and methods is None and exact.result.space_size > LARGEST_ENUMERATION:
+        elif name == "exhaustive" and methods is None and exact.result.space_size > MAX_ENUMERATION:
             too_many = f"{exact.result.space_size:.1e} assignments are too many to enumerate"
             rows.append({"name": name, "infeasible": too_many})
         else:

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Union
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import LARGEST_SECONDS
+from autoddl.costmodel.limits import MAX_SECONDS
 from autoddl.costmodel.writing import write_atomically
 
 from .. import planfile
@@ -36,7 +36,7 @@ _FORMS = {".py": "oneflow", ".json": "json", ".graphml": "graphml", ".dot": "dot
 
 
 @dataclass(frozen=True, repr=False)
-class Plan(planfile.Plan):
+class Plan(planfile.PlanFile):
     """A plan: the strategy of every layer and, with a pipeline, the stages and their schedule; with its figures and its proof.
 
     :func:`autoddl.plan` finds one, :func:`autoddl.load` reads one.  Seconds are per training step; bytes are those of the fullest
@@ -373,8 +373,8 @@ def check_verification(tolerance: float, timeout_s: float, seed: int) -> None:
         UserError: naming it.
     """
     for name, value in (("tolerance", tolerance), ("timeout", timeout_s)):
-        if not 0 < value <= LARGEST_SECONDS:
-            raise UserError(f"{name} is {value:g}, should be a positive number, at most {LARGEST_SECONDS:g}")
+        if not 0 < value <= MAX_SECONDS:
+            raise UserError(f"{name} is {value:g}, should be a positive number, at most {MAX_SECONDS:g}")
     if seed < 0:
         raise UserError(f"seed is {seed}, should be 0 or more")
 

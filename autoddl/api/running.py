@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypedDict, Union
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import LARGEST_SECONDS, MOST_RESTARTS
+from autoddl.costmodel.limits import MAX_RESTARTS, MAX_SECONDS
 
 from ..launching.demands import Demands, check_script, demands_of
 from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S, HeartbeatTimes
@@ -213,8 +213,8 @@ def check_limits(
     Raises:
         UserError: naming it.
     """
-    if not 0 <= max_restarts <= MOST_RESTARTS:
-        raise UserError(f"max_restarts is {max_restarts}, should be from 0 to {MOST_RESTARTS}")
+    if not 0 <= max_restarts <= MAX_RESTARTS:
+        raise UserError(f"max_restarts is {max_restarts}, should be from 0 to {MAX_RESTARTS}")
     seconds = {
         "stall_timeout": stall_timeout_s,
         "start_timeout": start_timeout_s,
@@ -222,8 +222,8 @@ def check_limits(
         "host_timeout": host_timeout_s,
     }
     for name, value in seconds.items():
-        if not 0 < value <= LARGEST_SECONDS:
-            raise UserError(f"{name} is {value:g}, should be more than 0 and at most {LARGEST_SECONDS:g} seconds")
+        if not 0 < value <= MAX_SECONDS:
+            raise UserError(f"{name} is {value:g}, should be more than 0 and at most {MAX_SECONDS:g} seconds")
     if checkpoints and os.path.exists(checkpoints) and not os.path.isdir(checkpoints):
         raise UserError(f"checkpoints {os.fspath(checkpoints)} is a file, should be a folder")
 

@@ -30,7 +30,7 @@ from .results import Result
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from autoddl.pipelines.runtime.pipeline.training import Step
+    from autoddl.pipelines.runtime.pipeline.training import TrainingStep
     from autoddl.pipelines.schedule import Schedule
 
     from ..text.tables import Text
@@ -150,7 +150,7 @@ class ScheduleOptions(TypedDict, total=False):
 
 @takes(ScheduleOptions, {"untied": False, "recompute": False})
 def train(
-    plan_or_model: AnyPath | planfile.Plan,
+    plan_or_model: AnyPath | planfile.PlanFile,
     *,
     model: str = "",
     edited: bool = False,
@@ -163,7 +163,7 @@ def train(
     checkpoints: AnyPath | None = None,
     every: int = 10,
     quiet: bool = False,
-    on_step: Callable[[Step], None] | None = None,
+    on_step: Callable[[TrainingStep], None] | None = None,
     **options: Unpack[ScheduleOptions],
 ) -> Training:
     """Train on CPU ranks of this machine: a plan, with a pipeline or without, or a model with a schedule; needs OneFlow.
@@ -201,9 +201,11 @@ def train(
     steps_per_run = min(steps, every) if checkpoints else steps
     source = None if text is None else _path("text", text)
     problem: TrainingProblem
-    if isinstance(plan_or_model, planfile.Plan) or os.fspath(plan_or_model).endswith(".json"):
+    if isinstance(plan_or_model, planfile.PlanFile) or os.fspath(plan_or_model).endswith(".json"):
         _refuse(options, "is for models; a plan says it itself")
-        plan = plan_or_model if isinstance(plan_or_model, planfile.Plan) else planfile.load_plan(plan_or_model, edited)
+        plan = (
+            plan_or_model if isinstance(plan_or_model, planfile.PlanFile) else planfile.load_plan(plan_or_model, edited)
+        )
         problem, schedule, micro_batch = problem_of_plan(plan, model, source, steps_per_run)
     else:
         name = os.fspath(plan_or_model)
@@ -227,14 +229,14 @@ def train(
     return Training(_run(asked, quiet, on_step), asked)
 
 
-def _run(options: TrainingOptions, quiet: bool, on_step: Callable[[Step], None] | None) -> TrainingResult:
+def _run(options: TrainingOptions, quiet: bool, on_step: Callable[[TrainingStep], None] | None) -> TrainingResult:
     """Train, with a line per step in the bar."""
     from tqdm import tqdm
 
     quiet = quiet or not sys.stderr.isatty()
     with tqdm(total=options.num_steps, desc="training", unit="step", disable=quiet, file=sys.stderr) as bar:
 
-        def take(step: Step) -> None:
+        def take(step: TrainingStep) -> None:
             bar.update(step.number - bar.n)
             bar.set_postfix_str(f"loss {step.loss:.4f}, {step.units_per_s:,.0f} {options.problem.unit}/s")
             if on_step is not None:

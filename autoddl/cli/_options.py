@@ -15,7 +15,7 @@ import sys
 from typing import TYPE_CHECKING
 
 from autoddl.costmodel.errors import quote
-from autoddl.costmodel.limits import LARGEST_OPTION, MOST_DIGITS
+from autoddl.costmodel.limits import MAX_DIGITS, MAX_OPTION
 from autoddl.costmodel.reading import is_whole, parse_figure
 
 if TYPE_CHECKING:
@@ -135,7 +135,7 @@ def whole_option(text: str) -> int:
     word = text.strip()
     digits = word[1:] if word[:1] in ("-", "+") else word
     if not is_whole(digits):
-        raise argparse.ArgumentTypeError(f"{quote(text)} is not a whole number of at most {MOST_DIGITS} digits")
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a whole number of at most {MAX_DIGITS} digits")
     return -int(digits) if word.startswith("-") else int(digits)
 
 
@@ -146,8 +146,8 @@ def number_option(text: str) -> float:
         argparse.ArgumentTypeError: the text is none.
     """
     value = parse_figure(text)
-    if not abs(value) <= LARGEST_OPTION:
-        raise argparse.ArgumentTypeError(f"{quote(text)} is not a number of at most {LARGEST_OPTION:g}")
+    if not abs(value) <= MAX_OPTION:
+        raise argparse.ArgumentTypeError(f"{quote(text)} is not a number of at most {MAX_OPTION:g}")
     return value
 
 

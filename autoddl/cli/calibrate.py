@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 from autoddl.costmodel.errors import UserError, quote
-from autoddl.costmodel.limits import LARGEST_BYTES, MOST_DEVICES
+from autoddl.costmodel.limits import MAX_BYTES, MAX_DEVICES
 from autoddl.costmodel.reading import parse_figure, whole_number
 from autoddl.costmodel.units import format_bytes, to_si
 
@@ -93,7 +93,7 @@ def _beside(output: str | None) -> str:
 
 
 def _whole(option: str, text: str) -> int:
-    return whole_number(text.strip(), option, 1, MOST_DEVICES)
+    return whole_number(text.strip(), option, 1, MAX_DEVICES)
 
 
 def _sizes(text: str) -> tuple[int, ...]:
@@ -113,6 +113,6 @@ def _size(text: str) -> int:
     if match is None:
         raise UserError(f"--sizes: {quote(text)} is not a number of bytes with a unit, such as 64KiB")
     size = to_si(parse_figure(match[1]), match[2] or "B", "size", "--sizes")
-    if not size <= LARGEST_BYTES:
-        raise UserError(f"--sizes: {quote(text)} should be at most {LARGEST_BYTES} bytes")
+    if not size <= MAX_BYTES:
+        raise UserError(f"--sizes: {quote(text)} should be at most {MAX_BYTES} bytes")
     return round(size)

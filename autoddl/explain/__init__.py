@@ -12,7 +12,7 @@ from .document import explanation_document
 from .explanation import Explanation, explain
 from .groups import LayerGroup, StageGroup
 from .searched import Certificate, RivalFigures
-from .steptime import Part
+from .steptime import StepPart
 from .view import PlanView, view_of
 
 __all__ = [
@@ -23,11 +23,11 @@ __all__ = [
     "Explanation",
     "LayerGroup",
     "MemoryPrice",
-    "Part",
     "PlanView",
     "RivalFigures",
     "StageChoices",
     "StageGroup",
+    "StepPart",
     "explain",
     "explanation_document",
     "view_of",

@@ -32,7 +32,7 @@ from autoddl.search.marginals import Forced, Marginals, marginals, nearest
 from .choices import Alternative, Choice, MemoryPrice, StageChoices
 from .groups import StageGroup, group_name
 from .resources import ResourceBook
-from .stagetable import StageTable, stage_table
+from .stagetable import LayerChoices, stage_table
 from .steptime import step_parts
 from .view import PlanView
 
@@ -142,7 +142,7 @@ class _Pricing:
 
     view: PlanView
     stages: tuple[int, ...]
-    table: StageTable
+    table: LayerChoices
     bounds: Marginals
     deadline: float
 

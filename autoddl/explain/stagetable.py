@@ -24,11 +24,11 @@ from autoddl.pipelines.joint.evaluation import Evaluation, stage_workload
 
 from .steptime import is_sequential
 
-__all__ = ["StageTable", "stage_table"]
+__all__ = ["LayerChoices", "stage_table"]
 
 
 @dataclass(frozen=True, eq=False)
-class StageTable:
+class LayerChoices:
     """What the layers of a stage can be.
 
     Attributes:
@@ -50,7 +50,7 @@ def stage_table(
     objective: str,
     memory_limit_bytes: float,
     space_size: int | None = None,
-) -> StageTable:
+) -> LayerChoices:
     """The table of a stage of a plan.
 
     Args:
@@ -77,7 +77,7 @@ def stage_table(
         workers = [replica.worker for replica in evaluation.schedule.replicas_of(stage)]
         left = memory_limit_bytes - max(evaluation.memory[worker] for worker in workers)
         limit = problem.table.peak_memory(chosen) + max(0.0, left)
-    return StageTable(problem, chosen, limit, is_exact)
+    return LayerChoices(problem, chosen, limit, is_exact)
 
 
 def _find_table(
@@ -101,7 +101,7 @@ def _find_table(
         except UserError as error:
             fault = error
             continue
-        if space_size is None or problem.alone.space_size == space_size:
+        if space_size is None or problem.layer_table.space_size == space_size:
             return found[-1]
     if not found:
         assert fault is not None
@@ -116,4 +116,4 @@ def _with_in_flight(problem: Problem, book: PriceBook, in_flight: float) -> Prob
     for state, kept in zip(phases.state, phases.kept):
         known.setdefault((id(state), id(kept)), np.ceil(state + in_flight * kept))
     memory = tuple(known[id(state), id(kept)] for state, kept in zip(phases.state, phases.kept))
-    return replace(problem, alone=replace(problem.alone, memory=memory))
+    return replace(problem, layer_table=replace(problem.layer_table, memory=memory))

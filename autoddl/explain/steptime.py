@@ -10,14 +10,14 @@ from autoddl.pipelines.joint.evaluation import Evaluation, stage_workload
 
 from .resources import LOCAL, ResourceBook
 
-__all__ = ["Part", "is_sequential", "step_parts"]
+__all__ = ["StepPart", "is_sequential", "step_parts"]
 
 #: Parts of the step below this share of it are what rounding leaves of a difference.
 _ROUNDING = 1e-12
 
 
 @dataclass(frozen=True)
-class Part:
+class StepPart:
     """A part of the step's time [s]: of ``compute``, ``communication`` or ``idle``."""
 
     name: str
@@ -33,7 +33,7 @@ def is_sequential(evaluation: Evaluation) -> bool:
     return len(evaluation.stages) == 1 and evaluation.schedule.is_synchronous
 
 
-def step_parts(evaluation: Evaluation) -> tuple[Part, ...]:
+def step_parts(evaluation: Evaluation) -> tuple[StepPart, ...]:
     """The parts of a step; they add up to it.
 
     Gradient all-reduces divide by resource too where nothing overlaps; elsewhere what is exposed of them is a part of its own.
@@ -48,13 +48,13 @@ def step_parts(evaluation: Evaluation) -> tuple[Part, ...]:
         return _without_rounding(*busy)
     return _without_rounding(
         *busy,
-        Part("transfers between stages", "communication", evaluation.exposed_transfer_s),
-        Part("gradient all-reduce", "communication", evaluation.exposed_all_reduce_s),
-        Part("pipeline bubble", "idle", evaluation.bubble_s),
+        StepPart("transfers between stages", "communication", evaluation.exposed_transfer_s),
+        StepPart("gradient all-reduce", "communication", evaluation.exposed_all_reduce_s),
+        StepPart("pipeline bubble", "idle", evaluation.bubble_s),
     )
 
 
-def _busy_parts(evaluation: Evaluation, worker: int) -> list[Part]:
+def _busy_parts(evaluation: Evaluation, worker: int) -> list[StepPart]:
     """The time that a worker is busy in its stages, by resource."""
     configuration = evaluation.configuration
     devices = configuration.mesh.mesh_of(worker).devices(evaluation.cluster)
@@ -71,10 +71,10 @@ def _busy_parts(evaluation: Evaluation, worker: int) -> list[Part]:
         weights = np.array([num + again, num * figures.backward_passes, all_reduces])
         total = total + weights @ np.sum([passes[layer.name] for layer in figures.graph.layers], axis=0)
     kinds = ("compute" if name in LOCAL else "communication" for name in names)
-    return [Part(name, kind, float(seconds)) for name, kind, seconds in zip(names, kinds, np.asarray(total))]
+    return [StepPart(name, kind, float(seconds)) for name, kind, seconds in zip(names, kinds, np.asarray(total))]
 
 
-def _without_rounding(*parts: Part) -> tuple[Part, ...]:
+def _without_rounding(*parts: StepPart) -> tuple[StepPart, ...]:
     """Those that are more than what rounding leaves of a difference."""
     whole = sum(part.seconds for part in parts)
     return tuple(part for part in parts if part.seconds > _ROUNDING * whole)

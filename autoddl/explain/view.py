@@ -13,11 +13,11 @@ from autoddl.costmodel.documents import Fields
 from autoddl.pipelines.joint.evaluation import Evaluation
 
 from ..plandocument import NOT_CLAIMED
-from ..planfile import Plan
+from ..planfile import PlanFile
 from .devicememory import DeviceMemory, device_memory
 from .groups import StageGroup, stage_groups
 from .searched import Certificate, RivalFigures, certificate_of, rivals_of
-from .steptime import Part, step_parts
+from .steptime import StepPart, step_parts
 
 __all__ = ["PlanView", "view_of"]
 
@@ -39,14 +39,14 @@ class PlanView:
         notes: what its readers should know.
     """
 
-    plan: Plan
+    plan: PlanFile
     fields: Fields
     model: str
     method: str
     objective: str
     certificate: Certificate | None
     memory_limit_bytes: float
-    parts: tuple[Part, ...]
+    parts: tuple[StepPart, ...]
     stage_groups: tuple[StageGroup, ...]
     memory: tuple[DeviceMemory, ...]
     rivals: tuple[RivalFigures, ...]
@@ -129,7 +129,7 @@ class PlanView:
         return min((r for r in self.rivals if not r.infeasible), key=lambda rival: rival.step_s, default=None)
 
 
-def view_of(plan: Plan, where: str = "the plan") -> PlanView:
+def view_of(plan: PlanFile, where: str = "the plan") -> PlanView:
     """The figures of a plan.
 
     Raises:

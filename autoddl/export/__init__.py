@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from autoddl.costmodel.errors import UserError
 
 if TYPE_CHECKING:
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["FORMS", "export"]
 
@@ -24,7 +24,7 @@ __all__ = ["FORMS", "export"]
 FORMS = ("oneflow", "json", "graphml", "dot", "chrome-trace")
 
 
-def export(plan: Plan, form: str, *, model: str = "") -> str:
+def export(plan: PlanFile, form: str, *, model: str = "") -> str:
     """A plan in another form.
 
     Args:

@@ -14,7 +14,7 @@ from autoddl.costmodel.pricing import edge_steps
 if TYPE_CHECKING:
     import networkx
 
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["Value", "annotated_graph"]
 
@@ -30,7 +30,7 @@ class _PlacedLayer:
     cluster: Cluster
 
 
-def annotated_graph(plan: Plan) -> networkx.DiGraph:
+def annotated_graph(plan: PlanFile) -> networkx.DiGraph:
     """The plan's layer graph as networkx knows it, with attributes of plain types.
 
     ====================  ==========================================================================================================
@@ -78,7 +78,7 @@ def annotated_graph(plan: Plan) -> networkx.DiGraph:
     return graph
 
 
-def _placed(plan: Plan) -> dict[str, _PlacedLayer]:
+def _placed(plan: PlanFile) -> dict[str, _PlacedLayer]:
     """Every layer by name."""
     mesh_of = plan.evaluation.configuration.mesh_of
     return {
@@ -108,7 +108,7 @@ def _node(layer: Layer, placed: _PlacedLayer) -> dict[str, Value]:
     }
 
 
-def _edge(plan: Plan, source: str, target: str, placed: Mapping[str, _PlacedLayer]) -> dict[str, Value]:
+def _edge(plan: PlanFile, source: str, target: str, placed: Mapping[str, _PlacedLayer]) -> dict[str, Value]:
     producer, workload, num = plan.graph[source], plan.workload, plan.workload.num_micro_batches
     sender, receiver = placed[source], placed[target]
     attributes: dict[str, Value] = {

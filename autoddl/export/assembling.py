@@ -18,7 +18,7 @@ from .library import library_text
 from .source import comment
 
 __all__ = [
-    *("RESERVED", "SBP_NAMES", "Draft", "aliases_of", "assembled", "axis_lines", "built_in_of", "check_graph"),
+    *("RESERVED", "SBP_NAMES", "FileDraft", "aliases_of", "assembled", "axis_lines", "built_in_of", "check_graph"),
     "title",
 ]
 
@@ -37,7 +37,7 @@ LIBRARY_HEADING = """# ==== The library {line}
 
 
 @dataclass(frozen=True)
-class Draft:
+class FileDraft:
     """What a file says of its own; the library comes to it.
 
     Attributes:
@@ -57,7 +57,7 @@ class Draft:
     main: str
 
 
-def assembled(draft: Draft) -> str:
+def assembled(draft: FileDraft) -> str:
     """The file."""
     own = "\n\n".join([draft.ranks, *(text for _, texts in draft.sections for text in texts), draft.main])
     library = library_text(_names_in(own), draft.first, _defined_in(own))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from .layertext import Place, layer_text
+from .layertext import TextPlace, layer_text
 from .scene import Scene
 from .source import comment, literal
 from .writing import folded, indented
@@ -167,7 +167,7 @@ def _block_body(scene: Scene, section: _Section) -> str:
     made: list[str] = []
     run: list[str] = []
     for layer in section.layers:
-        place = Place(
+        place = TextPlace(
             label=labels[layer.name],
             path=lambda name: f'f"{{path}}.{name[len(prefix) :]}"',
             inputs=tuple(variables[source] for source in graph.inputs(layer.name)),
@@ -198,7 +198,7 @@ def _parameters(scene: Scene) -> str:
     return f"{', placement: Any' if scene.is_stage else ''}{'' if scene.built_in else ', plain: Any'}"
 
 
-def _write(scene: Scene, layer: Layer, place: Place, made: list[str], run: list[str]) -> None:
+def _write(scene: Scene, layer: Layer, place: TextPlace, made: list[str], run: list[str]) -> None:
     """Append a layer's text."""
     text = layer_text(scene, layer, place)
     made += text.made
@@ -223,7 +223,7 @@ def _whole_text(whole: ClassOfLayers, sections: Sequence[_Section], classes: Map
             _call(scene, sections, number, classes, variables, made, run)
             continue
         (layer,) = section.layers
-        place = Place(
+        place = TextPlace(
             label=layer.name,
             path=literal,
             inputs=tuple(variables[source] for source in graph.inputs(layer.name)),

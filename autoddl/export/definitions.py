@@ -10,7 +10,7 @@ from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Definition", "Module", "module_text"]
+__all__ = ["Definition", "SourceModule", "module_text"]
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class Definition:
 
 
 @dataclass(frozen=True)
-class Module:
+class SourceModule:
     """A module as text: its definitions by name, and where the other names of it are from: (module, name there)."""
 
     definitions: Mapping[str, Definition]
@@ -40,7 +40,7 @@ class Module:
 
 
 @cache
-def module_text(name: str) -> Module:
+def module_text(name: str) -> SourceModule:
     """A module of the package, or one that is loaded."""
     if name.split(".")[0] == "autoddl":
         spec = find_spec(name)
@@ -61,7 +61,7 @@ def module_text(name: str) -> Module:
         elif bound := _bound(node):
             definition = _definition(name, node, bound, lines)
             definitions.update(dict.fromkeys(bound, definition))
-    return Module(definitions, imports)
+    return SourceModule(definitions, imports)
 
 
 def _bound(node: ast.stmt) -> frozenset[str]:

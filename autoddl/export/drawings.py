@@ -12,7 +12,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from .annotated import annotated_graph
 
 if TYPE_CHECKING:
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["dot_text", "graphml_text"]
 
@@ -32,7 +32,7 @@ _COLOURS = {
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
-def graphml_text(plan: Plan) -> str:
+def graphml_text(plan: PlanFile) -> str:
     """GraphML, for yEd, Gephi, Cytoscape and ``networkx.read_graphml``.
 
     >>> import autoddl, networkx
@@ -55,7 +55,7 @@ def graphml_text(plan: Plan) -> str:
     return buffer.getvalue().decode("utf-8") + "\n"
 
 
-def dot_text(plan: Plan) -> str:
+def dot_text(plan: PlanFile) -> str:
     """Graphviz: a box for each layer with its strategy, layouts and price; where there are several stages they are clusters.
 
     >>> import autoddl

@@ -23,7 +23,7 @@ from .scene import Scene, layout_text, stored_rows
 from .source import value_text
 from .writing import StatementChain, folded
 
-__all__ = ["LayerText", "Place", "layer_text"]
+__all__ = ["LayerText", "TextPlace", "layer_text"]
 
 _OPERATORS = {"add": "+", "multiply": "*"}
 #: What built-in models' norms add to the variance, with the mean taken off and without.
@@ -45,7 +45,7 @@ class LayerText:
 
 
 @dataclass(frozen=True)
-class Place:
+class TextPlace:
     """Where a layer's text stands.
 
     Attributes:
@@ -63,7 +63,7 @@ class Place:
     data: str
 
 
-def layer_text(scene: Scene, layer: Layer, place: Place) -> LayerText:
+def layer_text(scene: Scene, layer: Layer, place: TextPlace) -> LayerText:
     """The text of one layer.
 
     Raises:
@@ -78,7 +78,7 @@ def layer_text(scene: Scene, layer: Layer, place: Place) -> LayerText:
 class _Writer:
     """One layer at its strategy."""
 
-    def __init__(self, scene: Scene, layer: Layer, place: Place):
+    def __init__(self, scene: Scene, layer: Layer, place: TextPlace):
         self.scene, self.layer, self.place = scene, layer, place
         self.strategy = scene.strategies[layer.name]
         self.layout: Layout = layout_of(layer, self.strategy)

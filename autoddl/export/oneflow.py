@@ -21,13 +21,13 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.costmodel.workload import Workload
 
 from . import templates
-from .assembling import RESERVED, SBP_NAMES, Draft, aliases_of, assembled, axis_lines, built_in_of, check_graph
+from .assembling import RESERVED, SBP_NAMES, FileDraft, aliases_of, assembled, axis_lines, built_in_of, check_graph
 from .classes import ClassOfLayers, class_texts
 from .scene import Scene
 from .source import Names, comment, value_text
 
 if TYPE_CHECKING:
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["oneflow_text"]
 
@@ -35,7 +35,7 @@ __all__ = ["oneflow_text"]
 _FIRST = ("Axis", "Ranks")
 
 
-def oneflow_text(plan: Plan, model: str = "") -> str:
+def oneflow_text(plan: PlanFile, model: str = "") -> str:
     """The file.
 
     Args:
@@ -63,7 +63,7 @@ def oneflow_text(plan: Plan, model: str = "") -> str:
     what = "The model; ``model(inputs, targets)`` is the mean loss of a micro-batch, the same arrays on every rank."
     classes = class_texts([ClassOfLayers(scene, "Model", what)])
     return assembled(
-        Draft(
+        FileDraft(
             heading=_heading(plan, whole, built_in.family if built_in else model),
             num_ranks=scene.num_ranks,
             ranks=f"RANKS = Ranks({scene.num_ranks})\n{SBP_NAMES}",
@@ -83,7 +83,7 @@ class _Whole:
     assessment: Assessment
 
 
-def _whole(plan: Plan) -> _Whole:
+def _whole(plan: PlanFile) -> _Whole:
     configuration = plan.evaluation.configuration
     (choice,) = configuration.stages
     if choice.recompute == "stage":
@@ -95,7 +95,7 @@ def _whole(plan: Plan) -> _Whole:
     return _Whole(configuration.mesh_of(0).devices(plan.cluster), workload, plan.evaluation.stages[0].assessment)
 
 
-def _heading(plan: Plan, whole: _Whole, origin: str) -> str:
+def _heading(plan: PlanFile, whole: _Whole, origin: str) -> str:
     cluster, workload, assessment = plan.cluster, whole.workload, whole.assessment
     precision = (
         "" if workload.precision == "float32" else f" (of {workload.precision} precision; this file runs in float32)"

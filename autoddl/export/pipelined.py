@@ -25,7 +25,7 @@ from autoddl.pipelines.schedule import Schedule
 from ..staging import stage_plans
 from ..zoo.builtin import BuiltIn
 from . import templates
-from .assembling import RESERVED, SBP_NAMES, Draft, assembled, axis_lines, built_in_of, check_graph
+from .assembling import RESERVED, SBP_NAMES, FileDraft, assembled, axis_lines, built_in_of, check_graph
 from .classes import ClassOfLayers, class_texts
 from .scene import Scene
 from .scheduletext import boundaries_text, frame_text, instructions_text
@@ -33,7 +33,7 @@ from .sharedweights import SharedWeights
 from .source import Names, comment, plain_text
 
 if TYPE_CHECKING:
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["pipeline_text"]
 
@@ -41,7 +41,7 @@ __all__ = ["pipeline_text"]
 _FIRST = ("Axis", "Ranks")
 
 
-def pipeline_text(plan: Plan, model: str = "") -> str:
+def pipeline_text(plan: PlanFile, model: str = "") -> str:
     """The file.
 
     Args:
@@ -59,7 +59,7 @@ def pipeline_text(plan: Plan, model: str = "") -> str:
 class _Writer:
     """One file in the making."""
 
-    def __init__(self, plan: Plan, pipeline: Evaluation, built_in: BuiltIn | None, model: str):
+    def __init__(self, plan: PlanFile, pipeline: Evaluation, built_in: BuiltIn | None, model: str):
         self.plan, self.pipeline, self.built_in, self.model = plan, pipeline, built_in, model
         self.schedule: Schedule = pipeline.schedule
         self.stages = stage_plans(plan)
@@ -71,7 +71,7 @@ class _Writer:
         self.names = Names(RESERVED)
         self.scenes = [self._scene(number) for number in range(plan.num_stages)]
 
-    def draft(self) -> Draft:
+    def draft(self) -> FileDraft:
         """All parts of the file that are its own."""
         classes = class_texts([self._class(number, scene) for number, scene in enumerate(self.scenes)])
         shared = self.shared.text()
@@ -84,7 +84,7 @@ class _Writer:
         ]
         names = [f"Stage{number}" for number in range(self.plan.num_stages)]
         num_updates = self.schedule.num_updates
-        return Draft(
+        return FileDraft(
             heading=self._heading(),
             num_ranks=self.ranks.num_ranks,
             ranks=self._workers(),

@@ -31,7 +31,7 @@ __all__ = ["boundaries_text", "frame_text", "instructions_text"]
 #: Of a line of instructions, and of a picture of the schedule.
 _WIDTH = 108
 #: Workers of a picture.
-_MOST_ROWS = 16
+_MAX_ROWS = 16
 _LEGEND = {
     "F": "2F5    forward of micro-batch 5 through stage 2 (1:2F5 in pipeline 1, 2F4+5 of two, 2F5a of a half)",
     "B": "2B5    backward of it, gradients of input and weights",
@@ -105,7 +105,7 @@ def instructions_text(priced: Evaluation, joint: Sequence[bool], tied: Collectio
 
 def _picture(priced: Evaluation) -> list[str]:
     """The predicted timeline, where it is small enough to be seen."""
-    if priced.schedule.num_workers > _MOST_ROWS:
+    if priced.schedule.num_workers > _MAX_ROWS:
         return []
     rows = to_text(priced.timeline, max_columns=_WIDTH // 2).splitlines()
     return ["The predicted timeline:", *(f"    {row}" for row in rows)] if max(map(len, rows)) <= _WIDTH else []

@@ -20,20 +20,20 @@ from autoddl.pipelines.draw import to_trace
 if TYPE_CHECKING:
     from autoddl.pipelines.joint.evaluation import Evaluation
 
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["trace_text"]
 
 _MICROSECONDS = 1e6
 #: More bars than viewers can show.
-MOST_EVENTS = 200_000
+MAX_EVENTS = 200_000
 
 
-def trace_text(plan: Plan) -> str:
+def trace_text(plan: PlanFile) -> str:
     """The trace, as JSON.
 
     Raises:
-        UserError: it would have more than `MOST_EVENTS` bars.
+        UserError: it would have more than `MAX_EVENTS` bars.
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -43,16 +43,16 @@ def trace_text(plan: Plan) -> str:
     return _pipeline_trace(plan.evaluation) if plan.num_stages > 1 else _stage_trace(plan)
 
 
-def _stage_trace(plan: Plan) -> str:
+def _stage_trace(plan: PlanFile) -> str:
     """The layers of a single stage, one behind the other."""
     writer, (stage,) = _Writer(plan.cluster), plan.evaluation.stages
     layers, num = stage.assessment.layers, plan.workload.num_micro_batches
     forwards = ("forward", "recomputation") if stage.recompute_s else ("forward",)
     count = num * sum(1 + len(forwards) * (1 + len(one.forward_steps)) + len(one.backward_steps) for one in layers)
-    if count > MOST_EVENTS:
+    if count > MAX_EVENTS:
         raise UserError(
             f"a trace of {num} micro-batches of {len(layers)} layers would have {count:,} bars, "
-            f"should have at most {MOST_EVENTS:,}"
+            f"should have at most {MAX_EVENTS:,}"
         )
     for number in range(num):
         for phase in forwards:

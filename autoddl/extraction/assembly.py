@@ -9,7 +9,7 @@ from autoddl.costmodel.kinds.kind import Splitting
 from autoddl.costmodel.kinds.registry import kind_of
 
 from ..zoo import layers as make
-from .drafts import Draft, View
+from .drafts import LayerDraft, View
 from .operators import OperatorGraph
 
 __all__ = ["Assembly"]
@@ -20,18 +20,18 @@ class Assembly:
 
     def __init__(self, graph: OperatorGraph):
         self.graph = graph
-        self.drafts: list[Draft] = []
+        self.drafts: list[LayerDraft] = []
         self.views: dict[str, View] = {}
 
     # ---- Layers and views ---------------------------------------------------------------------------------------------
 
-    def _add(self, draft: Draft, *tensors: str) -> None:
+    def _add(self, draft: LayerDraft, *tensors: str) -> None:
         self.drafts.append(draft)
         draft.output = tensors[0] if tensors else ""
         for tensor in tensors:
             self.views[tensor] = self._plain(draft, tensor)
 
-    def _plain(self, draft: Draft, tensor: str) -> View:
+    def _plain(self, draft: LayerDraft, tensor: str) -> View:
         return View(draft, tuple(range(len(self.graph.shapes[tensor]))))
 
     def _view(self, tensor: str) -> View:
@@ -62,9 +62,9 @@ class Assembly:
                 return self._join(holder, attribute)
         return self._join(*aliases[0]) if aliases else self.graph.variables[variable].name
 
-    def _owners(self, tensors: Sequence[str]) -> list[Draft]:
+    def _owners(self, tensors: Sequence[str]) -> list[LayerDraft]:
         """The layers that tensors are the outputs of, each once; elements out of order are put in order by a layer."""
-        owners: dict[int, Draft] = {}
+        owners: dict[int, LayerDraft] = {}
         for tensor in tensors:
             view = self._view(tensor)
             if not view.is_plain:
@@ -80,6 +80,6 @@ class Assembly:
         shape = self.graph.sample_shape(tensor)
         layer = make.opaque("", shape, shape, modules=())
         layer = replace(layer, input_shape=view.draft.layer.output_shape)
-        draft = Draft(layer, self._join(op.path, op.kind), op.path, [view.draft], kinds=[op.kind])
+        draft = LayerDraft(layer, self._join(op.path, op.kind), op.path, [view.draft], kinds=[op.kind])
         self._add(draft, tensor)
         return self.views[tensor]

@@ -11,7 +11,7 @@ from ..zoo.layers import kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import OperatorGraph
 
-__all__ = ["Draft", "View", "finish", "listed"]
+__all__ = ["LayerDraft", "View", "finish", "listed"]
 
 #: What a difference, and what is made of it, is as a loss.
 LOSSES_OF_DIFFERENCES = {"square": "mse_loss", "abs": "l1_loss"}
@@ -20,7 +20,7 @@ SHOWN = 4
 
 
 @dataclass(eq=False)
-class Draft:
+class LayerDraft:
     """A layer in the making: its name, its ties and its readers' epilogues are known at the end only.
 
     Attributes:
@@ -38,7 +38,7 @@ class Draft:
     layer: Layer
     name: str
     path: str
-    inputs: list[Draft] = field(default_factory=list)
+    inputs: list[LayerDraft] = field(default_factory=list)
     variables: list[tuple[str, str]] = field(default_factory=list)
     epilogue: list[tuple[str, int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
@@ -55,7 +55,7 @@ class View:
         dims: the order of dimensions, compared with a tensor that has its features last; None where it is unknown.
     """
 
-    draft: Draft | None
+    draft: LayerDraft | None
     dims: tuple[int, ...] | None
 
     @property
@@ -64,7 +64,7 @@ class View:
         return self.draft is None or self.dims == () or (self.dims is not None and self.dims[-1] == len(self.dims) - 1)
 
 
-def finish(drafts: Sequence[Draft], graph: OperatorGraph, name: str, notes: Sequence[str]) -> LayerGraph:
+def finish(drafts: Sequence[LayerDraft], graph: OperatorGraph, name: str, notes: Sequence[str]) -> LayerGraph:
     """The layer graph of drafts in topological order.
 
     A parameter belongs to the first layer that has it; to the others it is tied.
@@ -96,7 +96,7 @@ def finish(drafts: Sequence[Draft], graph: OperatorGraph, name: str, notes: Sequ
     return LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes))
 
 
-def _opaque_notes(drafts: Sequence[Draft], named: dict[int, str]) -> list[str]:
+def _opaque_notes(drafts: Sequence[LayerDraft], named: dict[int, str]) -> list[str]:
     places: dict[str, list[str]] = {}
     for draft in drafts:
         if draft.layer.kind == "opaque":
@@ -120,7 +120,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:SHOWN]) + more
 
 
-def _sample_name(drafts: Sequence[Draft], graph: OperatorGraph) -> str:
+def _sample_name(drafts: Sequence[LayerDraft], graph: OperatorGraph) -> str:
     kinds = {draft.layer.kind for draft in drafts}
     if "conv2d" in kinds:
         return "image"

@@ -19,7 +19,7 @@ from ..zoo import layers as make
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
 from .dense import Dense, DenseGroup, find_dense, find_loops, fuse_gates, fuse_projections
-from .drafts import Draft, View, finish, listed
+from .drafts import LayerDraft, View, finish, listed
 from .norms import NormRegion, find_norms
 from .operators import (
     CROSS_ENTROPIES,
@@ -148,7 +148,7 @@ class _Gathering(Assembly):
         learned = [tensor for op in region.operators for tensor in self.graph.learned_inputs(op)]
         layer = replace(region.layer, name="", parameters=(), modules=(region.path,))
         variables = self._parameters(learned, region.path)
-        self._add(Draft(layer, region.path, region.path, self._owners(region.sources), variables), region.output)
+        self._add(LayerDraft(layer, region.path, region.path, self._owners(region.sources), variables), region.output)
 
     def _norm(self, norm: NormRegion) -> None:
         first = norm.operators[0]
@@ -162,7 +162,7 @@ class _Gathering(Assembly):
         layer = replace(layer, modules=(first.path,) if is_module else ())
         name = first.path if is_module else self._join(first.path, "norm")
         variables = self._parameters(norm.learned, first.path)
-        self._add(Draft(layer, name, first.path, self._owners([norm.source]), variables), norm.output)
+        self._add(LayerDraft(layer, name, first.path, self._owners([norm.source]), variables), norm.output)
 
     def _attention(self, region: AttentionRegion) -> None:
         graph = self.graph
@@ -188,7 +188,7 @@ class _Gathering(Assembly):
         learned = [t for op in region.operators for t in graph.learned_inputs(op)]
         variables = self._parameters(learned, region.path)
         name = region.path if own_module else self._join(region.path, "attention")
-        self._add(Draft(layer, name, region.path, self._owners(region.sources), variables), region.output)
+        self._add(LayerDraft(layer, name, region.path, self._owners(region.sources), variables), region.output)
 
     def _dense(self, group: DenseGroup) -> None:
         first = group.parts[0]
@@ -203,7 +203,7 @@ class _Gathering(Assembly):
             for parameter in self._parameters(filter(None, (part.weight, part.bias)), part.product.path)
         ]
         modules = tuple(part.product.path for part in group.parts if part.product.path)
-        draft = Draft(
+        draft = LayerDraft(
             layer=replace(layer, epilogue=(), kept_elements=0, modules=modules),
             name=_fused_name(names),
             path=first.product.path,
@@ -269,10 +269,10 @@ class _Gathering(Assembly):
 
     def _module_draft(
         self, op: Operator, layer: Layer, kind: str, learned: Sequence[str], sources: Sequence[str] = ()
-    ) -> Draft:
+    ) -> LayerDraft:
         """The draft of an operator that is a module of its own, or else is named by its kind."""
         is_module = self._is_leaf(op.path)
-        return Draft(
+        return LayerDraft(
             layer=replace(layer, modules=(op.path,) if is_module else ()),
             name=op.path if is_module else self._join(op.path, kind),
             path=op.path,
@@ -295,7 +295,7 @@ class _Gathering(Assembly):
         rows, vocabulary = self.graph.rows_and_features(logits)
         layer = make.loss("", rows, vocabulary)
         is_module = self._is_leaf(op.path)
-        draft = Draft(
+        draft = LayerDraft(
             layer=replace(layer, modules=(op.path,) if is_module else ()),
             name=op.path if is_module else self._join(op.path, "loss"),
             path=op.path,
@@ -347,7 +347,7 @@ class _Gathering(Assembly):
             view.is_plain and self._has_features(view) and not {0, len(shape) - 1} & set(dims)
         )
 
-    def _elementwise(self, op: Operator, owner: Draft, active: Sequence[str]) -> bool:
+    def _elementwise(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> bool:
         tables = [tensor for tensor in op.inputs if tensor not in active and self._is_table(tensor, active[0])]
         if len(active) == 1 and tables and op.kind in SUMS - {"broadcast_sub"} and self._view(active[0]).is_plain:
             return self._sum(op, active)
@@ -355,7 +355,7 @@ class _Gathering(Assembly):
         self._follow(op, owner, active)
         return True
 
-    def _follow(self, op: Operator, owner: Draft, active: Sequence[str]) -> None:
+    def _follow(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> None:
         """Let an operator be part of a layer's epilogue."""
         graph = self.graph
         is_bias = op.kind in (*SUMS, "bias_add") and len(active) == 1 and bool(graph.learned_inputs(op))
@@ -394,7 +394,7 @@ class _Gathering(Assembly):
         tables = [tensor for tensor in learned if self._is_table(tensor, active[0])]
         if len(tables) < len(learned):
             return False
-        sources: list[Draft] = []
+        sources: list[LayerDraft] = []
         for draft in self._owners(active):
             # A sum that nothing else reads is continued: three tables, or parallel branches.
             if draft.layer.kind == "add" and draft.output in active and graph.sole_consumer(draft.output) is op:
@@ -406,10 +406,10 @@ class _Gathering(Assembly):
         shape = self.graph.sample_shape(op.output)
         only_tables = all(draft.layer.kind in ("embedding", "position") for draft in sources)
         name = self._join(op.path, "embed" if only_tables else "add")
-        self._add(Draft(make.add("", shape), name, op.path, sources), op.output)
+        self._add(LayerDraft(make.add("", shape), name, op.path, sources), op.output)
         return True
 
-    def _position(self, table: str, active: str) -> Draft:
+    def _position(self, table: str, active: str) -> LayerDraft:
         """The layer of a learned table that is added to every sample."""
         graph = self.graph
         op = graph.producer.get(table)
@@ -420,7 +420,7 @@ class _Gathering(Assembly):
         positions = whole[-2] if len(whole) > 1 and whole[-1] == features else rows
         layer = make.position("", rows, max(positions, rows), features)
         name = holder if self._is_leaf(holder) else self._join(holder, attribute)
-        draft = Draft(replace(layer, modules=(name,)), name, holder, [], self._parameters([table], holder))
+        draft = LayerDraft(replace(layer, modules=(name,)), name, holder, [], self._parameters([table], holder))
         self._add(draft)
         return draft
 
@@ -460,7 +460,7 @@ class _Gathering(Assembly):
                 modules=(op.path,) if is_module else (),
             )
             name = op.path if is_module else self._join(op.path, op.kind)
-            draft = Draft(layer, name, op.path, inputs, variables)
+            draft = LayerDraft(layer, name, op.path, inputs, variables)
             self._add(draft)
         draft.kinds += [what] if what else [member.kind for member in operators]
         draft.mixes |= any(self._mixes_samples(member) for member in operators)
@@ -473,7 +473,7 @@ class _Gathering(Assembly):
             return True
         return bool(op.attributes.get("training")) and op.kind.startswith("normalization")
 
-    def _continues(self, op: Operator, inputs: Sequence[Draft], active: Sequence[str]) -> bool:
+    def _continues(self, op: Operator, inputs: Sequence[LayerDraft], active: Sequence[str]) -> bool:
         """Whether an operator goes on with the opaque layer of its own module."""
         return (
             len(inputs) == 1

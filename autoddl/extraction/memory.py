@@ -4,7 +4,7 @@ While a model is made for its shapes alone, its large parameters need no memory 
 that nobody writes to, and that therefore never gets a page of memory.  OneFlow has no such tensors; here the functions
 that make tensors, initialise them and convert them are replaced for as long as the context lasts.
 
-Values of the parameters are meaningless.  Tables of zeros and ones are left alone up to :data:`LARGEST_TABLE` elements,
+Values of the parameters are meaningless.  Tables of zeros and ones are left alone up to :data:`MAX_TABLE` elements,
 since masks are made of them, whose values are looked at.
 """
 
@@ -25,7 +25,7 @@ __all__ = ["untouched_parameters"]
 #: Tensors of fewer elements are made as usual.
 SMALLEST = 2**16
 #: Zeros, ones and other constants of up to as many elements are made as usual.
-LARGEST_TABLE = 2**26
+MAX_TABLE = 2**26
 _CONVERSIONS = ("bfloat16", "double", "float", "half", "to")
 _ARITHMETIC = (
     "__add__",
@@ -88,7 +88,7 @@ def untouched_parameters() -> Iterator[None]:
     for name in ("empty", "rand", "randn"):
         replace(flow, name, lambda original: _creator(original, buffers, SMALLEST))
     for name in ("zeros", "ones", "full"):
-        replace(flow, name, lambda original: _creator(original, buffers, LARGEST_TABLE + 1))
+        replace(flow, name, lambda original: _creator(original, buffers, MAX_TABLE + 1))
     replace(flow, "normal", lambda original: _normal(original, buffers))
     for name in dir(flow.nn.init):
         if name.endswith("_") and not name.startswith("_"):

@@ -32,7 +32,7 @@ _SSH_OPTIONS = (
     ("ServerAliveCountMax", "3"),
 )
 _KILL_SECONDS = 5.0  # how long killed processes may take to exit
-_MOST_ERRORS_BYTES = 1 << 20
+_MAX_ERRORS_BYTES = 1 << 20
 
 
 def supervisor_command(
@@ -132,7 +132,7 @@ class Connection:
         """Why the connection ended: the last line that ssh or the supervisor printed."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(3.0)
-        said = os.pread(self._errors.fd, _MOST_ERRORS_BYTES, 0).decode(errors="replace").splitlines()
+        said = os.pread(self._errors.fd, _MAX_ERRORS_BYTES, 0).decode(errors="replace").splitlines()
         lines = [" ".join(line.split()) for line in [*self._reader.noise, *said] if line.strip()]
         if any("No module named 'autoddl" in line for line in lines):
             return "its Python has no AutoDDL; install it there, or give another one, python=PATH"

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
     from autoddl.pipelines.runtime.pipeline.weights import OptimizerFactory
 
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["Launched", "launched"]
 
@@ -42,7 +42,7 @@ class Launched:
     checkpoints: Path | None
     is_edited: bool = False
 
-    def load_plan(self) -> Plan:
+    def load_plan(self) -> PlanFile:
         """Load the plan of the job."""
         from ..planfile import load_plan
 

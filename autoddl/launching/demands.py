@@ -25,7 +25,7 @@ from .hosts import Placement
 if TYPE_CHECKING:
     from autoddl.costmodel.cluster import Cluster
 
-    from ..planfile import Plan
+    from ..planfile import PlanFile
 
 __all__ = ["ONEFLOW_VERSION", "Demands", "UnmetDemand", "check_script", "demands_of", "differences"]
 
@@ -78,7 +78,7 @@ class UnmetDemand:
     can_be_forced: bool = False
 
 
-def demands_of(plan: Plan) -> Demands:
+def demands_of(plan: PlanFile) -> Demands:
     """The requirements of a plan.
 
     Raises:
@@ -101,7 +101,7 @@ def demands_of(plan: Plan) -> Demands:
     )
 
 
-def check_script(script: Path, plan: Plan) -> None:
+def check_script(script: Path, plan: PlanFile) -> None:
     """Check that a script written by ``autoddl export``, which records graph and cluster in its head, belongs to the plan.
 
     Raises:

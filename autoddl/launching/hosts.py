@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.errors import UserError, quote
-from autoddl.costmodel.limits import LONGEST_HOST_NAME, MOST_DEVICES, MOST_HOSTS
+from autoddl.costmodel.limits import LONGEST_HOST_NAME, MAX_DEVICES, MAX_HOSTS
 from autoddl.costmodel.reading import is_whole, read_text, shown_path, whole_number
 
 __all__ = ["LOCALHOST", "Host", "Placement", "parse_hosts", "place", "read_hostfile", "renumbered"]
@@ -109,13 +109,13 @@ def _host(name: str, slots: str | None, where: str) -> Host:
     if len(name) > LONGEST_HOST_NAME or not _NAME.fullmatch(name):
         raise UserError(f"{where}: {quote(name)} is not the name of a host")
     return Host(
-        name, None if slots is None else whole_number(slots, f"{where}: slots of {quote(name)}", 1, MOST_DEVICES)
+        name, None if slots is None else whole_number(slots, f"{where}: slots of {quote(name)}", 1, MAX_DEVICES)
     )
 
 
 def _all_different(hosts: list[Host], where: str) -> list[Host]:
-    if len(hosts) > MOST_HOSTS:
-        raise UserError(f"{where}: {len(hosts):,} hosts should be at most {MOST_HOSTS:,}")
+    if len(hosts) > MAX_HOSTS:
+        raise UserError(f"{where}: {len(hosts):,} hosts should be at most {MAX_HOSTS:,}")
     seen: set[str] = set()
     for host in hosts:
         if host.name in seen:

@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError, quote
-from autoddl.costmodel.limits import MOST_DEVICES, MOST_HOSTS
+from autoddl.costmodel.limits import MAX_DEVICES, MAX_HOSTS
 from autoddl.costmodel.reading import is_whole, whole_number
 
 from .demands import Demands
@@ -139,7 +139,7 @@ def _member(
 
 
 def _number(environ: Mapping[str, str], name: str) -> int:
-    return whole_number(environ.get(name, ""), f"environment variable {name}", 0, MOST_DEVICES)
+    return whole_number(environ.get(name, ""), f"environment variable {name}", 0, MAX_DEVICES)
 
 
 def _port(environ: Mapping[str, str], seed: str) -> int:
@@ -160,10 +160,10 @@ def _tasks_per_node(text: str) -> list[int]:
         match = _TASKS.fullmatch(part)
         if match is None:
             raise UserError(f"{what} is {quote(text)}, should be like 2(x3),1")
-        times = whole_number(match[2] or "1", f"{what}: times", 1, MOST_HOSTS)
-        if len(sizes) + times > MOST_HOSTS:
-            raise UserError(f"{what} is {quote(text)}, of more than {MOST_HOSTS:,} nodes")
-        sizes += [whole_number(match[1], f"{what}: tasks", 0, MOST_DEVICES)] * times
+        times = whole_number(match[2] or "1", f"{what}: times", 1, MAX_HOSTS)
+        if len(sizes) + times > MAX_HOSTS:
+            raise UserError(f"{what} is {quote(text)}, of more than {MAX_HOSTS:,} nodes")
+        sizes += [whole_number(match[1], f"{what}: tasks", 0, MAX_DEVICES)] * times
     return sizes
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 
 from autoddl.costmodel.errors import UserError, quote
-from autoddl.costmodel.limits import MOST_DIGITS, MOST_HOSTS
+from autoddl.costmodel.limits import MAX_DIGITS, MAX_HOSTS
 
 __all__ = ["expand_nodelist"]
 
 _PART = re.compile(r"((?:[^,\[\]]|\[[^\[\]]*\])+)(?:,|$)")
-_RANGE = re.compile(rf"([0-9]{{1,{MOST_DIGITS}}})(?:-([0-9]{{1,{MOST_DIGITS}}}))?")
+_RANGE = re.compile(rf"([0-9]{{1,{MAX_DIGITS}}})(?:-([0-9]{{1,{MAX_DIGITS}}}))?")
 
 
 def expand_nodelist(text: str) -> list[str]:
@@ -28,7 +28,7 @@ def expand_nodelist(text: str) -> list[str]:
         match = _PART.match(text, at)
         if match is None:
             raise UserError(f"list of hosts {quote(text)} cannot be read; it should be like node[01-04,7]")
-        hosts += _expand(match[1], text, MOST_HOSTS - len(hosts))
+        hosts += _expand(match[1], text, MAX_HOSTS - len(hosts))
         at = match.end()
     if not hosts:
         raise UserError("the list of hosts is empty")
@@ -50,7 +50,7 @@ def _expand(part: str, text: str, most: int) -> list[str]:
         if match is None:
             raise UserError(
                 f"list of hosts {quote(text)}: {quote(piece)} should be a number or a range of numbers of at most "
-                f"{MOST_DIGITS} digits"
+                f"{MAX_DIGITS} digits"
             )
         first, last = match[1], match[2] or match[1]
         numbers = range(int(first), int(last) + 1)
@@ -61,4 +61,4 @@ def _expand(part: str, text: str, most: int) -> list[str]:
 
 
 def _too_many(text: str) -> UserError:
-    return UserError(f"list of hosts {quote(text)} names more than {MOST_HOSTS:,} hosts")
+    return UserError(f"list of hosts {quote(text)} names more than {MAX_HOSTS:,} hosts")

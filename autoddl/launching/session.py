@@ -31,7 +31,7 @@ from .output import RankOutput
 __all__ = ["HostError", "run_session"]
 
 _TICK_SECONDS = 0.1
-_MOST_TICK_SECONDS = 1.0  # a longer pause was this process's own, and does not count as silence of the hosts
+_MAX_TICK_SECONDS = 1.0  # a longer pause was this process's own, and does not count as silence of the hosts
 _SETTLE_SECONDS = 1.0  # how long the report of a failure waits for the failure that caused it
 _CONNECT_SECONDS = 45.0
 _WHERE_SECONDS = 5.0
@@ -219,7 +219,7 @@ class _Session:
     def _check_silence(self) -> None:
         """Give up the hosts that have been silent for too long, after all their messages have been read."""
         now = time.monotonic()
-        passed = 0.0 if self._pumped is None else min(now - self._pumped, _MOST_TICK_SECONDS)
+        passed = 0.0 if self._pumped is None else min(now - self._pumped, _MAX_TICK_SECONDS)
         self._pumped = now
         for placement, connection in self._hosts:
             if not connection.is_open:

@@ -60,8 +60,8 @@ _TICK_SECONDS = 0.05
 _EXIT_SECONDS = 3.0  # how long idle ranks may take to leave
 _KILL_SECONDS = 5.0  # how long killed processes may take to exit
 _OUTPUT_BYTES = 1 << 18  # at a time
-_MOST_UNSENT_BYTES = 1 << 20  # no more output is sent while this much is queued
-_MOST_UNREAD_BYTES = 1 << 28  # of a rank's output, which is in memory
+_MAX_UNSENT_BYTES = 1 << 20  # no more output is sent while this much is queued
+_MAX_UNREAD_BYTES = 1 << 28  # of a rank's output, which is in memory
 _KEPT_BYTES = 1 << 20  # of the output already sent: the end of the log shows why a rank died, and where it is
 assert _KEPT_BYTES > LOG_TAIL_BYTES
 
@@ -261,7 +261,7 @@ class _Supervisor:
 
     def _send_output(self, final: bool = False) -> None:
         """Send the ranks' output: one piece of each, so that other work is not delayed; at the end all of it."""
-        if not final and self._sender.num_waiting > _MOST_UNSENT_BYTES:
+        if not final and self._sender.num_waiting > _MAX_UNSENT_BYTES:
             return
         for rank, log in self._logs.items():
             while text := log.read(final):
@@ -301,7 +301,7 @@ class _LogTail:
 
     def read(self, final: bool) -> str:
         """The next piece; "" if there is none yet or, with ``final``, no more."""
-        too_many = os.fstat(self._file.fd).st_size - self._offset - _MOST_UNREAD_BYTES
+        too_many = os.fstat(self._file.fd).st_size - self._offset - _MAX_UNREAD_BYTES
         notice = ""
         if too_many > 0:
             self._offset += too_many

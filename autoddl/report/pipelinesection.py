@@ -14,7 +14,7 @@ from .sections import Section, collapsed, facts, nbytes, number, paragraph, scro
 __all__ = ["pipeline_section"]
 
 #: Tables of more stages are collapsed.
-MOST_STAGES = 8
+MAX_STAGES = 8
 _LEGEND = (
     ((Kind.FORWARD,), "forward", "forward"),
     ((Kind.BACKWARD, Kind.BACKWARD_INPUT), "backward", "backward"),
@@ -63,7 +63,7 @@ def pipeline_section(view: PlanView) -> Section:
             content.append(paragraph(caption[0].upper() + caption[1:], class_="kicker"))
         content.append(scrolling(picture, "pipeline timeline"))
     stages = scrolling(_stages(evaluation), "stages")
-    content.append(stages if spec.num_stages <= MOST_STAGES else collapsed(f"{spec.num_stages} stages", stages))
+    content.append(stages if spec.num_stages <= MAX_STAGES else collapsed(f"{spec.num_stages} stages", stages))
     return Section("pipeline", "Pipeline", finding, tuple(content))
 
 

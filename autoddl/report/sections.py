@@ -8,7 +8,7 @@ from typing import Union
 
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..explain import Part
+from ..explain import StepPart
 from .charts import Segment
 from .markup import Content, Markup, element
 
@@ -125,7 +125,7 @@ def swatch(style: str) -> Markup:
     return element("span", class_=f"swatch {style}", aria_hidden="true")
 
 
-def segments_of(parts: Sequence[Part]) -> list[Segment]:
+def segments_of(parts: Sequence[StepPart]) -> list[Segment]:
     """The parts of a step as segments of a bar: work in greys, communication in the accent, waiting pale."""
     found, seen = [], {"compute": 0, "communication": 0}
     for kind, style, shades in (("compute", "work", 3), ("communication", "talk", 4), ("idle", "idle", 1)):

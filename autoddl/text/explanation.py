@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.units import format_bytes, format_seconds
 
-from ..explain import Alternative, Choice, Explanation, Part, PlanView
+from ..explain import Alternative, Choice, Explanation, PlanView, StepPart
 from .layers import legend
 from .tables import Column, Section, Table, Text
 
@@ -38,7 +38,7 @@ def _heading(view: PlanView) -> Section:
 
 
 def _time(view: PlanView) -> Section:
-    columns: tuple[Column[Part], ...] = (
+    columns: tuple[Column[StepPart], ...] = (
         Column("resource", lambda part: part.name),
         Column("busy", lambda part: format_seconds(part.seconds), right=True),
         Column("of the step", lambda part: f"{part.seconds / view.step_s:.1%}" if view.step_s else "", right=True),

@@ -26,7 +26,7 @@ Item = TypeVar("Item")
 #: Terminals are taken for at least so wide [columns].
 NARROWEST = 40
 #: A column of sentences is not made narrower than that, nor a shortened name [characters].
-_LEAST_SENTENCE, _LEAST_NAME = 24, 8
+_MIN_SENTENCE, _MIN_NAME = 24, 8
 #: Where lines may be broken: not between a number and its unit.
 _BREAKS = re.compile(r" +(?!(?:[mun]?s|[KMGT]iB|B)\b)")
 
@@ -279,12 +279,12 @@ class _Fit:
 
     def _shorten(self, widths: list[int], missing: int) -> bool:
         """Take from the widest column of names, as far as the next one or as needed; False where none can give any more."""
-        names = [i for i in self.shown if not self.table.columns[i].right and widths[i] > _LEAST_NAME]
+        names = [i for i in self.shown if not self.table.columns[i].right and widths[i] > _MIN_NAME]
         if not names:
             return False
         widest = max(names, key=lambda i: widths[i])
         others = [widths[i] for i in names if i != widest]
-        floor = max(_LEAST_NAME, min(widths[widest] - 1, max(others, default=0)))
+        floor = max(_MIN_NAME, min(widths[widest] - 1, max(others, default=0)))
         widths[widest] = max(floor, widths[widest] - missing)
         return True
 
@@ -323,4 +323,4 @@ class _Fit:
 def _least(column: Column[Any], cells: int) -> int:
     """How narrow a column may be before others are left out: as its longest cell (part of a sentence) and word of the heading."""
     word = max(map(_length, column.heading.split()), default=0)
-    return max(word, min(cells, _LEAST_SENTENCE) if column.wraps else cells)
+    return max(word, min(cells, _MIN_SENTENCE) if column.wraps else cells)

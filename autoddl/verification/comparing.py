@@ -11,7 +11,7 @@ from autoddl.pipelines.runtime.pipeline.slots import RankMap
 from autoddl.pipelines.runtime.pipeline.stage_traffic import Sent, sent_messages
 from autoddl.pipelines.runtime.wire import MESSAGE_BYTES, NOISE_BYTES
 
-from ..planfile import Plan
+from ..planfile import PlanFile
 from .fitting import FittedPlan
 from .prediction import PHASES, Prediction, RankSteps, missing_steps
 from .result import LayerCheck, PhaseCheck, StageCheck, Tolerance, ValueCheck, Verification
@@ -21,7 +21,7 @@ __all__ = ["compare", "with_recount"]
 
 
 def compare(
-    plan: Plan,
+    plan: PlanFile,
     fitted: FittedPlan,
     predicted: Prediction,
     reference: Reference,
@@ -80,7 +80,7 @@ def _smaller(count: int | None, again: int) -> int | None:
     return None if count is None else min(count, again)
 
 
-def _notes(plan: Plan, fitted: FittedPlan) -> tuple[str, ...]:
+def _notes(plan: PlanFile, fitted: FittedPlan) -> tuple[str, ...]:
     """What the reader should know of how a plan is run, at its model's size here."""
     notes, delays = [], fitted.schedule.delays
     if plan.workload.precision != "float32":

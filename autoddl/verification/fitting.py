@@ -23,7 +23,7 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
-from ..planfile import Plan
+from ..planfile import PlanFile
 from ..staging import make_schedule, scheduling, stage_plans
 from ..zoo.builtin import BuiltIn
 from .scaling import Change, Limits, Scaled, Staging, scale, without_stages
@@ -66,7 +66,7 @@ class _Workers:
         return make_schedule(of, self.widths, self.recomputing, NUM_STEPS)
 
 
-def fit_plan(plan: Plan, num_ranks: int, limits: Limits, built_in: BuiltIn | None) -> FittedPlan:
+def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn | None) -> FittedPlan:
     """The plan on so many ranks, within the limits.
 
     Raises:
@@ -117,7 +117,7 @@ def in_float32(workload: Workload) -> Workload:
 # ---- Ranks -----------------------------------------------------------------------------------------------------------------
 
 
-def _workers(plan: Plan, num_ranks: int, built_in: BuiltIn | None) -> _Workers:
+def _workers(plan: PlanFile, num_ranks: int, built_in: BuiltIn | None) -> _Workers:
     """The plan's own, or as many of them as there are ranks for."""
     of, widths, recomputing = scheduling(plan)
     if sum(widths) == num_ranks:
@@ -165,7 +165,7 @@ def _spread(count: int, num_kept: int) -> tuple[int, ...]:
 
 
 def _left(
-    plan: Plan, stages: tuple[StagePlan, ...], workers: _Workers, num_ranks: int, built_in: BuiltIn | None
+    plan: PlanFile, stages: tuple[StagePlan, ...], workers: _Workers, num_ranks: int, built_in: BuiltIn | None
 ) -> tuple[LayerGraph, Mapping[str, Strategy], BuiltIn | None, Mapping[str, int]]:
     """The model of the stages that are left: its graph, strategies, how it is built, and the stage of each layer."""
     stage_of = {name: number for number, stage in enumerate(stages) for name in stage.strategies}
@@ -180,7 +180,7 @@ def _left(
     return found.graph, found.strategies, found.built_in, found.stage_of
 
 
-def _not_on(plan: Plan, num_ranks: int, why: str) -> UserError:
+def _not_on(plan: PlanFile, num_ranks: int, why: str) -> UserError:
     widths = scheduling(plan)[1]
     each = f"{len(widths)} workers of {', '.join(map(str, sorted(set(widths))))}"
     reason = f" ({why})" if why else ""

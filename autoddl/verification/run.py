@@ -22,7 +22,7 @@ from autoddl.pipelines.runtime.network import namespace_available
 from autoddl.pipelines.runtime.workfolders import WorkFolder
 
 from ..ownmodels import function_of_plan
-from ..planfile import Plan
+from ..planfile import PlanFile
 from ..zoo.builtin import BuiltIn, recognise
 from .comparing import compare, with_recount
 from .fitting import FittedPlan, fit_plan
@@ -66,7 +66,7 @@ class VerifyOptions:
 
 
 def verify(
-    plan: Plan,
+    plan: PlanFile,
     num_ranks: int,
     *,
     model: str = "",
@@ -155,7 +155,7 @@ def machine_limits(num_ranks: int) -> Limits:
 # ---- The model -------------------------------------------------------------------------------------------------------------
 
 
-def _built_in_or_function(plan: Plan, model: str) -> tuple[BuiltIn | None, str]:
+def _built_in_or_function(plan: PlanFile, model: str) -> tuple[BuiltIn | None, str]:
     """How the plan's model is made: one that is built in, or a function (see `function_of_plan`).
 
     Raises:

@@ -40,12 +40,12 @@ from ..zoo.transformers import Transformer
 
 __all__ = ["Change", "Limits", "Scaled", "Staging", "needed_flops", "needed_memory_bytes", "scale", "without_stages"]
 
-MOST_MICRO_BATCHES = 2
+MAX_MICRO_BATCHES = 2
 LONGEST_RUN = 2
-SHORTEST_SEQUENCE = 16
-SMALLEST_VOCABULARY = 128
-SMALLEST_HEAD = 8
-SMALLEST_IMAGE = 32
+MIN_SEQUENCE = 16
+MIN_VOCABULARY = 128
+MIN_HEAD = 8
+MIN_IMAGE = 32
 #: Copies of all parameters on every rank: the module, its gradients, what they are compared with, what was gathered for it.
 COPIES_PER_RANK = 6
 #: Passes over a batch, forward and backward, on all ranks and on one device together.
@@ -89,7 +89,7 @@ class Staging:
     entries: Mapping[int, Strategy]
     num_ranks: int
     row_parts: int = 1
-    num_micro_batches: int = MOST_MICRO_BATCHES
+    num_micro_batches: int = MAX_MICRO_BATCHES
 
 
 @dataclass(frozen=True)
@@ -316,7 +316,7 @@ def _fewer_blocks(shape: _Shape) -> _Shape | None:
 
 def _shorter_sequence(shape: _Shape) -> _Shape | None:
     sizes = _transformer(shape)
-    if sizes is None or sizes.sequence // 2 < SHORTEST_SEQUENCE:
+    if sizes is None or sizes.sequence // 2 < MIN_SEQUENCE:
         return None
     sequence = sizes.sequence // 2
     return shape.rebuilt(_with(shape, replace(sizes, sequence=sequence, positions=sizes.positions // 2)))
@@ -327,7 +327,7 @@ def _smaller_vocabulary(shape: _Shape) -> _Shape | None:
     if sizes is None:
         return None
     vocabulary = _half(sizes.vocabulary, shape.num_parts)
-    if vocabulary < min(SMALLEST_VOCABULARY, sizes.vocabulary):
+    if vocabulary < min(MIN_VOCABULARY, sizes.vocabulary):
         return None
     return shape.rebuilt(_with(shape, replace(sizes, vocabulary=vocabulary)))
 
@@ -367,7 +367,7 @@ def _narrower_transformers(sizes: Transformer, num_parts: int) -> Iterator[Trans
 
     for fewer in range(kv_heads // 2, 0, -1):
         yield resized(fewer, head_dim)
-    while head_dim // 2 >= SMALLEST_HEAD:
+    while head_dim // 2 >= MIN_HEAD:
         head_dim //= 2
         yield resized(kv_heads, head_dim)
 
@@ -381,7 +381,7 @@ def _narrower_perceptrons(sizes: MLPSizes, num_parts: int) -> Iterator[MLPSizes]
 
 
 def _smaller_pictures(sizes: VGGSizes, num_parts: int) -> Iterator[VGGSizes]:
-    image = sizes.image // 2 // SMALLEST_IMAGE * SMALLEST_IMAGE
+    image = sizes.image // 2 // MIN_IMAGE * MIN_IMAGE
     if image:
         yield replace(sizes, image=image)
     if _half(sizes.hidden, num_parts):

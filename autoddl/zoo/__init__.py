@@ -14,7 +14,7 @@ from pathlib import Path
 from autoddl.costmodel.documents import load_json
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph, graph_from_document
-from autoddl.costmodel.limits import LARGEST_MLP_WIDTH, LARGEST_SIZES, MOST_LAYERS
+from autoddl.costmodel.limits import MAX_LAYERS, MAX_MLP_WIDTH, MAX_SIZES
 from autoddl.costmodel.reading import shown_path
 from autoddl.costmodel.suggestions import closest, did_you_mean
 
@@ -80,8 +80,8 @@ def resolve_model(
     """
     options = {"heads": heads, "sequence": sequence, "vocabulary": vocabulary}
     for option, value in options.items():
-        if value is not None and not 1 <= value <= LARGEST_SIZES[option]:
-            raise UserError(f"{option}={value} should be a whole number from 1 to {LARGEST_SIZES[option]}")
+        if value is not None and not 1 <= value <= MAX_SIZES[option]:
+            raise UserError(f"{option}={value} should be a whole number from 1 to {MAX_SIZES[option]}")
     if text in TRANSFORMERS:
         family, model = TRANSFORMERS[text]
         return build_transformer(family, model, **options)
@@ -128,12 +128,12 @@ def _layers_and_width(text: str, sizes: str) -> tuple[int, int]:
 def _mlp_widths(text: str, sizes: str) -> list[int]:
     widths = []
     entries = sizes.split(",")
-    if len(entries) > MOST_LAYERS:
-        raise UserError(f"model mlp has {len(entries):,} widths, should have at most {MOST_LAYERS:,}")
+    if len(entries) > MAX_LAYERS:
+        raise UserError(f"model mlp has {len(entries):,} widths, should have at most {MAX_LAYERS:,}")
     for entry in entries:
-        if not _NUMBER.fullmatch(entry) or int(entry) > LARGEST_MLP_WIDTH:
+        if not _NUMBER.fullmatch(entry) or int(entry) > MAX_MLP_WIDTH:
             raise UserError(
-                f"model {quote(text)}: width {quote(entry)} should be a whole number from 1 to {LARGEST_MLP_WIDTH}, "
+                f"model {quote(text)}: width {quote(entry)} should be a whole number from 1 to {MAX_MLP_WIDTH}, "
                 "as in mlp:4096,1024,10"
             )
         widths.append(int(entry))

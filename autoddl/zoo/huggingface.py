@@ -14,7 +14,7 @@ from typing import Any
 
 from autoddl.costmodel.documents import show_json
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import LARGEST_SIZES
+from autoddl.costmodel.limits import MAX_SIZES
 from autoddl.costmodel.suggestions import did_you_mean
 
 from .transformers import Transformer
@@ -202,16 +202,16 @@ def _without_aliases(value: Mapping[str, Any]) -> dict[str, Any]:
 
 def _gpt2(name: str, kind: str, config: _Config) -> Transformer:
     config.refuse("add_cross_attention", False)
-    positions = config.count("n_positions", LARGEST_SIZES["sequence"])
+    positions = config.count("n_positions", MAX_SIZES["sequence"])
     return Transformer(
         name=name,
-        layers=config.count("n_layer", LARGEST_SIZES["layers"]),
-        width=config.count("n_embd", LARGEST_SIZES["width"]),
-        heads=config.count("n_head", LARGEST_SIZES["heads"]),
+        layers=config.count("n_layer", MAX_SIZES["layers"]),
+        width=config.count("n_embd", MAX_SIZES["width"]),
+        heads=config.count("n_head", MAX_SIZES["heads"]),
         sequence=positions,
         positions=positions,
-        vocabulary=config.count("vocab_size", LARGEST_SIZES["vocabulary"]),
-        intermediate=config.count("n_inner", LARGEST_SIZES["intermediate"]),
+        vocabulary=config.count("vocab_size", MAX_SIZES["vocabulary"]),
+        intermediate=config.count("n_inner", MAX_SIZES["intermediate"]),
         activation=config.activation("activation_function"),
         tied=config.flag("tie_word_embeddings"),
     )
@@ -221,23 +221,23 @@ def _bert(name: str, kind: str, config: _Config) -> Transformer:
     config.refuse("add_cross_attention", False)
     config.refuse("is_decoder", False)
     config.refuse("position_embedding_type", "absolute")
-    positions = config.count("max_position_embeddings", LARGEST_SIZES["sequence"])
+    positions = config.count("max_position_embeddings", MAX_SIZES["sequence"])
     sequence = positions
     if kind != "bert":  # RoBERTa's positions begin after the padding token
-        pad = config.count("pad_token_id", LARGEST_SIZES["vocabulary"], minimum=0)
+        pad = config.count("pad_token_id", MAX_SIZES["vocabulary"], minimum=0)
         sequence = positions - pad - 1
         if sequence < 1:
             raise config.fault("max_position_embeddings", positions, f"at least {pad + 2}: {pad + 1} are never used")
     return Transformer(
         name=name,
-        layers=config.count("num_hidden_layers", LARGEST_SIZES["layers"]),
-        width=config.count("hidden_size", LARGEST_SIZES["width"]),
-        heads=config.count("num_attention_heads", LARGEST_SIZES["heads"]),
+        layers=config.count("num_hidden_layers", MAX_SIZES["layers"]),
+        width=config.count("hidden_size", MAX_SIZES["width"]),
+        heads=config.count("num_attention_heads", MAX_SIZES["heads"]),
         sequence=sequence,
         positions=positions,
-        vocabulary=config.count("vocab_size", LARGEST_SIZES["vocabulary"]),
-        intermediate=config.count("intermediate_size", LARGEST_SIZES["intermediate"]),
-        types=config.count("type_vocab_size", LARGEST_SIZES["types"]),
+        vocabulary=config.count("vocab_size", MAX_SIZES["vocabulary"]),
+        intermediate=config.count("intermediate_size", MAX_SIZES["intermediate"]),
+        types=config.count("type_vocab_size", MAX_SIZES["types"]),
         activation=config.activation("hidden_act"),
         tied=config.flag("tie_word_embeddings"),
     )
@@ -247,14 +247,14 @@ def _llama(name: str, kind: str, config: _Config) -> Transformer:
     attention_bias = config.flag("attention_bias")
     return Transformer(
         name=name,
-        layers=config.count("num_hidden_layers", LARGEST_SIZES["layers"]),
-        width=config.count("hidden_size", LARGEST_SIZES["width"]),
-        heads=config.count("num_attention_heads", LARGEST_SIZES["heads"]),
-        sequence=config.count("max_position_embeddings", LARGEST_SIZES["sequence"]),
-        vocabulary=config.count("vocab_size", LARGEST_SIZES["vocabulary"]),
-        intermediate=config.count("intermediate_size", LARGEST_SIZES["intermediate"]),
-        kv_heads=config.count("num_key_value_heads", LARGEST_SIZES["kv_heads"]),
-        head_dim=config.count("head_dim", LARGEST_SIZES["head_dim"]),
+        layers=config.count("num_hidden_layers", MAX_SIZES["layers"]),
+        width=config.count("hidden_size", MAX_SIZES["width"]),
+        heads=config.count("num_attention_heads", MAX_SIZES["heads"]),
+        sequence=config.count("max_position_embeddings", MAX_SIZES["sequence"]),
+        vocabulary=config.count("vocab_size", MAX_SIZES["vocabulary"]),
+        intermediate=config.count("intermediate_size", MAX_SIZES["intermediate"]),
+        kv_heads=config.count("num_key_value_heads", MAX_SIZES["kv_heads"]),
+        head_dim=config.count("head_dim", MAX_SIZES["head_dim"]),
         activation=config.activation("hidden_act"),
         tied=config.flag("tie_word_embeddings"),
         qkv_bias=attention_bias or kind == "qwen2",

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.limits import LARGEST_SIZES
+from autoddl.costmodel.limits import MAX_SIZES
 
 from .layers import (
     BLOCK_INPUT,
@@ -78,7 +78,7 @@ class Transformer:
     mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        for field, largest in LARGEST_SIZES.items():
+        for field, largest in MAX_SIZES.items():
             value = getattr(self, field)
             if field in ("layers", "width", "heads", "sequence", "vocabulary", "types") and value < 1:
                 raise UserError(f"{self.name}: {field} is {value}, should be at least 1")

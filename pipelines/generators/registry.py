@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
-from autoddl.costmodel.limits import MOST_DEVICES, MOST_PASSES, MOST_STAGES
+from autoddl.costmodel.limits import MAX_DEVICES, MAX_PASSES, MAX_STAGES
 from autoddl.costmodel.suggestions import unknown
 
 from ..schedule import Schedule
@@ -54,7 +54,7 @@ def generate(
     recompute: bool = False,
     all_reduce: str = EAGER_SYNC_OPT,
     activation_limit: float | None = None,
-    most_passes: int = MOST_PASSES,
+    most_passes: int = MAX_PASSES,
     **options: Any,
 ) -> Schedule:
     """Generate a schedule of a family and validate it.
@@ -96,16 +96,16 @@ def generate(
     if passes > most_passes:
         factors = f"num_stages x {'groups x ' if groups > 1 else ''}num_micro_batches x iterations"
         raise GeneratorError(f"{factors} is {passes:,}; give at most {most_passes:,}: the pattern repeats long before")
-    if num_stages * groups > MOST_STAGES:
+    if num_stages * groups > MAX_STAGES:
         factors = "num_stages x groups" if groups > 1 else "num_stages"
-        raise GeneratorError(f"{factors} is {num_stages * groups:,}; give at most {MOST_STAGES:,}")
+        raise GeneratorError(f"{factors} is {num_stages * groups:,}; give at most {MAX_STAGES:,}")
     widths = (width,) * num_stages if isinstance(width, int) else tuple(width)
     if len(widths) != num_stages:
         raise GeneratorError(f"width has {len(widths)} numbers; give one, or {num_stages}, one per worker")
     for one in widths:
         check_at_least("width", one, 1)
-    if sum(widths) > MOST_DEVICES:
-        raise GeneratorError(f"width makes {sum(widths):,} devices; give at most {MOST_DEVICES:,}")
+    if sum(widths) > MAX_DEVICES:
+        raise GeneratorError(f"width makes {sum(widths):,} devices; give at most {MAX_DEVICES:,}")
     check_all_reduce_policy(all_reduce)
     given = {option: value for option, value in options.items() if value is not None}
     if not family.synchronous:

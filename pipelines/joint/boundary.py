@@ -37,7 +37,7 @@ from .partition import StageGraph
 
 __all__ = [
     "Boundary",
-    "Load",
+    "BoundaryLoad",
     "PricedLayer",
     "boundary_of",
     "least_crossing_s",
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 
-class Load(NamedTuple):
+class BoundaryLoad(NamedTuple):
     """What one rank sends, or receives, over the links inside nodes, or between them."""
 
     is_inside: bool
@@ -72,8 +72,8 @@ class Boundary:
     forward_s: float
     backward_s: float
     nbytes: float
-    forward: Load
-    backward: Load
+    forward: BoundaryLoad
+    backward: BoundaryLoad
 
 
 class PricedLayer(Protocol):
@@ -185,7 +185,7 @@ def _heaviest_load(
     source: Layout,
     target: Layout,
     tensor: tuple[int, int, float],
-) -> Load:
+) -> BoundaryLoad:
     """Of one micro-batch from one worker to another: what takes the longest (formula: module's docstring).
 
     Args:
@@ -194,7 +194,7 @@ def _heaviest_load(
     """
     samples, features, per_element = tensor
     if sender == receiver and source == target:
-        return Load(share_nodes, 1, samples * features * per_element / sender.num_devices)
+        return BoundaryLoad(share_nodes, 1, samples * features * per_element / sender.num_devices)
     loads: dict[tuple[bool, bool, int], list[float]] = {}
     for piece in crossing(canonical(source), canonical(target), (samples, features)):
         nodes = piece.source // sender.devices_per_node, piece.destination // receiver.devices_per_node
@@ -203,5 +203,5 @@ def _heaviest_load(
             load = loads.setdefault(end, [0.0, 0.0])
             load[0] += 1
             load[1] += piece.num_elements * per_element
-    every = (Load(inside, messages, sent) for (inside, _, _), (messages, sent) in loads.items())
+    every = (BoundaryLoad(inside, messages, sent) for (inside, _, _), (messages, sent) in loads.items())
     return max(every, key=lambda load: load.seconds(links))

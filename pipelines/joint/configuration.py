@@ -8,7 +8,7 @@ from functools import lru_cache
 from typing import Any, Union
 
 from autoddl.costmodel.cluster import Cluster, Level
-from autoddl.costmodel.limits import MOST_PASSES
+from autoddl.costmodel.limits import MAX_PASSES
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
 
@@ -94,7 +94,7 @@ class PipelineSchedule:
         width: int | tuple[int, ...],
         recomputing: tuple[bool, ...],
         num_steps: int = PERIODS,
-        most_passes: int = MOST_PASSES,
+        most_passes: int = MAX_PASSES,
     ) -> Schedule:
         """The schedule itself, validated.
 

@@ -26,7 +26,7 @@ from .cut_regions import closed_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
-from .stage_search import Passes, RowFilter, StageDemand, StageFront, Stages, joined
+from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearch, joined
 
 __all__ = ["PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
 
@@ -104,7 +104,7 @@ class CutGraph:
         self.spec = setting.schedule
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
         self.passes: tuple[Passes, ...] = explorer.passes(setting)
-        self.stages: tuple[Stages, ...] = tuple(explorer.stages(mesh) for mesh in setting.meshes)
+        self.stages: tuple[StageSearch, ...] = tuple(explorer.stages(mesh) for mesh in setting.meshes)
         self.need = [StageDemand(k, v) for k, v in zip(demand.in_flight, demand.versions)]
         self.is_alone = all(len(held) == 1 for held in demand.homes)
         self.terms = Terms(self.num_stages)

@@ -31,18 +31,18 @@ from .meshes import Meshes, StageMesh, all_meshes, stage_meshes
 from .partition import Chain
 from .space import schedules
 from .stage_cost import Pricing, Replicas
-from .stage_search import MakeStages, Passes, Stages
+from .stage_search import MakeStages, Passes, StageSearch
 
 __all__ = ["SAME", "Explorer", "Setting"]
 
 #: Steps that differ by less, relative, are the same.
 SAME = 1e-9
 #: Graphs of schedules that are kept; one of 10,000 tasks takes about a MiB.
-_MOST_GRAPHS = 96
+_MAX_GRAPHS = 96
 #: Passes of a micro-batch through a stage from which on a schedule is looked at in short first.
 _LONG = 2000
 #: Long paths of a schedule that are tried on other settings that have it.
-_MOST_PATHS = 12
+_MAX_PATHS = 12
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ class ScheduleGraph:
         """Keep a path for other settings of this schedule."""
         if not any(np.array_equal(path, other) for other in self.paths):
             self.paths.insert(0, path)
-            del self.paths[_MOST_PATHS:]
+            del self.paths[_MAX_PATHS:]
 
 
 class Explorer:
@@ -102,7 +102,7 @@ class Explorer:
         recomputations: the ways that are allowed.
         pricing: what stages are priced for.
         make_stages: how stages are run; by default at any strategies.
-        like: another explorer of the same model, cluster, workload and pricing, whose tables this one may share.
+        share_with: another explorer of the same model, cluster, workload and pricing, whose tables this one may share.
         stop: when it is requested, what is being worked out is given up by StopRequestedError; what is known stays.
     """
 
@@ -114,32 +114,34 @@ class Explorer:
         limit_bytes: float,
         recomputations: tuple[str, ...] = RECOMPUTATIONS,
         pricing: Pricing | None = None,
-        make_stages: MakeStages = Stages,
-        like: Explorer | None = None,
+        make_stages: MakeStages = StageSearch,
+        share_with: Explorer | None = None,
         stop: Stop | None = None,
     ):
         self.stop = stop or Stop()
         self.chain, self.cluster, self.workload = chain, cluster, workload
         self.limit_bytes, self.recomputations = limit_bytes, recomputations
         self.pricing = pricing or Pricing()
-        self._make, self._like = make_stages, like
-        self._stages: dict[StageMesh, Stages] = {}
-        self._demands: dict[PipelineSchedule, MemoryDemand | None] = like._demands if like else {}
-        self._schedule_graphs: OrderedDict[object, ScheduleGraph] = like._schedule_graphs if like else OrderedDict()
-        self._replicas: dict[object, tuple[Replicas, ...]] = like._replicas if like else {}
-        self._transfers: dict[object, np.ndarray] = like._transfers if like else {}
+        self._make, self._share_with = make_stages, share_with
+        self._stages: dict[StageMesh, StageSearch] = {}
+        self._demands: dict[PipelineSchedule, MemoryDemand | None] = share_with._demands if share_with else {}
+        self._schedule_graphs: OrderedDict[object, ScheduleGraph] = (
+            share_with._schedule_graphs if share_with else OrderedDict()
+        )
+        self._replicas: dict[object, tuple[Replicas, ...]] = share_with._replicas if share_with else {}
+        self._transfers: dict[object, np.ndarray] = share_with._transfers if share_with else {}
 
     @property
     def num_searches(self) -> int:
         """Fronts of stages so far."""
         return sum(one.num_searches for one in self._stages.values())
 
-    def stages(self, mesh: StageMesh) -> Stages:
+    def stages(self, mesh: StageMesh) -> StageSearch:
         """Of one rectangle."""
         if mesh not in self._stages:
-            like = None if self._like is None else self._like.stages(mesh)
+            share_with = None if self._share_with is None else self._share_with.stages(mesh)
             self._stages[mesh] = self._make(
-                self.chain, mesh, self.cluster, self.workload, self.pricing, like, self.stop
+                self.chain, mesh, self.cluster, self.workload, self.pricing, share_with, self.stop
             )
         return self._stages[mesh]
 
@@ -231,7 +233,7 @@ class Explorer:
         """A graph that was made before, or is made now; those that were not asked for for the longest time are forgotten."""
         if key not in self._schedule_graphs:
             self._schedule_graphs[key] = make()
-            while len(self._schedule_graphs) > _MOST_GRAPHS:
+            while len(self._schedule_graphs) > _MAX_GRAPHS:
                 self._schedule_graphs.popitem(last=False)
         self._schedule_graphs.move_to_end(key)
         return self._schedule_graphs[key]

@@ -26,7 +26,7 @@ from ..planners import Clock
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
 from .explorer import Explorer
-from .job import Job
+from .job import PlanningJob
 from .meshes import StageMesh
 from .paper_planners import PLANNERS, paper_plans
 from .result import Rival
@@ -46,7 +46,7 @@ __all__ = [
 #: The part of the time limit that all families' searches may take together, and each paper's planner.
 _FAMILIES, _PAPER = 0.1, 0.02
 #: How many of a paper's plans are looked at for one that fits.
-_MOST_PAPER_PLANS = 16
+_MAX_PAPER_PLANS = 16
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ def describe(evaluation: Evaluation) -> str:
 
 
 def families_of(
-    job: Job, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer
+    job: PlanningJob, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer
 ) -> Iterator[tuple[Rival, Evaluation | None]]:
     """The best plan of each family, or why there is none; and that plan.
 
@@ -135,7 +135,7 @@ def families_of(
 
 
 def _pipeline(
-    job: Job, family: Family, explorer: Explorer, share_s: float, until_found: bool
+    job: PlanningJob, family: Family, explorer: Explorer, share_s: float, until_found: bool
 ) -> tuple[Rival, Evaluation | None]:
     """The best of a family of pipelines, of what its search and its paper's planner find in their time.
 
@@ -175,12 +175,12 @@ def stopped(clock: Clock) -> str:
     return f"; its planner stopped after {clock.limit_s:g} s" if clock.stopped else ""
 
 
-def _before(job: Job) -> str:
+def _before(job: PlanningJob) -> str:
     """When the search for a family's plan ended without one."""
     return "before the search was interrupted" if job.stop.is_requested else "within the time limit"
 
 
-def _data_parallel(job: Job, whole: Planned | None) -> tuple[Rival, Evaluation | None]:
+def _data_parallel(job: PlanningJob, whole: Planned | None) -> tuple[Rival, Evaluation | None]:
     name = "data parallel"
     mesh = StageMesh.whole(job.cluster)
     strategy = Strategy(tuple((size, 1, 1) for size in mesh.devices(job.cluster).level_sizes))
@@ -221,7 +221,7 @@ def common_strategy(evaluation: Evaluation) -> str:
     return f", dp {strategy.p0} x mp {strategy.p1 * strategy.p2}"
 
 
-def paper_plan(job: Job, name: str, clock: Clock) -> Evaluation:
+def paper_plan(job: PlanningJob, name: str, clock: Clock) -> Evaluation:
     """The best that fits of a paper's plans, of those that its planner finds before it is told to stop.
 
     Raises:
@@ -236,7 +236,7 @@ def paper_plan(job: Job, name: str, clock: Clock) -> Evaluation:
         name, job.chain, job.cluster, job.workload, job.limit_bytes, base.recompute, base.micro_batch, clock
     )
     least, fault = math.inf, None
-    for plan in plans[:_MOST_PAPER_PLANS]:
+    for plan in plans[:_MAX_PAPER_PLANS]:
         try:
             evaluation = evaluate(job.chain, job.cluster, plan.configuration)
         except UserError as error:

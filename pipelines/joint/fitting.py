@@ -16,7 +16,7 @@ __all__ = ["fitting_rows"]
 #: By how much more, or less, all-reduces count in some of these rows.
 _ALL_REDUCES = (0.1, 4.0, 16.0)
 #: Rows that are exchanged for a shorter step.
-_MOST_EXCHANGES = 30
+_MAX_EXCHANGES = 30
 
 #: Prices of a byte at which rows of stages that share workers are tried, in steps per limit.
 _PRICES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.4, 1.0, 3.0, 30.0])
@@ -159,7 +159,7 @@ class _Choice:
     def exchange(self, times: np.ndarray, steps: Callable[[np.ndarray], np.ndarray]) -> None:
         """Take another row for one stage, as long as the step gets shorter; ``times`` are then what terms take."""
         best_s = float(steps(times[:, None])[0])
-        for _ in range(_MOST_EXCHANGES):
+        for _ in range(_MAX_EXCHANGES):
             others = [
                 (stage, row)
                 for stage, rows in enumerate(self.hulls)

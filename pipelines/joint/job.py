@@ -18,9 +18,9 @@ from .explorer import Explorer
 from .partition import Chain, chain_of
 from .result import JointOptions
 from .stage_cost import Pricing
-from .stage_search import MakeStages, Stages
+from .stage_search import MakeStages, StageSearch
 
-__all__ = ["DEFAULT_TIME_LIMIT_S", "Job", "Report", "job_of", "no_report"]
+__all__ = ["DEFAULT_TIME_LIMIT_S", "PlanningJob", "Report", "job_of", "no_report"]
 
 #: Seconds of processor time for the search of pipelines where no limit is given.
 DEFAULT_TIME_LIMIT_S = 30.0
@@ -34,7 +34,7 @@ def no_report(best_s: float, bound_s: float, simulated: int) -> None:
 
 
 @dataclass
-class Job:
+class PlanningJob:
     """What all steps of the planner share."""
 
     graph: LayerGraph
@@ -61,7 +61,7 @@ class Job:
         base = self.options.base
         return Pricing(base.objective, base.untied, base.summa)
 
-    def explorer(self, make_stages: MakeStages = Stages, like: Explorer | None = None) -> Explorer:
+    def explorer(self, make_stages: MakeStages = StageSearch, share_with: Explorer | None = None) -> Explorer:
         """What searches share; with other ways to run stages, and the tables of another one, where these are given."""
         return Explorer(
             self.chain,
@@ -71,7 +71,7 @@ class Job:
             self.recomputations,
             self.pricing,
             make_stages,
-            like,
+            share_with,
             self.stop,
         )
 
@@ -82,7 +82,7 @@ def job_of(
     options: JointOptions,
     report: Report = no_report,
     stop: Stop | None = None,
-) -> Job:
+) -> PlanningJob:
     """What a user asks for, with the batch and the memory limit that go without saying.
 
     Raises:
@@ -95,4 +95,4 @@ def job_of(
     workload = base_workload(cluster, base, recompute=False)
     if base.micro_batch is not None:
         replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
-    return Job(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())
+    return PlanningJob(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())

@@ -28,7 +28,7 @@ from .unit_bounds import ROUNDING
 __all__ = ["least_level"]
 
 #: Beginnings of cuts that are held at a time before the search is given up.
-_MOST_STATES = 20_000
+_MAX_STATES = 20_000
 #: Steps of the grid of loads up to the threshold.
 _STEPS = 4000
 
@@ -74,7 +74,7 @@ def _is_beyond(cut_graph: CutGraph, threshold: float) -> bool:
     grid = threshold / _STEPS
     ends, sums, way = np.zeros(1, dtype=np.intp), np.zeros((1, len(counts))), np.zeros(1)
     for stage in range(stages):
-        if len(ends) > _MOST_STATES:
+        if len(ends) > _MAX_STATES:
             return False
         holders = np.flatnonzero(counts[:, stage])
         added = arcs[stage][ends][:, :, None] * counts[holders, stage]

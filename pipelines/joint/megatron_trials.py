@@ -30,7 +30,7 @@ from ..planners import Clock
 from .configuration import Configuration, PipelineSchedule, StageChoice
 from .evaluation import Evaluation, evaluate
 from .families import PIPELINES, common_strategy, describe
-from .job import Job, job_of
+from .job import PlanningJob, job_of
 from .meshes import StageMesh, stage_meshes
 from .partition import Chain
 from .result import JointOptions, PlanResult, unpipelined
@@ -45,7 +45,7 @@ _MAX_PLANS = 14
 #: Seconds of processor time after which the trials end anyway: ten times what they took for 126 layers on 4,096 devices.
 _LIMIT_S = 15.0
 #: Passes of micro-batches through stages beyond which a plan takes too long to be worked out.
-_MOST_PASSES = 4096
+_MAX_PASSES = 4096
 #: The part of a step that is worth a note.
 _WORTH = 1e-3
 
@@ -88,7 +88,7 @@ def _note(found: Evaluation, step_s: float) -> str:
     return f"{NOTE}{format_seconds(found.step_s)}, {part} less, at least ({what}); pipeline='auto' searches all of them"
 
 
-def megatron_trials(job: Job, known_s: float, deadline: Deadline) -> Evaluation | None:
+def megatron_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evaluation | None:
     """The best of some plans with a pipeline, if it fits and is faster than ``known_s``; any that fits where that is infinite."""
     trials = _Trials(job, known_s, deadline)
     for layout in _layouts(job):
@@ -117,7 +117,7 @@ class _Layout:
         return self.mesh.num_devices // self.model_parallel
 
 
-def _layouts(job: Job) -> Iterator[_Layout]:
+def _layouts(job: PlanningJob) -> Iterator[_Layout]:
     """Those whose parameters, gradients and optimizer states fit, in the order of the rule (see the module's docstring)."""
     cluster, found = job.cluster, []
     state = job.graph.num_parameters * job.workload.bytes_per_parameter
@@ -132,14 +132,14 @@ def _layouts(job: Job) -> Iterator[_Layout]:
     yield from sorted(found, key=lambda one: (one.num_stages * one.model_parallel, -one.model_parallel))
 
 
-def _first_size(job: Job, layout: _Layout) -> int:
+def _first_size(job: PlanningJob, layout: _Layout) -> int:
     """The micro-batch to begin with: a sample for each replica, or as many as keep the passes few; 0 where there is none."""
     batch, given = job.workload.batch, job.options.base.micro_batch
     sizes = divisors(batch) if given is None else [given]
     fitting = (
         size
         for size in sizes
-        if size % layout.data_parallel == 0 and layout.num_stages * (batch // size) <= _MOST_PASSES
+        if size % layout.data_parallel == 0 and layout.num_stages * (batch // size) <= _MAX_PASSES
     )
     return next(fitting, 0)
 
@@ -164,7 +164,7 @@ def _level_cut(chain: Chain, num_stages: int) -> list[int]:
 class _Trials:
     """Plans that are worked out, one after the other, and the best of them."""
 
-    def __init__(self, job: Job, known_s: float, deadline: Deadline):
+    def __init__(self, job: PlanningJob, known_s: float, deadline: Deadline):
         self.job, self.deadline = job, deadline
         self.best: Evaluation | None = None
         self._limit_s = known_s * (1 - _WORTH)

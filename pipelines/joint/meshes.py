@@ -28,7 +28,7 @@ rectangles          workers  ranks of each
 ==================  =======  ===========================================
 
 A cluster of N nodes of G devices has as many divisions as N has compositions, each part counted 2^(G - 1) times.  Where these are
-more than :data:`MOST_DIVISIONS`, those are offered that have whole nodes alone or a single band, and equal inner workers: the
+more than :data:`MAX_DIVISIONS`, those are offered that have whole nodes alone or a single band, and equal inner workers: the
 first and the last one of any size where there are up to :data:`FEW` nodes (devices per node); where there are more, inner ones
 divide them, and the first and the last one have half of, as much as, or twice what an inner one has.
 """
@@ -46,7 +46,7 @@ from autoddl.costmodel.cluster import Cluster, Link
 __all__ = ["Division", "Meshes", "StageMesh", "all_meshes", "has_all_divisions", "stage_meshes", "uneven_divisions"]
 
 #: Up to so many divisions of a cluster are all looked at.
-MOST_DIVISIONS = 128
+MAX_DIVISIONS = 128
 #: Up to so many nodes (devices per node) the first and the last worker may have any size.
 FEW = 8
 
@@ -189,7 +189,7 @@ def all_meshes(cluster: Cluster) -> Iterator[Meshes]:
 
 def has_all_divisions(cluster: Cluster) -> bool:
     """Whether :func:`uneven_divisions` leaves none out."""
-    return _num_divisions(cluster) <= MOST_DIVISIONS
+    return _num_divisions(cluster) <= MAX_DIVISIONS
 
 
 def _num_divisions(cluster: Cluster) -> int:

@@ -24,14 +24,14 @@ from ..planners import Clock
 from .evaluation import Evaluation, evaluate_unpipelined
 from .explorer import Explorer
 from .families import PIPELINES, families_of, paper_plan, stopped
-from .job import DEFAULT_TIME_LIMIT_S, Job, Report, job_of, no_report
+from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
 from .least_memory import least_memory
 from .megatron_trials import megatron_trials
 from .meshes import has_all_divisions
 from .paper_planners import PLANNERS
 from .result import Considered, JointOptions, PlanResult, Rival
 from .search import Explored, Search
-from .space import MOST_PASSES
+from .space import MAX_PASSES
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
@@ -40,7 +40,7 @@ _WITHOUT = 0.2
 #: The part of it for trials of what people use, and for a good plan early.
 _TRIALS, _EARLY = 0.01, 0.15
 #: The part of it for the least memory that would do, where nothing fits.
-_LEAST_MEMORY = 0.5
+_MIN_MEMORY = 0.5
 
 
 class _NotFoundError(UserError):
@@ -90,7 +90,7 @@ def _check(options: JointOptions) -> None:
 # ---- Without a pipeline ------------------------------------------------------------------------------------------------
 
 
-def _without_pipeline(job: Job) -> tuple[Planned | None, UserError | None]:
+def _without_pipeline(job: PlanningJob) -> tuple[Planned | None, UserError | None]:
     try:
         stop = TimedStop(Clock(_WITHOUT * job.time_limit_s, job.stop))
         return make_plan(job.graph, job.cluster, job.options.base, stop=stop), None
@@ -103,7 +103,7 @@ def _without_pipeline(job: Job) -> tuple[Planned | None, UserError | None]:
         return None, fault
 
 
-def _one_stage(job: Job, planned: Planned) -> Evaluation:
+def _one_stage(job: PlanningJob, planned: Planned) -> Evaluation:
     """The existing planner's plan as a pipeline of one stage."""
     return evaluate_unpipelined(job.chain, job.cluster, planned.workload, planned.strategies)
 
@@ -111,7 +111,9 @@ def _one_stage(job: Job, planned: Planned) -> Evaluation:
 # ---- The whole space ---------------------------------------------------------------------------------------------------
 
 
-def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: Clock, start: float) -> PlanResult:
+def _searched(
+    job: PlanningJob, whole: Planned | None, fault: UserError | None, clock: Clock, start: float
+) -> PlanResult:
     explorer = job.explorer()
     alone = None if whole is None else _one_stage(job, whole)
     stale = job.options.allow_stale
@@ -172,7 +174,7 @@ def _searched(job: Job, whole: Planned | None, fault: UserError | None, clock: C
     )
 
 
-def _bounded(job: Job, row: Rival, wide: Explored) -> Rival:
+def _bounded(job: PlanningJob, row: Rival, wide: Explored) -> Rival:
     """A row with the bound of the whole space, where it has a pipeline and that is above its own: a family is part of the space."""
     is_pipeline = row.name in {family.title for family in PIPELINES} and row.infeasible is None
     if not is_pipeline or job.options.base.objective != "step":
@@ -180,18 +182,18 @@ def _bounded(job: Job, row: Rival, wide: Explored) -> Rival:
     return replace(row, lower_bound_s=max(row.lower_bound_s or 0.0, min(wide.lower_bound_s, row.step_s)))
 
 
-def _cost(job: Job, plan: Evaluation) -> float:
+def _cost(job: PlanningJob, plan: Evaluation) -> float:
     return plan.cost(job.options.base.objective)
 
 
-def _bound_without(job: Job, whole: Planned | None, fault: UserError | None) -> float:
+def _bound_without(job: PlanningJob, whole: Planned | None, fault: UserError | None) -> float:
     """No plan without a pipeline costs less."""
     if whole is not None:
         return whole.lower_bound
     return 0.0 if isinstance(fault, _NotFoundError) else math.inf
 
 
-def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
+def _considered(job: PlanningJob, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
     base = job.options.base
     sizes = "every micro-batch" if base.micro_batch is None else "the given micro-batch"
     stale = "every schedule, asynchronous ones too" if job.options.allow_stale else "every synchronous schedule"
@@ -207,7 +209,7 @@ def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | N
     )
     alone = 0 if whole is None else len(whole.candidates)
     return Considered(
-        space=f"{devices} (bidirectional schedules: equal); {stale} of up to {MOST_PASSES:,} passes, {sizes}, every cut, "
+        space=f"{devices} (bidirectional schedules: equal); {stale} of up to {MAX_PASSES:,} passes, {sizes}, every cut, "
         f"recomputation {again}, exact SBP inside each stage{summa}, {tied}",
         configurations=wide.configurations + alone,
         settings=wide.settings + alone,
@@ -218,13 +220,13 @@ def _considered(job: Job, wide: Explored, explorer: Explorer, whole: Planned | N
     )
 
 
-def _least_memory(job: Job, explorer: Explorer) -> tuple[float, bool]:
+def _least_memory(job: PlanningJob, explorer: Explorer) -> tuple[float, bool]:
     """The bytes per device that a plan would do with, and whether none would do with less."""
     settings = explorer.settings(job.options.base.micro_batch, job.options.allow_stale, lambda spec: True)
-    return least_memory(explorer, settings, Clock(_LEAST_MEMORY * job.time_limit_s, job.stop))
+    return least_memory(explorer, settings, Clock(_MIN_MEMORY * job.time_limit_s, job.stop))
 
 
-def _infeasible(job: Job, least: float, is_proven: bool, fault: UserError | None) -> UserError:
+def _infeasible(job: PlanningJob, least: float, is_proven: bool, fault: UserError | None) -> UserError:
     """The error that nothing fits, with the least memory that a plan would do with."""
     if not math.isfinite(least):
         return fault or UserError(f"no stage of {job.graph.name} divides over the devices of {job.cluster.name}")
@@ -239,7 +241,7 @@ def _infeasible(job: Job, least: float, is_proven: bool, fault: UserError | None
 # ---- The papers' planners ----------------------------------------------------------------------------------------------
 
 
-def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: float) -> PlanResult:
+def _by_paper(job: PlanningJob, whole: Planned | None, fault: UserError | None, start: float) -> PlanResult:
     name, clock = job.options.pipeline, Clock(job.time_limit_s, job.stop)
     assert name is not None
     try:
@@ -273,7 +275,7 @@ def _by_paper(job: Job, whole: Planned | None, fault: UserError | None, start: f
     )
 
 
-def _ideal_s(job: Job) -> float:
+def _ideal_s(job: PlanningJob) -> float:
     """All products of a step at the speed of all devices together: no plan is faster."""
     if job.options.base.objective != "step":
         return 0.0

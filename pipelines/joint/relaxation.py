@@ -27,7 +27,7 @@ from .cut_graph import UnitRuns
 __all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
 
 #: Columns for each run at each stage that are held at a time, on the mean.
-_MOST_COLUMNS = 6
+_MAX_COLUMNS = 6
 #: SciPy's status of a program that has no solution.
 _INFEASIBLE = 2
 
@@ -120,7 +120,7 @@ class Relaxation:
         self._stage, self._run = np.append(self._stage, stage[new]), np.append(self._run, run[new])
         self._vectors = np.vstack([self._vectors, fresh[new]])
         self._column_used = np.append(self._column_used, np.full(int(new.sum()), self._solved))
-        most = _MOST_COLUMNS * vectors.shape[0] * vectors.shape[1]
+        most = _MAX_COLUMNS * vectors.shape[0] * vectors.shape[1]
         if len(self._stage) > 2 * most:
             kept = np.sort(np.argsort(-self._column_used, kind="stable")[:most])
             self._stage, self._run = self._stage[kept], self._run[kept]

@@ -25,9 +25,9 @@ from .cut_regions import Region
 __all__ = ["RowSearch", "Selection", "TooManyStatesError"]
 
 #: States that a search holds at a time before it is given up.
-_MOST_STATES = 300_000
+_MAX_STATES = 300_000
 #: Steps of a descent before all states are spread.
-_MOST_STEPS = 300
+_MAX_STEPS = 300
 #: Ways on that are looked at in one go.
 _CHUNK = 1 << 17
 
@@ -261,7 +261,7 @@ class RowSearch:
         if stage == self.cut_graph.num_stages:
             return True
         self._states += 1
-        if self._states > _MOST_STEPS:
+        if self._states > _MAX_STEPS:
             raise TooManyStatesError
         failed = self._failed.setdefault((stage, unit, layout), _Failures(len(self._shared) + 2 * len(self._workers)))
         if failed.is_beaten(sums):
@@ -295,10 +295,10 @@ class RowSearch:
                         part = _States(new[mine], origin[mine] + begin, row[mine], (unit, layout))
                         parts.setdefault((key[0], key[1]), []).append(part)
                         total += len(mine)
-                if total > 4 * _MOST_STATES:
+                if total > 4 * _MAX_STATES:
                     raise TooManyStatesError
             level = {key: _States.joined(several) for key, several in parts.items()}
-            if sum(len(states.sums) for states in level.values()) > _MOST_STATES:
+            if sum(len(states.sums) for states in level.values()) > _MAX_STATES:
                 raise TooManyStatesError
         ends = [key for key in level if len(level[key].sums)]
         if not ends:

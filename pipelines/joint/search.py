@@ -38,7 +38,7 @@ __all__ = ["Explored", "Search", "explore"]
 #: Seconds that one setting may take, the first time and when others have had theirs.
 _SLICES_S = (0.5, 1.0, 4.0, 16.0, 1e9)
 #: What may be promised, beside the best plan, to be looked at early, and how many may in a row bring nothing.
-_PROMISING, _MOST_IN_VAIN = 1.05, 20
+_PROMISING, _MAX_IN_VAIN = 1.05, 20
 #: Cuts that are searched through at the first look, since a bound of all of them together seldom rules them out.
 _FEW_CUTS = 1_000_000
 #: Settings that are simulated before the best of them is looked at.
@@ -214,7 +214,7 @@ class Search:
         heapq.heapify(queue)
         simulated: list[tuple[float, int, _Open]] = []
         in_vain = 0
-        while not self.is_over and in_vain < _MOST_IN_VAIN:
+        while not self.is_over and in_vain < _MAX_IN_VAIN:
             fresh = 0
             while queue and queue[0][0] < _PROMISING * self.best_s and fresh < _FEW and not self.is_over:
                 promised_s, number, has_memory, one = heapq.heappop(queue)

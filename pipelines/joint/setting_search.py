@@ -49,13 +49,13 @@ _NEAR = 0.1
 #: The part of the best step within which a divided cut has to be for a quick search to make a plan of it.
 _WORTH = 0.97
 #: Units that a cut is improved by, and the nodes of graphs that are worth it.
-_MOST_MOVES, _MOST_NODES = 12, 2_000_000
+_MAX_MOVES, _MAX_NODES = 12, 2_000_000
 #: Long paths that are held at a time.
-_MOST_PATHS = 80
+_MAX_PATHS = 80
 #: Paths that rows are wanted by.
-_MOST_GUIDES = 5
+_MAX_GUIDES = 5
 #: Paths that a search for cuts is guided by.
-_MOST_BOUNDS = 60
+_MAX_BOUNDS = 60
 #: Sums of the same terms in another order differ by less: what is at the threshold is not below it.
 ROUNDING = 1 - 1e-12
 
@@ -257,8 +257,8 @@ class SettingSearch:
         self.relaxation.add_path(path)
         if not is_from_schedule:
             self.schedule_graph.remember(path)
-        if len(self.relaxation.paths) > _MOST_PATHS:
-            self.relaxation.forget(_MOST_PATHS // 2)
+        if len(self.relaxation.paths) > _MAX_PATHS:
+            self.relaxation.forget(_MAX_PATHS // 2)
         return True
 
     # ------------------------------------------------------------------------------------------------ all cuts together
@@ -381,7 +381,7 @@ class SettingSearch:
         (price,), mean = ascent.bound.prices, ascent.bound.weights
         grid = self.cut_graph.grid(mean, self._about_s())
         found = [ascent.bound, *(Bound(mean, (one,)) for one in (*grid, price / 2, 2 * price))]
-        return found + [Bound(path) for path in self.relaxation.latest(_MOST_BOUNDS)]
+        return found + [Bound(path) for path in self.relaxation.latest(_MAX_BOUNDS)]
 
     # ------------------------------------------------------------------------------------------------------ row by row
 
@@ -403,7 +403,7 @@ class SettingSearch:
         The rows are those that can be of use, worked out stage by stage, where a second counts most first, until that is enough.
         """
         cut_graph = self.cut_graph.again()
-        bounds = [ascent.bound, *(Bound(path) for path in self.relaxation.latest(_MOST_GUIDES))]
+        bounds = [ascent.bound, *(Bound(path) for path in self.relaxation.latest(_MAX_GUIDES))]
         ways = RowSearch(cut_graph, Region.only(cut), self.threshold * ROUNDING, self._check)
         for bound in bounds:
             ways.add(bound)
@@ -473,11 +473,11 @@ class SettingSearch:
         """A cut from which no unit that goes from one stage to another makes the step shorter; of many stages to the next one."""
         stages = self.cut_graph.num_stages
         pairs = [(giver, taker) for giver in range(stages) for taker in range(stages) if giver != taker]
-        if len(pairs) * self.graph.num_nodes > _MOST_NODES:
+        if len(pairs) * self.graph.num_nodes > _MAX_NODES:
             pairs = [(giver, taker) for giver, taker in pairs if abs(giver - taker) == 1]
         best_s = float(self.graph.steps(self._unit_times([cut], vectors))[0])
         sizes = np.array([stop - first for first, stop in cut])
-        for _ in range(max(1, min(_MOST_MOVES, 4 * _MOST_NODES // (len(pairs) * self.graph.num_nodes + 1)))):
+        for _ in range(max(1, min(_MAX_MOVES, 4 * _MAX_NODES // (len(pairs) * self.graph.num_nodes + 1)))):
             units = np.eye(stages, dtype=int)
             moved = [sizes - units[giver] + units[taker] for giver, taker in pairs if sizes[giver] > 1]
             if not moved:
@@ -512,7 +512,7 @@ class SettingSearch:
         parts = terms.of_stages
         weights = np.maximum(np.column_stack([path[part] for part in parts]), 1e-3)
         steps = None
-        if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < _MOST_NODES // 10:
+        if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < _MAX_NODES // 10:
             steps = self.graph.steps
         found = fitting_rows(cut_graph, cut, weights, self._about_s(), steps)
         if found is None:

@@ -22,12 +22,12 @@ from collections.abc import Iterator
 
 from .configuration import PipelineSchedule
 
-__all__ = ["MOST_PASSES", "schedules"]
+__all__ = ["MAX_PASSES", "schedules"]
 
 _PIPELINES = (2, 4)
 _GROUPS = (2, 4)
 #: Passes of a micro-batch through a stage beyond which a schedule is not worth its simulation (the generators' own limit).
-MOST_PASSES = 2**17
+MAX_PASSES = 2**17
 
 
 def schedules(
@@ -45,7 +45,7 @@ def schedules(
     for spec in _schedules(num_workers, num_micro_batches, stale):
         if spec.num_pipelines > 1 and not equal:
             continue
-        if spec.num_stages <= num_units and spec.num_stages * num_micro_batches <= MOST_PASSES:
+        if spec.num_stages <= num_units and spec.num_stages * num_micro_batches <= MAX_PASSES:
             yield spec
 
 

@@ -92,10 +92,10 @@ class StageTable:
     def sides(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """The class of the entry's layout (-1 where it reads the data) and of the exit's, for rows of options."""
         variables = self.phases.variables
-        exits = variables[self.exit].offer.layouts[1][choices[:, self.exit]]
+        exits = variables[self.exit].option_set.layouts[1][choices[:, self.exit]]
         if self.entry is None:
             return np.full(len(choices), -1), exits
-        return variables[self.entry].offer.layouts[1][choices[:, self.entry]], exits
+        return variables[self.entry].option_set.layouts[1][choices[:, self.entry]], exits
 
 
 class StageTables:
@@ -122,12 +122,14 @@ class StageTables:
         """A book that all others share their prices with."""
         return self._book(self.graph(0, 1), False, None)
 
-    def _book(self, stage: StageGraph, layers_again: bool, like: PriceBook | None) -> PriceBook:
+    def _book(self, stage: StageGraph, layers_again: bool, share_with: PriceBook | None) -> PriceBook:
         workload = replace(self.workload, recompute=layers_again)
         among = None
         if self.pricing.names:
             among = frozenset(strategy for one in self.members(stage) for strategy in one.strategies.values())
-        return PriceBook(stage.graph, self.devices, workload, self.pricing.untied, self.pricing.summa, like, among)
+        return PriceBook(
+            stage.graph, self.devices, workload, self.pricing.untied, self.pricing.summa, share_with, among
+        )
 
     def members(self, stage: StageGraph) -> tuple[Baseline, ...]:
         """The baselines of a stage that are on offer."""
@@ -187,15 +189,15 @@ class StageTables:
         # Nothing follows the last stage.  (One variable may be both sides.)
         sides = (entry, None if stop == self.chain.num_units else exit_)
         keyed = dict.fromkeys(place for place in sides if place is not None)
-        keys = tuple((place, phases.variables[place].offer.layouts[1]) for place in keyed)
+        keys = tuple((place, phases.variables[place].option_set.layouts[1]) for place in keyed)
         return StageTable(
             stage,
             phases,
             VectorTable(sums, buffers, edges, keys),
             entry,
             exit_,
-            () if entry is None else phases.variables[entry].offer.layouts[0],
-            phases.variables[exit_].offer.layouts[0],
+            () if entry is None else phases.variables[entry].option_set.layouts[0],
+            phases.variables[exit_].option_set.layouts[0],
         )
 
     def _shared_bytes(self, stage: StageGraph, variable: Variable) -> list[np.ndarray]:
@@ -215,7 +217,7 @@ class StageTables:
         total = np.zeros(len(variable.options))
         for name in variable.layers:
             layer = stage.graph[name]
-            key = (layer.signature(), name in variable.swapped, variable.offer, replicas)
+            key = (layer.signature(), name in variable.swapped, variable.option_set, replicas)
             if key not in self._replicated:
                 link = self.cluster.links[1 if replicas.share_nodes else 0]
                 options = [variable.strategy(name, option) for option in range(len(total))]

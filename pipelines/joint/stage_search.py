@@ -22,7 +22,7 @@ import numpy as np
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.table import ByClass
+from autoddl.costmodel.table import ClassCosts
 from autoddl.costmodel.workload import Workload
 from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, VectorTable, front, least, least_choices
 
@@ -37,16 +37,16 @@ __all__ = [
     "RowFilter",
     "StageDemand",
     "StageFront",
-    "Stages",
+    "StageSearch",
     "megatron_stages",
     "replicated_stages",
 ]
 
 
 #: Rows of a front, and of one that looks for the cheapest row alone, beyond which it is given up.
-_MOST_ROWS, _MOST_PARTS = 8_000, 100_000
+_MAX_ROWS, _MAX_PARTS = 8_000, 100_000
 #: Within which part of the least a good row is looked for at first, and how that grows.
-_FIRST_SLACK, _SLACK_GROWTH, _MOST_SLACK = 1e-4, 8.0, 3.0
+_FIRST_SLACK, _SLACK_GROWTH, _MAX_SLACK = 1e-4, 8.0, 3.0
 
 
 @dataclass(frozen=True)
@@ -133,12 +133,12 @@ def joined(parts: Sequence[StageFront]) -> StageFront:
     return StageFront(times, memory, buffer, column("shared"), column("entry"), column("exit"), origin)
 
 
-class Stages:
+class StageSearch:
     """All stages of one model on one rectangle of devices.
 
     Args:
         workload: batch, precision and optimizer.
-        like: others of the same, whose prices these may share.
+        share_with: others of the same, whose prices these may share.
         stop: when it is requested, what is being worked out is given up by StopRequestedError.
     """
 
@@ -149,12 +149,14 @@ class Stages:
         cluster: Cluster,
         workload: Workload,
         pricing: Pricing,
-        like: Stages | None = None,
+        share_with: StageSearch | None = None,
         stop: Stop | None = None,
     ):
         self.chain, self.mesh, self.stop = chain, mesh, stop or Stop()
-        self.tables: StageTables = like.tables if like else StageTables(chain, mesh, cluster, workload, pricing)
-        self.units: UnitBounds = like.units if like else UnitBounds(chain, self.tables)
+        self.tables: StageTables = (
+            share_with.tables if share_with else StageTables(chain, mesh, cluster, workload, pricing)
+        )
+        self.units: UnitBounds = share_with.units if share_with else UnitBounds(chain, self.tables)
         self._projected: dict[object, VectorTable] = {}
         self._hulls: dict[object, StageFront | None] = {}
         self.num_searches = 0
@@ -208,7 +210,7 @@ class Stages:
         self, found: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
     ) -> Front:
         """What is worth considering of a table with memory."""
-        return front(table, guides, (3, limit), self.stop, _MOST_ROWS, is_shared)
+        return front(table, guides, (3, limit), self.stop, _MAX_ROWS, is_shared)
 
     def cheapest(
         self,
@@ -245,13 +247,13 @@ class Stages:
             while bound < most and math.isfinite(bound):
                 threshold = min(bound * (1 + slack) + 1e-15, most)
                 guides = [Guide((1.0, 0.0), threshold), Guide((1.0, dual), threshold + dual * room)]
-                chosen = front(table, guides, (1, room), self.stop, _MOST_PARTS)
+                chosen = front(table, guides, (1, room), self.stop, _MAX_PARTS)
                 if len(chosen):
                     row = int(chosen.sums[:, 0].argmin())
                     choice = chosen.choices[row : row + 1]
                     sums, sizes = self._with_memory(found, counts).evaluate(choice)
                     return float(chosen.sums[row, 0]), _rows(found, way, choice, sums, sizes, constant)
-                if threshold >= most or slack > _MOST_SLACK:
+                if threshold >= most or slack > _MAX_SLACK:
                     break
                 slack *= _SLACK_GROWTH
         except TooManyError:
@@ -314,7 +316,7 @@ class Stages:
         table = self._scalar(found, way, (0.0, 0.0, 0.0, 0.0), counts)
         if not has_buffer:
             return float(least(table, np.array([[0.0, 1.0]]))[0]) + constant
-        chosen = front(table, (), (1, math.inf), self.stop, _MOST_PARTS, is_shared=True)
+        chosen = front(table, (), (1, math.inf), self.stop, _MAX_PARTS, is_shared=True)
         return float((chosen.sums[:, 1] + chosen.sizes).min(initial=math.inf)) + constant
 
     def _scalar(self, found: StageTable, way: str, weights: tuple[float, ...], counts: np.ndarray) -> VectorTable:
@@ -328,8 +330,10 @@ class Stages:
             edges = []
             for edge in table.edges:
                 (_, there), (_, back) = edge.parts
-                between = seconds[0] * there.between + seconds[1] * back.between
-                edges.append(VectorEdge(edge.source, edge.target, ((0, ByClass(between, there.rows, there.columns)),)))
+                between = seconds[0] * there.class_costs + seconds[1] * back.class_costs
+                edges.append(
+                    VectorEdge(edge.source, edge.target, ((0, ClassCosts(between, there.rows, there.columns)),))
+                )
             self._projected[key] = VectorTable(sums, table.sizes, tuple(edges))
         return self._projected[key]
 
@@ -367,7 +371,7 @@ def _rows(
     )
 
 
-class FixedStages(Stages):
+class FixedStages(StageSearch):
     """Stages as experts run them: all layers follow one rule, the members of the named baselines."""
 
     def __init__(
@@ -377,7 +381,7 @@ class FixedStages(Stages):
         cluster: Cluster,
         workload: Workload,
         pricing: Pricing,
-        like: Stages | None = None,
+        share_with: StageSearch | None = None,
         stop: Stop | None = None,
         *,
         names: tuple[str, ...],
@@ -432,7 +436,7 @@ class FixedStages(Stages):
             choice = []
             for variable in found.phases.variables:
                 wanted = {member.strategies[name] for name in variable.layers if name not in variable.swapped}
-                option = variable.offer.index.get(next(iter(wanted))) if len(wanted) == 1 else None
+                option = variable.option_set.index.get(next(iter(wanted))) if len(wanted) == 1 else None
                 if option is None:
                     break
                 if any(variable.strategy(name, option) != member.strategies[name] for name in variable.swapped):
@@ -442,7 +446,7 @@ class FixedStages(Stages):
                 yield choice
 
 
-MakeStages = Callable[..., Stages]
+MakeStages = Callable[..., StageSearch]
 
 #: Megatron's tensor parallelism, down to pure data parallelism.
 megatron_stages: MakeStages = partial(FixedStages, names=("megatron", "data parallel"))

@@ -117,7 +117,7 @@ class UnitBounds:
                 gradient = each.gradient if replicas.count == 1 else self.tables.replicated(stage, variable, replicas)
                 fixed.append(np.stack([each.forward[0], each.backward[0], gradient, each.state, none]))
                 slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept]))
-                p0.append(each.offer.p0)
+                p0.append(each.option_set.p0)
         # Those that another one which cuts the samples as often is nowhere above, at any micro-batch.
         layer, cuts = np.repeat(np.arange(len(p0)), [len(one) for one in p0]), np.concatenate(p0)
         both = np.concatenate([np.concatenate(fixed, axis=1), np.concatenate(slope, axis=1)])

@@ -38,7 +38,7 @@ __all__ = ["DapplePlan", "DappleResult", "PlacedStage", "evaluate", "plan_dapple
 #: Candidates are kept up to this relative excess over the best estimate, since the simulation may rank them differently.
 SLACK = 0.05
 #: Upper bound of the number of simulated candidates.
-MOST_SIMULATED = 48
+MAX_SIMULATED = 48
 #: Relative gap between estimate and simulation above which plans with memory for a full warm-up are searched for as well.
 GAP = 0.1
 
@@ -381,7 +381,7 @@ def _ranked(
     """
     plans: list[DapplePlan] = []
     for candidate in candidates:
-        if candidate.latency_s >= best or len(plans) == MOST_SIMULATED or (plans and clock.stop.is_requested):
+        if candidate.latency_s >= best or len(plans) == MAX_SIMULATED or (plans and clock.stop.is_requested):
             break
         plans.append(simulations.plan(candidate))
         best = min(best, plans[-1].simulated_s)

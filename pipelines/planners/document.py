@@ -21,7 +21,7 @@ from .wpipe import WPipeConfiguration, WPipeResult
 __all__ = ["Result", "document_of"]
 
 Result = Union[DappleResult, ChimeraResult, WPipeResult]
-MOST_ALTERNATIVES = 10
+MAX_ALTERNATIVES = 10
 
 
 def document_of(result: Result, workload: ProfiledWorkload, is_interrupted: bool = False) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def _dapple(result: DappleResult, workload: ProfiledWorkload) -> dict[str, Any]:
         "speedup_over_dp": result.speedup_over_dp,
         "memory_bytes": max(stage.memory_bytes for stage in plan.stages),
         "corrected_latency_s": plan.corrected_latency_s,
-        "alternatives": [_dapple_row(other) for other in result.simulated[1 : MOST_ALTERNATIVES + 1]],
+        "alternatives": [_dapple_row(other) for other in result.simulated[1 : MAX_ALTERNATIVES + 1]],
     }
 
 
@@ -147,7 +147,7 @@ def _row(plan: ChimeraConfiguration | WPipeConfiguration) -> dict[str, Any]:
 
 def _ranked(rows: list[dict[str, Any]]) -> dict[str, Any]:
     """The best plan's row, with the next ones as its alternatives."""
-    return {**rows[0], "alternatives": rows[1 : MOST_ALTERNATIVES + 1]}
+    return {**rows[0], "alternatives": rows[1 : MAX_ALTERNATIVES + 1]}
 
 
 def _stages(

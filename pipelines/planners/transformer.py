@@ -16,7 +16,7 @@ An embedding (tokens and positions) comes before the layers, and a head (an unti
 from __future__ import annotations
 
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.limits import MOST_PROFILE_LAYERS
+from autoddl.costmodel.limits import MAX_PROFILE_LAYERS
 
 from ..profile import Profile, ProfiledLayer
 from .workload import PlannerError
@@ -60,8 +60,8 @@ def transformer_profile(
     ):
         if value < 1:
             raise PlannerError(f"{what} of a transformer is {value}, should be at least 1")
-    if num_layers + 2 > MOST_PROFILE_LAYERS:  # with the embedding and the head
-        raise PlannerError(f"layers of a transformer are {num_layers:,}, should be at most {MOST_PROFILE_LAYERS - 2:,}")
+    if num_layers + 2 > MAX_PROFILE_LAYERS:  # with the embedding and the head
+        raise PlannerError(f"layers of a transformer are {num_layers:,}, should be at most {MAX_PROFILE_LAYERS - 2:,}")
     precision = cluster.default_precision
     itemsize = 2 if precision == "mixed" else 4
     heads = heads or max(1, hidden // 64)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Connection", "connections", "port_of"]
+__all__ = ["Socket", "connections", "port_of"]
 
 
-class Connection(NamedTuple):
+class Socket(NamedTuple):
     """A socket of a network namespace.
 
     Attributes:
@@ -26,15 +26,15 @@ class Connection(NamedTuple):
     is_established: bool
 
 
-def connections(pid: int | str = "self") -> Iterator[Connection]:
+def connections(pid: int | str = "self") -> Iterator[Socket]:
     """All in the network namespace of a process; none where it is gone."""
     for table in ("tcp", "tcp6"):
         with contextlib.suppress(OSError):
             for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
                 _, here, there, state, *fields = line.split()
-                yield Connection(here, there, fields[5], state == "0A", state == "01")
+                yield Socket(here, there, fields[5], state == "0A", state == "01")
 
 
 def port_of(address: str) -> int:
-    """The port of an address of a `Connection`."""
+    """The port of an address of a `Socket`."""
     return int(address.rpartition(":")[2], 16)

@@ -30,7 +30,7 @@ from .messages import write_message
 __all__ = ["keep"]
 
 _END_SECONDS = 5.0  # how long killed processes may take to exit
-_CHECKS_PER_TIMEOUT, _MOST_TICK_SECONDS = 4, 60.0
+_CHECKS_PER_TIMEOUT, _MAX_TICK_SECONDS = 4, 60.0
 # Signals that a terminal or a scheduler sends to all processes are handled by the launcher.
 _IGNORED = (
     signal.SIGINT,
@@ -82,7 +82,7 @@ class _Keeper:
         poll = select.poll()
         poll.register(self._read_fd, 0)  # only POLLHUP and POLLERR, which are always reported
         poll.register(self._woken, select.POLLIN)
-        tick = None if self._timeout_s == 0 else 1000 * min(self._timeout_s / _CHECKS_PER_TIMEOUT, _MOST_TICK_SECONDS)
+        tick = None if self._timeout_s == 0 else 1000 * min(self._timeout_s / _CHECKS_PER_TIMEOUT, _MAX_TICK_SECONDS)
         while True:
             status = self._reap()
             if status is not None:

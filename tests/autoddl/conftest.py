@@ -15,7 +15,7 @@ from autoddl.__main__ import main
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.pipelines.joint.result import unpipelined
 from autoddl.pipelines.runtime.launcher import RankPool
-from autoddl.planfile import Plan, plan_document, save_plan
+from autoddl.planfile import PlanFile, plan_document, save_plan
 from autoddl.search.planner import Options, make_plan
 from autoddl.zoo import gpt, resolve_model
 
@@ -146,6 +146,6 @@ def plan_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 @pytest.fixture(scope="session")
-def pipeline_plan() -> Plan:
+def pipeline_plan() -> PlanFile:
     """A plan of two stages."""
     return staged_plan([(0, 2, "none"), (2, 4, "stage")], 2)

@@ -11,7 +11,7 @@ from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedul
 from autoddl.pipelines.joint.evaluation import evaluate
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.partition import chain_of
-from autoddl.planfile import Plan
+from autoddl.planfile import PlanFile
 from autoddl.search import solve
 from autoddl.zoo import resolve_model
 
@@ -33,7 +33,7 @@ def staged_plan(
     nodes: int = 1,
     num: int = 4,
     schedule: PipelineSchedule | None = None,
-) -> Plan:
+) -> PlanFile:
     """A plan of stages (first unit, the one behind the last, recomputation) of so many devices on nodes of 4 devices."""
     graph, cluster = resolve_model(model), load_cluster("dgx-a100").resized(nodes, 4)
     chain, mesh, workload = chain_of(graph), StageMesh(1, devices), Workload(4 * num, 4, "mixed", "adam")
@@ -47,8 +47,8 @@ def staged_plan(
     strategies = {layer.layer.name: layer.strategy for layer in evaluation.layers}
     figures = ("step_s", "compute_s", "communication_s", "sent_bytes", "memory_bytes")
     document = {name: getattr(evaluation, name) for name in figures}
-    return Plan(graph, cluster, workload, strategies, document, evaluation)
+    return PlanFile(graph, cluster, workload, strategies, document, evaluation)
 
 
-def renamed(plan: Plan, name: str, notes: tuple[str, ...] = ()) -> Plan:
+def renamed(plan: PlanFile, name: str, notes: tuple[str, ...] = ()) -> PlanFile:
     return replace(plan, graph=replace(plan.graph, name=name, notes=notes))

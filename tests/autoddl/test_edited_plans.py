@@ -25,7 +25,7 @@ from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.result import unpipelined
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.plandocument import NOT_CLAIMED, sealed
-from autoddl.planfile import Plan, assessment_of, plan_document, plan_from_document
+from autoddl.planfile import PlanFile, assessment_of, plan_document, plan_from_document
 from autoddl.report import report_page
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.difference import difference_text
@@ -158,7 +158,7 @@ def document(request) -> Document:
     return json.loads(json.dumps(PLANS[request.param]()))
 
 
-def loaded(document: Document, edited: bool = False) -> Plan:
+def loaded(document: Document, edited: bool = False) -> PlanFile:
     return plan_from_document(Fields(document, "plan"), "plan", edited)
 
 

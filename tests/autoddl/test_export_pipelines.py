@@ -17,7 +17,7 @@ from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.export import export
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.schedule import Kind, parse_task
-from autoddl.planfile import Plan, unpipelined_plan
+from autoddl.planfile import PlanFile, unpipelined_plan
 
 from .export_plans import staged_plan
 
@@ -32,7 +32,7 @@ def instructions_of(text: str) -> list[list[str]]:
     return [words.split() for words in ast.literal_eval(found)]
 
 
-def check_that_they_get_through(plan: Plan, programs: list[list[str]]) -> None:
+def check_that_they_get_through(plan: PlanFile, programs: list[list[str]]) -> None:
     """With messages that block both ends, and sums that block all; no task is before what it needs, and each is there once."""
     schedule = plan.evaluation.schedule
     holders = [{replica.worker for replica in schedule.replicas_of(s)} for s in range(schedule.num_stages)]

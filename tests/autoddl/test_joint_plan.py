@@ -30,7 +30,7 @@ from autoddl.pipelines.joint import (
 from autoddl.pipelines.joint.meshes import Division, has_all_divisions, stage_meshes, uneven_divisions
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.stage_cost import Pricing, Replicas
-from autoddl.pipelines.joint.stage_search import Passes, RowFilter, StageDemand, Stages
+from autoddl.pipelines.joint.stage_search import Passes, RowFilter, StageDemand, StageSearch
 from autoddl.pipelines.planners import Clock
 from autoddl.pipelines.runtime.pipeline.stage_traffic import stage_traffic
 from autoddl.pipelines.runtime.stage.plan import StagePlan
@@ -281,7 +281,7 @@ def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, ne
     """Times, bytes and layouts of every way on offer, against the assessment of its strategies."""
     workload, mesh = Workload(8, size, "mixed", "adam", way == "layers"), StageMesh(1, 2)
     chain, devices = chain_of(UNTIED), mesh.devices(MACHINE)
-    stages = Stages(chain, mesh, MACHINE, workload, Pricing())
+    stages = StageSearch(chain, mesh, MACHINE, workload, Pricing())
     rows = stages.rows(first, stop, way, Passes(size, size, Replicas()), need, EVERYTHING, 1e9)
     assert rows is not None and len(rows) > 1
     stage = chain.stage(first, stop)
@@ -306,7 +306,7 @@ def test_rows_of_a_stage_are_those_of_the_layer_graph(way, size, first, stop, ne
 
 def test_a_stage_takes_the_best_that_fits():
     mesh, workload = StageMesh(1, 2), Workload(8, 8, "mixed", "adam")
-    stages = Stages(chain_of(UNTIED), mesh, MACHINE, workload, Pricing())
+    stages = StageSearch(chain_of(UNTIED), mesh, MACHINE, workload, Pricing())
     passes, need, weights = Passes(8, 8, Replicas()), StageDemand(4.0, 1), (4.0, 4.0, 4.0, 1.0)
 
     def best(way, limit, most=inf):

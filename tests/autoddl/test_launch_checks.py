@@ -385,7 +385,7 @@ def test_sending_never_waits_for_the_reader():
 
 @pytest.mark.skipif(sys.platform != "linux", reason="ranks run on Linux")
 def test_output_that_nobody_reads_is_bounded(monkeypatch):
-    monkeypatch.setattr(supervisor, "_MOST_UNREAD_BYTES", 1000)
+    monkeypatch.setattr(supervisor, "_MAX_UNREAD_BYTES", 1000)
     log = supervisor._LogTail()
     log.path.write_text("a" * 500 + "b" * 1000)
     assert log.read(False) == "\n[autoddl: 500 bytes of output are omitted: they were not read in time]\n" + "b" * 1000

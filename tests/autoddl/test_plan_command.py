@@ -17,7 +17,7 @@ import pytest
 from autoddl.__main__ import main
 from autoddl.costmodel.distribution import Distribution
 from autoddl.costmodel.errors import UserError
-from autoddl.planfile import Plan, assessment_of, load_plan
+from autoddl.planfile import PlanFile, assessment_of, load_plan
 from autoddl.search import METHODS
 from autoddl.zoo import Transformer, gpt, mlp
 
@@ -444,7 +444,7 @@ def test_as_a_process(tmp_path):
 def test_plans_round_trip(small_plan):
     plan = load_plan(small_plan)
     document = json.loads(small_plan.read_text())
-    assert isinstance(plan, Plan) and plan.document == document
+    assert isinstance(plan, PlanFile) and plan.document == document
     assert plan.graph.hash == document["graph_hash"] and plan.cluster.hash == document["cluster_hash"]
     assert assessment_of(plan).step_s == pytest.approx(document["step_s"], rel=1e-12)
     plan.check_graph(gpt(Transformer("other name", 2, 64, 4, 32, 256)))

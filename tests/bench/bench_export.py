@@ -24,7 +24,7 @@ from autoddl.pipelines.joint.evaluation import evaluate
 from autoddl.pipelines.joint.meshes import StageMesh
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.runtime.launcher import RankPool
-from autoddl.planfile import Plan, unpipelined_plan
+from autoddl.planfile import PlanFile, unpipelined_plan
 from autoddl.text.tables import Column, Table
 from autoddl.zoo import Transformer
 from autoddl.zoo.builtin import BuiltIn
@@ -46,7 +46,7 @@ class Case:
     name: str
     job: str
     origin: BuiltIn | str
-    plan: Plan
+    plan: PlanFile
 
 
 def cases() -> Iterator[Case]:
@@ -68,7 +68,7 @@ def cases() -> Iterator[Case]:
     yield Case("GPT in a pipeline of 2 stages", "run_pipeline", GPT, pipelined())
 
 
-def plan_of(graph, strategies: Mapping[str, Strategy], batch: int, micro_batch: int = 8) -> Plan:
+def plan_of(graph, strategies: Mapping[str, Strategy], batch: int, micro_batch: int = 8) -> PlanFile:
     ranks = next(iter(strategies.values())).num_devices
     workload = Workload(batch, micro_batch, "float32", "sgd")
     return unpipelined_plan(graph, cluster(ranks), workload, strategies)
@@ -78,7 +78,7 @@ def cluster(ranks: int):
     return load_cluster("dgx-a100").resized(1, ranks)
 
 
-def pipelined() -> Plan:
+def pipelined() -> PlanFile:
     """One rank a stage, four micro-batches of four."""
     graph, mesh = GPT.graph(), StageMesh(1, 1)
     schedule, workload = PipelineSchedule("1f1b", 2, 4, (("policy", "A"),)), Workload(16, 4, "float32", "sgd")
@@ -89,7 +89,7 @@ def pipelined() -> Plan:
         for first, stop in cuts
     ]
     evaluation = evaluate(chain, cluster(2), Configuration(mesh, schedule, workload, tuple(stages)))
-    return Plan(graph, cluster(2), workload, {f.layer.name: f.strategy for f in evaluation.layers}, {}, evaluation)
+    return PlanFile(graph, cluster(2), workload, {f.layer.name: f.strategy for f in evaluation.layers}, {}, evaluation)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
-from autoddl.planfile import Plan
+from autoddl.planfile import PlanFile
 from autoddl.staging import planned_model
 from autoddl.verification.rank_job import build_module, make_batch
 from autoddl.zoo.builtin import BuiltIn
@@ -44,7 +44,7 @@ def norms() -> tuple[Any, tuple[Any, Any]]:
     return Norms(), (flow.randn(8, 256, 256), flow.randint(0, 8, (8, 256)))
 
 
-def run_users(function: str, plan: Plan, file: str, repeats: int, clock: str) -> Seconds:
+def run_users(function: str, plan: PlanFile, file: str, repeats: int, clock: str) -> Seconds:
     """A function of this file makes the model."""
     module, examples = globals()[function]()
     batch = [example.numpy() for example in examples]
@@ -54,14 +54,14 @@ def run_users(function: str, plan: Plan, file: str, repeats: int, clock: str) ->
     return _measured(applied, exported, model, batch, repeats, clock)
 
 
-def run_built_in(built_in: BuiltIn, plan: Plan, file: str, repeats: int, clock: str) -> Seconds:
+def run_built_in(built_in: BuiltIn, plan: PlanFile, file: str, repeats: int, clock: str) -> Seconds:
     exported = _module_of(file)
     applied = AppliedModule(initialize(build_module(built_in), 0), plan.graph, plan.strategies, plan.workload)
     batch = make_batch(built_in, plan.workload.batch, np.random.default_rng(0))
     return _measured(applied, exported, exported.build(0), batch, repeats, clock)
 
 
-def run_pipeline(built_in: BuiltIn, plan: Plan, file: str, repeats: int, clock: str) -> Seconds:
+def run_pipeline(built_in: BuiltIn, plan: PlanFile, file: str, repeats: int, clock: str) -> Seconds:
     """Whole runs of the schedule, each one step."""
     module = initialize(build_module(built_in), 0)
     inputs, targets = make_batch(built_in, plan.workload.micro_batch, np.random.default_rng(0))

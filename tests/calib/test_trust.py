@@ -10,7 +10,7 @@ import pytest
 
 from autoddl.calib.clusterfile import calibrated_document, fit_samples
 from autoddl.calib.stageusage import usage_of_step
-from autoddl.calib.trust import Candidate, Usage, costs_of, drawn_cluster, outside_notes, trust
+from autoddl.calib.trust import RivalPlan, Usage, costs_of, drawn_cluster, outside_notes, trust
 from autoddl.costmodel.assessment import assess
 from autoddl.costmodel.calibration import Calibration, Coverage, Replicates
 from autoddl.costmodel.cluster import Cluster, from_document, load_cluster
@@ -48,11 +48,11 @@ def cluster_with(**slowness: list[float]) -> Cluster:
     return replace(load_cluster("local-cpu"), calibration=calibration)
 
 
-def candidate(name: str, **sent: float) -> Candidate:
+def candidate(name: str, **sent: float) -> RivalPlan:
     """A plan that sends so many bytes with each collective over 4 ranks."""
     which = {"gather": GATHER, "reduce": REDUCE}
     rings = {("intra-node", which[n], 4): (3.0, nbytes, nbytes) for n, nbytes in sent.items()}
-    return Candidate(name, Usage(rings, {key: {value[2]: 1.0} for key, value in rings.items()}))
+    return RivalPlan(name, Usage(rings, {key: {value[2]: 1.0} for key, value in rings.items()}))
 
 
 def test_probability_and_regret_by_hand():

@@ -10,23 +10,23 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.costmodel.table import ByClass, CostTable, Edge
+from autoddl.costmodel.table import ClassCosts, CostTable, Edge
 
 
 @st.composite
-def by_class(draw: st.DrawFn) -> ByClass:
+def by_class(draw: st.DrawFn) -> ClassCosts:
     """Any number of options of any number of classes, which may have none."""
     shape = draw(st.tuples(st.integers(1, 5), st.integers(1, 5)))
     values = st.one_of(st.floats(0, 1e3), st.just(math.inf))
     between = np.array(draw(st.lists(values, min_size=shape[0] * shape[1], max_size=shape[0] * shape[1])))
     rows, columns = (draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=12)) for n in shape)
-    return ByClass(between.reshape(shape), np.array(rows), np.array(columns))
+    return ClassCosts(between.reshape(shape), np.array(rows), np.array(columns))
 
 
 @given(by_class())
 @settings(max_examples=40, deadline=None)
-def test_classes_are_the_matrix_that_they_stand_for(costs: ByClass) -> None:
-    expected = np.array([[costs.between[row, column] for column in costs.columns] for row in costs.rows])
+def test_classes_are_the_matrix_that_they_stand_for(costs: ClassCosts) -> None:
+    expected = np.array([[costs.class_costs[row, column] for column in costs.columns] for row in costs.rows])
     assert np.array_equal(costs.matrix, expected)
     edge, plain = Edge(0, 1, costs), Edge(0, 1, expected)
     assert edge.shape == plain.shape == expected.shape
@@ -52,8 +52,8 @@ def test_an_assignment_costs_the_exact_sum(seed: int, num: int, shared: bool) ->
     for i in range(num):
         for j in range(i + 1, num):
             if rng.random() < 0.6:
-                classes = ByClass(between, rows, columns)
-                whole = ByClass(rng.random((2, 2)), rng.integers(0, 2, options[i]), rng.integers(0, 2, options[j]))
+                classes = ClassCosts(between, rows, columns)
+                whole = ClassCosts(rng.random((2, 2)), rng.integers(0, 2, options[i]), rng.integers(0, 2, options[j]))
                 edges.append(Edge(i, j, classes if shared else whole if rng.random() < 0.5 else whole.matrix))
     names = tuple(f"v{i}" for i in range(num))
     table = CostTable(names, tuple(cost), tuple(memory), tuple(buffer), tuple(edges))
@@ -70,7 +70,7 @@ def test_an_assignment_costs_the_exact_sum(seed: int, num: int, shared: bool) ->
 
 
 def test_an_impossible_pair_costs_infinitely_much() -> None:
-    forbidden = ByClass(np.array([[0.0, math.inf]]), np.zeros(2, dtype=int), np.array([0, 1]))
+    forbidden = ClassCosts(np.array([[0.0, math.inf]]), np.zeros(2, dtype=int), np.array([0, 1]))
     pair = (np.ones(2), np.ones(2))
     table = CostTable(("a", "b"), pair, pair, pair, (Edge(0, 1, forbidden),))
     assert table.evaluate((1, 0)) == 2.0

@@ -7,7 +7,7 @@ import re
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autoddl.costmodel.units import MOST_RUNS, MOST_VALUES, abridged, format_memory_limit, format_ranges, format_values
+from autoddl.costmodel.units import MAX_RUNS, MAX_VALUES, abridged, format_memory_limit, format_ranges, format_values
 
 
 def test_runs_of_numbers_are_joined() -> None:
@@ -31,7 +31,7 @@ def read_ranges(text: str) -> list[int]:
 def test_ranges_read_back(numbers: set[int]) -> None:
     text = format_ranges(sorted(numbers))
     if "..." in text:
-        assert text.count(", ") == MOST_RUNS - 1 and text.endswith(f"{max(numbers)}")
+        assert text.count(", ") == MAX_RUNS - 1 and text.endswith(f"{max(numbers)}")
     else:
         assert read_ranges(text) == sorted(numbers)
 
@@ -54,7 +54,7 @@ def test_values_of_many_workers_are_short() -> None:
     assert format_values([1, 2.5, 2.5]) == "1 2.5 2.5"
     assert format_values([4] * 1022 + [2, 1]) == "4 (1,022 times) 2 1"
     words = format_values(range(2048, 0, -1)).split()
-    assert len(words) == MOST_VALUES and words[:2] == ["2048", "2047"] and words[-2:] == ["...", "1"]
+    assert len(words) == MAX_VALUES and words[:2] == ["2048", "2047"] and words[-2:] == ["...", "1"]
     assert abridged(["0", "2", "4"], 3) == ["0", "2", "4"]
 
 

@@ -240,9 +240,9 @@ def test_hostfiles(text, says, tmp_path):
 
 def test_a_hostfile_of_many_hosts_is_read_in_linear_time(tmp_path):
     path = tmp_path / "hosts"
-    path.write_text("".join(f"h{i} slots=8\n" for i in range(limits.MOST_HOSTS)))
+    path.write_text("".join(f"h{i} slots=8\n" for i in range(limits.MAX_HOSTS)))
     begin = time.process_time()
-    assert len(read_hostfile(path)) == limits.MOST_HOSTS
+    assert len(read_hostfile(path)) == limits.MAX_HOSTS
     assert time.process_time() - begin < 5
 
 
@@ -274,7 +274,7 @@ def test_lists_of_nodes(text, says):
 
 
 def test_a_list_of_the_most_nodes_is_expanded():
-    assert len(expand_nodelist("n[00000-65535]")) == limits.MOST_HOSTS
+    assert len(expand_nodelist("n[00000-65535]")) == limits.MAX_HOSTS
     assert expand_nodelist("n[1-2]x[01,3]-y") == ["n1x01-y", "n1x3-y", "n2x01-y", "n2x3-y"]
 
 
@@ -318,7 +318,7 @@ def test_variables_of_launchers(changes, says):
 def test_large_files(tmp_path, capsys):
     large = tmp_path / "large.json"
     with large.open("wb") as file:
-        file.truncate(limits.MOST_FILE_BYTES + 1)
+        file.truncate(limits.MAX_FILE_BYTES + 1)
     for path in ("/dev/zero", str(large)):
         assert "it has more than 67,108,864 bytes" in refused(capsys, "plan", "mlp:8,8", "--cluster", path)
     assert "Is a directory" in refused(capsys, "fit", str(tmp_path))
@@ -372,7 +372,7 @@ def test_numbers():
 )
 @pytest.mark.fault("input", "a value of thousands of characters", "the line shows at most 200 of them", exit_code=2)
 def test_messages_show_little_of_the_input(message):
-    assert 0 < one_line(message).count("ж") <= limits.MOST_SHOWN
+    assert 0 < one_line(message).count("ж") <= limits.MAX_SHOWN
 
 
 def test_messages_hold_no_control_characters():
@@ -413,5 +413,5 @@ def test_the_largest_profile_is_planned_with():
     document = json.loads(text)
     document.pop("edges", None)
     layer = {k: v for k, v in document["layers"][0].items() if k != "repeat"}
-    document["layers"] = [{**layer, "repeat": limits.MOST_PROFILE_LAYERS}]
-    assert len(from_document(document, "p").cuts()) == limits.MOST_PROFILE_LAYERS + 1
+    document["layers"] = [{**layer, "repeat": limits.MAX_PROFILE_LAYERS}]
+    assert len(from_document(document, "p").cuts()) == limits.MAX_PROFILE_LAYERS + 1

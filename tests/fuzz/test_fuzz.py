@@ -81,7 +81,7 @@ def test_the_worker_sees_faults(fault, said, tmp_path):
         "import autoddl.cli.schedule as command\n"
         f"def run(arguments):\n    {fault}\n    return 0\n"
         "command.run = run\n"
-        "worker.MOST_SECONDS = 0.5\n"
+        "worker.MAX_SECONDS = 0.5\n"
         "readers.READERS['options'] = lambda rng: readers.Case(('schedule', 'list'))\n"
         "sys.argv = ['worker.py', 'options', '--cases', '1']\n"
         "sys.exit(worker.main())\n"

@@ -43,9 +43,9 @@ from autoddl.costmodel.errors import UserError, one_line
 _parser_of = functools.cache(_running.parser_of)
 _running.parser_of = lambda argv: _parser_of(tuple(argv[:1]))
 
-MOST_SECONDS = 10.0
-MOST_BYTES = 2 * 10**9
-MOST_SHOWN = 200
+MAX_SECONDS = 10.0
+MAX_BYTES = 2 * 10**9
+MAX_SHOWN = 200
 LONGEST_LINE = 1300
 #: In memory where that can be: on a disk, making a file takes longer than most cases.
 FILES = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
@@ -106,14 +106,14 @@ def fault_of(case: Case, code: int, out: str, err: str) -> str | None:
     lines = err.removesuffix("\n").split("\n")
     line = lines[-1]
     if line.startswith("autoddl: out of memory"):
-        return f"it took more than {MOST_BYTES / 1e9:g} GB: {line}"
+        return f"it took more than {MAX_BYTES / 1e9:g} GB: {line}"
     if len(lines) > 1 and not case.last_line_only:
         return f"stderr has {len(lines)} lines"
     if not line.startswith("autoddl: ") or len(line) <= len("autoddl: "):
         return f"stderr does not begin with 'autoddl: ': {line[:200]!r}"
     if not line.isprintable():
         return f"the line holds control characters: {line!r}"
-    if line.count(MARKER) > MOST_SHOWN or len(line) > LONGEST_LINE:
+    if line.count(MARKER) > MAX_SHOWN or len(line) > LONGEST_LINE:
         return f"the line has {len(line)} characters, {line.count(MARKER)} of them surely input: {line}"
     return None
 
@@ -137,13 +137,13 @@ def check(reader: str, seed: int, number: int) -> tuple[str | None, int, float]:
     """Make and run one case: what is wrong with it (None: nothing), its exit code, and its processor seconds."""
     case = READERS[reader](random.Random(f"{reader} {seed} {number}"))
     begin = time.process_time()
-    signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, MAX_SECONDS)
     try:
         code, out, err = run(case)
         signal.setitimer(signal.ITIMER_PROF, 0)
         fault = fault_of(case, code, out, err)
     except TooLong:
-        code, fault = -1, f"it took more than {MOST_SECONDS:g} s:\n{traceback.format_exc(limit=-12)}"
+        code, fault = -1, f"it took more than {MAX_SECONDS:g} s:\n{traceback.format_exc(limit=-12)}"
     except BaseException:
         signal.setitimer(signal.ITIMER_PROF, 0)
         code, fault = -1, traceback.format_exc()
@@ -158,7 +158,7 @@ def check(reader: str, seed: int, number: int) -> tuple[str | None, int, float]:
 def _limit_memory() -> None:
     """2 GB beyond what the modules take: allocations behind it fail, and what then ends for lack of memory is a fault."""
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-    most = pages * resource.getpagesize() + MOST_BYTES
+    most = pages * resource.getpagesize() + MAX_BYTES
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 

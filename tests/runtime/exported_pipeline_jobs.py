@@ -19,7 +19,7 @@ from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
 from autoddl.pipelines.runtime.wire import Meter
-from autoddl.planfile import Plan
+from autoddl.planfile import PlanFile
 from autoddl.staging import planned_model
 from autoddl.verification.rank_job import build_module, make_batch
 from autoddl.zoo.builtin import BuiltIn
@@ -43,7 +43,7 @@ def module_of(path: str) -> Any:
     return module
 
 
-def train_both(built_in: BuiltIn, plan: Plan, file: str, num_runs: int) -> dict[str, Any]:
+def train_both(built_in: BuiltIn, plan: PlanFile, file: str, num_runs: int) -> dict[str, Any]:
     """Some runs of the plan's schedule by the runtime and by the exported file, with the same values and data: of each run the
     losses and the bytes on the wire, and the final values of the stages that are here."""
     module = initialize(build_module(built_in), SEED)
@@ -98,7 +98,7 @@ def run_as_script(file: str, arguments: Sequence[str]) -> tuple[str, str]:
     return output.getvalue(), ""
 
 
-def train_alone(built_in: BuiltIn, plan: Plan, num_steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
+def train_alone(built_in: BuiltIn, plan: PlanFile, num_steps: int) -> tuple[list[float], dict[str, np.ndarray]]:
     """The same steps on one device, the first rank: losses and final values."""
     if flow.env.get_rank():
         return [], {}
@@ -118,7 +118,7 @@ def train_alone(built_in: BuiltIn, plan: Plan, num_steps: int) -> tuple[list[flo
     return losses, {name: value.numpy() for name, value in module.named_parameters()}
 
 
-def train_users_stages(function: str, plan: Plan, file: str) -> dict[str, Any]:
+def train_users_stages(function: str, plan: PlanFile, file: str) -> dict[str, Any]:
     """A run of a user's model, by the runtime and by the exported file, from the user's own initial values: the losses of each,
     the first steps' mean loss of the plain model, and the largest difference of the final values that are here."""
     exported = module_of(file)

@@ -14,7 +14,7 @@ from autoddl.pipelines.joint.configuration import Configuration, PipelineSchedul
 from autoddl.pipelines.joint.evaluation import evaluate
 from autoddl.pipelines.joint.meshes import Meshes
 from autoddl.pipelines.joint.partition import ENTRY, chain_of
-from autoddl.planfile import Plan
+from autoddl.planfile import PlanFile
 from autoddl.zoo.builtin import BuiltIn
 
 __all__ = ["pipelined"]
@@ -30,7 +30,7 @@ def pipelined(
     shape: tuple[int, int] = (1, 4),
     recompute: Sequence[str] = (),
     seed: int = 1,
-) -> Plan:
+) -> PlanFile:
     """A plan of stages of so many units; a random strategy for every role of a block, another one in the next stage."""
     graph = model if isinstance(model, LayerGraph) else model.graph()
     rng = random.Random(seed)
@@ -55,4 +55,4 @@ def pipelined(
         first += num_units
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(stages)))
     found = {layer.layer.name: layer.strategy for layer in evaluation.layers}
-    return Plan(graph, cluster, workload, found, {}, evaluation)
+    return PlanFile(graph, cluster, workload, found, {}, evaluation)

@@ -24,7 +24,7 @@ from autoddl.costmodel.workload import Workload
 from autoddl.export.oneflow import oneflow_text
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.pipelines.runtime.processes import is_listening, reserve_port
-from autoddl.planfile import Plan, unpipelined_plan
+from autoddl.planfile import PlanFile, unpipelined_plan
 from autoddl.zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from autoddl.zoo.transformers import Transformer
 
@@ -59,7 +59,7 @@ class Case:
     def num_ranks(self) -> int:
         return next(iter(self.strategies.values())).num_devices
 
-    def plan(self, graph: LayerGraph | None = None) -> Plan:
+    def plan(self, graph: LayerGraph | None = None) -> PlanFile:
         sizes = self.level_sizes
         cluster = load_cluster("dgx-a100").resized(*((1, *sizes) if len(sizes) == 1 else sizes))
         device = replace(cluster.device, peak_flops={"float32": 1e12})

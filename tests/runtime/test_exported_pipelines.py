@@ -15,7 +15,7 @@ from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.meshes import Division, StageMesh
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.runtime.load import is_available
-from autoddl.planfile import Plan
+from autoddl.planfile import PlanFile
 from autoddl.zoo.builtin import BuiltIn, MLPSizes
 
 from .pipeline_plans import pipelined
@@ -48,7 +48,7 @@ def chimera(num: int, **options: Any) -> PipelineSchedule:
 
 
 #: The model, and its plan: tied weights between stages, splits inside them, unequal stages and workers, recomputation.
-SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
+SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
     "1f1b": (gpt(), lambda m: pipelined(m, schedule("1f1b", 2, policy="A"), (1, 1), PAIR)),
     "1f1b, 1 and 3 ranks": (
         MLP,
@@ -87,7 +87,7 @@ SYNCHRONOUS: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
         lambda m: pipelined(m, chimera(2, concatenation="halving"), (2, 2), PAIR, micro_batch=8),
     ),
 }
-STALE: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
+STALE: dict[str, tuple[BuiltIn, Callable[[BuiltIn], PlanFile]]] = {
     "wpipe": (
         MLP,
         lambda m: pipelined(m, replace(schedule("wpipe", 2), groups=2, synchronous=False), (1, 1, 1, 1), PAIR),
@@ -101,13 +101,13 @@ STALE: dict[str, tuple[BuiltIn, Callable[[BuiltIn], Plan]]] = {
 ONE_RUN = ("1f1b", "chimera", "chimera, pairs", "wpipe")
 
 
-def exported(plan: Plan, folder: Path) -> str:
+def exported(plan: PlanFile, folder: Path) -> str:
     path = folder / "exported.py"
     path.write_text(oneflow_text(plan))
     return str(path)
 
 
-def check_against_runtime(plan: Plan, results: list[dict[str, Any]]) -> None:
+def check_against_runtime(plan: PlanFile, results: list[dict[str, Any]]) -> None:
     """Losses of all updates, and final values."""
     period = plan.evaluation.schedule.update_period
     for run in range(len(results[0]["losses"][1])):
@@ -198,7 +198,7 @@ def test_users_models_that_a_pipeline_cannot_train_are_noticed(ranks, tmp_path):
         assert said in error + other
 
 
-def script_plan() -> Plan:
+def script_plan() -> PlanFile:
     return pipelined(MLP, schedule("1f1b", 2, policy="A"), (2, 2), StageMesh(1, 1), shape=(1, 2))
 
 

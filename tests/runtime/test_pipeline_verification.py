@@ -28,7 +28,7 @@ from autoddl.pipelines.runtime.pipeline.problems import TextModel, shipped_text
 from autoddl.pipelines.runtime.pipeline.report import combine
 from autoddl.pipelines.runtime.pipeline.training import TrainingOptions
 from autoddl.pipelines.runtime.stage.plan import check_stages
-from autoddl.planfile import Plan, unpipelined_plan
+from autoddl.planfile import PlanFile, unpipelined_plan
 from autoddl.search import solve
 from autoddl.search.baselines import baselines
 from autoddl.staging import schedule_of_plan, stage_plans
@@ -48,7 +48,7 @@ from .sent_bytes import Sent, check_sent
 MODEL = Transformer("gpt", layers=2, width=64, heads=4, sequence=16, vocabulary=256)
 
 
-def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), graph: LayerGraph | None = None) -> Plan:
+def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), graph: LayerGraph | None = None) -> PlanFile:
     """Stages of two devices each, at their cheapest strategies but for one layer, so that something is sent inside too."""
     graph = graph or gpt(MODEL)
     cluster, mesh = load_cluster("dgx-a100").resized(1, 2 * schedule.num_workers), StageMesh(1, 2)
@@ -68,16 +68,16 @@ def plan_of(schedule: PipelineSchedule, recomputing: Sequence[str] = (), graph: 
         first += num_units
     evaluation = evaluate(chain, cluster, Configuration(mesh, schedule, workload, tuple(choices)))
     strategies = {name: s for choice in choices for name, s in choice.strategies.items() if name != ENTRY}
-    return Plan(graph, cluster, workload, strategies, {}, evaluation)
+    return PlanFile(graph, cluster, workload, strategies, {}, evaluation)
 
 
-def delayed_plan(name: str, groups: int = 1) -> Plan:
+def delayed_plan(name: str, groups: int = 1) -> PlanFile:
     """Of a perceptron, none of whose weights is in two stages."""
     return plan_of(PipelineSchedule(name, 2, 2, groups=groups, synchronous=False), graph=mlp([64] * 9))
 
 
 @pytest.fixture(scope="module")
-def recomputing() -> Plan:
+def recomputing() -> PlanFile:
     return plan_of(PipelineSchedule("1f1b", 2, 2), ("layers", "stage"))
 
 
@@ -240,7 +240,7 @@ def test_weights_that_are_not_as_old_as_they_should_be_are_found(ranks, monkeypa
 # ---- Fewer ranks, a smaller model -----------------------------------------------------------------------------------------
 
 
-def deep_plan(num_blocks: int = 8, num_micro_batches: int = 16, **sizes) -> Plan:
+def deep_plan(num_blocks: int = 8, num_micro_batches: int = 16, **sizes) -> PlanFile:
     """Four stages of two ranks, with as many blocks each."""
     graph = gpt(replace(MODEL, layers=num_blocks, **sizes))
     return plan_of(PipelineSchedule("1f1b", 4, num_micro_batches), ("none", "layers", "none", "none"), graph)

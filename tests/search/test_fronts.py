@@ -14,7 +14,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autoddl.costmodel.stopping import Stop, StopRequestedError
-from autoddl.costmodel.table import ByClass
+from autoddl.costmodel.table import ClassCosts
 from autoddl.search.fronts import Guide, TooManyError, VectorEdge, VectorTable, front, least, least_choices, undominated
 
 COMPONENTS = 3
@@ -35,7 +35,7 @@ def vector_tables(draw: st.DrawFn, keyed: bool = True) -> VectorTable:
             between = dice.integers(0, 6, size=shape).astype(float)
             between[dice.random(shape) < 0.15] = math.inf
             rows, columns = (dice.integers(0, n, size=counts[v]) for n, v in zip(shape, (source, target)))
-            parts.append((component, ByClass(between, rows, columns)))
+            parts.append((component, ClassCosts(between, rows, columns)))
         edges.append(VectorEdge(source, target, tuple(parts)))
     some = dice.permutation(len(counts))[: dice.integers(0, 3)].tolist() if keyed else []
     return VectorTable(

@@ -46,7 +46,7 @@ class SharedWeight(NamedTuple):
     held: Mapping[int, ParameterLayout]
 
 
-class Replica(NamedTuple):
+class StageReplica(NamedTuple):
     """A stage on this worker: its module, the parameters of that, and their versions and gradients."""
 
     module: Any
@@ -59,7 +59,7 @@ class ModuleStages:
 
     def __init__(
         self,
-        replicas: Mapping[tuple[int, int], Replica],
+        replicas: Mapping[tuple[int, int], StageReplica],
         boundaries: Sequence[BoundaryTensor],
         data: SlotData,
         sums: GradientSums,
@@ -157,17 +157,17 @@ class Pipeline:
         return total.numpy()
 
 
-def replica_of(module: Any, optimizer: str, learning_rate: float) -> Replica:
+def replica_of(module: Any, optimizer: str, learning_rate: float) -> StageReplica:
     """A stage with an optimizer."""
     stored = all_parameters(module)
     names = [one.layout.name for one in stored]
-    return Replica(
+    return StageReplica(
         module, stored, WeightVersions(names, stored, lambda own: optimizer_over(own, optimizer, learning_rate))
     )
 
 
 def sums_of(
-    schedule: ScheduleFrame, replicas: Mapping[tuple[int, int], Replica], shared: Sequence[SharedWeight]
+    schedule: ScheduleFrame, replicas: Mapping[tuple[int, int], StageReplica], shared: Sequence[SharedWeight]
 ) -> GradientSums:
     """What is summed with which ranks."""
     stages_of = {one.name: tuple(one.held) for one in shared}

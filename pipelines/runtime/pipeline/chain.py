@@ -27,7 +27,7 @@ __all__ = [
     "BoundaryTensor",
     "ChainLayer",
     "ModuleChain",
-    "Place",
+    "ParameterSlot",
     "StageModule",
     "boundaries",
     "chain_of",
@@ -60,7 +60,7 @@ class ModuleChain:
 
 
 @dataclass(frozen=True)
-class Place:
+class ParameterSlot:
     """Where a module keeps a parameter."""
 
     owner: Any
@@ -80,7 +80,7 @@ class StageModule:
 
     number: int
     layers: tuple[ChainLayer, ...]
-    places: dict[str, tuple[Place, ...]]
+    places: dict[str, tuple[ParameterSlot, ...]]
     loss: Callable[[Tensor, Tensor], Tensor] | None
 
     def initial_values(self) -> dict[str, Tensor]:
@@ -191,14 +191,14 @@ def cut(chain: ModuleChain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
     for number, size in enumerate(sizes):
         layers = chain.layers[first : first + size]
         first += size
-        places: dict[str, tuple[Place, ...]] = {}
+        places: dict[str, tuple[ParameterSlot, ...]] = {}
         for layer in layers:
             for path in layer.modules:
                 for _, owner in modules[path].named_modules():
                     for attribute, parameter in owner._parameters.items():
                         if parameter is not None:
                             name = names[id(parameter)]
-                            places[name] = (*places.get(name, ()), Place(owner, attribute))
+                            places[name] = (*places.get(name, ()), ParameterSlot(owner, attribute))
         stages.append(StageModule(number, layers, places, chain.loss if number == len(sizes) - 1 else None))
     return tuple(stages)
 

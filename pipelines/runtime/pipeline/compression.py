@@ -39,7 +39,7 @@ __all__ = ["FULL", "Encoded", "decode", "encode", "has_rest", "num_words", "num_
 #: Instead of e: the tensor is in full precision.
 FULL = -(2**31)
 _TOP = 15
-_LARGEST_EXPONENT = 128  # e of the largest values of single precision
+_MAX_EXPONENT = 128  # e of the largest values of single precision
 
 
 class Encoded(NamedTuple):
@@ -102,7 +102,7 @@ def _compressed(flat: np.ndarray) -> tuple[int, np.ndarray] | None:
         return None
     _, exponent = np.frexp(largest)
     half = np.ldexp(flat, _TOP - int(exponent)).astype(np.float16)
-    if exponent == _LARGEST_EXPONENT and np.abs(half).max() == 2**_TOP:  # 2^128 is infinite
+    if exponent == _MAX_EXPONENT and np.abs(half).max() == 2**_TOP:  # 2^128 is infinite
         return None
     return (int(exponent), half) if _count_nonzero(half, np.uint16) == _count_nonzero(flat, np.uint32) else None
 

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import MOST_TEXT_BYTES
+from autoddl.costmodel.limits import MAX_TEXT_BYTES
 from autoddl.costmodel.reading import read_bytes
 
 from ..samples import MASK, following_bytes, masked_bytes, passages
@@ -184,7 +184,7 @@ def _gated(width: int) -> int:
 
 def _read(path: Path, num_bytes: int) -> np.ndarray:
     """The bytes of a text, at least ``num_bytes``, as integers."""
-    data = np.frombuffer(read_bytes(path, "text", MOST_TEXT_BYTES), dtype=np.uint8).astype(np.int64)
+    data = np.frombuffer(read_bytes(path, "text", MAX_TEXT_BYTES), dtype=np.uint8).astype(np.int64)
     if len(data) < num_bytes:
         raise UserError(f"text {path} has {len(data)} bytes; a sample takes {num_bytes}")
     return data

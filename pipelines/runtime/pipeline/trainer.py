@@ -29,7 +29,7 @@ from .saving import Member, restore, save, warn_on_stderr
 from .stage_plans import stage_layouts
 from .transport import make_transport
 from .weights import OptimizerFactory, ReplicaWeights
-from .work import ModelWork, Stages
+from .work import ModelWork, TrainableStages
 
 flow: Any = load_oneflow()
 
@@ -95,7 +95,7 @@ class PipelineTrainer:
             layouts = stage_layouts(model.graph, model.stages)
             tied = model.tied()
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts)
-            self._stages: Stages = PlannedStages(self.lowered, self.rank, model, batch)
+            self._stages: TrainableStages = PlannedStages(self.lowered, self.rank, model, batch)
         else:
             stages = _cut(model, schedule, sizes)
             between = boundaries(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
@@ -204,7 +204,7 @@ def _cut(chain: ModuleChain, schedule: Schedule, sizes: Sequence[int] | None) ->
     return stages
 
 
-def _owners(lowered: Lowered, stages: Stages) -> dict[str, int]:
+def _owners(lowered: Lowered, stages: TrainableStages) -> dict[str, int]:
     """Per parameter the first of the ranks that have it: the one that saves it."""
     owners: dict[str, int] = {}
     for stage in range(lowered.schedule.num_stages):

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from autoddl.costmodel.errors import UserError
-from autoddl.costmodel.limits import MOST_TRAINING_PASSES
+from autoddl.costmodel.limits import MAX_TRAINING_PASSES
 
 from ...generators import generate
 from ...schedule import Schedule
@@ -23,7 +23,7 @@ from .problems import TrainingProblem
 from .report import PipelineReport, combine
 from .saving import warn_on_stderr
 
-__all__ = ["Begun", "Saved", "Step", "TrainingOptions", "TrainingResult", "Warned", "schedule_of", "train"]
+__all__ = ["Begun", "Saved", "TrainingOptions", "TrainingResult", "TrainingStep", "Warned", "schedule_of", "train"]
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class TrainingOptions:
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A weight update whose micro-batches are done.
 
     Attributes:
@@ -130,7 +130,7 @@ class TrainingResult:
 
 def train(
     options: TrainingOptions,
-    on_step: Callable[[Step], None] | None = None,
+    on_step: Callable[[TrainingStep], None] | None = None,
     *,
     on_warning: Callable[[str], None] | None = None,
     timeout_s: float | None = None,
@@ -171,7 +171,7 @@ def schedule_of(name: str, num_steps: int, **options: Any) -> Schedule:
     return (
         schedule
         if schedule.is_synchronous
-        else generate(name, iterations=num_steps, most_passes=MOST_TRAINING_PASSES, **options)
+        else generate(name, iterations=num_steps, most_passes=MAX_TRAINING_PASSES, **options)
     )
 
 
@@ -193,7 +193,7 @@ class _Progress:
     def __init__(
         self,
         options: TrainingOptions,
-        on_step: Callable[[Step], None] | None,
+        on_step: Callable[[TrainingStep], None] | None,
         on_warning: Callable[[str], None],
     ) -> None:
         self.first = 0
@@ -237,4 +237,4 @@ class _Progress:
         seconds = time.monotonic() - self._begun
         self.units_per_s = len(self.losses) * self._units / seconds
         if self._on_step is not None:
-            self._on_step(Step(step + 1, self.losses[-1], self.units_per_s))
+            self._on_step(TrainingStep(step + 1, self.losses[-1], self.units_per_s))

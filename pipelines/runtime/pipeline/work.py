@@ -17,7 +17,7 @@ from .weights import ReplicaWeights, WeightVersions
 
 flow: Any = load_oneflow()
 
-__all__ = ["ModelWork", "RunnableStages", "Stages", "Work"]
+__all__ = ["ModelWork", "RunnableStages", "TrainableStages", "Work"]
 
 Tensor = Any
 
@@ -76,7 +76,7 @@ class RunnableStages(Protocol):
         """As `Work.set_gradient`."""
 
 
-class Stages(RunnableStages, Protocol):
+class TrainableStages(RunnableStages, Protocol):
     """Stages whose weights can be made, saved and restored."""
 
     def initial_values(self, stage: int) -> dict[str, Tensor]:

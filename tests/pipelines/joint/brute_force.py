@@ -55,7 +55,7 @@ from .pipeline_program import Family, Program, TaskTimes, program_of
 __all__ = ["BruteForce", "Found", "FoundStage", "Rectangle", "cuts_of", "divisions", "families"]
 
 #: Choices of ways to run the stages of a cut that are looked at at once.
-MOST_CHOICES = 2_000_000
+MAX_CHOICES = 2_000_000
 
 
 # ---- The space, but for strategies -------------------------------------------------------------------------------------
@@ -304,7 +304,7 @@ class BruteForce:
             if len(ways) < num_stages:
                 continue
             sizes = [len(one.rows) for one in ways]
-            assert math.prod(sizes) <= MOST_CHOICES, f"{sizes} ways are too many for brute force"
+            assert math.prod(sizes) <= MAX_CHOICES, f"{sizes} ways are too many for brute force"
             yield Batch(bounds, tuple(homes), ways, np.unravel_index(np.arange(math.prod(sizes)), sizes))
 
     def _that_fit(
