@@ -52,7 +52,9 @@ from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.result import JointOptions, baseline_how
 from autoddl.search import METHODS, Status
 from autoddl.search.baselines import BASELINES, Baseline, baselines
-from autoddl.search.planner import NOT_BETTER, NOT_FITTING, USABLE_MEMORY, Options, base_workload, micro_batches
+from autoddl.search.options import USABLE_MEMORY, base_workload, micro_batches
+from autoddl.search.planner import Options
+from autoddl.search.sweep import NOT_BETTER, NOT_FITTING
 
 from .plandocument import EDITED, MEMBERS, RIVAL_FIGURES, SEAL, hashes_of, method_of, unclaimed_document
 from .trusting import trust_notes

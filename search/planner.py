@@ -1,24 +1,7 @@
 """The planner: the best plan of a layer graph on a cluster, with a lower bound and baselines.
 
-Besides the strategies it chooses a *setting*, unless the user gives it: the micro-batch (any divisor of the batch), and whether to
-recompute activations.  The sweep over settings is a best-first search.  It is exact, because every setting is settled by a valid
-lower bound on its cost.  There are three lower bounds, each sharper than the previous one and a hundred times as expensive:
-
-1. separable: redistributions are free, and the layers only share the memory limit (:mod:`autoddl.search.separable`);
-2. bracket: the Lagrangian dual by elimination, which also finds a plan (:func:`autoddl.search.bracket`);
-3. the search itself.
-
-A priority queue holds all settings by their best known bounds.  The setting of least bound is removed, its next bound is computed,
-and it is put back, until the least bound in the queue is not below the cost of the best plan.  The best baseline is the first plan.
-
-A bound of one setting may hold for another one, because more micro-batches and recomputation reduce only memory, not cost:
-
-    cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
-
-and a micro-batch that divides another one allows a subset of its strategies (4 does not divide 6: p0 = 4 is possible for 4
-samples, not for 6).  So without the memory limit, the optimum does not decrease from a micro-batch to its divisors, or with
-recomputation.  The first does not hold if a redistribution may become cheaper with smaller micro-batches
-(:attr:`autoddl.costmodel.pricing.PriceBook.may_shrink`).
+It sweeps over micro-batches and recomputation (:mod:`.sweep`), searches the strategies of all layers for each
+(:func:`autoddl.search.solve`), and verifies the best plan against the layer graph (:mod:`.verify`).
 
 When a stop is requested (:mod:`autoddl.costmodel.stopping`), the remaining settings keep their best known bounds, and the plan is
 the best choice found so far by a search, a bracket or a baseline.
@@ -26,132 +9,45 @@ the best choice found so far by a search, a bracket or a baseline.
 
 from __future__ import annotations
 
-import contextlib
-import heapq
-import math
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autoddl.costmodel.assessment import Assessment
 from autoddl.costmodel.cluster import Cluster
-from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.costmodel.nearest import divisors
-from autoddl.costmodel.pricing import PriceBook
-from autoddl.costmodel.problem import Problem
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
-from autoddl.costmodel.units import format_bytes, format_memory_limit
 from autoddl.costmodel.workload import Workload
 
-from . import (
-    METHODS,
-    Bracket,
-    Result,
-    Status,
-    bracket,
-    progress_bar,
-    separable_bound,
-    separable_memory,
-    smallest_memory,
-    solve,
-)
+from . import Result, Status
 from .comparison import BaselineFigures, baseline_figures
+from .options import Options, memory_limit_of
+from .sweep import SAME, Candidate, InfeasibleError, PriceBooks, Sweep
 from .verify import Claim, verify
 
-__all__ = [
-    "NOT_BETTER",
-    "NOT_FITTING",
-    "BaselineFigures",
-    "Candidate",
-    "InfeasibleError",
-    "Options",
-    "Planned",
-    "end_of",
-    "make_plan",
-]
-
-#: Samples per device and step if no batch is given.
-DEFAULT_BATCH_PER_DEVICE = 8
-#: Time limit [s] of one search if none is given: a result with a gap is better than none.
-DEFAULT_TIME_LIMIT_S = 20.0
-#: Relative difference of costs below which two plans count as equally good.
-_SAME = 1e-9
-#: How a setting is settled that no search was needed for.
-NOT_BETTER, NOT_FITTING = "cannot be better", "does not fit"
-#: The part of a device's memory that a plan may fill where no limit is given.
-USABLE_MEMORY = 0.9
-
-
-class InfeasibleError(UserError):
-    """No plan fits the memory of the devices; the message gives the smallest sufficient memory."""
-
-
-@dataclass(frozen=True)
-class Options:
-    """Options of the planner.
-
-    Attributes:
-        batch: samples per step over all devices; None for 8 per device.
-        micro_batch: samples per pass over all devices; None to choose it.
-        method: the search, one of ``autoddl.search.METHODS``.
-        objective: ``step`` or ``communication``.
-        memory_limit_bytes: per device; None for 9/10 of the device's memory, which leaves the rest to the framework, workspaces of
-            kernels and fragmentation.
-        precision: of the training; None for the default of the cluster's device.
-        optimizer: ``sgd``, ``momentum`` or ``adam``.
-        recompute: whether to recompute activations; None to choose it.
-        untied: give every repetition of a block its own choice.
-        summa: offer Summa meshes to linear layers.
-        seed: of the random methods.
-        temperature_s: constant temperature of Metropolis-Hastings; None for annealing.
-        evaluations, time_limit_s: budgets of one search; None for the default of the method, and for 20 s.
-        quiet: show no progress bar.
-    """
-
-    batch: int | None = None
-    micro_batch: int | None = None
-    method: str = "exact"
-    objective: str = "step"
-    memory_limit_bytes: float | None = None
-    precision: str | None = None
-    optimizer: str = "adam"
-    recompute: bool | None = None
-    untied: bool = False
-    summa: bool = True
-    seed: int = 0
-    temperature_s: float | None = None
-    evaluations: int | None = None
-    time_limit_s: float | None = None
-    quiet: bool = True
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """One setting of the sweep, and how it was settled.
-
-    Attributes:
-        micro_batch, recompute: the setting.
-        outcome: how its search ended, as text.
-        cost: cost of its best plan [s]; inf if none was found.
-        lower_bound: a valid lower bound on the cost of its plans [s].
-    """
-
-    micro_batch: int
-    recompute: bool
-    outcome: str
-    cost: float
-    lower_bound: float
+__all__ = ["BaselineFigures", "Candidate", "InfeasibleError", "Options", "Planned", "end_of", "make_plan"]
 
 
 @dataclass(frozen=True)
 class Planned:
-    """The planner's answer.
+    """The best plan that was found, with its certificate.
 
-    ``result`` is the search's at the chosen micro-batch; ``lower_bound`` and ``optimal`` speak of the whole sweep;
-    ``is_interrupted``: a stop was requested, so that something may have been left out; ``taken_from``: the baseline whose plan it
-    is, where the searches found none better; empty where they did; ``notes``: for the reader, beside those of the graph.
+    Attributes:
+        graph, cluster, options: the arguments of :func:`make_plan`.
+        workload: batch, the chosen micro-batch and recomputation, precision and optimizer.
+        memory_limit_bytes: the memory limit per device.
+        result: the result of the search at the chosen setting.
+        lower_bound: a lower bound [s] on the cost of the plans of all settings.
+        optimal: whether the bound proves that no plan of any setting is better.
+        strategies: the strategy of each layer, by name.
+        assessment: time, bytes and memory of the plan and of each layer, recomputed by the verifier.
+        candidates: how each setting was settled.
+        baselines: the baselines' figures, for comparison.
+        evaluations: number of assignments that the searches evaluated.
+        search_s: duration of all searches.
+        is_interrupted: whether a stop was requested, so that settings may have been left out.
+        taken_from: name of the baseline whose plan this is, if no search found a better one; else empty.
+        notes: remarks for the reader, in addition to those of the graph.
     """
 
     graph: LayerGraph
@@ -174,27 +70,27 @@ class Planned:
 
     @property
     def cost(self) -> float:
-        """What was minimised, in seconds per step."""
+        """The value of the objective [s per step]."""
         return self.assessment.cost(self.options.objective)
 
     @property
     def status(self) -> str:
-        """How the search ended, in the words of its document."""
+        """How the search ended, as its document says it."""
         return str(end_of(self.optimal, self.is_interrupted))
 
     @property
     def gap(self) -> float:
-        """How much better another plan could be at most, relative to this one."""
+        """How much better another plan could be at most, relative to the cost of this one."""
         return 0.0 if self.optimal else max(0.0, (self.cost - self.lower_bound) / self.cost)
 
     @property
     def left_out(self) -> str:
-        """What the options left out that could be better, and the option that includes it; empty where there is nothing."""
+        """Which faster plans the options excluded, and the option that includes them; empty if there are none."""
         said = []
         faster = {
             one.name: self.assessment.step_s / one.assessment.step_s - 1
             for one in self.baselines
-            if one.assessment is not None and one.assessment.step_s < self.assessment.step_s * (1 - _SAME)
+            if one.assessment is not None and one.assessment.step_s < self.assessment.step_s * (1 - SAME)
         }
         if not self.options.summa:
             by = f" (the step of summa is {_percent(faster['summa'])} faster)" if "summa" in faster else ""
@@ -211,7 +107,7 @@ def _percent(part: float) -> str:
 
 
 def end_of(optimal: bool, is_interrupted: bool) -> Status:
-    """The status of a whole sweep: a proof counts more than what came after it."""
+    """The status of a whole sweep: a plan that was proven optimal before an interrupt is optimal."""
     return Status.OPTIMAL if optimal else Status.INTERRUPTED if is_interrupted else Status.LIMIT_REACHED
 
 
@@ -223,25 +119,30 @@ def make_plan(
     stop: Stop | None = None,
     known: Sequence[BaselineFigures] = (),
 ) -> Planned:
-    """The best plan that the options allow, verified against the layer graph; never worse than a baseline that it could choose.
+    """Find the best plan that the options allow, and verify it against the layer graph.
+
+    The plan is never worse than a baseline of the same search space.
 
     Args:
-        with_baselines: whether there is anything to compare with, and to begin with.
-        known: the baselines, where a plan of the same options has them already, but for the method's.
-        stop: when it is requested, the best plan until then is the answer, with a bound that holds.  Ctrl-C requests nothing by
-            itself: without a handler for it, it is a `KeyboardInterrupt`, and there is no plan.
+        graph: the model.
+        cluster: the machine.
+        options: batch, method, limits and what else the user chose.
+        with_baselines: whether to price the baselines, for comparison and as the first plan of the search.
+        stop: when it is requested, the best plan so far is returned, with a valid bound.  Ctrl-C does not request it: without a
+            handler, it raises `KeyboardInterrupt`, and there is no plan.
+        known: figures of the baselines, if another call with the same options (but for the method) has computed them already.
 
     Raises:
         StopRequestedError: the stop was requested before any plan was known.
         InfeasibleError: nothing fits the memory limit.
         UserError: an option is out of range, or a layer does not divide over the cluster.
     """
-    stop, limit = stop or Stop(), _limit_of(cluster, options)
-    books = _Books(graph, cluster)
+    stop, limit = stop or Stop(), memory_limit_of(cluster, options)
+    books = PriceBooks(graph, cluster)
     figures = tuple(known)
     if with_baselines and not figures:
         figures = tuple(baseline_figures(graph, cluster, books.problems(options, untied=False), limit, stop))
-    sweep = _Sweep(books, options, limit, figures, stop)
+    sweep = Sweep(books, options, limit, figures, stop)
     best = sweep.run()
     choice = best.result.choice
     assert choice is not None
@@ -279,347 +180,3 @@ def make_plan(
         is_interrupted=stop.is_requested,
         taken_from=best.taken_from,
     )
-
-
-def _limit_of(cluster: Cluster, options: Options) -> float:
-    """The memory limit in bytes per device.
-
-    Raises:
-        UserError: an option is out of range.
-    """
-    if options.method not in METHODS:
-        raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
-    limit = options.memory_limit_bytes
-    if limit is None:
-        limit = USABLE_MEMORY * cluster.device.memory_bytes
-    if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
-        raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
-    if options.temperature_s is not None and options.method != "metropolis-hastings":
-        raise UserError(
-            f"temperature {options.temperature_s:g} s is for metropolis-hastings; {options.method} has none"
-        )
-    if options.temperature_s is not None and not 0 < options.temperature_s < math.inf:
-        raise UserError(f"temperature {options.temperature_s:g} should be a finite number of more than 0 s")
-    if options.evaluations is not None and options.evaluations < 1:
-        raise UserError(f"evaluations {options.evaluations} should be at least 1")
-    if not 0 <= options.seed < 2**63:
-        raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
-    if not 0 < limit < math.inf:
-        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
-    return limit
-
-
-@dataclass(frozen=True)
-class _Found:
-    """The result of a search.
-
-    Attributes:
-        problem: what was searched.
-        result: the result.
-        taken_from: name of the baseline whose plan it is; empty if it is not one.
-    """
-
-    problem: Problem
-    result: Result
-    taken_from: str = ""
-
-
-@dataclass(frozen=True, eq=False)
-class _Setting:
-    """A setting in the queue.
-
-    Attributes:
-        problem: its search problem.
-        bound: its best known lower bound [s].
-        known: its bracket; None if it was not computed yet.
-    """
-
-    problem: Problem
-    bound: float
-    known: Bracket | None = None
-
-
-@dataclass(frozen=True)
-class _Met:
-    """A feasible plan that a baseline or a bracket gave, not a search.
-
-    Attributes:
-        cost: seconds per training step.
-        workload, strategies: of the plan.
-        name: of the baseline; empty for a plan of a bracket.
-    """
-
-    cost: float
-    workload: Workload
-    strategies: Mapping[str, Strategy]
-    name: str = ""
-
-    @property
-    def setting(self) -> tuple[int, bool]:
-        return self.workload.micro_batch, self.workload.recompute
-
-
-def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _Met | None:
-    """The best baseline among those that are part of the search space."""
-    plans = [
-        _Met(one.assessment.cost(options.objective), one.workload, one.strategies, one.name)
-        for one in figures
-        if one.assessment is not None and one.workload is not None and (one.name != "summa" or options.summa)
-    ]
-    return min(plans, key=lambda plan: plan.cost, default=None)
-
-
-class _Books:
-    """The price books of one graph on one cluster, shared by the baselines and all searches."""
-
-    def __init__(self, graph: LayerGraph, cluster: Cluster):
-        self.graph, self.cluster = graph, cluster
-        self._books: dict[tuple[Workload, bool], PriceBook] = {}
-
-    def book(self, workload: Workload, untied: bool) -> PriceBook:
-        """The book of a workload, tied or untied, with Summa meshes, which a problem may leave out."""
-        if (workload, untied) not in self._books:
-            share_with = next((book for (_, other), book in self._books.items() if other == untied), None)
-            share_with = share_with or next(iter(self._books.values()), None)
-            self._books[workload, untied] = PriceBook(
-                self.graph, self.cluster, workload, untied, summa=True, share_with=share_with
-            )
-        return self._books[workload, untied]
-
-    @property
-    def may_shrink(self) -> bool:
-        """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
-        return any(book.may_shrink for book in self._books.values())
-
-    def problems(self, options: Options, untied: bool, summa: bool = True) -> Iterator[Problem | UserError]:
-        """The problem of every setting that the options allow, or the reason why it has none.
-
-        Raises:
-            UserError: an option is out of range.
-        """
-        for recompute in (False, True) if options.recompute is None else (options.recompute,):
-            workload = base_workload(self.cluster, options, recompute)
-            book = self.book(workload, untied)
-            for micro_batch in micro_batches(workload, options):
-                try:
-                    yield book.problem(workload.batch, micro_batch, options.objective, summa)
-                except UserError as fault:
-                    yield fault
-
-
-def _just_above(cost: float) -> float:
-    """A cutoff that plans of this cost (which may be 0) are below."""
-    return cost * (1 + _SAME) + 1e-15
-
-
-class _Sweep:
-    """The search over micro-batches and recomputation (see the module's docstring)."""
-
-    def __init__(self, books: _Books, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop):
-        self.books, self.options, self.limit, self.stop = books, options, limit, stop
-        self.graph, self.cluster = books.graph, books.cluster
-        # The best baseline, and the cheapest plan of a baseline or a bracket.
-        self.baseline = self.met = _cheapest(figures, options)
-        # Cutoff: a plan of about this cost exists, so only cheaper ones are searched.
-        self.known = math.inf if self.met is None else _just_above(self.met.cost)
-        # Lower bounds without the memory limit, by setting.
-        self.free: dict[tuple[int, bool], float] = {}
-        self.candidates: list[Candidate] = []
-        self.best: _Found | None = None
-        self.evaluations = 0
-        self.search_s = 0.0
-        self._is_whole = True  # whether every setting has been priced
-
-    @property
-    def lower_bound(self) -> float:
-        """A valid lower bound on the plans of all settings, after the sweep."""
-        bounds = [candidate.lower_bound for candidate in self.candidates]
-        return min(bounds) if self._is_whole else 0.0
-
-    def run(self) -> _Found:
-        """Settle every setting, the one of least bound first, and return the best plan.
-
-        Raises:
-            StopRequestedError: the stop was requested before any plan was known.
-            UserError: no plan fits, or none was found.
-        """
-        settings = list(self._settings())
-        queue = [(setting.bound, number) for number, setting in enumerate(settings)]
-        heapq.heapify(queue)
-        while queue and queue[0][0] < self.known and not self.stop.is_requested:
-            number = heapq.heappop(queue)[1]
-            sharper = self._sharpened(settings[number])
-            if sharper is not None:
-                settings[number] = sharper
-                heapq.heappush(queue, (sharper.bound, number))
-        for bound, number in sorted(queue):
-            left = NOT_BETTER if bound >= self.known else str(Status.INTERRUPTED)
-            self._record(settings[number].problem, NOT_FITTING if bound == math.inf else left, bound)
-        best = self._best(settings)
-        if best is None:
-            raise self._failure([setting.problem for setting in settings])
-        return best
-
-    def _best(self, settings: Sequence[_Setting]) -> _Found | None:
-        """The best plan of the searches, or a plan of a baseline or bracket if that is better.
-
-        A bracket's plan counts for the exact method, which it is a part of, and if a search was interrupted before it had a plan.
-        For other methods it would hide their own result.
-        """
-        found, met = self.best, self.met
-        if self.options.method != "exact" and (found is not None or not self.stop.is_requested):
-            met = self.baseline
-        if met is None or (found is not None and found.result.cost < _just_above(met.cost)):
-            return found
-        workload = met.workload
-        problem = next((one.problem for one in settings if one.problem.workload == workload), None)
-        if problem is None:  # the stop came before its setting was priced
-            book = self.books.book(workload, self.options.untied)
-            problem = book.problem(workload.batch, workload.micro_batch, self.options.objective, self.options.summa)
-        choice = problem.choice(met.strategies)
-        cost = problem.table.evaluate(choice)
-        status = Status.INTERRUPTED if self.stop.is_requested else Status.LIMIT_REACHED
-        bounds = [one.lower_bound for one in self.candidates if (one.micro_batch, one.recompute) == met.setting]
-        bound = min(cost, *bounds) if bounds else 0.0
-        self.candidates = [one for one in self.candidates if (one.micro_batch, one.recompute) != met.setting]
-        self._record(problem, str(status), bound, cost)
-        result = Result(
-            method=self.options.method,
-            status=status,
-            choice=choice,
-            cost=cost,
-            lower_bound=bound,
-            memory_bytes=problem.table.peak_memory(choice),
-            space_size=problem.table.space_size,
-            evaluations=0,
-            seconds=self.search_s,
-            memory_limit_bytes=self.limit,
-        )
-        return _Found(problem, result, met.name)
-
-    def _settings(self) -> Iterator[_Setting]:
-        """Every setting with its separable bound.
-
-        Raises:
-            UserError: no micro-batch divides.
-        """
-        fault, found = None, 0
-        for problem in self.books.problems(self.options, self.options.untied, self.options.summa):
-            if self.stop.is_requested:
-                self._is_whole = False
-                return
-            if isinstance(problem, UserError):
-                # Report the error of the first micro-batch, which has the most divisors, if no micro-batch is valid.
-                fault = fault or problem
-                continue
-            with self._timed():
-                bound = separable_bound(problem.layer_table, self.limit)
-            found += 1
-            yield _Setting(problem, bound)
-        if not found and fault is not None:
-            raise fault
-
-    def _sharpened(self, setting: _Setting) -> _Setting | None:
-        """The setting with its next bound; None if it is settled."""
-        if setting.known is not None:
-            self._search(setting, setting.known)
-            return None
-        inherited = self._free_bound(setting.problem.workload)
-        if inherited > setting.bound:
-            return replace(setting, bound=inherited)
-        workload, table = setting.problem.workload, setting.problem.table
-        with self._timed():
-            known = bracket(table, self.limit, self.known, self.stop)
-        self.free[workload.micro_batch, workload.recompute] = known.free
-        if known.choice is not None and (self.met is None or known.cost < self.met.cost):
-            self.met = _Met(known.cost, workload, setting.problem.strategies(known.choice))
-            self.known = min(self.known, _just_above(known.cost))
-        return replace(setting, bound=max(setting.bound, known.bound), known=known)
-
-    def _free_bound(self, workload: Workload) -> float:
-        """A lower bound without the memory limit, from the bounds of other settings."""
-        is_growing = not self.books.may_shrink
-        return max(
-            (
-                free
-                for (micro_batch, recompute), free in self.free.items()
-                if recompute <= workload.recompute
-                and (micro_batch == workload.micro_batch or (is_growing and micro_batch % workload.micro_batch == 0))
-            ),
-            default=-math.inf,
-        )
-
-    def _search(self, setting: _Setting, known: Bracket) -> None:
-        options, problem = self.options, setting.problem
-        with self._timed(), progress_bar(options.method, disable=True if options.quiet else None) as progress:
-            result = solve(
-                problem.table,
-                method=options.method,
-                memory_limit=self.limit,
-                seed=options.seed,
-                temperature=options.temperature_s,
-                evaluations=options.evaluations,
-                time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
-                cutoff=self.known,
-                progress=progress,
-                known=known,
-                stop=self.stop,
-            )
-        # Exact does not count minimisers of relaxations; if one of these is the optimum, its count is 0.
-        self.evaluations += max(result.evaluations, int(result.choice is not None))
-        lower = max(setting.bound, result.lower_bound)
-        if lower == math.inf:
-            self._record(problem, NOT_FITTING, math.inf)
-        elif result.choice is None:
-            self._record(problem, NOT_BETTER if lower >= self.known else str(result.status), lower)
-        else:
-            self._record(problem, str(result.status), lower, result.cost)
-            if self.best is None or result.cost < self.best.result.cost:
-                self.best = _Found(problem, result)
-                self.known = min(self.known, result.cost)
-
-    def _record(self, problem: Problem, outcome: str, bound: float, cost: float = math.inf) -> None:
-        workload = problem.workload
-        self.candidates.append(Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound))
-
-    @contextlib.contextmanager
-    def _timed(self) -> Iterator[None]:
-        """Add the duration of the context to ``search_s``."""
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.search_s += time.perf_counter() - start
-
-    def _failure(self, problems: list[Problem]) -> UserError:
-        """The error that says why there is no plan.
-
-        Raises:
-            StopRequestedError: the stop was requested before the reason was known.
-        """
-        self.stop.check()
-        if any(candidate.lower_bound < math.inf for candidate in self.candidates):
-            return UserError(
-                f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
-                "device before it reached its limit; use method='exact', or raise the limit"
-            )
-        least = math.inf
-        for problem in sorted(problems, key=lambda problem: separable_memory(problem.layer_table)):
-            if separable_memory(problem.layer_table) < least:
-                least = min(least, smallest_memory(problem.table, self.stop)[0])
-        return InfeasibleError(
-            f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
-            f"the smallest memory that would do is {format_memory_limit(least)}"
-        )
-
-
-def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Workload:
-    """The workload of the options, with the whole batch as one micro-batch."""
-    batch = DEFAULT_BATCH_PER_DEVICE * cluster.num_devices if options.batch is None else options.batch
-    precision = options.precision or cluster.default_precision
-    return Workload(batch, batch, precision, options.optimizer, recompute)
-
-
-def micro_batches(workload: Workload, options: Options) -> list[int]:
-    """The micro-batches to consider, largest first; the price book checks that a given one divides the batch."""
-    return divisors(workload.batch)[::-1] if options.micro_batch is None else [options.micro_batch]

@@ -11,7 +11,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.workload import Workload
-from autoddl.search.planner import USABLE_MEMORY, base_workload
+from autoddl.search.options import USABLE_MEMORY, base_workload
 
 from .configuration import RECOMPUTATIONS
 from .explorer import Explorer

@@ -21,7 +21,8 @@ from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.workload import Workload
-from autoddl.search.planner import NOT_BETTER, NOT_FITTING, Candidate, Options, Planned, end_of
+from autoddl.search.planner import Candidate, Options, Planned, end_of
+from autoddl.search.sweep import NOT_BETTER, NOT_FITTING
 
 from .configuration import Configuration
 from .evaluation import Evaluation, evaluate_unpipelined

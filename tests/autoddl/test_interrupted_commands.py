@@ -96,7 +96,7 @@ def check_plan(path: Path, status: str = "interrupted") -> None:
 def test_an_interrupted_plan_is_printed_and_written(tmp_path, record_property):
     path = tmp_path / "plan.json"
     arguments = ["plan", *MLP, "--quiet", "--method", "exhaustive", "--time-limit", "10000", "-o", str(path)]
-    ended = interrupted(("autoddl.search.planner:solve", 1), arguments)
+    ended = interrupted(("autoddl.search.sweep:solve", 1), arguments)
     assert ended.code == 130, ended
     assert "the best one may be up to" in one_line(ended)
     assert (

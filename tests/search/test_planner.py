@@ -15,15 +15,9 @@ from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.result import unpipelined
 from autoddl.planfile import load_plan, plan_document, save_plan
 from autoddl.search import METHODS, solve
-from autoddl.search.planner import (
-    DEFAULT_BATCH_PER_DEVICE,
-    USABLE_MEMORY,
-    InfeasibleError,
-    Options,
-    _Sweep,
-    make_plan,
-    micro_batches,
-)
+from autoddl.search.options import DEFAULT_BATCH_PER_DEVICE, USABLE_MEMORY, micro_batches
+from autoddl.search.planner import InfeasibleError, Options, make_plan
+from autoddl.search.sweep import Sweep
 from autoddl.zoo import Transformer, gpt, mlp, resolve_model
 
 #: Many tokens, few parameters: data parallelism is best.
@@ -126,7 +120,7 @@ def test_sweep_finds_the_best_where_smaller_micro_batches_may_move_less():
 @pytest.mark.parametrize("may_shrink", [False, True])
 def test_bounds_are_inherited_where_prices_only_grow(may_shrink):
     """From 24 samples to 12 where no redistribution becomes cheaper; with recomputation of the same 24 always."""
-    sweep = object.__new__(_Sweep)
+    sweep = object.__new__(Sweep)
     sweep.free, sweep.books = {(24, False): 10.0}, SimpleNamespace(may_shrink=may_shrink)
     assert sweep._free_bound(Workload(24, 12)) == (-inf if may_shrink else 10.0)
     assert sweep._free_bound(Workload(24, 24, recompute=True)) == 10.0

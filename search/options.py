@@ -1,0 +1,101 @@
+"""Options of the planner, what they mean on a cluster, and the checks of their values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.nearest import divisors
+from autoddl.costmodel.workload import Workload
+
+from . import METHODS
+
+__all__ = ["DEFAULT_TIME_LIMIT_S", "USABLE_MEMORY", "Options", "base_workload", "memory_limit_of", "micro_batches"]
+
+#: Samples per device and step if no batch is given.
+DEFAULT_BATCH_PER_DEVICE = 8
+#: Time limit [s] of one search if none is given: a result with a gap is better than none.
+DEFAULT_TIME_LIMIT_S = 20.0
+#: The fraction of a device's memory that a plan may fill if no limit is given.
+USABLE_MEMORY = 0.9
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of the planner.
+
+    Attributes:
+        batch: samples per step over all devices; None for 8 per device.
+        micro_batch: samples per pass over all devices; None to choose it.
+        method: the search, one of ``autoddl.search.METHODS``.
+        objective: ``step`` or ``communication``.
+        memory_limit_bytes: per device; None for 9/10 of the device's memory, which leaves the rest to the framework, workspaces of
+            kernels and fragmentation.
+        precision: of the training; None for the default of the cluster's device.
+        optimizer: ``sgd``, ``momentum`` or ``adam``.
+        recompute: whether to recompute activations; None to choose it.
+        untied: give every repetition of a block its own choice.
+        summa: offer Summa meshes to linear layers.
+        seed: of the random methods.
+        temperature_s: constant temperature of Metropolis-Hastings; None for annealing.
+        evaluations, time_limit_s: budgets of one search; None for the default of the method, and for 20 s.
+        quiet: show no progress bar.
+    """
+
+    batch: int | None = None
+    micro_batch: int | None = None
+    method: str = "exact"
+    objective: str = "step"
+    memory_limit_bytes: float | None = None
+    precision: str | None = None
+    optimizer: str = "adam"
+    recompute: bool | None = None
+    untied: bool = False
+    summa: bool = True
+    seed: int = 0
+    temperature_s: float | None = None
+    evaluations: int | None = None
+    time_limit_s: float | None = None
+    quiet: bool = True
+
+
+def memory_limit_of(cluster: Cluster, options: Options) -> float:
+    """The memory limit of a plan [bytes per device], after a check of all options that a search takes.
+
+    Raises:
+        UserError: an option is out of range.
+    """
+    if options.method not in METHODS:
+        raise UserError(f"method {options.method!r} is not one of {', '.join(METHODS)}")
+    limit = options.memory_limit_bytes
+    if limit is None:
+        limit = USABLE_MEMORY * cluster.device.memory_bytes
+    if options.time_limit_s is not None and not 0 < options.time_limit_s < math.inf:
+        raise UserError(f"time limit {options.time_limit_s:g} should be a finite number of more than 0 s")
+    if options.temperature_s is not None and options.method != "metropolis-hastings":
+        raise UserError(
+            f"temperature {options.temperature_s:g} s is for metropolis-hastings; {options.method} has none"
+        )
+    if options.temperature_s is not None and not 0 < options.temperature_s < math.inf:
+        raise UserError(f"temperature {options.temperature_s:g} should be a finite number of more than 0 s")
+    if options.evaluations is not None and options.evaluations < 1:
+        raise UserError(f"evaluations {options.evaluations} should be at least 1")
+    if not 0 <= options.seed < 2**63:
+        raise UserError(f"seed {options.seed} should be a whole number of at least 0 and less than 2^63")
+    if not 0 < limit < math.inf:
+        raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
+    return limit
+
+
+def base_workload(cluster: Cluster, options: Options, recompute: bool) -> Workload:
+    """The workload of the options, with the whole batch as one micro-batch."""
+    batch = DEFAULT_BATCH_PER_DEVICE * cluster.num_devices if options.batch is None else options.batch
+    precision = options.precision or cluster.default_precision
+    return Workload(batch, batch, precision, options.optimizer, recompute)
+
+
+def micro_batches(workload: Workload, options: Options) -> list[int]:
+    """The micro-batches to consider, largest first; the price book checks that a given one divides the batch."""
+    return divisors(workload.batch)[::-1] if options.micro_batch is None else [options.micro_batch]

@@ -1,0 +1,383 @@
+"""The sweep over settings: micro-batches, and whether activations are recomputed.
+
+A *setting* is a micro-batch (any divisor of the batch) and whether to recompute activations.  The planner chooses it, unless the
+user gives it.  The sweep over all settings is a best-first search.  It is exact, because every setting is settled by a valid
+lower bound on its cost.  There are three lower bounds, each sharper than the previous one and a hundred times as expensive:
+
+1. separable: redistributions are free, and the layers only share the memory limit (:mod:`autoddl.search.separable`);
+2. bracket: the Lagrangian dual by elimination, which also finds a plan (:func:`autoddl.search.bracket`);
+3. the search itself.
+
+A priority queue holds all settings by their best known bounds.  The setting of least bound is removed, its next bound is computed,
+and it is put back, until the least bound in the queue is not below the cost of the best plan.  The best baseline is the first plan.
+
+A bound of one setting may hold for another one, because more micro-batches and recomputation reduce only memory, not cost:
+
+    cost of (M, recompute) at strategies x  =  M fixed(x) + batch slope(x) + once(x),     fixed >= 0
+
+and a micro-batch that divides another one allows a subset of its strategies (4 does not divide 6: p0 = 4 is possible for 4
+samples, not for 6).  So without the memory limit, the optimum does not decrease from a micro-batch to its divisors, or with
+recomputation.  The first does not hold if a redistribution may become cheaper with smaller micro-batches
+(:attr:`autoddl.costmodel.pricing.PriceBook.may_shrink`).
+
+When a stop is requested (:mod:`autoddl.costmodel.stopping`), the remaining settings keep their best known bounds, and the plan is
+the best choice found so far by a search, a bracket or a baseline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import math
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autoddl.costmodel.cluster import Cluster
+from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.pricing import PriceBook
+from autoddl.costmodel.problem import Problem
+from autoddl.costmodel.stopping import Stop
+from autoddl.costmodel.strategy import Strategy
+from autoddl.costmodel.units import format_bytes, format_memory_limit
+from autoddl.costmodel.workload import Workload
+
+from . import Bracket, Result, Status, bracket, progress_bar, separable_bound, separable_memory, smallest_memory, solve
+from .comparison import BaselineFigures
+from .options import DEFAULT_TIME_LIMIT_S, Options, base_workload, micro_batches
+
+__all__ = ["NOT_BETTER", "NOT_FITTING", "SAME", "BestPlan", "Candidate", "InfeasibleError", "PriceBooks", "Sweep"]
+
+#: Relative difference of costs below which two plans count as equally good.
+SAME = 1e-9
+#: How a setting is settled that needed no search.
+NOT_BETTER, NOT_FITTING = "cannot be better", "does not fit"
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One setting of the sweep, and how it was settled.
+
+    Attributes:
+        micro_batch, recompute: the setting.
+        outcome: how its search ended, as text.
+        cost: cost of its best plan [s]; inf if none was found.
+        lower_bound: a valid lower bound on the cost of its plans [s].
+    """
+
+    micro_batch: int
+    recompute: bool
+    outcome: str
+    cost: float
+    lower_bound: float
+
+
+class InfeasibleError(UserError):
+    """No plan fits the memory of the devices; the message gives the smallest sufficient memory."""
+
+
+@dataclass(frozen=True)
+class BestPlan:
+    """The best plan of the sweep.
+
+    Attributes:
+        problem: the search problem of its setting.
+        result: the result of the search.
+        taken_from: name of the baseline whose plan it is; empty if it is not one.
+    """
+
+    problem: Problem
+    result: Result
+    taken_from: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class _Setting:
+    """A setting in the queue.
+
+    Attributes:
+        problem: its search problem.
+        bound: its best known lower bound [s].
+        bracket: its bracket; None if it was not computed yet.
+    """
+
+    problem: Problem
+    bound: float
+    bracket: Bracket | None = None
+
+
+@dataclass(frozen=True)
+class _KnownPlan:
+    """A feasible plan that a baseline or a bracket gave, not a search.
+
+    Attributes:
+        cost: seconds per training step.
+        workload, strategies: of the plan.
+        name: of the baseline; empty for a plan of a bracket.
+    """
+
+    cost: float
+    workload: Workload
+    strategies: Mapping[str, Strategy]
+    name: str = ""
+
+    @property
+    def setting(self) -> tuple[int, bool]:
+        return self.workload.micro_batch, self.workload.recompute
+
+
+def _cheapest(figures: Sequence[BaselineFigures], options: Options) -> _KnownPlan | None:
+    """The best baseline among those that are part of the search space."""
+    plans = [
+        _KnownPlan(one.assessment.cost(options.objective), one.workload, one.strategies, one.name)
+        for one in figures
+        if one.assessment is not None and one.workload is not None and (one.name != "summa" or options.summa)
+    ]
+    return min(plans, key=lambda plan: plan.cost, default=None)
+
+
+class PriceBooks:
+    """The price books of one graph on one cluster, shared by the baselines and all searches."""
+
+    def __init__(self, graph: LayerGraph, cluster: Cluster):
+        self.graph, self.cluster = graph, cluster
+        self._books: dict[tuple[Workload, bool], PriceBook] = {}
+
+    def book(self, workload: Workload, untied: bool) -> PriceBook:
+        """The book of a workload, tied or untied, with Summa meshes, which a problem may leave out."""
+        if (workload, untied) not in self._books:
+            share_with = next((book for (_, other), book in self._books.items() if other == untied), None)
+            share_with = share_with or next(iter(self._books.values()), None)
+            self._books[workload, untied] = PriceBook(
+                self.graph, self.cluster, workload, untied, summa=True, share_with=share_with
+            )
+        return self._books[workload, untied]
+
+    @property
+    def may_shrink(self) -> bool:
+        """Whether a redistribution priced so far may become cheaper with smaller micro-batches."""
+        return any(book.may_shrink for book in self._books.values())
+
+    def problems(self, options: Options, untied: bool, summa: bool = True) -> Iterator[Problem | UserError]:
+        """The problem of every setting that the options allow, or the reason why it has none.
+
+        Raises:
+            UserError: an option is out of range.
+        """
+        for recompute in (False, True) if options.recompute is None else (options.recompute,):
+            workload = base_workload(self.cluster, options, recompute)
+            book = self.book(workload, untied)
+            for micro_batch in micro_batches(workload, options):
+                try:
+                    yield book.problem(workload.batch, micro_batch, options.objective, summa)
+                except UserError as fault:
+                    yield fault
+
+
+def _just_above(cost: float) -> float:
+    """A cutoff that plans of this cost (which may be 0) are below."""
+    return cost * (1 + SAME) + 1e-15
+
+
+class Sweep:
+    """The search over micro-batches and recomputation (see the module's docstring)."""
+
+    def __init__(
+        self, books: PriceBooks, options: Options, limit: float, figures: Sequence[BaselineFigures], stop: Stop
+    ):
+        self.books, self.options, self.limit, self.stop = books, options, limit, stop
+        self.graph, self.cluster = books.graph, books.cluster
+        # The best baseline, and the cheapest plan of a baseline or a bracket.
+        self.baseline = self.known_plan = _cheapest(figures, options)
+        # Cutoff: a plan of about this cost exists, so only cheaper ones are searched.
+        self.cutoff = math.inf if self.known_plan is None else _just_above(self.known_plan.cost)
+        # Lower bounds without the memory limit, by setting.
+        self.free: dict[tuple[int, bool], float] = {}
+        self.candidates: list[Candidate] = []
+        self.best: BestPlan | None = None
+        self.evaluations = 0
+        self.search_s = 0.0
+        self._is_whole = True  # whether every setting has been priced
+
+    @property
+    def lower_bound(self) -> float:
+        """A valid lower bound on the plans of all settings, after the sweep."""
+        bounds = [candidate.lower_bound for candidate in self.candidates]
+        return min(bounds) if self._is_whole else 0.0
+
+    def run(self) -> BestPlan:
+        """Settle every setting, the one of least bound first, and return the best plan.
+
+        Raises:
+            StopRequestedError: the stop was requested before any plan was known.
+            UserError: no plan fits, or none was found.
+        """
+        settings = list(self._settings())
+        queue = [(setting.bound, number) for number, setting in enumerate(settings)]
+        heapq.heapify(queue)
+        while queue and queue[0][0] < self.cutoff and not self.stop.is_requested:
+            number = heapq.heappop(queue)[1]
+            sharper = self._sharpened(settings[number])
+            if sharper is not None:
+                settings[number] = sharper
+                heapq.heappush(queue, (sharper.bound, number))
+        for bound, number in sorted(queue):
+            left = NOT_BETTER if bound >= self.cutoff else str(Status.INTERRUPTED)
+            self._record(settings[number].problem, NOT_FITTING if bound == math.inf else left, bound)
+        best = self._best(settings)
+        if best is None:
+            raise self._failure([setting.problem for setting in settings])
+        return best
+
+    def _best(self, settings: Sequence[_Setting]) -> BestPlan | None:
+        """The best plan of the searches, or a plan of a baseline or bracket if that is better.
+
+        A bracket's plan counts for the exact method, which it is a part of, and if a search was interrupted before it had a plan.
+        For other methods it would hide their own result.
+        """
+        found, known_plan = self.best, self.known_plan
+        if self.options.method != "exact" and (found is not None or not self.stop.is_requested):
+            known_plan = self.baseline
+        if known_plan is None or (found is not None and found.result.cost < _just_above(known_plan.cost)):
+            return found
+        workload = known_plan.workload
+        problem = next((one.problem for one in settings if one.problem.workload == workload), None)
+        if problem is None:  # the stop came before its setting was priced
+            book = self.books.book(workload, self.options.untied)
+            problem = book.problem(workload.batch, workload.micro_batch, self.options.objective, self.options.summa)
+        choice = problem.choice(known_plan.strategies)
+        cost = problem.table.evaluate(choice)
+        status = Status.INTERRUPTED if self.stop.is_requested else Status.LIMIT_REACHED
+        bounds = [one.lower_bound for one in self.candidates if (one.micro_batch, one.recompute) == known_plan.setting]
+        bound = min(cost, *bounds) if bounds else 0.0
+        self.candidates = [one for one in self.candidates if (one.micro_batch, one.recompute) != known_plan.setting]
+        self._record(problem, str(status), bound, cost)
+        result = Result(
+            method=self.options.method,
+            status=status,
+            choice=choice,
+            cost=cost,
+            lower_bound=bound,
+            memory_bytes=problem.table.peak_memory(choice),
+            space_size=problem.table.space_size,
+            evaluations=0,
+            seconds=self.search_s,
+            memory_limit_bytes=self.limit,
+        )
+        return BestPlan(problem, result, known_plan.name)
+
+    def _settings(self) -> Iterator[_Setting]:
+        """Every setting with its separable bound.
+
+        Raises:
+            UserError: no micro-batch divides.
+        """
+        fault, found = None, 0
+        for problem in self.books.problems(self.options, self.options.untied, self.options.summa):
+            if self.stop.is_requested:
+                self._is_whole = False
+                return
+            if isinstance(problem, UserError):
+                # Report the error of the first micro-batch, which has the most divisors, if no micro-batch is valid.
+                fault = fault or problem
+                continue
+            with self._timed():
+                bound = separable_bound(problem.layer_table, self.limit)
+            found += 1
+            yield _Setting(problem, bound)
+        if not found and fault is not None:
+            raise fault
+
+    def _sharpened(self, setting: _Setting) -> _Setting | None:
+        """The setting with its next bound; None if it is settled."""
+        if setting.bracket is not None:
+            self._search(setting, setting.bracket)
+            return None
+        inherited = self._free_bound(setting.problem.workload)
+        if inherited > setting.bound:
+            return replace(setting, bound=inherited)
+        workload, table = setting.problem.workload, setting.problem.table
+        with self._timed():
+            known = bracket(table, self.limit, self.cutoff, self.stop)
+        self.free[workload.micro_batch, workload.recompute] = known.free
+        if known.choice is not None and (self.known_plan is None or known.cost < self.known_plan.cost):
+            self.known_plan = _KnownPlan(known.cost, workload, setting.problem.strategies(known.choice))
+            self.cutoff = min(self.cutoff, _just_above(known.cost))
+        return replace(setting, bound=max(setting.bound, known.bound), bracket=known)
+
+    def _free_bound(self, workload: Workload) -> float:
+        """A lower bound without the memory limit, from the bounds of other settings."""
+        is_growing = not self.books.may_shrink
+        return max(
+            (
+                free
+                for (micro_batch, recompute), free in self.free.items()
+                if recompute <= workload.recompute
+                and (micro_batch == workload.micro_batch or (is_growing and micro_batch % workload.micro_batch == 0))
+            ),
+            default=-math.inf,
+        )
+
+    def _search(self, setting: _Setting, known: Bracket) -> None:
+        options, problem = self.options, setting.problem
+        with self._timed(), progress_bar(options.method, disable=True if options.quiet else None) as progress:
+            result = solve(
+                problem.table,
+                method=options.method,
+                memory_limit=self.limit,
+                seed=options.seed,
+                temperature=options.temperature_s,
+                evaluations=options.evaluations,
+                time_limit=DEFAULT_TIME_LIMIT_S if options.time_limit_s is None else options.time_limit_s,
+                cutoff=self.cutoff,
+                progress=progress,
+                known=known,
+                stop=self.stop,
+            )
+        # Exact does not count minimisers of relaxations; if one of these is the optimum, its count is 0.
+        self.evaluations += max(result.evaluations, int(result.choice is not None))
+        lower = max(setting.bound, result.lower_bound)
+        if lower == math.inf:
+            self._record(problem, NOT_FITTING, math.inf)
+        elif result.choice is None:
+            self._record(problem, NOT_BETTER if lower >= self.cutoff else str(result.status), lower)
+        else:
+            self._record(problem, str(result.status), lower, result.cost)
+            if self.best is None or result.cost < self.best.result.cost:
+                self.best = BestPlan(problem, result)
+                self.cutoff = min(self.cutoff, result.cost)
+
+    def _record(self, problem: Problem, outcome: str, bound: float, cost: float = math.inf) -> None:
+        workload = problem.workload
+        self.candidates.append(Candidate(workload.micro_batch, workload.recompute, outcome, cost, bound))
+
+    @contextlib.contextmanager
+    def _timed(self) -> Iterator[None]:
+        """Add the duration of the context to ``search_s``."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.search_s += time.perf_counter() - start
+
+    def _failure(self, problems: list[Problem]) -> UserError:
+        """The error that says why there is no plan.
+
+        Raises:
+            StopRequestedError: the stop was requested before the reason was known.
+        """
+        self.stop.check()
+        if any(candidate.lower_bound < math.inf for candidate in self.candidates):
+            return UserError(
+                f"the {self.options.method} search found no plan of {self.graph.name} that fits {format_bytes(self.limit)} per "
+                "device before it reached its limit; use method='exact', or raise the limit"
+            )
+        least = math.inf
+        for problem in sorted(problems, key=lambda problem: separable_memory(problem.layer_table)):
+            if separable_memory(problem.layer_table) < least:
+                least = min(least, smallest_memory(problem.table, self.stop)[0])
+        return InfeasibleError(
+            f"no plan of {self.graph.name} fits {format_bytes(self.limit)} per device on {self.cluster.num_devices} devices; "
+            f"the smallest memory that would do is {format_memory_limit(least)}"
+        )
