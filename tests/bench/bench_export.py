@@ -1,7 +1,7 @@
-"""The same plans by the runtime and by their exported files: how long a step takes, as a ratio measured in one run.
+"""Compare the duration of a training step by the runtime and by the exported file of the same plan, measured in one run.
 
-Local CPU ranks; the two take turns, step by step, on the same ranks. A step is as long as on the slowest rank; of all repetitions
-the least counts, which is what nothing else disturbed, and the median stands beside it.
+Both run on the same local CPU ranks and take turns, step by step.  A step takes as long as on its slowest rank.  The table has the
+shortest step, which other processes disturbed least, and the median.
 
     python tests/bench/bench_export.py [--repeats 20]
 """
@@ -125,7 +125,7 @@ def main() -> None:
                 f"{middle[1] / middle[0]:.2f}",
             )
         )
-    print("A training step by the runtime and by the exported file of the same plan: the least of all repetitions")
+    print("A training step by the runtime and by the exported file of the same plan: the shortest of all repetitions")
     columns = tuple(Column(heading, right=i > 0) for i, heading in enumerate(rows[0]))
     print("\n".join(Table(columns, tuple(rows[1:])).lines()))
 
