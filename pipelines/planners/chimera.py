@@ -207,8 +207,9 @@ def _configurations(
         if share % size:
             continue
         count = share // size
-        if greedy and count < depth:
+        if (greedy and count < depth) or workload.least_memory_bytes(cuts, size) > workload.limit_bytes:
             continue
+        workload.check_passes(depth, count)
         fitting = False
         for concatenation in ("direct", "doubling", "halving") if count > depth else ("direct",):
             if concatenation == "doubling" and not recompute:

@@ -160,6 +160,7 @@ class _Simulations:
         replicated = any(stage.width > 1 for stage in stages)
         key = (candidate.num_micro_batches, warm_up, replicated)
         if key not in self.schedules:
+            self.workload.check_passes(len(stages), candidate.num_micro_batches)
             self.schedules[key] = generate(
                 "1f1b",
                 num_stages=len(stages),

@@ -22,6 +22,7 @@ import numpy as np
 
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
+from autoddl.costmodel.limits import MAX_PASSES
 from autoddl.costmodel.nearest import divisors, nearest_batches, nearest_that_work
 from autoddl.costmodel.units import format_bytes
 
@@ -184,6 +185,30 @@ class ProfiledWorkload:
         if not batches:  # no batch works with that micro-batch
             batches = nearest_batches(batch, lambda other: any(works(other, each) for each in divisors(other)), reach)
         raise PlannerError(f"{fault}; {nearest_that_work('batch', batch, batches)}")
+
+    def least_memory_bytes(self, cuts: Sequence[int], micro_batch: int) -> float:
+        """Lower bound on the memory [bytes] of the fullest worker under any schedule.
+
+        A worker holds the weights and optimizer states of a stage, and the activations of at least half a micro-batch, the smallest
+        unit of work of a schedule.  Configurations above the memory limit by this bound need no schedule to be ruled out.
+        """
+        return max(
+            self.in_flight_bytes(*layers, micro_batch) / 2 + self.state * self.parameter_bytes(*layers)
+            for layers in zip(cuts, cuts[1:])
+        )
+
+    def check_passes(self, num_stages: int, num_micro_batches: int, iterations: int = 1) -> None:
+        """Refuse schedules that are too long to simulate.
+
+        Raises:
+            PlannerError: the number of passes of micro-batches through stages is above the limit.
+        """
+        passes = num_stages * num_micro_batches * iterations
+        if passes > MAX_PASSES:
+            raise PlannerError(
+                f"batch {self.batch} in {num_micro_batches:,} micro-batches takes {passes:,} passes through stages, should take at "
+                f"most {MAX_PASSES:,}: give a smaller batch (a schedule repeats its pattern long before)"
+            )
 
     def balanced_cuts(self, num_stages: int) -> tuple[int, ...]:
         """Cuts (with both ends) that minimise the time of the slowest of ``num_stages`` stages.

@@ -165,7 +165,7 @@ def _choices(
             continue
         for size in divisors(share) if wanted is None else [wanted]:
             count = _num_micro_batches(workload.batch, width, size)
-            if count < depth:
+            if count < depth or workload.least_memory_bytes(cuts, size) > workload.limit_bytes:
                 continue
             times = _times(workload, network, grid, cuts, size)
             bound = max(
@@ -214,6 +214,7 @@ def _simulated(workload: ProfiledWorkload, choices: list[_Choice], clock: Clock)
             break
         key = (choice.depth, choice.width, choice.num_micro_batches, choice.recompute)
         if key not in schedules:
+            workload.check_passes(choice.depth, choice.num_micro_batches, PERIODS)
             schedules[key] = generate(
                 "wpipe",
                 num_stages=choice.depth,
