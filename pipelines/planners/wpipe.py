@@ -19,7 +19,7 @@ has two versions), and the activations that the schedule keeps alive.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autoddl.costmodel.nearest import divisors
@@ -34,15 +34,15 @@ from .clock import Clock
 from .network import Network, PipelinePlacement
 from .workload import PlannerError, ProfiledWorkload
 
-__all__ = ["WPipeConfiguration", "WPipeResult", "plan_wpipe"]
+__all__ = ["WPipeConfiguration", "WPipeLayout", "WPipeResult", "plan_wpipe"]
 
 #: Number of simulated update periods; the middle third of them is the steady state.
 PERIODS = 6
 
 
 @dataclass(frozen=True)
-class WPipeConfiguration:
-    """One simulated configuration.
+class WPipeLayout:
+    """A configuration before its simulation.
 
     Attributes:
         depth: d, number of workers per pipeline, each with two stages.
@@ -52,10 +52,8 @@ class WPipeConfiguration:
         micro_batch: B, in samples.
         num_micro_batches: M, per pipeline and update period.
         cuts: positions of the layers before which the model is cut, with both ends.
-        devices: per stage, the devices of all its replicas.
-        memory_bytes: of the fullest worker.
-        bound_s: the lower bound of the period (module's docstring).
-        period_s: simulated time between updates: one global batch.
+        times: of the tasks of each stage, for one pipeline.
+        bound_s: lower bound [s] of the period (see the module's docstring).
     """
 
     depth: int
@@ -65,14 +63,40 @@ class WPipeConfiguration:
     micro_batch: int
     num_micro_batches: int
     cuts: tuple[int, ...]
-    devices: tuple[tuple[int, ...], ...]
-    memory_bytes: float
+    times: Times
     bound_s: float
-    period_s: float
 
     @property
     def name(self) -> str:
+        """Depth, width and placement, such as ``4:2 A``."""
         return f"{self.depth}:{self.width} {self.placement}"
+
+    @property
+    def devices(self) -> tuple[tuple[int, ...], ...]:
+        """The devices of all replicas of each stage."""
+        depth, width = self.depth, self.width
+        return tuple(
+            tuple(
+                sorted(
+                    k * depth + stage % depth if self.placement == "A" else (stage % depth) * width + k
+                    for k in range(width)
+                )
+            )
+            for stage in range(2 * depth)
+        )
+
+
+@dataclass(frozen=True)
+class WPipeConfiguration(WPipeLayout):
+    """A simulated configuration.
+
+    Attributes:
+        memory_bytes: memory of the fullest worker.
+        period_s: simulated time between two updates, in which one batch is computed.
+    """
+
+    memory_bytes: float
+    period_s: float
 
 
 @dataclass(frozen=True)
@@ -86,21 +110,6 @@ class WPipeResult:
 
     plan: WPipeConfiguration
     configurations: tuple[WPipeConfiguration, ...]
-
-
-@dataclass(frozen=True)
-class _Choice:
-    """A configuration before its simulation; fields as in :class:`WPipeConfiguration`."""
-
-    depth: int
-    width: int
-    placement: str
-    recompute: bool
-    micro_batch: int
-    num_micro_batches: int
-    cuts: tuple[int, ...]
-    times: Times
-    bound_s: float
 
 
 def plan_wpipe(
@@ -133,13 +142,13 @@ def plan_wpipe(
     network, clock = Network(workload.cluster), clock or Clock()
     plain = replace(workload, recompute=False)
     recomputations = (True,) if workload.recompute else (False, True)
-    choices = [
-        choice
+    layouts = [
+        layout
         for d in depths
         for recompute in recomputations
-        for choice in _choices(plain, network, d, recompute, micro_batch)
+        for layout in _layouts(plain, network, d, recompute, micro_batch)
     ]
-    found = _simulated(plain, choices, clock)
+    found = _simulated(plain, layouts, clock)
     if not found:
         raise workload.not_found_error("WPipe configuration", clock)
     ranked = sorted(found, key=lambda c: (c.period_s, c.recompute, c.depth, c.placement))
@@ -151,9 +160,9 @@ def _num_micro_batches(batch: int, width: int, size: int) -> int:
     return 0 if batch % (width * size) else batch // (width * size)
 
 
-def _choices(
+def _layouts(
     workload: ProfiledWorkload, network: Network, depth: int, recompute: bool, wanted: int | None
-) -> Iterator[_Choice]:
+) -> Iterator[WPipeLayout]:
     width = workload.cluster.num_devices // depth
     if workload.batch % width:
         return
@@ -176,7 +185,7 @@ def _choices(
                 )
                 for worker in range(depth)
             )
-            yield _Choice(depth, width, placement, recompute, size, count, cuts, times, bound)
+            yield WPipeLayout(depth, width, placement, recompute, size, count, cuts, times, bound)
 
 
 def _times(
@@ -204,53 +213,39 @@ def _times(
     )
 
 
-def _simulated(workload: ProfiledWorkload, choices: list[_Choice], clock: Clock) -> list[WPipeConfiguration]:
-    """Simulate by ascending bound until no later choice can be better."""
+def _simulated(workload: ProfiledWorkload, layouts: Sequence[WPipeLayout], clock: Clock) -> list[WPipeConfiguration]:
+    """Simulate by ascending bound until no later layout can be better."""
     schedules: dict[tuple[int, int, int, bool], Schedule] = {}
     found: list[WPipeConfiguration] = []
     best = float("inf")
-    for choice in sorted(choices, key=lambda c: (c.bound_s, c.num_micro_batches)):
-        if choice.bound_s >= best or clock.is_over:
+    for layout in sorted(layouts, key=lambda c: (c.bound_s, c.num_micro_batches)):
+        if layout.bound_s >= best or clock.is_over:
             break
-        key = (choice.depth, choice.width, choice.num_micro_batches, choice.recompute)
+        key = (layout.depth, layout.width, layout.num_micro_batches, layout.recompute)
         if key not in schedules:
-            workload.check_passes(choice.depth, choice.num_micro_batches, PERIODS)
+            workload.check_passes(layout.depth, layout.num_micro_batches, PERIODS)
             schedules[key] = generate(
                 "wpipe",
-                num_stages=choice.depth,
-                num_micro_batches=choice.num_micro_batches,
+                num_stages=layout.depth,
+                num_micro_batches=layout.num_micro_batches,
                 iterations=PERIODS,
-                recompute=choice.recompute,
-                width=choice.width,
+                recompute=layout.recompute,
+                width=layout.width,
             )
         schedule = schedules[key]
-        memory = _memory_bytes(workload, schedule, choice)
+        memory = _memory_bytes(workload, schedule, layout)
         if memory > workload.limit_bytes:
             continue
-        period = steady_state(simulate(schedule, choice.times)).period
+        period = steady_state(simulate(schedule, layout.times)).period
         best = min(best, period)
-        found.append(
-            WPipeConfiguration(
-                depth=choice.depth,
-                width=choice.width,
-                placement=choice.placement,
-                recompute=choice.recompute,
-                micro_batch=choice.micro_batch,
-                num_micro_batches=choice.num_micro_batches,
-                cuts=choice.cuts,
-                devices=_devices_of_stages(choice),
-                memory_bytes=memory,
-                bound_s=choice.bound_s,
-                period_s=period,
-            )
-        )
+        found.append(WPipeConfiguration(**vars(layout), memory_bytes=memory, period_s=period))
     return found
 
 
-def _memory_bytes(workload: ProfiledWorkload, schedule: Schedule, choice: _Choice) -> float:
-    stages = list(zip(choice.cuts, choice.cuts[1:]))
-    stored = [workload.in_flight_bytes(*layers, choice.micro_batch) for layers in stages]
-    inputs = [float(workload.cut_forward[first]) * choice.micro_batch for first in choice.cuts[:-1]]
+def _memory_bytes(workload: ProfiledWorkload, schedule: Schedule, layout: WPipeLayout) -> float:
+    stages = list(zip(layout.cuts, layout.cuts[1:]))
+    stored = [workload.in_flight_bytes(*layers, layout.micro_batch) for layers in stages]
+    inputs = [float(workload.cut_forward[first]) * layout.micro_batch for first in layout.cuts[:-1]]
     versions = weight_versions(schedule)
     kept = zip(peak_activations(schedule, stored), peak_stashed_inputs(schedule, inputs))
     return max(
@@ -258,20 +253,7 @@ def _memory_bytes(workload: ProfiledWorkload, schedule: Schedule, choice: _Choic
         + stashed
         + sum(
             (workload.state + versions[0, stage] - 1) * workload.parameter_bytes(*stages[stage])
-            for stage in (worker, worker + choice.depth)
+            for stage in (worker, worker + layout.depth)
         )
         for worker, (activations, stashed) in enumerate(kept)
-    )
-
-
-def _devices_of_stages(choice: _Choice) -> tuple[tuple[int, ...], ...]:
-    depth, width = choice.depth, choice.width
-    return tuple(
-        tuple(
-            sorted(
-                k * depth + stage % depth if choice.placement == "A" else (stage % depth) * width + k
-                for k in range(width)
-            )
-        )
-        for stage in range(2 * depth)
     )
