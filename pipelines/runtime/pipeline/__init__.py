@@ -1,19 +1,33 @@
-"""Schedules of pipelines executed on OneFlow ranks: one runtime for all of them, which knows no schedule by name.
+"""The runtime that executes a pipeline schedule on OneFlow ranks. It contains no code specific to any schedule.
 
-- `lowering`: `lower(schedule, ...)` makes each rank's list of `actions`, by the passes in `slots` (rows and ranks), `holding` (what
-  each rank has at the boundaries of stages), `local` (computations, weight versions), `order` (one total order of all
-  communication) and `dryrun` (a proof that it gets through).
-- `words`: actions of whole workers as words, ``2F5 2F5>3``, and back: the form in which exported files have a schedule.
-- `engine`: `execute`, the loop that carries out a rank's `Program`, here and in exported files. What computations are is `work`'s:
-  `ModelWork`, the `passes` through a model's stages, with the versions of their `weights`, whose `gradients` are summed over ranks
-  and stages; or `sleeping`'s, which takes given times. `transport` sends, `compression` makes it less, `inbox` keeps what has come.
-- `chain`, `chain_stages`: models as chains of layers, and their cut in stages whose ranks share the rows.
-- `planned`: the stages of `..stage` on this rank, for the engine; `stage_plans`: how their ranks hold what crosses the boundaries;
-  `shared_weights`: weights that several stages have; `stage_traffic`: all bytes, predicted.
-- `trainer`: `PipelineTrainer`, one rank's part in training, of either kind of model; `data`: its micro-batches.
-- `report`: what all ranks measured, as one `Timeline`. `checkpoint`: the files of a checkpoint; `saving`: how all
-  ranks write and read one. `training`: `train` on a text.
+From a schedule to the programs of the ranks (needs no OneFlow):
 
-`slots`, `holding`, `local`, `order`, `dryrun`, `lowering`, `words`, `stage_plans`, `stage_traffic`, `shared_weights`, `report`,
-`data`, `compression`, `checkpoint`, `saving` and `training` do without OneFlow.
+- `actions`: the instructions of a rank (compute, send, receive, reduce, update, drop) and its `Program`.
+- `lowering`: `lower(schedule, ...)` compiles a schedule into one program per rank, by the passes in `slots` (which ranks and rows),
+  `holding` (which block of a boundary tensor each rank holds), `local` (computations and weight versions), `order` (one total
+  order of all communication) and `dryrun` (a check that the programs neither deadlock nor miss an input).
+- `words`: the actions of a whole worker as text, such as ``2F5 2F5>3``, and the parser. Exported files contain schedules as words.
+- `stage_plans`: how the ranks of planned stages hold the boundary tensors. `stage_traffic`: the predicted bytes of a run.
+
+Execution of a program:
+
+- `engine`: `execute`, the loop that executes a `Program`, here and in exported files.
+- `work`: the computations that the engine calls. `ModelWork` runs the stages of a model with the forward and backward `passes`, the
+  versions of their `weights` and the sums of their `gradients`. `sleeping` runs tasks of given durations instead.
+- `transport`: sends, receives and sums tensors. `compression`: half-precision messages. `inbox`: received tensors.
+- `shared_weights`: the elements of a weight that stages exchange if several of them share it.
+
+Stages:
+
+- `chain`, `chain_stages`: a model as a chain of layers, cut into stages whose ranks share the rows of a micro-batch.
+- `planned`: stages whose layers are split by an SBP plan (`..stage`).
+
+Training:
+
+- `trainer`: `PipelineTrainer`, one rank's part in training. `data`: micro-batches and losses. `training`: `train` on a text.
+- `checkpoint`: the files of a checkpoint. `saving`: how the ranks write and read them together.
+- `report`: the measurements of all ranks as one `Timeline`.
+
+Modules that do not import OneFlow: `slots`, `holding`, `local`, `order`, `dryrun`, `lowering`, `words`, `actions`, `stage_plans`,
+`stage_traffic`, `shared_weights`, `report`, `data`, `compression`, `checkpoint`, `saving` and `training`.
 """

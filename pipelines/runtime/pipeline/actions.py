@@ -1,19 +1,26 @@
-"""What a rank does, one thing at a time: the instructions that a schedule is lowered to.
+"""Actions: the instructions of one rank. A schedule is lowered to a list of actions per rank.
 
-A micro-batch is cut in *slots* (one, or two where a schedule works on halves, see :mod:`autoddl.pipelines.tasktable`), and a slot
-has ``slot_rows`` rows (samples). A worker of width r is r ranks, each of which has an even share of the rows of every slot. Slots
-are numbered over the whole schedule: slot 2 m + 1 is the second half of micro-batch m.
+A micro-batch consists of one or two *slots*: two if the schedule has tasks on half micro-batches (see
+:mod:`autoddl.pipelines.tasktable`), else one. A slot has ``slot_rows`` rows (samples). Slots are numbered over the whole schedule:
+with two slots per micro-batch, slot 2 m + 1 is the second half of micro-batch m. A worker of width r consists of r ranks. Each of
+these ranks holds an even share of the rows of every slot, or a block of rows and columns if the stage has an SBP plan.
 
-An action prints like the task that it belongs to::
+The text of an action contains the text of its task (:mod:`autoddl.pipelines.schedule`):
 
-    run 2F5 v1           a compute task, with the version of the weights that it reads
-    run 2F5 v1 of (4 5)  the same by ranks that communicate with each other meanwhile
-    send 2F5 to 3        the output of a task; rows and columns, where they are not all: send 2F5[2:4] to 3, send 2F5[0:4,8:16] to 3
-    receive 2F5 from 1
-    rest of 2F5, 1 to 3  what is still to be sent of a compressed message that turned out to need full precision
-    reduce 0A3 of (0 4)  the sum of stage 0's gradients of update 3 over the ranks 0 and 4; 0&3A3 for weights of both
-    update 2U3           turns version 3 into 4, in place; "keep" where version 3 is still needed
-    drop 2v3             the last reader of version 3 of stage 2's weights is done
+===========================  ===========================================================================================
+``run 2F5 v1``               compute task 2F5 with version 1 of the stage's weights
+``run 2F5 v1 of (4 5)``      the same, by ranks 4 and 5, which communicate with each other during the computation
+``send 2F5 to 3``            send the output of task 2F5 to rank 3
+``send 2F5[2:4] to 3``       send rows 2 and 3 of each slot of the output
+``send 2F5[0:4,8:16] to 3``  send rows 0 to 3 and columns 8 to 15 of each slot of the output
+``receive 2F5 from 1``       receive the output of task 2F5 from rank 1
+``rest of 2F5, 1 to 3``      send or receive the second part of a message, if it could not be compressed
+``reduce 0A3 of (0 4)``      sum the gradients of stage 0 for update 3 over ranks 0 and 4
+``reduce 0&3A3 of (0 4)``    sum the gradients of the weights that stages 0 and 3 share
+``update 2U3``               turn version 3 of stage 2's weights into version 4, in place
+``update 2U3 keep``          the same, keeping version 3 for later tasks
+``drop 2v3``                 free version 3 of stage 2's weights
+===========================  ===========================================================================================
 """
 
 from __future__ import annotations
@@ -44,23 +51,29 @@ __all__ = [
 
 
 class Message(NamedTuple):
-    """The output of a task (an activation, or the gradient of one) from one rank to another, or a part of its rows."""
+    """A block of a task's output (an activation, or the gradient of one) that one rank sends to another.
+
+    Attributes:
+        task: Task whose output is sent.
+        source: Rank that sends.
+        destination: Rank that receives.
+        first_slot: First slot of the task.
+        num_slots: Number of slots of the task. The message contains the same rows and columns of each of them.
+        first_row: First row of the block, counted from the first row of the slot.
+        num_rows: Rows of the block, in one slot.
+        is_whole: Whether the block contains all rows of the slot.
+        columns: Columns of the block; None if it contains all columns.
+    """
 
     task: Task
     source: int
-    """The sending rank."""
     destination: int
     first_slot: int
     num_slots: int
-    """The slots that the task covers."""
     first_row: int
-    """Of each slot, counted from the slot's first row."""
     num_rows: int
-    """Of each slot."""
     is_whole: bool
-    """Whether it carries all rows."""
     columns: range | None = None
-    """Of each row; None for all of them."""
 
     def __str__(self) -> str:
         rows = f"{self.first_row}:{self.first_row + self.num_rows}"
@@ -71,7 +84,12 @@ class Message(NamedTuple):
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """What passes between two stages: the shape of one row, and the type."""
+    """The tensor that crosses the boundary between two stages.
+
+    Attributes:
+        row_shape: Shape of one row (sample).
+        dtype: Type of the elements.
+    """
 
     row_shape: tuple[int, ...]
     dtype: Any
@@ -80,7 +98,16 @@ class BoundaryTensor:
 def message_of(
     task: Task, per_micro_batch: int, piece: Piece, sources: range, destinations: range, shape: tuple[int, int]
 ) -> Message:
-    """A message between the ranks of two workers; every slot of what passes has ``shape`` over all ranks of either."""
+    """Return the message that sends one piece of a task's output from one worker to another.
+
+    Args:
+        task: Task whose output is sent.
+        per_micro_batch: Slots of a micro-batch.
+        piece: Block of one slot, with the sending and the receiving rank counted within their workers.
+        sources: Ranks of the sending worker.
+        destinations: Ranks of the receiving worker.
+        shape: Rows and columns of a slot, over all ranks of a worker.
+    """
     slots = slots_of(task, per_micro_batch)
     rows, columns = piece.block
     return Message(
@@ -97,22 +124,31 @@ def message_of(
 
 
 class Run(NamedTuple):
-    """A forward, backward (or a part of one) or recomputation."""
+    """A forward pass, a backward pass or one part of it, or a recomputation.
+
+    A forward pass may cover more slots than its backward passes (a pair of micro-batches forward, each of them back on its own). It
+    is computed in *pieces*, one for each backward pass.
+
+    Attributes:
+        task: Task of the schedule.
+        first_slot: First slot of the task.
+        slots_per_piece: Number of slots of each piece; a backward pass has one piece.
+        version: Version of the stage's weights that the task reads.
+        update: Update that the gradients of the micro-batch belong to.
+        ranks: All ranks of the worker if they communicate during the computation; empty if each of them computes alone.
+    """
 
     task: Task
     first_slot: int
-    pieces: tuple[int, ...]
-    """The numbers of slots that backwards take at a time: a forward is computed in these pieces, so that each can go back alone."""
+    slots_per_piece: tuple[int, ...]
     version: int
-    """Of the stage's weights."""
     update: int
-    """That its gradients count towards."""
     ranks: tuple[int, ...] = ()
-    """All ranks of the worker, where they communicate with each other in this computation; none where each computes alone."""
 
     @property
     def num_slots(self) -> int:
-        return sum(self.pieces)
+        """Number of slots of the task."""
+        return sum(self.slots_per_piece)
 
     def __str__(self) -> str:
         together = f" of ({' '.join(map(str, self.ranks))})" if self.ranks else ""
@@ -120,6 +156,8 @@ class Run(NamedTuple):
 
 
 class Send(NamedTuple):
+    """Send a message."""
+
     message: Message
 
     def __str__(self) -> str:
@@ -127,6 +165,8 @@ class Send(NamedTuple):
 
 
 class Receive(NamedTuple):
+    """Receive a message."""
+
     message: Message
 
     def __str__(self) -> str:
@@ -134,9 +174,10 @@ class Receive(NamedTuple):
 
 
 class Rest(NamedTuple):
-    """The second part of a message that is compressed where its values allow it.
+    """Send or receive the second part of a message, which exists only if the message could not be compressed.
 
-    Both ends come to it, and know by then whether there is one.
+    Both the sender and the receiver of every message have this action in their programs. When they reach it, both know whether
+    there is a second part (see `compression`).
     """
 
     message: Message
@@ -146,13 +187,17 @@ class Rest(NamedTuple):
 
 
 class Reduce(NamedTuple):
-    """The sum, on all of ``ranks``, of the gradients of the weights that belong to exactly the stages ``stages``."""
+    """Sum gradients over ranks. All of these ranks receive the sum.
+
+    Attributes:
+        stages: The summed weights belong to exactly these stages: a single one, or those that share tied weights.
+        update: Update that the gradients belong to.
+        ranks: All ranks that hold any of the stages, ascending.
+    """
 
     stages: tuple[int, ...]
-    """One, or those that share tied weights."""
     update: int
     ranks: tuple[int, ...]
-    """All that hold any of the stages, ascending."""
 
     def __str__(self) -> str:
         stages = "&".join(map(str, self.stages))
@@ -160,18 +205,28 @@ class Reduce(NamedTuple):
 
 
 class Update(NamedTuple):
-    """An optimizer step."""
+    """Run an optimizer step, which turns a version of a stage's weights into the next one.
+
+    Attributes:
+        task: Task of the schedule.
+        keeps: Whether later tasks still read the old version.
+    """
 
     task: Task
     keeps: bool
-    """Whether the version that it starts from is still needed."""
 
     def __str__(self) -> str:
         return f"update {self.task}{' keep' if self.keeps else ''}"
 
 
 class Drop(NamedTuple):
-    """A version of a replica's weights that nobody needs any more."""
+    """Free a version of a stage's weights that no later task reads.
+
+    Attributes:
+        pipeline: Pipeline of the replica that holds the weights.
+        stage: Stage of the weights.
+        version: Version that is freed.
+    """
 
     pipeline: int
     stage: int
@@ -187,15 +242,15 @@ Action = Union[Run, Send, Receive, Rest, Reduce, Update, Drop]
 
 @dataclass(frozen=True)
 class Program:
-    """All that one rank does in a run of a schedule, and what it has to know for it.
+    """The actions of one rank in a run of a schedule, with the data that the engine needs to execute them.
 
     Attributes:
-        rank: of the job.
-        worker: that it is a part of.
-        frame: the schedule without its tasks.
-        slots_per_micro_batch: what a micro-batch is cut in.
-        blocks: what this rank holds of each slot where its stages begin and end, by (stage, is its end).
-        actions: in order.
+        rank: Rank in the job.
+        worker: Worker that the rank is a part of.
+        frame: The schedule without its tasks.
+        slots_per_micro_batch: Slots of a micro-batch, 1 or 2.
+        blocks: Block of a slot that the rank holds at the boundaries of its stages, by (stage, whether at the end of the stage).
+        actions: The actions in order.
     """
 
     rank: int
@@ -205,6 +260,6 @@ class Program:
     blocks: Mapping[tuple[int, bool], HeldBlock]
     actions: tuple[Action, ...]
 
-    def given(self, task: Task) -> HeldBlock:
-        """What this rank has of what a task gives to a neighbouring stage."""
+    def output_block(self, task: Task) -> HeldBlock:
+        """Return the block of a task's output that this rank computes, for a task whose output goes to another stage."""
         return self.blocks[task.stage, task.kind is Kind.FORWARD]

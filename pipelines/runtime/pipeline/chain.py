@@ -1,10 +1,12 @@
-"""A model as a chain of layers, and its cut in stages.
+"""A model as a chain of layers, and the cut of a chain into pipeline stages.
 
-A *chain* is a list of layers, each a function of the one tensor that the layer before gives, and a loss of the last one's output
-and the targets. The built-in families and every ``nn.Sequential`` have one (`chain_of`); others can be given as a `ModuleChain`.
+A *chain* is a list of layers and a loss. Each layer is a function of one tensor, the output of the layer before it. The loss is a
+function of the last layer's output and the targets. `chain_of` returns the chain of a built-in model or of an ``nn.Sequential``.
+For other models, construct a `ModuleChain`.
 
-Parameters are known by their names in the whole model. One that several layers use (an embedding that is also the head) is known
-by its first name; where its layers come into different stages it is *tied* between these stages.
+Parameters are identified by their names in the whole model. A parameter that several layers use (such as an embedding that is also
+the output projection) is identified by its first name. If these layers are in different stages, the parameter is *tied* between the
+stages.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ __all__ = [
     "BoundaryTensor",
     "ChainLayer",
     "ModuleChain",
-    "ParameterSlot",
+    "ParameterPlace",
     "StageModule",
     "boundaries",
     "chain_of",
@@ -41,27 +43,35 @@ Tensor = Any
 
 @dataclass(frozen=True)
 class ChainLayer:
-    """One link of a chain."""
+    """A layer of a chain.
+
+    Attributes:
+        run: Computes the layer's output from the output of the layer before it; the first layer takes the model's input.
+        modules: Paths of the submodules that ``run`` uses. Their parameters are the parameters of the layer.
+    """
 
     run: Callable[[Tensor], Tensor]
     modules: tuple[str, ...]
-    """Paths in the model of the submodules that ``run`` uses, whose parameters are the layer's."""
 
 
 @dataclass(frozen=True)
 class ModuleChain:
-    """A model as a chain of layers."""
+    """A model as a chain of layers.
+
+    Attributes:
+        model: The module that contains all layers.
+        layers: The layers in order.
+        loss: Computes the loss from the last layer's output and the targets: the mean over their rows (samples).
+    """
 
     model: Any
-    """The module that all layers are parts of."""
     layers: tuple[ChainLayer, ...]
     loss: Callable[[Tensor, Tensor], Tensor]
-    """Of the last layer's output and the targets: the mean over their rows (samples)."""
 
 
 @dataclass(frozen=True)
-class ParameterSlot:
-    """Where a module keeps a parameter."""
+class ParameterPlace:
+    """A place of a parameter: attribute ``attribute`` of the module ``owner``."""
 
     owner: Any
     attribute: str
@@ -69,26 +79,31 @@ class ParameterSlot:
 
 @dataclass(frozen=True)
 class StageModule:
-    """Consecutive layers of a chain.
+    """A stage: consecutive layers of a chain.
 
     Attributes:
-        number: of the stage.
-        layers: its part of the chain.
-        places: per parameter, by its name in the model, where the stage's modules keep it.
-        loss: the chain's in its last stage, else None.
+        number: Number of the stage.
+        layers: Layers of the stage, in order.
+        places: Places of each parameter in the stage's modules, by its name in the model.
+        loss: Loss of the chain in the last stage, None in the others.
     """
 
     number: int
     layers: tuple[ChainLayer, ...]
-    places: dict[str, tuple[ParameterSlot, ...]]
+    places: dict[str, tuple[ParameterPlace, ...]]
     loss: Callable[[Tensor, Tensor], Tensor] | None
 
     def initial_values(self) -> dict[str, Tensor]:
-        """The parameters that the model was made with."""
+        """Return the parameters that the model was constructed with, by name."""
         return {name: getattr(places[0].owner, places[0].attribute) for name, places in self.places.items()}
 
     def run(self, x: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """The stage's output with these weights, one for each of ``places``."""
+        """Return the stage's output.
+
+        Args:
+            x: Output of the previous stage; the model's input in the first stage.
+            weights: Values of the parameters, in the order of ``places``.
+        """
         for places, weight in zip(self.places.values(), weights):
             for place in places:
                 place.owner._parameters[place.attribute] = weight
@@ -101,21 +116,22 @@ class StageModule:
 
 
 def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None) -> ModuleChain:
-    """The chain of a built-in transformer or MLP, or of an ``nn.Sequential``.
+    """Return the chain of a built-in transformer or MLP, or of an ``nn.Sequential``.
 
     Args:
-        loss: mean over the rows, for an ``nn.Sequential``.
+        model: The model.
+        loss: Loss of an ``nn.Sequential``, the mean over the rows. Built-in models have their own.
 
     Raises:
-        UserError: there is no rule for this model, or it has no loss.
+        UserError: the model is neither built-in nor an ``nn.Sequential``, or it is an ``nn.Sequential`` without ``loss``.
     """
     for family, build in ((GPT, _gpt), (Bert, _bert), (Llama, _llama), (MLP, _mlp)):
         if isinstance(model, family):
             return build(model)
     if not isinstance(model, flow.nn.Sequential):
         raise UserError(
-            f"a {type(model).__name__} is no chain of layers; give an nn.Sequential, or a Chain of your own; "
-            "or plan it, and train the plan"
+            f"a {type(model).__name__} is not a chain of layers; give an nn.Sequential or a ModuleChain, "
+            "or make a plan for the model and train the plan"
         )
     if loss is None:
         raise UserError("an nn.Sequential has no loss of its own; give one, such as nn.functional.mse_loss")
@@ -123,7 +139,7 @@ def chain_of(model: Any, loss: Callable[[Tensor, Tensor], Tensor] | None = None)
 
 
 def _gpt(model: GPT) -> ModuleChain:
-    """Embedding, blocks, head."""
+    """Return the chain of a GPT: embedding, blocks, head."""
 
     def embed(tokens: Tensor) -> Tensor:
         return model.wte(tokens) + model.wpe(flow.arange(tokens.shape[1]))
@@ -134,7 +150,7 @@ def _gpt(model: GPT) -> ModuleChain:
 
 
 def _bert(model: Bert) -> ModuleChain:
-    """Embeddings, layers, the head of the masked-language model."""
+    """Return the chain of a BERT: embeddings, layers, head of the masked-language model."""
     blocks = tuple(ChainLayer(block, (f"encoder.layer.{i}",)) for i, block in enumerate(model.encoder.layer))
     return ModuleChain(
         model, (ChainLayer(model.embeddings, ("embeddings",)), *blocks, ChainLayer(model.cls, ("cls",))), token_loss
@@ -142,7 +158,7 @@ def _bert(model: Bert) -> ModuleChain:
 
 
 def _llama(model: Llama) -> ModuleChain:
-    """Embedding, blocks (each with the angles of its positions), head."""
+    """Return the chain of a Llama: embedding, blocks (each computes the rotary angles of its positions), head."""
 
     def run(block: Any, x: Tensor) -> Tensor:
         return block(x, *model.angles(x.shape[1]))
@@ -153,7 +169,7 @@ def _llama(model: Llama) -> ModuleChain:
 
 
 def _mlp(model: MLP) -> ModuleChain:
-    """Matrices, each but the last with its relu."""
+    """Return the chain of an MLP: linear layers, all but the last one followed by a relu."""
 
     def linear(name: str, is_last: bool, x: Tensor) -> Tensor:
         y = getattr(model, name)(x)
@@ -168,18 +184,28 @@ def _mlp(model: MLP) -> ModuleChain:
 
 
 def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
-    """Layers per stage, as even as can be; the later stages have the additional ones (the first one has the embedding)."""
+    """Return the number of layers of each stage, as even as possible.
+
+    Later stages have the additional layers, because the first stage has the embedding.
+
+    Raises:
+        UserError: ``num_stages`` is less than 1 or greater than ``num_layers``.
+    """
     if not 1 <= num_stages <= num_layers:
-        raise UserError(f"{num_layers} layers cannot be cut in {num_stages} stages; give 1 to {num_layers}")
+        raise UserError(f"{num_layers} layers cannot be cut into {num_stages} stages; give 1 to {num_layers}")
     each, extra = divmod(num_layers, num_stages)
     return tuple(each + (stage >= num_stages - extra) for stage in range(num_stages))
 
 
 def cut(chain: ModuleChain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
-    """The stages of a chain, the s-th of ``sizes[s]`` layers.
+    """Cut a chain into stages.
+
+    Args:
+        chain: The chain.
+        sizes: Number of layers of each stage.
 
     Raises:
-        UserError: the sizes are not positive, or not as many layers as there are.
+        UserError: a size is less than 1, or the sizes do not add up to the number of layers.
     """
     if any(size < 1 for size in sizes) or sum(sizes) != len(chain.layers):
         raise UserError(
@@ -191,20 +217,19 @@ def cut(chain: ModuleChain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
     for number, size in enumerate(sizes):
         layers = chain.layers[first : first + size]
         first += size
-        places: dict[str, tuple[ParameterSlot, ...]] = {}
-        for layer in layers:
-            for path in layer.modules:
-                for _, owner in modules[path].named_modules():
-                    for attribute, parameter in owner._parameters.items():
-                        if parameter is not None:
-                            name = names[id(parameter)]
-                            places[name] = (*places.get(name, ()), ParameterSlot(owner, attribute))
+        places: dict[str, tuple[ParameterPlace, ...]] = {}
+        for path in [path for layer in layers for path in layer.modules]:
+            for _, owner in modules[path].named_modules():
+                for attribute, parameter in owner._parameters.items():
+                    if parameter is not None:
+                        name = names[id(parameter)]
+                        places[name] = (*places.get(name, ()), ParameterPlace(owner, attribute))
         stages.append(StageModule(number, layers, places, chain.loss if number == len(sizes) - 1 else None))
     return tuple(stages)
 
 
 def tied_stages(stages: Sequence[StageModule]) -> dict[str, tuple[int, ...]]:
-    """Per parameter that several stages have, by name, these stages."""
+    """Return the stages of each parameter that several stages have, by its name."""
     holders: dict[str, list[int]] = {}
     for stage in stages:
         for name in stage.places:
@@ -213,7 +238,15 @@ def tied_stages(stages: Sequence[StageModule]) -> dict[str, tuple[int, ...]]:
 
 
 def boundaries(stages: Sequence[StageModule], row: Tensor) -> tuple[BoundaryTensor, ...]:
-    """What passes between the stages, found by running one row (a batch of one sample) through all of them but the last."""
+    """Return the tensor at each boundary between two stages, by running one sample through all stages but the last.
+
+    Args:
+        stages: The stages in order.
+        row: Inputs of one sample: a batch of size 1.
+
+    Raises:
+        UserError: dimension 0 of a stage's output is not the batch.
+    """
     result = []
     x = row
     with flow.no_grad():
@@ -222,7 +255,8 @@ def boundaries(stages: Sequence[StageModule], row: Tensor) -> tuple[BoundaryTens
                 x = layer.run(x)
             if tuple(x.shape)[:1] != (1,):
                 raise UserError(
-                    f"stage {stage.number} gives a tensor of shape {tuple(x.shape)} for one sample; samples must stay the rows"
+                    f"stage {stage.number} gives a tensor of shape {tuple(x.shape)} for one sample; its dimension 0 should be the "
+                    "batch, of length 1"
                 )
             result.append(BoundaryTensor(tuple(x.shape[1:]), x.dtype))
     return tuple(result)

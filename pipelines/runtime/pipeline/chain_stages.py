@@ -1,4 +1,4 @@
-"""The stages of a chain of layers, whose ranks share the rows of every micro-batch."""
+"""The stages of a chain of layers on one rank. The ranks of a worker share the rows of every micro-batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,15 @@ Tensor = Any
 
 
 class ChainStages:
-    """See `work.Stages`."""
+    """The stages of a chain of layers on one rank. Implements `work.TrainableStages`.
+
+    Args:
+        lowered: The schedule, lowered without layouts.
+        rank: This rank.
+        stages: All stages of the model.
+        boundaries: The tensors at the boundaries between them.
+        batch: Source of the micro-batches.
+    """
 
     def __init__(
         self,
@@ -39,8 +47,11 @@ class ChainStages:
         self._stages = stages
         self._data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
         self._rows = lowered.ranks.rows_of(rank, lowered.slot_rows)
+        # Names of the parameters that belong to exactly some stages, by these stages.
+        self._names: dict[tuple[int, ...], list[str]] = {}
         tied = tied_stages(stages)
-        self._names = {stages: [name for name in tied if tied[name] == stages] for stages in set(tied.values())}
+        for name, sharing_stages in tied.items():
+            self._names.setdefault(sharing_stages, []).append(name)
         for stage in stages:
             self._names[(stage.number,)] = [name for name in stage.places if name not in tied]
 
@@ -63,27 +74,28 @@ class ChainStages:
         y = stage.run(self._tensor(slots, 0) if x is None else x, weights)
         if stage.loss is None:
             return y, []
+        # The loss of each micro-batch, weighted by its share of the update's rows.
         targets = self._tensor(slots, 1)
-        total, parts, begin = 0.0, [], 0
-        for number, of_one in groupby(slots, key=self._data.micro_batch):
-            rows = sum(1 for _ in of_one) * len(self._rows)
-            value = stage.loss(flow.narrow(y, 0, begin, rows), flow.narrow(targets, 0, begin, rows))
-            begin += rows
-            share = self._data.share_of_micro_batch(rows)
-            parts.append(LossPart(number, float(value.detach().numpy()) * share, share))
-            total = value * self._data.share_of_update(rows, run.update) + total
+        total, parts, first_row = 0.0, [], 0
+        for micro_batch, slots_of_one in groupby(slots, key=self._data.micro_batch):
+            num_rows = len(list(slots_of_one)) * len(self._rows)
+            loss = stage.loss(flow.narrow(y, 0, first_row, num_rows), flow.narrow(targets, 0, first_row, num_rows))
+            first_row += num_rows
+            share = self._data.share_of_micro_batch(num_rows)
+            parts.append(LossPart(micro_batch, float(loss.detach().numpy()) * share, share))
+            total = loss * self._data.share_of_update(num_rows, run.update) + total
         return total, parts
 
     def _tensor(self, slots: range, which: int) -> Tensor:
-        """This rank's rows of the inputs (0) or targets (1) of some slots."""
+        """Return this rank's rows of the inputs (``which`` = 0) or targets (1) of some slots."""
         return flow.tensor(np.concatenate([self._data.rows(slot, which, self._rows) for slot in slots]))
 
     def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
         names = self._names[action.stages]
         if not names:
-            return None  # on all ranks alike
-        parts: list[Any] = [replica.gradient(action.update, names) for replica in replicas.values()]
-        return transport.all_reduce(sum(parts[1:], parts[0]), action.ranks)
+            return None  # the same on all ranks
+        gradients: list[Any] = [replica.gradient(action.update, names) for replica in replicas.values()]
+        return transport.all_reduce(sum(gradients[1:], gradients[0]), action.ranks)
 
     def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
         replica.set_gradient(action.update, self._names[action.stages], total)

@@ -1,25 +1,29 @@
-"""Checkpoints: the state of a training, by the names of parameters, so that it can be resumed with another schedule.
+"""The files of checkpoints: parameters and optimizer states by the names of the parameters.
 
-    DIRECTORY/step-00000120/rank-0.npz, rank-2.npz, ...    each parameter with its optimizer's state, by the first rank that has it
-    DIRECTORY/step-00000120/checkpoint.json                the manifest: size and SHA-256 of every part, and a hash of itself
+Because the names are those of the whole model, a training can be resumed with another schedule or plan. Files:
+
+    DIRECTORY/step-00000120/rank-0.npz, rank-2.npz, ...    parts: parameters with their optimizer states
+    DIRECTORY/step-00000120/checkpoint.json                manifest: size and SHA-256 of every part, hash of itself
     DIRECTORY/.step-00000130.part/...                      a checkpoint that is being written
     DIRECTORY/.step-00000110.old/...                       a checkpoint that is being removed
 
-**Writing.** A checkpoint is written under another name, and renamed when all of it is on the disk. Parts, manifest and folders are
-synchronized (``fsync``), so that neither a kill at any moment nor a power cut leaves half a checkpoint under a final name.
-Checksums are computed from the bytes on their way to the disk, not from what is read back.
+If several ranks have a parameter, the first of them writes it.
+
+**Writing.** A checkpoint is written under a temporary name, and renamed when all of it is on the disk. Parts, manifest and folders
+are synchronized (``fsync``), so that neither a kill at any moment nor a power cut leaves half a checkpoint under a final name.
+Checksums are computed from the bytes that are written; the files are not read back.
 
 **Reading.** A checkpoint is intact if its manifest has the right hash, and every part is a file of the manifest's size and SHA-256.
 Anything else is damage (`DamagedError`), including a folder without a manifest, since no unfinished checkpoint has a final name.
-Parts hold plain numbers: pickled objects, compressed members and shapes other than the model's are rejected before memory is
+Parts contain plain numbers. Pickled objects, compressed members and shapes other than the model's are rejected before memory is
 allocated for them.
 
-**Retention.** After a new checkpoint, the newest intact one before it is kept too; older ones are removed. Damaged ones are not
-counted. For this only sizes and manifests are compared: checksums would require reading everything. Checkpoints that `restore`
-found damaged are remembered.
+**Retention.** When a checkpoint is complete, the newest intact checkpoint before it is kept too, and older ones are removed.
+Damaged checkpoints do not count. For this purpose a checkpoint is intact if its manifest is intact and its parts have the right
+sizes; checksums would require reading everything. Checkpoints that `restore` found to be damaged count as damaged.
 
-**Versions of the format.** Version 2 has sizes and checksums. Version 1 has none; it can still be read, and its damage is detected
-by the zip format (a CRC-32 of each array).
+**Versions of the format.** Version 2 has sizes and checksums. Version 1 has neither. It can still be read; damage to it is detected
+by the CRC-32 that the zip format has for each array.
 """
 
 from __future__ import annotations
@@ -59,29 +63,38 @@ __all__ = [
     "write_part",
 ]
 
-_FORMAT, _VERSION, _UNCHECKED_VERSION = "autoddl-checkpoint", 2, 1
+_FORMAT = "autoddl-checkpoint"
+#: Version of the format that is written.
+_VERSION = 2
+#: Older version of the format, without sizes and checksums.
+_UNCHECKED_VERSION = 1
 _MANIFEST = "checkpoint.json"
-_MANIFEST_LIMIT_BYTES = 64 * 2**20
-_KEPT = 2
+#: Bytes of the largest manifest that is read.
+_MAX_MANIFEST_BYTES = 64 * 2**20
+#: Number of intact checkpoints that are kept.
+_NUM_KEPT = 2
+#: Bytes that are read at a time to compute a checksum.
 _CHUNK_BYTES = 2**20
-_LONGEST_KEY = 100  # characters of the name of an optimizer's state
+#: Characters of the longest name of an array in the optimizer state of a parameter.
+_MAX_KEY_LENGTH = 100
 
-#: A parameter: its value, under ``value``, and its optimizer state, under the optimizer's names (state of all parameters: scalars).
+#: The state of a parameter: its value under the key ``value``, and its optimizer state under the optimizer's keys. State that the
+#: optimizer has once for all parameters is stored with each of them, as scalars with keys ``all.*``.
 Entry = dict[str, np.ndarray]
 
 
 class DamagedError(Exception):
-    """A checkpoint is not intact; the message names the file and the fault."""
+    """Raised for a checkpoint that is not intact. The message names the file and the fault."""
 
 
 @dataclass(frozen=True)
 class CheckpointFile:
-    """A file of a checkpoint.
+    """A part of a checkpoint: the file of one rank.
 
     Attributes:
-        name: of the file.
-        num_bytes: its size; None in version 1 of the format.
-        sha256: its checksum; None in version 1 of the format.
+        name: Name of the file.
+        num_bytes: Size of the file; None in version 1 of the format.
+        sha256: Checksum of the file in hexadecimal; None in version 1 of the format.
     """
 
     name: str
@@ -90,16 +103,20 @@ class CheckpointFile:
 
 
 def checkpoint_folder(directory: Path, num_updates: int) -> Path:
-    """The folder of a complete checkpoint."""
+    """Return the folder of a complete checkpoint.
+
+    >>> checkpoint_folder(Path("saved"), 120).name
+    'step-00000120'
+    """
     return directory / f"step-{num_updates:08d}"
 
 
-def _unfinished(directory: Path, num_updates: int) -> Path:
+def _unfinished_folder(directory: Path, num_updates: int) -> Path:
     return directory / f".step-{num_updates:08d}.part"
 
 
 def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
-    """All folders with the name of a checkpoint, intact or not, the newest first, with their numbers of updates.
+    """Return (number of updates, folder) of all checkpoints in a directory, intact or not, the newest first.
 
     Raises:
         UserError: the directory cannot be read.
@@ -115,11 +132,12 @@ def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
 
 
 def unwritable(error: OSError, path: Path) -> str:
-    """``PATH: No space left on device``: the message of an error that occurred while ``path`` was written."""
+    """Return the message of an error that occurred while ``path`` was written, such as ``PATH: No space left on device``."""
     return f"{error.filename or path}: {_cause(error)}"
 
 
 def _cause(error: Exception) -> str:
+    """Return the message of an error, without the number and the path of an `OSError`."""
     return getattr(error, "strerror", None) or str(error)
 
 
@@ -144,14 +162,23 @@ def prepare_directory(directory: Path) -> None:
 
 
 def write_part(directory: Path, num_updates: int, rank: int, entries: Mapping[str, Entry]) -> CheckpointFile | None:
-    """Write one rank's part of an unfinished checkpoint; without entries, write nothing and return None.
+    """Write one rank's part of an unfinished checkpoint.
+
+    Args:
+        directory: Directory of the job's checkpoints.
+        num_updates: Number of weight updates so far.
+        rank: Rank that writes.
+        entries: State of the parameters that this rank writes, by name.
+
+    Returns:
+        Name, size and checksum of the part; None if ``entries`` is empty, in which case nothing is written.
 
     Raises:
-        OSError: the part cannot be written; its file is removed.
+        OSError: the part cannot be written. An incomplete file is removed.
     """
     if not entries:
         return None
-    folder = _unfinished(directory, num_updates)
+    folder = _unfinished_folder(directory, num_updates)
     _make_folder(folder)
     path = folder / f"rank-{rank}.npz"
     with _synchronized_file(path) as file:
@@ -173,32 +200,32 @@ def write_complete(
     parts: Iterable[CheckpointFile],
     damaged: Collection[Path] = (),
 ) -> None:
-    """Complete a checkpoint after all its parts have been written, and remove old ones; called by one rank.
+    """Complete a checkpoint, all parts of which have been written, and remove old checkpoints. One rank calls this function.
 
     Args:
-        directory: of the job's checkpoints.
-        num_updates: weight updates so far.
-        num_micro_batches: micro-batches so far.
-        schedule: name of the schedule.
-        parts: all its parts.
-        damaged: older checkpoints known to be damaged.
+        directory: Directory of the job's checkpoints.
+        num_updates: Number of weight updates so far.
+        num_micro_batches: Number of micro-batches so far.
+        schedule: Name of the schedule.
+        parts: All parts of the checkpoint.
+        damaged: Older checkpoints that are known to be damaged.
 
     Raises:
-        OSError: a part is missing (the ranks may not share the directory), or the disk is full.
+        OSError: a part is missing (because the ranks do not share the directory, say), or the disk is full.
     """
-    unfinished, folder = _unfinished(directory, num_updates), checkpoint_folder(directory, num_updates)
+    unfinished, folder = _unfinished_folder(directory, num_updates), checkpoint_folder(directory, num_updates)
     parts = sorted(parts, key=lambda part: part.name)
-    # Check that this rank sees all parts, and remove others.
+    # Check that this rank sees all parts, and remove other files.
     _make_folder(unfinished)
     for part in parts:
         path = unfinished / part.name
-        found = os.stat(path).st_size if path.exists() else 0
-        if found != part.num_bytes:
-            words = f"has {found} bytes here, its rank wrote {part.num_bytes}; all hosts should share the directory"
-            raise OSError(errno.EIO, words, str(path))
+        num_bytes = os.stat(path).st_size if path.exists() else 0
+        if num_bytes != part.num_bytes:
+            fault = f"has {num_bytes} bytes here, its rank wrote {part.num_bytes}; all hosts should share the directory"
+            raise OSError(errno.EIO, fault, str(path))
     names = {part.name for part in parts}
     for path in unfinished.iterdir():
-        if path.name not in names:  # left by a killed job with other ranks
+        if path.name not in names:  # left behind by a killed job with other ranks
             _remove(path)
     # Write the manifest, then give the folder its final name.
     document: dict[str, Any] = {
@@ -220,19 +247,19 @@ def write_complete(
 
 
 def discard_unfinished(directory: Path) -> None:
-    """Remove what killed jobs and failed checkpoints have left; called by one rank while no rank writes."""
+    """Remove unfinished and half-removed checkpoints of killed jobs. One rank calls this function while no rank writes."""
     for path in directory.glob(".step-*"):
         if path.suffix in (".part", ".old"):
             _remove(path)
 
 
 def _remove_old(directory: Path, num_updates: int, damaged: Collection[Path]) -> None:
-    """Remove checkpoints older than that of ``num_updates`` except for the newest intact ones."""
+    """Remove old checkpoints, so that that of ``num_updates`` and the newest intact ones before it are left."""
     num_kept = 1
     for number, folder in checkpoints_in(directory):
         if number >= num_updates:
             continue
-        if num_kept == _KEPT:
+        if num_kept == _NUM_KEPT:
             aside = _set_aside(folder)
             if aside is not None:
                 _remove(aside)
@@ -241,7 +268,11 @@ def _remove_old(directory: Path, num_updates: int, damaged: Collection[Path]) ->
 
 
 def _set_aside(folder: Path) -> Path | None:
-    """Rename a checkpoint's folder so that it no longer counts as one; returns None if it does not exist or cannot be renamed."""
+    """Rename a checkpoint's folder, so that it is no longer a checkpoint.
+
+    Returns:
+        The new path; None if the folder does not exist or cannot be renamed.
+    """
     aside = folder.with_name(f".{folder.name}.old")
     _remove(aside)
     try:
@@ -252,7 +283,7 @@ def _set_aside(folder: Path) -> Path | None:
 
 
 def _remove(path: Path) -> None:
-    """Remove a file or folder as far as possible."""
+    """Remove a file or folder, ignoring errors."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
         return
@@ -261,7 +292,7 @@ def _remove(path: Path) -> None:
 
 
 def _make_folder(folder: Path) -> None:
-    """Create a folder and its parents, and synchronize them to the disk."""
+    """Create a folder and its missing parents, and synchronize their names to the disk."""
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     for path in missing:
@@ -270,7 +301,10 @@ def _make_folder(folder: Path) -> None:
 
 @contextlib.contextmanager
 def _synchronized_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a new file, synchronize it to the disk when the block ends, and remove it after an error, which names it."""
+    """Open a new file, and synchronize it to the disk when the block ends.
+
+    After an error, the file is removed; the message of an `OSError` names it.
+    """
     try:
         with open(path, "wb") as file:
             yield file
@@ -285,12 +319,13 @@ def _synchronized_file(path: Path) -> Iterator[BinaryIO]:
 
 
 def _write_file(path: Path, content: bytes) -> None:
+    """Write a file, and synchronize it to the disk."""
     with _synchronized_file(path) as file:
         file.write(content)
 
 
 def _synchronize(folder: Path) -> None:
-    """Synchronize the names in a folder to the disk, if the file system supports that and the folder may be opened."""
+    """Synchronize the names in a folder to the disk, if the file system supports this and the folder may be read."""
     try:
         handle = os.open(folder, os.O_RDONLY)
     except PermissionError:  # the folder can be written, but not read
@@ -305,7 +340,7 @@ def _synchronize(folder: Path) -> None:
 
 
 class _HashedWriter:
-    """A writable file that hashes its content. It cannot seek, so that the zip format is written sequentially."""
+    """A writable file that hashes its content. It has no method ``seek``, so that `zipfile` writes sequentially."""
 
     def __init__(self, file: BinaryIO) -> None:
         self.num_bytes = 0
@@ -332,11 +367,11 @@ class Checkpoint:
     """A checkpoint with an intact manifest.
 
     Attributes:
-        folder: of the checkpoint.
-        num_updates: weight updates so far.
-        num_micro_batches: micro-batches so far.
-        parts: its files.
-        hash: of the manifest's content.
+        folder: Folder of the checkpoint.
+        num_updates: Number of weight updates when it was written.
+        num_micro_batches: Number of micro-batches when it was written.
+        parts: Parts of the checkpoint.
+        hash: Hash of the manifest's content.
     """
 
     folder: Path
@@ -346,42 +381,48 @@ class Checkpoint:
     hash: str = field(default="", compare=False)
 
     def verify(self, parts: Iterable[CheckpointFile]) -> None:
-        """Compare the checksums of some of the parts.
+        """Check the sizes and checksums of some of the parts.
 
         Raises:
             DamagedError: a part is not intact.
         """
         for part in parts:
-            with _damage_of(self.folder / part.name), self.open_part(part) as file:
+            with _as_damage(self.folder / part.name), self.open_part(part) as file:
                 if part.sha256 is None:
                     continue
-                found = hashlib.sha256()
+                checksum = hashlib.sha256()
                 while chunk := file.read(_CHUNK_BYTES):
-                    found.update(chunk)
-                if found.hexdigest() != part.sha256:
+                    checksum.update(chunk)
+                if checksum.hexdigest() != part.sha256:
                     raise DamagedError(
-                        f"{part.name} has another SHA-256 ({found.hexdigest()[:12]}...) than when it was written "
+                        f"{part.name} has another SHA-256 ({checksum.hexdigest()[:12]}...) than when it was written "
                         f"({part.sha256[:12]}...)"
                     )
 
     def read(self, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Entry]:
-        """The entries of the parameters in ``shapes``.
+        """Return the state of some parameters, by name.
+
+        Args:
+            shapes: Shapes of the parameters in the model, by name.
 
         Raises:
             DamagedError: a part cannot be read.
-            UserError: a parameter is missing or has another shape: the checkpoint is of another model.
+            UserError: a parameter is missing or has another shape, so the checkpoint belongs to another model.
         """
         entries: dict[str, Entry] = {}
         for part in self.parts:
-            with _damage_of(self.folder / part.name), self.open_part(part) as file, zipfile.ZipFile(file) as archive:
+            with _as_damage(self.folder / part.name), self.open_part(part) as file, zipfile.ZipFile(file) as archive:
                 for info in archive.infolist():
-                    name, _, what = info.filename[: -len(".npy")].rpartition("/")
+                    name, _, key = info.filename[: -len(".npy")].rpartition("/")
                     if name in shapes and info.filename.endswith(".npy"):
-                        if what in entries.setdefault(name, {}) or len(what) > _LONGEST_KEY:
+                        if len(key) > _MAX_KEY_LENGTH:
                             raise DamagedError(
-                                f"{part.name} has {what[:_LONGEST_KEY]!r} of {name} twice, or it is too long"
+                                f"{part.name} has an array of {name} whose key has {len(key)} characters, should have at most "
+                                f"{_MAX_KEY_LENGTH}"
                             )
-                        entries[name][what] = self._array(archive, info, shapes[name])
+                        if key in entries.setdefault(name, {}):
+                            raise DamagedError(f"{part.name} has {key!r} of {name} twice")
+                        entries[name][key] = self._array(archive, info, shapes[name])
         missing = sorted(name for name in shapes if "value" not in entries.get(name, {}))
         if missing:
             raise UserError(f"checkpoint {self.folder} has no parameter {missing[0]}; it is of another model")
@@ -390,62 +431,74 @@ class Checkpoint:
     def open_part(self, part: CheckpointFile) -> BinaryIO:
         """Open a part, after checking that it is a file of the manifest's size."""
         path = self.folder / part.name
-        found = os.stat(path)
-        if not stat.S_ISREG(found.st_mode):
+        status = os.stat(path)
+        if not stat.S_ISREG(status.st_mode):
             raise DamagedError(f"{part.name} is not a file")
-        if part.num_bytes is not None and found.st_size != part.num_bytes:
-            raise DamagedError(f"{part.name} has {found.st_size} bytes, should have {part.num_bytes}")
+        if part.num_bytes is not None and status.st_size != part.num_bytes:
+            raise DamagedError(f"{part.name} has {status.st_size} bytes, should have {part.num_bytes}")
         return open(path, "rb")
 
     def _array(self, archive: zipfile.ZipFile, info: zipfile.ZipInfo, shape: tuple[int, ...]) -> np.ndarray:
-        """Read a member, after comparing its header with its size and with the parameter's shape."""
+        """Read an array from an archive, after comparing its header with its size and with the parameter's shape.
+
+        Args:
+            archive: A part of the checkpoint.
+            info: Member of the archive.
+            shape: Shape of the parameter in the model. Arrays of the optimizer state may be scalars instead.
+        """
         if info.compress_type != zipfile.ZIP_STORED or info.file_size != info.compress_size:
             raise DamagedError(f"{info.filename} is compressed")
         with archive.open(info) as member:
             version = np.lib.format.read_magic(member)
             if version != (1, 0):
                 raise DamagedError(f"{info.filename} is of version {version} of the array format, should be (1, 0)")
-            found, _, dtype = np.lib.format.read_array_header_1_0(member)
+            stored_shape, _, dtype = np.lib.format.read_array_header_1_0(member)
             if dtype.kind not in "fiub":
                 raise DamagedError(f"{info.filename} has elements of type {dtype}, should have numbers")
-            if prod(found) * dtype.itemsize != info.file_size - member.tell():
+            if prod(stored_shape) * dtype.itemsize != info.file_size - member.tell():
                 raise DamagedError(f"{info.filename} has {info.file_size} bytes, which is not its shape's size")
-            what = info.filename.rpartition("/")[2]
-            is_scalar = prod(found) == 1 and what != "value.npy"
-            if what.startswith("all.") and not is_scalar:
+            file_name = info.filename.rpartition("/")[2]
+            is_scalar = prod(stored_shape) == 1 and file_name != "value.npy"
+            if file_name.startswith("all.") and not is_scalar:
                 raise DamagedError(f"{info.filename} should be a single number")
-            if found != shape and not is_scalar:
-                sizes = ["x".join(map(str, each)) for each in (found, shape)]
+            if stored_shape != shape and not is_scalar:
+                found, wanted = ("x".join(map(str, lengths)) for lengths in (stored_shape, shape))
                 raise UserError(
-                    f"checkpoint {self.folder} has {info.filename[:-4]} of {sizes[0]}, should be {sizes[1]}; it is of another "
-                    "model"
+                    f"checkpoint {self.folder} has {info.filename[:-4]} of {found}, should be {wanted}; it is of another model"
                 )
             member.seek(0)
-            return np.lib.format.read_array(member, allow_pickle=False)  # to its end, where its CRC-32 is checked
+            # At the end of the member, `zipfile` checks its CRC-32.
+            return np.lib.format.read_array(member, allow_pickle=False)
 
 
 def open_checkpoint(folder: Path) -> Checkpoint:
     """Open the checkpoint in a folder.
 
     Raises:
-        DamagedError: its manifest is missing, malformed, or has been changed.
+        DamagedError: the manifest is missing, malformed, or has been changed.
     """
     path = folder / _MANIFEST
     try:
-        with _damage_of(path):
+        with _as_damage(path):
             if not folder.is_dir():
                 raise DamagedError("it is not a folder")
-            found = os.stat(path)
-            if not stat.S_ISREG(found.st_mode):
+            status = os.stat(path)
+            if not stat.S_ISREG(status.st_mode):
                 raise DamagedError(f"{_MANIFEST} is not a file")
-            if found.st_size > _MANIFEST_LIMIT_BYTES:
-                raise DamagedError(f"{_MANIFEST} has {found.st_size} bytes, at most {_MANIFEST_LIMIT_BYTES} are read")
-            return _checkpoint(folder, Fields(json.loads(path.read_bytes()), _MANIFEST))
+            if status.st_size > _MAX_MANIFEST_BYTES:
+                raise DamagedError(f"{_MANIFEST} has {status.st_size} bytes, at most {_MAX_MANIFEST_BYTES} are read")
+            return _checkpoint_of_manifest(folder, Fields(json.loads(path.read_bytes()), _MANIFEST))
     except UserError as error:
         raise DamagedError(str(error)) from None
 
 
-def _checkpoint(folder: Path, fields: Fields) -> Checkpoint:
+def _checkpoint_of_manifest(folder: Path, fields: Fields) -> Checkpoint:
+    """Return the checkpoint in ``folder``, given the fields of its manifest.
+
+    Raises:
+        DamagedError: the manifest is malformed, or has been changed.
+        UserError: a field of the manifest is missing or has a wrong type.
+    """
     if fields.text("format") != _FORMAT:
         raise DamagedError(f"{_MANIFEST} is not a manifest of a checkpoint")
     version = fields.integer("version")
@@ -453,14 +506,14 @@ def _checkpoint(folder: Path, fields: Fields) -> Checkpoint:
         raise DamagedError(f"{_MANIFEST} is of version {version}, this release reads 1 and 2")
     if version == _UNCHECKED_VERSION:
         parts = tuple(CheckpointFile(name, None, None) for name in fields.texts("files"))
-        found = canonical_hash(fields.value)
+        content_hash = canonical_hash(fields.value)
     else:
         parts = tuple(
             CheckpointFile(file.text("name"), file.integer("bytes"), file.text("sha256"))
             for file in fields.objects("files")
         )
-        found = canonical_hash({name: value for name, value in fields.value.items() if name != "hash"})
-        if fields.text("hash") != found:
+        content_hash = canonical_hash({name: value for name, value in fields.value.items() if name != "hash"})
+        if fields.text("hash") != content_hash:
             raise DamagedError(f"{_MANIFEST} has another hash than its content")
     for part in parts:
         if not re.fullmatch(r"rank-[0-9]{1,9}\.npz", part.name):
@@ -468,7 +521,7 @@ def _checkpoint(folder: Path, fields: Fields) -> Checkpoint:
     if len({part.name for part in parts}) != len(parts):
         raise DamagedError(f"{_MANIFEST} lists a part twice")
     checkpoint = Checkpoint(
-        folder, fields.integer("num_updates"), fields.integer("num_micro_batches"), parts, hash=found
+        folder, fields.integer("num_updates"), fields.integer("num_micro_batches"), parts, hash=content_hash
     )
     if folder.name != checkpoint_folder(Path(), checkpoint.num_updates).name:
         raise DamagedError(f"{_MANIFEST} is of step {checkpoint.num_updates}")
@@ -476,11 +529,11 @@ def _checkpoint(folder: Path, fields: Fields) -> Checkpoint:
 
 
 def _seems_intact(folder: Path) -> bool:
-    """Whether the manifest is intact and the parts have their sizes; their contents are not read."""
+    """Whether the manifest is intact and the parts have their sizes. The contents of the parts are not read."""
     try:
         checkpoint = open_checkpoint(folder)
         for part in checkpoint.parts:
-            with _damage_of(folder / part.name), checkpoint.open_part(part):
+            with _as_damage(folder / part.name), checkpoint.open_part(part):
                 pass
     except DamagedError:
         return False
@@ -488,8 +541,8 @@ def _seems_intact(folder: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _damage_of(path: Path) -> Iterator[None]:
-    """Turn any error of reading a file of a checkpoint into a `DamagedError` that names the file."""
+def _as_damage(path: Path) -> Iterator[None]:
+    """Turn any error that occurs while a file of a checkpoint is read into a `DamagedError` that names the file."""
     try:
         yield
     except (DamagedError, UserError, MemoryError):

@@ -1,4 +1,4 @@
-"""Micro-batches of a run, and the parts of their losses. Needs no OneFlow."""
+"""The micro-batches of a run, by slots, and the parts of their losses that a rank computes. Needs no OneFlow."""
 
 from __future__ import annotations
 
@@ -11,32 +11,39 @@ from ...schedule import ScheduleFrame
 
 __all__ = ["BatchSource", "LossListener", "LossPart", "SlotData"]
 
+#: Returns the inputs and targets of a micro-batch, given its number over all runs. Every rank must get the same arrays. Ranks call
+#: it when they need the data, possibly several times for the same micro-batch.
 BatchSource = Callable[[int], tuple[np.ndarray, np.ndarray]]
-"""Inputs and targets of a micro-batch by its number over all runs, the same on every rank; called where they are needed."""
+#: Called with the number of a micro-batch over all runs, a rank's part of its mean loss, and the fraction of the micro-batch's rows
+#: that this part covers.
 LossListener = Callable[[int, float, float], None]
-"""Called with a micro-batch's number over all runs, a part of its mean loss, and the share of its rows that this part is of."""
 
 
 class LossPart(NamedTuple):
-    """What one rank knows of a micro-batch's mean loss."""
+    """A rank's part of the mean loss of a micro-batch.
+
+    Attributes:
+        micro_batch: Number of the micro-batch in the run.
+        value: Mean loss over the rows of this part, times ``share``. The parts of a micro-batch add up to its mean loss.
+        share: Fraction of the micro-batch's rows that the part covers.
+    """
 
     micro_batch: int
-    """Its number in the run."""
     value: float
     share: float
-    """Of the micro-batch's rows, that this part is of."""
 
 
 class SlotData:
     """The data of a run, by slots.
 
     Args:
-        per_micro_batch: slots of a micro-batch.
-        slot_rows: rows of a slot, over all ranks of a worker.
+        frame: Schedule of the run.
+        per_micro_batch: Slots of a micro-batch.
+        slot_rows: Rows of a slot, over all ranks of a worker.
+        batch: Source of the micro-batches.
 
     Attributes:
-        batch: see `BatchSource`.
-        first_micro_batch: the number over all runs of the run's first micro-batch.
+        first_micro_batch: Number over all runs of the run's first micro-batch.
     """
 
     def __init__(self, frame: ScheduleFrame, per_micro_batch: int, slot_rows: int, batch: BatchSource) -> None:
@@ -47,24 +54,30 @@ class SlotData:
         self.batch = batch
 
     def rows(self, slot: int, which: int, rows: range | None = None) -> np.ndarray:
-        """The inputs (0) or targets (1) of a slot, all its rows or some."""
-        number, half = divmod(slot, self._per_micro_batch)
+        """Return some rows of the inputs or targets of a slot.
+
+        Args:
+            slot: Number of the slot in the run.
+            which: 0 for the inputs, 1 for the targets.
+            rows: Rows of the slot; None for all of them.
+        """
+        micro_batch, half = divmod(slot, self._per_micro_batch)
         first = half * self.slot_rows
         rows = range(self.slot_rows) if rows is None else rows
-        return self.batch(self.first_micro_batch + number)[which][first + rows.start : first + rows.stop]
+        return self.batch(self.first_micro_batch + micro_batch)[which][first + rows.start : first + rows.stop]
 
     def number(self, slot: int) -> int:
-        """A slot's number over all runs."""
+        """Return the number of a slot over all runs."""
         return self.first_micro_batch * self._per_micro_batch + slot
 
     def micro_batch(self, slot: int) -> int:
-        """The micro-batch that a slot is of."""
+        """Return the micro-batch of a slot, by its number in the run."""
         return slot // self._per_micro_batch
 
     def share_of_micro_batch(self, num_rows: int) -> float:
-        """Which part of a micro-batch so many rows are."""
+        """Return the fraction of a micro-batch that ``num_rows`` rows are."""
         return num_rows / (self._per_micro_batch * self.slot_rows)
 
     def share_of_update(self, num_rows: int, update: int) -> float:
-        """Which part of all rows of an update so many rows are."""
+        """Return the fraction of all rows of an update, over all pipelines, that ``num_rows`` rows are."""
         return self.share_of_micro_batch(num_rows) / len(self._frame.micro_batches_of(update))

@@ -1,4 +1,4 @@
-"""Carrying out one rank's program: the one loop that executes every schedule."""
+"""The engine: executes the program of one rank. The same loop executes every schedule."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ Tensor = Any
 
 
 def execute(program: Program, work: Work, transport: Transport) -> RankReport:
-    """Run a schedule from its first task to its last; all ranks of the schedule call, and no others of the job may be missing.
+    """Execute the program of this rank. All ranks of the job must call this function, because it begins with a barrier.
 
     Args:
-        transport: made for this run.
+        program: Program of this rank.
+        work: Computations of this rank.
+        transport: A new transport, whose counters start at 0.
 
     Returns:
-        when each task began and ended, the losses, and what was counted.
+        Start and end time of each task, the losses, and the counters of the run.
     """
     engine = _Engine(program, work, transport)
     work.begin()
@@ -39,17 +41,19 @@ def execute(program: Program, work: Work, transport: Transport) -> RankReport:
 
 
 class _Engine:
-    """What a rank has in hand while a schedule runs."""
+    """The state of one rank while it executes its program: received tensors, outputs to send, pending gradient sums, times."""
 
     def __init__(self, program: Program, work: Work, transport: Transport) -> None:
         self._program = program
         self._work = work
         self._transport = transport
         self._inbox = Inbox()
+        # Outputs of tasks that are sent to another worker, until the last message of the task has been sent.
         self._outputs: dict[Task, Tensor] = {}
         self._sends_left = Counter(action.message.task for action in program.actions if isinstance(action, Send))
-        self._sums: dict[tuple[int, int], list[tuple[Reduce, Tensor, float]]] = {}
-        """Per stage and update the reductions that the update waits for, with what they give and the time of their issue."""
+        # For each (stage, update), the sums that the update waits for: (action, pending sum, time of issue in seconds).
+        self._pending_sums: dict[tuple[int, int], list[tuple[Reduce, Tensor, float]]] = {}
+        # Start and end time of each task, in seconds.
         self._spans: dict[Task, tuple[float, float]] = {}
 
     def run(self) -> None:
@@ -61,7 +65,7 @@ class _Engine:
             elif isinstance(action, Receive):
                 self._receive(action.message)
             elif isinstance(action, Rest):
-                self._arrived(action.message, self._transport.rest(action.message))
+                self._store(action.message, self._transport.rest(action.message))
             elif isinstance(action, Reduce):
                 self._reduce(action)
             elif isinstance(action, Update):
@@ -69,7 +73,7 @@ class _Engine:
             else:
                 assert isinstance(action, Drop), action
                 self._work.drop(action)
-        flow._oneflow_internal.eager.Sync()  # the last sends
+        flow._oneflow_internal.eager.Sync()  # wait for the last sends
 
     def report(self) -> RankReport:
         return RankReport(
@@ -93,7 +97,7 @@ class _Engine:
             x = self._inbox.take((task.kind is Kind.FORWARD, task.pipeline, task.stage), run.first_slot, run.num_slots)
             wait_for(x)
         if run.ranks:
-            flow._oneflow_internal.eager.Sync()  # what was issued before is over
+            flow._oneflow_internal.eager.Sync()  # finish all communication that was issued before
         start = time.monotonic()
         y = self._work.compute(run, x)
         if run.ranks:
@@ -104,8 +108,8 @@ class _Engine:
             return
         assert y is not None
         if destination == self._program.worker:
-            rows, columns = self._program.given(task)
-            self._inbox.put(_consumer(task), run.first_slot, run.num_slots, rows.start, columns.start, y)
+            rows, columns = self._program.output_block(task)
+            self._inbox.put(_consumer_key(task), run.first_slot, run.num_slots, rows.start, columns.start, y)
         else:
             self._outputs[task] = y
 
@@ -113,11 +117,14 @@ class _Engine:
         task = message.task
         self._sends_left[task] -= 1
         y = self._outputs[task] if self._sends_left[task] else self._outputs.pop(task)
-        held = self._program.given(task)
-        first = message.first_row - held.rows.start
-        columns = _within(message.columns, held.columns)
-        part = part_of_each_slot(y, message.num_slots, range(first, first + message.num_rows), columns)
-        self._transport.send(message, part)
+        # Rows and columns of the message, counted from the first row and column of this rank's block.
+        block = self._program.output_block(task)
+        first_row = message.first_row - block.rows.start
+        rows = range(first_row, first_row + message.num_rows)
+        columns = message.columns
+        if columns is not None:
+            columns = range(columns.start - block.columns.start, columns.stop - block.columns.start)
+        self._transport.send(message, part_of_each_slot(y, message.num_slots, rows, columns))
 
     def _receive(self, message: Message) -> None:
         is_forward = message.task.kind is Kind.FORWARD
@@ -126,26 +133,27 @@ class _Engine:
         if message.columns is not None:
             row_shape = (*row_shape[:-1], len(message.columns))
         shape = (message.num_slots * message.num_rows, *row_shape)
-        self._arrived(message, self._transport.receive(message, shape, boundary.dtype))
+        self._store(message, self._transport.receive(message, shape, boundary.dtype))
 
-    def _arrived(self, message: Message, x: Tensor | None) -> None:
+    def _store(self, message: Message, x: Tensor | None) -> None:
+        """Put a received tensor into the inbox; None if its second part is still missing, or if this rank is the sender."""
         if x is not None:
             first_column = 0 if message.columns is None else message.columns.start
             slots = (message.first_slot, message.num_slots)
-            self._inbox.put(_consumer(message.task), *slots, message.first_row, first_column, x)
+            self._inbox.put(_consumer_key(message.task), *slots, message.first_row, first_column, x)
 
     def _reduce(self, action: Reduce) -> None:
         issued = time.monotonic()
         total = self._work.total(action, self._transport)
         if total is None:
-            return  # stages without weights, on all ranks alike
+            return  # the stages have no weights, which is the same on all ranks
         pending = (action, total, issued)
         for stage in action.stages:
-            self._sums.setdefault((stage, action.update), []).append(pending)
+            self._pending_sums.setdefault((stage, action.update), []).append(pending)
 
     def _update(self, action: Update) -> None:
         task = action.task
-        for reduction, total, issued in self._sums.pop((task.stage, task.micro_batch), ()):
+        for reduction, total, issued in self._pending_sums.pop((task.stage, task.micro_batch), ()):
             arrived = wait_for(total)
             if len(reduction.stages) == 1:
                 self._spans[task._replace(kind=Kind.ALL_REDUCE)] = (issued, arrived)
@@ -155,12 +163,7 @@ class _Engine:
         self._spans[task] = (start, time.monotonic())
 
 
-def _within(columns: range | None, held: range) -> range | None:
-    """Columns, counted from the first one held."""
-    return None if columns is None else range(columns.start - held.start, columns.stop - held.start)
-
-
-def _consumer(task: Task) -> tuple[bool, int, int]:
-    """The inbox's key for a task's output."""
+def _consumer_key(task: Task) -> tuple[bool, int, int]:
+    """Return the inbox key of the task that consumes this task's output."""
     is_forward = task.kind is Kind.FORWARD
     return is_forward, task.pipeline, task.stage + (1 if is_forward else -1)

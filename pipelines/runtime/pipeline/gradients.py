@@ -1,8 +1,12 @@
-"""Sums of the gradients of stages' weights over all ranks that hold them.
+"""Sums of the weight gradients of stages with SBP plans, over all ranks that hold the weights.
 
-They are summed over the axes that split samples, by the priced steps; where a stage has replicas in other pipelines, those are
-scattered inside, summed between the replicas shard by shard, and gathered inside. Of weights that several stages share, the stages
-of a pipeline then tell each other their sums, every rank what it holds (`shared_weights`).
+The gradient of a weight is summed in up to three steps:
+
+1. Inside a stage: over the mesh axes that split the samples, by the steps that the cost model prices.
+2. Between the replicas of the stage, if several pipelines contain it. The gradient is reduce-scattered inside each replica, the
+   shards are all-reduced between the replicas, and the result is gathered inside each replica.
+3. Between stages that share the weight (tied weights). The stages of each pipeline send each other their sums; a rank receives the
+   elements that it holds itself (`shared_weights`).
 """
 
 from __future__ import annotations
@@ -29,61 +33,77 @@ flow: Any = load_oneflow()
 __all__ = ["GradientSums", "SharedLayouts", "StageWeight"]
 
 Tensor = Any
-#: What stages know a weight that they share by: (name, rows) of the model's parameters that it holds.
+#: The name by which several stages know a weight that they share: (name, rows) of each parameter of the model that it contains.
 Sources = tuple[tuple[str, int], ...]
-#: Of stages that share weights how each of them holds them.
+#: For each of several stages the layouts of the weights that they share, by their sources.
 SharedLayouts = Mapping[int, Mapping[Sources, ParameterLayout]]
 
 
 class StageWeight(NamedTuple):
-    """A weight as the ranks of a stage hold it."""
+    """A weight as the ranks of a stage hold it.
+
+    Attributes:
+        layout: Layout over the ranks of the stage.
+        sources: (Name, rows) of each parameter of the model that the weight contains.
+        stages: Stages that have the weight, ascending.
+    """
 
     layout: ParameterLayout
     sources: Sources
     stages: tuple[int, ...]
-    """That have it."""
 
     @property
     def size(self) -> int:
-        """Elements that a rank holds."""
+        """Number of elements that each rank holds."""
         return prod(self.layout.local_shape())
 
 
-class _Exchange(NamedTuple):
-    """A part of a weight's gradient that a rank of one stage tells a rank of another stage of the same pipeline."""
+class _SumMessage(NamedTuple):
+    """A piece of a shared weight's gradient that a rank of one stage sends to a rank of another stage of the same pipeline.
+
+    Attributes:
+        source_stage: Stage that sends its sum.
+        destination_stage: Stage that receives.
+        sources: Sources of the weight.
+        source: Rank of the job that sends.
+        destination: Rank of the job that receives.
+        piece: Elements that are sent.
+    """
 
     source_stage: int
     destination_stage: int
     sources: Sources
     source: int
     destination: int
-    """Ranks of the job."""
     piece: WeightPiece
 
 
-def _exchanges_of(pipelines: Sequence[Sequence[range]], held: SharedLayouts) -> list[_Exchange]:
-    """Everything that is told about the weights that some stages share, in the order in which it is sent.
+def _sum_messages(pipelines: Sequence[Sequence[range]], layouts: SharedLayouts) -> list[_SumMessage]:
+    """Return the messages by which stages sum the gradients of the weights that they share, in the order of sending.
 
     Args:
-        pipelines: of each pipeline the ranks of every stage.
+        pipelines: For each pipeline the ranks of every stage.
+        layouts: Layouts of the shared weights.
     """
-    return [
-        _Exchange(there, here, sources, ranks[there][piece.source], ranks[here][piece.destination], piece)
-        for ranks in pipelines
-        for there, here in permutations(held, 2)
-        for sources in sorted(held[there])
-        for piece in weight_pieces(held[there][sources], held[here][sources])
-    ]
+    messages = []
+    for ranks in pipelines:
+        for source_stage, destination_stage in permutations(layouts, 2):
+            for sources in sorted(layouts[source_stage]):
+                for piece in weight_pieces(layouts[source_stage][sources], layouts[destination_stage][sources]):
+                    source = ranks[source_stage][piece.source]
+                    destination = ranks[destination_stage][piece.destination]
+                    messages.append(_SumMessage(source_stage, destination_stage, sources, source, destination, piece))
+    return messages
 
 
 class GradientSums:
-    """The sums that this rank has a part in.
+    """The gradient sums that this rank takes part in.
 
     Args:
-        ranks: those of its worker.
-        pipelines: of each pipeline the ranks of every stage.
-        weights: of every stage here.
-        shared: how stages hold the weights that exactly they share.
+        ranks: Ranks of this rank's worker.
+        pipelines: For each pipeline the ranks of every stage.
+        weights: Weights of each stage on this worker.
+        shared: Layouts of shared weights, by the stages that share them.
     """
 
     def __init__(
@@ -95,33 +115,50 @@ class GradientSums:
     ) -> None:
         self._rank = ranks.first_rank + ranks.rank
         self._ranks = ranks
-        self._weights = {stage: sorted(own, key=lambda one: one.sources) for stage, own in weights.items()}
-        #: The ranks that hold what this one holds, in all pipelines.
+        self._weights = {stage: sorted(own, key=lambda weight: weight.sources) for stage, own in weights.items()}
+        # For each stage, the ranks of all pipelines that hold the same shards as this rank.
         self._peers = {stage: tuple(sorted(each[stage][ranks.rank] for each in pipelines)) for stage in weights}
-        self._exchanges = {stages: _exchanges_of(pipelines, held) for stages, held in shared.items()}
+        self._messages = {stages: _sum_messages(pipelines, layouts) for stages, layouts in shared.items()}
 
     def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
-        """Begin a sum, of the weights that exactly an action's stages have: one vector for all of these that are here."""
+        """Issue the sum of the gradients of the weights that belong to exactly the stages of an action.
+
+        Args:
+            action: The reduction.
+            replicas: Weights of the action's stages on this rank, by stage.
+            transport: Sends and receives.
+
+        Returns:
+            One vector with the summed gradients of these weights for all stages on this rank; None if there are none.
+        """
         sums = []
         for stage in sorted(replicas):
             for axes, group in self._groups(action, stage).items():
                 vector = replicas[stage].gradient(action.update, [weight.layout.name for weight in group])
-                sums.append(self._summed(vector, axes, self._peers[stage], transport))
+                sums.append(self._sum_over_ranks(vector, axes, self._peers[stage], transport))
         if not sums:
             return None
         with transport.thread():
             vector = flow.cat(sums, dim=0)
-        return vector if len(action.stages) == 1 else self._exchanged(action, vector, transport)
+        return vector if len(action.stages) == 1 else self._sum_over_stages(action, vector, transport)
 
     def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
-        """Give a stage its part of what `total` has come to."""
-        own = [(weight, start) for held, weight, start in self._places(action) if held == stage]
+        """Set the gradients of a stage's weights to their parts of a sum.
+
+        Args:
+            stage: The stage.
+            action: The reduction.
+            replica: Weights of the stage.
+            total: Result of `GradientSums.total` for the reduction.
+        """
+        own = [(weight, start) for held_stage, weight, start in self._positions(action) if held_stage == stage]
         if own:
-            part = flow.narrow(total, 0, own[0][1], sum(weight.size for weight, _ in own))
+            first = own[0][1]
+            part = flow.narrow(total, 0, first, sum(weight.size for weight, _ in own))
             replica.set_gradient(action.update, [weight.layout.name for weight, _ in own], part)
 
-    def _places(self, action: Reduce) -> Iterator[tuple[int, StageWeight, int]]:
-        """What the vector of a sum consists of: stage by stage the weights, each with where it begins."""
+    def _positions(self, action: Reduce) -> Iterator[tuple[int, StageWeight, int]]:
+        """Yield (stage, weight, first element) for each weight in the vector of a sum, in order."""
         start = 0
         for stage in sorted(set(action.stages) & set(self._weights)):
             for group in self._groups(action, stage).values():
@@ -130,43 +167,56 @@ class GradientSums:
                     start += weight.size
 
     def _groups(self, action: Reduce, stage: int) -> dict[tuple[Axis, ...], list[StageWeight]]:
-        """The weights that exactly an action's stages have, as one of them has them, by the axes that gradients are summed over."""
+        """Return a stage's weights that belong to exactly the stages of an action, by the axes to sum their gradients over."""
         groups: dict[tuple[Axis, ...], list[StageWeight]] = {}
         for weight in self._weights[stage]:
             if weight.stages == action.stages:
                 groups.setdefault(weight.layout.reduced, []).append(weight)
         return groups
 
-    def _summed(self, vector: Tensor, axes: tuple[Axis, ...], peers: tuple[int, ...], transport: Transport) -> Tensor:
-        """Over some axes of the stage, and over its replicas: scattered inside, summed between them, gathered inside."""
+    def _sum_over_ranks(
+        self, vector: Tensor, axes: tuple[Axis, ...], peers: tuple[int, ...], transport: Transport
+    ) -> Tensor:
+        """Sum a vector over mesh axes of the stage, and over the ranks of its replicas (steps 1 and 2 of the module)."""
         if axes:
             transport.bytes_reduced += num_bytes(vector)
         with transport.thread():
             if len(peers) == 1:
                 return self._ranks.reduce(vector, axes)
-            return self._ranks.reduce_between(vector, axes, lambda own: transport.all_reduce(own, peers))
+            return self._ranks.reduce_between(vector, axes, lambda shard: transport.all_reduce(shard, peers))
 
-    def _exchanged(self, action: Reduce, vector: Tensor, transport: Transport) -> Tensor:
-        """The sum over stages, of what each has summed over its own ranks; for the stages held here, one behind the other."""
+    def _sum_over_stages(self, action: Reduce, vector: Tensor, transport: Transport) -> Tensor:
+        """Sum the gradients of shared weights over the stages that share them (step 3 of the module).
+
+        Args:
+            action: The reduction.
+            vector: Sums over the ranks of each stage on this rank, one stage after the other.
+            transport: Sends and receives.
+
+        Returns:
+            The sums over all stages, in the form of ``vector``.
+        """
         values = vector.numpy()
         shards = {
             (stage, weight.sources): values[start : start + weight.size].reshape(weight.layout.local_shape())
-            for stage, weight, start in self._places(action)
+            for stage, weight, start in self._positions(action)
         }
-        parts: dict[tuple[int, int, Sources], np.ndarray] = {}
-        for there, here, sources, source, destination, piece in self._exchanges[action.stages]:
+        # Sums of other stages, for the elements of this rank's shards: by (source stage, destination stage, sources).
+        received: dict[tuple[int, int, Sources], np.ndarray] = {}
+        for source_stage, destination_stage, sources, source, destination, piece in self._messages[action.stages]:
             if self._rank == source:
-                arrived = shards[there, sources][np.ix_(*piece.places_there)]
+                elements = shards[source_stage, sources][np.ix_(*piece.places_there)]
                 if source != destination:
-                    transport.send_sum(flow.tensor(np.ascontiguousarray(arrived)), destination)
+                    transport.send_sum(flow.tensor(np.ascontiguousarray(elements)), destination)
             if self._rank == destination:
                 if source != destination:
-                    arrived = transport.receive_sum(piece.shape, flow.float32, source).numpy()
-                part = parts.setdefault((there, here, sources), np.zeros_like(shards[here, sources]))
-                part[np.ix_(*piece.places_here)] = arrived
+                    elements = transport.receive_sum(piece.shape, flow.float32, source).numpy()
+                shard = shards[destination_stage, sources]
+                part = received.setdefault((source_stage, destination_stage, sources), np.zeros_like(shard))
+                part[np.ix_(*piece.places_here)] = elements
         sums = []
         for (stage, sources), shard in shards.items():
-            # In the order of stages everywhere, so that all of them come to the same sum.
-            terms = [shard if other == stage else parts[other, stage, sources] for other in action.stages]
+            # All ranks add in the order of the stages, so that all of them get bitwise the same sum.
+            terms = [shard if other == stage else received[other, stage, sources] for other in action.stages]
             sums.append(sum(terms[1:], terms[0]).reshape(-1))
         return flow.tensor(np.concatenate(sums))

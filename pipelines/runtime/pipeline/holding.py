@@ -1,8 +1,12 @@
-"""Which part of what crosses the boundaries between stages each rank holds.
+"""The block of each boundary tensor that a rank holds.
 
-What crosses is, for every slot, a matrix of ``slot_rows`` rows (samples) by columns (features; what lies between the two is whole
-everywhere). Its `Distribution` over a worker's ranks is rows alone, in even shares, where a stage has no plan of its own; else
-what the plan says, at the stage's beginning (*arriving*) and at its end (*leaving*). Gradients lie where the activations do.
+The tensor that crosses the boundary between two stages is, for every slot, a matrix of ``slot_rows`` rows (samples) by columns (the
+last dimension, features; the dimensions between the two are never split). Its `Distribution` over the ranks of a worker is
+
+- an even split of the rows, if the stages have no SBP plans;
+- the distribution in the plan of the stage otherwise: *leaving* at the end of a stage, *arriving* at its beginning.
+
+The gradient of a boundary tensor has the distribution of the tensor itself.
 """
 
 from __future__ import annotations
@@ -24,13 +28,14 @@ __all__ = ["Holding", "StageLayout", "hold", "rows_over"]
 
 @dataclass(frozen=True)
 class StageLayout:
-    """How the ranks of a stage hold what they take in and what they give away.
+    """How the ranks of a stage with an SBP plan hold its input and its output.
 
     Attributes:
-        arriving, leaving: over the stage's ranks; the first stage's ``arriving`` and the last one's ``leaving`` do not matter.
-        columns: of what leaves.
-        row_parts: what the rows of a slot have to be a multiple of.
-        is_joint: whether the ranks communicate with each other while they compute.
+        arriving: Distribution of the stage's input over its ranks. It is not used for the first stage.
+        leaving: Distribution of the stage's output over its ranks. For the last stage, only its number of ranks is used.
+        columns: Columns of the stage's output.
+        row_parts: Number that the rows of a slot must be a multiple of.
+        is_joint: Whether the ranks of the stage communicate with each other during its computations.
     """
 
     arriving: Distribution
@@ -42,11 +47,12 @@ class StageLayout:
 
 @dataclass(frozen=True)
 class Holding:
-    """A schedule's stages on its ranks.
+    """The blocks that the ranks of a schedule hold at the boundaries of their stages.
 
     Attributes:
-        slot_rows: rows of a slot.
-        layouts: of the stages; None where each worker shares the rows out evenly.
+        schedule: The schedule.
+        slot_rows: Rows of a slot, over all ranks of a worker.
+        layouts: Layouts of the stages; None if the ranks of each worker share the rows evenly.
     """
 
     schedule: Schedule
@@ -55,10 +61,12 @@ class Holding:
 
     @cached_property
     def ranks(self) -> RankMap:
+        """The ranks of each worker."""
         return RankMap(self.schedule.widths)
 
     @cached_property
     def slots_per_micro_batch(self) -> int:
+        """Slots of a micro-batch, 1 or 2."""
         return slots_per_micro_batch(self.schedule)
 
     @cached_property
@@ -66,18 +74,18 @@ class Holding:
         return {}
 
     def columns(self, boundary: int) -> int:
-        """Columns of what crosses between stages ``boundary`` and ``boundary + 1``; 1 for whole rows."""
+        """Return the columns of the tensor between stages ``boundary`` and ``boundary + 1``; 1 if rows stay whole."""
         return 1 if self.layouts is None else self.layouts[boundary].columns
 
     def distribution(self, worker: int, stage: int, is_leaving: bool) -> Distribution:
-        """Over the ranks of a worker, at the beginning or at the end of one of its stages."""
+        """Return the distribution of a stage's output (if ``is_leaving``) or input over the ranks of a worker with this stage."""
         if self.layouts is None:
             return rows_over(self.schedule.widths[worker])
         layout = self.layouts[stage]
         return layout.leaving if is_leaving else layout.arriving
 
     def block(self, rank: int, stage: int, is_leaving: bool) -> HeldBlock:
-        """What a rank holds at the beginning or at the end of a stage."""
+        """Return the block of a slot of a stage's output (if ``is_leaving``) or input that a rank holds."""
         key = (rank, stage, is_leaving)
         if key not in self._blocks:
             shape = (self.slot_rows, self.columns(stage if is_leaving else stage - 1))
@@ -86,59 +94,81 @@ class Holding:
             self._blocks[key] = HeldBlock(range(rows.start, rows.stop), range(columns.start, columns.stop))
         return self._blocks[key]
 
-    def given(self, rank: int, task: Task) -> HeldBlock:
-        """What a rank has of what a task gives to a neighbouring stage."""
+    def output_block(self, rank: int, task: Task) -> HeldBlock:
+        """Return the block of a task's output that a rank computes, for a task whose output goes to another stage."""
         return self.block(rank, task.stage, is_leaving=task.kind is Kind.FORWARD)
 
-    def taken(self, rank: int, task: Task) -> HeldBlock:
-        """What a rank needs of what a task takes from a neighbouring stage."""
+    def input_block(self, rank: int, task: Task) -> HeldBlock:
+        """Return the block of a task's input that a rank needs, for a task whose input comes from another stage."""
         return self.block(rank, task.stage, is_leaving=task.kind is not Kind.FORWARD)
 
     def pieces(self, task: Task, source: int, destination: int) -> tuple[Piece, ...]:
-        """The messages of one slot of a task's output between two workers; ranks are counted within each of them."""
+        """Return the pieces of one slot of a task's output that the ranks of two workers send each other.
+
+        Args:
+            task: Task whose output is sent.
+            source: Worker that sends. Ranks in the result are counted from its first one.
+            destination: Worker that receives. Ranks in the result are counted from its first one.
+        """
         is_forward = task.kind is Kind.FORWARD
-        neighbour = task.stage + (1 if is_forward else -1)
+        consumer_stage = task.stage + (1 if is_forward else -1)
         return crossing(
             self.distribution(source, task.stage, is_leaving=is_forward),
-            self.distribution(destination, neighbour, is_leaving=not is_forward),
-            (self.slot_rows, self.columns(min(task.stage, neighbour))),
+            self.distribution(destination, consumer_stage, is_leaving=not is_forward),
+            (self.slot_rows, self.columns(min(task.stage, consumer_stage))),
         )
 
     def joint_ranks(self, task: Task) -> tuple[int, ...]:
-        """The ranks that a task's computation communicates between; none where each of them computes alone."""
+        """Return the ranks that communicate with each other during a task; empty if each rank computes alone."""
         if self.layouts is None or not self.layouts[task.stage].is_joint:
             return ()
         return tuple(self.ranks.ranks_of(self.schedule.worker_of(task)))
 
 
 def rows_over(width: int) -> Distribution:
-    """Rows in even shares over ``width`` ranks."""
+    """Return the distribution that splits rows evenly over ``width`` ranks.
+
+    >>> print(rows_over(4))
+    (S0:4)
+    """
     return Distribution((Axis(width, 1),), (Split(0),))
 
 
 def hold(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[StageLayout] | None = None) -> Holding:
-    """How the ranks of a schedule hold micro-batches of so many rows.
+    """Return the blocks that the ranks of a schedule hold.
+
+    Args:
+        schedule: A valid schedule.
+        micro_batch_rows: Rows (samples) of a micro-batch.
+        layouts: Layouts of stages with SBP plans. If None, the ranks of each worker share the rows evenly.
 
     Raises:
-        UserError: a slot's rows do not divide over the ranks of some worker, a stage's layout is for another number of ranks than
-            its workers have, or a worker has two stages in a row that hold what passes between them otherwise.
+        UserError: the rows of a slot are not divisible by the ranks of a worker; or a layout has another number of ranks than the
+            workers of its stage; or a worker has two consecutive stages with different layouts at their common boundary.
+
+    >>> from autoddl.pipelines import generate
+    >>> holding = hold(generate("gpipe", num_stages=2, num_micro_batches=4, width=2), micro_batch_rows=6)
+    >>> holding.block(rank=3, stage=1, is_leaving=False).rows
+    range(3, 6)
     """
     if layouts is not None:
-        _check(schedule, layouts)
+        _check_layouts(schedule, layouts)
     per_micro_batch = slots_per_micro_batch(schedule)
     for worker, width in enumerate(schedule.widths):
-        parts = [1 if layouts is None else layouts[stage].row_parts for _, stage in schedule.stages_on(worker)]
-        for multiple in [width] if layouts is None else parts:
-            if micro_batch_rows < 1 or micro_batch_rows % (per_micro_batch * multiple):
+        stages = [stage for _, stage in schedule.stages_on(worker)]
+        divisors = [width] if layouts is None else [layouts[stage].row_parts for stage in stages]
+        for divisor in divisors:
+            if micro_batch_rows < 1 or micro_batch_rows % (per_micro_batch * divisor):
                 halves = "half micro-batches over " if per_micro_batch == 2 else ""
                 raise UserError(
-                    f"micro_batch_rows is {micro_batch_rows}, which does not divide into {halves}the {multiple} rank(s) of "
-                    f"worker {worker}; give a multiple of {per_micro_batch * multiple}"
+                    f"micro_batch_rows is {micro_batch_rows}, which does not divide into {halves}the {divisor} rank(s) of "
+                    f"worker {worker}; give a multiple of {per_micro_batch * divisor}"
                 )
     return Holding(schedule, micro_batch_rows // per_micro_batch, None if layouts is None else tuple(layouts))
 
 
-def _check(schedule: Schedule, layouts: Sequence[StageLayout]) -> None:
+def _check_layouts(schedule: Schedule, layouts: Sequence[StageLayout]) -> None:
+    """Check that layouts fit the stages and workers of a schedule."""
     if len(layouts) != schedule.num_stages:
         raise UserError(f"{len(layouts)} stages have plans, schedule {schedule.name} has {schedule.num_stages} stages")
     for worker, width in enumerate(schedule.widths):
@@ -152,5 +182,5 @@ def _check(schedule: Schedule, layouts: Sequence[StageLayout]) -> None:
             if (pipeline, stage + 1) in stages and layouts[stage].leaving != layouts[stage + 1].arriving:
                 raise UserError(
                     f"worker {worker} has stages {stage} and {stage + 1}, between which the layout changes from "
-                    f"{layouts[stage].leaving} to {layouts[stage + 1].arriving}; give both the same one there"
+                    f"{layouts[stage].leaving} to {layouts[stage + 1].arriving}; give both the same layout there"
                 )

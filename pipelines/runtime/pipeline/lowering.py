@@ -1,12 +1,14 @@
-"""From a schedule to each rank's list of actions, by passes that know nothing of OneFlow.
+"""Lowering: compiles a schedule into a list of actions per rank, in several passes. Needs no OneFlow.
 
 ==================  =====================================================================================================
-`slots`             which ranks a worker is, and which rows each has
-`holding`           which part of what passes between stages each rank has, and which ranks compute together
-`local`             per worker: computations with their pieces and weight versions, updates, versions to drop
-`order`             all messages between ranks and all reductions of gradients in one total order; per rank its actions with its
-                    share of the communication
-`dryrun`            the proof that the result gets through
+pass                result
+==================  =====================================================================================================
+`slots`             the ranks of each worker, and the rows of each rank
+`holding`           the block of each boundary tensor that a rank holds, and the ranks that communicate during computations
+`local`             for each worker, its computations with their pieces and weight versions, its updates, and the versions to drop
+`order`             all messages and all reductions of gradients in one total order; for each rank its actions, with its share of
+                    the communication inserted
+`dryrun`            a check that the programs neither deadlock nor compute without their inputs
 ==================  =====================================================================================================
 """
 
@@ -24,7 +26,7 @@ from .actions import Action, Program
 from .dryrun import check_programs
 from .holding import Holding, StageLayout, hold
 from .local import local_actions
-from .order import Entry, communication, members, rank_program
+from .order import OrderEntry, communication, participants, rank_program
 from .slots import RankMap
 
 __all__ = ["Lowered", "lower", "lower_along"]
@@ -32,36 +34,42 @@ __all__ = ["Lowered", "lower", "lower_along"]
 
 @dataclass(frozen=True)
 class Lowered:
-    """A schedule in the form in which ranks execute it."""
+    """A schedule in the form that ranks execute.
+
+    Attributes:
+        holding: The schedule, and the blocks that its ranks hold.
+        programs: For each rank its actions in order.
+        compresses: Whether messages are compressed if their values allow it.
+    """
 
     holding: Holding
-    """The schedule, and what its ranks hold."""
     programs: tuple[tuple[Action, ...], ...]
-    """Per rank its actions in order."""
     compresses: bool = False
-    """Whether messages are compressed where their values allow it."""
 
     def program(self, rank: int) -> Program:
-        """What a rank does, with what it has to know for it."""
-        worker, last = self.ranks.worker_of(rank), self.schedule.num_stages - 1
-        ends = [(stage, at_end) for _, stage in self.schedule.stages_on(worker) for at_end in (False, True)]
-        blocks = {
-            (stage, at_end): self.holding.block(rank, stage, at_end)
-            for stage, at_end in ends
-            if (stage < last if at_end else stage > 0)
-        }
+        """Return the program of a rank."""
+        worker, last_stage = self.ranks.worker_of(rank), self.schedule.num_stages - 1
+        blocks = {}
+        for _, stage in self.schedule.stages_on(worker):
+            if stage > 0:
+                blocks[stage, False] = self.holding.block(rank, stage, is_leaving=False)
+            if stage < last_stage:
+                blocks[stage, True] = self.holding.block(rank, stage, is_leaving=True)
         return Program(rank, worker, self.schedule, self.slots_per_micro_batch, blocks, self.programs[rank])
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule."""
         return self.holding.schedule
 
     @property
     def ranks(self) -> RankMap:
+        """The ranks of each worker."""
         return self.holding.ranks
 
     @property
     def slots_per_micro_batch(self) -> int:
+        """Slots of a micro-batch, 1 or 2."""
         return self.holding.slots_per_micro_batch
 
     @property
@@ -79,20 +87,31 @@ def lower(
     compress: bool = False,
     layouts: Sequence[StageLayout] | None = None,
 ) -> Lowered:
-    """All passes, one after the other; linear in the number of tasks (but for sorting).
+    """Compile a schedule into programs for its ranks, by all passes. Linear in the number of tasks, apart from sorting.
 
     Args:
-        schedule: any; it is validated.
-        micro_batch_rows: samples in a micro-batch.
-        times: what to order communication by. An order that is right for some times can be followed whatever the real ones are, but
-            ranks wait least where they are alike. None: a unit of time for each computation.
-        tied: for each group of weights that several stages share, these stages.
-        compress: whether to compress messages where their values allow it (see `compression`).
-        layouts: of stages that have plans of their own; by default the ranks of a worker share the rows.
+        schedule: The schedule. It is validated.
+        micro_batch_rows: Rows (samples) of a micro-batch.
+        times: Durations of tasks and transfers. Communication is ordered by the times at which it begins in a simulation with these
+            durations. The order is free of deadlocks whatever the real durations are, but ranks wait least if the real durations
+            are similar. If None, one unit of time for each computation.
+        tied: For each group of weights that several stages share, these stages.
+        compress: Whether to compress messages if their values allow it (see `compression`).
+        layouts: Layouts of stages with SBP plans. If None, the ranks of a worker share the rows evenly.
 
     Raises:
         InvalidScheduleError: the schedule breaks a rule.
-        UserError: rows do not divide over ranks, layouts do not fit the workers, or weights are tied where they cannot be.
+        UserError: rows are not divisible by the ranks; or layouts do not fit the workers; or stages share weights, but the schedule
+            does not update them together.
+
+    >>> from autoddl.pipelines import generate
+    >>> lowered = lower(generate("gpipe", num_stages=2, num_micro_batches=1), micro_batch_rows=4)
+    >>> print(*lowered.programs[0], sep="\n")
+    run 0F0 v0
+    send 0F0 to 1
+    receive 1B0 from 1
+    run 0B0 v0
+    update 0U0
     """
     validate(schedule)
     holding = hold(schedule, micro_batch_rows, layouts)
@@ -100,42 +119,53 @@ def lower(
         times = Times.of(
             schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
         )
-    return lower_along(holding, simulate(schedule, _positive(times)), tied=tied, compress=compress)
+    return lower_along(holding, simulate(schedule, _positive_durations(times)), tied=tied, compress=compress)
 
 
 def lower_along(
     holding: Holding, timeline: Timeline, *, tied: Collection[tuple[int, ...]] = (), compress: bool = False
 ) -> Lowered:
-    """The passes behind `hold`, with communication in the order of a simulation of the (valid) schedule.
+    """Compile a schedule into programs, with its communication in the order of a given timeline.
+
+    Args:
+        holding: The schedule, which must be valid, and the blocks that its ranks hold.
+        timeline: Simulation of the schedule, with transfers. Computations should have positive durations.
+        tied: For each group of weights that several stages share, these stages.
+        compress: Whether to compress messages if their values allow it.
 
     Raises:
-        UserError: weights are tied where they cannot be.
+        UserError: stages share weights, but the schedule does not update them together.
     """
+    # Actions of each worker without communication.
     actions = local_actions(holding.schedule, holding)
-    shares: list[list[Entry]] = [[] for _ in range(holding.ranks.num_ranks)]
+    # One total order of all communication, of which each rank gets its share.
+    shares: list[list[OrderEntry]] = [[] for _ in range(holding.ranks.num_ranks)]
     for entry in communication(holding, timeline, actions, tied, compress=compress):
-        for rank in members(entry):
+        for rank in participants(entry):
             shares[rank].append(entry)
+    # Insert the communication of each rank into the actions of its worker.
     programs: list[tuple[Action, ...]] = []
-    for worker, own in enumerate(actions):
-        programs += [rank_program(rank, own, shares[rank]) for rank in holding.ranks.ranks_of(worker)]
+    for worker, worker_actions in enumerate(actions):
+        for rank in holding.ranks.ranks_of(worker):
+            programs.append(rank_program(rank, worker_actions, shares[rank]))
     check_programs(holding, programs, compress)
     return Lowered(holding, tuple(programs), compress)
 
 
-def _positive(times: Times) -> Times:
-    """Computations that take some time at least, so that an order by beginnings has each before what it makes."""
-    least = 1e-3 * max(*times.forward, *times.backward, 1e-9)
+def _positive_durations(times: Times) -> Times:
+    """Raise the durations of computations to a small positive value, so that a task begins before the consumers of its output."""
+    minimum = 1e-3 * max(*times.forward, *times.backward, 1e-9)
 
-    def at_least(values: Sequence[float]) -> tuple[float, ...]:
-        return tuple(max(value, least) for value in values)
+    def raised(durations: Sequence[float]) -> tuple[float, ...]:
+        return tuple(max(duration, minimum) for duration in durations)
 
-    inputs = at_least(times.backward_input)
-    whole = tuple(max(value, part + least) for value, part in zip(times.backward, inputs))
+    backward_input = raised(times.backward_input)
+    # The weight part of a backward pass takes the difference of both durations, which must be positive too.
+    backward = tuple(max(whole, part + minimum) for whole, part in zip(times.backward, backward_input))
     return replace(
         times,
-        forward=at_least(times.forward),
-        backward=whole,
-        backward_input=inputs,
-        recompute=at_least(times.recompute),
+        forward=raised(times.forward),
+        backward=backward,
+        backward_input=backward_input,
+        recompute=raised(times.recompute),
     )

@@ -1,21 +1,23 @@
-"""One total order of everything that ranks send each other, and each rank's list with its share of it.
+"""One total order of all communication, and the programs of the ranks in this order.
 
-All communication is ordered by the times at which it begins in a simulation, and every rank issues its share of it in that order.
-Of everything that has not happened yet, the first has its inputs, because whatever these need comes before, and both its ends
-have nothing else before it: so there is no deadlock, whatever the real times are. Within that order a rank issues communication
-as early as it can, a send as soon as its tensor is there and a receive at once, beside its computations.
+**The order.** All communication is sorted by the times at which it begins in a simulation, and every rank issues its share of it in
+that order. This cannot deadlock, whatever the real durations are. Consider the first entry of the order that is not complete. The
+tasks that compute its inputs can run, because all communication that they depend on comes before it. None of its ranks has other
+communication to do before it. So it can proceed. Within the order, a rank issues each entry as early as it can: a send as soon as
+its tensor is computed, and a receive at once, during earlier computations.
 
-**Ranks that communicate while they compute** (of a stage with a plan of its own) do so with everything else standing still: in
-OneFlow a pending receive holds up every collective of its process, in whatever thread. So their computations stand in the order
-too, each by its beginning, as one piece of communication between all ranks of the worker. What comes before it is issued before it
-and is over when it begins, what comes behind it is issued when it is over; the argument above holds unchanged.
+**Joint computations.** The ranks of a stage with an SBP plan may communicate with each other during a computation. All other
+communication of these ranks must stand still meanwhile, because in OneFlow a pending receive blocks every collective of its
+process, in whatever thread it is issued. So such a computation has a place in the order too, by its start time, as one piece of
+communication between all ranks of the worker. Entries before it are issued and completed before it begins; entries after it are
+issued when it has ended. The argument above then holds for it as well.
 
-Where boundaries are compressed, a message has a second part, which is sent only if the values need it (`compression`). The receiver
-knows that when the first part is there. So the second part's place in the order is where the message's consumer begins: the
-receiver has to wait for the first part then anyway, and has issued all it could before without knowing.
+**Compressed messages** have a second part, which is sent only if the values need it (`compression`). The receiver knows whether
+there is one when it has the first part. The second part therefore stands in the order where the consumer of the message begins: the
+receiver must wait for the first part there anyway, and has issued before it everything that does not depend on this knowledge.
 
-Weights that several stages share are *tied*: their gradients are summed over all ranks of all these stages at the end of an
-iteration, before the first update of any of them.
+**Tied weights** are weights that several stages share. Their gradients are summed over all ranks of all these stages at the end of
+an iteration, before the first update of any of the stages.
 """
 
 from __future__ import annotations
@@ -34,18 +36,24 @@ from .holding import Holding
 from .local import LocalActions
 from .slots import RankMap, slots_of
 
-__all__ = ["communication", "members", "messages", "rank_program"]
+__all__ = ["OrderEntry", "communication", "messages", "participants", "rank_program"]
 
 
-Entry = Union[Message, Rest, Reduce, Run]
+#: An entry of the total order. A `Run` is an entry only if ranks communicate during the computation.
+OrderEntry = Union[Message, Rest, Reduce, Run]
+#: What a computation takes from a neighbouring stage: (is forward, pipeline, stage of the computation, slot).
+InputKey = tuple[bool, int, int, int]
 
 
-def members(entry: Entry) -> tuple[int, ...]:
-    """The ranks that a piece of communication takes place on."""
+def participants(entry: OrderEntry) -> tuple[int, ...]:
+    """Return the ranks that take part in an entry."""
     if isinstance(entry, (Reduce, Run)):
         return entry.ranks
     message = entry.message if isinstance(entry, Rest) else entry
     return message.source, message.destination
+
+
+# ---- The total order ---------------------------------------------------------------------------------------------------
 
 
 def communication(
@@ -55,41 +63,47 @@ def communication(
     tied: Collection[tuple[int, ...]] = (),
     *,
     compress: bool = False,
-) -> tuple[Entry, ...]:
-    """All messages and reductions, and the computations that ranks communicate in, in one order.
+) -> tuple[OrderEntry, ...]:
+    """Return all messages, reductions and joint computations of a schedule in one total order.
 
-    An iteration of a synchronous schedule comes wholly before the next one, its reductions of tied weights at its end.
+    In a synchronous schedule, all entries of an iteration come before those of the next one. The reductions of tied weights come at
+    the end of their iteration.
 
     Args:
-        holding: the schedule, and what its ranks hold.
-        timeline: a simulation of the schedule, with transfers.
-        actions: of each worker.
-        tied: for each group of weights that several stages share, these stages.
-        compress: give every message a second part.
+        holding: The schedule, and the blocks that its ranks hold.
+        timeline: Simulation of the schedule, with transfers.
+        actions: Actions of each worker without communication, from `local_actions`.
+        tied: For each group of weights that several stages share, these stages.
+        compress: Whether messages have a second part.
 
     Raises:
-        UserError: weights are tied in a schedule whose stages are not updated together.
+        UserError: stages share weights, but the schedule does not update them together.
     """
     schedule, ranks = holding.schedule, holding.ranks
-    per_micro_batch = holding.slots_per_micro_batch
-    begins_at = _beginnings(schedule, timeline, per_micro_batch) if compress else {}
-    keyed: list[tuple[int, float, int, int, Entry]] = []
+    consumer_starts = _consumer_starts(schedule, timeline, holding.slots_per_micro_batch) if compress else {}
+    # (iteration, start time, tie break, number, entry); the order sorts by the first four.
+    keyed: list[tuple[int, float, int, int, OrderEntry]] = []
 
-    def add(update: int, begins: float, entries: Iterable[Entry]) -> None:
+    def add(update: int, begins: float, entries: Iterable[OrderEntry]) -> None:
+        iteration = update if schedule.is_synchronous else 0
         for entry in entries:
-            turn = {Rest: 1, Run: 2}.get(type(entry), 0)  # at the same time: a computation waits for the others
-            keyed.append((update if schedule.is_synchronous else 0, begins, turn, len(keyed), entry))
+            # Messages and reductions come before the second parts and the computations that begin at the same time.
+            tie_break = {Rest: 1, Run: 2}.get(type(entry), 0)
+            keyed.append((iteration, begins, tie_break, len(keyed), entry))
 
+    # Messages, with their second parts, and reductions of the gradients of single stages.
     for item in timeline_order(schedule, timeline):
         if isinstance(item, Transfer):
-            sent = messages(item, holding)
+            parts = messages(item, holding)
             update = schedule.update_of(item.task.micro_batch)
-            add(update, item.begins, sent)
+            add(update, item.begins, parts)
             if compress:
-                add(update, min(begins_at[place] for place in _places(sent[0])), map(Rest, sent))
+                consumer_begins = min(consumer_starts[key] for key in _consumer_keys(parts[0]))
+                add(update, consumer_begins, map(Rest, parts))
         else:
             holders = _holders(schedule, ranks, (item.stage,))
             add(item.update, item.begins, [Reduce((item.stage,), item.update, holders)])
+    # Reductions of tied weights.
     for stages in sorted(set(tied)):
         if not schedule.is_synchronous:
             raise UserError(
@@ -99,18 +113,31 @@ def communication(
         holders = _holders(schedule, ranks, stages)
         for update in range(schedule.num_updates):
             add(update, math.inf, [Reduce(stages, update, holders)])
-    for aligned, starts in zip(actions, timeline.starts):
-        for (_, own), start in zip(aligned, starts.tolist()):
-            for action in own:
+    # Joint computations.
+    for worker_actions, starts in zip(actions, timeline.starts):
+        for (_, task_actions), start in zip(worker_actions, starts.tolist()):
+            for action in task_actions:
                 if isinstance(action, Run) and action.ranks:
                     add(action.update, start, [action])
     return tuple(entry for *_, entry in sorted(keyed, key=lambda key: key[:4]))
 
 
-def _beginnings(
-    schedule: Schedule, timeline: Timeline, per_micro_batch: int
-) -> dict[tuple[bool, int, int, int], float]:
-    """Per (is forward, pipeline, consuming stage, slot) when the task begins that takes it in."""
+def messages(transfer: Transfer, holding: Holding) -> list[Message]:
+    """Return the messages of a transfer between two workers.
+
+    Each message is the intersection of the block that a rank of the sending worker holds and the block that a rank of the receiving
+    worker needs. If both workers have the same layout, each rank sends to one rank. From one rank to several, the tensor is split;
+    from several ranks to one, it is concatenated.
+    """
+    task = transfer.task
+    sources, destinations = holding.ranks.ranks_of(transfer.source), holding.ranks.ranks_of(transfer.destination)
+    shape = holding.slot_rows, holding.columns(min(task.stage, _consumer_stage(task)))
+    pieces = holding.pieces(task, transfer.source, transfer.destination)
+    return [message_of(task, holding.slots_per_micro_batch, piece, sources, destinations, shape) for piece in pieces]
+
+
+def _consumer_starts(schedule: Schedule, timeline: Timeline, per_micro_batch: int) -> dict[InputKey, float]:
+    """Return the start times of the tasks that take inputs from other stages."""
     return {
         (task.kind is Kind.FORWARD, task.pipeline, task.stage, slot): start
         for tasks, starts in zip(schedule.workers, timeline.starts)
@@ -120,90 +147,91 @@ def _beginnings(
     }
 
 
-def _places(message: Message) -> list[tuple[bool, int, int, int]]:
-    """The (is forward, pipeline, consuming stage, slot) that a message is for."""
+def _consumer_keys(message: Message) -> list[InputKey]:
+    """Return the keys of the inputs that a message is a part of, one for each slot."""
     task = message.task
     slots = range(message.first_slot, message.first_slot + message.num_slots)
-    return [(task.kind is Kind.FORWARD, task.pipeline, task.stage + _direction(task), slot) for slot in slots]
+    return [(task.kind is Kind.FORWARD, task.pipeline, _consumer_stage(task), slot) for slot in slots]
 
 
-def _direction(task: Task) -> int:
-    """From a task's stage to that of its consumer."""
-    return 1 if task.kind is Kind.FORWARD else -1
+def _consumer_stage(task: Task) -> int:
+    """Return the stage that consumes the output of a task."""
+    return task.stage + (1 if task.kind is Kind.FORWARD else -1)
 
 
 def _holders(schedule: Schedule, ranks: RankMap, stages: Iterable[int]) -> tuple[int, ...]:
-    """The ranks that hold any of these stages, ascending."""
+    """Return the ranks that hold any of these stages, ascending."""
     workers = {replica.worker for stage in stages for replica in schedule.replicas_of(stage)}
     return tuple(sorted(rank for worker in workers for rank in ranks.ranks_of(worker)))
 
 
-def messages(transfer: Transfer, holding: Holding) -> list[Message]:
-    """The messages that a transfer between workers is: what each rank of the one has of what each rank of the other needs.
-
-    Equal layouts: rank to rank. One to many is a split, many to one a concatenation, else both.
-    """
-    task = transfer.task
-    ends = holding.ranks.ranks_of(transfer.source), holding.ranks.ranks_of(transfer.destination)
-    shape = holding.slot_rows, holding.columns(min(task.stage, task.stage + _direction(task)))
-    pieces = holding.pieces(task, transfer.source, transfer.destination)
-    return [message_of(task, holding.slots_per_micro_batch, piece, *ends, shape) for piece in pieces]
+# ---- Programs ----------------------------------------------------------------------------------------------------------
 
 
-def rank_program(rank: int, actions: LocalActions, share: Sequence[Entry]) -> tuple[Action, ...]:
-    """A rank's actions with its share of the communication woven in, each as early as its inputs and the order allow.
+def rank_program(rank: int, actions: LocalActions, share: Sequence[OrderEntry]) -> tuple[Action, ...]:
+    """Insert a rank's communication into its actions. Each entry is issued as early as its inputs and the order allow.
 
     Args:
-        actions: of its worker.
-        share: the communication that the rank takes part in, in the total order.
+        rank: The rank.
+        actions: Actions of its worker without communication.
+        share: The entries that the rank takes part in, in the total order.
     """
-    gradients: dict[tuple[int, int], set[Task]] = {}
-    for task, own in actions:
+    # The backward passes that a gradient sum over several stages waits for, by (stage, update).
+    backward_passes: dict[tuple[int, int], set[Task]] = {}
+    for task, task_actions in actions:
         if task.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
-            gradients.setdefault((task.stage, own[0].update), set()).add(task)  # type: ignore[union-attr]
+            update = task_actions[0].update  # type: ignore[union-attr]
+            backward_passes.setdefault((task.stage, update), set()).add(task)
     done: set[Task] = set()
-    launched: set[tuple[int, int]] = set()
-    next_takes: set[tuple[bool, int, int, int]] = set()
+    launched: set[tuple[int, int]] = set()  # (stage, update) of all-reduces
+    next_inputs: set[InputKey] = set()
 
-    def is_ready(entry: Entry) -> bool:
+    def is_ready(entry: OrderEntry) -> bool:
+        """Whether the entry can be issued before the next task."""
         if isinstance(entry, Message):
             return entry.destination == rank or entry.task in done
         if isinstance(entry, Rest):
-            return entry.message.source == rank or not next_takes.isdisjoint(_places(entry.message))
+            return entry.message.source == rank or not next_inputs.isdisjoint(_consumer_keys(entry.message))
         if isinstance(entry, Run):
-            return False  # it comes with its task
+            return False  # it is issued as an action of its task
         if len(entry.stages) == 1:
             return (entry.stages[0], entry.update) in launched
-        return all(gradients.get((stage, entry.update), set()) <= done for stage in entry.stages)
+        return all(backward_passes.get((stage, entry.update), set()) <= done for stage in entry.stages)
 
     program: list[Action] = []
     position = 0
-    for task, own in actions:
-        next_takes = _taken(own)
+    for task, task_actions in actions:
+        next_inputs = _input_keys(task_actions)
         while position < len(share) and is_ready(share[position]):
-            program.append(_issued(share[position], rank))
+            program.append(_action_of(share[position], rank))
             position += 1
-        if position < len(share) and share[position] in own:
+        if position < len(share) and share[position] in task_actions:
             position += 1
-        program += own
+        program += task_actions
         done.add(task)
         if task.kind is Kind.ALL_REDUCE:
             launched.add((task.stage, task.micro_batch))
-    return (*program, *(_issued(entry, rank) for entry in share[position:] if not isinstance(entry, Run)))
+    # Issue the communication that is left after the last task.
+    for entry in share[position:]:
+        if not isinstance(entry, Run):
+            program.append(_action_of(entry, rank))
+    return tuple(program)
 
 
-def _taken(actions: Sequence[Action]) -> set[tuple[bool, int, int, int]]:
-    """The (is forward, pipeline, stage, slot) of what a task takes in, as `_places` gives it for messages."""
+def _input_keys(actions: Sequence[Action]) -> set[InputKey]:
+    """Return the keys of the inputs of a task, given its actions."""
     if not actions or not isinstance(actions[0], Run):
         return set()
-    task, first_slot = actions[0].task, actions[0].first_slot
+    run = actions[0]
+    task = run.task
     if task.kind not in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT):
         return set()
-    slots = range(first_slot, first_slot + actions[0].num_slots)
+    slots = range(run.first_slot, run.first_slot + run.num_slots)
     return {(task.kind is Kind.FORWARD, task.pipeline, task.stage, slot) for slot in slots}
 
 
-def _issued(entry: Entry, rank: int) -> Action:
+def _action_of(entry: OrderEntry, rank: int) -> Action:
+    """Return the action by which a rank takes part in an entry."""
     if isinstance(entry, (Reduce, Rest, Run)):
         return entry
     return Send(entry) if entry.source == rank else Receive(entry)

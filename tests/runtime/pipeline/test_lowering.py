@@ -75,15 +75,15 @@ def runs_of(schedule: Schedule, worker: int) -> dict[str, Run]:
 def test_a_forward_is_cut_as_its_backwards_take_it():
     doubling = generate("chimera", num_stages=2, num_micro_batches=4, concatenation="doubling")
     pair = runs_of(doubling, 0)["0F0+1"]
-    assert (pair.first_slot, pair.pieces) == (0, (1, 1))
+    assert (pair.first_slot, pair.slots_per_piece) == (0, (1, 1))
     halving = generate("chimera", num_stages=2, num_micro_batches=4, concatenation="halving")
     runs = runs_of(halving, 0)
-    assert (runs["0F0"].first_slot, runs["0F0"].pieces) == (0, (1, 1))
+    assert (runs["0F0"].first_slot, runs["0F0"].slots_per_piece) == (0, (1, 1))
     runs = runs_of(generate("chimera", num_stages=2, num_micro_batches=1, concatenation="halving", iterations=2), 0)
-    assert (runs["0F1"].first_slot, runs["0F1"].pieces) == (2, (1, 1))
-    assert (runs["0B1b"].first_slot, runs["0B1b"].pieces) == (3, (1,))
+    assert (runs["0F1"].first_slot, runs["0F1"].slots_per_piece) == (2, (1, 1))
+    assert (runs["0B1b"].first_slot, runs["0B1b"].slots_per_piece) == (3, (1,))
     plain = runs_of(generate("1f1b", num_stages=2, num_micro_batches=4), 0)
-    assert (plain["0F3"].first_slot, plain["0F3"].pieces) == (3, (1,))
+    assert (plain["0F3"].first_slot, plain["0F3"].slots_per_piece) == (3, (1,))
 
 
 # ---- Weight versions ---------------------------------------------------------------------------------------------------

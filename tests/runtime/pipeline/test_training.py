@@ -206,7 +206,7 @@ def test_other_families_and_models_of_ones_own(ranks, tmp_path):
     faulty = [FileProblem(f"{tmp_path}/own.py:{function}") for function in ("no_chain", "no_targets", "nothing")]
     (messages,) = ranks(1).run(f"{JOBS}:what_is_wrong_with", faulty, timeout_s=60)
     words = (
-        "a Linear is no chain of layers",
+        "a Linear is not a chain of layers; give an nn.Sequential or a ModuleChain",
         "no_targets returns tensors of 4x2; to train",
         "there is no function 'nothing'",
     )
