@@ -106,7 +106,8 @@ def lower(
 
     >>> from autoddl.pipelines import generate
     >>> lowered = lower(generate("gpipe", num_stages=2, num_micro_batches=1), micro_batch_rows=4)
-    >>> print(*lowered.programs[0], sep="\n")
+    >>> for action in lowered.programs[0]:
+    ...     print(action)
     run 0F0 v0
     send 0F0 to 1
     receive 1B0 from 1
