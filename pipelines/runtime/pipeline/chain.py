@@ -255,8 +255,8 @@ def boundaries(stages: Sequence[StageModule], row: Tensor) -> tuple[BoundaryTens
                 x = layer.run(x)
             if tuple(x.shape)[:1] != (1,):
                 raise UserError(
-                    f"stage {stage.number} gives a tensor of shape {tuple(x.shape)} for one sample; its dimension 0 should be the "
-                    "batch, of length 1"
+                    f"stage {stage.number} gives a tensor of shape {tuple(x.shape)} for one sample; its dimension 0 should "
+                    "be the batch, of length 1"
                 )
             result.append(BoundaryTensor(tuple(x.shape[1:]), x.dtype))
     return tuple(result)

@@ -254,7 +254,7 @@ def discard_unfinished(directory: Path) -> None:
 
 
 def _remove_old(directory: Path, num_updates: int, damaged: Collection[Path]) -> None:
-    """Remove old checkpoints, so that that of ``num_updates`` and the newest intact ones before it are left."""
+    """Remove old checkpoints. The checkpoint of ``num_updates`` and the newest intact one before it are kept."""
     num_kept = 1
     for number, folder in checkpoints_in(directory):
         if number >= num_updates:
@@ -417,8 +417,8 @@ class Checkpoint:
                     if name in shapes and info.filename.endswith(".npy"):
                         if len(key) > _MAX_KEY_LENGTH:
                             raise DamagedError(
-                                f"{part.name} has an array of {name} whose key has {len(key)} characters, should have at most "
-                                f"{_MAX_KEY_LENGTH}"
+                                f"{part.name} has an array of {name} whose key has {len(key)} characters, should have "
+                                f"at most {_MAX_KEY_LENGTH}"
                             )
                         if key in entries.setdefault(name, {}):
                             raise DamagedError(f"{part.name} has {key!r} of {name} twice")
@@ -464,7 +464,8 @@ class Checkpoint:
             if stored_shape != shape and not is_scalar:
                 found, wanted = ("x".join(map(str, lengths)) for lengths in (stored_shape, shape))
                 raise UserError(
-                    f"checkpoint {self.folder} has {info.filename[:-4]} of {found}, should be {wanted}; it is of another model"
+                    f"checkpoint {self.folder} has {info.filename[:-4]} of {found}, should be {wanted}; it is of "
+                    "another model"
                 )
             member.seek(0)
             # At the end of the member, `zipfile` checks its CRC-32.

@@ -54,8 +54,8 @@ def check_programs(holding: Holding, programs: Sequence[Sequence[Action]], compr
                 other for other in _participants(run.head) if not _is_same_communication(runs[other].head, run.head)
             ]
             raise ProgramError(
-                f"schedule {holding.schedule.name}: rank {run.rank} waits in '{run.head}' for rank {missing[0]}, which is at "
-                f"'{runs[missing[0]].head or 'its end'}'"
+                f"schedule {holding.schedule.name}: rank {run.rank} waits in '{run.head}' for rank {missing[0]}, "
+                f"which is at '{runs[missing[0]].head or 'its end'}'"
             )
 
 

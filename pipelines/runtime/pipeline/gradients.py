@@ -33,7 +33,7 @@ flow: Any = load_oneflow()
 __all__ = ["GradientSums", "SharedLayouts", "StageWeight"]
 
 Tensor = Any
-#: The name by which several stages know a weight that they share: (name, rows) of each parameter of the model that it contains.
+#: Identifies a weight in all stages: (name, rows) of each parameter of the model that the weight contains.
 Sources = tuple[tuple[str, int], ...]
 #: For each of several stages the layouts of the weights that they share, by their sources.
 SharedLayouts = Mapping[int, Mapping[Sources, ParameterLayout]]

@@ -161,8 +161,8 @@ def hold(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[StageLayou
             if micro_batch_rows < 1 or micro_batch_rows % (per_micro_batch * divisor):
                 halves = "half micro-batches over " if per_micro_batch == 2 else ""
                 raise UserError(
-                    f"micro_batch_rows is {micro_batch_rows}, which does not divide into {halves}the {divisor} rank(s) of "
-                    f"worker {worker}; give a multiple of {per_micro_batch * divisor}"
+                    f"micro_batch_rows is {micro_batch_rows}, which does not divide into {halves}the {divisor} "
+                    f"rank(s) of worker {worker}; give a multiple of {per_micro_batch * divisor}"
                 )
     return Holding(schedule, micro_batch_rows // per_micro_batch, None if layouts is None else tuple(layouts))
 
@@ -177,7 +177,8 @@ def _check_layouts(schedule: Schedule, layouts: Sequence[StageLayout]) -> None:
             planned = layouts[stage].leaving.num_ranks
             if planned != width:
                 raise UserError(
-                    f"stage {stage} is planned for {planned} rank(s), worker {worker}, which has it, is {width} rank(s) wide"
+                    f"stage {stage} is planned for {planned} rank(s), worker {worker}, which has it, is {width} rank(s) "
+                    "wide"
                 )
             if (pipeline, stage + 1) in stages and layouts[stage].leaving != layouts[stage + 1].arriving:
                 raise UserError(
