@@ -1,4 +1,4 @@
-"""AutoDDL: the best way to train a large model on a cluster, with a proof; then run, export and verify it.
+"""AutoDDL finds the fastest way to train a large model on a cluster, proves it, and runs, exports and verifies it.
 
     import autoddl
 
@@ -7,21 +7,23 @@
     plan.save("plan.json")
     autoddl.load("plan.json").verify(ranks=16)
 
-- **Plans**: `plan`, `load`, `compare`; a `Plan` shows, explains, exports and verifies itself.  `models` and `clusters` list what is
-  built in, `extract` makes a layer graph of a OneFlow module.
-- **Schedules**: `schedule`, `schedule_families`; `pipeline`, the planners of papers, for profiled models.
-- **Clusters**: `calibrate`, `fit`, `predict`, `rank`.
-- **Training**: `train` trains a plan, or a model with a schedule, on local ranks; `launch` runs a script on the ranks of a plan,
-  which there asks `launched`, and `apply` makes a module train at the plan's layouts; `load_oneflow` imports OneFlow with the
-  libraries that it needs.
+- **Plans**: `plan` searches for the best plan, `compare` compares search methods and baselines, and `load` reads a plan from a
+  file.  A `Plan` can be printed, explained, exported and verified.  `models` and `clusters` list the built-in models and clusters;
+  `extract` builds the layer graph of a OneFlow module.
+- **Schedules**: `schedule` generates a pipeline schedule, and `schedule_families` lists the families.  `pipeline` runs the planners
+  of DAPPLE, Chimera and WPipe on profiled models.
+- **Clusters**: `calibrate` measures this system, `fit` fits a cluster to measurements, and `predict` and `rank` test a cluster.
+- **Training**: `train` trains a plan, or a model with a schedule, on ranks of this machine.  `launch` runs a script on all ranks of
+  a plan; in that script, `launched` returns the job of the rank, and `apply` makes a module train with the layouts of the plan.
+  `load_oneflow` imports OneFlow together with the CUDA libraries that OneFlow needs.
 
-Every command of the command line is one of these functions.  What users get wrong is a `UserError`.  Modules are imported when
-one of their names is asked for: OneFlow only where something runs on it.
+Every command of the command line calls one of these functions.  Errors in arguments and input files are raised as `UserError`.
+The module of a name is imported when the name is first used; OneFlow is imported only by functions that run on it.
 """
 
 from __future__ import annotations
 
-TYPE_CHECKING = False  # what type checkers take for true; `typing` itself is not imported before Ctrl-C can be taken
+TYPE_CHECKING = False  # type checkers take it for true; `typing` is not imported here, before Ctrl-C is handled
 if TYPE_CHECKING:
     from typing import Any
 
@@ -93,8 +95,8 @@ __all__ = [
     "train",
 ]
 
-#: The module of each name.
-_HOMES = {
+#: The module that defines each public name.
+_MODULE_OF = {
     name: module
     for module, names in {
         "api.catalogue": ("BuiltInModel", "clusters", "models"),
@@ -127,11 +129,11 @@ def __getattr__(name: str) -> Any:
         from importlib.metadata import version
 
         return version("autoddl")
-    if name not in _HOMES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f".{_HOMES[name]}", __name__), name)
+    return getattr(import_module(f".{_MODULE_OF[name]}", __name__), name)
 
 
 def __dir__() -> list[str]:

@@ -1,9 +1,9 @@
 """The command line: ``autoddl COMMAND ...`` or ``python -m autoddl COMMAND ...``.
 
-Every module of :mod:`autoddl.cli` is a command: ``add_parser(subparsers)`` describes its arguments, ``run(arguments)`` runs it and
-returns the exit code.  What goes wrong ends in one line on stderr and an exit code: see :mod:`autoddl.cli._running`.
+Every public module of :mod:`autoddl.cli` is a command: ``add_parser(subparsers)`` adds its arguments, and ``run(arguments)`` runs
+it and returns the exit code.  An error is reported as one line on stderr and as the exit code: see :mod:`autoddl.cli._running`.
 
-Nothing is imported here before `main` can take a Ctrl-C.
+This module imports nothing before `main` can handle Ctrl-C.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit code.
+    """Run one command and return its exit code.
 
     Args:
-        argv: the command and its arguments.  Without them those of this process are taken, and the process is taken to be there
-            for this command alone: its standard streams and Ctrl-C are ours.
+        argv: The command and its arguments.  If None, the arguments of this process are used, and the command takes over the
+            standard streams and the Ctrl-C handler of the process.
     """
     try:
         from .cli import _process, _running

@@ -1,4 +1,4 @@
-"""Applying a plan to a OneFlow model."""
+"""Applies a plan to a OneFlow model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def apply(
     feeds: Mapping[str, int | None] | None = None,
     check: bool = True,
 ) -> AppliedModule:
-    """A module that trains like ``module`` on the ranks of this job, at the plan's layouts.
+    """Return a module that trains like ``module``, distributed over the ranks of this job with the layouts of the plan.
 
-    Every rank calls it with the same module (where initial values differ, the first rank's are taken) and plan.  It runs in
-    float32 whatever the plan's precision.  Element-wise optimizers (SGD, Adam, AdamW) work on it as on any module, and
-    ``clip_grad_norm_`` is a method; LAMB, which needs norms of whole tensors, does nothing on OneFlow's split tensors.
+    Every rank calls this function with the same module and the same plan; if initial values differ, those of rank 0 are used.  The
+    returned module computes in float32, whatever the precision of the plan.  Element-wise optimizers (SGD, Adam, AdamW) take its
+    parameters as those of any module, and gradients are clipped by its method ``clip_grad_norm_``.  LAMB needs the norms of whole
+    tensors and has no effect on OneFlow's split tensors.
 
         applied = autoddl.apply(module, autoddl.load_plan("plan.json"))
         optimizer = oneflow.optim.AdamW(applied.parameters())
@@ -38,16 +39,18 @@ def apply(
         optimizer.step()
 
     Args:
-        module: the unmodified model, on the host.
-        plan: made for it and for as many ranks as this job has.
-        graph: the model's layer graph, if at hand: a plan of another one, an older one say, is then refused before anything else.
-        feeds: which input (0 for the first; None for zeros) each layer that reads the data reads. By default the first one reads
-            the first input, and tables that are looked up besides it (token types) read zeros.
-        check: whether the first pass begins by comparing loss and gradients with ``module``'s own, on a few samples: a graph does
-            not say everything (a scale of attention scores, say). It sends next to nothing, but every rank runs ``module`` once.
+        module: The unmodified model, in host memory.
+        plan: A plan for this model and for the number of ranks of this job.
+        graph: The layer graph of the model.  If given, a plan that was made for a different graph is refused first.
+        feeds: For each layer that reads input data, the index of its input, or None for zeros.  By default, the first such layer
+            reads input 0, and further embedding tables (of token types, for example) read zeros.
+        check: If True, the first forward pass compares loss and gradients with those of ``module`` on a few samples, because a
+            layer graph does not describe everything (for example, the scale of attention scores).  The check sends almost no data,
+            but runs ``module`` once on every rank.
 
     Raises:
-        UserError: the plan is for another model or another number of ranks, or a layer cannot be run; it names the difference.
+        UserError: If the plan is for another model or another number of ranks, or if a layer cannot be run.  The message names the
+            difference.
 
     >>> import autoddl
     >>> flow = autoddl.load_oneflow()
@@ -59,8 +62,8 @@ def apply(
     """
     from autoddl.pipelines.runtime.applied import AppliedModule
 
-    stage, *others = stage_plans(plan)
-    if others:
+    stage, *more_stages = stage_plans(plan)
+    if more_stages:
         raise UserError(
             f"the plan is a pipeline of {plan.num_stages} stages, which no single module runs; train it with a PipelineTrainer of "
             "autoddl.staging.planned_model(module, plan)"

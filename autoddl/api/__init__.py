@@ -1,10 +1,11 @@
-"""What `autoddl` offers to Python: every command as a function, and its result as a value that shows itself.
+"""The Python interface of `autoddl`: a function for every command, and a class for every result.
 
 - `planning`: `plan`, `load`, `compare`; `inputs`: models and clusters as users name them, `extract`.
-- `plans`: `Plan`; `figures`: its layers and stages; `results`: what its methods and `compare` return.
-- `schedules`: `schedule`; `profiled`: `pipeline`, the papers' planners.
+- `plans`: the class `Plan`; `figures`: its layers and stages; `results`: the results of its methods and of `compare`.
+- `schedules`: `schedule`; `profiled`: `pipeline`, the planners of DAPPLE, Chimera and WPipe.
 - `measuring`: `calibrate`, `fit`, `rank`; `training`: `train`; `running`: `launch`; `catalogue`: `models`, `clusters`.
-- `display`: the tables of a plan, as text and HTML.
+- `options`: groups of keyword arguments that several functions share; `display`: the tables of a plan, as text and HTML.
+- `files`: paths and output files; `frames`: pandas DataFrames.
 
-The package `autoddl` offers all of it flat, and imports each module when one of its names is asked for.
+The package `autoddl` exports all public names, and imports each module when one of its names is first used.
 """

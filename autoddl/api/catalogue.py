@@ -1,4 +1,4 @@
-"""What is built in: models and clusters."""
+"""The built-in models and clusters."""
 
 from __future__ import annotations
 
@@ -16,26 +16,26 @@ __all__ = ["BuiltInModel", "cluster_record", "clusters", "models"]
 
 @dataclass(frozen=True)
 class BuiltInModel:
-    """A model that is known by name.
+    """A built-in model.
 
     Attributes:
-        name: what :func:`autoddl.plan` takes.
+        name: The name of the model, as :func:`autoddl.plan` accepts it.
     """
 
     name: str
 
     @cached_property
     def graph(self) -> LayerGraph:
-        """Its layer graph."""
+        """The layer graph of the model."""
         return resolve_model(self.name)
 
     @property
     def num_parameters(self) -> int:
-        """Trained elements, with the vocabulary as it is padded."""
+        """Number of trained parameters, with the vocabulary padded as in the layer graph."""
         return self.graph.num_parameters
 
     def record(self) -> dict[str, Any]:
-        """What ``autoddl models --json`` says of it; FLOPs are those of a sample's forward pass."""
+        """Return the entry of the model in ``autoddl models --json``; ``flops`` counts the forward pass of one sample."""
         graph = self.graph
         return {
             "name": self.name,
@@ -48,9 +48,10 @@ class BuiltInModel:
 
 
 def models() -> tuple[BuiltInModel, ...]:
-    """The models that are built in.
+    """Return the built-in models.
 
-    Models of other sizes are written ``gpt:LAYERSxWIDTH``, ``bert:...``, ``llama:...`` or ``mlp:WIDTH,WIDTH,...``.
+    :func:`autoddl.plan` takes their names.  It also takes models of other sizes, written as ``gpt:LAYERSxWIDTH``,
+    ``bert:LAYERSxWIDTH``, ``llama:LAYERSxWIDTH`` or ``mlp:WIDTH,WIDTH,...``.
 
     >>> import autoddl
     >>> [model.name for model in autoddl.models() if model.name.startswith("gpt2")]
@@ -62,7 +63,9 @@ def models() -> tuple[BuiltInModel, ...]:
 
 
 def clusters() -> tuple[Cluster, ...]:
-    """The clusters that are built in; :func:`autoddl.plan` takes their names, and other numbers of nodes and devices.
+    """Return the built-in clusters.
+
+    :func:`autoddl.plan` takes their names, and can change the number of nodes and of devices per node.
 
     >>> import autoddl
     >>> {cluster.name: cluster.device.name for cluster in autoddl.clusters()}["dgx-a100"]
@@ -72,7 +75,7 @@ def clusters() -> tuple[Cluster, ...]:
 
 
 def cluster_record(name: str) -> dict[str, Any]:
-    """What ``autoddl clusters --json`` says of a built-in cluster; links are per device."""
+    """Return the entry of a built-in cluster in ``autoddl clusters --json``; bandwidths are per device."""
     cluster = load_cluster(name)
     device = cluster.device
     inter, intra = cluster.links

@@ -1,4 +1,4 @@
-"""A plan in a line and as tables, and any text as HTML."""
+"""Formats a plan as one line and as tables, and renders any text as HTML."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _LAYERS: tuple[Column[LayerGroup], ...] = (
 
 
 def one_line(view: PlanView, num_stages: int) -> str:
-    """What a plan is, in a line.
+    """Return the model, the cluster, the step time and the proof of a plan in one line.
 
     ``gpt2 on dgx-a100: 2 nodes of 8 x NVIDIA A100 SXM4 80 GB, 2 stages; 41.2 ms per step, proven optimal``
     """
@@ -51,7 +51,7 @@ def one_line(view: PlanView, num_stages: int) -> str:
 
 
 def summary_of(view: PlanView, stages: Sequence[PlannedStage]) -> Text:
-    """The totals, the stages of a pipeline, the layers, and what the plan was compared with."""
+    """Return the tables of a plan: totals, stages of a pipeline, layers, and the rivals that the plan was compared with."""
     sections: list[Section] = [[one_line(view, len(stages))], ["Per step", _totals(view)]]
     if len(stages) > 1:
         sections.append(["Stages (forward and backward of a micro-batch)", Table.of(_STAGES, stages)])
@@ -93,7 +93,7 @@ def _rivals(view: PlanView) -> Table:
 
 
 def html_of(text: Text) -> str:
-    """A text as HTML, for a notebook: a table for each of its tables; everything in it is escaped."""
+    """Return a text as HTML for notebooks.  Tables become HTML tables; all characters are escaped."""
     return element("div", *(_block(block) for section in text.sections for block in section))
 
 

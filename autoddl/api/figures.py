@@ -1,4 +1,4 @@
-"""The figures of a plan's layers and stages, as values."""
+"""Layers and stages of a plan with their predicted times, traffic and memory."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ __all__ = ["PlannedLayer", "PlannedStage", "layers_of", "stages_of"]
 
 @dataclass(frozen=True)
 class PlannedLayer:
-    """A layer of a plan. Seconds and bytes are per training step, on each device of its stage.
+    """A layer of a plan.  Times and bytes are those of one training step on one device of the layer's stage.
 
     Attributes:
-        name, kind: of the layer.
-        stage: its number; 0 in a plan without a pipeline.
-        strategy: (p0, p1, p2) for each network level.
-        input, weight, output: their layouts, as text; "" where there is none.
-        compute_s, communication_s: of all micro-batches.
-        sent_bytes: what a device sends.
-        memory_bytes: of parameters, gradients, optimizer states and activations that are kept.
+        name: Name of the layer.
+        kind: Kind of the layer, such as ``linear`` or ``embedding``.
+        stage: Index of the stage that holds the layer; 0 in a plan without a pipeline.
+        strategy: Strategy (p0, p1, p2) on each network level.
+        input, weight, output: SBP layouts as text; empty if the layer has no such tensor.
+        compute_s: Computation time of all micro-batches, in seconds.
+        communication_s: Communication time of all micro-batches, in seconds.
+        sent_bytes: Bytes that the device sends.
+        memory_bytes: Memory of parameters, gradients, optimizer states and stored activations, in bytes.
     """
 
     name: str
@@ -41,27 +43,29 @@ class PlannedLayer:
 
     @classmethod
     def columns(cls) -> tuple[str, ...]:
-        """The names of all attributes, in order."""
+        """Return the names of all attributes, in the order of their definition."""
         return tuple(each.name for each in fields(cls))
 
     def record(self) -> dict[str, Any]:
-        """All attributes by name, the strategy as text."""
+        """Return all attributes as a dictionary, with the strategy as text."""
         return {**asdict(self), "strategy": str(self.strategy)}
 
 
 @dataclass(frozen=True)
 class PlannedStage:
-    """A stage of a plan. Seconds are those of one micro-batch, with the communication inside the stage.
+    """A stage of a plan.  Times of passes include the communication inside the stage.
 
     Attributes:
-        number: from 0 on.
-        layers: their names, in order.
-        workers: that hold the stage: several where pipelines run in both directions.
-        num_devices: of each worker.
-        recompute: what is recomputed before the backward pass: ``none``, ``layers`` (their activations) or ``stage`` (all of it).
-        forward_s, backward_s: of a micro-batch, recomputation counted as backward.
-        all_reduce_s: of the gradients, once per step.
-        memory_bytes: of its fullest worker, on each device.
+        number: Index of the stage, from 0.
+        layers: Names of the layers, in graph order.
+        workers: Workers that hold the stage; several if pipelines run in both directions.
+        num_devices: Number of devices of each worker.
+        recompute: What is recomputed in the backward pass: ``none``, ``layers`` (the activations inside layers) or ``stage`` (the
+            whole forward pass).
+        forward_s: Forward pass of one micro-batch, in seconds.
+        backward_s: Backward pass of one micro-batch including recomputation, in seconds.
+        all_reduce_s: All-reduce of the gradients, once per step, in seconds.
+        memory_bytes: Peak memory of each device of the worker that needs the most, in bytes.
     """
 
     number: int
@@ -76,7 +80,7 @@ class PlannedStage:
 
 
 def layers_of(plan: PlanFile) -> Iterator[PlannedLayer]:
-    """The layers of a plan, in order."""
+    """Yield the layers of a plan, in graph order."""
     for entry in plan.document["layers"]:
         layouts = {name: text or "" for name, text in entry["sbp"].items()}
         yield PlannedLayer(
@@ -95,11 +99,11 @@ def layers_of(plan: PlanFile) -> Iterator[PlannedLayer]:
 
 
 def stages_of(plan: PlanFile) -> Iterator[PlannedStage]:
-    """The stages of a plan: one where it has no pipeline."""
-    pipeline = plan.evaluation
-    widths = pipeline.schedule.widths
-    for number, (figures, choice) in enumerate(zip(pipeline.stages, pipeline.configuration.stages)):
-        workers = tuple(replica.worker for replica in pipeline.schedule.replicas_of(number))
+    """Yield the stages of a plan; a plan without a pipeline has one stage."""
+    evaluation = plan.evaluation
+    widths = evaluation.schedule.widths
+    for number, (figures, choice) in enumerate(zip(evaluation.stages, evaluation.configuration.stages)):
+        workers = tuple(replica.worker for replica in evaluation.schedule.replicas_of(number))
         yield PlannedStage(
             number=number,
             layers=tuple(layer.name for layer in figures.graph.layers),
@@ -109,5 +113,5 @@ def stages_of(plan: PlanFile) -> Iterator[PlannedStage]:
             forward_s=figures.forward_s,
             backward_s=figures.backward_s + figures.recompute_s,
             all_reduce_s=figures.all_reduce_s,
-            memory_bytes=max(pipeline.memory[worker] for worker in workers),
+            memory_bytes=max(evaluation.memory[worker] for worker in workers),
         )

@@ -1,4 +1,4 @@
-"""Records as a pandas DataFrame, where pandas is installed."""
+"""Converts records to a pandas DataFrame, if pandas is installed."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ class MissingPackageError(UserError, ImportError):
 
 
 def frame_of(records: Sequence[dict[str, Any]], columns: Sequence[str], instead: str) -> pandas.DataFrame:
-    """A row per record.
+    """Return a DataFrame with one row per record.
 
     Args:
-        columns: in their order.
-        instead: what has the same values without pandas.
+        columns: Names of the columns, in order.
+        instead: Name of the attribute that holds the same values without pandas, for the error message.
 
     Raises:
-        MissingPackageError: pandas is not installed.
+        MissingPackageError: If pandas is not installed.
     """
     try:
         import pandas

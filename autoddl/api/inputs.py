@@ -1,4 +1,4 @@
-"""Models and clusters as users name them: by name, by file, or as objects."""
+"""Resolves models and clusters that users give as a name, as a file or as an object."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class OneFlowModule(Protocol):
     """A ``oneflow.nn.Module``."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's output."""
+        """Compute the output of the module."""
 
     def parameters(self, recurse: bool = True) -> Any:
-        """The module's parameters."""
+        """Return the parameters of the module."""
 
 
-#: A name (``gpt2-xl``), sizes (``gpt:24x1024``), a ``config.json``, a saved graph, ``FILE.py:FUNCTION``; a graph; a module.
+#: A name (``gpt2-xl``), sizes (``gpt:24x1024``), a ``config.json``, a saved graph, ``FILE.py:FUNCTION``, a graph or a module.
 ModelLike = Union[str, "os.PathLike[str]", LayerGraph, OneFlowModule]
-#: The name of a built-in cluster, a cluster file, or a cluster.
+#: The name of a built-in cluster, a cluster file or a :class:`Cluster`.
 ClusterLike = Union[str, "os.PathLike[str]", Cluster]
 
 
@@ -38,10 +38,11 @@ def graph_of(
     sequence: int | None = None,
     vocabulary: int | None = None,
 ) -> LayerGraph:
-    """The layer graph of what a user calls a model (the arguments: :func:`autoddl.plan`).
+    """Return the layer graph of a model (see :func:`autoddl.plan` for the arguments).
 
     Raises:
-        UserError: nothing is known under that name, a file is malformed, an argument does not apply, a module has no inputs.
+        UserError: If the name is unknown, a file is malformed, an argument does not apply to this model, or the inputs of a module
+            are missing.
     """
     from ..zoo import resolve_model
 
@@ -50,9 +51,9 @@ def graph_of(
         if inputs is not None:
             raise UserError(f"inputs are for modules; model {os.fspath(model)!r} has its own")
         return resolve_model(os.fspath(model), **sizes)
-    for name, value in sizes.items():
+    for size, value in sizes.items():
         if value is not None:
-            raise UserError(f"{name} {value} is for built-in transformers, not for a {type(model).__name__}")
+            raise UserError(f"{size} {value} is for built-in transformers, not for a {type(model).__name__}")
     if isinstance(model, LayerGraph):
         if inputs is not None:
             raise UserError(f"inputs are for modules; the graph {model.name} needs none")
@@ -67,31 +68,34 @@ def cluster_of(
     latency_s: float | None = None,
     bandwidth: float | None = None,
 ) -> Cluster:
-    """The cluster that a user names, resized and with other links where these are given (:func:`autoddl.plan`).
+    """Return a cluster, with the given size and links (see :func:`autoddl.plan` for the arguments).
 
     Raises:
-        UserError: there is no such cluster, its file is malformed, or a number is out of range.
+        UserError: If the cluster is unknown, its file is malformed, or a number is out of range.
     """
-    found = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
+    resolved = cluster if isinstance(cluster, Cluster) else load_cluster(cluster)
     if nodes is not None or devices_per_node is not None:
-        if found.resized().links != found.links:
-            raise UserError(f"{found.name} has other links than its file, so it cannot be resized; resize it first")
-        found = found.resized(nodes, devices_per_node)
-    return found.with_links(latency_s, bandwidth)
+        if resolved.resized().links != resolved.links:
+            raise UserError(
+                f"the links of {resolved.name} were changed, so the cluster cannot be resized; resize it before changing its links"
+            )
+        resolved = resolved.resized(nodes, devices_per_node)
+    return resolved.with_links(latency_s, bandwidth)
 
 
 def extract(model: OneFlowModule | str | os.PathLike[str], inputs: Any = None, *, name: str = "") -> LayerGraph:
-    """The layer graph of an unmodified OneFlow model; needs OneFlow.
+    """Extract the layer graph of an unmodified OneFlow model.  Requires OneFlow.
 
-    The graph is what :func:`autoddl.plan` plans for, and ``graph.save("graph.json")`` keeps it for machines without OneFlow.
+    :func:`autoddl.plan` accepts the graph as a model.  ``graph.save("graph.json")`` saves the graph, so that machines without
+    OneFlow can plan it.
 
     Args:
-        model: a ``oneflow.nn.Module``, or ``FILE.py:FUNCTION``, where FUNCTION returns the module and its example inputs.
-        inputs: of a module: its example tensors (or one), with the batch as their first dimension.
-        name: of the graph; by default the class of the module.
+        model: A ``oneflow.nn.Module``, or ``FILE.py:FUNCTION``, where FUNCTION returns a module and its example inputs.
+        inputs: Example inputs of a module: a tensor or a sequence of tensors, with the batch as the first dimension.
+        name: Name of the graph; by default the class name of the module.
 
     Raises:
-        UserError: OneFlow is not there, the model cannot be traced, or a module has no inputs.
+        UserError: If OneFlow is not installed, the model cannot be traced, or the inputs of a module are missing.
 
     >>> import autoddl
     >>> autoddl.extract("gpt2-xl")
@@ -113,7 +117,7 @@ def extract(model: OneFlowModule | str | os.PathLike[str], inputs: Any = None, *
 
 
 def _check_module(model: object) -> None:
-    """Refuse what is no module of OneFlow's; it is not imported for that: without it nobody has one."""
+    """Check that ``model`` is a ``oneflow.nn.Module``, without importing OneFlow: whoever has a module has imported it."""
     oneflow: Any = sys.modules.get("oneflow")
     if oneflow is None or not isinstance(model, oneflow.nn.Module):
         raise UserError(

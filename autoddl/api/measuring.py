@@ -1,31 +1,34 @@
-"""Clusters from measurements: `calibrate` takes them, `fit` makes a cluster of them, `rank` tests it."""
+"""Makes clusters from measurements, and tests their predictions.
+
+`calibrate` measures this system and fits a cluster, `fit` fits a cluster to existing measurements, `predict` compares a cluster
+with further measurements, and `rank` compares predicted and measured times of strategies.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from autoddl.calib.campaign import CampaignOptions, is_in_job, measure_in_job, measure_locally
 from autoddl.calib.clusterfile import Fit, calibrated_document, fit_samples
-from autoddl.calib.measurements import COLLECTIVES, SampleFile, numbered, read_samples
+from autoddl.calib.measurements import COLLECTIVES, Sample, SampleFile, numbered, read_samples
 from autoddl.calib.pictures import draw
 from autoddl.costmodel.cluster import Cluster, from_document
 from autoddl.costmodel.workload import Workload
 from autoddl.costmodel.writing import write_document
 
+from .files import FilePath
 from .inputs import ClusterLike, ModelLike, cluster_of, graph_of
 from .results import Result
 
 if TYPE_CHECKING:
-    from autoddl.calib.ranked import MeasuredRanking as Ranked
+    from autoddl.calib.ranked import MeasuredRanking
 
     from ..text.tables import Text
 
 __all__ = ["Calibration", "Ranking", "calibrate", "fit", "predict", "rank"]
-
-Path = Union[str, "os.PathLike[str]"]
 
 
 @dataclass(frozen=True, repr=False)
@@ -33,20 +36,20 @@ class Calibration(Result):
     """A cluster that was fitted to measurements.
 
     Attributes:
-        cluster: what :func:`autoddl.plan` takes.
-        found: the fits of all network levels and of the device, with their intervals.
+        cluster: The fitted cluster, for :func:`autoddl.plan`.
+        result: Fits of all network levels and of the device, with confidence intervals.
     """
 
     cluster: Cluster
-    found: Fit
+    result: Fit
 
-    def save(self, path: Path) -> None:
-        """Write the cluster file."""
+    def save(self, path: FilePath) -> None:
+        """Write the cluster to a file, which :func:`autoddl.plan` accepts as ``cluster``."""
         write_document(path, self.document)
 
-    def draw(self, path: Path) -> None:
-        """Draw measured points and fitted lines; needs matplotlib."""
-        draw(self.found, path)
+    def draw(self, path: FilePath) -> None:
+        """Draw the measured points and the fitted lines to a file.  Requires matplotlib."""
+        draw(self.result, path)
 
     @property
     def document(self) -> dict[str, Any]:
@@ -56,27 +59,27 @@ class Calibration(Result):
     def text(self) -> Text:
         from ..text.fits import fit_text
 
-        return fit_text(self.found)
+        return fit_text(self.result)
 
     def __repr__(self) -> str:
-        levels = ", ".join(level.level for level in self.found.levels)
-        return f"<Calibration {self.cluster.name}: {levels}; {len(self.found.samples):,} samples>"
+        levels = ", ".join(level.level for level in self.result.levels)
+        return f"<Calibration {self.cluster.name}: {levels}; {len(self.result.samples):,} samples>"
 
 
 def fit(
-    measurements: Path | Sequence[Path], *, base: ClusterLike = "local-cpu", name: str = "", seed: int = 0
+    measurements: FilePath | Sequence[FilePath], *, base: ClusterLike = "local-cpu", name: str = "", seed: int = 0
 ) -> Calibration:
     """Fit a cluster to measurements.
 
     Args:
-        measurements: files: CSV of :func:`autoddl.calibrate`, any CSV with the columns collective, ranks, bytes and seconds, or the
-            output of nccl-tests.
-        base: the cluster that what was not measured is taken from.
-        name: of the cluster; by default the base's with "calibrated".
-        seed: of the bootstrap.
+        measurements: One or more files: CSV files of :func:`autoddl.calibrate`, any CSV files with the columns ``collective``,
+            ``ranks``, ``bytes`` and ``seconds``, or outputs of nccl-tests.
+        base: The cluster that supplies every parameter that was not measured.
+        name: Name of the fitted cluster; by default the name of the base and "calibrated".
+        seed: Seed of the bootstrap, which estimates the confidence intervals.
 
     Raises:
-        UserError: a file cannot be read, or there are too few measurements.
+        UserError: If a file cannot be read, or there are too few measurements.
 
     >>> import autoddl, os, tempfile
     >>> rows = ["collective,ranks,bytes,seconds"]
@@ -84,26 +87,39 @@ def fit(
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     path = os.path.join(folder, "measured.csv")
     ...     _ = open(path, "w").write("\\n".join(rows))
-    ...     found = autoddl.fit(path, base="dgx-a100", name="ours")
-    >>> found.cluster.name, found.cluster.devices_per_node
+    ...     calibration = autoddl.fit(path, base="dgx-a100", name="ours")
+    >>> calibration.cluster.name, calibration.cluster.devices_per_node
     ('ours', 8)
     """
+    samples = _read_measurements(measurements)
+    base_cluster = cluster_of(base)
+    return _calibration(fit_samples(samples, seed), base_cluster, name)
+
+
+def _read_measurements(measurements: FilePath | Sequence[FilePath]) -> list[Sample]:
+    """Return the samples of one or more files, with repetitions of a measurement numbered in order."""
     paths = [measurements] if isinstance(measurements, (str, os.PathLike)) else list(measurements)
-    samples = numbered([sample for path in paths for sample in read_samples(path)])
-    known = cluster_of(base)
-    return _calibration(fit_samples(samples, seed), known, name)
+    return numbered([sample for path in paths for sample in read_samples(path)])
 
 
-def _calibration(found: Fit, base: Cluster, name: str) -> Calibration:
+def _calibration(result: Fit, base: Cluster, name: str) -> Calibration:
+    """Return the cluster of a fit; ``base`` supplies the parameters that were not measured."""
     name = name or f"{base.name} calibrated"
-    return Calibration(from_document(calibrated_document(found, base, name), name), found)
+    return Calibration(from_document(calibrated_document(result, base, name), name), result)
 
 
-def predict(measurements: Path | Sequence[Path], *, cluster: ClusterLike) -> Text:
-    """How well a cluster predicts measurements that it was not fitted to: a table of its errors, to be printed.
+def predict(measurements: FilePath | Sequence[FilePath], *, cluster: ClusterLike) -> Text:
+    """Compare the predictions of a cluster with measurements that it was not fitted to.
+
+    Args:
+        measurements: One or more files, as in :func:`autoddl.fit`.
+        cluster: The cluster that predicts.
+
+    Returns:
+        A table of the prediction errors, for ``print``.
 
     Raises:
-        UserError: a file cannot be read, or there are no collectives in it.
+        UserError: If a file cannot be read, or contains no collectives.
 
     >>> import autoddl, os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -114,13 +130,12 @@ def predict(measurements: Path | Sequence[Path], *, cluster: ClusterLike) -> Tex
     """
     from ..text.fits import errors_text
 
-    paths = [measurements] if isinstance(measurements, (str, os.PathLike)) else list(measurements)
-    samples = numbered([sample for path in paths for sample in read_samples(path)])
+    samples = _read_measurements(measurements)
     return errors_text(cluster_of(cluster), samples)
 
 
 def calibrate(
-    samples: Path,
+    samples: FilePath,
     *,
     ranks: Sequence[int] = (2, 4),
     sizes: Sequence[int] = CampaignOptions.sizes,
@@ -133,38 +148,41 @@ def calibrate(
     seed: int = 0,
     quiet: bool = False,
 ) -> Calibration | None:
-    """Measure collectives, transfers and products on ranks of this machine, and fit a cluster to them; needs OneFlow.
+    """Measure collectives, transfers and matrix products on ranks, and fit a cluster to them.  Requires OneFlow.
 
-    Started by a cluster's launcher on every rank of a job, it measures on those ranks.
+    The function starts ranks on this machine.  If a launcher (such as Slurm) runs it on every rank of a job, it measures on the
+    ranks of that job.
 
     Args:
-        samples: the file that keeps the samples as they are taken; what it has already is not measured again.
-        ranks: numbers of ranks, one job for each.
-        sizes: of messages [bytes].
-        collectives: which ones.
-        repetitions: of each measurement.
-        budget_s: stop measuring after this time.
-        communication_only: no products: leave the device as it is in the base.
-        base, name, seed: as of :func:`autoddl.fit`; the seed also orders the measurements.
-        quiet: no progress bar.
+        samples: A CSV file.  Every sample is added to it as soon as it is measured; samples that it already contains are not
+            measured again.
+        ranks: Numbers of ranks.  Each number is measured in a job of its own.
+        sizes: Message sizes, in bytes.
+        collectives: Names of the collectives to measure.
+        repetitions: Number of repetitions of each measurement.
+        budget_s: Stop measuring after this time, in seconds.
+        communication_only: Measure no matrix products; the device is then that of the base.
+        base, name: As in :func:`autoddl.fit`.
+        seed: Seed of the order of the measurements and of the bootstrap.
+        quiet: Show no progress bar.
 
     Returns:
-        The calibrated cluster; None on all ranks of a job but the first.
+        The calibrated cluster.  In a job that a launcher started, all ranks except rank 0 return None.
 
     Raises:
-        UserError: a number is out of range, a file cannot be read or written, or OneFlow is not there.
-        RankError: a rank failed.
+        UserError: If a number is out of range, a file cannot be read or written, or OneFlow is not installed.
+        RankError: If a rank failed.
 
     >>> import autoddl, os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     samples = os.path.join(folder, "samples.csv")
-    ...     found = autoddl.calibrate(
+    ...     calibration = autoddl.calibrate(
     ...         samples, ranks=[2], sizes=[4096, 65536, 1 << 20], repetitions=2, communication_only=True, name="here"
     ...     )
-    >>> found.cluster.name, found.cluster.devices_per_node
+    >>> calibration.cluster.name, calibration.cluster.devices_per_node
     ('here', 2)
     """
-    work: dict[str, Any] = {"shapes": (), "elementwise": ()} if communication_only else {}
+    no_products: dict[str, Any] = {"shapes": (), "elementwise": ()}
     options = CampaignOptions(
         ranks=tuple(ranks),
         sizes=tuple(sizes),
@@ -173,9 +191,9 @@ def calibrate(
         budget_s=budget_s,
         seed=seed,
         quiet=quiet,
-        **work,
+        **(no_products if communication_only else {}),
     )
-    known = cluster_of(base)
+    base_cluster = cluster_of(base)
     path = os.fspath(samples)
     if is_in_job():
         if measure_in_job(options, path) is None:
@@ -184,7 +202,7 @@ def calibrate(
     else:
         file = SampleFile(path)
         measure_locally(options, file)
-    return _calibration(fit_samples(numbered(file.samples), seed), known, name)
+    return _calibration(fit_samples(numbered(file.samples), seed), base_cluster, name)
 
 
 # ---- Ranking -----------------------------------------------------------------------------------------------------------
@@ -192,34 +210,34 @@ def calibrate(
 
 @dataclass(frozen=True, repr=False)
 class Ranking(Result):
-    """Strategies that ran on real ranks: predicted against measured times.
+    """Predicted and measured times of strategies that ran on ranks of this machine.
 
     Attributes:
-        found: strategies, times and scores.
+        result: The strategies, their predicted and measured times, and the scores of the prediction.
     """
 
-    found: Ranked
+    result: MeasuredRanking
 
-    def draw(self, path: Path) -> None:
-        """Draw predicted against measured times; needs matplotlib."""
+    def draw(self, path: FilePath) -> None:
+        """Draw predicted against measured times to a file.  Requires matplotlib."""
         from autoddl.calib.ranked import draw_ranking
 
-        draw_ranking([self.found], os.fspath(path))
+        draw_ranking([self.result], os.fspath(path))
 
     @property
     def document(self) -> dict[str, Any]:
         from autoddl.calib.ranked import ranking_document
 
-        return ranking_document(self.found)
+        return ranking_document(self.result)
 
     @property
     def text(self) -> Text:
         from ..text.rankings import ranking_text
 
-        return ranking_text(self.found)
+        return ranking_text(self.result)
 
     def __repr__(self) -> str:
-        return f"<Ranking of {len(self.found.strategies)} strategies of {self.found.graph.name}>"
+        return f"<Ranking of {len(self.result.strategies)} strategies of {self.result.graph.name}>"
 
 
 def rank(
@@ -240,23 +258,24 @@ def rank(
     seed: int = 0,
     quiet: bool = False,
 ) -> Ranking:
-    """Run strategies of a model on local ranks, and compare their times with what was predicted; needs OneFlow.
+    """Run strategies of a model on ranks of this machine, and compare measured with predicted times.  Requires OneFlow.
 
     Args:
-        model, inputs, heads, sequence, vocabulary: as of :func:`autoddl.plan`.
-        ranks: local ranks.
-        cluster: what to predict with: a calibrated one.
-        batch: samples per step over all ranks; 8 for each by default.
-        strategies: how many to run.
-        rounds, repetitions: interleaved visits of each strategy, and repetitions in a visit.
-        budget_s: begin no more rounds after this time.
-        communication_only: no whole training steps.
-        seed: of the choice of strategies and their order.
-        quiet: no progress bar.
+        model, inputs, heads, sequence, vocabulary: As in :func:`autoddl.plan`.
+        ranks: Number of ranks.
+        cluster: The cluster that predicts the times, usually one that was calibrated on this machine.
+        batch: Samples per training step over all ranks; by default 8 per rank.
+        strategies: Number of strategies to run.
+        rounds: Number of rounds.  Every round measures each strategy once, so that slow drifts of the machine affect all alike.
+        repetitions: Number of repetitions of each strategy in a round.
+        budget_s: Start no further round after this time, in seconds.
+        communication_only: Measure the communication only, not whole training steps.
+        seed: Seed of the choice of strategies and of their order.
+        quiet: Show no progress bar.
 
     Raises:
-        UserError: a number is out of range, the model does not divide over the ranks, or OneFlow is not there.
-        RankError: a rank failed.
+        UserError: If a number is out of range, the model cannot be divided over the ranks, or OneFlow is not installed.
+        RankError: If a rank failed.
 
     >>> import autoddl
     >>> autoddl.rank("mlp:64,64", ranks=2, strategies=3, rounds=2, repetitions=1, communication_only=True)

@@ -1,7 +1,8 @@
-"""Options that functions of the face have in groups: typed, documented and given a default in one place.
+"""Groups of keyword arguments that several public functions share, with their types, documentation and defaults.
 
-A function takes a group as ``**options: Unpack[Group]``, which type checkers and editors know.  `takes` gives it the signature and
-the docstring that it would have with every option written down, so that ``help`` and completion show them, and fills in defaults.
+A function declares a group as ``**options: Unpack[Group]``, which type checkers and editors understand.  The decorator `takes`
+fills in the defaults, and writes every option of the group into the signature and the docstring, so that ``help`` and completion
+show it.
 """
 
 from __future__ import annotations
@@ -26,25 +27,29 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class PlanningOptions(TypedDict, total=False):
-    """Of the model, the cluster, the training and the search.
+    """Options of the model, the cluster, the training and the search.
 
     Attributes:
-        nodes, devices_per_node: in place of the cluster's own.
-        latency_s, bandwidth: of every link [s], [bytes/s for each device], in place of the cluster's own.
-        heads, sequence, vocabulary: of a built-in transformer, in place of its own.
-        batch: samples per step over all devices; 8 for each device by default.
-        micro_batch: samples per pass over all devices (of a stage); chosen by default.
-        precision: ``float32`` or ``mixed``; by default what the device usually trains in.
+        nodes, devices_per_node: Size of the cluster; by default that of the cluster's description.
+        latency_s, bandwidth: Latency [s] and bandwidth per device [bytes/s] of every link; by default those of the cluster.
+        heads, sequence, vocabulary: Number of attention heads, sequence length and vocabulary size of a built-in transformer; by
+            default those of the model.
+        batch: Samples per training step over all devices; by default 8 per device.
+        micro_batch: Samples per forward pass over all devices (of a stage, with a pipeline); by default chosen by the search.
+        precision: ``float32`` or ``mixed``; by default the usual precision of the device.
         optimizer: ``adam``, ``momentum`` or ``sgd``.
-        recompute: of activations: always (True), never (False), or whatever is better (None).
-        memory_limit_bytes: for each device; 9/10 of the device's memory by default.
-        objective: what is minimised: ``step``, or ``communication`` alone.
-        untied: a choice of its own for every repetition of a block.
-        summa: offer Summa meshes to linear layers.
-        seed, temperature_s, evaluations: of the random methods.
-        time_limit_s: of one search (20 s by default); with a pipeline, processor time of the whole search (30 s).
-        quiet: no progress bar; without it there is one where stderr is a terminal.
-        stop: whoever requests it ends the search; the best plan until then is the answer.
+        recompute: Whether to recompute activations in the backward pass; None lets the search choose.
+        memory_limit_bytes: Memory limit per device; by default 9/10 of the device's memory.
+        objective: The time to minimize: ``step`` (the whole training step) or ``communication``.
+        untied: Choose a strategy for every repetition of a block separately, instead of one strategy for all repetitions.
+        summa: Offer Summa meshes to linear layers.
+        seed: Seed of the random search methods.
+        temperature_s: Constant temperature of ``metropolis-hastings`` [s]; by default the temperature decreases (annealing).
+        evaluations: Maximum number of evaluations of one search; by default that of the method.
+        time_limit_s: Time limit of one search (by default 20 s); with a pipeline, limit on the processor time of the whole
+            search (by default 30 s).
+        quiet: Show no progress bar.  Otherwise a progress bar is shown if stderr is a terminal.
+        stop: A `Stop`.  When it is requested, the search ends and returns the best plan so far.
     """
 
     nodes: int | None
@@ -71,53 +76,57 @@ class PlanningOptions(TypedDict, total=False):
     stop: Stop | None
 
 
-#: The planner's own, but for the progress bar; None of all others.
-PLANNING_DEFAULTS: Mapping[str, Any] = {**{each.name: each.default for each in fields(Options)}, "quiet": False}
+#: Defaults of `PlanningOptions`: those of the planner, but with a progress bar; None for options that are not listed.
+PLANNING_DEFAULTS: Mapping[str, Any] = {**{option.name: option.default for option in fields(Options)}, "quiet": False}
 
 
 def takes(group: type, defaults: Mapping[str, Any]) -> Callable[[Function], Function]:
-    """Let a function of ``**options`` take those of a group: with their defaults, in its signature and in its docstring.
+    """Return a decorator that replaces ``**options`` of a function by the options of a group.
+
+    The decorated function fills in defaults and refuses unknown options.  Its signature lists every option, and its docstring
+    documents the options in place of the line ``options: ...``.
 
     Args:
-        group: a TypedDict, documented under ``Attributes``.
-        defaults: by name; None of options that are not in it.
+        group: A TypedDict whose docstring documents its options under ``Attributes``.
+        defaults: Default of each option by name; None for options that are not listed.
     """
-    own = {name: defaults.get(name) for name in group.__annotations__}
+    option_defaults = {name: defaults.get(name) for name in group.__annotations__}
 
     def decorate(function: Function) -> Function:
         signature = inspect.signature(function)
-        before = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
-        names = {each.name for each in before}
+        own_parameters = [each for each in signature.parameters.values() if each.kind is not each.VAR_KEYWORD]
+        own_names = {parameter.name for parameter in own_parameters}
 
         @functools.wraps(function)
-        def taking(*arguments: Any, **given: Any) -> Any:
-            for name in given:
-                if name not in own and name not in names:
-                    hint = did_you_mean(name, [*own, *names])
-                    said = f"{function.__name__}() got an unexpected keyword argument {name!r}"
-                    raise TypeError(f"{said}{hint and '; ' + hint}")
-            return function(*arguments, **{**own, **given})
+        def with_options(*arguments: Any, **keywords: Any) -> Any:
+            for name in keywords:
+                if name not in option_defaults and name not in own_names:
+                    hint = did_you_mean(name, [*option_defaults, *own_names])
+                    message = f"{function.__name__}() got an unexpected keyword argument {name!r}"
+                    raise TypeError(f"{message}{hint and '; ' + hint}")
+            return function(*arguments, **{**option_defaults, **keywords})
 
         options = [
-            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=value, annotation=_shown(group, name))
-            for name, value in own.items()
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=_type_of(group, name))
+            for name, default in option_defaults.items()
         ]
-        taking.__signature__ = signature.replace(parameters=[*before, *options])  # type: ignore[attr-defined]
-        taking.__doc__ = _documented(function.__doc__, group)
-        return taking  # type: ignore[return-value]
+        with_options.__signature__ = signature.replace(parameters=[*own_parameters, *options])  # type: ignore[attr-defined]
+        with_options.__doc__ = _with_options_documented(function.__doc__, group)
+        return with_options  # type: ignore[return-value]
 
     return decorate
 
 
-def _shown(group: type, name: str) -> str:
+def _type_of(group: type, name: str) -> str:
+    """Return the type of an option as text."""
     annotation = group.__annotations__[name]
     return str(getattr(annotation, "__forward_arg__", annotation))
 
 
-def _documented(text: str | None, group: type) -> str | None:
-    """A docstring with the lines of a group's options in the place of ``options: ...``."""
-    if text is None or group.__doc__ is None:  # python -OO
-        return text
+def _with_options_documented(docstring: str | None, group: type) -> str | None:
+    """Replace the line ``options: ...`` of a docstring by the documentation of a group's options."""
+    if docstring is None or group.__doc__ is None:  # python -OO
+        return docstring
     _, _, attributes = group.__doc__.partition("Attributes:\n")
     lines = textwrap.indent(textwrap.dedent(attributes).strip(), " " * 8)
-    return re.sub(r"^ {8}options: .*$", lambda _: lines, text, flags=re.MULTILINE)
+    return re.sub(r"^ {8}options: .*$", lambda _: lines, docstring, flags=re.MULTILINE)

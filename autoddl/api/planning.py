@@ -1,4 +1,4 @@
-"""Planning, reading plans, and comparing methods."""
+"""Plans models, reads plans from files, and compares search methods."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from autoddl.search import METHODS
 from autoddl.search.planner import Options
 
 from .. import planfile
+from .files import FilePath
 from .inputs import ClusterLike, ModelLike, cluster_of, graph_of
 from .options import PLANNING_DEFAULTS, PlanningOptions, takes
 from .plans import Plan
@@ -26,12 +27,13 @@ from .results import Comparison
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
+    from autoddl.costmodel.assessment import Assessment
     from autoddl.pipelines.joint.result import PlanResult
     from autoddl.search.planner import BaselineFigures, Planned
 
 __all__ = ["MAX_ENUMERATION", "compare", "load", "load_plan", "plan"]
 
-#: Larger spaces are not enumerated unless that is asked for by name.
+#: Maximum number of assignments that `compare` enumerates if the method ``exhaustive`` is not named.
 MAX_ENUMERATION = 10**9
 _OBJECTIVES = ("step", "communication")
 
@@ -47,23 +49,26 @@ def plan(
     method: str = "exact",
     **options: Unpack[PlanningOptions],
 ) -> Plan:
-    """The best way to train a model on a cluster: a strategy for every layer, proven; with ``pipeline`` also stages and a schedule.
+    """Find the best plan to train a model on a cluster, and prove that it is the best.
+
+    A plan assigns an SBP strategy to every layer.  With ``pipeline``, it also divides the model into stages and schedules their
+    micro-batches.
 
     Args:
-        model: a name (``gpt3-13b``; :func:`autoddl.models` lists them), sizes (``gpt:24x1024``, ``mlp:4096,1024,10``), a
+        model: A name (such as ``gpt3-13b``; :func:`autoddl.models` lists them), sizes (``gpt:24x1024``, ``mlp:4096,1024,10``), a
             HuggingFace ``config.json``, a saved graph, ``FILE.py:FUNCTION``, a layer graph, or a ``oneflow.nn.Module``.
-        inputs: of a module: example tensors (or one), with the batch as their first dimension.
-        cluster: a name (:func:`autoddl.clusters` lists them), a file, or a cluster.
-        pipeline: ``auto`` searches stages, cut, schedule, micro-batch, recomputation and strategies together; ``dapple``,
-            ``chimera`` and ``wpipe`` take the plan of that paper's planner; None plans without a pipeline.
-        allow_stale: with a pipeline, whether to offer asynchronous schedules, whose weights lag behind.
-        method: of the search without a pipeline: one of ``autoddl.search.METHODS``.
+        inputs: Example inputs of a module: a tensor or a sequence of tensors, with the batch as the first dimension.
+        cluster: A name (:func:`autoddl.clusters` lists them), a cluster file, or a :class:`Cluster`.
+        pipeline: ``auto`` searches stages, schedule, micro-batch, recomputation and strategies together; ``dapple``, ``chimera``
+            and ``wpipe`` use the planner of the paper of that name; None plans without a pipeline.
+        allow_stale: With a pipeline, also offer asynchronous schedules, which compute with weights of earlier updates.
+        method: Search method without a pipeline, one of ``autoddl.search.METHODS``.
         options: see `PlanningOptions`.
 
     Raises:
-        InfeasibleError: nothing fits the memory limit; the message gives the smallest one that would do.
-        UserError: a name is unknown, a value is out of range, or the model does not divide over the cluster.
-        StopRequestedError: the stop was requested before there was a plan.
+        InfeasibleError: If no plan fits into the memory limit.  The message names the smallest sufficient limit.
+        UserError: If a name is unknown, a value is out of range, or the model cannot be divided over the cluster.
+        StopRequestedError: If the stop was requested before a plan was found.
 
     >>> import autoddl
     >>> plan = autoddl.plan("gpt2", cluster="dgx-a100", nodes=2, batch=64)
@@ -72,18 +77,18 @@ def plan(
     >>> len(plan.layers), plan.layers[0].name, plan.layers[0].kind
     (114, 'wte', 'embedding')
 
-    With a pipeline the plan has the same face:
+    A plan with a pipeline is used in the same way:
 
     >>> autoddl.plan("gpt:4x256", cluster="v100-c", nodes=2, batch=8, sequence=128, pipeline="auto")
     <Plan gpt:4x256 on v100-c: 2 nodes of 1 x NVIDIA V100 16 GB, 2 stages; 11.6 ms per step, proven optimal>
     """
-    asked = _options(method, options)
+    planner_options = _planner_options(method, options)
     if pipeline is None and allow_stale:
         raise UserError("allow_stale is for pipelines; give a pipeline too, such as 'auto'")
     graph, devices = _graph_and_cluster(model, inputs, cluster, options)
     if pipeline is None:
-        return _without_pipeline(graph, devices, asked, options["stop"])
-    return _with_pipeline(graph, devices, asked, pipeline, allow_stale, options["stop"])
+        return _plan_without_pipeline(graph, devices, planner_options, options["stop"])
+    return _plan_with_pipeline(graph, devices, planner_options, pipeline, allow_stale, options["stop"])
 
 
 def _graph_and_cluster(
@@ -96,61 +101,57 @@ def _graph_and_cluster(
     return graph, cluster_of(cluster, *sizes)
 
 
-def _options(method: str, options: PlanningOptions) -> Options:
-    """The planner's options; what is one of a few words is checked here, the numbers are checked by the planner."""
-    asked: dict[str, Any] = {**options, "method": method}
+def _planner_options(method: str, options: PlanningOptions) -> Options:
+    """Return the options of the planner.  Names are checked here; numbers are checked by the planner."""
+    values: dict[str, Any] = {**options, "method": method}
     for name, known in (("method", tuple(METHODS)), ("objective", _OBJECTIVES), ("optimizer", tuple(OPTIMIZERS))):
-        if asked[name] not in known:
-            raise unknown(name, asked[name], known)
-    return Options(**{field.name: asked[field.name] for field in fields(Options)})
+        if values[name] not in known:
+            raise unknown(name, values[name], known)
+    return Options(**{field.name: values[field.name] for field in fields(Options)})
 
 
-def _without_pipeline(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None) -> Plan:
+def _plan_without_pipeline(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None) -> Plan:
     from autoddl.pipelines.joint.megatron_trials import plan_alone
 
-    return _plan_of(plan_alone(graph, cluster, options, stop), stop)
+    return _searched_plan(plan_alone(graph, cluster, options, stop), stop)
 
 
-def _with_pipeline(
+def _plan_with_pipeline(
     graph: LayerGraph, cluster: Cluster, options: Options, pipeline: str, allow_stale: bool, stop: Stop | None
 ) -> Plan:
     from autoddl.pipelines.joint.planner import plan_jointly
     from autoddl.pipelines.joint.result import JointOptions
     from autoddl.search import progress_bar
 
-    asked = JointOptions(options, pipeline, allow_stale)
+    joint_options = JointOptions(options, pipeline, allow_stale)
     with progress_bar("pipelines", disable=True if options.quiet else None) as progress:
-        found = plan_jointly(graph, cluster, asked, progress, stop)
-    return _plan_of(found, stop)
+        result = plan_jointly(graph, cluster, joint_options, progress, stop)
+    return _searched_plan(result, stop)
 
 
-def _plan_of(found: PlanResult, stop: Stop | None) -> Plan:
-    """What a planner found, with its document and how far to trust it."""
+def _searched_plan(result: PlanResult, stop: Stop | None) -> Plan:
+    """Return the plan that a planner found, with its document and its trust."""
     from ..trusting import trust_of
 
-    trust = trust_of(found, stop)
-    document = planfile.plan_document(found, trust)
-    return Plan(
-        found.graph,
-        found.cluster,
-        found.workload,
-        found.strategies,
-        document,
-        found.evaluation,
-        search=found,
-        trust=trust,
-    )
+    trust = trust_of(result, stop)
+    return _plan_of(result, planfile.plan_document(result, trust), search=result, trust=trust)
 
 
-def load(path: str | os.PathLike[str], *, edited: bool = False) -> Plan:
-    """Read a plan that `Plan.save` or ``autoddl plan -o`` wrote; its figures and claims are checked.
+def _plan_of(source: PlanResult | planfile.PlanFile, document: dict[str, Any], **more: Any) -> Plan:
+    """Return a `Plan` of a planner's result or of a plan file; ``more`` are the attributes that only `Plan` has."""
+    return Plan(source.graph, source.cluster, source.workload, source.strategies, document, source.evaluation, **more)
+
+
+def load(path: FilePath, *, edited: bool = False) -> Plan:
+    """Read a plan that `Plan.save` or ``autoddl plan -o`` wrote, and check its figures and claims.
 
     Args:
-        edited: take a plan also if it was edited: its figures are computed anew, and what was claimed of it (optimality, bounds,
-            baselines, trust) is dropped.
+        path: The plan file.
+        edited: Accept a plan that was edited after planning.  Its figures are then computed anew, and the claims of the search
+            (optimality, bounds, baselines, trust) are dropped.
 
     Raises:
-        UserError: the file cannot be read, a field is malformed, or the plan was edited; the message names the field.
+        UserError: If the file cannot be read, a field is malformed, or the plan was edited.  The message names the field.
 
     >>> import autoddl, os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -160,19 +161,11 @@ def load(path: str | os.PathLike[str], *, edited: bool = False) -> Plan:
     >>> plan.optimal, plan.layers[0].name
     (True, 'fc1')
     """
-    found = planfile.load_plan(path, edited)
-    return Plan(
-        found.graph,
-        found.cluster,
-        found.workload,
-        found.strategies,
-        found.document,
-        found.evaluation,
-        where=os.fspath(path),
-    )
+    plan_file = planfile.load_plan(path, edited)
+    return _plan_of(plan_file, plan_file.document, where=os.fspath(path))
 
 
-#: The same, as it has always been called.
+#: Another name of :func:`load`.
 load_plan = load
 
 
@@ -188,22 +181,22 @@ def compare(
     methods: Sequence[str] | None = None,
     **options: Unpack[PlanningOptions],
 ) -> Comparison:
-    """Baselines and search methods side by side, without a pipeline.
+    """Compare search methods and baselines on a model and a cluster, without a pipeline.
 
     Args:
-        model, inputs, cluster: as of :func:`autoddl.plan`.
-        methods: of ``autoddl.search.METHODS``; by default all, exhaustive only where the space has at most 10^9 assignments.
-            The temperature is for metropolis-hastings alone.
+        model, inputs, cluster: As in :func:`autoddl.plan`.
+        methods: Names from ``autoddl.search.METHODS``; by default all, but ``exhaustive`` only if the space has at most 10^9
+            assignments.
         options: see `PlanningOptions`.
 
     Raises:
-        UserError, InfeasibleError, StopRequestedError: as of :func:`autoddl.plan`.
+        UserError, InfeasibleError, StopRequestedError: As in :func:`autoddl.plan`.
 
     >>> import autoddl
-    >>> found = autoddl.compare("mlp:64,32,16", cluster="local-cpu", batch=16, methods=["exact", "random"])
-    >>> [row["name"] for row in found.rows]
+    >>> comparison = autoddl.compare("mlp:64,32,16", cluster="local-cpu", batch=16, methods=["exact", "random"])
+    >>> [row["name"] for row in comparison.rows]
     ['exact', 'random', 'data parallel', 'megatron', 'summa']
-    >>> found["random"]["step_s"] >= found["exact"]["step_s"]
+    >>> comparison["random"]["step_s"] >= comparison["exact"]["step_s"]
     True
     """
     names = tuple(METHODS) if methods is None else tuple(methods)
@@ -214,8 +207,8 @@ def compare(
         raise UserError("temperature is for metropolis-hastings, which is not among the methods")
 
     def options_of(method: str) -> Options:
-        asked = _options(method, options)
-        return asked if method == "metropolis-hastings" else replace(asked, temperature_s=None)
+        planner_options = _planner_options(method, options)
+        return planner_options if method == "metropolis-hastings" else replace(planner_options, temperature_s=None)
 
     from autoddl.search.planner import make_plan
 
@@ -225,17 +218,17 @@ def compare(
     rows: list[Mapping[str, Any]] = []
     for name in names:
         if name == "exact":
-            rows.append(_search_row(name, exact))
+            rows.append(_planned_row(name, exact))
         elif name == "exhaustive" and methods is None and exact.result.space_size > MAX_ENUMERATION:
             too_many = f"{exact.result.space_size:.1e} assignments are too many to enumerate"
             rows.append({"name": name, "infeasible": too_many})
         else:
-            rows.append(_row_of(name, graph, devices, options_of(name), exact.baselines, stop))
+            rows.append(_method_row(name, graph, devices, options_of(name), exact.baselines, stop))
     rows += map(_baseline_row, exact.baselines)
     return Comparison(tuple(rows), exact, stop.is_requested)
 
 
-def _row_of(
+def _method_row(
     method: str,
     graph: LayerGraph,
     cluster: Cluster,
@@ -243,24 +236,22 @@ def _row_of(
     baselines: Sequence[BaselineFigures],
     stop: Stop,
 ) -> dict[str, Any]:
-    """What a method other than exact finds, of its own or, where that is not better, of a baseline's."""
+    """Run a search method and return its row; the plan is that of a baseline if the search finds none better."""
     from autoddl.search.planner import make_plan
 
-    found = None
+    planned = None
     if not stop.is_requested:
         with contextlib.suppress(StopRequestedError):
-            found = make_plan(graph, cluster, options, stop=stop, known=baselines)
-    if found is None or (found.is_interrupted and not found.evaluations):
+            planned = make_plan(graph, cluster, options, stop=stop, known=baselines)
+    if planned is None or (planned.is_interrupted and not planned.evaluations):
         return {"name": method, "infeasible": "interrupted before it had a plan"}
-    return _search_row(method, found)
+    return _planned_row(method, planned)
 
 
-def _search_row(method: str, planned: Planned) -> dict[str, Any]:
+def _planned_row(method: str, planned: Planned) -> dict[str, Any]:
     return {
         "name": method,
-        "step_s": planned.assessment.step_s,
-        "communication_s": planned.assessment.communication_s,
-        "memory_bytes": planned.assessment.memory_bytes,
+        **_figures(planned.assessment),
         "status": planned.status,
         "gap": planned.gap,
         "optimal": planned.optimal,
@@ -270,13 +261,15 @@ def _search_row(method: str, planned: Planned) -> dict[str, Any]:
     }
 
 
-def _baseline_row(figures: BaselineFigures) -> dict[str, Any]:
-    if figures.assessment is None:
-        return {"name": figures.name, "infeasible": figures.infeasible}
+def _baseline_row(baseline: BaselineFigures) -> dict[str, Any]:
+    if baseline.assessment is None:
+        return {"name": baseline.name, "infeasible": baseline.infeasible}
+    return {"name": baseline.name, **_figures(baseline.assessment), "mesh": baseline.mesh}
+
+
+def _figures(assessment: Assessment) -> dict[str, float]:
     return {
-        "name": figures.name,
-        "step_s": figures.assessment.step_s,
-        "communication_s": figures.assessment.communication_s,
-        "memory_bytes": figures.assessment.memory_bytes,
-        "mesh": figures.mesh,
+        "step_s": assessment.step_s,
+        "communication_s": assessment.communication_s,
+        "memory_bytes": assessment.memory_bytes,
     }

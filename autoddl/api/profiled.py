@@ -1,4 +1,4 @@
-"""The planners of DAPPLE, Chimera and WPipe, for profiled models."""
+"""Plans pipelines of profiled models with the planners of DAPPLE, Chimera and WPipe."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.suggestions import did_you_mean, unknown
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.planners import Clock, ProfiledWorkload, StageConstraints, plan_chimera, plan_dapple, plan_wpipe
-from autoddl.pipelines.planners.document import Result as Found
+from autoddl.pipelines.planners.document import Result as PlannerResult
 from autoddl.pipelines.planners.document import document_of
 from autoddl.pipelines.planners.transformer import transformer_profile
 from autoddl.pipelines.profile import Profile, load_profile, profile_names
 
+from .files import FilePath
 from .inputs import ClusterLike, cluster_of
 from .results import Result
 
@@ -27,26 +28,27 @@ if TYPE_CHECKING:
 
 __all__ = ["PLANNERS", "PipelinePlan", "pipeline"]
 
+#: Names of the planners.
 PLANNERS = ("dapple", "chimera", "wpipe")
 
 
 @dataclass(frozen=True, repr=False)
 class PipelinePlan(Result):
-    """The pipeline that a paper's planner chooses.
+    """The pipeline that the planner of a paper chose.
 
     Attributes:
-        found: the planner's own result.
-        workload: what it was made for.
-        is_interrupted: whether a stop was requested, so that it is the best until then.
+        result: The result of the planner.
+        workload: The profile, the cluster and the batch that the pipeline was planned for.
+        is_interrupted: Whether a stop was requested.  The pipeline is then the best one found before the stop.
     """
 
-    found: Found
+    result: PlannerResult
     workload: ProfiledWorkload
     is_interrupted: bool = False
 
     @property
     def document(self) -> dict[str, Any]:
-        return document_of(self.found, self.workload, is_interrupted=self.is_interrupted)
+        return document_of(self.result, self.workload, is_interrupted=self.is_interrupted)
 
     @property
     def text(self) -> Text:
@@ -61,7 +63,7 @@ class PipelinePlan(Result):
 
 
 def pipeline(
-    profile: str | os.PathLike[str],
+    profile: FilePath,
     *,
     cluster: ClusterLike,
     batch: int,
@@ -78,25 +80,26 @@ def pipeline(
     profile_batch: int | None = None,
     stop: Stop | None = None,
 ) -> PipelinePlan:
-    """The stages, replicas and devices of a pipeline for a profiled model, by the planner of a paper.
+    """Plan the stages, replicas and devices of a pipeline for a profiled model with the planner of a paper.
 
     Args:
-        profile: a file (our JSON, or a PipeDream text graph), the name of a built-in profile, or
-            ``transformer:LAYERSxHIDDENxSEQUENCE``, priced by the cluster's device.
-        cluster, nodes, devices_per_node: as of :func:`autoddl.plan`.
-        batch: samples per iteration over all devices.
+        profile: A profile file (JSON of AutoDDL, or a PipeDream text graph), the name of a built-in profile, or
+            ``transformer:LAYERSxHIDDENxSEQUENCE``, whose layers are priced for the device of the cluster.
+        cluster, nodes, devices_per_node: As in :func:`autoddl.plan`.
+        batch: Samples per training step over all devices.
         planner: ``dapple``, ``chimera`` or ``wpipe``.
-        micro_batch, stages: chosen by default.
-        widths: devices of each stage, for dapple; chosen by default.
-        num_pipelines: in both directions, for chimera.
-        recompute: recompute activations (chimera and wpipe try both).
-        memory_limit_bytes: for each device; the device's memory by default.
-        state_factor: bytes of weights, gradients and optimizer state per byte of weights; 4 for Adam.
-        profile_batch: the micro-batch of a text graph.
-        stop: whoever requests it ends the search with the best until then.
+        micro_batch: Samples per micro-batch; by default chosen by the planner.
+        stages: Number of stages; by default chosen by the planner.
+        widths: Number of devices of each stage, for ``dapple``; by default chosen by the planner.
+        num_pipelines: Number of pipelines over both directions, for ``chimera``.
+        recompute: Recompute activations.  ``chimera`` and ``wpipe`` try both unless this is True.
+        memory_limit_bytes: Memory limit per device; by default the memory of the device.
+        state_factor: Bytes of weights, gradients and optimizer state per byte of weights; 4 for Adam.
+        profile_batch: Micro-batch that a PipeDream text graph was profiled with.
+        stop: A `Stop`.  When it is requested, the search ends and returns the best pipeline so far.
 
     Raises:
-        UserError: a name is unknown, a file is malformed, or no pipeline satisfies what is asked.
+        UserError: If a name is unknown, a file is malformed, or no pipeline satisfies the constraints.
 
     >>> import autoddl
     >>> autoddl.pipeline("bert-48", cluster="piz-daint", nodes=8, batch=64, planner="chimera")
@@ -123,24 +126,25 @@ def pipeline(
     )
     stop = stop or Stop()
     clock = Clock(stop=stop)
-    found: Found
+    result: PlannerResult
     if planner == "chimera":
-        found = plan_chimera(workload, micro_batch, stages, num_pipelines, clock)
+        result = plan_chimera(workload, micro_batch, stages, num_pipelines, clock)
     elif planner == "wpipe":
-        found = plan_wpipe(workload, micro_batch, None if stages is None else stages // 2, clock)
+        result = plan_wpipe(workload, micro_batch, None if stages is None else stages // 2, clock)
     else:
-        found = plan_dapple(
+        result = plan_dapple(
             workload, micro_batch, StageConstraints(stages, None if widths is None else tuple(widths)), clock
         )
-    return PipelinePlan(found, workload, stop.is_requested)
+    return PipelinePlan(result, workload, stop.is_requested)
 
 
 def _profile(text: str, micro_batch: int | None, cluster: Cluster) -> Profile:
+    """Return a built-in profile, that of a file, or that of ``transformer:LAYERSxHIDDENxSEQUENCE`` on the cluster."""
     known = profile_names()
-    priced = text.startswith("transformer:")
-    if micro_batch is not None and (priced or text in known):
+    is_transformer = text.startswith("transformer:")
+    if micro_batch is not None and (is_transformer or text in known):
         raise UserError(f"profile_batch {micro_batch} does not apply to {text}; it is for text graphs")
-    if not priced:
+    if not is_transformer:
         if text not in known and not os.path.exists(text):
             question = did_you_mean(text, known)
             hint = f"; {question}" if question else ""

@@ -1,4 +1,4 @@
-"""What the methods of a plan and `compare` return: values that print themselves as the command line does."""
+"""Results of the methods of a plan and of `compare`.  They print the same text as the command line."""
 
 from __future__ import annotations
 
@@ -18,25 +18,28 @@ if TYPE_CHECKING:
 
     from ..diffing import PlanDifference
     from ..explain import Choice
-    from ..explain import Explanation as Explained
+    from ..explain import Explanation as ExplanationResult
     from ..text.tables import Text
-    from ..verification.result import Verification as Verified
+    from ..verification.result import Verification as VerificationResult
 
 __all__ = ["Comparison", "Difference", "Explanation", "Result", "Verification"]
 
 
 class Result(ABC):
-    """A result: a line as its ``repr``, its text as its ``str`` and in a notebook, and a JSON document."""
+    """Base class of results.
+
+    ``repr`` gives one line, ``print`` the text that the command line prints, and notebooks show tables.
+    """
 
     @property
     @abstractmethod
     def document(self) -> dict[str, Any]:
-        """What the command line prints with ``--json``."""
+        """The JSON document that the command line prints with ``--json``."""
 
     @property
     @abstractmethod
     def text(self) -> Text:
-        """What the command line prints without ``--json``; ``text.fitted(80)`` fits into so many columns."""
+        """The text that the command line prints; ``text.fitted(80)`` fits the text into 80 columns."""
 
     def __str__(self) -> str:
         return str(self.text)
@@ -47,126 +50,127 @@ class Result(ABC):
 
 @dataclass(frozen=True, repr=False)
 class Explanation(Result):
-    """Why a plan is as it is: what limits it, and what every other choice would cost.
+    """The reasons for a plan: what limits its step time, and what other choices would cost.
 
     Attributes:
-        found: the view of the plan, its sections of choices, and the price of memory.
+        result: The figures of the plan, its choices in groups of equal stages, and the price of memory.
     """
 
-    found: Explained
+    result: ExplanationResult
 
     @property
     def choices(self) -> tuple[Choice, ...]:
-        """The choices of the plan, each with its nearest alternatives; of a pipeline those of equal stages once."""
-        return tuple(choice for section in self.found.sections for choice in section.choices)
+        """The choices of the plan, each with its nearest alternatives; equal stages of a pipeline are listed once."""
+        return tuple(choice for section in self.result.sections for choice in section.choices)
 
     @property
     def document(self) -> dict[str, Any]:
         from ..explain import explanation_document
 
-        return explanation_document(self.found)
+        return explanation_document(self.result)
 
     @property
     def text(self) -> Text:
         from ..text.explanation import explanation_text
 
-        return explanation_text(self.found)
+        return explanation_text(self.result)
 
     def __repr__(self) -> str:
-        return f"<Explanation of {self.found.view.model}: {len(self.choices)} choices>"
+        return f"<Explanation of {self.result.view.model}: {len(self.choices)} choices>"
 
 
 @dataclass(frozen=True, repr=False)
 class Difference(Result):
-    """What differs between two plans.
+    """The differences between two plans.
 
     Attributes:
-        found: what differs: model, cluster, options, pipeline, layers, figures.
-        names: what the text calls the plans.
+        result: Differences of model, cluster, options, pipeline, layers and figures.
+        names: Names of the two plans in the text.
     """
 
-    found: PlanDifference
+    result: PlanDifference
     names: tuple[str, str] = ("before", "after")
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing differs."""
-        return self.found.is_empty
+        """Whether the plans do not differ."""
+        return self.result.is_empty
 
     @property
     def document(self) -> dict[str, Any]:
         from ..diffing import difference_document
 
-        return difference_document(self.found)
+        return difference_document(self.result)
 
     @property
     def text(self) -> Text:
         from ..text.difference import difference_text
 
-        return difference_text(self.found, self.names)
+        return difference_text(self.result, self.names)
 
     def __repr__(self) -> str:
-        before, after = (format_seconds(view.step_s) for view in (self.found.before, self.found.after))
+        before, after = (format_seconds(view.step_s) for view in (self.result.before, self.result.after))
         return f"<Difference: {'none' if self.is_empty else f'step {before} before, {after} after'}>"
 
 
 @dataclass(frozen=True, repr=False)
 class Verification(Result):
-    """A plan that ran on local ranks, beside one device and its price.
+    """Comparison of a run of a plan on ranks of this machine with one device and with the predicted traffic.
 
     Attributes:
-        found: all numbers.
+        result: All compared numbers.
     """
 
-    found: Verified
+    result: VerificationResult
 
     @property
     def is_right(self) -> bool:
-        """Whether loss, gradients, parameters and bytes are what they should be."""
-        return self.found.is_right
+        """Whether losses, gradients, parameters and bytes agree with one device and with the prediction."""
+        return self.result.is_right
 
     @property
     def faults(self) -> tuple[str, ...]:
-        """What is off, in sentences."""
-        return self.found.faults
+        """The disagreements, one sentence each; empty if :attr:`is_right`."""
+        return self.result.faults
 
     @property
     def losses(self) -> tuple[tuple[float, float], ...]:
-        """Of each step: one device's, and the ranks'."""
-        return self.found.losses
+        """For each step, the loss on one device and the loss on the ranks."""
+        return self.result.losses
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks ran."""
-        return self.found.num_ranks
+        """Number of ranks that ran."""
+        return self.result.num_ranks
 
     @property
     def document(self) -> dict[str, Any]:
         from ..verification import verification_document
 
-        return verification_document(self.found)
+        return verification_document(self.result)
 
     @property
     def text(self) -> Text:
         from ..text.verification import verification_text
 
-        return verification_text(self.found)
+        return verification_text(self.result)
 
     def __repr__(self) -> str:
         verdict = "right" if self.is_right else f"off: {self.faults[0]}"
-        return f"<Verification of {self.found.model} on {self.num_ranks} ranks: {verdict}>"
+        return f"<Verification of {self.result.model} on {self.num_ranks} ranks: {verdict}>"
 
 
 @dataclass(frozen=True, repr=False)
 class Comparison(Result):
-    """Search methods and baselines side by side.
+    """Comparison of search methods and baselines.
 
     Attributes:
-        rows: of each method and baseline: ``name``, and either ``infeasible``, why there is no plan, or ``step_s``,
-            ``communication_s``, ``memory_bytes`` and what else is known: ``status``, ``gap``, ``optimal``, ``evaluations``,
-            ``search_s`` and ``taken_from`` of a method, ``mesh`` of a baseline.
-        exact: what the exact search found.
-        is_interrupted: whether a stop was requested, so that rows may be missing their best plan.
+        rows: One dictionary per method and baseline.  Every row has ``name``.  A row without a plan has ``infeasible``, the reason.
+            Other rows have ``step_s``, ``communication_s`` and ``memory_bytes``; rows of methods also have ``status``, ``gap``,
+            ``optimal``, ``evaluations``, ``search_s`` and, if the plan is that of a baseline, ``taken_from``; rows of baselines
+            have ``mesh``.
+        exact: Result of the exact search.
+        is_interrupted: Whether a stop was requested.  Searches that it ended may have missed better plans.
     """
 
     rows: tuple[Mapping[str, Any], ...]
@@ -175,21 +179,21 @@ class Comparison(Result):
 
     @property
     def lower_bound_s(self) -> float:
-        """No plan costs less [s]."""
+        """Proven lower bound on the cost of every plan, in seconds."""
         return self.exact.lower_bound
 
     def __getitem__(self, name: str) -> Mapping[str, Any]:
-        """The row of a method or baseline."""
+        """Return the row of a method or baseline by its name."""
         for row in self.rows:
             if row["name"] == name:
                 return row
         raise KeyError(name)
 
     def to_frame(self) -> pandas.DataFrame:
-        """A row for each method and baseline; needs pandas.
+        """Return a DataFrame with one row per method and baseline.  Requires pandas.
 
         Raises:
-            MissingPackageError: pandas is not installed.
+            MissingPackageError: If pandas is not installed.
         """
         from .frames import frame_of
 

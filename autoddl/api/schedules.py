@@ -1,16 +1,14 @@
-"""Pipeline schedules: generated, simulated, drawn."""
+"""Generates, simulates and draws pipeline schedules."""
 
 from __future__ import annotations
 
 import html
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Union
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.reading import read_text
-from autoddl.costmodel.writing import write_atomically
 from autoddl.pipelines import draw, grid, timeline
 from autoddl.pipelines import schedule as schedules
 from autoddl.pipelines.generators import ScheduleFamily, families, generate
@@ -18,15 +16,19 @@ from autoddl.pipelines.simulator import simulate
 from autoddl.pipelines.times import Times
 from autoddl.pipelines.validate import validate
 
+from .files import FilePath, write_if_path
+
 __all__ = ["Schedule", "Timeline", "schedule", "schedule_families", "timeline_of"]
 
-Path = Union[str, "os.PathLike[str]"]
+#: One number for all stages (or boundaries between stages), or one number for each.
 PerStage = Union[float, Sequence[float]]
 
 
 @dataclass(frozen=True, repr=False)
 class Schedule(schedules.Schedule):
-    """A valid pipeline schedule: what each worker does, in which order, with which weights (:mod:`autoddl.pipelines.schedule`).
+    """A validated pipeline schedule: the tasks of each worker in order, with the weights that each task uses.
+
+    The base class, in :mod:`autoddl.pipelines.schedule`, describes the attributes.
 
     >>> import autoddl
     >>> autoddl.schedule("1f1b", stages=2, micro_batches=2)
@@ -47,19 +49,24 @@ class Schedule(schedules.Schedule):
         overlap_transfers: bool = True,
         all_reduce_overlaps_compute: bool = True,
     ) -> Timeline:
-        """When each task starts and ends.  Times are in any one unit: one number, or one for each stage (boundary).
+        """Simulate the schedule and return the start and end time of each task.
+
+        All times are in the same, arbitrary unit.  A time of stages is one number, or a sequence with one number per stage; a time
+        of transfers is one number, or a sequence with one number per boundary between stages.
 
         Args:
-            forward, backward: of a micro-batch at a stage.
-            backward_input: the part of ``backward`` that yields the gradient of the input; half of it by default.
-            recompute: of a stage's forward pass again; ``forward`` by default.
-            all_reduce, update: of a stage's gradients and weights, once per update.
-            transfer: of a micro-batch over a boundary; ``transfer_latency`` is added to each.
-            overlap_transfers: whether workers compute while they send.
-            all_reduce_overlaps_compute: whether they compute while gradients are reduced.
+            forward, backward: Forward and backward pass of one micro-batch at a stage.
+            backward_input: The part of ``backward`` that computes the gradient of the input; by default half of ``backward``.
+            recompute: Recomputation of a stage's forward pass; by default ``forward``.
+            all_reduce: All-reduce of a stage's gradients, once per weight update.
+            update: Update of a stage's weights.
+            transfer: Transfer of one micro-batch over a boundary.
+            transfer_latency: Latency that is added to every transfer.
+            overlap_transfers: Whether workers compute while they send.
+            all_reduce_overlaps_compute: Whether workers compute while gradients are reduced.
 
         Raises:
-            UserError: a time is negative or not finite, or there are not as many as stages.
+            UserError: If a time is negative or not finite, or a sequence has the wrong length.
 
         >>> import autoddl
         >>> timeline = autoddl.schedule("chimera", stages=4, micro_batches=4).simulate(forward=1, backward=2)
@@ -82,7 +89,7 @@ class Schedule(schedules.Schedule):
         return timeline_of(simulate(self, times))
 
     def to_csv(self) -> str:
-        """The schedule as a table: a row per worker, a cell per task; :func:`autoddl.schedule` reads such files."""
+        """Return the schedule as CSV, a row per worker and a cell per task; :func:`autoddl.schedule` reads such files."""
         return grid.to_csv(self)
 
     def __repr__(self) -> str:
@@ -92,9 +99,10 @@ class Schedule(schedules.Schedule):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Timeline(timeline.Timeline):
-    """When each task of a schedule ran; ``makespan``, ``bubble_ratio`` (the mean over the workers) and ``bubble_ratios``.
+    """Start and end time of each task of a schedule.
 
-    ``print(timeline)`` draws it; in a notebook it is a picture.
+    ``makespan`` is the time of the whole schedule, ``bubble_ratios`` the idle fraction of each worker, and ``bubble_ratio`` their
+    mean.  ``print(timeline)`` draws the timeline as text; notebooks show it as a picture.
 
     >>> import autoddl
     >>> print(autoddl.schedule("1f1b", stages=2, micro_batches=2).simulate())
@@ -102,17 +110,17 @@ class Timeline(timeline.Timeline):
     worker 1  .  F0 B0 == F1 B1 == .  .
     """
 
-    def to_svg(self, path: Path | None = None) -> str:
-        """A picture, a row per worker; written to ``path`` where that is given."""
-        return _written(draw.to_svg(self), path)
+    def to_svg(self, path: FilePath | None = None) -> str:
+        """Return a picture with one row per worker, and write it to ``path`` if given."""
+        return write_if_path(draw.to_svg(self), path)
 
-    def to_trace(self, path: Path | None = None) -> str:
-        """JSON for chrome://tracing and Perfetto, the unit taken for seconds; written to ``path`` where that is given."""
-        return _written(draw.to_trace(self), path)
+    def to_trace(self, path: FilePath | None = None) -> str:
+        """Return JSON for chrome://tracing and Perfetto, with times as seconds, and write it to ``path`` if given."""
+        return write_if_path(draw.to_trace(self), path)
 
     @property
     def document(self) -> dict[str, Any]:
-        """The schedule and what the simulation shows, as JSON: what ``autoddl schedule --json`` prints."""
+        """The schedule and the results of its simulation, as ``autoddl schedule --json`` prints them."""
         return schedule_document(self)
 
     def __str__(self) -> str:
@@ -138,22 +146,22 @@ def schedule(
     activation_limit: float | None = None,
     **options: Any,
 ) -> Schedule:
-    """A validated pipeline schedule: of a family, or read from a CSV file.
+    """Generate a pipeline schedule of a family, or read one from a CSV file, and validate it.
 
     Args:
-        name: a family of :func:`autoddl.schedule_families`, such as ``1f1b``, ``chimera`` or ``zero-bubble``; or a ``FILE.csv``,
-            which says everything itself.
-        stages: the depth of the pipeline, which is its number of workers.
-        micro_batches: per worker and iteration; of asynchronous schedules per weight update.
-        iterations: 1 by default; 4 of asynchronous schedules, which settle only then.
-        width: devices of each worker: one number, or one for each.
-        recompute: recompute activations before each backward.
-        all_reduce: when gradients are reduced: ``none``, ``eager``, or ``eager-sync-opt``, the default.
-        activation_limit: the most micro-batches whose activations a worker may hold.
-        options: of the family, such as ``num_pipelines`` of chimera or ``policy`` of zero-bubble.
+        name: A family from :func:`autoddl.schedule_families`, such as ``1f1b``, ``chimera`` or ``zero-bubble``; or a CSV file,
+            which describes the whole schedule and needs no other argument.
+        stages: Depth of the pipeline, which is also its number of workers.
+        micro_batches: Micro-batches per worker and iteration; for asynchronous schedules, per weight update.
+        iterations: Number of iterations; by default 1, or 4 for asynchronous schedules, which reach their steady state only then.
+        width: Devices per worker: one number, or one number for each worker.
+        recompute: Recompute activations before each backward pass.
+        all_reduce: When gradients are reduced: ``none``, ``eager`` or ``eager-sync-opt`` (default).
+        activation_limit: Maximum number of micro-batches whose activations a worker may hold.
+        options: Options of the family, such as ``num_pipelines`` of ``chimera`` or ``policy`` of ``zero-bubble``.
 
     Raises:
-        UserError: the family is unknown, a number does not fit, or the file holds no valid schedule.
+        UserError: If the family is unknown, a number is out of range, or the file contains no valid schedule.
 
     >>> import autoddl
     >>> chimera = autoddl.schedule("chimera", stages=4, micro_batches=8)
@@ -165,16 +173,16 @@ def schedule(
     autoddl.pipelines.generators.draft.GeneratorError: schedule 'chimra' is unknown; did you mean 'chimera'? known are gpipe, ...
     """
     if name.endswith(".csv"):
-        found = grid.from_csv(read_text(name, "schedule"))
-        validate(found)
-        return Schedule(**_members(found))
-    for what, number in (("stages", stages), ("micro_batches", micro_batches)):
+        read = grid.from_csv(read_text(name, "schedule"))
+        validate(read)
+        return Schedule(**_fields_of(read))
+    for argument, number in (("stages", stages), ("micro_batches", micro_batches)):
         if number is None:
-            raise UserError(f"{what} is missing; give a whole number of at least 1")
+            raise UserError(f"{argument} is missing; give a whole number of at least 1")
     assert stages is not None and micro_batches is not None
     if all_reduce is not None:
         options["all_reduce"] = all_reduce
-    made = generate(
+    generated = generate(
         name,
         num_stages=stages,
         num_micro_batches=micro_batches,
@@ -184,11 +192,14 @@ def schedule(
         activation_limit=activation_limit,
         **options,
     )
-    return Schedule(**_members(made))
+    return Schedule(**_fields_of(generated))
 
 
 def schedule_families() -> tuple[ScheduleFamily, ...]:
-    """All families of schedules: name, summary, options, and whether their weights are up to date (``synchronous``).
+    """Return all families of schedules.
+
+    Each has a ``name``, a ``summary``, ``options``, and the flag ``synchronous``, which is False if the schedule computes with
+    weights of earlier updates.
 
     >>> import autoddl
     >>> [family.name for family in autoddl.schedule_families() if not family.synchronous]
@@ -198,30 +209,30 @@ def schedule_families() -> tuple[ScheduleFamily, ...]:
 
 
 def timeline_of(run: timeline.Timeline) -> Timeline:
-    """A timeline that shows itself."""
-    return Timeline(**_members(run))
+    """Return a `Timeline` of the library as one that can be printed and shown in notebooks."""
+    return Timeline(**_fields_of(run))
 
 
 def schedule_document(run: timeline.Timeline) -> dict[str, Any]:
-    """The schedule and what its simulation shows, as JSON."""
+    """Return a schedule and the results of its simulation as a JSON document."""
     from autoddl.pipelines import memory
     from autoddl.pipelines.communication import boundary_crossings
     from autoddl.pipelines.critical import critical_path
 
-    of = run.schedule
+    simulated = run.schedule
     path = critical_path(run)
-    facts: dict[str, Any] = {
+    document: dict[str, Any] = {
         "format": "autoddl-schedule",
         "version": 1,
-        "name": of.name,
-        "num_stages": of.num_stages,
-        "num_micro_batches": of.num_micro_batches,
-        "placement": [list(workers) for workers in of.placement],
-        "widths": list(of.widths),
-        "update_period": of.update_period,
-        "delays": list(of.delays),
-        "synchronous": of.is_synchronous,
-        "valid": True,  # whatever gets here has passed the validator
+        "name": simulated.name,
+        "num_stages": simulated.num_stages,
+        "num_micro_batches": simulated.num_micro_batches,
+        "placement": [list(workers) for workers in simulated.placement],
+        "widths": list(simulated.widths),
+        "update_period": simulated.update_period,
+        "delays": list(simulated.delays),
+        "synchronous": simulated.is_synchronous,
+        "valid": True,  # only validated schedules are simulated
         "makespan": run.makespan,
         "bubble_ratio": run.bubble_ratio,
         "bubble_ratios": list(run.bubble_ratios),
@@ -230,27 +241,21 @@ def schedule_document(run: timeline.Timeline) -> dict[str, Any]:
             "backward": path.backward,
             "tasks": [str(task) for task in path.tasks],
         },
-        "peak_activations": list(memory.peak_activations(of)),
-        "stashed_inputs": list(memory.peak_stashed_inputs(of)),
-        "weight_versions": list(memory.peak_weight_versions(of)),
-        "weight_copies": list(memory.peak_weight_copies(of)),
-        "boundary_crossings": [sum(both) for both in boundary_crossings(of)],
+        "peak_activations": list(memory.peak_activations(simulated)),
+        "stashed_inputs": list(memory.peak_stashed_inputs(simulated)),
+        "weight_versions": list(memory.peak_weight_versions(simulated)),
+        "weight_copies": list(memory.peak_weight_copies(simulated)),
+        "boundary_crossings": [sum(both) for both in boundary_crossings(simulated)],
     }
-    if not of.is_synchronous and of.num_updates >= 3:
-        settled = timeline.steady_state(run)
-        facts["steady_state"] = {"period": settled.period, "bubble_ratio": settled.bubble_ratio}
-    facts["workers"] = [[str(task) for task in tasks] for tasks in of.workers]
-    facts["starts"] = [starts.tolist() for starts in run.starts]
-    facts["ends"] = [ends.tolist() for ends in run.ends]
-    return facts
+    if not simulated.is_synchronous and simulated.num_updates >= 3:
+        steady = timeline.steady_state(run)
+        document["steady_state"] = {"period": steady.period, "bubble_ratio": steady.bubble_ratio}
+    document["workers"] = [[str(task) for task in tasks] for tasks in simulated.workers]
+    document["starts"] = [starts.tolist() for starts in run.starts]
+    document["ends"] = [ends.tolist() for ends in run.ends]
+    return document
 
 
-def _members(of: Any) -> dict[str, Any]:
-    """The fields of a dataclass, not copied."""
-    return {each.name: getattr(of, each.name) for each in fields(of)}
-
-
-def _written(text: str, path: Path | None) -> str:
-    if path is not None:
-        write_atomically(path, text)
-    return text
+def _fields_of(value: Any) -> dict[str, Any]:
+    """Return the fields of a dataclass by name, without copying their values."""
+    return {field.name: getattr(value, field.name) for field in fields(value)}
