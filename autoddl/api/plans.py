@@ -1,20 +1,20 @@
-"""The plan: what `plan` finds and `load` reads, with everything that can be asked of it."""
+"""The class `Plan`, which `plan` and `load` return: its figures, and methods to explain, export and verify it."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Union
+from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_SECONDS
-from autoddl.costmodel.writing import write_atomically
 
 from .. import planfile
 from ..explain import explain, view_of
 from . import display
 from .figures import PlannedLayer, PlannedStage, layers_of, stages_of
+from .files import FilePath, write_if_path
 from .results import Difference, Explanation, Verification
 
 if TYPE_CHECKING:
@@ -29,27 +29,25 @@ if TYPE_CHECKING:
 
 __all__ = ["Plan", "check_verification"]
 
-Path = Union[str, "os.PathLike[str]"]
-
-#: The forms of `Plan.export` by the suffix of the file; the others are asked for by name.
-_FORMS = {".py": "oneflow", ".json": "json", ".graphml": "graphml", ".dot": "dot", ".gv": "dot"}
+#: The default form of `Plan.export` for each suffix of the file.
+_FORM_OF_SUFFIX = {".py": "oneflow", ".json": "json", ".graphml": "graphml", ".dot": "dot", ".gv": "dot"}
 
 
 @dataclass(frozen=True, repr=False)
 class Plan(planfile.PlanFile):
-    """A plan: the strategy of every layer and, with a pipeline, the stages and their schedule; with its figures and its proof.
+    """A training plan: the strategy of every layer, the stages and schedule of a pipeline, predicted figures and the proof.
 
-    :func:`autoddl.plan` finds one, :func:`autoddl.load` reads one.  Seconds are per training step; bytes are those of the fullest
-    device.
+    :func:`autoddl.plan` and :func:`autoddl.load` return plans.  Times are seconds per training step; memory is that of the device
+    that needs the most.
 
     Attributes:
-        graph, cluster, workload: what it was made for.
-        strategies: of every layer, by name; over the devices of its stage.
-        document: the whole plan as a JSON document.
-        evaluation: the stages, their schedule and its simulation; a plan without a pipeline has one stage.
-        search: what the planner found, with the statistics of its search; None of a plan that was read from a file.
-        trust: how far the plan can be trusted on its calibrated cluster; None where that is not known.
-        where: where the plan was read from.
+        graph, cluster, workload: The model, the cluster and the training workload that the plan was made for.
+        strategies: Strategy of each layer by name, over the devices of the layer's stage.
+        document: The whole plan as a JSON document.
+        evaluation: The stages, their schedule and its simulation; a plan without a pipeline has one stage.
+        search: Result of the planner with statistics of the search; None if the plan was read from a file.
+        trust: Reliability of the prediction on a calibrated cluster; None if unknown.
+        where: Name of the plan in texts: the file that it was read from, or "the plan".
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -63,103 +61,103 @@ class Plan(planfile.PlanFile):
     trust: PlanTrust | None = field(default=None, compare=False)
     where: str = field(default="the plan", compare=False)
 
-    # ---- What it is
+    # ---- Figures
 
     @property
     def model(self) -> str:
-        """The model's name."""
+        """Name of the model."""
         return str(self.document["model"])
 
     @property
     def objective(self) -> str:
-        """What was minimised: ``step`` or ``communication``."""
+        """The time that was minimized: ``step`` or ``communication``."""
         return str(self.document["objective"])
 
     @property
     def status(self) -> str:
-        """How the search ended: ``optimal``, ``limit reached``, ``interrupted``; ``edited`` of a plan that was."""
+        """How the search ended: ``optimal``, ``limit reached`` or ``interrupted``; ``edited`` if the plan was edited."""
         return str(self.document["status"])
 
     @property
     def step_s(self) -> float:
-        """A training step [s]."""
+        """Predicted time of a training step, in seconds."""
         return float(self.document["step_s"])
 
     @property
     def compute_s(self) -> float:
-        """Local work in a step [s]; of a pipeline that of its busiest worker."""
+        """Computation time per step, in seconds; in a pipeline, that of the busiest worker."""
         return float(self.document["compute_s"])
 
     @property
     def communication_s(self) -> float:
-        """Communication in a step [s]; of a pipeline that of its busiest worker, as far as it is not hidden."""
+        """Communication time per step, in seconds; in a pipeline, that of the busiest worker without overlapped communication."""
         return float(self.document["communication_s"])
 
     @property
     def samples_per_s(self) -> float:
-        """Samples (sequences, images, rows) per second, of all devices together."""
+        """Throughput of all devices, in samples (sequences, images or rows) per second."""
         return self.view.rate
 
     @property
     def memory_bytes(self) -> float:
-        """What the fullest device holds."""
+        """Predicted peak memory of the device that needs the most, in bytes."""
         return float(self.document["memory_bytes"])
 
     @property
     def memory_limit_bytes(self) -> float:
-        """What the search allowed for each device."""
+        """Memory limit per device in the search, in bytes."""
         return float(self.document["memory_limit_bytes"])
 
     @property
     def sent_bytes(self) -> float:
-        """What a device sends in a step."""
+        """Bytes that one device sends per step."""
         return float(self.document["sent_bytes"])
 
     @property
     def optimal(self) -> bool:
-        """Whether the plan is proven to be the best of its space; False of a plan that was edited."""
+        """Whether the plan is proven optimal in its search space; False if the plan was edited."""
         return bool(self.document["optimal"])
 
     @property
     def lower_bound_s(self) -> float | None:
-        """No plan of the space costs less [s]; None of a plan that was edited."""
+        """Proven lower bound on the cost of every plan in the search space, in seconds; None if the plan was edited."""
         bound = self.document["lower_bound_s"]
         return None if bound is None else float(bound)
 
     @property
     def gap(self) -> float | None:
-        """How much better another plan could be at most, relative to this one; None of a plan that was edited."""
+        """Largest possible improvement over this plan, as a fraction of its cost; None if the plan was edited."""
         gap = self.document["gap"]
         return None if gap is None else float(gap)
 
     @property
     def notes(self) -> tuple[str, ...]:
-        """What the reader should know: of the model, the cluster and the search."""
+        """Notes on the model, the cluster and the search."""
         return tuple(self.document["notes"])
 
     @cached_property
     def layers(self) -> tuple[PlannedLayer, ...]:
-        """All layers, in order, with strategies, layouts and figures."""
+        """All layers in graph order, with strategies, layouts and figures."""
         return tuple(layers_of(self))
 
     @cached_property
     def stages(self) -> tuple[PlannedStage, ...]:
-        """The stages; one where there is no pipeline."""
+        """The stages; a plan without a pipeline has one stage."""
         return tuple(stages_of(self))
 
     @cached_property
     def timeline(self) -> Timeline | None:
-        """When each task of the pipeline's schedule runs [s], to be printed and drawn; None without a pipeline."""
+        """Simulated timeline of the pipeline's schedule, in seconds; None without a pipeline."""
         from .schedules import timeline_of
 
         return timeline_of(self.evaluation.timeline) if self.has_pipeline else None
 
     @cached_property
     def view(self) -> PlanView:
-        """The figures as `explain`, `diff` and `report` show them: time by resource, memory by kind, rivals."""
+        """The figures that `explain`, `diff` and `report` show: time by resource, memory by kind, and rivals."""
         return view_of(self, self.where)
 
-    # ---- Shown
+    # ---- Display
 
     def __repr__(self) -> str:
         return f"<Plan {display.one_line(self.view, self.num_stages)}>"
@@ -169,7 +167,7 @@ class Plan(planfile.PlanFile):
 
     @property
     def text(self) -> Text:
-        """The whole plan: what ``autoddl plan`` prints; of a plan that was read from a file its tables."""
+        """The text that ``autoddl plan`` prints; for a plan that was read from a file, its tables."""
         from ..text.plans import plan_text
 
         if self.search is not None:
@@ -180,10 +178,12 @@ class Plan(planfile.PlanFile):
         return display.html_of(display.summary_of(self.view, self.stages))
 
     def to_frame(self) -> pandas.DataFrame:
-        """The layers as a pandas DataFrame: a row for each, a column for each attribute of :attr:`layers`.
+        """Return the layers as a DataFrame, with a row per layer and a column per attribute of `PlannedLayer`.
+
+        Requires pandas.
 
         Raises:
-            MissingPackageError: pandas is not installed.
+            MissingPackageError: If pandas is not installed.
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -196,18 +196,21 @@ class Plan(planfile.PlanFile):
 
         return frame_of([layer.record() for layer in self.layers], PlannedLayer.columns(), "layers")
 
-    # ---- Explained
+    # ---- Explanation
 
     def explain(self, *, count: int = 3, layer: str | None = None, time_limit_s: float = 30.0) -> Explanation:
-        """What limits the plan, and for each choice its nearest alternatives with their regret.
+        """Explain what limits the step time, and list the nearest alternatives of each choice with their regret.
+
+        The regret of an alternative is the additional time of the best plan that contains it.
 
         Args:
-            count: alternatives for each choice.
-            layer: only the choices of this layer or group of layers, such as ``h.*.mlp.c_fc``.
-            time_limit_s: after it regrets are bounds.
+            count: Number of alternatives per choice.
+            layer: Name of a layer (``fc1``), or of a group of equal layers of a repeated block (``h.*.mlp.c_fc``), to explain only
+                its choices.
+            time_limit_s: Time limit of the search for alternatives, in seconds; later regrets are lower bounds.
 
         Raises:
-            UserError: there is no such layer, or a number is out of range.
+            UserError: If the layer does not exist, or a number is out of range.
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -220,15 +223,17 @@ class Plan(planfile.PlanFile):
         return Explanation(explain(self.view, count=count, layer=layer, time_limit_s=time_limit_s))
 
     def alternatives(self, layer: str, *, count: int = 3, time_limit_s: float = 30.0) -> tuple[Alternative, ...]:
-        """The nearest alternatives of a layer's strategy, each with its regret: how much longer the best plan with it takes.
+        """Return the nearest alternatives of a layer's strategy with their regret.
+
+        The regret of an alternative is the additional time of the best plan that contains it.
 
         Args:
-            layer: the name of a layer (``fc1``), or of equal layers of a repeated block (``h.*.mlp.c_fc``).
-            count: how many; of a pipeline so many for each group of equal stages.
-            time_limit_s: after it regrets are bounds.
+            layer: Name of a layer (``fc1``), or of a group of equal layers of a repeated block (``h.*.mlp.c_fc``).
+            count: Number of alternatives; in a pipeline, for each group of equal stages.
+            time_limit_s: Time limit of the search for alternatives, in seconds; later regrets are lower bounds.
 
         Raises:
-            UserError: there is no such layer, or a number is out of range.
+            UserError: If the layer does not exist, or a number is out of range.
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -241,7 +246,7 @@ class Plan(planfile.PlanFile):
         return tuple(alternative for choice in explained.choices for alternative in choice.alternatives)
 
     def diff(self, other: Plan) -> Difference:
-        """What differs between this plan and another one, which comes after it.
+        """Return the differences between this plan ("before") and another plan ("after").
 
         >>> import autoddl
         >>> plans = [autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=n, batch=64) for n in (1, 2)]
@@ -253,10 +258,10 @@ class Plan(planfile.PlanFile):
         names = (self.where, other.where) if self.where != other.where else ("before", "after")
         return Difference(compare(self.view, other.view), names)
 
-    # ---- Written
+    # ---- Files
 
-    def save(self, path: Path) -> None:
-        """Write the plan as a JSON document, atomically; :func:`autoddl.load` reads it.
+    def save(self, path: FilePath) -> None:
+        """Write the plan to a JSON file, atomically; :func:`autoddl.load` reads it.
 
         >>> import autoddl, os, tempfile
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -267,15 +272,13 @@ class Plan(planfile.PlanFile):
         """
         planfile.save_plan(path, self.document)
 
-    def report(self, path: Path | None = None, *, count: int = 2, time_limit_s: float = 20.0) -> str:
-        """The plan as one HTML page that needs no network; written to ``path`` where that is given.
+    def report(self, path: FilePath | None = None, *, count: int = 2, time_limit_s: float = 20.0) -> str:
+        """Return a report of the plan as one self-contained HTML page, and write it to ``path`` if given.
 
         Args:
-            count: alternatives for each choice; 0 for none.
-            time_limit_s: of the search for alternatives; after it regrets are bounds.
-
-        Returns:
-            The page.
+            path: Name of the HTML file; None writes no file.
+            count: Number of alternatives per choice; 0 for none.
+            time_limit_s: Time limit of the search for alternatives, in seconds; later regrets are lower bounds.
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -284,26 +287,24 @@ class Plan(planfile.PlanFile):
         """
         from ..report import report_page
 
-        page = report_page(self.explain(count=count, time_limit_s=time_limit_s).found)
-        if path is not None:
-            write_atomically(path, page)
-        return page
+        return write_if_path(report_page(self.explain(count=count, time_limit_s=time_limit_s).result), path)
 
-    def export(self, path: Path | None = None, *, form: str | None = None, model: str = "") -> str:
-        """The plan in another form; written to ``path`` where that is given.
+    def export(self, path: FilePath | None = None, *, form: str | None = None, model: str = "") -> str:
+        """Return the plan in another form, and write it to ``path`` if given.
 
         Args:
-            form: ``oneflow`` (a readable file that trains the model and needs nothing of AutoDDL), ``json``, ``graphml``, ``dot``
-                (the annotated layer graph) or ``chrome-trace`` (the predicted step).  By default what the file's suffix says:
-                ``.py``, ``.json``, ``.graphml``, ``.dot``.
-            model: ``FILE.py:FUNCTION`` that makes the plain model, for ``oneflow`` where it is none that is built in; where
-                OneFlow is installed it is compared with the plan's.
+            path: Name of the file; None writes no file.
+            form: ``oneflow`` (a Python file that trains the model with the plan and does not need AutoDDL), ``json`` (the
+                document of the plan, indented), ``graphml`` or ``dot`` (the layer graph with strategies), or ``chrome-trace``
+                (the predicted step).  By default the suffix of the file decides: ``.py``, ``.json``, ``.graphml`` or ``.dot``.
+            model: ``FILE.py:FUNCTION``, where FUNCTION returns the model and its example inputs.  The form ``oneflow`` needs it for
+                models that are not built in.  If OneFlow is installed, the model is compared with that of the plan.
 
         Returns:
             The text of the file.
 
         Raises:
-            UserError: the form is unknown, or the plan cannot be written so.
+            UserError: If the form is unknown, or the plan cannot be written in this form.
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -319,12 +320,9 @@ class Plan(planfile.PlanFile):
         form = _form_of(path) if form is None else form
         if form == "oneflow" and is_oneflow_model(model) and is_available():
             function_of_plan(self, model)
-        text = export(self, form, model=model)
-        if path is not None:
-            write_atomically(path, text)
-        return text
+        return write_if_path(export(self, form, model=model), path)
 
-    # ---- Run
+    # ---- Verification
 
     def verify(
         self,
@@ -337,21 +335,25 @@ class Plan(planfile.PlanFile):
         seed: int = 0,
         progress: Any = None,
     ) -> Verification:
-        """Run the plan on local CPU ranks, and compare it with one device and with its price; needs OneFlow.
+        """Run the plan on CPU ranks of this machine and check the result.  Requires OneFlow.
+
+        The check compares losses, gradients and parameters with a run on one device, and the bytes that the ranks send with the
+        prediction.
 
         Args:
-            ranks: by default as many as the plan has devices; of a pipeline fewer will do, without some of its inner stages.
-            model: ``FILE.py:FUNCTION`` that makes the model, where it is none that is built in.
-            tolerance: relative, of loss, gradients and parameters.
-            full_size: do not scale the model down to what the machine can run.
-            timeout_s: for everything.
-            seed: of initial values and data.
-            progress: a function that is told in a few words what is going on.
+            ranks: Number of ranks; by default the number of devices of the plan.  A pipeline can be verified with fewer ranks,
+                which leaves out some of its inner stages.
+            model: ``FILE.py:FUNCTION``, where FUNCTION returns the model and its example inputs, for models that are not built in.
+            tolerance: Relative tolerance of losses, gradients and parameters.
+            full_size: Do not scale the model down to a size that this machine can run.
+            timeout_s: Time limit of the whole verification, in seconds.
+            seed: Seed of initial values and data.
+            progress: A function that is called with a short description of each phase.
 
         Raises:
-            UserError: the plan is for another number of ranks, the model cannot be made, a number is out of range, or OneFlow is
-                not there.
-            RankError: a rank failed; it is named, and none is left.
+            UserError: If the number of ranks does not match the plan, the model cannot be built, a number is out of range, or
+                OneFlow is not installed.
+            RankError: If a rank failed.  The message names the rank; all ranks have ended.
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:64,128,64", cluster="local-cpu", devices_per_node=2, batch=16)
@@ -367,10 +369,10 @@ class Plan(planfile.PlanFile):
 
 
 def check_verification(tolerance: float, timeout_s: float, seed: int) -> None:
-    """Refuse arguments of `Plan.verify` that are out of range.
+    """Check the arguments of `Plan.verify`.
 
     Raises:
-        UserError: naming it.
+        UserError: If a number is out of range; the message names the argument.
     """
     for name, value in (("tolerance", tolerance), ("timeout", timeout_s)):
         if not 0 < value <= MAX_SECONDS:
@@ -379,14 +381,14 @@ def check_verification(tolerance: float, timeout_s: float, seed: int) -> None:
         raise UserError(f"seed is {seed}, should be 0 or more")
 
 
-def _form_of(path: Path | None) -> str:
-    """The form that a file's suffix stands for."""
+def _form_of(path: FilePath | None) -> str:
+    """Return the form that the suffix of a file stands for."""
     if path is None:
         raise UserError("export needs the path of a file, or a form")
     suffix = os.path.splitext(os.fspath(path))[1]
-    if suffix not in _FORMS:
-        known = ", ".join(_FORMS)
+    if suffix not in _FORM_OF_SUFFIX:
+        known = ", ".join(_FORM_OF_SUFFIX)
         raise UserError(
             f"{os.fspath(path)}: no form has the suffix {suffix!r}, should be one of {known}; or give the form"
         )
-    return _FORMS[suffix]
+    return _FORM_OF_SUFFIX[suffix]

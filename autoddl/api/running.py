@@ -1,4 +1,4 @@
-"""Running a script on all ranks of a plan."""
+"""Runs a script on all ranks of a plan."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict, Union
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.limits import MAX_RESTARTS, MAX_SECONDS
@@ -19,37 +19,38 @@ from ..launching.hosts import LOCALHOST, Host, Placement, parse_hosts, place, re
 from ..launching.job import Job
 from ..launching.running import describe, run_job
 from ..planfile import load_plan
+from .files import FilePath
 from .options import takes
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["check_limits", "demands_for", "launch", "make_job", "placements_for"]
-
-AnyPath = Union[str, "os.PathLike[str]"]
+__all__ = ["check_limits", "demands_for", "launch", "make_job", "placements_for", "write_line", "write_message"]
 
 
 class JobOptions(TypedDict, total=False):
-    """Of a job: its ranks, their hosts, and how long they may take.
+    """Options of a job: its ranks, their hosts and time limits.
 
     Attributes:
-        max_restarts: how often the job is started anew after failures.
-        environment: further variables of the ranks.
-        log_dir: of a file for each rank; ``autoddl-logs/TIME`` by default.
-        directory: where the ranks work.
-        force: launch even if the number of hosts, their devices or their memory differ from the plan's.
-        with_oneflow: False runs the script without checking or joining OneFlow.
-        python, ssh, master_address: of remote hosts: their Python, the command that reaches them, the address of rank 0's host.
-        stall_timeout_s: how long a rank waits for another one.
-        start_timeout_s: how long the start may take until all ranks have joined.
-        grace_s: how long ranks may take to end after Ctrl-C.
-        host_timeout_s: how long a host may give no sign of life.
+        max_restarts: Maximum number of restarts of the job after failures.
+        environment: Additional environment variables of the ranks.
+        log_dir: Folder of the log files, one per rank; by default ``autoddl-logs/TIME``.
+        directory: Working directory of the ranks.
+        force: Launch even if the number of hosts, their devices or their memory differ from those of the plan.
+        with_oneflow: If False, run the script without checking OneFlow and without joining the ranks in OneFlow.
+        python: Path of Python on remote hosts; by default the path of this Python.
+        ssh: Command that connects to remote hosts, with its options.
+        master_address: Address of the host of rank 0; by default the address at which ssh reached the host.
+        stall_timeout_s: Maximum time that a rank waits for another rank, in seconds.
+        start_timeout_s: Maximum time until all ranks have joined, in seconds.
+        grace_s: Time that ranks have to end after Ctrl-C, in seconds.
+        host_timeout_s: Maximum time without a sign of life from a host, in seconds.
     """
 
     max_restarts: int
     environment: Mapping[str, str] | None
-    log_dir: AnyPath | None
-    directory: AnyPath
+    log_dir: FilePath | None
+    directory: FilePath
     force: bool
     with_oneflow: bool
     python: str
@@ -62,55 +63,57 @@ class JobOptions(TypedDict, total=False):
 
 
 _JOB_DEFAULTS: Mapping[str, Any] = {
-    **{
-        "max_restarts": 0,
-        "directory": ".",
-        "force": False,
-        "with_oneflow": True,
-        "python": sys.executable,
-        "ssh": "ssh",
-    },
-    **{"stall_timeout_s": 60.0, "start_timeout_s": 180.0, "grace_s": 10.0, "host_timeout_s": DEFAULT_HOST_TIMEOUT_S},
+    "max_restarts": 0,
+    "directory": ".",
+    "force": False,
+    "with_oneflow": True,
+    "python": sys.executable,
+    "ssh": "ssh",
+    "stall_timeout_s": 60.0,
+    "start_timeout_s": 180.0,
+    "grace_s": 10.0,
+    "host_timeout_s": DEFAULT_HOST_TIMEOUT_S,
 }
 
 
 @takes(JobOptions, _JOB_DEFAULTS)
 def launch(
-    plan: AnyPath,
-    script: AnyPath,
+    plan: FilePath,
+    script: FilePath,
     arguments: Sequence[str] = (),
     *,
     hosts: Sequence[str] | None = None,
-    hostfile: AnyPath | None = None,
-    checkpoints: AnyPath | None = None,
+    hostfile: FilePath | None = None,
+    checkpoints: FilePath | None = None,
     edited: bool = False,
     dry_run: bool = False,
     show: Callable[[str], None] | None = None,
     **options: Unpack[JobOptions],
 ) -> str:
-    """Run a script on all ranks of a plan, here or over ssh, to its end; from the main thread, which Ctrl-C interrupts.
+    """Run a script on all ranks of a plan, on this machine or on other hosts over ssh, and wait until it ends.
 
-    The script finds its rank and its plan by :func:`autoddl.launched`.  The command ``autoddl launch`` also writes batch scripts
-    for Slurm, and joins a job that somebody else has started.
+    Call this function from the main thread, which receives Ctrl-C.  The script gets its rank and its plan from
+    :func:`autoddl.launched`.  The command ``autoddl launch`` can also submit a job to Slurm, and join a job that another launcher
+    has started.
 
     Args:
-        plan, script: files, on every host at the same place.
-        arguments: of the script.
-        hosts: one for each node of the plan, in its order; this machine by default.
-        hostfile: the same, a line ``host [slots=N]`` for each.
-        checkpoints: a folder, passed to the script, which resumes from what it finds there.
-        edited: take a plan also if it was edited.
-        dry_run: run nothing.
-        show: takes lines of ranks; by default they go to standard output.
+        plan, script: Paths of the plan file and of the script, the same on every host.
+        arguments: Command-line arguments of the script.
+        hosts: Host of each node, in the order of the plan's nodes; by default this machine.
+        hostfile: A file with one line ``host [slots=N]`` per node, instead of ``hosts``.
+        checkpoints: A folder that is passed to the script, which resumes from the latest checkpoint there.
+        edited: Accept a plan that was edited after planning.
+        dry_run: Describe the job without running it.
+        show: A function that is called with each line that a rank prints; by default the lines are printed.
         options: see `JobOptions`.
 
     Returns:
-        What was run, as text: ranks, hosts and commands.
+        A description of the job: its ranks, hosts and commands.
 
     Raises:
-        UserError: the plan, the script or a host is not what it should be.
-        RankError: a rank or a host failed once too often.
-        Interrupted: SIGINT, SIGTERM or SIGHUP came; all ranks have been ended.
+        UserError: If the plan, the script or a host is missing, malformed or does not fit the plan.
+        RankError: If a rank or a host failed more than ``max_restarts`` times.
+        Interrupted: If SIGINT, SIGTERM or SIGHUP was received; all ranks have ended.
 
     >>> import autoddl, os, tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -121,35 +124,45 @@ def launch(
     >>> text.split()[:2]
     ['2', 'ranks']
     """
-    asked: dict[str, Any] = dict(options)
-    force, host_timeout_s, environment = (asked.pop(name) for name in ("force", "host_timeout_s", "environment"))
-    waits = asked["stall_timeout_s"], asked["start_timeout_s"], asked["grace_s"], host_timeout_s
-    check_limits(asked["max_restarts"], checkpoints, *waits)
+    job_options: dict[str, Any] = dict(options)
+    force, host_timeout_s, environment = (job_options.pop(name) for name in ("force", "host_timeout_s", "environment"))
+    check_limits(
+        job_options["max_restarts"],
+        checkpoints,
+        stall_timeout_s=job_options["stall_timeout_s"],
+        start_timeout_s=job_options["start_timeout_s"],
+        grace_s=job_options["grace_s"],
+        host_timeout_s=host_timeout_s,
+    )
     demands = demands_for(plan, script, edited)
-    named = parse_hosts(",".join(hosts)) if hosts else read_hostfile(os.fspath(hostfile)) if hostfile else None
+    parsed_hosts = None
+    if hosts:
+        parsed_hosts = parse_hosts(",".join(hosts))
+    elif hostfile:
+        parsed_hosts = read_hostfile(os.fspath(hostfile))
     job = make_job(
         plan,
         script,
         demands,
-        placements_for(named, demands, force),
+        placements_for(parsed_hosts, demands, force),
         arguments=tuple(arguments),
         is_edited=edited,
         environment=dict(environment or {}),
         checkpoints=checkpoints,
         heartbeat=HeartbeatTimes(host_timeout_s),
         forced=force,
-        **asked,
+        **job_options,
     )
     if not dry_run:
-        run_job(job, show or _write_line, _say)
+        run_job(job, show or write_line, write_message)
     return describe(job)
 
 
-def demands_for(plan: AnyPath, script: AnyPath, edited: bool) -> Demands:
-    """What a plan demands of hosts, after a look at the script.
+def demands_for(plan: FilePath, script: FilePath, edited: bool) -> Demands:
+    """Check the script, and return what a plan demands of hosts: nodes, devices, memory and ranks.
 
     Raises:
-        UserError: the plan cannot be read, or the script is not there or does not fit.
+        UserError: If the plan cannot be read, or the script does not exist or does not fit the plan.
     """
     loaded = load_plan(plan, edited)
     demands = demands_of(loaded)
@@ -160,32 +173,32 @@ def demands_for(plan: AnyPath, script: AnyPath, edited: bool) -> Demands:
 
 
 def placements_for(hosts: Sequence[Host] | None, demands: Demands, force: bool) -> tuple[Placement, ...]:
-    """The ranks of each host, of this machine where none are given.
+    """Return the ranks of each host; without ``hosts``, all ranks are placed on this machine.
 
     Raises:
-        UserError: the hosts are not as many as the plan's nodes, or have not as many devices.
+        UserError: If the number of hosts or of their devices differs from that of the plan.
     """
-    named = [Host(LOCALHOST)] if hosts is None else list(hosts)
-    placements = place(named, demands.num_nodes, demands.devices_per_node, force=force)
+    used_hosts = [Host(LOCALHOST)] if hosts is None else list(hosts)
+    placements = place(used_hosts, demands.num_nodes, demands.devices_per_node, force=force)
     return tuple(renumbered(placements, demands.rank_on) if demands.devices else placements)
 
 
 def make_job(
-    plan: AnyPath,
-    script: AnyPath,
+    plan: FilePath,
+    script: FilePath,
     demands: Demands,
     placements: Sequence[Placement],
     *,
-    directory: AnyPath = ".",
-    log_dir: AnyPath | None = None,
-    checkpoints: AnyPath | None = None,
+    directory: FilePath = ".",
+    log_dir: FilePath | None = None,
+    checkpoints: FilePath | None = None,
     ssh: str = "ssh",
     **more: Any,
 ) -> Job:
-    """The job, with absolute paths; ``more`` are fields of :class:`autoddl.launching.job.Job`.
+    """Return the job, with absolute paths; ``more`` are further fields of :class:`autoddl.launching.job.Job`.
 
     Raises:
-        UserError: ``ssh`` is no command.
+        UserError: If ``ssh`` is not a command.
     """
     return Job(
         plan=Path(plan).absolute(),
@@ -195,23 +208,24 @@ def make_job(
         directory=Path(directory).absolute(),
         log_dir=Path(log_dir or _default_log_dir()).absolute(),
         checkpoints=Path(checkpoints).absolute() if checkpoints else None,
-        ssh=_words(ssh),
+        ssh=_command_words(ssh),
         **more,
     )
 
 
 def check_limits(
     max_restarts: int,
-    checkpoints: AnyPath | None,
+    checkpoints: FilePath | None,
+    *,
     stall_timeout_s: float,
     start_timeout_s: float,
     grace_s: float,
     host_timeout_s: float,
 ) -> None:
-    """Refuse numbers that are out of range, and a file in place of a folder.
+    """Check the time limits, the number of restarts and the folder of checkpoints.
 
     Raises:
-        UserError: naming it.
+        UserError: If a number is out of range, or ``checkpoints`` is a file; the message names the argument.
     """
     if not 0 <= max_restarts <= MAX_RESTARTS:
         raise UserError(f"max_restarts is {max_restarts}, should be from 0 to {MAX_RESTARTS}")
@@ -229,12 +243,12 @@ def check_limits(
 
 
 def _default_log_dir() -> str:
-    """A folder of its own for every job; the ranks of a job that Slurm starts find the same one."""
+    """Return a log folder that no other job uses, but that all ranks of a Slurm job share."""
     job = os.environ.get("SLURM_JOB_ID")
     return f"autoddl-logs/slurm-{job}" if job else time.strftime(f"autoddl-logs/%Y%m%d-%H%M%S-{os.getpid()}")
 
 
-def _words(ssh: str) -> tuple[str, ...]:
+def _command_words(ssh: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(ssh))
     except ValueError as error:
@@ -244,12 +258,14 @@ def _words(ssh: str) -> tuple[str, ...]:
     return words
 
 
-def _write_line(line: str) -> None:
-    # In one piece: ranks that joined share a terminal.
+def write_line(line: str) -> None:
+    """Write a line of a rank to standard output."""
+    # In one piece, unlike `print`: ranks that joined a job share a terminal.
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 
 
-def _say(text: str) -> None:
+def write_message(text: str) -> None:
+    """Write a message of the launcher to standard error, as one line."""
     sys.stderr.write(f"autoddl: {' '.join(text.split())}\n")
     sys.stderr.flush()
