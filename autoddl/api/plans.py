@@ -201,13 +201,14 @@ class Plan(planfile.PlanFile):
     def explain(self, *, count: int = 3, layer: str | None = None, time_limit_s: float = 30.0) -> Explanation:
         """Explain what limits the step time, and list the nearest alternatives of each choice with their regret.
 
-        The regret of an alternative is the additional time of the best plan that contains it.
+        The regret of an alternative is the additional time of a step if the alternative is used and all other layers of its stage
+        are chosen anew.  It is exact for a plan without a pipeline, and an upper bound for a pipeline.
 
         Args:
             count: Number of alternatives per choice.
             layer: Name of a layer (``fc1``), or of a group of equal layers of a repeated block (``h.*.mlp.c_fc``), to explain only
                 its choices.
-            time_limit_s: Time limit of the search for alternatives, in seconds; later regrets are lower bounds.
+            time_limit_s: Time limit of the search for alternatives, in seconds.  If it is reached, regrets may be intervals.
 
         Raises:
             UserError: If the layer does not exist, or a number is out of range.
@@ -225,12 +226,13 @@ class Plan(planfile.PlanFile):
     def alternatives(self, layer: str, *, count: int = 3, time_limit_s: float = 30.0) -> tuple[Alternative, ...]:
         """Return the nearest alternatives of a layer's strategy with their regret.
 
-        The regret of an alternative is the additional time of the best plan that contains it.
+        The regret of an alternative is the additional time of a step if the alternative is used and all other layers of its stage
+        are chosen anew.  It is exact for a plan without a pipeline, and an upper bound for a pipeline.
 
         Args:
             layer: Name of a layer (``fc1``), or of a group of equal layers of a repeated block (``h.*.mlp.c_fc``).
             count: Number of alternatives; in a pipeline, for each group of equal stages.
-            time_limit_s: Time limit of the search for alternatives, in seconds; later regrets are lower bounds.
+            time_limit_s: Time limit of the search for alternatives, in seconds.  If it is reached, regrets may be intervals.
 
         Raises:
             UserError: If the layer does not exist, or a number is out of range.
@@ -278,7 +280,7 @@ class Plan(planfile.PlanFile):
         Args:
             path: Name of the HTML file; None writes no file.
             count: Number of alternatives per choice; 0 for none.
-            time_limit_s: Time limit of the search for alternatives, in seconds; later regrets are lower bounds.
+            time_limit_s: Time limit of the search for alternatives, in seconds.  If it is reached, regrets may be intervals.
 
         >>> import autoddl
         >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)

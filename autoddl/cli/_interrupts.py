@@ -1,11 +1,10 @@
-"""Ctrl-C while a command starts, works and ends.
+"""Handles Ctrl-C while a command starts, works and ends.
 
-**Start and end.**  While modules are imported and arguments read, and while Python ends, Ctrl-C takes effect at once: there is
-nothing to be put in order then.
+**Start and end.**  While Python imports modules, parses arguments or exits, Ctrl-C ends the process at once: no cleanup is needed.
 
-**Work.**  While the command works Ctrl-C is a KeyboardInterrupt, or whatever the command makes of it.  Two kinds of places lose a
-KeyboardInterrupt: destructors and callbacks, where Python drops it, and imports, where libraries catch it (numpy makes an
-ImportError of it).  There it is held back, and comes a moment later.
+**Work.**  While the command works, Ctrl-C raises KeyboardInterrupt, unless the command installs a handler of its own.  A
+KeyboardInterrupt is lost in destructors and callbacks, where Python ignores exceptions, and during imports, where libraries catch
+it (numpy raises ImportError instead).  In these places the interrupt is delayed: a timer sends SIGINT again a moment later.
 """
 
 from __future__ import annotations
@@ -23,24 +22,26 @@ from typing import Any
 __all__ = ["Interrupts"]
 
 _EXIT_CODE = 128 + signal.SIGINT
+#: Time until a delayed interrupt is sent again [s].
 _DELAY_S = 0.05
-_LONGEST_IMPORT_S = 60.0  # one that takes longer is a user's file that computes, which can be interrupted
+#: Maximum time that an import delays an interrupt [s]: a longer import is a user's file that computes, which can be interrupted.
+_MAX_IMPORT_S = 60.0
 
 
 class Interrupts:
-    """Takes Ctrl-C from now on, in the main thread of a process that is there for one command."""
+    """Handles SIGINT in the main thread of a process that runs a single command."""
 
     def __init__(self) -> None:
-        self._held_back_since: float | None = None
-        self._timer: threading.Timer | None = None  # of the interrupt that is held back now
-        self._comes_again = False
+        self._delayed_since: float | None = None  # time of the first interrupt that is being delayed
+        self._timer: threading.Timer | None = None  # sends the delayed interrupt again
+        self._is_sent_again = False  # whether the next SIGINT is the delayed one, not a new Ctrl-C
         self._has_worked = False
         self._lock = threading.Lock()
         signal.signal(signal.SIGINT, _leave)
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Within it the command works."""
+        """Return a context in which the command works: Ctrl-C raises KeyboardInterrupt."""
         signal.signal(signal.SIGINT, self._interrupt)
         sys.unraisablehook = self._on_unraisable
         try:
@@ -49,40 +50,39 @@ class Interrupts:
             signal.signal(signal.SIGINT, _leave)
             with self._lock:
                 self._has_worked = True
-            if self._timer is not None:  # the command ended before it came again
+            if self._timer is not None:  # the command ended before the delayed interrupt was sent again
                 raise KeyboardInterrupt
 
     def end(self, code: int) -> None:
-        """The command has ended with that exit code; what is left is Python's own end."""
-        if code == _EXIT_CODE:  # that it was interrupted has been said
+        """Prepare for the exit of Python after the command has ended with an exit code."""
+        if code == _EXIT_CODE:  # the interrupt was reported already
             signal.signal(signal.SIGINT, lambda number, frame: os._exit(_EXIT_CODE))
 
     def _interrupt(self, number: int, frame: FrameType | None) -> None:
-        is_users, self._comes_again = not self._comes_again, False
-        since = self._held_back_since
-        if since is not None and (is_users or time.monotonic() - since > _LONGEST_IMPORT_S):  # a second Ctrl-C
-            self._forget()
+        is_new, self._is_sent_again = not self._is_sent_again, False
+        since = self._delayed_since
+        is_second = since is not None and is_new
+        is_overdue = since is not None and time.monotonic() - since > _MAX_IMPORT_S
+        if is_second or is_overdue or not _is_importing(frame):
+            self._cancel_delayed()
             raise KeyboardInterrupt
-        if not _is_importing(frame):
-            self._forget()
-            raise KeyboardInterrupt
-        self._hold_back()
+        self._delay()
 
     def _on_unraisable(self, unraisable: Any) -> None:
         if issubclass(unraisable.exc_type, KeyboardInterrupt):
-            self._hold_back()
+            self._delay()
         else:
             sys.__unraisablehook__(unraisable)
 
-    def _hold_back(self) -> None:
-        if self._held_back_since is None:
-            self._held_back_since = time.monotonic()
+    def _delay(self) -> None:
+        if self._delayed_since is None:
+            self._delayed_since = time.monotonic()
         self._timer = threading.Timer(_DELAY_S, self._send_again)
         self._timer.daemon = True
         self._timer.start()
 
-    def _forget(self) -> None:
-        self._held_back_since = None
+    def _cancel_delayed(self) -> None:
+        self._delayed_since = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -92,14 +92,14 @@ class Interrupts:
             if self._has_worked:
                 return
             if signal.getsignal(signal.SIGINT) == self._interrupt:
-                self._comes_again = True
-            else:  # the command's own handler takes it
+                self._is_sent_again = True
+            else:  # the command has its own handler
                 self._timer = None
             os.kill(os.getpid(), signal.SIGINT)
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """One line, and away, whatever is being imported or ended."""
+    """Report the interrupt in one line and exit at once."""
     with contextlib.suppress(OSError):
         os.write(2, b"autoddl: interrupted\n")
     os._exit(_EXIT_CODE)

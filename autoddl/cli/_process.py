@@ -1,10 +1,10 @@
-"""The process of a command: its standard streams. (Ctrl-C: see `_interrupts`.)
+"""Runs a command as a process: replaces the standard streams, and handles Ctrl-C with :mod:`._interrupts`.
 
-**Standard output** has one writer, whatever Python made of it.  It writes all of what it is given, also where a single write takes
-a part only (an unbuffered stream on a disk that fills up), and it remembers what could not be written: then the exit code is never
-0.  Characters that the terminal's encoding lacks are written as escapes.
+**Standard output** is written by one class, whatever stream Python opened.  All data is written, even if a single write accepts
+only a part of it (an unbuffered stream on a disk that fills up).  A failed write is remembered, so that the exit code is not 0.
+Characters that the encoding of the terminal lacks are written as escapes.
 
-**Standard error** cannot fail: a message that nobody can read is no reason to end otherwise.
+**Standard error** ignores failed writes: a message that cannot be written does not change the exit code.
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from ._interrupts import Interrupts
 
 __all__ = ["run"]
 
-#: What PYTHONIOENCODING may ask for; the others raise where a character is missing.
-_FORGIVING = ("backslashreplace", "replace", "ignore", "namereplace", "xmlcharrefreplace")
+#: Error handlers that PYTHONIOENCODING may set; all others raise an exception if the encoding lacks a character.
+_SAFE_ERROR_HANDLERS = ("backslashreplace", "replace", "ignore", "namereplace", "xmlcharrefreplace")
 
 
 class UnwritableOutputError(UserError):
-    """Standard output is closed, or its disk is full."""
+    """Standard output cannot be written: it is closed, or its disk is full."""
 
 
 class ReaderGoneError(BrokenPipeError):
-    """Who read standard output has gone (a pager, head). There is nothing to be said about that."""
+    """The reader of standard output (a pager, ``head``) has closed the pipe.  This is not reported."""
 
     exit_code = 128 + signal.SIGPIPE
 
 
 def run() -> int:
-    """Run the command of ``sys.argv``; the exit code."""
-    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:  # ignored, as in the background of a shell
+    """Run the command in ``sys.argv`` and return its exit code."""
+    if (
+        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):  # SIGINT is ignored, as in the background of a shell
         return _run(contextlib.nullcontext)
     interrupts = Interrupts()
     code = _run(interrupts.working)
@@ -50,13 +52,13 @@ def run() -> int:
 
 def _run(working: Callable[[], contextlib.AbstractContextManager[object]]) -> int:
     output = _Output(is_closed=sys.stdout is None)
-    _fill_standard_files()
-    sys.stdout = _text(output, sys.stdout)
-    sys.stderr = _text(_Messages(), sys.stderr)
+    _open_closed_streams()
+    sys.stdout = _text_stream(output, sys.stdout)
+    sys.stderr = _text_stream(_Messages(), sys.stderr)
     from . import _running
 
     code = _running.run_command(sys.argv[1:], working)
-    if output.failure is not None and code == 0:  # somebody took the error for one of theirs
+    if output.failure is not None and code == 0:  # the command caught the error
         code = _running.report(output.failure)
     return code
 
@@ -64,26 +66,26 @@ def _run(working: Callable[[], contextlib.AbstractContextManager[object]]) -> in
 # ---- Standard streams ------------------------------------------------------------------------------------------------
 
 
-class _Standard(io.RawIOBase):
-    """One of the standard files, to be written to; it is never closed."""
+class _StandardStream(io.RawIOBase):
+    """Base class of the two standard streams for output.  They are never closed."""
 
     number: int
 
     def writable(self) -> bool:
-        """It is."""
+        """Return True."""
         return True
 
     def fileno(self) -> int:
-        """Its number."""
+        """Return the number of the file descriptor."""
         return self.number
 
     def isatty(self) -> bool:
-        """Whether it is a terminal."""
+        """Return whether the stream is a terminal."""
         return os.isatty(self.number)
 
 
-class _Output(_Standard):
-    """Standard output: fails once, and then takes everything without a word, so that nothing fails again when Python ends."""
+class _Output(_StandardStream):
+    """Standard output.  After one failed write it discards all data, so that nothing fails again when Python exits."""
 
     number = 1
 
@@ -92,7 +94,7 @@ class _Output(_Standard):
         self.failure: Exception | None = None
 
     def write(self, data: Any) -> int:
-        """Write some of the data; the buffer in front of this writes the rest."""
+        """Write a part of the data; the buffer that calls this method writes the rest."""
         if self.failure is not None:
             return len(data)
         try:
@@ -109,17 +111,17 @@ class _Output(_Standard):
         while True:
             try:
                 return os.write(1, data)
-            except BlockingIOError:  # another program has set the terminal so
+            except BlockingIOError:  # another program made the terminal non-blocking
                 select.select([], [1], [])
 
 
-class _Messages(_Standard):
-    """Standard error: takes everything, and writes what can be written."""
+class _Messages(_StandardStream):
+    """Standard error.  Failed writes are ignored."""
 
     number = 2
 
     def write(self, data: Any) -> int:
-        """Write the data where that is possible."""
+        """Write the data, if possible."""
         with contextlib.suppress(OSError):
             rest = memoryview(data)
             while rest:
@@ -127,20 +129,20 @@ class _Messages(_Standard):
         return len(data)
 
 
-def _fill_standard_files() -> None:
-    """Open what is closed among the standard files: else the next file that is opened takes its number, and its output."""
+def _open_closed_streams() -> None:
+    """Open /dev/null in place of closed standard streams; otherwise the next file that is opened would receive their output."""
     while (handle := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(handle, True)
     os.close(handle)
 
 
-def _text(raw: _Standard, before: TextIO | None) -> TextIO:
-    """A text stream in place of Python's own, in its encoding."""
-    at_once = raw.number == 2 or raw.isatty() or bool(getattr(before, "write_through", False))
-    errors = getattr(before, "errors", None)
+def _text_stream(raw: _StandardStream, original: TextIO | None) -> TextIO:
+    """Return a text stream that replaces one of Python's streams, with the same encoding."""
+    is_line_buffered = raw.number == 2 or raw.isatty() or bool(getattr(original, "write_through", False))
+    errors = getattr(original, "errors", None)
     return io.TextIOWrapper(
         io.BufferedWriter(raw),
-        encoding=getattr(before, "encoding", None) or "utf-8",
-        errors=errors if errors in _FORGIVING else "backslashreplace",
-        line_buffering=at_once,
+        encoding=getattr(original, "encoding", None) or "utf-8",
+        errors=errors if errors in _SAFE_ERROR_HANDLERS else "backslashreplace",
+        line_buffering=is_line_buffered,
     )

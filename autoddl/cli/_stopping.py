@@ -1,4 +1,4 @@
-"""Ctrl-C while a command searches: the first one asks for the best answer until now, the second one ends the command at once."""
+"""Handles Ctrl-C during a search: the first one requests the best result so far, the second one ends the command at once."""
 
 from __future__ import annotations
 
@@ -13,65 +13,67 @@ from typing import Any
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.stopping import Stop, StopRequestedError
 
-__all__ = ["Interruptible", "interruptible"]
+__all__ = ["SearchInterrupt", "interruptible"]
 
-#: What asks for the end: Ctrl-C, a scheduler, a terminal that is closed.
+#: Signals that request a stop: Ctrl-C, the signal of a scheduler, a closed terminal.
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
-class Interruptible:
-    """A search's stop, and what the command says and returns when a signal has requested it.
+class SearchInterrupt:
+    """The stop of a search that signals can request.
 
     Attributes:
-        stop: to be passed to the search.
-        number: the signal's; 0 where there was none.
+        stop: The stop, for the search.
+        signal_number: Number of the signal that requested the stop; 0 if none did.
     """
 
     def __init__(self) -> None:
         self.stop = Stop()
-        self.number = 0
+        self.signal_number = 0
 
-    def exit_code(self, answer: str) -> int:
-        """0, or 128 + the signal's number, and then a line on stderr that says what the ``answer`` is worth."""
-        if self.number:
-            print(f"autoddl: interrupted; {answer}", file=sys.stderr)
-        return 128 + self.number if self.number else 0
+    def exit_code(self, note: str) -> int:
+        """Return the exit code: 0, or 128 + the number of the signal.  After a signal, print ``note`` on the result to stderr."""
+        if not self.signal_number:
+            return 0
+        print(f"autoddl: interrupted; {note}", file=sys.stderr)
+        return 128 + self.signal_number
 
 
 @contextlib.contextmanager
-def interruptible(answer: str = "a plan") -> Iterator[Interruptible]:
-    """While entered, the first signal requests the stop, and gives the signals back: the next one does what it always does.
+def interruptible() -> Iterator[SearchInterrupt]:
+    """Return a context in which the first signal requests the stop of a search.
 
-    Where the search has no answer yet when it is stopped, one line says so, and the command ends with 128 + the signal's number.
+    The first signal also restores the previous handlers, so that a second signal has its usual effect.
 
     Raises:
-        SystemExit: then.
+        SystemExit: If the stop was requested before the search found a plan.  One line on stderr says so, and the exit code is 128
+            + the number of the signal.
     """
-    asked = Interruptible()
-    before: dict[int, Any] = {}
+    interrupt = SearchInterrupt()
+    previous_handlers: dict[int, Any] = {}
 
-    def give_back() -> None:
-        while before:
-            number, handler = before.popitem()
+    def restore_handlers() -> None:
+        while previous_handlers:
+            number, handler = previous_handlers.popitem()
             signal.signal(number, handler)
 
-    def request(number: int, frame: FrameType | None) -> None:
-        asked.number = number
-        asked.stop.request()
-        give_back()
+    def request_stop(number: int, frame: FrameType | None) -> None:
+        interrupt.signal_number = number
+        interrupt.stop.request()
+        restore_handlers()
 
-    # Python handles signals in its main thread alone; a signal that is ignored (as nohup has it) stays so.
+    # Python handles signals in its main thread only.  Signals that are ignored (as under nohup) stay ignored.
     if threading.current_thread() is threading.main_thread():
         for number in _SIGNALS:
             handler = signal.getsignal(number)
             if handler not in (signal.SIG_IGN, None):
-                before[number] = signal.signal(number, request)
+                previous_handlers[number] = signal.signal(number, request_stop)
     try:
-        yield asked
+        yield interrupt
     except (StopRequestedError, UserError):
-        if not asked.number:
+        if not interrupt.signal_number:
             raise
-        print(f"autoddl: interrupted before {answer} was found", file=sys.stderr)
-        raise SystemExit(128 + asked.number) from None
+        print("autoddl: interrupted before a plan was found", file=sys.stderr)
+        raise SystemExit(128 + interrupt.signal_number) from None
     finally:
-        give_back()
+        restore_handlers()
