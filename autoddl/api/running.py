@@ -260,7 +260,7 @@ def _command_words(ssh: str) -> tuple[str, ...]:
 
 def write_line(line: str) -> None:
     """Write a line of a rank to standard output."""
-    # In one piece, unlike `print`: ranks that joined a job share a terminal.
+    # In one write: ranks that joined a job share a terminal, and `print` may write the end of the line separately.
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
 

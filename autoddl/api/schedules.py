@@ -63,7 +63,7 @@ class Schedule(schedules.Schedule):
             transfer: Transfer of one micro-batch over a boundary.
             transfer_latency: Latency that is added to every transfer.
             overlap_transfers: Whether workers compute while they send.
-            all_reduce_overlaps_compute: Whether workers compute while gradients are reduced.
+            all_reduce_overlaps_compute: Whether all-reduces progress while workers compute; otherwise only while they are idle.
 
         Raises:
             UserError: If a time is negative or not finite, or a sequence has the wrong length.

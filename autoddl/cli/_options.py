@@ -1,136 +1,205 @@
-"""Options that several commands have, and texts of the library with its arguments named as options of the command line.
+"""Options and output that several commands share, and the names of arguments in messages.
 
-The library names its arguments as Python does: ``pipeline='auto'``, ``allow_stale=True``, ``time_limit_s``.  What the command line
-prints goes through one place each: errors through `in_options` (:mod:`._running`), tables and texts through `fitted`, which leaves
-names without a value as they are.
+The library names arguments as Python does: ``pipeline='auto'``, ``allow_stale=True``, ``time_limit_s``.  The command line replaces
+these names by its options: in errors by `in_options` (called in :mod:`._running`), and in tables and texts by `fitted`, which
+replaces only names with a value.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import math
 import re
 import shutil
 import sys
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from autoddl.costmodel.errors import quote
 from autoddl.costmodel.limits import MAX_DIGITS, MAX_OPTION
 from autoddl.costmodel.reading import is_whole, parse_figure
 
 if TYPE_CHECKING:
+    from ..api.results import Result
     from ..text.tables import Text
 
-__all__ = ["add_edited", "add_wide", "in_options", "number_option", "show", "terminal_width", "whole_option"]
+__all__ = [
+    "add_edited",
+    "add_family_options",
+    "add_json",
+    "add_memory_limit",
+    "add_plan",
+    "add_quiet",
+    "add_wide",
+    "fitted",
+    "in_options",
+    "memory_limit_bytes",
+    "number_option",
+    "print_document",
+    "print_result",
+    "show",
+    "terminal_width",
+    "whole_numbers_option",
+    "whole_option",
+]
 
-#: Arguments of functions that options are named after.
-_ARGUMENTS = (
-    *(
-        "activation_limit",
-        "all_reduce",
-        "checkpoints",
-        "concatenation",
-        "grace",
-        "groups",
-        "host_timeout",
-        "iterations",
-    ),
-    *(
-        "every",
-        "max_in_flight",
-        "max_restarts",
-        "micro_batches",
-        "policy",
-        "profile_batch",
-        "seed",
-        "ssh",
-        "stages",
-        "steps",
-    ),
-    *("stall_timeout", "start_timeout", "timeout", "tolerance", "warm_up", "width", "widths"),
+#: Arguments of functions whose option has the same name, with dashes.
+_SAME_NAME = (
+    "activation_limit",
+    "all_reduce",
+    "checkpoints",
+    "concatenation",
+    "every",
+    "grace",
+    "groups",
+    "host_timeout",
+    "iterations",
+    "max_in_flight",
+    "max_restarts",
+    "micro_batches",
+    "policy",
+    "profile_batch",
+    "seed",
+    "ssh",
+    "stages",
+    "stall_timeout",
+    "start_timeout",
+    "steps",
+    "timeout",
+    "tolerance",
+    "warm_up",
+    "width",
+    "widths",
 )
-_OPTIONS = {
-    **{name: f"--{name.replace('_', '-')}" for name in _ARGUMENTS},
+#: The option of each argument that is replaced even without a value.
+_OPTION_OF_NAME = {
+    **{name: f"--{name.replace('_', '-')}" for name in _SAME_NAME},
     "num_stages": "--stages",
     "num_micro_batches": "--micro-batches",
     "num_pipelines": "--pipelines",
     "micro_batch_rows": "--micro-batch",
 }
-#: Options that have another name, or another value, than the argument that they give.
-_RENAMED = {"form": "--to", "directory": "--chdir", "num_pipelines": "--pipelines"}
-_ASSIGNED = (
-    *_OPTIONS,
-    *_RENAMED,
-    *(
-        "allow_stale",
-        "devices_per_node",
-        "edited",
-        "heads",
-        "log_dir",
-        "master_address",
-        "memory_limit_bytes",
-        "method",
-    ),
-    *("micro_batch", "model", "nodes", "objective", "pipeline", "python", "ranks", "recompute", "schedule", "sequence"),
-    *("sizes", "summa", "text", "untied"),
-)
-_VALUES = {
+#: Options of ``name=value`` whose name differs from that of the argument.
+_OTHER_NAME = {"form": "--to", "directory": "--chdir", "num_pipelines": "--pipelines"}
+#: Options of ``name=value`` whose value differs from that of the argument.
+_OTHER_VALUE = {
     "objective='communication'": "--communication-only",
     "recompute=False": "--recompute never",
     "recompute=True": "--recompute always",
 }
-#: An argument with its value, and one that needs none.
-_GIVEN = re.compile(rf"(?<![\w'./-])(?:({'|'.join(_ASSIGNED)})=('[^']*'|[\w.,:/+-]*\w)|time_limit_s\b)")
-_NAMES = "|".join(_OPTIONS)
-_UNMISTAKABLE = "|".join(name for name in _OPTIONS if "_" in name)
-#: Names that are no words wherever they are; those that are where they begin a message, or are listed as options.
-_ARGUMENT = re.compile(
-    rf"(?<!['\w./-])(?:{_UNMISTAKABLE})(?![\w'/]|\.\w)|^(?:{_NAMES})(?= (?:\S+ )?(?:is|has|cannot) )"
+#: Arguments that are replaced in the form ``name=value``.
+_ASSIGNABLE = (
+    *_OPTION_OF_NAME,
+    *_OTHER_NAME,
+    "allow_stale",
+    "devices_per_node",
+    "edited",
+    "heads",
+    "log_dir",
+    "master_address",
+    "memory_limit_bytes",
+    "method",
+    "micro_batch",
+    "model",
+    "nodes",
+    "objective",
+    "pipeline",
+    "python",
+    "ranks",
+    "recompute",
+    "schedule",
+    "sequence",
+    "sizes",
+    "summa",
+    "text",
+    "untied",
 )
-_LISTED = re.compile(rf"(?<= has no option )(?:{_NAMES})(?=; )|(?<=; it has )(?:{_NAMES})(?:, (?:{_NAMES}))*$")
+#: ``name=value``, and ``time_limit_s`` with or without a value.
+_ASSIGNMENT = re.compile(rf"(?<![\w'./-])(?:({'|'.join(_ASSIGNABLE)})=('[^']*'|[\w.,:/+-]*\w)|time_limit_s\b)")
+_NAMES = "|".join(_OPTION_OF_NAME)
+_NAMES_WITH_UNDERSCORE = "|".join(name for name in _OPTION_OF_NAME if "_" in name)
+#: Names with an underscore anywhere, since these are no English words; other names only at the beginning, before "is" or the like.
+_NAME = re.compile(
+    rf"(?<!['\w./-])(?:{_NAMES_WITH_UNDERSCORE})(?![\w'/]|\.\w)|^(?:{_NAMES})(?= (?:\S+ )?(?:is|has|cannot) )"
+)
+#: Names in the error of a schedule family that lacks an option, which lists the options that the family has.
+_LISTED_NAMES = re.compile(rf"(?<= has no option )(?:{_NAMES})(?=; )|(?<=; it has )(?:{_NAMES})(?:, (?:{_NAMES}))*$")
+
+
+# ---- Options that several commands share ---------------------------------------------------------------------------------
+
+
+def add_plan(parser: argparse.ArgumentParser, name: str = "plan", metavar: str = "PLAN.json") -> None:
+    """Add the argument that names a plan file."""
+    parser.add_argument(name, metavar=metavar, help="a plan file, written by `autoddl plan -o`")
 
 
 def add_edited(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--edited``, of all commands that read plans."""
+    """Add the option ``--edited`` of commands that read plans."""
     parser.add_argument(
         "--edited",
         action="store_true",
-        help="take a plan also if it was edited: compute its figures anew, and drop what was claimed of it (optimality, bounds, "
-        "baselines, trust)",
+        help="accept a plan that was edited after planning: compute its figures anew, and drop the claims of the search "
+        "(optimality, bounds, baselines, trust)",
     )
 
 
 def add_wide(parser: argparse.ArgumentParser) -> None:
-    """Add the option ``--wide``, of all commands that print tables."""
+    """Add the option ``--wide`` of commands that print tables."""
     parser.add_argument(
         "--wide",
         action="store_true",
-        help="print all columns of tables, however wide the terminal is (as into files and pipes)",
+        help="print all columns of tables, even if they are wider than the terminal (always done for files and pipes)",
     )
 
 
-def terminal_width(arguments: argparse.Namespace) -> int | None:
-    """The columns that lines have to fit into; None where standard output is no terminal, or with ``--wide``."""
-    if arguments.wide or not sys.stdout.isatty():
-        return None
-    return shutil.get_terminal_size().columns or 80  # a terminal may not know its size
+def add_json(parser: argparse.ArgumentParser, help: str = "print one JSON document instead of text") -> None:
+    """Add the option ``--json``."""
+    parser.add_argument("--json", action="store_true", help=help)
 
 
-def show(text: Text, arguments: argparse.Namespace, *more: str) -> None:
-    """Print a text as wide as it may be, and ``more`` lines."""
-    print("\n".join([fitted(text, terminal_width(arguments)), *more]))
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    """Add the option ``--quiet`` of commands that take long."""
+    parser.add_argument("--quiet", action="store_true", help="show no progress on stderr")
 
 
-def fitted(text: Text, width: int | None) -> str:
-    """A text with no line longer than ``width``, as the command line says it."""
-    return text.replaced(lambda line: _GIVEN.sub(_option, line)).fitted(width, "--wide shows all")
+def add_memory_limit(parser: argparse._ActionsContainer, default: str) -> None:
+    """Add the option ``--memory-limit``; `memory_limit_bytes` converts its value."""
+    parser.add_argument(
+        "--memory-limit", type=float, metavar="GIB", help=f"memory limit per device, in GiB (default: {default})"
+    )
+
+
+def memory_limit_bytes(arguments: argparse.Namespace) -> float | None:
+    """Return the memory limit per device in bytes; None if the option is not given."""
+    return None if arguments.memory_limit is None else arguments.memory_limit * 2**30
+
+
+def add_family_options(parser: argparse._ActionsContainer) -> None:
+    """Add the options of schedule families that `autoddl schedule` and `autoddl train` share."""
+    parser.add_argument(
+        "--pipelines",
+        dest="num_pipelines",
+        type=int,
+        metavar="P",
+        help="chimera: number of pipelines over both directions, an even number (default: 2)",
+    )
+    parser.add_argument("--concatenation", metavar="HOW", help="chimera: direct, doubling or halving")
+    parser.add_argument("--policy", metavar="POLICY", help="1f1b: A or B; zero-bubble: H1 or H2")
+    parser.add_argument(
+        "--groups", type=int, metavar="G", help="grouped and interleaved schedules: number of stages per worker"
+    )
+
+
+# ---- Types of options ------------------------------------------------------------------------------------------------------
 
 
 def whole_option(text: str) -> int:
-    """The type of options that are whole numbers: stricter than ``int`` (:mod:`autoddl.costmodel.reading`).
+    """Parse an option that is a whole number, more strictly than ``int`` (:mod:`autoddl.costmodel.reading`).
 
     Raises:
-        argparse.ArgumentTypeError: the text is none.
+        argparse.ArgumentTypeError: If the text is not a whole number.
     """
     word = text.strip()
     digits = word[1:] if word[:1] in ("-", "+") else word
@@ -139,11 +208,20 @@ def whole_option(text: str) -> int:
     return -int(digits) if word.startswith("-") else int(digits)
 
 
-def number_option(text: str) -> float:
-    """The type of options that are numbers: finite ones.
+def whole_numbers_option(text: str) -> list[int]:
+    """Parse an option that is a list of whole numbers, separated by commas.
 
     Raises:
-        argparse.ArgumentTypeError: the text is none.
+        argparse.ArgumentTypeError: If a word is not a whole number.
+    """
+    return [whole_option(word) for word in text.split(",")]
+
+
+def number_option(text: str) -> float:
+    """Parse an option that is a finite number.
+
+    Raises:
+        argparse.ArgumentTypeError: If the text is not a number, or the number is too large.
     """
     value = parse_figure(text)
     if not abs(value) <= MAX_OPTION:
@@ -151,32 +229,67 @@ def number_option(text: str) -> float:
     return value
 
 
-def in_options(text: str) -> str:
-    """An error of the library with its arguments named as options.
+# ---- Output ----------------------------------------------------------------------------------------------------------------
+
+
+def print_document(document: Mapping[str, Any]) -> None:
+    """Print a JSON document."""
+    print(json.dumps(document, indent=1, allow_nan=False))
+
+
+def print_result(result: Result, arguments: argparse.Namespace) -> None:
+    """Print a result: as a JSON document with ``--json``, otherwise as text."""
+    if arguments.json:
+        print_document(result.document)
+    else:
+        show(result.text, arguments)
+
+
+def terminal_width(arguments: argparse.Namespace) -> int | None:
+    """Return the number of columns of the terminal; None with ``--wide``, or if standard output is not a terminal."""
+    if arguments.wide or not sys.stdout.isatty():
+        return None
+    return shutil.get_terminal_size().columns or 80  # a terminal may not know its size
+
+
+def show(text: Text, arguments: argparse.Namespace, *more_lines: str) -> None:
+    """Print a text, fitted into the terminal, and further lines."""
+    print("\n".join([fitted(text, terminal_width(arguments)), *more_lines]))
+
+
+def fitted(text: Text, width: int | None) -> str:
+    """Return a text with options instead of ``name=value``, in lines of at most ``width`` characters."""
+    return text.replaced(lambda line: _ASSIGNMENT.sub(_option, line)).fitted(width, "--wide shows all")
+
+
+def in_options(message: str) -> str:
+    """Return an error message of the library with options instead of arguments of functions.
 
     >>> in_options("raise time_limit_s, or use pipeline='auto' with allow_stale=True")
     'raise --time-limit, or use --pipeline auto with --allow-stale'
     """
-    text = _GIVEN.sub(_option, text)
-    listed = _LISTED.sub(lambda names: ", ".join(_OPTIONS[name] for name in names[0].split(", ")), text)
-    return _ARGUMENT.sub(lambda name: _OPTIONS[name[0]], listed)
+    message = _ASSIGNMENT.sub(_option, message)
+    message = _LISTED_NAMES.sub(
+        lambda names: ", ".join(_OPTION_OF_NAME[name] for name in names[0].split(", ")), message
+    )
+    return _NAME.sub(lambda name: _OPTION_OF_NAME[name[0]], message)
 
 
-def _option(given: re.Match[str]) -> str:
-    """``name=value`` as an option."""
-    if given[1] is None:
+def _option(assignment: re.Match[str]) -> str:
+    """Return the option of a ``name=value``."""
+    if assignment[1] is None:
         return "--time-limit"
-    name, value = given[1], given[2].strip("'")
-    if given[0] in _VALUES:
-        return _VALUES[given[0]]
+    name, value = assignment[1], assignment[2].strip("'")
+    if assignment[0] in _OTHER_VALUE:
+        return _OTHER_VALUE[assignment[0]]
     if name == "memory_limit_bytes":
-        return f"--memory-limit {_gib(float(value)):.4g}"
-    option = _RENAMED.get(name) or f"--{name.replace('_', '-')}"
+        return f"--memory-limit {_gib_rounded_up(float(value)):.4g}"
+    option = _OTHER_NAME.get(name) or f"--{name.replace('_', '-')}"
     return option if value == "True" else f"{option} {value}"
 
 
-def _gib(nbytes: float) -> float:
-    """A memory limit in GiB, of four digits, which is at least as much."""
+def _gib_rounded_up(nbytes: float) -> float:
+    """Return a memory limit in GiB, rounded up to four digits."""
     gib = nbytes / 2**30
     digits = 3 - math.floor(math.log10(gib)) if gib > 0 else 0
     return math.ceil(gib * 10**digits) / 10**digits

@@ -1,4 +1,4 @@
-"""The arguments that planning commands share."""
+"""Arguments of the commands that plan a model, and their values for the library."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 import re
 from typing import Any
 
-from autoddl.costmodel.cluster import Cluster, load_cluster, preset_names
+from autoddl.costmodel.cluster import Cluster, preset_names
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.costmodel.graph import LayerGraph
 from autoddl.costmodel.reading import parse_figure
@@ -15,102 +15,150 @@ from autoddl.costmodel.units import to_si
 from autoddl.costmodel.workload import OPTIMIZERS, PRECISIONS
 from autoddl.search import METHODS
 
-from ..zoo import resolve_model
-from ._options import add_wide
+from ..api import inputs
+from ._options import add_json, add_memory_limit, add_quiet, add_wide, memory_limit_bytes
 
-__all__ = ["add_model_arguments", "add_planning_arguments", "cluster_of", "model_of", "wishes_of"]
+__all__ = [
+    "add_cluster_arguments",
+    "add_method",
+    "add_model_arguments",
+    "add_planning_arguments",
+    "cluster_of",
+    "model_of",
+    "planning_options",
+]
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    """MODEL and what changes a built-in one."""
+    """Add MODEL and the options of built-in transformers."""
     parser.add_argument(
         "model",
         metavar="MODEL",
         help="a name (gpt3-13b, bert-large, vgg13), sizes (gpt:24x1024, mlp:4096,1024,10), a HuggingFace config.json, "
         "a saved graph, or FILE.py:FUNCTION",
     )
-    parser.add_argument("--heads", type=int, help="attention heads of a built-in transformer")
-    parser.add_argument("--sequence", type=int, help="its sequence length")
-    parser.add_argument("--vocabulary", type=int, help="its vocabulary")
+    parser.add_argument("--heads", type=int, metavar="H", help="number of attention heads of a built-in transformer")
+    parser.add_argument("--sequence", type=int, metavar="LENGTH", help="sequence length of a built-in transformer")
+    parser.add_argument("--vocabulary", type=int, metavar="SIZE", help="vocabulary size of a built-in transformer")
 
 
-def add_planning_arguments(parser: argparse.ArgumentParser) -> None:
-    """Model, cluster and options of the planner."""
+def add_cluster_arguments(parser: argparse._ActionsContainer) -> None:
+    """Add the options that name a cluster and change its size."""
+    parser.add_argument(
+        "--cluster", required=True, metavar="CLUSTER", help=f"a cluster file, or one of {', '.join(preset_names())}"
+    )
+    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes (default: that of the cluster)")
+    parser.add_argument(
+        "--devices-per-node", type=int, metavar="G", help="number of devices per node (default: that of the cluster)"
+    )
+
+
+def add_planning_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
+    """Add the arguments of the model, the cluster, the training and the search, and return the group of the search."""
     add_model_arguments(parser)
     group = parser.add_argument_group("cluster")
-    group.add_argument("--cluster", required=True, metavar="C", help=f"a file, or one of {', '.join(preset_names())}")
-    group.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
-    group.add_argument("--devices-per-node", type=int, metavar="G", help="devices in each node")
+    add_cluster_arguments(group)
+    group.add_argument("--latency", metavar="TIME", help="latency of every link, such as 2us (without a unit: seconds)")
     group.add_argument(
-        "--latency", metavar="A", help="latency of every link, such as 2us (a bare number is in seconds)"
-    )
-    group.add_argument(
-        "--bandwidth", metavar="X", help="bandwidth per device, such as 10GB/s (a bare number is in bytes/s)"
+        "--bandwidth",
+        metavar="RATE",
+        help="bandwidth per device of every link, such as 10GB/s (without a unit: bytes/s)",
     )
     group = parser.add_argument_group("training")
-    group.add_argument("--batch", type=int, metavar="B", help="samples per step over all devices (8 per device)")
-    group.add_argument("--micro-batch", type=int, metavar="b", help="samples per pass over all devices (chosen)")
-    group.add_argument("--precision", choices=tuple(PRECISIONS), help="of training (the device's usual one)")
-    group.add_argument("--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="(%(default)s)")
     group.add_argument(
-        "--recompute", choices=("auto", "always", "never"), default="auto", help="of activations (%(default)s)"
+        "--batch", type=int, metavar="B", help="samples per training step over all devices (default: 8 per device)"
     )
-    group.add_argument("--memory-limit", type=float, metavar="GIB", help="per device (9/10 of the device's memory)")
+    group.add_argument(
+        "--micro-batch",
+        type=int,
+        metavar="b",
+        help="samples per forward pass over all devices (default: chosen by the search)",
+    )
+    group.add_argument(
+        "--precision", choices=tuple(PRECISIONS), help="numeric precision (default: the usual one of the device)"
+    )
+    group.add_argument(
+        "--optimizer", choices=tuple(OPTIMIZERS), default="adam", help="optimizer (default: %(default)s)"
+    )
+    group.add_argument(
+        "--recompute",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="whether to recompute activations in the backward pass (default: %(default)s, chosen by the search)",
+    )
+    add_memory_limit(group, "9/10 of the device's memory")
     group = parser.add_argument_group("search")
     group.add_argument(
         "--communication-only",
         action="store_true",
-        help="minimise communication time alone, as the paper does; with --pipeline, the step if computing takes no time",
+        help="minimize communication time instead of step time; with --pipeline, minimize the step time without computation",
     )
     group.add_argument(
         "--untied",
         action="store_true",
-        help="a choice of its own for every repetition of a block; with --pipeline, for every layer of a stage",
+        help="choose a strategy for every repetition of a block separately; with --pipeline, for every layer of a stage",
     )
     group.add_argument(
         "--summa",
         action=argparse.BooleanOptionalAction,
         default=True,
-        help="whether linear layers may use Summa meshes, with --pipeline too",
+        help="offer Summa meshes to linear layers",
     )
-    group.add_argument("--seed", type=int, default=0, help="of the random methods (%(default)s)")
+    group.add_argument("--seed", type=int, default=0, help="seed of the random search methods (default: %(default)s)")
     group.add_argument(
         "--temperature",
-        metavar="T",
-        help="of metropolis-hastings, constant, such as 10ms (a bare number is in seconds); without it it anneals",
+        metavar="TIME",
+        help="constant temperature of metropolis-hastings, such as 10ms (without a unit: seconds; default: annealing)",
     )
-    group.add_argument("--evaluations", type=int, metavar="K", help="budget of one search")
+    group.add_argument(
+        "--evaluations",
+        type=int,
+        metavar="K",
+        help="maximum number of evaluations of one search (default: that of the method)",
+    )
     group.add_argument(
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="of one search (20); with --pipeline, processor time of its search (30)",
+        help="time limit of one search (default: 20); with --pipeline, limit on the processor time of the whole search "
+        "(default: 30)",
     )
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_json(parser)
+    add_quiet(parser)
+    return group
 
 
-def add_method(parser: argparse.ArgumentParser) -> None:
-    """The search method."""
-    parser.add_argument("--method", choices=tuple(METHODS), default="exact", help="(%(default)s)")
+def add_method(group: argparse._ArgumentGroup) -> None:
+    """Add the option ``--method``."""
+    group.add_argument(
+        "--method",
+        choices=tuple(METHODS),
+        default="exact",
+        help="search method without --pipeline (default: %(default)s)",
+    )
 
 
 def model_of(arguments: argparse.Namespace) -> LayerGraph:
-    """The layer graph that the user named."""
-    return resolve_model(
+    """Return the layer graph of MODEL."""
+    return inputs.graph_of(
         arguments.model, heads=arguments.heads, sequence=arguments.sequence, vocabulary=arguments.vocabulary
     )
 
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
-    """The cluster that the user named, resized and relinked."""
-    cluster = load_cluster(arguments.cluster).resized(arguments.nodes, arguments.devices_per_node)
-    latency = _quantity("--latency", arguments.latency, "time")
-    return cluster.with_links(latency, _quantity("--bandwidth", arguments.bandwidth, "rate"))
+    """Return the cluster with the size and the links of the options."""
+    return inputs.cluster_of(
+        arguments.cluster,
+        arguments.nodes,
+        arguments.devices_per_node,
+        _quantity("--latency", arguments.latency, "time"),
+        _quantity("--bandwidth", arguments.bandwidth, "rate"),
+    )
 
 
 def _quantity(option: str, text: str | None, quantity: str) -> float | None:
+    """Parse a number with a unit and return it in SI units; None if the option is not given."""
     if text is None:
         return None
     match = re.fullmatch(r"\s*([-+]?[0-9.]+(?:[eE][-+]?[0-9]+)?)\s*([A-Za-z/]*)\s*", text)
@@ -122,26 +170,20 @@ def _quantity(option: str, text: str | None, quantity: str) -> float | None:
     return to_si(value, match[2] or base, quantity, option)
 
 
-def _temperature(arguments: argparse.Namespace) -> float | None:
-    """The constant temperature of Metropolis-Hastings, in seconds."""
-    return _quantity("--temperature", arguments.temperature, "time")
-
-
-def wishes_of(arguments: argparse.Namespace, method: str) -> dict[str, Any]:
-    """What was asked of the planner, as arguments of :func:`autoddl.plan` and :func:`autoddl.compare`."""
-    limit = arguments.memory_limit
+def planning_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of training and search as arguments of :func:`autoddl.plan` and :func:`autoddl.compare`."""
     return {
         "batch": arguments.batch,
         "micro_batch": arguments.micro_batch,
         "objective": "communication" if arguments.communication_only else "step",
-        "memory_limit_bytes": None if limit is None else limit * 2**30,
+        "memory_limit_bytes": memory_limit_bytes(arguments),
         "precision": arguments.precision,
         "optimizer": arguments.optimizer,
         "recompute": {"auto": None, "always": True, "never": False}[arguments.recompute],
         "untied": arguments.untied,
         "summa": arguments.summa,
         "seed": arguments.seed,
-        "temperature_s": _temperature(arguments) if method == "metropolis-hastings" else None,
+        "temperature_s": _quantity("--temperature", arguments.temperature, "time"),
         "evaluations": arguments.evaluations,
         "time_limit_s": arguments.time_limit,
         "quiet": arguments.quiet,

@@ -1,8 +1,14 @@
-"""Runs one command: its arguments read, its outputs checked, and whatever goes wrong told in one line and an exit code.
+"""Runs one command: parses its arguments, checks its output files, and reports errors as one line and an exit code.
 
-Codes, of every command: 0 done; 1 a rank failed, or a verification is off; 2 what the user gave, which a place that cannot be
-written to is too; 128 + N ended by signal N, as shells have it (130 Ctrl-C; 141 the reader of the output has gone); 70 our own
-fault.  Errors that name their own code have it as ``exit_code``.
+Exit codes of all commands:
+
+- 0: success
+- 1: a rank failed, a verification found a difference, or plans differ with ``diff --exit-code``
+- 2: an error of the user, or a file that cannot be written
+- 70: an internal error
+- 128 + N: ended by signal N, as in shells (130: Ctrl-C; 141: the reader of the output has closed the pipe)
+
+An exception can set its exit code as its attribute ``exit_code``.
 """
 
 from __future__ import annotations
@@ -25,19 +31,21 @@ from autoddl.costmodel.suggestions import did_you_mean
 from .. import cli
 from ._options import in_options, number_option, whole_option
 
-__all__ = ["INTERRUPTED", "OUR_FAULT", "USERS_FAULT", "report", "run_command"]
+__all__ = ["INTERNAL_ERROR", "INTERRUPTED", "USER_ERROR", "parser_of", "report", "run_command"]
 
-USERS_FAULT, OUR_FAULT, INTERRUPTED = UserError.exit_code, 70, 128 + signal.SIGINT
-#: What a system says of a place: it is full, may not be written to, has a name that is too long, or is broken.
-_OF_PLACES = (
+#: Exit codes.
+USER_ERROR, INTERNAL_ERROR, INTERRUPTED = UserError.exit_code, 70, 128 + signal.SIGINT
+#: Errors of the system that the user can solve: a full disk, missing permissions, a name that is too long, exhausted limits.
+_SYSTEM_ERRORS = (
     *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EIO),
     *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
 )
+#: Options that name output files, by the attribute of the parsed arguments.
 _OUTPUTS = {"output": "-o", "picture": "--picture"}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong with the arguments in one line; takes ``-5GB/s`` for a value, not for an option."""
+    """A parser that reports errors in one line, with a hint for misspelled options, and accepts values such as ``-5GB/s``."""
 
     def __init__(self, *arguments: Any, **options: Any):
         super().__init__(*arguments, **options)
@@ -47,7 +55,7 @@ class _Parser(argparse.ArgumentParser):
         self._negative_number_matcher = re.compile(r"-\.?[0-9].*")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # argparse makes an empty list of ``--stages=--``.
+        # argparse would parse ``--stages=--`` as an empty list.
         if action.option_strings and action.nargs is None and arg_strings == ["--"]:
             raise argparse.ArgumentError(action, "expected one argument")
         return super()._get_values(action, arg_strings)
@@ -59,34 +67,34 @@ class _Parser(argparse.ArgumentParser):
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
-            self._of_command(getattr(parsed, "command", None)).refuse(unknown)
+            self._parser_of_command(getattr(parsed, "command", None)).refuse(unknown)
         return parsed
 
     def refuse(self, words: Sequence[str]) -> NoReturn:
-        """Say that there are no such arguments, and which option may be meant."""
+        """Report unknown arguments and the option that may be meant, and exit."""
         options = [word.partition("=")[0] for word in words if word.startswith("--")]
         hints = (did_you_mean(option, self._option_string_actions) for option in options)
         hint = next(filter(None, hints), "")
         self._exit(f"unrecognized arguments: {' '.join(words)}{hint and '; ' + hint}")
 
     def error(self, message: str) -> NoReturn:
-        if "are required" in message:  # --clutser says more than that --cluster is missing
+        if "are required" in message:  # a misspelled --clutser explains more than the missing --cluster
             unknown = next(filter(self._is_unknown, self._words), None)
             if unknown is not None:
                 self.refuse([unknown])
         self._exit(message)
 
     def _exit(self, message: str) -> NoReturn:
-        self.exit(USERS_FAULT, f"autoddl: {one_line(message)} (see {self.prog} --help)\n")
+        self.exit(USER_ERROR, f"autoddl: {one_line(message)} (see {self.prog} --help)\n")
 
     def _is_unknown(self, word: str) -> bool:
         name = word.partition("=")[0]
-        return (
-            len(name) > 2 and name.startswith("--") and not any(o.startswith(name) for o in self._option_string_actions)
-        )
+        if not name.startswith("--") or name == "--":
+            return False
+        return not any(option.startswith(name) for option in self._option_string_actions)
 
-    def _of_command(self, command: str | None) -> _Parser:
-        """The parser of a command; this one where there is none."""
+    def _parser_of_command(self, command: str | None) -> _Parser:
+        """Return the parser of a command, or this parser if there is no such command."""
         for action in self._actions:
             if isinstance(action, argparse._SubParsersAction) and command in action.choices:
                 return cast("_Parser", action.choices[command])
@@ -103,7 +111,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Version(argparse.Action):
-    """Prints the version; looked up only then."""
+    """Prints the version, which is looked up only if it is printed."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
         from .. import __version__
@@ -113,12 +121,16 @@ class _Version(argparse.Action):
 
 
 def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
-    """The parser of the command that ``argv`` begins with; of all commands where it begins with none."""
-    parser = _Parser(prog="autoddl", description="Proven-optimal SBP layouts and pipeline schedules for large models.")
+    """Return a parser of the command that ``argv`` begins with; if it begins with no command, of all commands."""
+    parser = _Parser(
+        prog="autoddl",
+        description="Find, prove, run and export the fastest way to train a large model on a cluster: SBP layouts of all layers, "
+        "and pipeline schedules. `autoddl COMMAND --help` describes the options of a command.",
+    )
     parser.add_argument("--version", action=_Version, nargs=0, help="print the version and exit")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    subparsers = parser.add_subparsers(title="commands", dest="command", metavar="COMMAND", required=True)
     commands = sorted(info.name for info in pkgutil.iter_modules(cli.__path__) if not info.name.startswith("_"))
-    # The other commands need not be loaded to run one.
+    # Only the command that runs is imported.
     for command in [argv[0]] if argv and argv[0] in commands else commands:
         importlib.import_module(f"autoddl.cli.{command}").add_parser(subparsers)
     return parser
@@ -127,10 +139,11 @@ def parser_of(argv: Sequence[str]) -> argparse.ArgumentParser:
 def run_command(
     argv: Sequence[str], working: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
 ) -> int:
-    """Run one command; the exit code.
+    """Run one command and return its exit code.
 
     Args:
-        working: entered while the command itself runs.
+        argv: The command and its arguments.
+        working: Returns a context that is entered while the command itself runs, after its arguments were parsed.
     """
     try:
         try:
@@ -139,24 +152,24 @@ def run_command(
             with working():
                 code: int = importlib.import_module(f"autoddl.cli.{arguments.command}").run(arguments)
                 sys.stdout.flush()
-        except SystemExit as exit:  # after --help, or what there was to say has been said
+        except SystemExit as exit:  # after --help, or after an error that was reported
             sys.stdout.flush()
             code = exit.code if isinstance(exit.code, int) else 0
         return code
     except (Exception, KeyboardInterrupt) as error:
-        if os.environ.get("AUTODDL_TRACEBACK") and _code_of(error) == OUR_FAULT:
+        if os.environ.get("AUTODDL_TRACEBACK") and _code_of(error) == INTERNAL_ERROR:
             raise
         return report(error)
 
 
 def report(error: BaseException) -> int:
-    """Say in one line on stderr what went wrong; the exit code."""
+    """Report an error in one line on stderr and return its exit code."""
     code = _code_of(error)
     message = _message_of(error, code)
     if message:
-        # What ranks say of themselves is no input: their errors, and the places of their logs, are shown in full.
-        shown = one_line(in_options(message)) if isinstance(error, UserError) else printable(message)
-        print(f"autoddl: {shown}", file=sys.stderr)
+        # Errors of ranks are printed in full, with the paths of their logs; messages that quote user input are shortened.
+        line = one_line(in_options(message)) if isinstance(error, UserError) else printable(message)
+        print(f"autoddl: {line}", file=sys.stderr)
     return code
 
 
@@ -166,29 +179,29 @@ def _code_of(error: BaseException) -> int:
         return code
     if isinstance(error, KeyboardInterrupt):
         return INTERRUPTED
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _OF_PLACES):
-        return USERS_FAULT
-    return USERS_FAULT if _is_nowhere() else OUR_FAULT
+    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno in _SYSTEM_ERRORS):
+        return USER_ERROR
+    return USER_ERROR if _is_current_folder_gone() else INTERNAL_ERROR
 
 
 def _message_of(error: BaseException, code: int) -> str:
-    if code == OUR_FAULT:
+    if code == INTERNAL_ERROR:
         kind = type(error).__name__
         return f"internal error, please report it: {kind}: {error} (AUTODDL_TRACEBACK=1 shows more)"
     if isinstance(error, KeyboardInterrupt):
         return "interrupted"
     if isinstance(error, MemoryError):
-        return "out of memory: this takes more than the machine has, or than a limit leaves (ulimit -v)"
-    if isinstance(error, OSError) and not hasattr(error, "exit_code") and error.errno in _OF_PLACES:
-        place = f"{error.filename}: " if error.filename else ""
-        return f"{place}{error.strerror}"
+        return "out of memory: the command needs more than the machine has, or than a limit allows (ulimit -v)"
+    if isinstance(error, OSError) and not hasattr(error, "exit_code") and error.errno in _SYSTEM_ERRORS:
+        filename = f"{error.filename}: " if error.filename else ""
+        return f"{filename}{error.strerror}"
     if not hasattr(error, "exit_code"):
         return "the current folder has been removed; change to one that exists"
     return str(error)
 
 
-def _is_nowhere() -> bool:
-    """Whether the current folder has been removed, where anything that needs it fails."""
+def _is_current_folder_gone() -> bool:
+    """Return whether the current folder was removed, so that any access to it fails."""
     try:
         os.getcwd()
     except OSError:
@@ -197,14 +210,14 @@ def _is_nowhere() -> bool:
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuse to write over what is read: a plan, a model, measurements. Found out before anything is computed."""
+    """Refuse an output file that is also an input file, or that another option names, before anything is computed."""
     outputs = {name: getattr(arguments, name) for name in _OUTPUTS if getattr(arguments, name, None)}
     if not outputs:
         return
     from autoddl.costmodel.writing import is_same_file
 
     for name, path in outputs.items():
-        for other, value in _paths(arguments):
+        for other, value in _possible_paths(arguments):
             if other == name or not is_same_file(path, value):
                 continue
             if other in outputs:
@@ -213,8 +226,8 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
                 raise UserError(f"{_OUTPUTS[name]} {path} is the input {value}; name another file to write to")
 
 
-def _paths(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
-    """What may be the path of a file among the arguments."""
+def _possible_paths(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+    """Yield name and value of all arguments that may be the path of a file."""
     for name, value in vars(arguments).items():
         for each in value if isinstance(value, (list, tuple)) else [value]:
             if isinstance(each, str) and each and name != "command":

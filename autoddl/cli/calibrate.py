@@ -1,7 +1,8 @@
-"""``autoddl calibrate``: measure collectives, transfers and products on real ranks, and fit the cost model to them.
+"""``autoddl calibrate``: measure collectives, transfers and matrix products on ranks, and fit a cluster to them.
 
-Samples are kept as they are taken: an interrupted run continues where it was when it is started again with the same --samples.
-Started by a cluster's launcher on every rank, it measures on those ranks; else it starts ranks of its own on this machine.
+Every sample is saved as soon as it is measured, so that an interrupted run resumes if it is started again with the same
+``--samples``.  If a launcher runs the command on every rank of a job, it measures on these ranks; otherwise it starts ranks on this
+machine.
 """
 
 from __future__ import annotations
@@ -17,47 +18,69 @@ from autoddl.costmodel.limits import MAX_BYTES, MAX_DEVICES
 from autoddl.costmodel.reading import parse_figure, whole_number
 from autoddl.costmodel.units import format_bytes, to_si
 
-from ._running import OUR_FAULT, report
-from .fit import add_fit_arguments, finish, name_of
+from ._running import INTERNAL_ERROR, report
+from .fit import add_fit_arguments, name_of, write_calibration
 
 __all__ = ["add_parser", "run"]
 
+#: Default of ``--sizes``.
 SIZES = "4KiB:16MiB"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "calibrate",
-        help="measure this system's collectives and fit a cluster file",
-        description=__doc__.splitlines()[0],
+        help="measure collectives on this system and fit a cluster file (requires OneFlow)",
+        description="Measure collectives, transfers and matrix products on ranks of this machine, or on the ranks of a job that a "
+        "launcher has started, and fit a cluster file to them. Requires OneFlow.",
     )
-    parser.add_argument("-o", "--output", metavar="CLUSTER.json", help="write the cluster file")
-    parser.add_argument("--samples", metavar="FILE.csv", help="keep the samples here (next to the cluster file)")
+    parser.add_argument("-o", "--output", metavar="CLUSTER.json", help="write the cluster to this file")
     parser.add_argument(
-        "--ranks", default="2,4", metavar="N,...", help="local ranks: a job for each number (%(default)s)"
+        "--samples",
+        metavar="FILE.csv",
+        help="save every sample to this file, and do not measure samples that it already contains (default: the name of the "
+        "cluster file with .csv)",
+    )
+    parser.add_argument(
+        "--ranks",
+        default="2,4",
+        metavar="N,...",
+        help="numbers of ranks on this machine, each measured in a job of its own (default: %(default)s)",
     )
     parser.add_argument(
         "--sizes",
         default=SIZES,
         metavar="B,... or A:B",
-        help="message sizes, or a range of which every power of 4 is taken (%(default)s)",
+        help="message sizes, or a range from A to B in steps of a factor of 4 (default: %(default)s)",
     )
-    parser.add_argument("--collectives", metavar="C,...", help="which ones (all, and point-to-point)")
-    parser.add_argument("--repetitions", type=int, default=100, metavar="K", help="of each measurement (%(default)s)")
+    parser.add_argument(
+        "--collectives", metavar="NAME,...", help="collectives to measure (default: all, and point-to-point transfers)"
+    )
+    parser.add_argument(
+        "--repetitions",
+        type=int,
+        default=100,
+        metavar="K",
+        help="number of repetitions of each measurement (default: %(default)s)",
+    )
     parser.add_argument("--budget", type=float, metavar="SECONDS", help="stop measuring after this time")
-    parser.add_argument("--communication-only", action="store_true", help="no products: leave the device as it is")
+    parser.add_argument(
+        "--communication-only",
+        action="store_true",
+        help="measure no matrix products; take the device from the base cluster",
+    )
     add_fit_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measure, fit, write, print."""
+    """Measure, fit a cluster, write it and print it."""
     from autoddl.calib.campaign import is_in_job
     from autoddl.calib.measurements import COLLECTIVES
 
     from ..api.measuring import calibrate
 
-    path = arguments.samples or _beside(arguments.output)
+    path = arguments.samples or _default_samples(arguments.output)
     options: dict[str, Any] = {
         "ranks": [_whole("--ranks", part) for part in arguments.ranks.split(",")],
         "sizes": _sizes(arguments.sizes),
@@ -71,22 +94,23 @@ def run(arguments: argparse.Namespace) -> int:
         "quiet": arguments.quiet,
     }
     try:
-        found = calibrate(path, **options)
+        calibration = calibrate(path, **options)
     except BaseException as error:
         if not is_in_job():
             raise
-        # A rank that merely raised would wait for the others when it exits, and they for it.
+        # Exit at once: a normal exit would wait for the other ranks, which wait for this one.
         code = report(error)
         sys.stderr.flush()
-        os._exit(1 if code == OUR_FAULT else code)
-    if found is None:  # a rank of a job that is not the first
+        os._exit(1 if code == INTERNAL_ERROR else code)
+    if calibration is None:  # in a job, only rank 0 has the result
         return 0
     if not arguments.json:
-        print(f"samples: {path} ({len(found.found.samples)})\n")
-    return finish(found, arguments)
+        print(f"samples: {path} ({len(calibration.result.samples)})\n")
+    write_calibration(calibration, arguments)
+    return 0
 
 
-def _beside(output: str | None) -> str:
+def _default_samples(output: str | None) -> str:
     if output is None:
         return "measurements.csv"
     return (output[: -len(".json")] if output.endswith(".json") else output) + ".csv"

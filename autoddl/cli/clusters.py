@@ -1,24 +1,27 @@
-"""``autoddl clusters``: the clusters that are built in."""
+"""``autoddl clusters``: list the built-in clusters."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
-from ._options import add_wide, show
+from ._options import add_json, add_wide, print_document, show
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser("clusters", help="the clusters that are built in", description=__doc__)
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "clusters",
+        help="list the built-in clusters",
+        description="List the built-in clusters with their nodes, devices and links.",
+    )
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print them."""
+    """Print the clusters."""
     from autoddl.costmodel.cluster import preset_names
 
     from ..api.catalogue import cluster_record
@@ -26,7 +29,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     records = [cluster_record(name) for name in preset_names()]
     if arguments.json:
-        print(json.dumps({"format": "autoddl-clusters", "version": 1, "clusters": records}, indent=1, allow_nan=False))
+        print_document({"format": "autoddl-clusters", "version": 1, "clusters": records})
         return 0
     show(clusters_text(records), arguments)
     return 0

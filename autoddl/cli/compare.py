@@ -1,35 +1,38 @@
-"""``autoddl compare``: baselines and search methods side by side."""
+"""``autoddl compare``: compare search methods and baselines on a model and a cluster."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.suggestions import did_you_mean
 from autoddl.search import METHODS
 
-from ._options import show
-from ._planning import add_planning_arguments, cluster_of, model_of, wishes_of
+from ._options import print_result
+from ._planning import add_planning_arguments, cluster_of, model_of, planning_options
 from ._stopping import interruptible
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser("compare", help="baselines and search methods side by side", description=__doc__)
-    add_planning_arguments(parser)
-    parser.add_argument(
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="compare search methods and baselines on a model and a cluster",
+        description="Plan a model with several search methods, without a pipeline, and compare their plans with the baselines.",
+    )
+    search = add_planning_arguments(parser)
+    search.add_argument(
         "--methods",
         default=None,
         metavar="M,...",
-        help=f"of {', '.join(METHODS)} (all; exhaustive only where the space is small enough)",
+        help=f"methods to compare, from {', '.join(METHODS)} (default: all; exhaustive only if the space is small enough)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan with every method, print one table."""
+    """Plan with every method and print one table."""
     from ..api.planning import compare
 
     methods = arguments.methods.split(",") if arguments.methods else None
@@ -42,11 +45,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.temperature is not None and methods is not None and "metropolis-hastings" not in methods:
         raise UserError("--temperature is for metropolis-hastings, which --methods does not name")
     graph, cluster = model_of(arguments), cluster_of(arguments)
-    wishes = wishes_of(arguments, "metropolis-hastings")
-    with interruptible("a plan") as asked:
-        found = compare(graph, cluster=cluster, methods=methods, stop=asked.stop, **wishes)
-    if arguments.json:
-        print(json.dumps(found.document, indent=1, allow_nan=False))
-    else:
-        show(found.text, arguments)
-    return asked.exit_code("these are the best plans until then")
+    options = planning_options(arguments)
+    with interruptible() as interrupt:
+        comparison = compare(graph, cluster=cluster, methods=methods, stop=interrupt.stop, **options)
+    print_result(comparison, arguments)
+    return interrupt.exit_code("these are the best plans found so far")

@@ -1,4 +1,4 @@
-"""``autoddl completion``: completion of commands, options, models and clusters, for bash and zsh."""
+"""``autoddl completion``: print the completion script of this command line for bash or zsh."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import re
 __all__ = ["add_parser", "run"]
 
 SHELLS = ("bash", "zsh")
+#: Metavariables of arguments that are folders, and of arguments that are files.
 _FOLDERS = re.compile(r"\bDIR\b")
-_FILES = re.compile(r"\bFILE\b|\.(?:json|csv|py|svg|html)\b|^MEASUREMENTS$|^[CF]$")
+_FILES = re.compile(r"\bFILE\b|\.(?:json|csv|py|svg|html)\b|^(?:MEASUREMENTS|PROFILE)$")
 
-#: Names, and files besides: what models and clusters may be.
+#: Functions of the shells that complete models and clusters: built-in names and files.
 _BASH = """
 _autoddl_model() {{ compgen -W "{models}" -- "$1"; compgen -f -- "$1"; }}
 _autoddl_cluster() {{ compgen -W "{clusters}" -- "$1"; compgen -f -- "$1"; }}
@@ -23,18 +24,18 @@ _autoddl_cluster() {{ compadd -- {clusters}; _files }}
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "completion",
-        help="print the completion of this command line for a shell",
-        description="Print the completion of this command line for a shell. In bash: source <(autoddl completion bash). In zsh: "
-        "write it to a file _autoddl in a folder of $fpath.",
+        help="print the completion script for a shell",
+        description="Print a script that completes commands, options, models and clusters in a shell. In bash, run: "
+        "source <(autoddl completion bash). In zsh, write the script to a file _autoddl in a folder of $fpath.",
     )
-    parser.add_argument("shell", choices=SHELLS, help="the shell")
+    parser.add_argument("shell", choices=SHELLS, help="name of the shell")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print it."""
+    """Print the script."""
     import shtab
 
     from autoddl.costmodel.cluster import preset_names
@@ -43,16 +44,16 @@ def run(arguments: argparse.Namespace) -> int:
     from ._running import parser_of
 
     parser = parser_of([])
-    for command in _commands(parser):
+    for command in _command_parsers(parser):
         for action in command._actions:
-            _complete(action)
+            _set_completion(action)
     names = {"models": " ".join(known_models()), "clusters": " ".join(preset_names())}
     preamble = {"bash": _BASH, "zsh": _ZSH}[arguments.shell].format(**names)
     print(shtab.complete(parser, arguments.shell, preamble=preamble))
     return 0
 
 
-def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
+def _command_parsers(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     return [
         command
         for action in parser._actions
@@ -61,12 +62,12 @@ def _commands(parser: argparse.ArgumentParser) -> list[argparse.ArgumentParser]:
     ]
 
 
-def _complete(action: argparse.Action) -> None:
-    """Say what an argument may be: a model, a cluster, a folder, a file."""
+def _set_completion(action: argparse.Action) -> None:
+    """Set how shells complete an argument: as a model, a cluster, a folder or a file."""
     import shtab
 
     metavar = action.metavar if isinstance(action.metavar, str) else ""
-    if metavar in ("MODEL", "C") and action.dest in ("model", "cluster", "base"):
+    if metavar in ("MODEL", "CLUSTER") and action.dest in ("model", "cluster", "base"):
         kind = "model" if action.dest == "model" else "cluster"
         action.complete = dict.fromkeys(SHELLS, f"_autoddl_{kind}")  # type: ignore[attr-defined]
     elif _FOLDERS.search(metavar):

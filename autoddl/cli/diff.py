@@ -1,38 +1,34 @@
-"""``autoddl diff``: what differs between two plans."""
+"""``autoddl diff``: show the differences between two plans."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
-from ._options import add_edited, add_wide, show
+from ._options import add_edited, add_json, add_plan, add_wide, print_result
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "diff",
-        help="what differs between two plans",
-        description="What differs between two plans: model, cluster, options, strategies, and what comes of it.",
+        help="show the differences between two plans",
+        description="Show the differences between two plans: model, cluster, options, strategies and predicted figures.",
     )
-    parser.add_argument("before", metavar="A.json", help="what `autoddl plan -o` wrote")
-    parser.add_argument("after", metavar="B.json", help="the same, of another plan")
+    add_plan(parser, "before", "BEFORE.json")
+    add_plan(parser, "after", "AFTER.json")
     add_edited(parser)
-    parser.add_argument("--exit-code", action="store_true", help="exit with 1 where they differ")
+    parser.add_argument("--exit-code", action="store_true", help="exit with 1 if the plans differ")
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Compare, print."""
+    """Compare the plans and print the differences."""
     from ..api.planning import load
 
     before, after = (load(path, edited=arguments.edited) for path in (arguments.before, arguments.after))
-    found = before.diff(after)
-    if arguments.json:
-        print(json.dumps(found.document, indent=1, allow_nan=False))
-    else:
-        show(found.text, arguments)
-    return 1 if arguments.exit_code and not found.is_empty else 0
+    difference = before.diff(after)
+    print_result(difference, arguments)
+    return 1 if arguments.exit_code and not difference.is_empty else 0

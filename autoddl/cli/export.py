@@ -1,4 +1,4 @@
-"""``autoddl export``: a plan as an annotated OneFlow model, a document, a graph or a trace."""
+"""``autoddl export``: write a plan as a OneFlow model, a document, a graph or a trace."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ import argparse
 import sys
 
 from ..export import FORMS
-from ._options import add_edited
+from ._options import add_edited, add_plan
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "export",
-        help="write a plan as an annotated OneFlow model, a graph or a trace",
-        description="Write a plan as a readable OneFlow file that trains the model at the plan's layouts and needs nothing of "
-        "AutoDDL (oneflow), as its pretty document (json), as the annotated layer graph (graphml, dot), or as the predicted step "
-        "for chrome://tracing and Perfetto (chrome-trace).",
+        help="write a plan as a OneFlow model, a graph or a trace",
+        description="Write a plan in another form. oneflow: a readable Python file that trains the model with the layouts of the "
+        "plan and does not need AutoDDL. json: the document of the plan, indented. graphml, dot: the layer graph with the "
+        "strategies. chrome-trace: the predicted step, for chrome://tracing and Perfetto.",
     )
-    parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
-    parser.add_argument("--to", dest="form", choices=FORMS, required=True, help="the form")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to (standard output)")
+    add_plan(parser)
+    parser.add_argument("--to", dest="form", choices=FORMS, required=True, help="form of the file")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: standard output)")
     add_edited(parser)
     parser.add_argument(
         "--model",
         default="",
         metavar="FILE.py:FUNCTION",
-        help="what makes the plain model, for --to oneflow where it is none that is built in (compared with the plan's, where "
-        "OneFlow is installed)",
+        help="function that returns the model and its example inputs, for --to oneflow with a model that is not built in; if "
+        "OneFlow is installed, the model is compared with that of the plan",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Load, write."""
+    """Load the plan and write it in the form."""
     from ..api.planning import load
 
     plan = load(arguments.plan, edited=arguments.edited)

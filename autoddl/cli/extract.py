@@ -1,32 +1,36 @@
-"""``autoddl extract``: the layer graph of an unmodified OneFlow model."""
+"""``autoddl extract``: extract the layer graph of an unmodified OneFlow model."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
-from ._options import add_wide, show
+from ._options import add_json, add_wide, print_document, show
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
-        "extract", help="make a layer graph of a OneFlow model (needs OneFlow)", description=__doc__
+        "extract",
+        help="extract the layer graph of a OneFlow model (requires OneFlow)",
+        description="Extract the layer graph of an unmodified OneFlow model. Requires OneFlow.",
     )
     parser.add_argument(
         "model",
         metavar="FILE.py:FUNCTION",
-        help="FUNCTION, called without arguments, returns a oneflow.nn.Module and its example inputs, the batch in front",
+        help="function without arguments that returns a oneflow.nn.Module and its example inputs, with the batch as their first "
+        "dimension",
     )
-    parser.add_argument("-o", "--output", metavar="GRAPH.json", help="write the graph, for `autoddl plan GRAPH.json`")
+    parser.add_argument(
+        "-o", "--output", metavar="GRAPH.json", help="write the graph to this file, for `autoddl plan GRAPH.json`"
+    )
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print the graph as one JSON document")
+    add_json(parser, "print the graph as one JSON document instead of text")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Extract, write, print."""
+    """Extract the graph, write it and print it."""
     from ..api.inputs import extract
     from ..text.graphs import graph_text
 
@@ -34,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.output:
         graph.save(arguments.output)
     if arguments.json:
-        print(json.dumps(graph.document(), indent=1, allow_nan=False))
+        print_document(graph.document())
         return 0
     show(graph_text(graph), arguments, *(["", f"Written to {arguments.output}"] if arguments.output else []))
     return 0

@@ -1,82 +1,98 @@
-"""``autoddl fit``: from measurements to a cluster file."""
+"""``autoddl fit``: fit a cluster to measurements."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import os
 from typing import TYPE_CHECKING
 
-from ._options import add_wide, show
+from ._options import add_json, add_quiet, add_wide, print_document, show
 
 if TYPE_CHECKING:
     from ..api.measuring import Calibration
 
-__all__ = ["add_fit_arguments", "add_parser", "finish", "name_of", "run"]
+__all__ = ["add_fit_arguments", "add_parser", "name_of", "run", "write_calibration"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser("fit", help="fit a cluster file to measurements", description=__doc__)
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "fit",
+        help="fit a cluster file to measurements",
+        description="Fit latencies, bandwidths and device rates to measurements, and write them as a cluster file.",
+    )
     parser.add_argument(
         "measurements",
         nargs="+",
         metavar="MEASUREMENTS",
-        help="CSV of autoddl calibrate, any CSV with the columns collective, ranks, bytes and seconds, or output of nccl-tests",
+        help="CSV files of `autoddl calibrate`, any CSV files with the columns collective, ranks, bytes and seconds, or outputs of "
+        "nccl-tests",
     )
-    parser.add_argument("-o", "--output", metavar="CLUSTER.json", help="write the cluster file")
+    parser.add_argument("-o", "--output", metavar="CLUSTER.json", help="write the cluster to this file")
     parser.add_argument(
-        "--against", metavar="CLUSTER.json", help="do not fit: say how well this cluster file predicts the measurements"
+        "--against",
+        metavar="CLUSTER.json",
+        help="do not fit; print how well this cluster file predicts the measurements",
     )
     add_fit_arguments(parser)
 
 
 def add_fit_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options shared by all fits."""
+    """Add the options of all commands that fit a cluster."""
     parser.add_argument(
         "--base",
         default="local-cpu",
-        metavar="C",
-        help="the cluster that what was not measured is taken from: a file or a preset (%(default)s)",
+        metavar="CLUSTER",
+        help="cluster that supplies every parameter that was not measured: a file or the name of a built-in cluster (default: "
+        "%(default)s)",
     )
-    parser.add_argument("--name", dest="cluster_name", metavar="NAME", help="of the cluster (that of the output file)")
     parser.add_argument(
-        "--picture", metavar="FILE.svg", help="draw measured points and fitted lines (needs matplotlib)"
+        "--name", dest="cluster_name", metavar="NAME", help="name of the cluster (default: that of the output file)"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the bootstrap (%(default)s)")
+    parser.add_argument(
+        "--picture",
+        metavar="FILE.svg",
+        help="draw measured points and fitted lines to this file (requires matplotlib)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=int,
+        default=0,
+        help="seed of the bootstrap, which estimates confidence intervals (default: %(default)s)",
+    )
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print the cluster file")
-    parser.add_argument("--quiet", action="store_true", help="no progress bar")
+    add_json(parser, "print the cluster file instead of text")
+    add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read, fit, write, print."""
+    """Read the measurements, fit a cluster, write it and print it."""
     from ..api.measuring import fit, predict
 
     if arguments.against:
         show(predict(arguments.measurements, cluster=arguments.against), arguments, "")
         return 0
     name = name_of(arguments)
-    return finish(fit(arguments.measurements, base=arguments.base, name=name, seed=arguments.seed), arguments)
+    write_calibration(fit(arguments.measurements, base=arguments.base, name=name, seed=arguments.seed), arguments)
+    return 0
 
 
 def name_of(arguments: argparse.Namespace) -> str:
-    """What the cluster is to be called; empty for its usual name."""
+    """Return the name of the fitted cluster; empty for the default name."""
     stem = os.path.basename(arguments.output).rpartition(".")[0] if arguments.output else ""
     return str(arguments.cluster_name or stem)
 
 
-def finish(found: Calibration, arguments: argparse.Namespace) -> int:
-    """Write the cluster file and the picture, and print what was found."""
+def write_calibration(calibration: Calibration, arguments: argparse.Namespace) -> None:
+    """Write the cluster file and the picture, and print the calibration."""
     if arguments.output:
-        found.save(arguments.output)
+        calibration.save(arguments.output)
     if arguments.picture:
-        found.draw(arguments.picture)
+        calibration.draw(arguments.picture)
     if arguments.json:
-        print(json.dumps(found.document, indent=1, allow_nan=False))
-        return 0
-    show(found.text, arguments, "")
-    for what, path in (("cluster", arguments.output), ("picture", arguments.picture)):
+        print_document(calibration.document)
+        return
+    show(calibration.text, arguments, "")
+    for content, path in (("cluster", arguments.output), ("picture", arguments.picture)):
         if path:
-            print(f"{what}: {path}")
-    return 0
+            print(f"{content}: {path}")

@@ -1,4 +1,4 @@
-"""``autoddl launch``: run a script on all ranks of a plan, here, over ssh, through Slurm, or as one rank of a started job."""
+"""``autoddl launch``: run a script on all ranks of a plan, on this machine, over ssh or with Slurm, or join a job as one rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from autoddl.costmodel.reading import is_whole
 from autoddl.costmodel.suggestions import did_you_mean
 
 from ..launching.heartbeat import DEFAULT_HOST_TIMEOUT_S
-from ._options import add_edited
+from ._options import add_edited, add_plan
 
 if TYPE_CHECKING:
     from ..launching.demands import Demands
@@ -28,114 +28,185 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "launch",
-        help="run a script on all ranks of a plan: here, over ssh, through Slurm, or as one rank of a started job (needs OneFlow)",
+        help="run a script on all ranks of a plan: on this machine, over ssh or with Slurm (requires OneFlow)",
         usage="autoddl launch PLAN.json SCRIPT.py [options] [-- ARGUMENT ...]",
-        description="Run a script on all ranks of a plan. The ranks are on this machine, unless hosts are given; inside a job of "
-        "Slurm's, of mpirun's, or where RANK and WORLD_SIZE are set, this process joins as one rank. The exit code is 1 when a "
-        "rank fails. The script finds its plan by autoddl.launched().",
+        description="Run a script on all ranks of a plan, on this machine or on the given hosts. If the command itself runs inside "
+        "a job of Slurm or mpirun, or if RANK and WORLD_SIZE are set, it joins the job as one rank. In the script, "
+        "autoddl.launched() returns the rank and the plan. The exit code is 1 if a rank fails.",
     )
+    add_plan(parser)
     parser.add_argument(
-        "plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote; on every host at the same place"
+        "script",
+        metavar="SCRIPT.py",
+        help="the script that every rank runs; plan and script need the same path on every host",
     )
-    parser.add_argument("script", metavar="SCRIPT.py", help="what every rank runs; on every host at the same place")
-    where = parser.add_argument_group("where").add_mutually_exclusive_group()
-    where.add_argument("--local", action="store_true", help="on this machine, whatever the environment says")
-    where.add_argument(
-        "--hosts", metavar="H1,H2,...", help="over ssh, one host per node of the plan, in the plan's order"
-    )
-    where.add_argument("--hostfile", metavar="FILE", help="the same, a line `host [slots=N]` for each")
-    where.add_argument("--slurm", action="store_true", help="write a batch script and submit it")
-    how = parser.add_argument_group("how")
-    how.add_argument("--max-restarts", type=int, default=0, metavar="N", help="start anew after failures (%(default)s)")
-    how.add_argument("--checkpoints", metavar="DIR", help="told to the script, which goes on from what it finds there")
-    how.add_argument("--log-dir", metavar="DIR", help="a file per rank (autoddl-logs/TIME)")
-    how.add_argument("--chdir", metavar="DIR", help="where the ranks work (the current directory)")
-    how.add_argument(
-        "--env", action="append", default=[], metavar="NAME[=VALUE]", help="a variable for the ranks; repeatable"
-    )
-    how.add_argument(
-        "--force", action="store_true", help="on hosts of other number, devices or memory than the plan's, too"
-    )
-    how.add_argument("--dry-run", action="store_true", help="print what would be run")
-    how.add_argument(
-        "--without-oneflow", action="store_true", help="run the script without checking or joining OneFlow"
-    )
-    far = parser.add_argument_group("remote hosts")
-    far.add_argument(
-        "--python", default=sys.executable, metavar="PATH", help="the Python there (the same path as here)"
-    )
-    far.add_argument(
-        "--ssh", default="ssh", metavar="COMMAND", help="with options, such as 'ssh -p 2222' (%(default)s)"
-    )
-    far.add_argument("--master-address", metavar="HOST", help="of rank 0's host (the address at which ssh reached it)")
-    far.add_argument(
-        "--slurm-option", action="append", default=[], metavar="--OPTION=VALUE", help="for sbatch; repeatable"
-    )
-    limits = parser.add_argument_group("limits, in seconds")
-    limits.add_argument(
-        "--stall-timeout", type=float, default=60.0, metavar="S", help="a rank waits for another (%(default)g)"
-    )
-    limits.add_argument(
-        "--start-timeout", type=float, default=180.0, metavar="S", help="until all ranks joined (%(default)g)"
-    )
-    limits.add_argument(
-        "--grace", type=float, default=10.0, metavar="S", help="for ranks to end after Ctrl-C (%(default)g)"
-    )
-    limits.add_argument(
-        "--host-timeout",
-        type=float,
-        default=DEFAULT_HOST_TIMEOUT_S,
-        metavar="S",
-        help="a host gives no sign of life (%(default)g)",
-    )
+    _add_place_options(parser)
+    _add_job_options(parser)
+    _add_remote_options(parser)
+    _add_time_limits(parser)
     add_edited(parser)
     parser.set_defaults(arguments=[])
     _take_arguments_after_dashes(parser)
 
 
+def _add_place_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("place of the ranks").add_mutually_exclusive_group()
+    group.add_argument(
+        "--local", action="store_true", help="start all ranks on this machine, even inside a job of Slurm or mpirun"
+    )
+    group.add_argument(
+        "--hosts",
+        metavar="H1,H2,...",
+        help="start the ranks over ssh, on one host per node, in the order of the plan's nodes",
+    )
+    group.add_argument(
+        "--hostfile", metavar="FILE", help="file with one line `host [slots=N]` per node, instead of --hosts"
+    )
+    group.add_argument("--slurm", action="store_true", help="write a batch script and submit it to Slurm")
+
+
+def _add_job_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("job")
+    group.add_argument(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="N",
+        help="maximum number of restarts after failures (default: %(default)s)",
+    )
+    group.add_argument(
+        "--checkpoints",
+        metavar="DIR",
+        help="folder that is passed to the script, which resumes from the latest checkpoint there",
+    )
+    group.add_argument(
+        "--log-dir", metavar="DIR", help="folder of the log files, one per rank (default: autoddl-logs/TIME)"
+    )
+    group.add_argument("--chdir", metavar="DIR", help="working directory of the ranks (default: the current directory)")
+    group.add_argument(
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable of the ranks; without a value, that of this environment; repeatable",
+    )
+    group.add_argument(
+        "--force",
+        action="store_true",
+        help="launch even if the number of hosts, their devices or their memory differ from those of the plan",
+    )
+    group.add_argument("--dry-run", action="store_true", help="print what would be run, and run nothing")
+    group.add_argument(
+        "--without-oneflow",
+        action="store_true",
+        help="run the script without checking OneFlow and without joining the ranks in OneFlow",
+    )
+
+
+def _add_remote_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("remote hosts")
+    group.add_argument(
+        "--python",
+        default=sys.executable,
+        metavar="PATH",
+        help="path of Python on the hosts (default: that of this Python)",
+    )
+    group.add_argument(
+        "--ssh",
+        default="ssh",
+        metavar="COMMAND",
+        help="command that connects to hosts, with its options, such as 'ssh -p 2222' (default: %(default)s)",
+    )
+    group.add_argument(
+        "--master-address",
+        metavar="HOST",
+        help="address of the host of rank 0 (default: the address at which ssh reached it)",
+    )
+    group.add_argument(
+        "--slurm-option",
+        action="append",
+        default=[],
+        metavar="--OPTION=VALUE",
+        help="option of sbatch, with --slurm; repeatable",
+    )
+
+
+def _add_time_limits(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("time limits, in seconds")
+    group.add_argument(
+        "--stall-timeout",
+        type=float,
+        default=60.0,
+        metavar="S",
+        help="maximum time that a rank waits for another rank (default: %(default)g)",
+    )
+    group.add_argument(
+        "--start-timeout",
+        type=float,
+        default=180.0,
+        metavar="S",
+        help="maximum time until all ranks have joined (default: %(default)g)",
+    )
+    group.add_argument(
+        "--grace",
+        type=float,
+        default=10.0,
+        metavar="S",
+        help="time that ranks have to end after Ctrl-C (default: %(default)g)",
+    )
+    group.add_argument(
+        "--host-timeout",
+        type=float,
+        default=DEFAULT_HOST_TIMEOUT_S,
+        metavar="S",
+        help="maximum time without a sign of life from a host (default: %(default)g)",
+    )
+
+
 def _take_arguments_after_dashes(parser: argparse.ArgumentParser) -> None:
-    """All that follows ``--`` is the script's, also what looks like our options; argparse itself would look at it."""
+    """Pass all words after ``--`` to the script, even those that look like options of this command."""
     parse = parser.parse_known_args
 
     def parse_before(args: Any = None, namespace: Any = None) -> Any:
         words: list[str] = list(args)
-        at = words.index("--") if "--" in words else len(words)
-        parsed, unknown = parse(words[:at], namespace)
+        num_own = words.index("--") if "--" in words else len(words)
+        parsed, unknown = parse(words[:num_own], namespace)
         if unknown:
             hint = did_you_mean(unknown[0].partition("=")[0], parser._option_string_actions)
             parser.error(
-                f"{unknown[0]!r} is no option of launch; the script's own arguments come after --{hint and '; ' + hint}"
+                f"{unknown[0]!r} is not an option of launch; the script's own arguments come after --{hint and '; ' + hint}"
             )
-        parsed.arguments = words[at + 1 :]
+        parsed.arguments = words[num_own + 1 :]
         return parsed, unknown
 
     parser.parse_known_args = parse_before  # type: ignore[method-assign]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Launch; the exit code."""
+    """Launch the script and return the exit code."""
+    from ..api.running import write_message
     from ..launching.interrupts import Interrupted
 
     _check(arguments)
     try:
         return _launch(arguments)
     except Interrupted as interrupted:
-        _say(f"interrupted by {interrupted}; all ranks have been ended")
+        write_message(f"interrupted by {interrupted}; all ranks have been ended")
         return 128 + interrupted.number
 
 
 def _launch(arguments: argparse.Namespace) -> int:
-    from ..api.running import demands_for
+    from ..api.running import demands_for, write_line, write_message
     from ..launching.joining import find_membership
     from ..launching.running import describe, run_job
     from ..launching.slurm import batch_script, in_allocation, run_steps, step_command, submit
 
     demands = demands_for(arguments.plan, arguments.script, arguments.edited)
-    is_elsewhere = arguments.local or arguments.hosts or arguments.hostfile or arguments.slurm
-    member = None if is_elsewhere else find_membership(os.environ)
+    is_place_given = arguments.local or arguments.hosts or arguments.hostfile or arguments.slurm
+    member = None if is_place_given else find_membership(os.environ)
     if member is not None:
         return _join(arguments, demands, member)
     if arguments.slurm:
@@ -147,22 +218,23 @@ def _launch(arguments: argparse.Namespace) -> int:
         number, path = submit(job, script)
         print(f"job {number}: {path}")
         return 0
-    if not is_elsewhere and in_allocation(os.environ):
+    if not is_place_given and in_allocation(os.environ):
         job = _job(arguments, demands, placements=())
         if arguments.dry_run:
             print(shlex.join(step_command(job)))
             return 0
-        return run_steps(job, _say)
+        return run_steps(job, write_message)
     job = _job(arguments, demands, placements=_placements(arguments, demands))
     if arguments.dry_run:
         print(describe(job))
         return 0
-    run_job(job, _show, _say, on_urgent=_mute)
+    run_job(job, write_line, write_message, on_urgent=_discard_output)
     return 0
 
 
 def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -> int:
-    """Be one rank. What all ranks see alike is said by one of them."""
+    """Join a job as one rank.  Only rank 0 reports errors that all ranks have."""
+    from ..api.running import write_line, write_message
     from ..launching.hosts import LOCALHOST, Host, Placement
     from ..launching.interrupts import Interrupted
     from ..launching.joining import check_membership
@@ -191,8 +263,8 @@ def _join(arguments: argparse.Namespace, demands: Demands, member: Membership) -
     restart = os.environ.get("AUTODDL_RESTART", "0")
     try:
         first_restart = int(restart) if is_whole(restart) else 0
-        run_job(job, _show, _say, first_restart=first_restart, on_urgent=_mute)
-    except Interrupted as interrupted:  # the launcher that started all ranks says so
+        run_job(job, write_line, write_message, first_restart=first_restart, on_urgent=_discard_output)
+    except Interrupted as interrupted:  # reported by the launcher that started all ranks
         return 128 + interrupted.number
     return 0
 
@@ -234,14 +306,15 @@ def _placements(arguments: argparse.Namespace, demands: Demands) -> tuple[Placem
     return placements_for(hosts, demands, arguments.force)
 
 
-def _variables(given: Sequence[str]) -> dict[str, str]:
+def _variables(words: Sequence[str]) -> dict[str, str]:
+    """Return the environment variables of ``NAME=VALUE`` and of ``NAME``, whose value is that of this environment."""
     variables = {}
-    for text in given:
+    for text in words:
         name, equals, value = text.partition("=")
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
-            raise UserError(f"--env {text!r} should be NAME=VALUE, or NAME for the value that it has here")
+            raise UserError(f"--env {text!r} should be NAME=VALUE, or NAME for its value in this environment")
         if not equals and name not in os.environ:
-            raise UserError(f"--env {name}: it has no value here; give {name}=VALUE")
+            raise UserError(f"--env {name}: the variable is not set in this environment; give {name}=VALUE")
         variables[name] = value if equals else os.environ[name]
     return variables
 
@@ -252,29 +325,18 @@ def _check(arguments: argparse.Namespace) -> None:
     check_limits(
         arguments.max_restarts,
         arguments.checkpoints,
-        arguments.stall_timeout,
-        arguments.start_timeout,
-        arguments.grace,
-        arguments.host_timeout,
+        stall_timeout_s=arguments.stall_timeout,
+        start_timeout_s=arguments.start_timeout,
+        grace_s=arguments.grace,
+        host_timeout_s=arguments.host_timeout,
     )
     if arguments.slurm_option and not arguments.slurm:
         raise UserError("--slurm-option is for --slurm")
 
 
-def _show(line: str) -> None:
-    # In one piece: ranks that joined share a terminal, and `print` may write the end of the line by itself.
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
-
-
-def _mute() -> None:
-    """Show nothing more: what is being written goes nowhere, even where the main thread waits for its reader."""
+def _discard_output() -> None:
+    """Discard all further output, including output that the main thread is waiting to write."""
     null = os.open(os.devnull, os.O_WRONLY)
-    with contextlib.suppress(OSError):  # it is no file
+    with contextlib.suppress(OSError):  # standard output is not a file
         os.dup2(null, sys.stdout.fileno())
     os.close(null)
-
-
-def _say(text: str) -> None:
-    sys.stderr.write(f"autoddl: {' '.join(text.split())}\n")
-    sys.stderr.flush()

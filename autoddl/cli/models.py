@@ -1,32 +1,34 @@
-"""``autoddl models``: the models that are built in."""
+"""``autoddl models``: list the built-in models."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
-from ._options import add_wide, show
+from ._options import add_json, add_wide, print_document, show
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
-    parser = subparsers.add_parser("models", help="the models that are built in", description=__doc__)
+    """Add the command to the command line."""
+    parser = subparsers.add_parser(
+        "models",
+        help="list the built-in models",
+        description="List the built-in models with their parameters and layers, and how to write models of other sizes.",
+    )
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print them."""
+    """Print the models."""
     from ..api.catalogue import models
     from ..text.catalogue import models_text
     from ..zoo import FORMS
 
     records = [model.record() for model in models()]
     if arguments.json:
-        document = {"format": "autoddl-models", "version": 1, "models": records, "forms": list(FORMS)}
-        print(json.dumps(document, indent=1, allow_nan=False))
+        print_document({"format": "autoddl-models", "version": 1, "models": records, "forms": list(FORMS)})
         return 0
     show(models_text(records, FORMS), arguments)
     return 0

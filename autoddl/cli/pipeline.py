@@ -1,68 +1,85 @@
-"""``autoddl pipeline``: which pipeline to run for a profiled model, by DAPPLE's, Chimera's or WPipe's planner."""
+"""``autoddl pipeline``: plan a pipeline of a profiled model with the planner of DAPPLE, Chimera or WPipe."""
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 
-from autoddl.costmodel.cluster import preset_names
 from autoddl.costmodel.errors import UserError, quote
 from autoddl.pipelines.profile import profile_names
 
-from ._options import add_wide, show
+from ._options import add_json, add_memory_limit, add_wide, memory_limit_bytes, print_result
+from ._planning import add_cluster_arguments
 from ._stopping import interruptible
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
-        "pipeline", help="plan stages, replicas and devices of a pipeline", description=__doc__
+        "pipeline",
+        help="plan a pipeline of a profiled model with the planner of a paper",
+        description="Plan the stages, replicas and devices of a pipeline for a profiled model with the planner of DAPPLE, Chimera "
+        "or WPipe.",
     )
     parser.add_argument(
         "--profile",
         required=True,
-        metavar="F",
-        help=f"a file (our JSON, or a PipeDream text graph), one of {', '.join(profile_names())}, or "
-        "transformer:LAYERSxHIDDENxSEQUENCE, priced by the cluster's device",
+        metavar="PROFILE",
+        help=f"a file (JSON of AutoDDL, or a PipeDream text graph), one of {', '.join(profile_names())}, or "
+        "transformer:LAYERSxHIDDENxSEQUENCE, whose layers are priced for the device of the cluster",
     )
     parser.add_argument(
-        "--profile-batch", type=int, metavar="N", help="micro-batch of a text graph (pbs-N of its name)"
+        "--profile-batch",
+        type=int,
+        metavar="N",
+        help="micro-batch that a PipeDream text graph was profiled with (default: the number after pbs- in its name)",
     )
-    parser.add_argument("--cluster", required=True, metavar="C", help=f"a file, or one of {', '.join(preset_names())}")
-    parser.add_argument("--nodes", type=int, metavar="N", help="number of nodes")
-    parser.add_argument("--devices-per-node", type=int, metavar="G", help="devices in each node")
-    parser.add_argument("--batch", type=int, required=True, metavar="B", help="samples per iteration over all devices")
-    parser.add_argument("--planner", choices=("dapple", "chimera", "wpipe"), default="dapple", help="(%(default)s)")
-    group = parser.add_argument_group("constraints")
-    group.add_argument("--micro-batch", type=int, metavar="b", help="samples per micro-batch (chosen)")
-    group.add_argument("--stages", type=int, metavar="S", help="number of stages (chosen)")
-    group.add_argument("--widths", metavar="P:Q", help="devices of each stage, for dapple (chosen)")
+    add_cluster_arguments(parser)
+    parser.add_argument(
+        "--batch", type=int, required=True, metavar="B", help="samples per training step over all devices"
+    )
+    parser.add_argument(
+        "--planner",
+        choices=("dapple", "chimera", "wpipe"),
+        default="dapple",
+        help="planner of the paper of that name (default: %(default)s)",
+    )
+    group = parser.add_argument_group("constraints (default: chosen by the planner)")
+    group.add_argument("--micro-batch", type=int, metavar="b", help="samples per micro-batch")
+    group.add_argument("--stages", type=int, metavar="D", help="number of stages")
+    group.add_argument("--widths", metavar="W:W:...", help="dapple: number of devices of each stage")
     group.add_argument(
-        "--pipelines", type=int, metavar="2f", default=2, help="in both directions, for chimera (%(default)s)"
+        "--pipelines",
+        type=int,
+        metavar="P",
+        default=2,
+        help="chimera: number of pipelines over both directions, an even number (default: %(default)s)",
     )
-    group.add_argument("--recompute", action="store_true", help="recompute activations (chimera and wpipe try both)")
-    group.add_argument("--memory-limit", type=float, metavar="GIB", help="per device (the device's memory)")
+    group.add_argument(
+        "--recompute",
+        action="store_true",
+        help="recompute activations (default: chimera and wpipe try both, dapple does not recompute)",
+    )
+    add_memory_limit(group, "the device's memory")
     group.add_argument(
         "--state-factor",
         type=float,
         metavar="X",
         default=4.0,
-        help="bytes of weights, gradients and optimizer state per byte of weights (%(default)s: Adam)",
+        help="bytes of weights, gradients and optimizer state per byte of weights (default: %(default)g, as of Adam)",
     )
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
+    add_json(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan and print."""
+    """Plan the pipeline and print it."""
     from ..api.profiled import pipeline
 
-    limit = arguments.memory_limit
-    with interruptible() as asked:
-        found = pipeline(
+    with interruptible() as interrupt:
+        plan = pipeline(
             arguments.profile,
             cluster=arguments.cluster,
             batch=arguments.batch,
@@ -74,16 +91,13 @@ def run(arguments: argparse.Namespace) -> int:
             widths=_widths(arguments.widths),
             num_pipelines=arguments.pipelines,
             recompute=arguments.recompute,
-            memory_limit_bytes=None if limit is None else limit * 2**30,
+            memory_limit_bytes=memory_limit_bytes(arguments),
             state_factor=arguments.state_factor,
             profile_batch=arguments.profile_batch,
-            stop=asked.stop,
+            stop=interrupt.stop,
         )
-    if arguments.json:
-        print(json.dumps(found.document, indent=1, allow_nan=False))
-    else:
-        show(found.text, arguments)
-    return asked.exit_code("this is the best plan until then")
+    print_result(plan, arguments)
+    return interrupt.exit_code("this is the best plan found so far")
 
 
 def _widths(text: str | None) -> tuple[int, ...] | None:

@@ -1,14 +1,13 @@
-"""``autoddl plan``: the best SBP strategy for every layer, proven; with ``--pipeline`` the stages and their schedule too."""
+"""``autoddl plan``: find the best plan to train a model on a cluster, and prove that it is the best."""
 
 from __future__ import annotations
 
 import argparse
-import json
 
 from autoddl.costmodel.errors import UserError
 
-from ._options import show
-from ._planning import add_method, add_planning_arguments, cluster_of, model_of, wishes_of
+from ._options import print_document, show
+from ._planning import add_method, add_planning_arguments, cluster_of, model_of, planning_options
 from ._stopping import interruptible
 
 __all__ = ["add_parser", "run"]
@@ -17,29 +16,31 @@ _PIPELINES = ("auto", "dapple", "chimera", "wpipe")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
-        "plan", help="find the best SBP strategy for every layer, with a proof", description=__doc__
+        "plan",
+        help="find the best plan to train a model on a cluster, with a proof",
+        description="Find the best SBP strategy for every layer of a model on a cluster, and prove that it is the best. With "
+        "--pipeline, also find the stages of a pipeline and their schedule.",
     )
-    add_planning_arguments(parser)
-    add_method(parser)
+    add_method(add_planning_arguments(parser))
     group = parser.add_argument_group("pipeline")
     group.add_argument(
         "--pipeline",
         choices=_PIPELINES,
-        help="auto: search stages, cut, schedule, micro-batch, recomputation and strategies together; or take the plan of a "
-        "paper's planner; both are compared with the best plan found of every family (without: no pipeline)",
+        help="auto: search stages, schedule, micro-batch, recomputation and strategies together; dapple, chimera, wpipe: use the "
+        "planner of that paper; the plan is compared with the best plan of every schedule family (default: no pipeline)",
     )
     group.add_argument(
         "--allow-stale",
         action="store_true",
-        help="offer asynchronous schedules (pipedream, pipedream-2bw, wpipe), which compute with weights of earlier updates",
+        help="also offer asynchronous schedules (pipedream, pipedream-2bw, wpipe), which compute with weights of earlier updates",
     )
-    parser.add_argument("-o", "--output", metavar="PLAN.json", help="write the plan")
+    parser.add_argument("-o", "--output", metavar="PLAN.json", help="write the plan to this file")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan, write, print."""
+    """Find a plan, write it and print it."""
     if arguments.pipeline is None and arguments.allow_stale:
         raise UserError("--allow-stale is for pipelines; add --pipeline auto, or leave it out")
     if arguments.temperature is not None and arguments.method != "metropolis-hastings":
@@ -47,22 +48,22 @@ def run(arguments: argparse.Namespace) -> int:
     from ..api.planning import plan
 
     graph, cluster = model_of(arguments), cluster_of(arguments)
-    wishes = wishes_of(arguments, arguments.method)
-    with interruptible() as asked:
-        found = plan(
+    options = planning_options(arguments)
+    with interruptible() as interrupt:
+        best = plan(
             graph,
             cluster=cluster,
             pipeline=arguments.pipeline,
             allow_stale=arguments.allow_stale,
             method=arguments.method,
-            stop=asked.stop,
-            **wishes,
+            stop=interrupt.stop,
+            **options,
         )
     if arguments.output:
-        found.save(arguments.output)
+        best.save(arguments.output)
     if arguments.json:
-        print(json.dumps(found.document, indent=1, allow_nan=False))
+        print_document(best.document)
     else:
-        show(found.text, arguments, *(["", f"Written to {arguments.output}"] if arguments.output else []))
-    verdict = "it is proven optimal" if found.optimal else f"the best one may be up to {found.gap:.2%} better"
-    return asked.exit_code(f"this is the best plan until then, {verdict}")
+        show(best.text, arguments, *(["", f"Written to {arguments.output}"] if arguments.output else []))
+    verdict = "it is proven optimal" if best.optimal else f"the best one may be up to {best.gap:.2%} better"
+    return interrupt.exit_code(f"this is the best plan found so far, {verdict}")

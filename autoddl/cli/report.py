@@ -1,37 +1,43 @@
-"""``autoddl report``: a plan as one self-contained HTML page."""
+"""``autoddl report``: write a report of a plan as one self-contained HTML page."""
 
 from __future__ import annotations
 
 import argparse
 
-from ._options import add_edited
+from ._options import add_edited, add_plan
 
 __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "report",
-        help="a plan as one self-contained HTML page",
-        description="Write a plan as one HTML page that needs no network: baselines, time, layer graph, pipeline, memory, "
-        "alternatives, certificate, trust.",
+        help="write a report of a plan as one self-contained HTML page",
+        description="Write a report of a plan as one HTML page that needs no network: baselines, time, layer graph, pipeline, "
+        "memory, alternatives, certificate and trust.",
     )
-    parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
-    parser.add_argument("-o", "--output", required=True, metavar="REPORT.html", help="write the page")
+    add_plan(parser)
+    parser.add_argument("-o", "--output", required=True, metavar="REPORT.html", help="write the page to this file")
     add_edited(parser)
-    parser.add_argument("--alternatives", type=int, default=2, metavar="K", help="per choice, 0 for none (%(default)s)")
+    parser.add_argument(
+        "--alternatives",
+        type=int,
+        default=2,
+        metavar="K",
+        help="number of alternatives per choice; 0 for none (default: %(default)s)",
+    )
     parser.add_argument(
         "--time-limit",
         type=float,
         default=20.0,
         metavar="SECONDS",
-        help="of the search for alternatives; after it regrets are bounds (%(default)g)",
+        help="time limit of the search for alternatives; if it is reached, regrets may be intervals (default: %(default)g)",
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Explain, write."""
+    """Write the report."""
     from ..api.planning import load
 
     plan = load(arguments.plan, edited=arguments.edited)

@@ -5,72 +5,154 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from typing import Any
+from typing import TypeVar
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.writing import write_atomically
 
-from ._options import add_wide, fitted, number_option, terminal_width, whole_option
+from ._options import (
+    add_family_options,
+    add_json,
+    add_wide,
+    fitted,
+    number_option,
+    terminal_width,
+    whole_numbers_option,
+)
 
 __all__ = ["add_parser", "run"]
 
+Number = TypeVar("Number", int, float)
+
 _FORMATS = ("text", "svg", "trace", "json", "csv")
-_OPTIONS = ("num_pipelines", "concatenation", "policy", "max_in_flight", "warm_up", "groups")
-"""Arguments that are handed to the family as they are, where given."""
+#: Options that are passed on to the schedule family.
+_FAMILY_OPTIONS = ("num_pipelines", "concatenation", "policy", "max_in_flight", "warm_up", "groups")
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
-        "schedule", help="generate, validate, simulate and draw a pipeline schedule", description=__doc__
+        "schedule",
+        help="generate, validate, simulate and draw a pipeline schedule",
+        description="Generate a pipeline schedule of a family, or read one from a CSV file; validate, simulate and draw it.",
     )
-    parser.add_argument("name", metavar="NAME", help="a family of schedules, 'list' for a line on each, or a FILE.csv")
-    parser.add_argument("--stages", type=int, metavar="D", help="depth of the pipeline: its number of workers")
+    parser.add_argument("name", metavar="NAME", help="a schedule family, 'list' to list all families, or a FILE.csv")
+    parser.add_argument("--stages", type=int, metavar="D", help="depth of the pipeline, which is its number of workers")
     parser.add_argument(
-        "--micro-batches", type=int, metavar="N", help="per worker and iteration (asynchronous: per weight update)"
+        "--micro-batches",
+        type=int,
+        metavar="N",
+        help="micro-batches per worker and iteration; for asynchronous schedules, per weight update",
     )
-    shape = parser.add_argument_group("shape (each for the families that 'schedule list --json' names it for)")
-    shape.add_argument("--pipelines", dest="num_pipelines", type=int, metavar="2f", help="of chimera (default 2)")
-    shape.add_argument("--concatenation", metavar="HOW", help="of chimera: direct, doubling or halving")
-    shape.add_argument("--policy", metavar="P", help="of 1f1b: A or B; of zero-bubble: H1 or H2")
-    shape.add_argument("--max-in-flight", type=int, metavar="L", help="of 1f1b: micro-batches that fit in memory")
-    shape.add_argument("--warm-up", type=_whole_numbers, metavar="K,...", help="of 1f1b: warm-up forwards per stage")
-    shape.add_argument(
-        "--groups", type=int, metavar="G", help="stages per worker, of grouped and interleaved schedules"
+    _add_shape_options(parser)
+    _add_times(parser)
+    parser.add_argument(
+        "--format", choices=_FORMATS, default="text", help="format of the output (default: %(default)s)"
     )
-    shape.add_argument("--iterations", type=int, metavar="I", help="1 by default; 4 for asynchronous schedules")
-    shape.add_argument("--width", type=_whole_numbers, metavar="W", help="devices per worker: a number, or W,...")
-    shape.add_argument("--recompute", action="store_true", help="recompute activations before each backward")
-    shape.add_argument("--all-reduce", metavar="WHEN", help="none, eager or eager-sync-opt (default)")
-    shape.add_argument("--activation-limit", type=float, metavar="A", help="micro-batches of activations per worker")
-    times = parser.add_argument_group("times, in any one unit: a number, or one per stage (boundary) as T,...")
-    times.add_argument("--forward", type=_numbers, default=1.0, metavar="F", help="of a micro-batch at a stage (1)")
-    times.add_argument("--backward", type=_numbers, default=1.0, metavar="B", help="input and weight part together (1)")
-    times.add_argument("--backward-input", type=_numbers, metavar="I", help="of the input part (half of B)")
-    times.add_argument("--recompute-time", type=_numbers, metavar="R", help="(F)")
-    times.add_argument("--transfer", type=_numbers, default=0.0, metavar="C", help="over a boundary (0)")
-    times.add_argument("--transfer-latency", type=float, default=0.0, metavar="C0", help="of every transfer (0)")
-    times.add_argument("--blocking-transfers", action="store_true", help="workers send before they go on")
-    times.add_argument("--all-reduce-time", type=_numbers, default=0.0, metavar="A", help="of a stage's gradients (0)")
-    times.add_argument("--free-regions", action="store_true", help="all-reduces progress only where a worker idles")
-    times.add_argument("--update-time", type=_numbers, default=0.0, metavar="U", help="of a stage's weights (0)")
-    parser.add_argument("--format", choices=_FORMATS, default="text")
-    parser.add_argument("-o", "--output", metavar="FILE", help="write there instead of to stdout")
+    parser.add_argument("-o", "--output", metavar="FILE", help="write to this file (default: standard output)")
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="the same as --format json")
+    add_json(parser, "the same as --format json")
+
+
+def _add_shape_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("shape of the schedule ('schedule list --json' lists the options of each family)")
+    add_family_options(group)
+    group.add_argument(
+        "--max-in-flight", type=int, metavar="L", help="1f1b: maximum number of micro-batches that fit into memory"
+    )
+    group.add_argument(
+        "--warm-up",
+        type=whole_numbers_option,
+        metavar="K,...",
+        help="1f1b: number of warm-up forward passes of each stage, instead of a policy",
+    )
+    group.add_argument(
+        "--iterations", type=int, metavar="I", help="number of iterations (default: 1; asynchronous schedules: 4)"
+    )
+    group.add_argument(
+        "--width",
+        type=whole_numbers_option,
+        metavar="W",
+        help="devices per worker: one number, or W,... for each worker (default: 1)",
+    )
+    group.add_argument("--recompute", action="store_true", help="recompute activations before each backward pass")
+    group.add_argument(
+        "--all-reduce",
+        metavar="WHEN",
+        help="when gradients are reduced: none, eager or eager-sync-opt (default: eager-sync-opt)",
+    )
+    group.add_argument(
+        "--activation-limit",
+        type=float,
+        metavar="A",
+        help="maximum number of micro-batches whose activations a worker may hold",
+    )
+
+
+def _add_times(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group(
+        "times, in one arbitrary unit", "Each is one number, or T,... with one number per stage (or boundary)."
+    )
+    group.add_argument(
+        "--forward",
+        type=_numbers,
+        default=1.0,
+        metavar="F",
+        help="forward pass of a micro-batch at a stage (default: 1)",
+    )
+    group.add_argument(
+        "--backward",
+        type=_numbers,
+        default=1.0,
+        metavar="B",
+        help="backward pass of a micro-batch at a stage (default: 1)",
+    )
+    group.add_argument(
+        "--backward-input",
+        type=_numbers,
+        metavar="I",
+        help="part of the backward pass that computes the gradient of the input (default: half of B)",
+    )
+    group.add_argument(
+        "--recompute-time", type=_numbers, metavar="R", help="recomputation of a forward pass (default: F)"
+    )
+    group.add_argument(
+        "--transfer",
+        type=_numbers,
+        default=0.0,
+        metavar="C",
+        help="transfer of a micro-batch over a boundary (default: 0)",
+    )
+    group.add_argument(
+        "--transfer-latency", type=float, default=0.0, metavar="L", help="latency of every transfer (default: 0)"
+    )
+    group.add_argument("--blocking-transfers", action="store_true", help="workers do not compute while they send")
+    group.add_argument(
+        "--all-reduce-time",
+        type=_numbers,
+        default=0.0,
+        metavar="A",
+        help="all-reduce of a stage's gradients (default: 0)",
+    )
+    group.add_argument(
+        "--free-regions", action="store_true", help="all-reduces progress only while their workers are idle"
+    )
+    group.add_argument(
+        "--update-time", type=_numbers, default=0.0, metavar="U", help="update of a stage's weights (default: 0)"
+    )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print or write what was asked for; an invalid schedule's grid goes to stderr."""
+    """Print or write the schedule, or the list of families.  The grid of an invalid schedule is printed to stderr."""
     from autoddl.pipelines.validate import InvalidScheduleError
 
-    form = "json" if arguments.json else arguments.format
+    output_format = "json" if arguments.json else arguments.format
     width = None if arguments.output else terminal_width(arguments)
     if arguments.name == "list":
-        text = _listing(form == "json", width)
+        text = _family_list(output_format == "json", width)
     else:
         try:
-            text = _render(arguments, form, width)
+            text = _render(arguments, output_format, width)
         except InvalidScheduleError as error:
             print(str(error).partition("\n")[2], file=sys.stderr)
             raise UserError(error.reason) from None
@@ -81,24 +163,25 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _render(arguments: argparse.Namespace, form: str, width: int | None) -> str:
+def _render(arguments: argparse.Namespace, output_format: str, width: int | None) -> str:
+    """Return the schedule in a format; text has lines of at most ``width`` characters."""
     from ..api.schedules import schedule
     from ..text.runs import simulation_text
 
-    found = schedule(
+    generated = schedule(
         arguments.name,
         stages=arguments.stages,
         micro_batches=arguments.micro_batches,
         iterations=arguments.iterations,
-        width=1 if arguments.width is None else arguments.width[0] if len(arguments.width) == 1 else arguments.width,
+        width=_one_or_list(arguments.width or [1]),
         recompute=arguments.recompute,
         all_reduce=arguments.all_reduce,
         activation_limit=arguments.activation_limit,
-        **{name: getattr(arguments, name) for name in _OPTIONS},
+        **{name: getattr(arguments, name) for name in _FAMILY_OPTIONS},
     )
-    if form == "csv":
-        return found.to_csv()
-    timeline = found.simulate(
+    if output_format == "csv":
+        return generated.to_csv()
+    timeline = generated.simulate(
         forward=arguments.forward,
         backward=arguments.backward,
         backward_input=arguments.backward_input,
@@ -110,23 +193,23 @@ def _render(arguments: argparse.Namespace, form: str, width: int | None) -> str:
         overlap_transfers=not arguments.blocking_transfers,
         all_reduce_overlaps_compute=not arguments.free_regions,
     )
-    if form == "svg":
+    if output_format == "svg":
         return timeline.to_svg()
-    if form == "trace":
+    if output_format == "trace":
         return timeline.to_trace()
-    facts = timeline.document
-    if form == "json":
-        return json.dumps(facts, indent=1) + "\n"
-    return fitted(simulation_text(timeline, facts), width) + "\n"
+    document = timeline.document
+    if output_format == "json":
+        return json.dumps(document, indent=1) + "\n"
+    return fitted(simulation_text(timeline, document), width) + "\n"
 
 
-def _listing(as_json: bool, width: int | None) -> str:
+def _family_list(as_json: bool, width: int | None) -> str:
     from autoddl.pipelines.generators import families
 
     from ..text.runs import families_text
 
     if as_json:
-        listed = [
+        entries = [
             {
                 "name": family.name,
                 "summary": family.summary,
@@ -135,15 +218,15 @@ def _listing(as_json: bool, width: int | None) -> str:
             }
             for family in families()
         ]
-        return json.dumps({"format": "autoddl-schedule-families", "version": 1, "families": listed}, indent=1) + "\n"
+        return json.dumps({"format": "autoddl-schedule-families", "version": 1, "families": entries}, indent=1) + "\n"
     return fitted(families_text(families()), width) + "\n"
 
 
-def _numbers(text: str) -> Any:
-    """A number, or a list of them."""
-    values = [number_option(word) for word in text.split(",")]
+def _numbers(text: str) -> float | list[float]:
+    """Parse an option that is one number, or a list of numbers."""
+    return _one_or_list([number_option(word) for word in text.split(",")])
+
+
+def _one_or_list(values: list[Number]) -> Number | list[Number]:
+    """Return the number of a list of length 1; otherwise the list."""
     return values[0] if len(values) == 1 else values
-
-
-def _whole_numbers(text: str) -> list[int]:
-    return [whole_option(word) for word in text.split(",")]

@@ -1,4 +1,4 @@
-"""``autoddl verify``: run a plan on local ranks; loss, gradients and bytes against one device and the price."""
+"""``autoddl verify``: run a plan on ranks of this machine, and compare it with one device and with the predicted traffic."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from autoddl.costmodel.errors import UserError
 
-from ._options import add_edited, add_wide, show
+from ._options import add_edited, add_json, add_plan, add_quiet, add_wide, print_result
 
 if TYPE_CHECKING:
     from ..verification.run import Progress
@@ -21,26 +21,27 @@ __all__ = ["add_parser", "run"]
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Describe the command."""
+    """Add the command to the command line."""
     parser = subparsers.add_parser(
         "verify",
-        help="run a plan on local ranks: loss, gradients and bytes against one device (needs OneFlow)",
-        description="Run a plan's model on local CPU ranks, scaled down where it is too large for the machine, and compare it "
-        "with one device and with the plan's price. The exit code is 1 when anything is off or a rank fails.",
+        help="run a plan on ranks of this machine and check loss, gradients and bytes (requires OneFlow)",
+        description="Run a plan on CPU ranks of this machine, with its model scaled down if it is too large, and compare losses, "
+        "gradients and parameters with one device, and the bytes sent with the prediction. The exit code is 1 if anything differs "
+        "or a rank fails. Requires OneFlow.",
     )
-    parser.add_argument("plan", metavar="PLAN.json", help="what `autoddl plan -o` wrote")
+    add_plan(parser)
     parser.add_argument(
         "--ranks",
         type=int,
         required=True,
         metavar="N",
-        help="as many as the plan has devices; of a plan with a pipeline fewer will do, without some of its inner stages",
+        help="number of ranks: the number of devices of the plan; a pipeline can run on fewer, without some of its inner stages",
     )
     parser.add_argument(
         "--model",
         default="",
         metavar="MODEL",
-        help="the model, as for `autoddl plan`; FILE.py:FUNCTION where it is none that is built in",
+        help="the model, as for `autoddl plan`; required as FILE.py:FUNCTION if it is not built in",
     )
     add_edited(parser)
     parser.add_argument(
@@ -48,20 +49,26 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         type=float,
         default=1e-5,
         metavar="T",
-        help="relative, of loss, gradients, parameters (%(default)g)",
+        help="relative tolerance of losses, gradients and parameters (default: %(default)g)",
     )
     parser.add_argument(
         "--full-size", action="store_true", help="do not scale the model down, whatever memory and time it takes"
     )
-    parser.add_argument("--timeout", type=float, default=300.0, metavar="SECONDS", help="for everything (%(default)g)")
-    parser.add_argument("--seed", type=int, default=0, help="of initial values and data (%(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=300.0,
+        metavar="SECONDS",
+        help="time limit of the whole verification (default: %(default)g)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of initial values and data (default: %(default)s)")
     add_wide(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON document")
-    parser.add_argument("--quiet", action="store_true", help="no progress on stderr")
+    add_json(parser)
+    add_quiet(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Verify, print."""
+    """Verify the plan and print the result."""
     from autoddl.pipelines.runtime.failures import RankError
 
     from ..api.planning import load
@@ -71,29 +78,26 @@ def run(arguments: argparse.Namespace) -> int:
     check_verification(arguments.tolerance, arguments.timeout, arguments.seed)
     plan = load(arguments.plan, edited=arguments.edited)
     try:
-        with _progress(arguments.quiet) as say:
-            found = plan.verify(
+        with _progress(arguments.quiet) as show_progress:
+            verification = plan.verify(
                 arguments.ranks,
                 model=arguments.model,
                 tolerance=arguments.tolerance,
                 full_size=arguments.full_size,
                 timeout_s=arguments.timeout,
                 seed=arguments.seed,
-                progress=say,
+                progress=show_progress,
             )
     except RankError as error:
         if arguments.json and not isinstance(error, UserError):
             print(json.dumps(failed_document(plan.model, error.rank, str(error)), indent=1))
         raise
-    if arguments.json:
-        print(json.dumps(found.document, indent=1, allow_nan=False))
-    else:
-        show(found.text, arguments)
-    return 0 if found.is_right else 1
+    print_result(verification, arguments)
+    return 0 if verification.is_right else 1
 
 
 @contextmanager
 def _progress(quiet: bool) -> Iterator[Progress]:
-    """A line on stderr that says what is going on; quiet where that is no terminal."""
+    """Show the current phase in a line on stderr, if stderr is a terminal."""
     with tqdm(bar_format="{desc} ({elapsed})", disable=True if quiet else None, leave=False) as bar:
         yield bar.set_description_str
