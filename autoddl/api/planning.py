@@ -244,7 +244,7 @@ def _method_row(
         with contextlib.suppress(StopRequestedError):
             planned = make_plan(graph, cluster, options, stop=stop, known=baselines)
     if planned is None or (planned.is_interrupted and not planned.evaluations):
-        return {"name": method, "infeasible": "interrupted before it had a plan"}
+        return {"name": method, "infeasible": "interrupted before a plan was found"}
     return _planned_row(method, planned)
 
 

@@ -53,8 +53,16 @@ def add_cluster_arguments(parser: argparse._ActionsContainer) -> None:
     )
 
 
-def add_planning_arguments(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the arguments of the model, the cluster, the training and the search, and return the group of the search."""
+def add_planning_arguments(parser: argparse.ArgumentParser, *, has_pipeline: bool) -> argparse._ArgumentGroup:
+    """Add the arguments of the model, the cluster, the training and the search.
+
+    Args:
+        parser: The parser of a command.
+        has_pipeline: Whether the command has the option ``--pipeline``, which changes the meaning of some other options.
+
+    Returns:
+        The group of the search options.
+    """
     add_model_arguments(parser)
     group = parser.add_argument_group("cluster")
     add_cluster_arguments(group)
@@ -64,6 +72,15 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         metavar="RATE",
         help="bandwidth per device of every link, such as 10GB/s (without a unit: bytes/s)",
     )
+    _add_training_options(parser)
+    search_group = _add_search_options(parser, has_pipeline)
+    add_wide(parser)
+    add_json(parser)
+    add_quiet(parser)
+    return search_group
+
+
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("training")
     group.add_argument(
         "--batch", type=int, metavar="B", help="samples per training step over all devices (default: 8 per device)"
@@ -87,16 +104,24 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         help="whether to recompute activations in the backward pass (default: %(default)s, chosen by the search)",
     )
     add_memory_limit(group, "9/10 of the device's memory")
+
+
+def _add_search_options(parser: argparse.ArgumentParser, has_pipeline: bool) -> argparse._ArgumentGroup:
+    def with_pipeline(text: str) -> str:
+        return f"; with --pipeline, {text}" if has_pipeline else ""
+
     group = parser.add_argument_group("search")
     group.add_argument(
         "--communication-only",
         action="store_true",
-        help="minimize communication time instead of step time; with --pipeline, minimize the step time without computation",
+        help="minimize communication time instead of step time"
+        + with_pipeline("minimize the step time without computation"),
     )
     group.add_argument(
         "--untied",
         action="store_true",
-        help="choose a strategy for every repetition of a block separately; with --pipeline, for every layer of a stage",
+        help="choose a strategy for every repetition of a block separately"
+        + with_pipeline("for every layer of a stage"),
     )
     group.add_argument(
         "--summa",
@@ -120,12 +145,9 @@ def add_planning_arguments(parser: argparse.ArgumentParser) -> argparse._Argumen
         "--time-limit",
         type=float,
         metavar="SECONDS",
-        help="time limit of one search (default: 20); with --pipeline, limit on the processor time of the whole search "
-        "(default: 30)",
+        help="time limit of one search (default: 20)"
+        + with_pipeline("limit on the processor time of the whole search (default: 30)"),
     )
-    add_wide(parser)
-    add_json(parser)
-    add_quiet(parser)
     return group
 
 

@@ -22,8 +22,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         help="compare search methods and baselines on a model and a cluster",
         description="Plan a model with several search methods, without a pipeline, and compare their plans with the baselines.",
     )
-    search = add_planning_arguments(parser)
-    search.add_argument(
+    search_group = add_planning_arguments(parser, has_pipeline=False)
+    search_group.add_argument(
         "--methods",
         default=None,
         metavar="M,...",

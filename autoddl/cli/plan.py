@@ -23,7 +23,8 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
         description="Find the best SBP strategy for every layer of a model on a cluster, and prove that it is the best. With "
         "--pipeline, also find the stages of a pipeline and their schedule.",
     )
-    add_method(add_planning_arguments(parser))
+    search_group = add_planning_arguments(parser, has_pipeline=True)
+    add_method(search_group)
     group = parser.add_argument_group("pipeline")
     group.add_argument(
         "--pipeline",

@@ -304,7 +304,7 @@ def test_objects_in_place_of_names(small):
     assert (plan.strategies, plan.step_s) == (named.strategies, named.step_s)
     relinked = cluster.with_links(latency_s=1e-6)
     assert autoddl.plan(graph, cluster=relinked, batch=64).cluster.links == relinked.links
-    with pytest.raises(autoddl.UserError, match="links of .* were changed"):
+    with pytest.raises(autoddl.UserError, match=r"links of .* were changed"):
         autoddl.plan(graph, cluster=relinked, nodes=1)
     with pytest.raises(autoddl.UserError, match="heads 4 is for built-in transformers"):
         autoddl.plan(graph, cluster=cluster, heads=4)

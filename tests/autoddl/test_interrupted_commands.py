@@ -122,7 +122,7 @@ def test_a_plan_whose_trials_of_pipelines_are_interrupted_is_whole(tmp_path, rec
     assert "a pipeline takes" in shown.getvalue()
     ended = interrupted(("autoddl.pipelines.joint.megatron_trials:megatron_trials", 1), arguments)
     assert ended.code == 130, ended
-    assert "this is the best plan until then, it is proven optimal" in one_line(ended)
+    assert "this is the best plan found so far, it is proven optimal" in one_line(ended)
     assert "proven: none of" in ended.out and "a pipeline takes" not in ended.out
     check_plan(path, "optimal")
     record_property("seconds", ended.seconds)
@@ -186,9 +186,9 @@ def test_an_interrupted_comparison_has_what_is_known(record_property, form):
         rows = {row["name"]: row for row in document["rows"]}
         assert document["status"] == "interrupted" and set(rows) >= {"exact", "exhaustive", "random", "data parallel"}
         assert rows["exact"]["status"] == "optimal" and rows["exhaustive"]["status"] == "interrupted"
-        assert rows["random"] == {"name": "random", "infeasible": "interrupted before it had a plan"}
+        assert rows["random"] == {"name": "random", "infeasible": "interrupted before a plan was found"}
     else:
-        assert "random: interrupted before it had a plan" in ended.out and "proven optimal" in ended.out
+        assert "random: interrupted before a plan was found" in ended.out and "proven optimal" in ended.out
         assert ", interrupted\n" in ended.out
     record_property("seconds", ended.seconds)
 

@@ -263,7 +263,11 @@ def test_an_output_that_is_there_already_is_written_anew(tmp_path):
             "rank 1 of 2 refused: batch 17 is odd",
         ),
         (KeyboardInterrupt(), 130, "interrupted"),
-        (MemoryError(), 2, "out of memory: the command needs more than the machine has, or than a limit allows (ulimit -v)"),
+        (
+            MemoryError(),
+            2,
+            "out of memory: the command needs more than the machine has, or than a limit allows (ulimit -v)",
+        ),
         (OSError(errno.ENOSPC, "No space left on device", "/tmp/x"), 2, "/tmp/x: No space left on device"),
         (
             RecursionError("too deep"),
