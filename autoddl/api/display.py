@@ -16,9 +16,11 @@ if TYPE_CHECKING:
 
 __all__ = ["html_of", "one_line", "summary_of"]
 
+#: CSS of tables, and of cells with an alignment.
 _TABLE = "border-collapse: collapse; margin: 0.3em 0"
 _CELL = "padding: 0 0.8em 0 0; text-align: {}; white-space: nowrap"
 
+#: Columns of the table of stages, and of the table of layers.
 _STAGES: tuple[Column[PlannedStage], ...] = (
     Column("stage", lambda stage: str(stage.number), right=True),
     Column("layers", lambda stage: f"{stage.layers[0]} to {stage.layers[-1]}"),

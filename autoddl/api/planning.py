@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
+from autoddl.costmodel.problem import OBJECTIVES
 from autoddl.costmodel.stopping import Stop, StopRequestedError
 from autoddl.costmodel.suggestions import unknown
 from autoddl.costmodel.workload import OPTIMIZERS
@@ -35,7 +36,6 @@ __all__ = ["MAX_ENUMERATION", "compare", "load", "load_plan", "plan"]
 
 #: Maximum number of assignments that `compare` enumerates if the method ``exhaustive`` is not named.
 MAX_ENUMERATION = 10**9
-_OBJECTIVES = ("step", "communication")
 
 
 @takes(PlanningOptions, PLANNING_DEFAULTS)
@@ -104,7 +104,7 @@ def _graph_and_cluster(
 def _planner_options(method: str, options: PlanningOptions) -> Options:
     """Return the options of the planner.  Names are checked here; numbers are checked by the planner."""
     values: dict[str, Any] = {**options, "method": method}
-    for name, known in (("method", tuple(METHODS)), ("objective", _OBJECTIVES), ("optimizer", tuple(OPTIMIZERS))):
+    for name, known in (("method", tuple(METHODS)), ("objective", OBJECTIVES), ("optimizer", tuple(OPTIMIZERS))):
         if values[name] not in known:
             raise unknown(name, values[name], known)
     return Options(**{field.name: values[field.name] for field in fields(Options)})

@@ -62,6 +62,7 @@ class JobOptions(TypedDict, total=False):
     host_timeout_s: float
 
 
+#: Defaults of `JobOptions`; None for options that are not listed.
 _JOB_DEFAULTS: Mapping[str, Any] = {
     "max_restarts": 0,
     "directory": ".",

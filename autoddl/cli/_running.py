@@ -37,8 +37,17 @@ __all__ = ["INTERNAL_ERROR", "INTERRUPTED", "USER_ERROR", "parser_of", "report",
 USER_ERROR, INTERNAL_ERROR, INTERRUPTED = UserError.exit_code, 70, 128 + signal.SIGINT
 #: Errors of the system that the user can solve: a full disk, missing permissions, a name that is too long, exhausted limits.
 _SYSTEM_ERRORS = (
-    *(errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENAMETOOLONG, errno.EIO),
-    *(errno.EMFILE, errno.ENFILE, errno.ENOMEM),
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EFBIG,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENAMETOOLONG,
+    errno.EIO,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
 )
 #: Options that name output files, by the attribute of the parsed arguments.
 _OUTPUTS = {"output": "-o", "picture": "--picture"}
