@@ -40,9 +40,8 @@ class ReaderGoneError(BrokenPipeError):
 
 def run() -> int:
     """Run the command in ``sys.argv`` and return its exit code."""
-    if (
-        signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):  # SIGINT is ignored, as in the background of a shell
+    # SIGINT is ignored in the background of a shell, and stays ignored.
+    if signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         return _run(contextlib.nullcontext)
     interrupts = Interrupts()
     code = _run(interrupts.working)

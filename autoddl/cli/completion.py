@@ -8,7 +8,7 @@ import re
 __all__ = ["add_parser", "run"]
 
 SHELLS = ("bash", "zsh")
-#: Metavariables of arguments that are folders, and of arguments that are files.
+#: Patterns of the metavars of arguments that are folders, and of arguments that are files.
 _FOLDERS = re.compile(r"\bDIR\b")
 _FILES = re.compile(r"\bFILE\b|\.(?:json|csv|py|svg|html)\b|^(?:MEASUREMENTS|PROFILE)$")
 
