@@ -1,12 +1,14 @@
-"""What passes between the workers of a pipeline: tensors from stage to stage, and sums of gradients that several hold.
+"""Communication between the workers of a pipeline: transfers of tensors between stages, and all-reduces of gradients that several
+workers hold.
 
-What crosses from stage to stage is priced by the messages that bring the tensor from the sender's layout to the layout that the
-receiver wants (:mod:`autoddl.costmodel.crossing`), whether both have as many devices or not:
+**Transfers.**  A tensor crosses a boundary in the messages that bring it from the sender's layout to the receiver's
+(:mod:`autoddl.costmodel.crossing`); both workers may have different numbers of devices.  With the latency alpha and the inverse
+bandwidth beta of a network level (inside or between nodes),
 
-    transfer = alpha * most messages at one rank + most bytes that one rank sends or receives * beta     (slower of both levels)
+    transfer = max over ranks, levels and {send, receive} of  [ alpha * messages of the rank + beta * bytes of the rank ]
 
-Gradients that several workers hold (both directions of bidirectional schemes, shared embeddings) are reduced over them too:
-scattered inside each, all-reduced between them, gathered.
+**All-reduces.**  Gradients that several workers hold (replicas of bidirectional schedules, shared embeddings) are also reduced over
+these workers: reduce-scatter inside each worker, all-reduce between the workers, all-gather inside each worker.
 """
 
 from __future__ import annotations
@@ -49,24 +51,38 @@ __all__ = [
 
 
 class BoundaryLoad(NamedTuple):
-    """What one rank sends, or receives, over the links inside nodes, or between them."""
+    """The messages that one rank sends, or receives, over the links of one network level.
+
+    Attributes:
+        is_inside: Whether the links are inside nodes, rather than between nodes.
+        messages: Number of messages.
+        nbytes: Bytes of all messages.
+    """
 
     is_inside: bool
     messages: float
     nbytes: float
 
     def seconds(self, links: Sequence[tuple[float, float]]) -> float:
-        """By the (latency, bandwidth) between and inside nodes."""
+        """The time of the messages.
+
+        Args:
+            links: (latency [s], bandwidth [bytes/s]) between nodes, and inside nodes.
+        """
         latency, bandwidth = links[self.is_inside]
         return latency * self.messages + self.nbytes / bandwidth
 
 
 @dataclass(frozen=True)
 class Boundary:
-    """What one micro-batch takes from a stage to the next one, and its gradient back; and its bytes.
+    """The transfer of one micro-batch from a stage to the next one, and of its gradient back.
 
     Attributes:
-        forward, backward: what the rank sends or receives that takes the longest.
+        forward_s: Seconds of the forward transfer.
+        backward_s: Seconds of the backward transfer.
+        nbytes: Bytes of the tensor.
+        forward: Slowest load of a rank in the forward transfer.
+        backward: Slowest load of a rank in the backward transfer.
     """
 
     forward_s: float
@@ -77,7 +93,7 @@ class Boundary:
 
 
 class PricedLayer(Protocol):
-    """A layer at its strategy, and what it does for a micro-batch."""
+    """A layer with its strategy, and its work for a micro-batch."""
 
     @property
     def layer(self) -> Layer: ...
@@ -90,14 +106,23 @@ class PricedLayer(Protocol):
 
 
 def own_gradient_bytes(layer: PricedLayer, workload: Workload) -> float:
-    """Of a layer's gradients on one device."""
+    """Return the bytes of a layer's gradients on one device."""
     return layer.work.state_bytes * workload.itemsize / workload.bytes_per_parameter
 
 
 def replicated_all_reduce_s(
     layer: Layer, strategy: Strategy, num_workers: int, link: Link, devices: Cluster, nbytes: float
 ) -> float:
-    """All-reduce of ``nbytes`` of gradients per device over a layer's slices of the samples and over workers joined by ``link``."""
+    """Return the seconds of a gradient all-reduce over the data-parallel axes inside each worker and over several workers.
+
+    Args:
+        layer: The layer.
+        strategy: Its strategy inside each worker.
+        num_workers: Number of workers that hold the layer.
+        link: The link that joins the workers.
+        devices: The devices of one worker.
+        nbytes: Bytes of the layer's gradients on each device.
+    """
     between, inside = replicated_all_reduce_steps(layer, strategy, num_workers, nbytes)
     return sum(link.time(step) for step in between) + sum(devices.time(step) for step in inside)
 
@@ -105,7 +130,7 @@ def replicated_all_reduce_s(
 def replicated_all_reduce_steps(
     layer: Layer, strategy: Strategy, num_workers: int, nbytes: float
 ) -> tuple[tuple[Step, ...], tuple[Step, ...]]:
-    """The steps of :func:`replicated_all_reduce_s` between the workers, and inside each."""
+    """Return the steps of :func:`replicated_all_reduce_s`: (steps between the workers, steps inside each worker)."""
     if not nbytes:
         return (), ()
     axes = () if strategy.summa else strategy.axes(0, kind_of(layer.kind).is_lookup)
@@ -113,7 +138,7 @@ def replicated_all_reduce_steps(
     between = (Step(Collective.ALL_REDUCE, Axis(num_workers, 1), nbytes / slices),)
     if slices == 1:
         return between, ()
-    # Scattered inside, gathered inside: what an all-reduce over one more, outermost, axis does but for its middle.
+    # Reduce-scatter and all-gather inside each worker: an all-reduce over one more, outermost axis, without its middle step.
     steps = all_reduce_steps((Axis(num_workers, 1), *axes), nbytes)
     return between, tuple(step for step in steps if step.collective is not Collective.ALL_REDUCE)
 
@@ -125,7 +150,18 @@ def shared_steps(
     figures: Mapping[str, PricedLayer],
     workload: Workload,
 ) -> Iterator[tuple[int, tuple[int, int], Step]]:
-    """How gradients of weights are exchanged that stages share with other stages, per step: stage, workers, and what they do."""
+    """Iterate over the gradient all-reduces of weights that two stages share.
+
+    Args:
+        schedule: The schedule.
+        graphs: Graph of every stage.
+        stage_of: Stage of every layer, by layer name.
+        figures: Every layer with its strategy, by layer name.
+        workload: Precision and optimizer.
+
+    Yields:
+        (stage, its worker and the other stage's worker, the step), once for each of both stages.
+    """
     for s, graph in enumerate(graphs):
         for here, there in graph.shared:
             other = stage_of[there]
@@ -146,28 +182,43 @@ def boundary_of(
     target: Layout,
     workload: Workload,
 ) -> Boundary:
-    """What crosses from stage ``number`` to the next one: its last layer's output, from its layout to the wanted one.
+    """Return the transfer from stage ``number`` to the next one.
 
     Args:
+        mesh: Devices of all workers.
+        cluster: The devices and their network.
         placement: ``[pipeline][stage] -> worker``.
+        number: Number of the sending stage.
+        exit_layer: Last layer of the sending stage, whose output is transferred.
+        source: Layout of the output on the sender.
+        target: Layout of the output on the receiver.
+        workload: Micro-batch and precision.
     """
-    together = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in placement)
+    share_nodes = all(mesh.share_nodes(cluster, (workers[number], workers[number + 1])) for workers in placement)
     ends = [mesh.mesh_of(placement[0][stage]) for stage in (number, number + 1)]
     samples, features = edge_shape(exit_layer, workload.micro_batch)
     nbytes = workload.micro_batch * exit_layer.output_elements * workload.itemsize
     tensor = (samples, features, nbytes / (samples * features))
     inter, intra = cluster.links
     links = (inter.latency_s, inter.bandwidth), (intra.latency_s, intra.bandwidth)
-    forward = _heaviest_load(ends[0], ends[1], links, together, source, target, tensor)
-    backward = _heaviest_load(ends[1], ends[0], links, together, target, source, tensor)
+    forward = _slowest_load(ends[0], ends[1], links, share_nodes, source, target, tensor)
+    backward = _slowest_load(ends[1], ends[0], links, share_nodes, target, source, tensor)
     return Boundary(forward.seconds(links), backward.seconds(links), nbytes, forward, backward)
 
 
 def least_crossing_s(
     ends: tuple[StageMesh, StageMesh], cluster: Cluster, share_nodes: bool, nbytes: np.ndarray
 ) -> np.ndarray:
-    """No layouts let tensors of so many bytes cross in less: some rank has at least the mean to send, or to receive, over its
-    links of both levels at once."""
+    """Return lower bounds on the seconds of transfers, whatever the layouts.
+
+    Some rank sends (or receives) at least the mean number of bytes; it may use the links of both levels at once.
+
+    Args:
+        ends: The rectangles of the sender and the receiver.
+        cluster: The devices and their network.
+        share_nodes: Whether both workers are in the same nodes.
+        nbytes: Bytes of the tensors; any shape.
+    """
     inter, intra = cluster.links
     latency, bandwidth = inter.latency_s, inter.bandwidth
     if share_nodes:
@@ -177,7 +228,7 @@ def least_crossing_s(
 
 
 @lru_cache(maxsize=1 << 16)
-def _heaviest_load(
+def _slowest_load(
     sender: StageMesh,
     receiver: StageMesh,
     links: tuple[tuple[float, float], tuple[float, float]],
@@ -186,22 +237,24 @@ def _heaviest_load(
     target: Layout,
     tensor: tuple[int, int, float],
 ) -> BoundaryLoad:
-    """Of one micro-batch from one worker to another: what takes the longest (formula: module's docstring).
+    """The load of a rank that takes longest when one micro-batch is sent from one worker to another (formula: module's docstring).
 
     Args:
-        links: (latency, bandwidth) between and inside nodes.
-        tensor: samples, features, bytes of an element.
+        links: (latency [s], bandwidth [bytes/s]) between and inside nodes.
+        tensor: Number of samples, number of features, bytes per element.
     """
-    samples, features, per_element = tensor
+    samples, features, itemsize = tensor
     if sender == receiver and source == target:
-        return BoundaryLoad(share_nodes, 1, samples * features * per_element / sender.num_devices)
-    loads: dict[tuple[bool, bool, int], list[float]] = {}
+        # Every rank sends its own part to the rank in the same place.
+        return BoundaryLoad(share_nodes, 1, samples * features * itemsize / sender.num_devices)
+    # Messages and bytes by (level, direction, rank).
+    totals: dict[tuple[bool, bool, int], list[float]] = {}
     for piece in crossing(canonical(source), canonical(target), (samples, features)):
         nodes = piece.source // sender.devices_per_node, piece.destination // receiver.devices_per_node
-        inside = share_nodes and nodes[0] == nodes[1]
-        for end in ((inside, False, piece.source), (inside, True, piece.destination)):
-            load = loads.setdefault(end, [0.0, 0.0])
-            load[0] += 1
-            load[1] += piece.num_elements * per_element
-    every = (BoundaryLoad(inside, messages, sent) for (inside, _, _), (messages, sent) in loads.items())
-    return max(every, key=lambda load: load.seconds(links))
+        is_inside = share_nodes and nodes[0] == nodes[1]
+        for end in ((is_inside, False, piece.source), (is_inside, True, piece.destination)):
+            total = totals.setdefault(end, [0.0, 0.0])
+            total[0] += 1
+            total[1] += piece.num_elements * itemsize
+    loads = (BoundaryLoad(is_inside, messages, sent) for (is_inside, _, _), (messages, sent) in totals.items())
+    return max(loads, key=lambda load: load.seconds(links))

@@ -1,10 +1,12 @@
-"""One point of the joint space: what runs where, in which order, with which strategies."""
+"""Configurations: the points of the joint space.  A configuration says which stage runs on which devices, in which order (its
+schedule), and with which strategies."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import accumulate
 from typing import Any, Union
 
 from autoddl.costmodel.cluster import Cluster, Level
@@ -18,12 +20,13 @@ from .meshes import Meshes, StageMesh
 
 __all__ = ["RECOMPUTATIONS", "Configuration", "PipelineSchedule", "StageChoice", "widths_of"]
 
-#: What a stage keeps from the forward to the backward pass of a micro-batch: ``none``: everything; ``layers``: every layer's evenly
-#: split input, the rest is made again layer by layer (as in plans without a pipeline); ``stage``: the stage's input alone, and the
-#: whole forward pass is run again before the backward pass (the schedules' own task ``R``).
+#: Ways of recomputation, by what a stage keeps from the forward to the backward pass of a micro-batch.  ``none`` keeps everything.
+#: ``layers`` keeps the evenly split input of every layer and recomputes one layer at a time, as plans without a pipeline do.
+#: ``stage`` keeps the input of the stage alone and runs its whole forward pass again before the backward pass (task ``R`` of
+#: schedules).
 RECOMPUTATIONS = ("none", "layers", "stage")
 
-#: Update periods of an asynchronous schedule that are simulated: the middle third is its steady state.
+#: Number of simulated update periods of an asynchronous schedule.  The middle third is its steady state.
 PERIODS = 6
 
 Option = Union[int, str]
@@ -31,16 +34,20 @@ Option = Union[int, str]
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """A schedule by what it is generated from.
+    """The arguments that a schedule is generated from.
 
     Attributes:
-        name: one of the families of :mod:`autoddl.pipelines.generators`.
+        name: Name of the schedule's family in :mod:`autoddl.pipelines.generators`.
         num_workers: D, the pipeline's depth.
-        num_micro_batches: N, per step.
-        options: of the family, as sorted pairs.
-        groups: stages per worker of schemes that have several on each in turn.
-        synchronous: whether all micro-batches of a step use the newest weights.
-        num_pipelines: pipelines over the same workers (2 or more of bidirectional schemes).
+        num_micro_batches: N, the number of micro-batches per step.
+        options: Options of the family, as (name, value) pairs sorted by name.
+        groups: Number of stages per worker and pipeline; more than 1 for interleaved schedules.
+        synchronous: Whether all micro-batches of a step use the newest weights.
+        num_pipelines: Number of pipelines over the same workers; 2 or more for bidirectional schedules.
+
+    >>> spec = PipelineSchedule("interleaved-1f1b", 4, 8, (("groups", 2),), groups=2)
+    >>> spec.label, spec.num_stages, spec.worker_of(5)
+    ('interleaved-1f1b (groups 2)', 8, 1)
     """
 
     name: str
@@ -53,36 +60,36 @@ class PipelineSchedule:
 
     @property
     def num_stages(self) -> int:
-        """Parts that the model is cut in."""
+        """Number of stages that the model is cut into."""
         return self.groups * self.num_workers
 
     @property
     def label(self) -> str:
-        """Name and options, such as ``chimera (halving)``."""
+        """Name and options for the reader, such as ``chimera (halving, num_pipelines 2)``."""
         shown = ", ".join(f"{value}" if isinstance(value, str) else f"{key} {value}" for key, value in self.options)
         return f"{self.name} ({shown})" if shown else self.name
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a backward pass comes in two parts, that of the input and that of the weights."""
+        """Whether backward passes are split into an input part and a weight part."""
         return self.name == "zero-bubble"
 
     @property
     def halves_backwards(self) -> bool:
-        """Whether backward passes are of half a micro-batch (Chimera's backward halving)."""
+        """Whether each backward pass takes half a micro-batch (Chimera's backward halving)."""
         return dict(self.options).get("concatenation") == "halving"
 
     def backward_passes(self, stage: int) -> int:
-        """How often a stage is gone back through for each micro-batch.
+        """Number of autograd passes through a stage per micro-batch.
 
-        Ranks have one way to do it, which is autograd's: each part of a split backward pass carries the gradient through the whole
-        stage, with all communication inside it, and comes upon both products of each layer.  Only the first stage, whose input
-        wants no gradient, has nothing to do in the input part.
+        Both parts of a split backward pass are autograd passes over the whole stage: each computes both products of every layer
+        and does all communication inside the stage.  The input part of the first stage is empty, because its input needs no
+        gradient.
         """
         return 2 if self.splits_backward and stage else 1
 
     def input_passes(self, stage: int) -> int:
-        """How often before the gradient of its input is there."""
+        """Number of autograd passes through a stage per micro-batch until the gradient of its input is available."""
         return self.backward_passes(stage) - 1 if self.splits_backward else 1
 
     def worker_of(self, stage: int) -> int:
@@ -96,31 +103,34 @@ class PipelineSchedule:
         num_steps: int = PERIODS,
         most_passes: int = MAX_PASSES,
     ) -> Schedule:
-        """The schedule itself, validated.
+        """Generate and validate the schedule.
 
         Args:
-            width: devices per worker; one number for all, or one for each.
-            recomputing: per stage whether its forward pass is run again as a task of its own.
-            num_steps: of an asynchronous schedule; a synchronous one has one step.
-            most_passes: that a schedule may have.
+            width: Number of devices per worker: one number for all workers, or one per worker.
+            recomputing: Per stage, whether its forward pass is run again as a task of its own.
+            num_steps: Number of steps of an asynchronous schedule; a synchronous one has one step.
+            most_passes: Largest allowed number of passes of micro-batches through stages.
+
+        Raises:
+            GeneratorError: the family has no schedule for these numbers, or the schedule has too many passes.
         """
-        return _schedule(self, width, recomputing, 1 if self.synchronous else num_steps, most_passes)
+        return _generated(self, width, recomputing, 1 if self.synchronous else num_steps, most_passes)
 
 
 @lru_cache(maxsize=8)
-def _schedule(
-    of: PipelineSchedule,
+def _generated(
+    spec: PipelineSchedule,
     width: int | tuple[int, ...],
     recomputing: tuple[bool, ...],
-    iterations: int,
+    num_steps: int,
     most_passes: int,
 ) -> Schedule:
-    options: dict[str, Any] = dict(of.options)
+    options: dict[str, Any] = dict(spec.options)
     schedule = generate(
-        of.name,
-        num_stages=of.num_workers,
-        num_micro_batches=of.num_micro_batches,
-        iterations=iterations,
+        spec.name,
+        num_stages=spec.num_workers,
+        num_micro_batches=spec.num_micro_batches,
+        iterations=num_steps,
         width=width,
         recompute=any(recomputing),
         most_passes=most_passes,
@@ -128,6 +138,7 @@ def _schedule(
     )
     if all(recomputing) or not any(recomputing):
         return schedule
+    # Generators recompute all stages or none: remove the tasks of stages that do not recompute.
     workers = tuple(
         tuple(task for task in tasks if task.kind is not Kind.RECOMPUTE or recomputing[task.stage])
         for tasks in schedule.workers
@@ -136,18 +147,19 @@ def _schedule(
 
 
 def widths_of(mesh: Meshes) -> int | tuple[int, ...]:
-    """Devices per worker: one number where all have as many."""
-    return mesh.num_devices if isinstance(mesh, StageMesh) else tuple(one.num_devices for one in mesh.meshes)
+    """Number of devices per worker: one number if all workers are equal, else one per worker."""
+    return mesh.num_devices if isinstance(mesh, StageMesh) else tuple(part.num_devices for part in mesh.meshes)
 
 
 @dataclass(frozen=True)
 class StageChoice:
-    """What happens inside one stage.
+    """The choices for one stage.
 
     Attributes:
-        num_units: of the chain (see :mod:`.partition`).
-        recompute: one of :data:`RECOMPUTATIONS`.
-        strategies: of its layers by name, over its mesh; with the entry's where it is not the first stage.
+        num_units: Number of units of the chain that the stage contains (see :mod:`.partition`).
+        recompute: Way of recomputation, one of :data:`RECOMPUTATIONS`.
+        strategies: Strategy of each layer over the stage's mesh, by layer name; with that of :data:`.partition.ENTRY` for all
+            stages but the first.
     """
 
     num_units: int
@@ -157,13 +169,13 @@ class StageChoice:
 
 @dataclass(frozen=True)
 class Configuration:
-    """A whole plan.
+    """A complete plan: devices, schedule, workload, and the choices for every stage.
 
     Attributes:
-        mesh: the devices of every worker: equal rectangles, or a division in unequal ones.
-        schedule: what they do in which order.
-        workload: batch, micro-batch (samples over all devices of a stage), precision and optimizer; its ``recompute`` is unused.
-        stages: in the order of the model.
+        mesh: Devices of every worker: equal rectangles, or a division into unequal ones.
+        schedule: Arguments of the schedule.
+        workload: Batch, micro-batch (samples over all devices of a stage), precision and optimizer; its ``recompute`` is unused.
+        stages: Choices for every stage, in the order of the model.
     """
 
     mesh: Meshes
@@ -172,28 +184,25 @@ class Configuration:
     stages: tuple[StageChoice, ...]
 
     def mesh_of(self, stage: int) -> StageMesh:
-        """The rectangle of the workers of a stage."""
+        """The rectangle of devices that runs a stage."""
         return self.mesh.mesh_of(self.schedule.worker_of(stage))
 
     def levels(self, cluster: Cluster) -> tuple[Level, ...]:
-        """The network levels that strategies are written for; of the stages with the most of them."""
+        """The network levels that strategies are written for, of a stage that has the most levels."""
         return max((self.mesh_of(stage).devices(cluster).levels for stage in range(len(self.stages))), key=len)
 
     @property
     def widths(self) -> int | tuple[int, ...]:
-        """Devices per worker: one number where all have as many."""
+        """Number of devices per worker: one number if all workers are equal, else one per worker."""
         return widths_of(self.mesh)
 
     @property
     def cut(self) -> tuple[int, ...]:
-        """Units per stage."""
+        """Number of units per stage."""
         return tuple(stage.num_units for stage in self.stages)
 
     @property
     def bounds(self) -> tuple[tuple[int, int], ...]:
-        """First and behind-the-last unit of every stage."""
-        found, first = [], 0
-        for stage in self.stages:
-            found.append((first, first + stage.num_units))
-            first += stage.num_units
-        return tuple(found)
+        """(first unit, last unit + 1) of every stage."""
+        ends = list(accumulate(self.cut, initial=0))
+        return tuple(zip(ends, ends[1:]))

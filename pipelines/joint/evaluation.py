@@ -1,25 +1,22 @@
-"""What a configuration costs: time by simulation of its schedule, memory by what the schedule keeps alive.
+"""The time and memory of a configuration.
 
-**Times.**  A stage's forward and backward (compute and communication inside it, one after the other) and its gradients' all-reduce
-come from the same assessment that plans without a pipeline are priced by, of the stage's graph on one worker's devices.  Gradients
-that several workers hold (both directions of bidirectional schemes, shared embeddings) are reduced over them too: scattered inside
-each, all-reduced between them, gathered.  What crosses from stage to stage is priced by the messages that bring the tensor from the
-sender's layout to the layout that the receiver wants (:mod:`autoddl.costmodel.crossing`):
+**Times.**  The forward pass, backward pass and gradient all-reduce of a stage are assessed on the stage's graph and one worker's
+devices, by the same function that prices plans without a pipeline.  Compute and communication inside a stage do not overlap.
+Gradients that several workers hold (replicas of bidirectional schedules, shared embeddings) are reduced, and transfers between
+stages are priced, as :mod:`.boundary` describes.
 
-    transfer = alpha * most messages at one rank + most bytes that one rank sends or receives * beta     (slower of both levels)
+The step of a synchronous schedule is the makespan of its simulation; that of an asynchronous one is the time of N micro-batches in
+the steady state.  A single stage is not simulated: its step is N (forward + backward) + all-reduce.
 
-A step is the makespan of a synchronous schedule, and N micro-batches of the steady state of an asynchronous one.  Of one stage,
-which waits for none, it is N (forward + backward) + all-reduce, and nothing is simulated.
-
-**Memory** of a device of worker w, with K(s) the most micro-batches of stage s that are in flight there:
+**Memory** of a device of worker w, where K(s) is the largest number of micro-batches of stage s in flight there:
 
     sum over its stages of [ state(s) + (versions(s) - 1) weights(s) + K(s) kept(s) ]  +  largest buffer
     with recomputation of the stage: K(s) input(s) + kept(s) instead of K(s) kept(s)
 
-Where a worker holds several stages their own peaks are added up, which is never less than their common one.
+If a worker holds several stages, the sum of their separate peaks is an upper bound on their common peak.
 
-**Where the time goes**, of the busiest worker: step = compute + communication inside its stages + bubble + exposed communication,
-where exposed are the differences that transfers, and all-reduces, make to the simulated step.
+**Breakdown of the step** on the busiest worker: step = compute + communication inside its stages + bubble + exposed communication.
+Exposed communication is the difference of the simulated steps with and without transfers, and with and without all-reduces.
 """
 
 from __future__ import annotations
@@ -51,19 +48,23 @@ __all__ = ["Evaluation", "StageFigures", "evaluate", "evaluate_unpipelined", "st
 
 @dataclass(frozen=True)
 class StageFigures:
-    """One stage on one worker, per micro-batch where not said otherwise (seconds and bytes of each device).
+    """The time and memory of one stage on one worker.  Seconds are per micro-batch unless stated otherwise; bytes are per device.
 
     Attributes:
-        graph: its layers.
-        assessment: of its layers, the entry left out.
-        forward_s, backward_s: compute and communication inside the stage; back all ``backward_passes`` together.
-        backward_input_s: until the gradient of the input is there: the input part of a split backward pass, or all of it.
-        backward_passes: how often it is gone back through (see :class:`.configuration.PipelineSchedule`).
-        recompute_s: of the forward pass that is run again (recomputation of the stage).
-        all_reduce_s: of its gradients over all its replicas, per step.
-        state_bytes, weight_bytes: of parameters, gradients and optimizer; of the parameters alone.
-        kept_bytes, input_bytes: from the forward to the backward pass; of the tensor that enters.
-        buffer_bytes: what exists only while a layer runs.
+        graph: Layers of the stage.
+        assessment: Times and memory of the layers, without the entry.
+        forward_s: Compute and communication inside the stage in the forward pass.
+        backward_s: Compute and communication inside the stage in all ``backward_passes`` together.
+        backward_input_s: The part of ``backward_s`` after which the gradient of the stage's input is available: the input part of a
+            split backward pass, else all of it.
+        backward_passes: Number of autograd passes per micro-batch (see :class:`.configuration.PipelineSchedule`).
+        recompute_s: Time of the second forward pass; 0 unless the whole stage is recomputed.
+        all_reduce_s: Time of the gradient all-reduce over all replicas of the stage, per step.
+        state_bytes: Parameters, gradients and optimizer states.
+        weight_bytes: Parameters alone.
+        kept_bytes: Activations of one micro-batch that are kept from the forward to the backward pass.
+        input_bytes: Input of the stage for one micro-batch.
+        buffer_bytes: Largest temporary buffer of a layer.
     """
 
     graph: StageGraph
@@ -82,23 +83,23 @@ class StageFigures:
 
     @property
     def compute_s(self) -> float:
-        """Of one micro-batch, its recomputation included."""
-        work = [layer.work for layer in self.assessment.layers]
-        return sum(self.forward_passes * one.forward_s + self.backward_passes * one.backward_s for one in work)
+        """Compute seconds of one micro-batch, including recomputation."""
+        works = [layer.work for layer in self.assessment.layers]
+        return sum(self.forward_passes * work.forward_s + self.backward_passes * work.backward_s for work in works)
 
     @property
     def busy_s(self) -> float:
-        """Of one micro-batch: compute and communication inside the stage."""
+        """Seconds of compute and communication inside the stage for one micro-batch, including recomputation."""
         return self.forward_s + self.backward_s + self.recompute_s
 
     @property
     def forward_passes(self) -> int:
-        """Of one micro-batch, its recomputation included."""
+        """Number of forward passes of one micro-batch, including recomputation."""
         return 2 if self.recompute_s else 1
 
     @property
     def communication_s(self) -> float:
-        """Inside the stage, of one micro-batch."""
+        """Communication seconds inside the stage for one micro-batch, including recomputation."""
         return sum(
             self.forward_passes * layer.forward_communication_s + self.backward_passes * layer.backward_communication_s
             for layer in self.assessment.layers
@@ -107,7 +108,18 @@ class StageFigures:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """The figures of a configuration."""
+    """The time and memory of a configuration.
+
+    Attributes:
+        configuration: The configuration.
+        cluster: The devices and their network.
+        stages: Time and memory of every stage.
+        boundaries: Transfer times between neighbouring stages; shape (stages - 1,).
+        schedule: The generated schedule.
+        times: Task times for the simulator.
+        memory: Per worker, peak bytes of each of its devices.
+        in_flight: Per stage, the largest number of its micro-batches in flight on each of its workers.
+    """
 
     configuration: Configuration
     cluster: Cluster
@@ -116,13 +128,11 @@ class Evaluation:
     schedule: Schedule
     times: Times
     memory: tuple[float, ...]
-    """Bytes of a device of every worker."""
     in_flight: tuple[tuple[float, ...], ...]
-    """Per stage the most micro-batches of it in flight on each of its workers."""
 
     @cached_property
     def timeline(self) -> Timeline:
-        """When each task runs; O(tasks)."""
+        """The simulated schedule, in O(tasks) time."""
         return simulate(self.schedule, self.times)
 
     @property
@@ -132,152 +142,157 @@ class Evaluation:
 
     @cached_property
     def step_s(self) -> float:
-        """Seconds per batch."""
+        """Seconds per step."""
         if self.has_pipeline:
             return step_of(self.configuration.schedule, self.timeline)
         return self._step_with(self.times)
 
     def _step_with(self, times: Times) -> float:
-        """Seconds per batch, if its tasks took these times."""
+        """Seconds per step with other task times."""
         if self.has_pipeline:
             return step_of(self.configuration.schedule, simulate(self.schedule, times))
-        (forward,), (backward,), (again,) = times.forward, times.backward, times.recompute
-        return self.configuration.schedule.num_micro_batches * (forward + backward + again) + times.all_reduce[0]
+        (forward,), (backward,), (recompute,) = times.forward, times.backward, times.recompute
+        return self.configuration.schedule.num_micro_batches * (forward + backward + recompute) + times.all_reduce[0]
 
     def cost(self, objective: str) -> float:
-        """What a search minimises: seconds per batch, or those that are left where nothing is computed."""
+        """The value of the objective: seconds per step (``step``), or seconds per step if compute took no time
+        (``communication``)."""
         return self.step_s if objective == "step" else self._step_with(self._communication_times)
 
     def timeline_of(self, objective: str) -> Timeline:
-        """When each task runs: as it is, or where nothing is computed."""
+        """The simulated schedule: with all times (``step``), or as if compute took no time (``communication``)."""
         return self.timeline if objective == "step" else simulate(self.schedule, self._communication_times)
 
     @cached_property
     def _communication_times(self) -> Times:
-        """Without what is computed."""
+        """The task times without compute."""
         forward = [sum(layer.forward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
         backward = [sum(layer.backward_communication_s for layer in stage.assessment.layers) for stage in self.stages]
         spec = self.configuration.schedule
         return replace(
             self.times,
             forward=tuple(forward),
-            backward=tuple(spec.backward_passes(s) * one for s, one in enumerate(backward)),
-            backward_input=tuple(spec.input_passes(s) * one for s, one in enumerate(backward)),
-            recompute=tuple(one if stage.recompute_s else 0.0 for one, stage in zip(forward, self.stages)),
+            backward=tuple(spec.backward_passes(s) * seconds for s, seconds in enumerate(backward)),
+            backward_input=tuple(spec.input_passes(s) * seconds for s, seconds in enumerate(backward)),
+            recompute=tuple(seconds if stage.recompute_s else 0.0 for seconds, stage in zip(forward, self.stages)),
         )
 
     @property
     def memory_bytes(self) -> float:
-        """Of the fullest device."""
+        """Peak memory of the fullest device."""
         return max(self.memory)
 
     @cached_property
     def busiest(self) -> int:
-        """The worker that computes and communicates inside its stages the longest."""
+        """The worker with the most seconds of compute and communication inside its stages; the first one of several."""
         return max(range(self.schedule.num_workers), key=lambda worker: (self._busy_s(worker), -worker))
 
     def micro_batches_of(self, worker: int, stage: int, pipeline: int) -> float:
-        """How many micro-batches of a step a worker puts through one of its stages."""
+        """Number of micro-batches per step that a worker computes in one of its stages."""
         schedule, total = self.schedule, self.configuration.schedule.num_micro_batches
         if schedule.num_pipelines == 1:
             return total
-        done = sum(
+        return sum(
             task.part.size
             for task in schedule.workers[worker]
             if task.kind.letter in "BI" and (task.stage, task.pipeline) == (stage, pipeline)
         )
-        return done
 
-    def _sum(self, worker: int, values: Sequence[float]) -> float:
+    def _sum_over_step(self, worker: int, per_micro_batch: Sequence[float]) -> float:
+        """Sum values per stage and micro-batch over all stages and micro-batches of a worker in one step."""
         return sum(
-            self.micro_batches_of(worker, stage, pipeline) * values[stage]
+            self.micro_batches_of(worker, stage, pipeline) * per_micro_batch[stage]
             for pipeline, stage in self.schedule.stages_on(worker)
         )
 
     def _busy_s(self, worker: int) -> float:
-        return self._sum(worker, [stage.busy_s for stage in self.stages])
+        return self._sum_over_step(worker, [stage.busy_s for stage in self.stages])
 
     @cached_property
     def compute_s(self) -> float:
-        """Of the busiest worker, per step."""
-        return self._sum(self.busiest, [stage.compute_s for stage in self.stages])
+        """Compute seconds of the busiest worker per step."""
+        return self._sum_over_step(self.busiest, [stage.compute_s for stage in self.stages])
 
     @cached_property
     def inner_communication_s(self) -> float:
-        """Of the busiest worker inside its stages, per step."""
-        return self._sum(self.busiest, [stage.communication_s for stage in self.stages])
+        """Communication seconds inside the stages of the busiest worker per step."""
+        return self._sum_over_step(self.busiest, [stage.communication_s for stage in self.stages])
 
     @cached_property
     def exposed_transfer_s(self) -> float:
-        """By how much transfers between stages lengthen the step."""
-        return self._beyond_rounding(self.step_s - self._without_transfers)
+        """Seconds by which transfers between stages lengthen the step."""
+        return self._without_rounding(self.step_s - self._step_without_transfers)
 
     @cached_property
     def exposed_all_reduce_s(self) -> float:
-        """By how much gradient all-reduces lengthen it."""
+        """Seconds by which gradient all-reduces lengthen the step."""
         if not self.has_pipeline:
             return self.times.all_reduce[0]
-        silent = replace(self._silent, all_reduce=(0.0,) * self.times.num_stages)
-        return self._beyond_rounding(self._without_transfers - self._step_with(silent))
+        compute_only = replace(self._times_without_transfers, all_reduce=(0.0,) * self.times.num_stages)
+        return self._without_rounding(self._step_without_transfers - self._step_with(compute_only))
 
-    def _beyond_rounding(self, seconds: float) -> float:
-        """A difference of steps; 0 where it is no more than sums of floats differ by."""
+    def _without_rounding(self, seconds: float) -> float:
+        """A difference of steps; 0 if it is within the rounding errors of sums of floats."""
         return seconds if seconds > 1e-12 * self.step_s else 0.0
 
     @property
-    def _silent(self) -> Times:
-        nothing = (0.0,) * len(self.boundaries)
-        return replace(self.times, transfer_forward=nothing, transfer_backward=nothing, transfer_latency=0.0)
+    def _times_without_transfers(self) -> Times:
+        zeros = (0.0,) * len(self.boundaries)
+        return replace(self.times, transfer_forward=zeros, transfer_backward=zeros, transfer_latency=0.0)
 
     @cached_property
-    def _without_transfers(self) -> float:
+    def _step_without_transfers(self) -> float:
         if not self.boundaries:
             return self.step_s
-        return self._step_with(self._silent)
+        return self._step_with(self._times_without_transfers)
 
     @property
     def exposed_communication_s(self) -> float:
-        """What is not hidden behind compute, besides communication inside the stages."""
+        """Seconds by which transfers and all-reduces lengthen the step."""
         return self.exposed_transfer_s + self.exposed_all_reduce_s
 
     @property
     def communication_s(self) -> float:
-        """All communication that the step waits for: inside the busiest worker's stages, and exposed."""
+        """All communication seconds that the step waits for: inside the busiest worker's stages, and exposed."""
         return self.inner_communication_s + self.exposed_communication_s
 
     @property
     def bubble_s(self) -> float:
-        """What is left: the busiest worker idles."""
-        return self._beyond_rounding(self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s)
+        """Idle seconds of the busiest worker per step."""
+        return self._without_rounding(self.step_s - self._busy_s(self.busiest) - self.exposed_communication_s)
 
     @property
     def bubble_ratio(self) -> float:
-        """The part of a step in which a worker does not work in its stages, in the mean of all workers."""
+        """Share of the step in which a worker is not busy in its stages, averaged over all workers."""
         workers = range(self.schedule.num_workers)
         return 1 - sum(map(self._busy_s, workers)) / len(workers) / self.step_s if self.step_s else 0.0
 
     @cached_property
     def sent_bytes(self) -> float:
-        """By the device that sends the most, per step."""
+        """Bytes that the device with the most traffic sends per step."""
         return max(self._sent_bytes(worker) for worker in range(self.schedule.num_workers))
 
     def _sent_bytes(self, worker: int) -> float:
+        """Bytes that each device of a worker sends per step."""
         configuration, workload = self.configuration, self.configuration.workload
         total, devices = 0.0, configuration.mesh.mesh_of(worker).num_devices
         for pipeline, stage in self.schedule.stages_on(worker):
             figures, count = self.stages[stage], self.micro_batches_of(worker, stage, pipeline)
             share, replicas = count / configuration.schedule.num_micro_batches, len(self.schedule.replicas_of(stage))
-            more = count * (figures.backward_passes - 1)
+            further_passes = count * (figures.backward_passes - 1)
             for layer in figures.assessment.layers:
+                # ``layer.sent_bytes`` is for all micro-batches of the step: this worker computes a share of them.
                 gradient = sum(step.sent_bytes for step in layer.work.gradient)
                 total += share * (layer.sent_bytes - gradient) + gradient
                 if figures.recompute_s:
                     total += count * sum(step.sent_bytes for step in layer.forward_steps)
-                if more:
-                    total += more * sum(step.sent_bytes for step in layer.backward_steps)
+                if further_passes:
+                    total += further_passes * sum(step.sent_bytes for step in layer.backward_steps)
                 if replicas > 1:
+                    # All-reduce between the workers that hold the stage.
                     shard = own_gradient_bytes(layer, workload) / layer.strategy.p0
                     total += 2 * (replicas - 1) / replicas * shard
+            # The output of a stage and the gradient of its input.
             for boundary in (stage - 1, stage):
                 if 0 <= boundary < len(self.boundaries):
                     total += count * self.boundaries[boundary].nbytes / devices
@@ -285,34 +300,40 @@ class Evaluation:
 
     @cached_property
     def layers(self) -> tuple[LayerAssessment, ...]:
-        """Of the whole model, in the order of its graph."""
+        """All layers of the model, in graph order."""
         return tuple(layer for stage in self.stages for layer in stage.assessment.layers)
 
 
 def step_of(spec: PipelineSchedule, timeline: Timeline) -> float:
-    """Seconds per batch of a simulated schedule."""
+    """Return the seconds per step of a simulated schedule: its makespan, or the steady state if it is asynchronous."""
     if spec.synchronous:
         return timeline.makespan
     return steady_state(timeline).period * spec.num_micro_batches / timeline.schedule.update_period
 
 
 def stage_workload(workload: Workload, recompute: str) -> Workload:
-    """The workload that a stage is priced for."""
+    """Return the workload that a stage with a way of recomputation is priced for."""
     return replace(workload, recompute=recompute == "layers")
 
 
 def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Evaluation:
-    """Price, lay out and simulate a configuration.
+    """Compute the time and memory of a configuration.
+
+    Args:
+        chain: The model as a chain of units.
+        cluster: The devices and their network.
+        configuration: The plan.
 
     Raises:
         UserError: a strategy does not fit its layer, mesh or micro-batch, or the schedule cannot be generated.
     """
     mesh, workload, choices = configuration.mesh, configuration.workload, configuration.stages
     graphs = [chain.stage(*bounds) for bounds in configuration.bounds]
-    assessed = [
+    assessments = [
         _assess(graph, configuration.mesh_of(s).devices(cluster), workload, choice)
         for s, (graph, choice) in enumerate(zip(graphs, choices))
     ]
+    # The schedule, and the transfers between neighbouring stages.
     recomputing = tuple(choice.recompute == "stage" for choice in choices)
     schedule = _schedule_of(configuration, recomputing)
     boundaries = tuple(
@@ -322,35 +343,37 @@ def evaluate(chain: Chain, cluster: Cluster, configuration: Configuration) -> Ev
             schedule.placement,
             b,
             graph.exit,
-            here.strategies[graph.exit.name].rows_and_features,
-            there.strategies[ENTRY].rows_and_features,
+            choice.strategies[graph.exit.name].rows_and_features,
+            next_choice.strategies[ENTRY].rows_and_features,
             workload,
         )
-        for b, (graph, here, there) in enumerate(zip(graphs, choices, choices[1:]))
+        for b, (graph, choice, next_choice) in enumerate(zip(graphs, choices, choices[1:]))
     )
-    names = {layer.layer.name: layer for one in assessed for layer in one.layers}
+    # Gradient all-reduces: of the replicas of each stage, and of weights that stages share.
+    assessed_layers = {layer.layer.name: layer for assessment in assessments for layer in assessment.layers}
     stage_of = {layer.name: s for s, graph in enumerate(graphs) for layer in graph.layers}
-    shared: dict[int, float] = {}
-    for s, workers, step in shared_steps(schedule, graphs, stage_of, names, workload):
-        shared[s] = shared.get(s, 0.0) + mesh.link_between(cluster, workers).time(step)
+    shared_s: dict[int, float] = {}
+    for s, workers, step in shared_steps(schedule, graphs, stage_of, assessed_layers, workload):
+        shared_s[s] = shared_s.get(s, 0.0) + mesh.link_between(cluster, workers).time(step)
     stages = tuple(
         _figures(
             configuration,
             s,
             graph,
             assessment,
-            _all_reduce_seconds(mesh, cluster, schedule, s, assessment.layers, workload) + shared.get(s, 0.0),
+            _all_reduce_s(mesh, cluster, schedule, s, assessment.layers, workload) + shared_s.get(s, 0.0),
         )
-        for s, (graph, assessment) in enumerate(zip(graphs, assessed))
+        for s, (graph, assessment) in enumerate(zip(graphs, assessments))
     )
+    # Memory of every worker.
     flights = in_flight(schedule) if schedule.num_stages > 1 else ({(0, 0): 1.0},)
-    by_stage = tuple(
+    flights_of_stages = tuple(
         tuple(flights[replica.worker][replica.pipeline, s] for replica in schedule.replicas_of(s))
         for s in range(schedule.num_stages)
     )
     memory = memory_of(schedule, stages, recomputing, flights)
     return Evaluation(
-        configuration, cluster, stages, boundaries, schedule, times_of(stages, boundaries), memory, by_stage
+        configuration, cluster, stages, boundaries, schedule, times_of(stages, boundaries), memory, flights_of_stages
     )
 
 
@@ -365,14 +388,18 @@ def _schedule_of(configuration: Configuration, recomputing: tuple[bool, ...]) ->
 def evaluate_unpipelined(
     chain: Chain, cluster: Cluster, workload: Workload, strategies: Mapping[str, Strategy]
 ) -> Evaluation:
-    """A plan without a pipeline as a pipeline of one stage: one worker of all devices, which carries one micro-batch after the
-    other forward and back (1F1B).
+    """Evaluate a plan without a pipeline as a pipeline of one stage.
+
+    The stage runs on one worker of all devices, forward and backward for one micro-batch after the other (1F1B).
 
     Args:
-        workload: with ``recompute`` every layer keeps only its evenly split input.
+        chain: The model as a chain of units.
+        cluster: The devices and their network.
+        workload: Batch, micro-batch, precision and optimizer; with ``recompute`` every layer keeps only its evenly split input.
+        strategies: Strategy of every layer over the whole cluster, by layer name.
 
     Raises:
-        UserError: as :func:`evaluate`.
+        UserError: a strategy does not fit its layer or the micro-batch.
     """
     schedule = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
     stage = StageChoice(chain.num_units, "layers" if workload.recompute else "none", strategies)
@@ -380,12 +407,13 @@ def evaluate_unpipelined(
 
 
 def _assess(graph: StageGraph, devices: Cluster, workload: Workload, choice: StageChoice) -> Assessment:
-    whole = assess(graph.graph, devices, stage_workload(workload, choice.recompute), choice.strategies)
-    return Assessment(whole.layers[1:]) if graph.has_entry else whole
+    """The assessment of a stage's layers, without the entry."""
+    assessment = assess(graph.graph, devices, stage_workload(workload, choice.recompute), choice.strategies)
+    return Assessment(assessment.layers[1:]) if graph.has_entry else assessment
 
 
 class StageTimes(Protocol):
-    """Seconds of a stage that the simulator needs to know."""
+    """The times of a stage that the simulator needs; attributes as in :class:`StageFigures`."""
 
     @property
     def forward_s(self) -> float: ...
@@ -404,7 +432,7 @@ class StageTimes(Protocol):
 
 
 def times_of(stages: Sequence[StageTimes], boundaries: Sequence[Boundary]) -> Times:
-    """What the simulator needs to know."""
+    """Collect the task times for the simulator."""
     return Times.of(
         len(stages),
         forward=[stage.forward_s for stage in stages],
@@ -426,7 +454,7 @@ def _figures(
     backward = sum(layer.work.backward_s + layer.backward_communication_s for layer in layers)
     state = sum(layer.work.state_bytes for layer in layers)
     entry = graph.entry
-    arriving = 0.0 if entry is None else workload.micro_batch * entry.output_elements * workload.itemsize
+    input_bytes = 0.0 if entry is None else workload.micro_batch * entry.output_elements * workload.itemsize
     return StageFigures(
         graph=graph,
         assessment=assessment,
@@ -439,12 +467,12 @@ def _figures(
         state_bytes=state,
         weight_bytes=state * workload.itemsize / workload.bytes_per_parameter,
         kept_bytes=sum(layer.work.kept_bytes for layer in layers),
-        input_bytes=arriving / configuration.mesh_of(number).num_devices,
+        input_bytes=input_bytes / configuration.mesh_of(number).num_devices,
         buffer_bytes=max(layer.work.buffer_bytes for layer in layers),
     )
 
 
-def _all_reduce_seconds(
+def _all_reduce_s(
     mesh: Meshes,
     cluster: Cluster,
     schedule: Schedule,
@@ -452,7 +480,7 @@ def _all_reduce_seconds(
     layers: Sequence[LayerAssessment],
     workload: Workload,
 ) -> float:
-    """Over the samples' slices inside each worker, and over the workers that hold the stage."""
+    """Seconds per step of a stage's gradient all-reduce, inside each worker and over all workers that hold the stage."""
     workers = tuple(replica.worker for replica in schedule.replicas_of(stage))
     if len(workers) == 1:
         return sum(layer.gradient_communication_s for layer in layers)
@@ -471,9 +499,16 @@ def memory_of(
     recomputing: Sequence[bool],
     flights: Sequence[dict[tuple[int, int], float]],
 ) -> tuple[float, ...]:
-    """Bytes of a device of every worker (formula: module's docstring)."""
+    """Return the peak bytes per device of every worker, by the formula in the module's docstring.
+
+    Args:
+        schedule: The schedule.
+        stages: Memory of every stage.
+        recomputing: Per stage, whether the whole stage is recomputed.
+        flights: Per worker, the largest number of micro-batches in flight, by (pipeline, stage).
+    """
     versions = {} if schedule.is_synchronous else weight_versions(schedule)
-    found = []
+    memory = []
     for worker in range(schedule.num_workers):
         resident = buffer = 0.0
         for pipeline, stage in schedule.stages_on(worker):
@@ -484,5 +519,5 @@ def memory_of(
             else:
                 resident += count * figures.kept_bytes
             buffer = max(buffer, figures.buffer_bytes)
-        found.append(resident + buffer)
-    return tuple(found)
+        memory.append(resident + buffer)
+    return tuple(memory)

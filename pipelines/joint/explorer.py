@@ -1,7 +1,10 @@
-"""What the joint search knows of its settings, and shares between them: stages by rectangle, graphs and long paths by schedule.
+"""The data that the joint search computes once and shares between settings.
 
-A *setting* is a division of the devices, a schedule and a micro-batch; with a *cut* its stages are known, and with a way to run
-each of these it is a configuration.
+These are the searches of stages (per rectangle of devices), the memory demands and step graphs (per schedule), and the least
+transfer times (per boundary).
+
+A *setting* is a division of the devices, a schedule and a micro-batch.  A setting with a *cut* determines the stages; with a way of
+recomputation and strategies for each stage it is a configuration.
 """
 
 from __future__ import annotations
@@ -35,19 +38,25 @@ from .stage_search import MakeStages, Passes, StageSearch
 
 __all__ = ["SAME", "Explorer", "Setting"]
 
-#: Steps that differ by less, relative, are the same.
+#: Relative difference of steps that counts as equal.
 SAME = 1e-9
-#: Graphs of schedules that are kept; one of 10,000 tasks takes about a MiB.
+#: Number of cached step graphs; a graph of 10,000 tasks takes about 1 MiB.
 _MAX_GRAPHS = 96
-#: Passes of a micro-batch through a stage from which on a schedule is looked at in short first.
-_LONG = 2000
-#: Long paths of a schedule that are tried on other settings that have it.
+#: Number of passes of micro-batches through stages from which a schedule has a condensed graph.
+_MIN_PASSES_TO_CONDENSE = 2000
+#: Number of longest paths per schedule that are kept for other settings with the same schedule.
 _MAX_PATHS = 12
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The devices of the workers, a schedule (with it the number of micro-batches) and a micro-batch."""
+    """A division of the devices, a schedule and a micro-batch.
+
+    Attributes:
+        mesh: Devices of the workers.
+        schedule: Arguments of the schedule; they include the number of micro-batches.
+        micro_batch: Samples per micro-batch.
+    """
 
     mesh: Meshes
     schedule: PipelineSchedule
@@ -55,18 +64,18 @@ class Setting:
 
     @cached_property
     def meshes(self) -> tuple[StageMesh, ...]:
-        """Of every stage, the rectangle of its worker."""
+        """Per stage, the rectangle of its worker."""
         spec = self.schedule
         return tuple(self.mesh.mesh_of(spec.worker_of(stage)) for stage in range(spec.num_stages))
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Of every stage, the devices of its worker."""
+        """Per stage, the number of devices of its worker."""
         return tuple(mesh.num_devices for mesh in self.meshes)
 
     @cached_property
     def part(self) -> int:
-        """The samples of the smallest pass; 0 where a micro-batch cannot be halved as the schedule wants."""
+        """Samples of the smallest pass of the schedule: a micro-batch, or half of it; 0 if an odd micro-batch would be halved."""
         if not self.schedule.halves_backwards:
             return self.micro_batch
         return 0 if self.micro_batch % 2 else self.micro_batch // 2
@@ -74,36 +83,39 @@ class Setting:
 
 @dataclass(eq=False)
 class ScheduleGraph:
-    """A schedule: its graph, and long paths that were met.
+    """The step graph of a schedule, and longest paths of it for the times of earlier plans.
 
-    Tasks that run forward passes again take no time where a stage is not recomputed, and change nothing then.
+    The schedule contains recomputation tasks for all stages.  For stages without recomputation these take no time, and so do not
+    change the step.
 
     Attributes:
-        graph: None of an asynchronous one, whose period is no longest path.
-        paths: how often each passes through every term (:class:`autoddl.pipelines.stepgraph.Terms`), the latest first.
+        graph: The step graph; None for asynchronous schedules, whose period is not a longest path.
+        paths: Per path, how often it passes through each term (:class:`autoddl.pipelines.stepgraph.Terms`); the latest path first.
     """
 
     graph: StepGraph | None
     paths: list[np.ndarray] = field(default_factory=list)
 
     def remember(self, path: np.ndarray) -> None:
-        """Keep a path for other settings of this schedule."""
+        """Keep a path for other settings with this schedule."""
         if not any(np.array_equal(path, other) for other in self.paths):
             self.paths.insert(0, path)
             del self.paths[_MAX_PATHS:]
 
 
 class Explorer:
-    """Searches of one model on one cluster; what they find out of stages is shared.
+    """The shared data of all searches of one model on one cluster.
 
     Args:
-        workload: batch, precision and optimizer.
-        limit_bytes: memory per device.
-        recomputations: the ways that are allowed.
-        pricing: what stages are priced for.
-        make_stages: how stages are run; by default at any strategies.
-        share_with: another explorer of the same model, cluster, workload and pricing, whose tables this one may share.
-        stop: when it is requested, what is being worked out is given up by StopRequestedError; what is known stays.
+        chain: The model as a chain of units.
+        cluster: The devices and their network.
+        workload: Batch, precision and optimizer.
+        limit_bytes: Memory limit per device.
+        recomputations: Allowed ways of recomputation.
+        pricing: Objective and offered strategies.
+        make_stages: Constructor of the searches of stages; by default all strategies are offered.
+        share_with: Another explorer of the same model, cluster, workload and pricing, whose tables this one may share.
+        stop: When it is requested, the current computation raises StopRequestedError; finished results stay cached.
     """
 
     def __init__(
@@ -133,11 +145,11 @@ class Explorer:
 
     @property
     def num_searches(self) -> int:
-        """Fronts of stages so far."""
-        return sum(one.num_searches for one in self._stages.values())
+        """Number of searches of stages so far."""
+        return sum(stages.num_searches for stages in self._stages.values())
 
     def stages(self, mesh: StageMesh) -> StageSearch:
-        """Of one rectangle."""
+        """The search of all stages on one rectangle."""
         if mesh not in self._stages:
             share_with = None if self._share_with is None else self._share_with.stages(mesh)
             self._stages[mesh] = self._make(
@@ -150,8 +162,15 @@ class Explorer:
     def settings(
         self, micro_batch: int | None, stale: bool, allowed: Callable[[PipelineSchedule], bool], uneven: bool = True
     ) -> Iterator[Setting]:
-        """All settings of the space, those of equal workers first; without ``uneven`` these alone."""
-        # The copies of a shared weight would be updated at different times.
+        """Iterate over the settings of the space, those with equal workers first.
+
+        Args:
+            micro_batch: Samples per micro-batch; None for every divisor of the batch.
+            stale: Whether to include asynchronous schedules.
+            allowed: Whether to include a schedule.
+            uneven: Whether to include workers of unequal rectangles.
+        """
+        # Asynchronous stages would update the copies of a shared weight at different times.
         stale = stale and not self.chain.shares_weights
         for mesh in all_meshes(self.cluster) if uneven else stage_meshes(self.cluster):
             depth, equal = mesh.num_workers(self.cluster), isinstance(mesh, StageMesh)
@@ -164,7 +183,7 @@ class Explorer:
                         yield setting
 
     def demand(self, spec: PipelineSchedule) -> MemoryDemand | None:
-        """What a schedule asks of stages; None where there is no such schedule for its numbers."""
+        """The memory demand of a schedule; None if the schedule cannot be generated."""
         if spec not in self._demands:
             try:
                 self._demands[spec] = memory_demand_of(spec)
@@ -173,15 +192,16 @@ class Explorer:
         return self._demands[spec]
 
     def schedule_graph(self, setting: Setting) -> ScheduleGraph:
-        """The schedule of a setting, with tasks that run the forward passes of stages again where that is on offer."""
-        return self._kept(("whole", *self._schedule_key(setting)), lambda: self._schedule_graph(setting, None))
+        """The step graph of a setting's schedule, with recomputation tasks if recomputation of stages is allowed."""
+        return self._cached_graph(("whole", *self._schedule_key(setting)), lambda: self._make_graph(setting, None))
 
     def condensed_graph(self, setting: Setting) -> ScheduleGraph | None:
-        """A short schedule whose steps are lower bounds of a long one's (:mod:`autoddl.pipelines.periods`); None where the schedule
-        is short itself, or does not repeat itself."""
+        """The step graph of a shorter schedule whose steps are lower bounds on those of a long schedule
+        (:mod:`autoddl.pipelines.periods`); None if the schedule is short itself or not periodic."""
         spec = setting.schedule
-        if not spec.synchronous or spec.num_stages * spec.num_micro_batches < _LONG:
+        if not spec.synchronous or spec.num_stages * spec.num_micro_batches < _MIN_PASSES_TO_CONDENSE:
             return None
+        # Try about D, then about 2 D micro-batches: a whole number of periods less than the long schedule has.
         for least in (spec.num_workers, 2 * spec.num_workers):
             period = spec.num_workers * (2 if dict(spec.options).get("concatenation") == "doubling" else 1)
             count = least + (spec.num_micro_batches - least) % period
@@ -189,48 +209,50 @@ class Explorer:
                 break
             short = replace(setting, schedule=replace(spec, num_micro_batches=count))
             key = ("condensed", spec.num_micro_batches, *self._schedule_key(short))
-            times = (spec.num_micro_batches - count) // period
+            num_periods = (spec.num_micro_batches - count) // period
             try:
-                found = self._kept(key, partial(self._condensed, short, period, times))
+                condensed = self._cached_graph(key, partial(self._make_condensed_graph, short, period, num_periods))
             except GeneratorError:
                 continue
-            if found.graph is not None:
-                return found
+            if condensed.graph is not None:
+                return condensed
         return None
 
-    def _condensed(self, short: Setting, period: int, times: int) -> ScheduleGraph:
-        """A short schedule with what it does for so many micro-batches added so often."""
-        spec, alike, again = self._schedule_key(short)
+    def _make_condensed_graph(self, short: Setting, period: int, num_periods: int) -> ScheduleGraph:
+        """The graph of a short schedule in which the tasks of ``period`` more micro-batches are repeated ``num_periods`` times."""
+        spec, widths, recomputes = self._schedule_key(short)
 
-        def added_once() -> ScheduleGraph:
+        def with_one_period() -> ScheduleGraph:
             longer = replace(spec, num_micro_batches=spec.num_micro_batches + period)
-            stages = (again,) * spec.num_stages
-            added = insertions(spec.schedule(alike, stages), longer.schedule(alike, stages))
-            return ScheduleGraph(None) if added is None else self._schedule_graph(short, added)
+            recomputing = (recomputes,) * spec.num_stages
+            inserted = insertions(spec.schedule(widths, recomputing), longer.schedule(widths, recomputing))
+            return ScheduleGraph(None) if inserted is None else self._make_graph(short, inserted)
 
-        once = self._kept(("added", *self._schedule_key(short)), added_once).graph
-        return ScheduleGraph(None if once is None else once.with_repeated_insertions(times))
+        once = self._cached_graph(("added", *self._schedule_key(short)), with_one_period).graph
+        return ScheduleGraph(None if once is None else once.with_repeated_insertions(num_periods))
 
-    def _schedule_graph(self, setting: Setting, added: Insertions | None) -> ScheduleGraph:
-        spec, alike, again = self._schedule_key(setting)
+    def _make_graph(self, setting: Setting, inserted: Insertions | None) -> ScheduleGraph:
+        spec, widths, recomputes = self._schedule_key(setting)
         if not spec.synchronous:
             return ScheduleGraph(None)
         stages = range(spec.num_stages)
-        schedule = spec.schedule(alike, (again,) * spec.num_stages)
-        passes, before = [spec.backward_passes(s) for s in stages], [spec.input_passes(s) for s in stages]
-        return ScheduleGraph(StepGraph(schedule, passes, before, added))
+        schedule = spec.schedule(widths, (recomputes,) * spec.num_stages)
+        passes = [spec.backward_passes(stage) for stage in stages]
+        input_passes = [spec.input_passes(stage) for stage in stages]
+        return ScheduleGraph(StepGraph(schedule, passes, input_passes, inserted))
 
     def _schedule_key(self, setting: Setting) -> tuple[PipelineSchedule, int | tuple[int, ...], bool]:
-        """What a setting's schedule depends on."""
-        return setting.schedule, self._alike(setting), "stage" in self.recomputations
+        """The arguments of a setting's schedule: spec, capped widths, and whether stages are recomputed.
 
-    def _alike(self, setting: Setting) -> int | tuple[int, ...]:
-        """Which stages have replicas, which is all that counts of the numbers of devices."""
+        A schedule depends on the widths of the workers only by whether a worker has more than one device, because then its
+        gradients are all-reduced.  So widths are capped at 2.
+        """
         widths = widths_of(setting.mesh)
-        return min(widths, 2) if isinstance(widths, int) else tuple(min(width, 2) for width in widths)
+        capped = min(widths, 2) if isinstance(widths, int) else tuple(min(width, 2) for width in widths)
+        return setting.schedule, capped, "stage" in self.recomputations
 
-    def _kept(self, key: object, make: Callable[[], ScheduleGraph]) -> ScheduleGraph:
-        """A graph that was made before, or is made now; those that were not asked for for the longest time are forgotten."""
+    def _cached_graph(self, key: object, make: Callable[[], ScheduleGraph]) -> ScheduleGraph:
+        """The cached graph of a key, made if it is missing; the least recently used graphs are dropped."""
         if key not in self._schedule_graphs:
             self._schedule_graphs[key] = make()
             while len(self._schedule_graphs) > _MAX_GRAPHS:
@@ -239,15 +261,15 @@ class Explorer:
         return self._schedule_graphs[key]
 
     def passes(self, setting: Setting) -> tuple[Passes, ...]:
-        """What goes through every stage, and who holds it."""
+        """Per stage, the samples of its passes and the workers that hold its weights."""
         spec = setting.schedule
         if spec.num_pipelines == 1:
             return (Passes(setting.micro_batch, setting.part, Replicas()),) * spec.num_stages
         key = (setting.mesh, spec.num_pipelines)
         if key not in self._replicas:
             holders: list[list[int]] = [[] for _ in range(spec.num_stages)]
-            for worker, held in enumerate(homes(spec.num_workers, spec.groups, spec.num_pipelines)):
-                for _, stage in held:
+            for worker, stages in enumerate(homes(spec.num_workers, spec.groups, spec.num_pipelines)):
+                for _, stage in stages:
                     holders[stage].append(worker)
             self._replicas[key] = tuple(
                 Replicas(len(workers), setting.mesh.share_nodes(self.cluster, tuple(workers))) for workers in holders
@@ -255,22 +277,26 @@ class Explorer:
         return tuple(Passes(setting.micro_batch, setting.part, replicas) for replicas in self._replicas[key])
 
     def least_transfers(self, setting: Setting) -> np.ndarray:
-        """The least seconds of every boundary where the stage behind it begins with a unit; shape (stages - 1, units + 1)."""
+        """Lower bounds on the seconds of one transfer over every boundary, whatever the layouts.
+
+        Returns:
+            Shape (stages - 1, units + 1): entry (b, u) is for a cut whose stage b + 1 begins with unit u.
+        """
         spec = setting.schedule
         placement = placement_of(spec.num_workers, spec.groups, spec.num_pipelines)
         key = (setting.mesh, setting.micro_batch, spec.groups, spec.num_pipelines)
         if key not in self._transfers:
             nbytes = setting.micro_batch * self.workload.itemsize * self.chain.entering
-            found = np.zeros((spec.num_stages - 1, self.chain.num_units + 1))
+            transfers = np.zeros((spec.num_stages - 1, self.chain.num_units + 1))
             known: dict[object, np.ndarray] = {}
             for b, ends in enumerate(zip(setting.meshes, setting.meshes[1:])):
-                together = all(
+                share_nodes = all(
                     setting.mesh.share_nodes(self.cluster, (workers[b], workers[b + 1])) for workers in placement
                 )
-                if (ends, together) not in known:
-                    known[ends, together] = least_crossing_s(ends, self.cluster, together, nbytes)
-                found[b] = known[ends, together]
-            self._transfers[key] = found
+                if (ends, share_nodes) not in known:
+                    known[ends, share_nodes] = least_crossing_s(ends, self.cluster, share_nodes, nbytes)
+                transfers[b] = known[ends, share_nodes]
+            self._transfers[key] = transfers
         return self._transfers[key]
 
     # -------------------------------------------------------------------------------------------------- configurations
@@ -278,22 +304,28 @@ class Explorer:
     def configuration(
         self, setting: Setting, cut: Sequence[int], stages: Sequence[tuple[str, Mapping[str, Strategy]]]
     ) -> Configuration:
-        """A cut with a way to run each of its stages: way of recomputation, strategies in the order of the stage's graph."""
+        """Make a configuration.
+
+        Args:
+            setting: Its setting.
+            cut: Number of units per stage.
+            stages: Per stage, the way of recomputation and the strategies of its layers, in the order of the stage's graph.
+        """
         first, choices = 0, []
         workload = Workload(
             self.workload.batch,
             setting.micro_batch,
             self.workload.precision,
             self.workload.optimizer,
-            all(way == "layers" for way, _ in stages),
+            all(recompute == "layers" for recompute, _ in stages),
         )
-        for units, (way, strategies) in zip(cut, stages):
-            # Stages of one shape share a table: the names are those of the first of them.
-            names = [layer.name for layer in self.chain.stage(first, first + units).graph.layers]
-            choices.append(StageChoice(units, way, dict(zip(names, strategies.values()))))
-            first += units
+        for num_units, (recompute, strategies) in zip(cut, stages):
+            # Equal stages share one table, so the keys of ``strategies`` may be the layers of another, equal stage.
+            names = [layer.name for layer in self.chain.stage(first, first + num_units).graph.layers]
+            choices.append(StageChoice(num_units, recompute, dict(zip(names, strategies.values()))))
+            first += num_units
         return Configuration(setting.mesh, setting.schedule, workload, tuple(choices))
 
     def evaluation(self, configuration: Configuration) -> Evaluation:
-        """A configuration with all its figures, straight from the layer graph."""
+        """Evaluate a configuration from the layer graph, independently of the shared tables."""
         return evaluate(self.chain, self.cluster, configuration)

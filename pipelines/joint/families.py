@@ -157,8 +157,8 @@ def _pipeline(
             paper_step_s, said = planned.step_s if objective == "step" else None, stopped(clock)
             best = planned if best is None or planned.cost(objective) < best.cost(objective) else best
     if best is None:
-        why = "no such plan fits the memory limit" if explored.finished else f"none was found {_before(job)}"
-        if explored.finished and explored.settings == explored.impossible:
+        why = "no such plan fits the memory limit" if explored.is_finished else f"none was found {_before(job)}"
+        if explored.is_finished and explored.num_settings == explored.num_impossible:
             why = "none of its schedules has stages that divide over the devices"
         return Rival(family.title, infeasible=why), None
     inner = common_strategy(best) if family.make_stages is megatron_stages else ""

@@ -1,4 +1,4 @@
-"""What a user asks of the joint planner, with what follows from it."""
+"""The planning job: the user's options together with the values derived from them."""
 
 from __future__ import annotations
 
@@ -22,20 +22,31 @@ from .stage_search import MakeStages, StageSearch
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "PlanningJob", "Report", "job_of", "no_report"]
 
-#: Seconds of processor time for the search of pipelines where no limit is given.
+#: Default time limit of the search of pipelines, in seconds of processor time.
 DEFAULT_TIME_LIMIT_S = 30.0
 
-#: Told the best step so far, the least open bound and the number of simulations.
+#: Receives the progress of a search: the incumbent's cost [s], the least open bound [s] and the number of simulated plans.
 Report = Callable[[float, float, int], None]
 
 
 def no_report(best_s: float, bound_s: float, simulated: int) -> None:
-    """No progress."""
+    """Ignore the progress."""
 
 
 @dataclass
 class PlanningJob:
-    """What all steps of the planner share."""
+    """The inputs that all phases of the planner share.
+
+    Attributes:
+        graph: The model.
+        cluster: The devices and their network.
+        options: The user's options.
+        chain: The model as a chain of units.
+        workload: Batch, precision and optimizer.
+        limit_bytes: Memory limit per device.
+        report: Receives the progress.
+        stop: Ends the planner early.
+    """
 
     graph: LayerGraph
     cluster: Cluster
@@ -48,21 +59,31 @@ class PlanningJob:
 
     @property
     def recomputations(self) -> tuple[str, ...]:
-        wish = self.options.base.recompute
-        return RECOMPUTATIONS if wish is None else RECOMPUTATIONS[1:] if wish else RECOMPUTATIONS[:1]
+        """The ways of recomputation that the options allow."""
+        recompute = self.options.base.recompute
+        if recompute is None:
+            return RECOMPUTATIONS
+        return RECOMPUTATIONS[1:] if recompute else RECOMPUTATIONS[:1]
 
     @property
     def time_limit_s(self) -> float:
+        """The time limit, by default :data:`DEFAULT_TIME_LIMIT_S`."""
         limit = self.options.base.time_limit_s
         return DEFAULT_TIME_LIMIT_S if limit is None else limit
 
     @property
     def pricing(self) -> Pricing:
+        """The objective and the offered strategies."""
         base = self.options.base
         return Pricing(base.objective, base.untied, base.summa)
 
     def explorer(self, make_stages: MakeStages = StageSearch, share_with: Explorer | None = None) -> Explorer:
-        """What searches share; with other ways to run stages, and the tables of another one, where these are given."""
+        """Make an explorer of this job.
+
+        Args:
+            make_stages: Constructor of the searches of stages; by default all strategies are offered.
+            share_with: Another explorer of this job whose tables the new one may share.
+        """
         return Explorer(
             self.chain,
             self.cluster,
@@ -83,7 +104,7 @@ def job_of(
     report: Report = no_report,
     stop: Stop | None = None,
 ) -> PlanningJob:
-    """What a user asks for, with the batch and the memory limit that go without saying.
+    """Make a planning job, with the default batch and memory limit if the options give none.
 
     Raises:
         UserError: the memory limit is out of range, or the micro-batch does not divide the batch.
@@ -94,5 +115,5 @@ def job_of(
         raise UserError(f"memory limit {limit / 2**30:g} GiB should be a finite number of more than 0")
     workload = base_workload(cluster, base, recompute=False)
     if base.micro_batch is not None:
-        replace(workload, micro_batch=base.micro_batch)  # refuses one that does not divide
+        replace(workload, micro_batch=base.micro_batch)  # raises if the micro-batch does not divide the batch
     return PlanningJob(graph, cluster, options, chain_of(graph), workload, limit, report, stop or Stop())

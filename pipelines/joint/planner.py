@@ -1,10 +1,17 @@
-"""The joint planner: pipeline and SBP together, or the plan of a paper's planner; with the runner-ups of every family.
+"""The joint planner: chooses a pipeline and the strategies inside its stages together.
 
-1. Without a pipeline (D = 1) the existing planner is exact: its plan is a member of the space.
-2. A good plan early: what promises most in the whole space is looked at.
-3. The families that people use are planned, each for itself (:mod:`.families`).  Their plans are members of the space, too: the
-   best of all is the first incumbent, so that no plan is slower than a row of its own table.
-4. The whole space is searched (:mod:`.search`) for what is better.
+With ``pipeline="auto"``, :func:`plan_jointly` works in four phases:
+
+1.  **Without a pipeline.**  The planner without pipelines (:mod:`autoddl.search.planner`) finds the best plan of one stage, which
+    is a member of the joint space.
+2.  **Early incumbent.**  Megatron's rule (:mod:`.megatron_trials`) and the most promising settings of the space give a good plan
+    early.
+3.  **Families.**  The families of schedules that people use are planned, each on its own (:mod:`.families`).  Their plans are
+    members of the space, too.  The best plan so far is the incumbent of phase 4, so no plan is slower than a row of its own table.
+4.  **The whole space** is searched for a better plan (:mod:`.search`).
+
+With the name of a paper, the plan is the one that the paper's planner chooses (:mod:`.paper_planners`); the other plans are
+computed for comparison.
 """
 
 from __future__ import annotations
@@ -35,16 +42,18 @@ from .space import MAX_PASSES
 
 __all__ = ["DEFAULT_TIME_LIMIT_S", "plan_jointly"]
 
-#: The part of the time limit for the plan without a pipeline.
-_WITHOUT = 0.2
-#: The part of it for trials of what people use, and for a good plan early.
-_TRIALS, _EARLY = 0.01, 0.15
-#: The part of it for the least memory that would do, where nothing fits.
-_MIN_MEMORY = 0.5
+#: Share of the time limit for the plan without a pipeline.
+_SHARE_WITHOUT_PIPELINE = 0.2
+#: Share of the time limit for the trials by Megatron's rule.
+_SHARE_OF_TRIALS = 0.01
+#: Share of the time limit for the early incumbent of the whole space.
+_SHARE_OF_INCUMBENT = 0.15
+#: Share of the time limit for the least sufficient memory, if no plan fits.
+_SHARE_OF_LEAST_MEMORY = 0.5
 
 
 class _NotFoundError(UserError):
-    """There may be a plan, but the time was over before one was found."""
+    """No plan was found within the time limit, though there may be one."""
 
 
 def plan_jointly(
@@ -54,25 +63,31 @@ def plan_jointly(
     report: Report = no_report,
     stop: Stop | None = None,
 ) -> PlanResult:
-    """The best pipeline with the best strategies inside its stages, and why.
+    """Plan the pipeline and the strategies inside its stages together.
 
     Args:
-        report: told the best step so far, the least open bound and the number of simulations.
-        stop: when it is requested, the best plan until then is the answer (see :func:`autoddl.search.planner.make_plan`).
+        graph: The model.
+        cluster: The devices and their network.
+        options: Batch, limits, objective, and which pipelines are offered.
+        report: Called with the incumbent's cost, the least open bound and the number of simulated plans.
+        stop: Ends the search early with the best plan so far (see :func:`autoddl.search.planner.make_plan`).
+
+    Returns:
+        The best plan, its lower bound, and the best plan of every family for comparison.
 
     Raises:
         StopRequestedError: the stop was requested before any plan was known.
-        InfeasibleError: nothing fits the memory limit.
+        InfeasibleError: no plan fits the memory limit.
         UserError: an option is out of range, or does not apply to joint plans.
     """
     start = time.perf_counter()
     _check(options)
     job = job_of(graph, cluster, options, report, stop)
     clock = Clock(job.time_limit_s, job.stop)
-    whole, fault = _without_pipeline(job)
+    unpipelined, error = _plan_without_pipeline(job)
     if options.pipeline != "auto":
-        return _by_paper(job, whole, fault, start)
-    return _searched(job, whole, fault, clock, start)
+        return _plan_by_paper(job, unpipelined, error, start)
+    return _plan_by_search(job, unpipelined, error, clock, start)
 
 
 def _check(options: JointOptions) -> None:
@@ -90,72 +105,83 @@ def _check(options: JointOptions) -> None:
 # ---- Without a pipeline ------------------------------------------------------------------------------------------------
 
 
-def _without_pipeline(job: PlanningJob) -> tuple[Planned | None, UserError | None]:
+def _plan_without_pipeline(job: PlanningJob) -> tuple[Planned | None, UserError | None]:
+    """The best plan without a pipeline, or the error that says why there is none."""
     try:
-        stop = TimedStop(Clock(_WITHOUT * job.time_limit_s, job.stop))
+        stop = TimedStop(Clock(_SHARE_WITHOUT_PIPELINE * job.time_limit_s, job.stop))
         return make_plan(job.graph, job.cluster, job.options.base, stop=stop), None
     except StopRequestedError:
         job.stop.check()
         return None, _NotFoundError("none was found within its time")
-    except InfeasibleError as fault:
-        return None, fault
-    except UserError as fault:
-        return None, fault
+    except UserError as error:
+        return None, error
 
 
-def _one_stage(job: PlanningJob, planned: Planned) -> Evaluation:
-    """The existing planner's plan as a pipeline of one stage."""
+def _as_one_stage(job: PlanningJob, planned: Planned | None) -> Evaluation | None:
+    """The plan without a pipeline as a pipeline of one stage."""
+    if planned is None:
+        return None
     return evaluate_unpipelined(job.chain, job.cluster, planned.workload, planned.strategies)
 
 
 # ---- The whole space ---------------------------------------------------------------------------------------------------
 
 
-def _searched(
-    job: PlanningJob, whole: Planned | None, fault: UserError | None, clock: Clock, start: float
+def _plan_by_search(
+    job: PlanningJob, unpipelined: Planned | None, error: UserError | None, clock: Clock, start: float
 ) -> PlanResult:
+    """The best plan of the whole space.
+
+    Args:
+        unpipelined: The plan without a pipeline, if there is one.
+        error: Why there is no plan without a pipeline.
+        clock: The time limit of the whole search.
+        start: When planning began, in seconds of ``time.perf_counter``.
+    """
     explorer = job.explorer()
-    alone = None if whole is None else _one_stage(job, whole)
+    one_stage = _as_one_stage(job, unpipelined)
     stale = job.options.allow_stale
     notes: tuple[str, ...] = ()
     if stale and job.chain.shares_weights:
         notes = ("layers share a weight, so asynchronous schedules are left out",)
-    best = alone
+    # Phase 1: the plan without a pipeline is the first incumbent.
+    best = one_stage
     if best is not None:
         job.report(_cost(job, best), _ideal_s(job), 0)
+    # Phase 2: an early incumbent, by Megatron's rule and by the most promising settings.
     if job.options.base.objective == "step":
-        best = (
-            megatron_trials(job, math.inf if best is None else best.step_s, Clock(_TRIALS * job.time_limit_s, job.stop))
-            or best
-        )
-    everything = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
-    search = Search(explorer, everything, math.inf if best is None else _cost(job, best), job.report)
-    best = search.begin(Clock(_EARLY * job.time_limit_s, job.stop)) or best
-    families: list[Rival] = []
-    for figures, plan in families_of(job, whole, alone, fault, explorer):
-        families.append(figures)
+        trial_clock = Clock(_SHARE_OF_TRIALS * job.time_limit_s, job.stop)
+        best = megatron_trials(job, math.inf if best is None else best.step_s, trial_clock) or best
+    settings = explorer.settings(job.options.base.micro_batch, stale, lambda spec: spec.num_workers > 1)
+    search = Search(explorer, settings, math.inf if best is None else _cost(job, best), job.report)
+    best = search.find_incumbent(Clock(_SHARE_OF_INCUMBENT * job.time_limit_s, job.stop)) or best
+    # Phase 3: the best plan of every family.
+    rivals: list[Rival] = []
+    for rival, plan in families_of(job, unpipelined, one_stage, error, explorer):
+        rivals.append(rival)
         if plan is not None and (best is None or _cost(job, plan) < _cost(job, best)):
             best = plan
-            job.report(_cost(job, best), _ideal_s(job), len(families))
+            job.report(_cost(job, best), _ideal_s(job), len(rivals))
     if best is None:
-        # Perhaps nothing fits: that is found out faster by looking at memory alone.
-        enough, is_proven = _least_memory(job, explorer)
-        if enough > job.limit_bytes * (1 + 1e-9) and is_proven:
-            raise _infeasible(job, enough, is_proven, fault)
-    wide = search.go_on(math.inf if best is None else _cost(job, best), clock)
-    if wide.best is not None and (best is None or _cost(job, wide.best) < _cost(job, best)):
-        best = wide.best
+        # Perhaps no plan fits.  The least memory of a plan proves that sooner than a search for plans.
+        least_bytes, is_proven = _least_memory(job, explorer)
+        if least_bytes > job.limit_bytes * (1 + 1e-9) and is_proven:
+            raise _infeasible(job, least_bytes, is_proven, error)
+    # Phase 4: the whole space.
+    explored = search.resume(math.inf if best is None else _cost(job, best), clock)
+    if explored.best is not None and (best is None or _cost(job, explored.best) < _cost(job, best)):
+        best = explored.best
     if best is None:
         job.stop.check()
-        if not wide.finished:
+        if not explored.is_finished:
             raise UserError(
                 f"no plan of {job.graph.name} that fits was found within {job.time_limit_s:g} s; raise time_limit_s"
             )
-        raise _infeasible(job, *_least_memory(job, explorer), fault)
-    families = [_bounded(job, row, wide) for row in families]
+        raise _infeasible(job, *_least_memory(job, explorer), error)
+    rivals = [_with_bound_of_space(job, rival, explored) for rival in rivals]
     cost = _cost(job, best)
-    lower = min(wide.lower_bound_s, _bound_without(job, whole, fault))
-    # A stop may come before there is a bound of every setting.
+    lower = min(explored.lower_bound_s, _bound_without_pipeline(unpipelined, error))
+    # A search that was stopped early may have no bound of its own; the compute time alone is one.
     lower = min(cost, max(lower, _ideal_s(job)))
     optimal = lower >= cost * (1 - 1e-9)
     return PlanResult(
@@ -166,89 +192,91 @@ def _searched(
         evaluation=best,
         lower_bound_s=cost if optimal else lower,
         optimal=optimal,
-        considered=_considered(job, wide, explorer, whole),
-        rivals=tuple(families),
+        considered=_considered(job, explored, explorer, unpipelined),
+        rivals=tuple(rivals),
         search_s=time.perf_counter() - start,
         notes=notes,
         is_interrupted=job.stop.is_requested,
     )
 
 
-def _bounded(job: PlanningJob, row: Rival, wide: Explored) -> Rival:
-    """A row with the bound of the whole space, where it has a pipeline and that is above its own: a family is part of the space."""
-    is_pipeline = row.name in {family.title for family in PIPELINES} and row.infeasible is None
+def _with_bound_of_space(job: PlanningJob, rival: Rival, explored: Explored) -> Rival:
+    """The rival with the bound of the whole space, if that is greater than its own.  A family is part of the space, so the bound
+    holds for the family."""
+    is_pipeline = rival.name in {family.title for family in PIPELINES} and rival.infeasible is None
     if not is_pipeline or job.options.base.objective != "step":
-        return row
-    return replace(row, lower_bound_s=max(row.lower_bound_s or 0.0, min(wide.lower_bound_s, row.step_s)))
+        return rival
+    return replace(rival, lower_bound_s=max(rival.lower_bound_s or 0.0, min(explored.lower_bound_s, rival.step_s)))
 
 
 def _cost(job: PlanningJob, plan: Evaluation) -> float:
     return plan.cost(job.options.base.objective)
 
 
-def _bound_without(job: PlanningJob, whole: Planned | None, fault: UserError | None) -> float:
-    """No plan without a pipeline costs less."""
-    if whole is not None:
-        return whole.lower_bound
-    return 0.0 if isinstance(fault, _NotFoundError) else math.inf
+def _bound_without_pipeline(unpipelined: Planned | None, error: UserError | None) -> float:
+    """Lower bound on the cost of all plans without a pipeline; infinite if there is no such plan."""
+    if unpipelined is not None:
+        return unpipelined.lower_bound
+    return 0.0 if isinstance(error, _NotFoundError) else math.inf
 
 
-def _considered(job: PlanningJob, wide: Explored, explorer: Explorer, whole: Planned | None) -> Considered:
+def _considered(job: PlanningJob, explored: Explored, explorer: Explorer, unpipelined: Planned | None) -> Considered:
     base = job.options.base
     sizes = "every micro-batch" if base.micro_batch is None else "the given micro-batch"
-    stale = "every schedule, asynchronous ones too" if job.options.allow_stale else "every synchronous schedule"
+    schedules = "every schedule, asynchronous ones too" if job.options.allow_stale else "every synchronous schedule"
     devices = "workers of equal rectangles of devices, or of any that tile the cluster"
     if not has_all_divisions(job.cluster):
         devices = "workers of equal rectangles of devices, or equal but for the first and the last"
-    again = " / ".join(job.recomputations)
+    recomputations = " / ".join(job.recomputations)
     summa = ", Summa meshes too" if base.summa else " without Summa meshes (summa=True includes them)"
     tied = (
         "a choice for every layer"
         if base.untied
         else "one choice for equal layers of a stage (untied=True: one for each)"
     )
-    alone = 0 if whole is None else len(whole.candidates)
+    num_unpipelined = 0 if unpipelined is None else len(unpipelined.candidates)
     return Considered(
-        space=f"{devices} (bidirectional schedules: equal); {stale} of up to {MAX_PASSES:,} passes, {sizes}, every cut, "
-        f"recomputation {again}, exact SBP inside each stage{summa}, {tied}",
-        configurations=wide.configurations + alone,
-        settings=wide.settings + alone,
-        ruled_out_by_memory=wide.impossible,
-        ruled_out_by_bound=wide.settings - wide.impossible - len(wide.opened),
-        simulated=wide.simulated,
+        space=f"{devices} (bidirectional schedules: equal); {schedules} of up to {MAX_PASSES:,} passes, {sizes}, "
+        f"every cut, recomputation {recomputations}, exact SBP inside each stage{summa}, {tied}",
+        configurations=explored.num_configurations + num_unpipelined,
+        settings=explored.num_settings + num_unpipelined,
+        ruled_out_by_memory=explored.num_impossible,
+        ruled_out_by_bound=explored.num_settings - explored.num_impossible - len(explored.attempted),
+        simulated=explored.num_simulated,
         stage_searches=explorer.num_searches,
     )
 
 
 def _least_memory(job: PlanningJob, explorer: Explorer) -> tuple[float, bool]:
-    """The bytes per device that a plan would do with, and whether none would do with less."""
+    """Bytes per device that some plan needs at most, and whether no plan needs less."""
     settings = explorer.settings(job.options.base.micro_batch, job.options.allow_stale, lambda spec: True)
-    return least_memory(explorer, settings, Clock(_MIN_MEMORY * job.time_limit_s, job.stop))
+    return least_memory(explorer, settings, Clock(_SHARE_OF_LEAST_MEMORY * job.time_limit_s, job.stop))
 
 
-def _infeasible(job: PlanningJob, least: float, is_proven: bool, fault: UserError | None) -> UserError:
-    """The error that nothing fits, with the least memory that a plan would do with."""
-    if not math.isfinite(least):
-        return fault or UserError(f"no stage of {job.graph.name} divides over the devices of {job.cluster.name}")
-    told = format_memory_limit(least)
-    enough = f"the smallest memory that would do is {told}" if is_proven else f"{told} would do"
+def _infeasible(job: PlanningJob, least_bytes: float, is_proven: bool, error: UserError | None) -> UserError:
+    """The error that no plan fits, with the least memory limit under which a plan would fit."""
+    if not math.isfinite(least_bytes):
+        return error or UserError(f"no stage of {job.graph.name} divides over the devices of {job.cluster.name}")
+    limit = format_memory_limit(least_bytes)
+    sufficient = f"the smallest memory that would do is {limit}" if is_proven else f"{limit} would do"
     return InfeasibleError(
         f"no plan of {job.graph.name} fits {format_bytes(job.limit_bytes)} per device on "
-        f"{counted(job.cluster.num_devices, 'device')}, with a pipeline or without; {enough}"
+        f"{counted(job.cluster.num_devices, 'device')}, with a pipeline or without; {sufficient}"
     )
 
 
-# ---- The papers' planners ----------------------------------------------------------------------------------------------
+# ---- The planners of papers --------------------------------------------------------------------------------------------
 
 
-def _by_paper(job: PlanningJob, whole: Planned | None, fault: UserError | None, start: float) -> PlanResult:
+def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserError | None, start: float) -> PlanResult:
+    """The plan that a paper's planner chooses; the arguments are those of :func:`_plan_by_search`."""
     name, clock = job.options.pipeline, Clock(job.time_limit_s, job.stop)
     assert name is not None
     try:
         best = paper_plan(job, name, clock)
-    except UserError as error:
-        raise type(error)(f"{PLANNERS[name]}'s planner: {error}") from None
-    alone = None if whole is None else _one_stage(job, whole)
+    except UserError as fault:
+        raise type(fault)(f"{PLANNERS[name]}'s planner: {fault}") from None
+    one_stage = _as_one_stage(job, unpipelined)
     considered = Considered(
         space=f"what {PLANNERS[name]}'s planner chooses from: data-parallel stages",
         configurations=0,
@@ -258,17 +286,17 @@ def _by_paper(job: PlanningJob, whole: Planned | None, fault: UserError | None, 
         simulated=1,
         stage_searches=0,
     )
-    ideal = _ideal_s(job)
+    families = families_of(job, unpipelined, one_stage, error, job.explorer())
     return PlanResult(
         graph=job.graph,
         cluster=job.cluster,
         options=job.options,
         memory_limit_bytes=job.limit_bytes,
         evaluation=best,
-        lower_bound_s=min(ideal, _cost(job, best)),
+        lower_bound_s=min(_ideal_s(job), _cost(job, best)),
         optimal=False,
         considered=considered,
-        rivals=tuple(figures for figures, _ in families_of(job, whole, alone, fault, job.explorer())),
+        rivals=tuple(rival for rival, _ in families),
         search_s=time.perf_counter() - start,
         notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{stopped(clock)}",) if clock.stopped else (),
         is_interrupted=job.stop.is_requested,
@@ -276,7 +304,8 @@ def _by_paper(job: PlanningJob, whole: Planned | None, fault: UserError | None, 
 
 
 def _ideal_s(job: PlanningJob) -> float:
-    """All products of a step at the speed of all devices together: no plan is faster."""
+    """Lower bound on every step: the FLOPs of the forward pass, and as many backward, at the full speed of all devices.  0 if the
+    objective is communication alone."""
     if job.options.base.objective != "step":
         return 0.0
     device = job.cluster.device

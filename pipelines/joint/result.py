@@ -1,14 +1,14 @@
-"""What a planner found: one form for every plan, with a pipeline or without, and what is proven of it.
+"""The result of a planner: one class for all plans, with or without a pipeline, and the certificate of the plan.
 
-A plan without a pipeline is a pipeline of one stage.  The planner of :mod:`autoddl.search.planner`, which knows no stages, has a
-result of its own, which :func:`unpipelined` turns into this one; the joint planner makes this one.
+A plan without a pipeline is represented as a pipeline of one stage.  The planner of :mod:`autoddl.search.planner` has no stages and
+a result class of its own, which :func:`unpipelined` converts; the joint planner returns this class directly.
 
 A :class:`PlanResult` holds
 
-- what was asked for: graph, cluster, options, memory limit;
-- the plan: an :class:`.evaluation.Evaluation`, with all its figures;
-- the certificate: lower bound, optimality, gap, status; the space in words and in numbers (:class:`Considered`), the settings of
-  a plan without a pipeline, and what the options left out;
+- the inputs: graph, cluster, options, memory limit;
+- the plan: an :class:`.evaluation.Evaluation` with all its figures;
+- the certificate: lower bound, optimality, gap, status; the space in words and numbers (:class:`Considered`), the settings of a
+  plan without a pipeline, and the plans that the options exclude;
 - the rivals (:class:`Rival`): the best plans of the families that people use.
 """
 
@@ -33,12 +33,12 @@ __all__ = ["Considered", "JointOptions", "PlanResult", "Rival", "baseline_how", 
 
 @dataclass(frozen=True)
 class JointOptions:
-    """What the user asks for: the planner's options, and the pipeline.
+    """The user's options: those of the planner without pipelines, and those of pipelines.
 
     Attributes:
-        base: batch, micro-batch, precision, optimizer, recomputation, memory limit, time limit, objective, untied, Summa meshes.
-        pipeline: ``auto``, or the planner of a paper: ``dapple``, ``chimera``, ``wpipe``; None for a plan without one.
-        allow_stale: offer asynchronous schedules, whose weights lag behind.
+        base: Batch, micro-batch, precision, optimizer, recomputation, memory limit, time limit, objective, untied, Summa meshes.
+        pipeline: ``auto``, or the planner of a paper: ``dapple``, ``chimera``, ``wpipe``; None for a plan without a pipeline.
+        allow_stale: Whether to offer asynchronous schedules, which compute some passes with older weights.
     """
 
     base: Options = field(default_factory=Options)
@@ -48,17 +48,19 @@ class JointOptions:
 
 @dataclass(frozen=True)
 class Considered:
-    """How many configurations there were, and what became of them.
+    """The size of the space, and how its settings were decided.
 
     Attributes:
-        space: what the configurations are, in words.
-        configurations: (mesh, schedule, micro-batch, cut) in the space; cuts that differ in equal units count.  Without a pipeline
-            assignments of strategies.
-        settings: (mesh, schedule, micro-batch) with at least one cut; without a pipeline (micro-batch, recomputation).
-        ruled_out_by_memory: settings without a strategy for some layer, or whose schedule does not exist for their numbers.
-        ruled_out_by_bound: settings that cannot be better than the plan by their first bounds.
-        simulated: plans that were worked out with all their figures; without a pipeline assignments that the search priced.
-        stage_searches: searches of a stage for its best ways to be run.
+        space: Description of the configurations in words.
+        configurations: Number of (mesh, schedule, micro-batch, cut) in the space; cuts of equal units count as different.  Without
+            a pipeline: number of assignments of strategies.
+        settings: Number of (mesh, schedule, micro-batch) with at least one cut.  Without a pipeline: number of (micro-batch,
+            recomputation).
+        ruled_out_by_memory: Number of settings in which some layer has no strategy, or whose schedule does not exist.
+        ruled_out_by_bound: Number of settings whose bounds exclude a better plan without an attempt at them.
+        simulated: Number of plans that were evaluated with all figures.  Without a pipeline: number of assignments priced by the
+            search.
+        stage_searches: Number of searches for the best strategies of a stage.
     """
 
     space: str
@@ -72,19 +74,23 @@ class Considered:
 
 @dataclass(frozen=True)
 class Rival:
-    """The best plan of a family that people use, or why there is none.
+    """The best plan of a family that people use, or the reason why there is none.
 
     Attributes:
-        name: of the family.
-        how: mesh or stages, micro-batch and so on, in a few words.
-        infeasible: why there is no plan; None where there is one.
-        step_s, compute_s, bubble_s: of a step (see :class:`.evaluation.Evaluation`).
-        communication_s: all that a step waits for; ``exposed_communication_s`` of it is not inside stages.
-        memory_bytes: of the fullest device.
-        lower_bound_s: no plan of the family has a shorter step; None where that is not known.
-        paper_step_s: of what the planner of the family's paper chooses, where it has one.
-        mesh: of a baseline (:mod:`autoddl.search.baselines`), whose figures follow from it, the micro-batch and recomputation.
-        configuration: the plan itself, without its schedule, which may be long; not written.
+        name: Name of the family.
+        how: Short description of the plan: mesh or stages, micro-batch, recomputation.
+        infeasible: Reason why there is no plan; None if there is one.
+        step_s: Seconds per step.
+        compute_s: Compute seconds of the busiest worker per step.
+        communication_s: Communication seconds that the step waits for, inside stages and exposed.
+        exposed_communication_s: The part of ``communication_s`` that is not inside stages.
+        bubble_s: Idle seconds of the busiest worker per step.
+        memory_bytes: Peak memory of the fullest device.
+        lower_bound_s: Lower bound on the steps of all plans of the family; None if no bound is known.
+        paper_step_s: Step of the plan that the planner of the family's paper chooses; None if there is no such plan.
+        mesh: Mesh of a baseline (:mod:`autoddl.search.baselines`), which with micro-batch and recomputation determines its figures;
+            None for all other families.
+        configuration: The plan itself; not written to documents.
     """
 
     name: str
@@ -112,7 +118,7 @@ class Rival:
         paper_step_s: float | None = None,
         mesh: str | None = None,
     ) -> Rival:
-        """With the figures of its plan."""
+        """The rival whose figures are those of ``evaluation``; the other arguments are attributes."""
         return cls(
             name=name,
             how=how,
@@ -130,25 +136,31 @@ class Rival:
 
     @property
     def inner_communication_s(self) -> float:
-        """Inside stages."""
+        """Communication seconds inside stages that the step waits for."""
         return max(0.0, self.communication_s - self.exposed_communication_s)
 
 
 @dataclass(frozen=True)
 class PlanResult:
-    """A planner's answer.
+    """The result of a planner: the plan, its certificate, and the plans that it is compared with.
 
     Attributes:
-        lower_bound_s: no configuration of the space costs less.
-        optimal: whether the plan reaches that bound.
-        considered: the space, and what became of it.
-        rivals: what the plan is compared with.
-        search_s: what the search took.
-        candidates: of a plan without a pipeline every setting, and how it was settled.
-        taken_from: the rival whose plan it is, where the search found none better; empty where it did.
-        left_out: what the options left out that could be better, and the option that includes it; empty where there is nothing.
-        notes: for the reader, beside those of the graph.
-        is_interrupted: a stop was requested, so that something may have been left out.
+        graph: The model.
+        cluster: The devices and their network.
+        options: The user's options.
+        memory_limit_bytes: Memory limit per device.
+        evaluation: The plan with its figures.
+        lower_bound_s: Lower bound on the cost of all configurations of the space.
+        optimal: Whether the plan's cost is equal to the lower bound.
+        considered: The space, and how its settings were decided.
+        rivals: The plans that this plan is compared with.
+        search_s: Seconds that planning took.
+        candidates: Every setting of a plan without a pipeline, and how it was decided; empty for plans with a pipeline.
+        taken_from: Name of the baseline whose plan this is; empty if the search found the plan.
+        left_out: Plans that the options exclude and that could be better, with the option that includes them; empty if there are
+            none.
+        notes: Notes for the reader, in addition to those of the graph.
+        is_interrupted: Whether a stop ended the search early.
     """
 
     graph: LayerGraph
@@ -177,22 +189,22 @@ class PlanResult:
 
     @cached_property
     def strategies(self) -> dict[str, Strategy]:
-        """Of every layer, by name; over the devices of its stage."""
+        """Strategy of every layer over the devices of its stage, by layer name."""
         return {layer.layer.name: layer.strategy for layer in self.evaluation.layers}
 
     @property
     def status(self) -> str:
-        """How the search ended, in the words of its document."""
+        """How the search ended, as written to plan documents."""
         return str(end_of(self.optimal, self.is_interrupted))
 
     @property
     def cost(self) -> float:
-        """What was minimised, in seconds per step."""
+        """The value of the objective, in seconds per step."""
         return self.evaluation.cost(self.options.base.objective)
 
     @property
     def gap(self) -> float:
-        """How much better another configuration of the space could be at most, relative to this one."""
+        """Upper bound on the relative improvement that another configuration of the space could bring."""
         return 0.0 if self.optimal or not self.cost else max(0.0, 1 - self.lower_bound_s / self.cost)
 
 
@@ -200,16 +212,16 @@ class PlanResult:
 
 
 def unpipelined(planned: Planned) -> PlanResult:
-    """The answer of the planner without pipelines, its plan and its baselines as pipelines of one stage."""
+    """Convert the result of the planner without pipelines: its plan and its baselines become pipelines of one stage."""
     chain, options = chain_of(planned.graph), planned.options
     evaluation = evaluate_unpipelined(chain, planned.cluster, planned.workload, planned.strategies)
     outcomes = [candidate.outcome for candidate in planned.candidates]
     layers = "every layer" if options.untied else "every group of equal layers"
     summa = ", Summa meshes too" if options.summa else ""
     sizes = "every micro-batch" if options.micro_batch is None else "the given micro-batch"
-    again = "or not" if options.recompute is None else "always" if options.recompute else "never"
+    recomputation = "or not" if options.recompute is None else "always" if options.recompute else "never"
     considered = Considered(
-        space=f"strategies of {layers}{summa}; {sizes}; recomputation {again}",
+        space=f"strategies of {layers}{summa}; {sizes}; recomputation {recomputation}",
         configurations=planned.result.space_size,
         settings=len(outcomes),
         ruled_out_by_memory=outcomes.count(NOT_FITTING),
@@ -218,19 +230,20 @@ def unpipelined(planned: Planned) -> PlanResult:
         stage_searches=0,
     )
     rivals = []
-    for one in planned.baselines:
-        if one.workload is None:
-            rivals.append(Rival(one.name, infeasible=one.infeasible))
+    for baseline in planned.baselines:
+        if baseline.workload is None:
+            rivals.append(Rival(baseline.name, infeasible=baseline.infeasible))
             continue
-        found = evaluate_unpipelined(chain, planned.cluster, one.workload, one.strategies)
-        rivals.append(Rival.of(one.name, found, baseline_how(one.mesh, one.workload), mesh=one.mesh))
+        figures = evaluate_unpipelined(chain, planned.cluster, baseline.workload, baseline.strategies)
+        how = baseline_how(baseline.mesh, baseline.workload)
+        rivals.append(Rival.of(baseline.name, figures, how, mesh=baseline.mesh))
     return PlanResult(
         graph=planned.graph,
         cluster=planned.cluster,
         options=JointOptions(options, pipeline=None),
         memory_limit_bytes=planned.memory_limit_bytes,
         evaluation=evaluation,
-        # The same sum in another order may differ in its last digit: a bound is never above the figure that is printed.
+        # The two costs add the same terms in different orders; rounding must not lift the bound above the printed cost.
         lower_bound_s=min(planned.lower_bound, evaluation.cost(options.objective)),
         optimal=planned.optimal,
         considered=considered,
@@ -245,5 +258,5 @@ def unpipelined(planned: Planned) -> PlanResult:
 
 
 def baseline_how(mesh: str, workload: Workload) -> str:
-    """``dp 8, micro-batch 16, recomputed``: how a baseline is made."""
+    """Describe the plan of a baseline, such as ``dp 8, micro-batch 16, recomputed``."""
     return f"{mesh}, micro-batch {workload.micro_batch}{', recomputed' if workload.recompute else ''}"

@@ -1,14 +1,18 @@
-"""The joint search: best first over settings, by ever sharper bounds, until no open one can be better.
+"""The joint search: best-first branch and bound over the settings of the joint space.
 
-1.  Every *setting* (devices of the workers, schedule, micro-batch) is bounded over all its cuts by the balance of its work
-    (:mod:`.bounds`).
-2.  Those that promise most are looked at first, for a good plan early.
-3.  The one of the least bound gets a sharper one, as far as that is cheap (:mod:`.levels`).  Then it is taken up and *settled*
-    (:mod:`.setting_search`): its best plan is found, if it is better than what is known, or shown not to exist; first by a quick
-    look at every one, then, with more and more time, at those that are left.
+A *setting* is a division of the devices into workers, a schedule and a micro-batch.  The search repeatedly takes the open setting
+with the least lower bound, until no open bound is below the incumbent:
 
-What is left open when the bounds reach the best plan is worse, so the plan is optimal over the space of :mod:`.space`.  If the time
-limit, or a stop, comes first, the least open bound says how far it can be from that.
+1.  **First bounds.**  Every setting gets a lower bound over all its cuts by the balance of its work (:mod:`.bounds`), without
+    memory.
+2.  **Early incumbent.**  The settings with the smallest estimated steps are attempted first.
+3.  **Proof.**  The open setting with the least bound first gets sharper bounds, where these are cheaper than an attempt
+    (:mod:`.levels`).  It is then *attempted* (:mod:`.setting_search`): the attempt finds a plan better than the incumbent, or
+    proves that the setting has none, or ends undecided when its time slice is over.  All settings get a short attempt before
+    the undecided ones get longer ones.
+
+When all open bounds are at or above the incumbent, the incumbent is optimal over the space of :mod:`.space`.  If the time limit or
+a stop ends the search earlier, the least open bound is a lower bound on the optimum.
 """
 
 from __future__ import annotations
@@ -35,50 +39,64 @@ from .stage_cost import Replicas
 
 __all__ = ["Explored", "Search", "explore"]
 
-#: Seconds that one setting may take, the first time and when others have had theirs.
-_SLICES_S = (0.5, 1.0, 4.0, 16.0, 1e9)
-#: What may be promised, beside the best plan, to be looked at early, and how many may in a row bring nothing.
-_PROMISING, _MAX_IN_VAIN = 1.05, 20
-#: Cuts that are searched through at the first look, since a bound of all of them together seldom rules them out.
-_FEW_CUTS = 1_000_000
-#: Settings that are simulated before the best of them is looked at.
-_FEW = 6
-#: What a float's rounding may take away from a bound.
+#: Seconds of processor time of the first, second, ... attempt at one setting.
+_ATTEMPTS_S = (0.5, 1.0, 4.0, 16.0, 1e9)
+#: A setting is attempted early if its estimated step is below this multiple of the incumbent.
+_PROMISING = 1.05
+#: Number of consecutive early attempts without a better plan that ends the early attempts.
+_MAX_FAILED_ATTEMPTS = 20
+#: Number of cuts up to which the first attempt searches single cuts, because one bound of all of them seldom excludes them.
+_MAX_CUTS_OF_FULL_ATTEMPT = 1_000_000
+#: Number of settings whose schedules are simulated between two early attempts.
+_SIMULATIONS_PER_ATTEMPT = 6
+#: Factor on bounds, so that rounding errors do not lift a bound above the optimum.
 _ROUNDING = 1 - 1e-9
 
 
 @dataclass(order=True)
-class _Open:
-    """A setting that may have the best plan.
+class _OpenSetting:
+    """A setting that may contain the best plan.  Open settings are ordered by bound, then by number.
 
     Attributes:
-        bound_s: none of its plans is below.
-        number: in the order of the space.
-        is_sharp: memory is in the bound.
-        is_level: so is the cut whose most loaded worker has the least to do.
-        looks: how often it was looked at.
+        bound_s: Lower bound on the cost of all plans of the setting.
+        number: Position of the setting in the enumeration of the space.
+        setting: The setting.
+        has_memory_bound: Whether the bound includes the memory limit (:func:`_bound_with_memory`).
+        has_level_bound: Whether the bound includes the loads of workers with several stages (:func:`_bound_by_loads`).
+        num_attempts: Number of attempts so far.
     """
 
     bound_s: float
     number: int
     setting: Setting = field(compare=False)
-    is_sharp: bool = field(default=False, compare=False)
-    is_level: bool = field(default=False, compare=False)
-    looks: int = field(default=0, compare=False)
+    has_memory_bound: bool = field(default=False, compare=False)
+    has_level_bound: bool = field(default=False, compare=False)
+    num_attempts: int = field(default=0, compare=False)
 
 
 @dataclass
 class Explored:
-    """What a search found and counted."""
+    """The result of a search.
+
+    Attributes:
+        best: The best plan found; None if no plan is better than the given one.
+        lower_bound_s: Lower bound on the cost of all plans of the settings.
+        num_configurations: Number of configurations (cuts of settings) in the space.
+        num_settings: Number of settings in the space.
+        num_impossible: Number of settings in which some layer has no strategy.
+        num_simulated: Number of plans whose schedule was simulated.
+        is_finished: Whether the search ended because no open setting can be better, rather than by the deadline.
+        attempted: The settings that were attempted.
+    """
 
     best: Evaluation | None = None
     lower_bound_s: float = math.inf
-    configurations: int = 0
-    settings: int = 0
-    impossible: int = 0
-    simulated: int = 0
-    finished: bool = True
-    opened: set[Setting] = field(default_factory=set)
+    num_configurations: int = 0
+    num_settings: int = 0
+    num_impossible: int = 0
+    num_simulated: int = 0
+    is_finished: bool = True
+    attempted: set[Setting] = field(default_factory=set)
 
 
 def explore(
@@ -89,19 +107,23 @@ def explore(
     report: Callable[[float, float, int], None] = lambda best, bound, simulated: None,
     until_found: bool = False,
 ) -> Explored:
-    """The best configuration of these settings, if one is better than ``known_s``.
+    """Search settings for the best configuration that costs less than ``known_s``.
 
     Args:
-        deadline: when to end with the best so far.  Its stop should be the explorer's, so that what is under way can end, too.
-        report: told the best step, the least open bound and the number of plans that were worked out.
-        until_found: go on beyond the deadline until there is a plan, if there is one.
+        explorer: The tables and prices of the model on the cluster.
+        settings: The settings to search.
+        known_s: Cost of the best plan known so far; infinite if none is known.
+        deadline: When to end the search with the best plan so far.  Its stop should be the explorer's, so that a stop also ends
+            the step that is being computed.
+        report: Called with the incumbent's cost, the least open bound and the number of simulated plans.
+        until_found: Whether to continue beyond the deadline until the first plan is found.
     """
     search = Search(explorer, settings, known_s, report, until_found)
-    return search.go_on(known_s, deadline or Deadline())
+    return search.resume(known_s, deadline or Deadline())
 
 
 class Search:
-    """One search, which may go on later; the arguments are those of :func:`explore`."""
+    """A search that can be interrupted and resumed.  The arguments are those of :func:`explore`."""
 
     def __init__(
         self,
@@ -114,66 +136,73 @@ class Search:
         self.explorer, self.best_s = explorer, known_s
         self.report, self.until_found = report, until_found
         self.deadline = Deadline()
-        self.found = Explored()
-        self.open: list[_Open] = []
+        self.result = Explored()
+        self.open: list[_OpenSetting] = []
         self._settings = iter(settings)
-        #: What is to be bounded next.
+        #: The setting that gets its first bound next; None before it is read from the iterator.
         self._next: Setting | None = None
         self._first_bounds: dict[object, float] = {}
-        #: Settings that have had their time, and get more when the others have.
-        self._later: list[_Open] = []
+        #: Undecided settings that wait for the next, longer round of attempts.
+        self._deferred: list[_OpenSetting] = []
+        #: Whether every setting has a first bound.
         self.is_bounded = False
-        #: Where the best plan was found.
-        self._best: _Open | None = None
+        #: The setting of the incumbent.
+        self._best_setting: _OpenSetting | None = None
 
-    def begin(self, deadline: Deadline) -> Evaluation | None:
-        """Look at what promises most, until the time is over; the best plan, if one is better than what was known."""
+    def find_incumbent(self, deadline: Deadline) -> Evaluation | None:
+        """Attempt the most promising settings until the deadline; return the best plan, or None if none is better than
+        ``known_s``."""
         self.deadline = deadline
         try:
-            self.bound()
-            self.look_at_promising()
+            self.bound_all()
+            self.attempt_promising()
         except StopRequestedError:
             pass
-        return self.found.best
+        return self.result.best
 
-    def go_on(self, known_s: float, deadline: Deadline) -> Explored:
-        """Search on from where it was left, with a plan that is known by now, to the end or until the time is over."""
+    def resume(self, known_s: float, deadline: Deadline) -> Explored:
+        """Continue the search until it is finished or the deadline is over.
+
+        Args:
+            known_s: Cost of the best plan known by now.
+            deadline: When to end the search.
+        """
         self.best_s, self.deadline = min(self.best_s, known_s), deadline
         try:
-            self.bound()
-            self.look_at_promising()
+            self.bound_all()
+            self.attempt_promising()
             self.prove()
         except StopRequestedError:
-            self.found.finished = False
-        self.found.lower_bound_s = self.lower_bound_s
-        return self.found
+            self.result.is_finished = False
+        self.result.lower_bound_s = self.lower_bound_s
+        return self.result
 
     @property
     def limit_s(self) -> float:
-        """What is not below it is not better."""
+        """A plan is better than the incumbent only if its cost is below this limit."""
         return self.best_s * (1 - SAME)
 
     @property
     def lower_bound_s(self) -> float:
-        """No plan is below it.  Of settings that were not come to not even a bound is known."""
+        """Lower bound on the cost of all plans; 0 as long as some setting has no bound."""
         if not self.is_bounded:
             return 0.0
-        return min([self.best_s, *(one.bound_s for one in (*self.open, *self._later))])
+        return min([self.best_s, *(entry.bound_s for entry in (*self.open, *self._deferred))])
 
     @property
     def is_over(self) -> bool:
-        """Whether the time is, and there is a plan or none is wanted at any cost."""
-        return self.deadline.is_over and not self._goes_on
+        """Whether the search must end: the deadline is over, and it need not continue until the first plan."""
+        return self.deadline.is_over and not self._ignores_deadline
 
     @property
-    def _goes_on(self) -> bool:
-        return self.until_found and self.found.best is None and not self.deadline.stop.is_requested
+    def _ignores_deadline(self) -> bool:
+        return self.until_found and self.result.best is None and not self.deadline.stop.is_requested
 
-    def bound(self) -> None:
-        """Of all settings that have a plan what they take at least, by balance and without memory; from where it was left.
+    def bound_all(self) -> None:
+        """Give every setting its first bound, continuing after the last setting that has one.
 
         Raises:
-            StopRequestedError: the time was over before all have one.
+            StopRequestedError: the search must end before all settings have a bound.
         """
         while not self.is_bounded:
             if self._next is None:
@@ -184,12 +213,12 @@ class Search:
                 self.is_bounded = True
                 return
             bound_s = self._first_bound(self._next)
-            self.found.settings += 1
-            self.found.configurations += self._num_cuts(self._next)
+            self.result.num_settings += 1
+            self.result.num_configurations += self._num_cuts(self._next)
             if bound_s == math.inf:
-                self.found.impossible += 1
+                self.result.num_impossible += 1
             else:
-                self.open.append(_Open(bound_s, self.found.settings, self._next))
+                self.open.append(_OpenSetting(bound_s, self.result.num_settings, self._next))
             self._next = None
             if self.is_over:
                 raise StopRequestedError
@@ -198,117 +227,164 @@ class Search:
         return math.comb(self.explorer.chain.num_units - 1, setting.schedule.num_stages - 1)
 
     def _first_bound(self, setting: Setting) -> float:
-        """By balance; of schedules of one class it is the same."""
+        """The bound by balance, which is the same for all schedules of one class."""
         key = (setting.mesh, setting.micro_batch, setting.part, bound_class(setting.schedule))
         if key not in self._first_bounds:
-            self._first_bounds[key] = _balanced(self.explorer, setting) * _ROUNDING
+            self._first_bounds[key] = _bound_by_balance(self.explorer, setting) * _ROUNDING
         return self._first_bounds[key]
 
-    def look_at_promising(self) -> None:
-        """Look at the settings whose level plans would take the least, until what they promise is no better than the best plan.
+    def attempt_promising(self) -> None:
+        """Attempt the settings with the smallest estimated steps, until no estimate is near the incumbent or better.
 
-        What the promises tell at first is little; so the best of a few that were simulated is looked at, before more of them are.
+        Each setting of equal workers passes three estimates of increasing precision: from its first bound, with memory, and by
+        simulating its schedule.  The first ones are rough.  So the best of a few simulated settings is attempted before more of
+        them are simulated.
         """
-        equal = [one for one in self.open if isinstance(one.setting.mesh, StageMesh) and not one.looks]
-        queue = [(_promise(one), one.number, False, one) for one in equal]
+        equal = [entry for entry in self.open if isinstance(entry.setting.mesh, StageMesh) and not entry.num_attempts]
+        queue = [(_estimate(entry), entry.number, False, entry) for entry in equal]
         heapq.heapify(queue)
-        simulated: list[tuple[float, int, _Open]] = []
-        in_vain = 0
-        while not self.is_over and in_vain < _MAX_IN_VAIN:
-            fresh = 0
-            while queue and queue[0][0] < _PROMISING * self.best_s and fresh < _FEW and not self.is_over:
-                promised_s, number, has_memory, one = heapq.heappop(queue)
-                if one.bound_s >= self.limit_s:
+        simulated: list[tuple[float, int, _OpenSetting]] = []
+        num_failed = 0
+        while not self.is_over and num_failed < _MAX_FAILED_ATTEMPTS:
+            # Refine the smallest estimates until a few more settings are simulated.
+            num_new = 0
+            while (
+                queue
+                and queue[0][0] < _PROMISING * self.best_s
+                and num_new < _SIMULATIONS_PER_ATTEMPT
+                and not self.is_over
+            ):
+                estimate_s, number, has_memory, entry = heapq.heappop(queue)
+                if entry.bound_s >= self.limit_s:
                     continue
                 if has_memory:
-                    promised_s = max(promised_s, _promise_simulated(self.explorer, one.setting, promised_s))
-                    heapq.heappush(simulated, (promised_s, number, one))
-                    fresh += 1
+                    estimate_s = max(estimate_s, _estimate_by_simulation(self.explorer, entry.setting, estimate_s))
+                    heapq.heappush(simulated, (estimate_s, number, entry))
+                    num_new += 1
                 else:
-                    promised_s = max(promised_s, _promise_with_memory(self.explorer, one.setting, promised_s))
-                    heapq.heappush(queue, (promised_s, number, True, one))
+                    estimate_s = max(estimate_s, _estimate_with_memory(self.explorer, entry.setting, estimate_s))
+                    heapq.heappush(queue, (estimate_s, number, True, entry))
             if not simulated or simulated[0][0] >= _PROMISING * self.best_s:
-                if fresh:
+                if num_new:
                     continue
                 break
+            # Attempt the best simulated setting.
             before = self.best_s
-            self._look(heapq.heappop(simulated)[2])
-            in_vain = 0 if self.best_s < before else in_vain + 1
-            self.report(self.best_s, self.lower_bound_s, self.found.simulated)
-        self._improve()
-        self.open = [one for one in self.open if one.bound_s < self.limit_s]
+            self._attempt(heapq.heappop(simulated)[2])
+            num_failed = 0 if self.best_s < before else num_failed + 1
+            self.report(self.best_s, self.lower_bound_s, self.result.num_simulated)
+        self._improve_incumbent()
+        self.open = [entry for entry in self.open if entry.bound_s < self.limit_s]
         heapq.heapify(self.open)
 
-    def _improve(self) -> None:
-        """Look again, and longer, at the setting of the best plan, as long as that finds a better one."""
+    def _improve_incumbent(self) -> None:
+        """Repeat longer attempts at the incumbent's setting as long as they find a better plan."""
         before = math.inf
         while (
-            self._best is not None and self.best_s < before and self._best.bound_s < self.limit_s and not self.is_over
+            self._best_setting is not None
+            and self.best_s < before
+            and self._best_setting.bound_s < self.limit_s
+            and not self.is_over
         ):
             before = self.best_s
-            self._look(self._best)
-            self.report(self.best_s, self.lower_bound_s, self.found.simulated)
+            self._attempt(self._best_setting)
+            self.report(self.best_s, self.lower_bound_s, self.result.num_simulated)
 
     def prove(self) -> None:
-        """Look at the open setting of the least bound, until none is below the best plan."""
-        for looks in range(1, len(_SLICES_S) + 1):
+        """Sharpen and attempt the open setting with the least bound, until no bound is below the incumbent."""
+        for num_attempts in range(1, len(_ATTEMPTS_S) + 1):
             while self.open and self.open[0].bound_s < self.limit_s:
                 if self.is_over:
-                    self.found.finished = False
+                    self.result.is_finished = False
                     return
-                one = self.open[0]
-                least_s = min([one.bound_s, *(other.bound_s for other in self._later)])
-                self.report(self.best_s, least_s, self.found.simulated)
-                if self._sharpen(one, looks):
-                    heapq.heapreplace(self.open, one)
+                entry = self.open[0]
+                least_s = min([entry.bound_s, *(other.bound_s for other in self._deferred)])
+                self.report(self.best_s, least_s, self.result.num_simulated)
+                if self._sharpen(entry, num_attempts):
+                    heapq.heapreplace(self.open, entry)
                     continue
-                if one.looks < looks:
-                    self._look(one)
+                if entry.num_attempts < num_attempts:
+                    self._attempt(entry)
                 heapq.heappop(self.open)
-                if one.bound_s < self.limit_s:
-                    self._later.append(one)
-            self.open, self._later = self._later, []
+                if entry.bound_s < self.limit_s:
+                    self._deferred.append(entry)
+            self.open, self._deferred = self._deferred, []
             heapq.heapify(self.open)
-        self.found.finished = not self.open
+        self.result.is_finished = not self.open
 
-    def _sharpen(self, one: _Open, looks: int) -> bool:
-        """Raise the bound of a setting by what is cheaper than the next look at it; whether there was something."""
-        if one.looks >= looks:
+    def _sharpen(self, entry: _OpenSetting, num_attempts: int) -> bool:
+        """Raise the bound of a setting if that is cheaper than its next attempt; return whether a bound was computed."""
+        if entry.num_attempts >= num_attempts:
             return False
-        if not one.is_sharp:
-            one.bound_s = max(one.bound_s, _sharper(self.explorer, one.setting, self.best_s))
-            one.is_sharp = True
+        if not entry.has_memory_bound:
+            entry.bound_s = max(entry.bound_s, _bound_with_memory(self.explorer, entry.setting, self.best_s))
+            entry.has_memory_bound = True
             return True
-        # Where workers have several stages this takes longer than a first look, which mostly settles a setting.
-        if one.looks and not one.is_level:
-            one.bound_s = max(one.bound_s, _level(self.explorer, one.setting, self.best_s))
-            one.is_level = True
+        # The bound by loads of workers with several stages takes longer than a first attempt, which usually decides a setting.
+        if entry.num_attempts and not entry.has_level_bound:
+            entry.bound_s = max(entry.bound_s, _bound_by_loads(self.explorer, entry.setting, self.best_s))
+            entry.has_level_bound = True
             return True
         return False
 
-    def _look(self, one: _Open) -> None:
-        """Settle a setting, or find out more of its bound, in its slice of time."""
-        self.found.opened.add(one.setting)
-        time_s = _SLICES_S[min(one.looks, len(_SLICES_S) - 1)]
-        until = (
-            Deadline(time_s, self.deadline.stop, time.process_time) if self._goes_on else _slice(self.deadline, time_s)
-        )
-        is_quick = not one.looks and self._num_cuts(one.setting) > _FEW_CUTS
-        settling = SettingSearch(self.explorer, one.setting, self.best_s, until, is_quick)
-        one.looks += 1
+    def _attempt(self, entry: _OpenSetting) -> None:
+        """Search one setting for a better plan within its time slice; raise its bound."""
+        self.result.attempted.add(entry.setting)
+        time_s = _ATTEMPTS_S[min(entry.num_attempts, len(_ATTEMPTS_S) - 1)]
+        if self._ignores_deadline:
+            deadline = Deadline(time_s, self.deadline.stop, time.process_time)
+        else:
+            deadline = _time_slice(self.deadline, time_s)
+        is_quick = not entry.num_attempts and self._num_cuts(entry.setting) > _MAX_CUTS_OF_FULL_ATTEMPT
+        setting_search = SettingSearch(self.explorer, entry.setting, self.best_s, deadline, is_quick)
+        entry.num_attempts += 1
         try:
-            settling.run()
+            setting_search.run()
         except UnsettledError:
             pass
         finally:
-            self.found.simulated += settling.simulated
-            if settling.best is not None:
-                self.found.best, self.best_s, self._best = settling.best, settling.best_s, one
-            one.bound_s = max(one.bound_s, settling.bound_s * _ROUNDING)
+            self.result.num_simulated += setting_search.simulated
+            if setting_search.best is not None:
+                self.result.best, self.best_s = setting_search.best, setting_search.best_s
+                self._best_setting = entry
+            entry.bound_s = max(entry.bound_s, setting_search.bound_s * _ROUNDING)
 
 
-def _least_on_links(explorer: Explorer, setting: Setting) -> float:
-    """All micro-batches that cross the boundary where the most crosses, wherever boundaries are; in schemes of one pipeline."""
+def _time_slice(deadline: Deadline, seconds: float) -> Deadline:
+    """A deadline in processor time after ``seconds``, or when the given deadline is over if that is earlier."""
+    return Deadline(min(seconds, deadline.left_s), deadline.stop, time.process_time)
+
+
+# ---- Lower bounds of one setting ---------------------------------------------------------------------------------------
+
+
+def _bound_by_balance(explorer: Explorer, setting: Setting) -> float:
+    """The bound by balance, without memory, transfers and all-reduces; inf if some layer has no strategy."""
+    terms = Terms(setting.schedule.num_stages)
+    weights = balance(setting.schedule, setting.widths)
+    forward, backward, recompute = (weights[part] for part in (terms.forward, terms.backward, terms.recompute))
+    zero = np.zeros_like(forward)
+    best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
+    # Recomputation never lowers this bound, because memory costs nothing in it.
+    for recomputation in ("none",) if "none" in explorer.recomputations else explorer.recomputations:
+        vectors = np.column_stack(
+            [forward + (recompute if recomputation == "stage" else 0.0), backward, zero, zero, zero]
+        )
+        for mesh in dict.fromkeys(setting.meshes):
+            stages = np.flatnonzero([other == mesh for other in setting.meshes])
+            units = explorer.stages(mesh).units
+            least = units.least(
+                recomputation == "layers", Replicas(), setting.micro_batch, setting.part, vectors[stages]
+            )
+            if least is None:
+                return math.inf
+            best[stages] = np.minimum(best[stages], least)
+    return float(least_of_cuts(best, np.zeros((terms.num_stages - 1, best.shape[1] + 1))))
+
+
+def _bound_by_links(explorer: Explorer, setting: Setting) -> float:
+    """The time for all micro-batches to cross the slowest boundary, at its cheapest place; 0 for schedules with several pipelines
+    or without a longest path."""
     spec = setting.schedule
     transfers = explorer.least_transfers(setting)
     if spec.num_pipelines > 1 or not spec.synchronous or not len(transfers):
@@ -318,61 +394,11 @@ def _least_on_links(explorer: Explorer, setting: Setting) -> float:
     return spec.num_micro_batches * max(least)
 
 
-def _balanced(explorer: Explorer, setting: Setting) -> float:
-    """The bound of a setting by balance, without memory, transfers and all-reduces; inf where some layer has no strategy."""
-    terms = Terms(setting.schedule.num_stages)
-    weights = balance(setting.schedule, setting.widths)
-    forward, backward, again = (weights[part] for part in (terms.forward, terms.backward, terms.recompute))
-    none = np.zeros_like(forward)
-    best = np.full((terms.num_stages, explorer.chain.num_units), np.inf)
-    # Nothing is gained by recomputation where memory is for nothing.
-    for way in ("none",) if "none" in explorer.recomputations else explorer.recomputations:
-        vectors = np.column_stack([forward + (again if way == "stage" else 0.0), backward, none, none, none])
-        for mesh in dict.fromkeys(setting.meshes):
-            own = np.flatnonzero([one == mesh for one in setting.meshes])
-            units = explorer.stages(mesh).units
-            least = units.least(way == "layers", Replicas(), setting.micro_batch, setting.part, vectors[own])
-            if least is None:
-                return math.inf
-            best[own] = np.minimum(best[own], least)
-    return float(least_of_cuts(best, np.zeros((terms.num_stages - 1, best.shape[1] + 1))))
+def _bound_with_memory(explorer: Explorer, setting: Setting, best_s: float) -> float:
+    """The best of the bounds with prices on memory, by links and by loads; inf if the schedule does not exist.
 
-
-def _promise(one: _Open) -> float:
-    """What a level plan of a setting would take, about, as far as its first bound tells."""
-    spec, widths = one.setting.schedule, one.setting.widths
-    forward = Terms(spec.num_stages).forward
-    return one.bound_s * float(promise(spec, widths)[forward].sum() / balance(spec, widths)[forward].sum())
-
-
-def _promise_with_memory(explorer: Explorer, setting: Setting, about_s: float) -> float:
-    """The same with memory and all-reduces; ``about_s``: what a step takes, about."""
-    demand = explorer.demand(setting.schedule)
-    if demand is None:
-        return math.inf
-    # Layer by layer takes about as long as whole stages, and has tables of its own.
-    ways = [way for way in explorer.recomputations if way != "layers"] or explorer.recomputations
-    cut_graph = CutGraph(explorer, setting, ways, demand)
-    return cut_graph.quick(Bound(promise(setting.schedule, setting.widths)), about_s, (0.0, *PRICES))
-
-
-def _promise_simulated(explorer: Explorer, setting: Setting, about_s: float) -> float:
-    """What a level plan takes by the schedule itself, without redistributions."""
-    if not setting.schedule.synchronous:
-        return about_s
-    try:
-        return SettingSearch(explorer, setting, math.inf, Deadline(stop=explorer.stop)).level_s()
-    except UnsettledError:
-        return about_s
-
-
-def _slice(deadline: Deadline, seconds: float) -> Deadline:
-    """A deadline in so many seconds, or the other one if that is before."""
-    return Deadline(min(seconds, deadline.left_s), deadline.stop, time.process_time)
-
-
-def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The bound of a setting with memory at a price, as far as that is known to be of use; inf where it has no schedule."""
+    Bounds that cannot matter once another one has reached the incumbent ``best_s`` are skipped.
+    """
     demand = explorer.demand(setting.schedule)
     if demand is None:
         return math.inf
@@ -381,17 +407,49 @@ def _sharper(explorer: Explorer, setting: Setting, best_s: float) -> float:
     cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
     bound_s = max(
         cut_graph.quick(Bound(balance(setting.schedule, setting.widths)), best_s, PRICES),
-        _least_on_links(explorer, setting),
+        _bound_by_links(explorer, setting),
     )
     if bound_s < best_s and cut_graph.is_alone:
         bound_s = max(bound_s, least_level(cut_graph, best_s))
     return bound_s * _ROUNDING
 
 
-def _level(explorer: Explorer, setting: Setting, best_s: float) -> float:
-    """The bound of a setting whose workers have several stages by their loads."""
+def _bound_by_loads(explorer: Explorer, setting: Setting, best_s: float) -> float:
+    """The bound by the loads of the workers, for schedules in which workers hold several stages; 0 for all others."""
     demand = explorer.demand(setting.schedule)
     cut_graph = None if demand is None else CutGraph(explorer, setting, explorer.recomputations, demand)
     if cut_graph is None or cut_graph.is_alone:
         return 0.0
     return least_level(cut_graph, best_s) * _ROUNDING
+
+
+# ---- Estimates of one setting: no bounds -------------------------------------------------------------------------------
+
+
+def _estimate(entry: _OpenSetting) -> float:
+    """Estimate the step of a plan with equally loaded workers from the first bound of its setting."""
+    spec, widths = entry.setting.schedule, entry.setting.widths
+    forward = Terms(spec.num_stages).forward
+    return entry.bound_s * float(promise(spec, widths)[forward].sum() / balance(spec, widths)[forward].sum())
+
+
+def _estimate_with_memory(explorer: Explorer, setting: Setting, step_s: float) -> float:
+    """Refine the estimate ``step_s`` of the step of a plan with equally loaded workers by memory and all-reduces."""
+    demand = explorer.demand(setting.schedule)
+    if demand is None:
+        return math.inf
+    # Recomputing layers takes about as long as recomputing stages, but needs tables of its own: skip it.
+    recomputations = [name for name in explorer.recomputations if name != "layers"] or explorer.recomputations
+    cut_graph = CutGraph(explorer, setting, recomputations, demand)
+    return cut_graph.quick(Bound(promise(setting.schedule, setting.widths)), step_s, (0.0, *PRICES))
+
+
+def _estimate_by_simulation(explorer: Explorer, setting: Setting, step_s: float) -> float:
+    """The step of a plan with equally loaded workers on the schedule itself, without redistributions; ``step_s`` if that cannot be
+    computed."""
+    if not setting.schedule.synchronous:
+        return step_s
+    try:
+        return SettingSearch(explorer, setting, math.inf, Deadline(stop=explorer.stop)).level_s()
+    except UnsettledError:
+        return step_s

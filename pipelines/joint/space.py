@@ -1,15 +1,15 @@
 """The space of joint plans: divisions of the devices, schedules, micro-batches and cuts.
 
 ======================  ==========================================================================================================
-what                    values
+dimension               values
 ======================  ==========================================================================================================
-devices of the workers  every rectangle of nodes x devices that tiles the cluster, all workers equal; and the divisions in unequal
-                        rectangles of :mod:`.meshes`; D = the number of workers
-schedule                every family of the generators with every policy; bidirectional ones with 2 or 4 pipelines and every way to
-                        string units together; 2 or 4 groups of stages per worker; asynchronous ones where they are asked for.
-                        Bidirectional ones for equal workers alone: each holds the stages of another one too
+devices of the workers  all divisions of the cluster into equal rectangles of nodes x devices, and the divisions into unequal
+                        rectangles of :mod:`.meshes`; D = number of workers
+schedule                every family of the generators with every policy; bidirectional schedules with 2 or 4 pipelines and every
+                        way to concatenate their basic units; 2 or 4 groups of stages per worker; asynchronous schedules if they are
+                        allowed.  Bidirectional schedules need equal workers, because each worker also holds the stages of another
 micro-batch             every divisor of the batch
-cut in S stages         every cut of the chain of units
+cut into S stages       every cut of the chain of units
 recomputation           per stage: none, layer by layer, or of the whole stage
 ======================  ==========================================================================================================
 
@@ -24,20 +24,29 @@ from .configuration import PipelineSchedule
 
 __all__ = ["MAX_PASSES", "schedules"]
 
-_PIPELINES = (2, 4)
-_GROUPS = (2, 4)
-#: Passes of a micro-batch through a stage beyond which a schedule is not worth its simulation (the generators' own limit).
+#: Numbers of pipelines of bidirectional schedules.
+_NUM_PIPELINES = (2, 4)
+#: Numbers of groups of stages per worker.
+_NUM_GROUPS = (2, 4)
+#: Largest number of passes of micro-batches through stages of a schedule, which limits the time of its simulation (the generators
+#: have the same limit).
 MAX_PASSES = 2**17
 
 
 def schedules(
     num_workers: int, num_micro_batches: int, num_units: int, stale: bool, equal: bool = True
 ) -> Iterator[PipelineSchedule]:
-    """Every schedule of so many workers and micro-batches for a model of so many units.
+    """Iterate over the schedules of the space.
 
     Args:
-        stale: asynchronous ones too.
-        equal: whether all workers have as many devices.
+        num_workers: Number of workers.
+        num_micro_batches: Number of micro-batches per step.
+        num_units: Number of units of the model: a schedule has at most as many stages.
+        stale: Whether to include asynchronous schedules.
+        equal: Whether all workers have the same number of devices.
+
+    >>> sorted({spec.name for spec in schedules(2, 1, num_units=4, stale=False)})
+    ['1f1b', 'gpipe', 'grouped-gpipe', 'zero-bubble']
     """
     if num_workers == 1:
         yield PipelineSchedule("1f1b", 1, num_micro_batches)
@@ -50,12 +59,13 @@ def schedules(
 
 
 def _schedules(depth: int, count: int, stale: bool) -> Iterator[PipelineSchedule]:
+    """The schedules of ``depth`` workers and ``count`` micro-batches for models of any size."""
     yield PipelineSchedule("gpipe", depth, count)
     for policy in ("A", "B"):
         yield PipelineSchedule("1f1b", depth, count, (("policy", policy),))
     for policy in ("H1", "H2"):
         yield PipelineSchedule("zero-bubble", depth, count, (("policy", policy),))
-    for groups in _GROUPS:
+    for groups in _NUM_GROUPS:
         yield PipelineSchedule("grouped-gpipe", depth, count, (("groups", groups),), groups)
         if count % depth == 0:
             yield PipelineSchedule("interleaved-1f1b", depth, count, (("groups", groups),), groups)
@@ -70,13 +80,13 @@ def _schedules(depth: int, count: int, stale: bool) -> Iterator[PipelineSchedule
 
 
 def _chimera(depth: int, count: int) -> Iterator[PipelineSchedule]:
-    for pipelines in _PIPELINES:
-        if depth % pipelines or count < pipelines:
+    for num_pipelines in _NUM_PIPELINES:
+        if depth % num_pipelines or count < num_pipelines:
             continue
         for concatenation in ("direct", "doubling", "halving"):
             if concatenation == "doubling" and count < 2 * depth:
                 continue
             if concatenation == "halving" and count <= depth:
                 continue
-            options = (("concatenation", concatenation), ("num_pipelines", pipelines))
-            yield PipelineSchedule("chimera", depth, count, options, num_pipelines=pipelines)
+            options = (("concatenation", concatenation), ("num_pipelines", num_pipelines))
+            yield PipelineSchedule("chimera", depth, count, options, num_pipelines=num_pipelines)

@@ -30,9 +30,9 @@ UNTIED = ["mlp:64,768,768,768,768,32", "--cluster", "gcp-a100", "--nodes", "2", 
 UNTIED += ["--batch", "8", "--quiet"]
 #: The search of the first family of pipelines, when the plan without one is known, and that of the whole space.
 FIRST_EXPLORE = ("autoddl.pipelines.joint.families:explore", 1)
-BEGINNING = ("autoddl.pipelines.joint.search:Search.begin", 1)
+BEGINNING = ("autoddl.pipelines.joint.search:Search.find_incumbent", 1)
 #: The search of the whole space goes on when those of all families have ended.
-LAST_EXPLORE = ("autoddl.pipelines.joint.search:Search.go_on", 1 + sum(not family.stale for family in PIPELINES))
+LAST_EXPLORE = ("autoddl.pipelines.joint.search:Search.resume", 1 + sum(not family.stale for family in PIPELINES))
 
 
 class Ended(NamedTuple):

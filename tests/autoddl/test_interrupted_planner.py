@@ -143,10 +143,10 @@ def test_settings_that_were_not_come_to_have_no_bound():
 
     explorer, settings_ = cut_short(lambda explorer: explorer.stop.request())
     found = explore(explorer, settings_, 1.0, Deadline(None, explorer.stop))
-    assert not found.finished and found.lower_bound_s == 0.0 and found.settings == 2
+    assert not found.is_finished and found.lower_bound_s == 0.0 and found.num_settings == 2
     explorer, settings_ = cut_short(lambda explorer: None)
     found = explore(explorer, settings_, 1.0, Deadline(0.0))
-    assert not found.finished and found.lower_bound_s == 0.0 and found.settings == 1
+    assert not found.is_finished and found.lower_bound_s == 0.0 and found.num_settings == 1
 
 
 @pytest.mark.parametrize("looks", [1, 2, 7])
@@ -164,11 +164,11 @@ def test_settings_that_wait_for_more_time_are_in_the_bound(monkeypatch, looks):
             raise search.UnsettledError
 
     monkeypatch.setattr(search, "SettingSearch", Undecided)
-    monkeypatch.setattr(search.Search, "look_at_promising", lambda self: None)
+    monkeypatch.setattr(search.Search, "attempt_promising", lambda self: None)
     every = list(explorer.settings(None, False, lambda spec: spec.num_workers > 1))
     bounds = []
     found = explore(explorer, every, 1e3, Deadline(None, explorer.stop), lambda best, bound, _: bounds.append(bound))
-    assert len(asked) == looks and not found.finished and found.best is None
+    assert len(asked) == looks and not found.is_finished and found.best is None
     assert 0 < found.lower_bound_s == bounds[-1]
 
 
