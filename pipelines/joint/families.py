@@ -1,12 +1,13 @@
-"""The families of plans that people use, each planned for itself.
+"""The best plans of the families of plans that people use, for comparison with the joint plan.
 
-Plans without a pipeline: SBP as it comes, and data parallelism.  Pipelines: Megatron's equal workers under 1F1B, all layers of
-which follow one mesh of data and model parallelism; and the schedules of the papers, with stages that are replicated on the
-devices of their workers, as the papers have them: each over all its numbers of workers, micro-batches, cuts and options
-(Chimera: pipelines, concatenation), DAPPLE over workers of unequal numbers of devices, too.
+- *Without a pipeline*: the best SBP plan, and data parallelism.
+- *Megatron + 1F1B*: equal workers; all layers of a stage follow one mesh of data and model parallelism.
+- *The schedules of the papers*, with data-parallel stages, as in the papers.  Each is planned over all numbers of workers,
+  micro-batches, cuts and options (Chimera: number of pipelines, concatenation); DAPPLE also over workers with unequal numbers of
+  devices.
 
-The best of a family comes from the joint search restricted to it, with its gap; what the planner of its paper would have chosen
-from its linear profile (:mod:`.paper_planners`) stands beside it, and is a plan of the family, too.
+The best plan of a family and its lower bound come from the joint search, restricted to the family.  The plan that the paper's own
+planner chooses from a linear profile (:mod:`.paper_planners`) is a member of the family; its step is reported in addition.
 """
 
 from __future__ import annotations
@@ -43,25 +44,27 @@ __all__ = [
     "stopped",
 ]
 
-#: The part of the time limit that all families' searches may take together, and each paper's planner.
-_FAMILIES, _PAPER = 0.1, 0.02
-#: How many of a paper's plans are looked at for one that fits.
+#: Share of the time limit for the searches of all families together.
+_SHARE_OF_FAMILIES = 0.1
+#: Share of the time limit for the planner of each paper.
+_SHARE_OF_PAPER = 0.02
+#: Largest number of plans of a paper's planner that are evaluated to find one that fits.
 _MAX_PAPER_PLANS = 16
 
 
 @dataclass(frozen=True)
 class Family:
-    """Schedules with a way to run their stages.
+    """A family of pipelines: its schedules, and the strategies of its stages.
 
     Attributes:
-        title: of its row.
-        schedules: by name.
-        make_stages: how their stages are run.
-        uneven: workers of unequal numbers of devices, too.
-        paper: the planner of its paper, if there is one here.
-        policies: of 1F1B's warm-up.
-        stale: it is asynchronous.
-        weight: its part of the families' time, beside the others'.
+        title: Title of the family's row.
+        schedules: Names of the schedules.
+        make_stages: Constructor of the searches of stages, which determines the offered strategies.
+        uneven: Whether workers may have unequal numbers of devices.
+        paper: Name of the planner of the family's paper in :data:`.paper_planners.PLANNERS`; None if there is none.
+        policies: Allowed policies of the warm-up of 1F1B.
+        stale: Whether the schedules are asynchronous.
+        weight: Share of the time of all families, relative to the weights of the others.
     """
 
     title: str
@@ -74,12 +77,13 @@ class Family:
     weight: int = 1
 
     def allows(self, spec: PipelineSchedule) -> bool:
-        """Whether a schedule is one of the family's."""
+        """Whether a schedule belongs to the family."""
         if spec.num_workers == 1 or spec.name not in self.schedules:
             return False
         return spec.name != "1f1b" or dict(spec.options)["policy"] in self.policies
 
 
+#: The families of pipelines, in the order of their rows.
 PIPELINES = (
     Family("Megatron + 1F1B", ("1f1b",), megatron_stages, policies=("A",), weight=8),
     Family("1F1B", ("1f1b",)),
@@ -95,126 +99,140 @@ PIPELINES = (
 
 
 def describe(evaluation: Evaluation) -> str:
-    """Stages, schedule, micro-batch and recomputation in a few words."""
+    """Describe a plan in a few words: schedule, stages, micro-batch and recomputation."""
     configuration = evaluation.configuration
     spec, size = configuration.schedule, configuration.workload.micro_batch
-    again = {stage.recompute for stage in configuration.stages} - {"none"}
-    recomputed = f", recomputed ({' and '.join(sorted(again))})" if again else ""
-    passes = f"micro-batch {size}{recomputed}"
+    recomputations = {stage.recompute for stage in configuration.stages} - {"none"}
+    recomputed = f", recomputed ({' and '.join(sorted(recomputations))})" if recomputations else ""
+    workload = f"micro-batch {size}{recomputed}"
     if spec.num_workers == 1:
-        return passes
-    return f"{spec.label}, {spec.num_stages} stages of {configuration.mesh}, {passes}"
+        return workload
+    return f"{spec.label}, {spec.num_stages} stages of {configuration.mesh}, {workload}"
 
 
 def families_of(
-    job: PlanningJob, whole: Planned | None, alone: Evaluation | None, fault: UserError | None, explorer: Explorer
+    job: PlanningJob,
+    unpipelined: Planned | None,
+    one_stage: Evaluation | None,
+    error: UserError | None,
+    explorer: Explorer,
 ) -> Iterator[tuple[Rival, Evaluation | None]]:
-    """The best plan of each family, or why there is none; and that plan.
+    """Iterate over the families.
 
     Args:
-        whole, alone, fault: the plan without a pipeline, as it is and as one stage, or why there is none.
-        explorer: of the same model and cluster, whose tables the families' searches may share.
+        job: The planning job.
+        unpipelined: The best plan without a pipeline; None if there is none.
+        one_stage: The same plan as a pipeline of one stage.
+        error: Why there is no plan without a pipeline.
+        explorer: An explorer of the job, whose tables the searches of the families may share.
+
+    Yields:
+        The row of the family, and its best plan (None if there is none).
     """
-    if alone is None or whole is None:
-        yield Rival("pure SBP", infeasible=str(fault)), None
+    if one_stage is None or unpipelined is None:
+        yield Rival("pure SBP", infeasible=str(error)), None
     else:
-        lower = min(whole.lower_bound, alone.step_s) if job.options.base.objective == "step" else None
-        yield Rival.of("pure SBP", alone, describe(alone), lower_bound_s=lower), alone
-    yield _data_parallel(job, whole)
+        lower = min(unpipelined.lower_bound, one_stage.step_s) if job.options.base.objective == "step" else None
+        yield Rival.of("pure SBP", one_stage, describe(one_stage), lower_bound_s=lower), one_stage
+    yield _data_parallel(job)
     offered = [family for family in PIPELINES if not family.stale or job.options.allow_stale]
-    share = _FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
-    best = alone
+    time_per_weight_s = _SHARE_OF_FAMILIES * job.time_limit_s / sum(family.weight for family in offered)
+    best = one_stage
     for family in PIPELINES:
         if family not in offered:
             yield Rival(family.title, infeasible="asynchronous; offered with allow_stale=True"), None
             continue
-        # Whatever the time limit is, there is an answer where the family that most people use has one.
-        figures, found = _pipeline(job, family, explorer, family.weight * share, best is None or family is PIPELINES[0])
-        best = found or best
-        yield figures, found
+        # The first family, which most people use, gets a plan within any time limit; so do the others if no plan is known.
+        until_found = best is None or family is PIPELINES[0]
+        rival, plan = _pipeline(job, family, explorer, family.weight * time_per_weight_s, until_found)
+        best = plan or best
+        yield rival, plan
 
 
 def _pipeline(
-    job: PlanningJob, family: Family, explorer: Explorer, share_s: float, until_found: bool
+    job: PlanningJob, family: Family, explorer: Explorer, time_s: float, until_found: bool
 ) -> tuple[Rival, Evaluation | None]:
-    """The best of a family of pipelines, of what its search and its paper's planner find in their time.
+    """The best plan of a family of pipelines: from the joint search within the family, or from the planner of its paper.
 
     Args:
-        until_found: nothing is known that fits: take the time that it takes to find something.
+        job: The planning job.
+        family: The family.
+        explorer: An explorer whose tables the search may share.
+        time_s: Time limit of the search.
+        until_found: Whether to continue beyond the time limit until the first plan is found.
     """
     own = job.explorer(family.make_stages, explorer)
     settings = own.settings(job.options.base.micro_batch, family.stale, family.allows, family.uneven)
-    explored = explore(own, settings, deadline=Clock(share_s, job.stop), until_found=until_found)
-    best, said, paper_step_s = explored.best, "", None
+    explored = explore(own, settings, deadline=Clock(time_s, job.stop), until_found=until_found)
+    best, note, paper_step_s = explored.best, "", None
     objective = job.options.base.objective
     if family.paper is not None:
-        clock = Clock(_PAPER * job.time_limit_s, job.stop)
+        clock = Clock(_SHARE_OF_PAPER * job.time_limit_s, job.stop)
         try:
-            planned = paper_plan(job, family.paper, clock)
+            plan = paper_plan(job, family.paper, clock)
         except (UserError, StopRequestedError):
             pass
         else:
-            paper_step_s, said = planned.step_s if objective == "step" else None, stopped(clock)
-            best = planned if best is None or planned.cost(objective) < best.cost(objective) else best
+            paper_step_s, note = plan.step_s if objective == "step" else None, stopped(clock)
+            best = plan if best is None or plan.cost(objective) < best.cost(objective) else best
     if best is None:
-        why = "no such plan fits the memory limit" if explored.is_finished else f"none was found {_before(job)}"
-        if explored.is_finished and explored.num_settings == explored.num_impossible:
-            why = "none of its schedules has stages that divide over the devices"
-        return Rival(family.title, infeasible=why), None
-    inner = common_strategy(best) if family.make_stages is megatron_stages else ""
-    # The bound is of what is minimised; of a step it says something where that is the step.
+        reason = "no such plan fits the memory limit"
+        if not explored.is_finished:
+            ended = "before the search was interrupted" if job.stop.is_requested else "within the time limit"
+            reason = f"none was found {ended}"
+        elif explored.num_settings == explored.num_impossible:
+            reason = "none of its schedules has stages that divide over the devices"
+        return Rival(family.title, infeasible=reason), None
+    strategy = common_strategy(best) if family.make_stages is megatron_stages else ""
+    # The search bounds the objective, which is a bound on the step only if the step is the objective.
     lower = min(explored.lower_bound_s, best.step_s) if objective == "step" else None
-    how = f"{describe(best)}{inner}{said}"
+    how = f"{describe(best)}{strategy}{note}"
     return Rival.of(family.title, best, how, lower_bound_s=lower, paper_step_s=paper_step_s), best
 
 
 def stopped(clock: Clock) -> str:
-    """What is said of a plan whose planner's time was over."""
+    """Describe why a planner stopped early; empty if it did not."""
     if clock.stop.is_requested:
         return "; interrupted"
     return f"; its planner stopped after {clock.limit_s:g} s" if clock.stopped else ""
 
 
-def _before(job: PlanningJob) -> str:
-    """When the search for a family's plan ended without one."""
-    return "before the search was interrupted" if job.stop.is_requested else "within the time limit"
-
-
-def _data_parallel(job: PlanningJob, whole: Planned | None) -> tuple[Rival, Evaluation | None]:
+def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
+    """The best plan of pure data parallelism over all devices, by trying all micro-batches and ways of recomputation."""
     name = "data parallel"
     mesh = StageMesh.whole(job.cluster)
     strategy = Strategy(tuple((size, 1, 1) for size in mesh.devices(job.cluster).level_sizes))
-    wish, best, why = job.options.base.micro_batch, None, ""
-    least = math.inf
-    for size in divisors(job.workload.batch) if wish is None else [wish]:
+    given, best, reason = job.options.base.micro_batch, None, ""
+    least_bytes = math.inf
+    for size in divisors(job.workload.batch) if given is None else [given]:
         if size % strategy.p0:
             continue
         for recompute in job.recomputations:
             if recompute == "stage" and "layers" in job.recomputations:
-                continue  # without a pipeline, layer by layer needs no more
+                continue  # without a pipeline, recomputing layer by layer needs no more time and no more memory
             workload = replace(job.workload, micro_batch=size, recompute=recompute == "layers")
             spec = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
             stage = StageChoice(job.chain.num_units, recompute, {layer.name: strategy for layer in job.graph.layers})
             try:
                 evaluation = evaluate(job.chain, job.cluster, Configuration(mesh, spec, workload, (stage,)))
             except UserError as error:
-                why = why or str(error)
+                reason = reason or str(error)
                 continue
             if evaluation.memory_bytes > job.limit_bytes:
-                least = min(least, evaluation.memory_bytes)
+                least_bytes = min(least_bytes, evaluation.memory_bytes)
             elif best is None or evaluation.step_s < best.step_s:
                 best = evaluation
     if best is not None:
         return Rival.of(name, best, f"dp {strategy.p0}, {describe(best)}", lower_bound_s=best.step_s), best
-    if math.isfinite(least):
-        why = f"needs {format_bytes(least)} per device, over the limit of {format_bytes(job.limit_bytes)}"
-    slices = f"the batch does not divide over {strategy.p0} devices"
-    return Rival(name, infeasible=why or slices), None
+    if math.isfinite(least_bytes):
+        reason = f"needs {format_bytes(least_bytes)} per device, over the limit of {format_bytes(job.limit_bytes)}"
+    return Rival(name, infeasible=reason or f"the batch does not divide over {strategy.p0} devices"), None
 
 
 def common_strategy(evaluation: Evaluation) -> str:
-    """The mesh of Megatron's stages: data and model parallel ways of the linear layers."""
-    linear = next((one for one in evaluation.layers if one.layer.kind == "linear"), None)
+    """Describe the mesh of a plan in which all layers follow one rule, such as ``, dp 2 x mp 4``: the strategy of the first linear
+    layer; empty if there is no linear layer."""
+    linear = next((layer for layer in evaluation.layers if layer.layer.kind == "linear"), None)
     if linear is None:
         return ""
     strategy = linear.strategy
@@ -222,11 +240,17 @@ def common_strategy(evaluation: Evaluation) -> str:
 
 
 def paper_plan(job: PlanningJob, name: str, clock: Clock) -> Evaluation:
-    """The best that fits of a paper's plans, of those that its planner finds before it is told to stop.
+    """Return the best plan of a paper's planner that fits the memory limit.
+
+    Args:
+        job: The planning job.
+        name: Name of the planner in :data:`.paper_planners.PLANNERS`.
+        clock: When the planner stops with the plans it has found so far.
 
     Raises:
-        UserError: there is none.
-        StopRequestedError: a stop was requested before there was one.
+        InfeasibleError: all plans exceed the memory limit.
+        UserError: the planner has no plan for these numbers.
+        StopRequestedError: a stop was requested before there was a plan.
     """
     base = job.options.base
     if name == "wpipe" and job.chain.shares_weights:
@@ -235,18 +259,18 @@ def paper_plan(job: PlanningJob, name: str, clock: Clock) -> Evaluation:
     plans = paper_plans(
         name, job.chain, job.cluster, job.workload, job.limit_bytes, base.recompute, base.micro_batch, clock
     )
-    least, fault = math.inf, None
+    least_bytes, first_error = math.inf, None
     for plan in plans[:_MAX_PAPER_PLANS]:
         try:
             evaluation = evaluate(job.chain, job.cluster, plan.configuration)
         except UserError as error:
-            fault = fault or error
+            first_error = first_error or error
             continue
         if evaluation.memory_bytes <= job.limit_bytes:
             return evaluation
-        least = min(least, evaluation.memory_bytes)
-    if math.isfinite(least):
+        least_bytes = min(least_bytes, evaluation.memory_bytes)
+    if math.isfinite(least_bytes):
         raise InfeasibleError(
-            f"its plans need {format_bytes(least)} per device, over the limit of {format_bytes(job.limit_bytes)}"
+            f"its plans need {format_bytes(least_bytes)} per device, over the limit of {format_bytes(job.limit_bytes)}"
         )
-    raise fault or UserError(f"no {PLANNERS[name]} plan for {job.cluster.num_devices} devices")
+    raise first_error or UserError(f"no {PLANNERS[name]} plan for {job.cluster.num_devices} devices")

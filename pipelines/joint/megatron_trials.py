@@ -1,12 +1,16 @@
-"""Trials of pipelines by Megatron's rule: whether one is faster than the plan without a pipeline, or fits where that does not.
+"""Trials of pipelines by Megatron's rule, to note that a pipeline is faster than the plan without one, or fits where that does not.
 
-Some plans of the family "Megatron + 1F1B" are worked out with all their figures, in the order of its authors' rule (Narayanan et
-al., SC'21, takeaways 1 to 3): as few ways to split the model as memory allows; among these rather layers, inside nodes, than
-stages; the rest of the devices are data parallel; small micro-batches.  Stages have equal shares of the model's FLOPs.  The
-micro-batch of the best is then doubled while that is better.
+Some plans of the family "Megatron + 1F1B" are evaluated, in the order of the rule of Narayanan et al. (SC'21, takeaways 1 to 3):
 
-The plans are members of the space of ``--pipeline auto``, so that a faster one says what the search of it finds at least.  That
-none of them is faster says nothing.
+1.  The model is split over as few devices as memory allows (tensor parallel degree x number of stages).
+2.  Among equal splits, tensor parallelism inside nodes is preferred to stages.
+3.  The rest of the devices are data parallel.
+4.  Micro-batches are small.
+
+Stages have equal shares of the model's FLOPs.  Finally the micro-batch of the best plan is doubled as long as that is faster.
+
+The plans are members of the space of ``--pipeline auto``, so the step of a faster one is an upper bound on the step that the search
+of that space finds.  If no trial is faster, there may still be a faster pipeline.
 """
 
 from __future__ import annotations
@@ -37,43 +41,52 @@ from .result import JointOptions, PlanResult, unpipelined
 
 __all__ = ["NOTE", "megatron_trials", "plan_alone"]
 
-#: How the note begins.
+#: The beginning of the note that a pipeline is faster.
 NOTE = "a pipeline takes "
 
-#: Number of plans that are evaluated at most. It ends the trials, so that the same command prints the same on every machine.
+#: Largest number of evaluated plans.  A count ends the trials, so that the same command prints the same on every machine.
 _MAX_PLANS = 14
-#: Seconds of processor time after which the trials end anyway: ten times what they took for 126 layers on 4,096 devices.
+#: Seconds of processor time after which the trials end anyway: ten times the time for 126 layers on 4,096 devices.
 _LIMIT_S = 15.0
-#: Passes of micro-batches through stages beyond which a plan takes too long to be worked out.
+#: Largest number of passes of micro-batches through stages of an evaluated plan, which limits the time of its simulation.
 _MAX_PASSES = 4096
-#: The part of a step that is worth a note.
-_WORTH = 1e-3
+#: Smallest relative improvement of the step that counts as faster.
+_MIN_IMPROVEMENT = 1e-3
 
 
 def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop | None = None) -> PlanResult:
-    """The best plan without a pipeline, as :func:`autoddl.search.planner.make_plan` finds it; if trials find a pipeline that is
-    faster, a note says so.
+    """Plan without a pipeline, by :func:`autoddl.search.planner.make_plan`; add a note if trials find a faster pipeline.
+
+    Args:
+        graph: The model.
+        cluster: The devices and their network.
+        options: The options of the planner without pipelines.
+        stop: Ends planning early with the best plan so far.
 
     Raises:
-        StopRequestedError, UserError: those of ``make_plan``.
-        InfeasibleError: nothing fits the memory limit without a pipeline; its message says if something does with one.
+        StopRequestedError: the stop was requested before any plan was known.
+        InfeasibleError: no plan without a pipeline fits the memory limit; the message says whether a trial fits.
+        UserError: an option is out of range.
     """
     stop = stop or Stop()
     try:
         planned = unpipelined(make_plan(graph, cluster, options, stop=stop))
-    except InfeasibleError as fault:
-        if _trials_of(graph, cluster, options, math.inf, stop) is None:
+    except InfeasibleError as error:
+        if _faster_pipeline(graph, cluster, options, math.inf, stop) is None:
             raise
-        raise InfeasibleError(f"{fault}; with a pipeline it fits: pipeline='auto'") from None
-    found = _trials_of(graph, cluster, options, planned.evaluation.step_s, stop)
-    # An interrupt means the plan that is there.
-    if found is None or stop.is_requested:
+        raise InfeasibleError(f"{error}; with a pipeline it fits: pipeline='auto'") from None
+    pipeline = _faster_pipeline(graph, cluster, options, planned.evaluation.step_s, stop)
+    # The trials of an interrupted run are incomplete: return the plan without their note.
+    if pipeline is None or stop.is_requested:
         return planned
-    return replace(planned, notes=(*planned.notes, _note(found, planned.evaluation.step_s)))
+    return replace(planned, notes=(*planned.notes, _note(pipeline, planned.evaluation.step_s)))
 
 
-def _trials_of(graph: LayerGraph, cluster: Cluster, options: Options, known_s: float, stop: Stop) -> Evaluation | None:
-    # Only steps are compared, and joint plans are searched by one method.
+def _faster_pipeline(
+    graph: LayerGraph, cluster: Cluster, options: Options, known_s: float, stop: Stop
+) -> Evaluation | None:
+    """The best trial, if it is faster than ``known_s``; None if the options exclude joint plans."""
+    # Trials compare steps, and joint plans have only one method.
     if options.objective != "step" or options.method != "exact" or cluster.num_devices == 1:
         return None
     job = job_of(graph, cluster, JointOptions(options), stop=stop)
@@ -81,22 +94,32 @@ def _trials_of(graph: LayerGraph, cluster: Cluster, options: Options, known_s: f
     return megatron_trials(job, known_s, Clock(limit_s, stop))
 
 
-def _note(found: Evaluation, step_s: float) -> str:
-    less = 1 - found.step_s / step_s
-    part = f"{less:.0%}" if less >= 0.1 else f"{less:.1%}"
-    what = f"{PIPELINES[0].title}, {describe(found)}{common_strategy(found)}"
-    return f"{NOTE}{format_seconds(found.step_s)}, {part} less, at least ({what}); pipeline='auto' searches all of them"
+def _note(pipeline: Evaluation, step_s: float) -> str:
+    saving = 1 - pipeline.step_s / step_s
+    percent = f"{saving:.0%}" if saving >= 0.1 else f"{saving:.1%}"
+    plan = f"{PIPELINES[0].title}, {describe(pipeline)}{common_strategy(pipeline)}"
+    return f"{NOTE}{format_seconds(pipeline.step_s)}, {percent} less, at least ({plan}); pipeline='auto' searches all of them"
 
 
 def megatron_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Evaluation | None:
-    """The best of some plans with a pipeline, if it fits and is faster than ``known_s``; any that fits where that is infinite."""
+    """Evaluate some pipelines by Megatron's rule.
+
+    Args:
+        job: The planning job.
+        known_s: Step of the best plan known so far; infinite if none is known.
+        deadline: When to end the trials with the best plan so far.
+
+    Returns:
+        The best plan that fits the memory limit and is faster than ``known_s``, or the first plan that fits if ``known_s`` is
+        infinite; None if there is no such plan.
+    """
     trials = _Trials(job, known_s, deadline)
     for layout in _layouts(job):
         if trials.is_over:
             break
-        trials.add(layout, _first_size(job, layout))
+        trials.add(layout, _first_micro_batch(job, layout))
     if job.options.base.micro_batch is None:
-        while trials.has_doubled():
+        while trials.double_micro_batch():
             pass
     return trials.best
 
@@ -106,7 +129,13 @@ def megatron_trials(job: PlanningJob, known_s: float, deadline: Deadline) -> Eva
 
 @dataclass(frozen=True)
 class _Layout:
-    """Equal workers, and the ways in which each splits the layers of its stage; the rest of its devices are data parallel."""
+    """The split of the model over the devices: equal workers with one stage each, tensor parallel inside.
+
+    Attributes:
+        mesh: Devices of each worker.
+        num_stages: Number of stages.
+        model_parallel: Tensor parallel degree inside each worker; the rest of its devices are data parallel.
+    """
 
     mesh: StageMesh
     num_stages: int
@@ -114,47 +143,51 @@ class _Layout:
 
     @property
     def data_parallel(self) -> int:
+        """The data-parallel degree inside each worker."""
         return self.mesh.num_devices // self.model_parallel
 
 
 def _layouts(job: PlanningJob) -> Iterator[_Layout]:
-    """Those whose parameters, gradients and optimizer states fit, in the order of the rule (see the module's docstring)."""
-    cluster, found = job.cluster, []
-    state = job.graph.num_parameters * job.workload.bytes_per_parameter
+    """The layouts whose parameters, gradients and optimizer states fit, in the order of the rule (see the module's docstring)."""
+    cluster, layouts = job.cluster, []
+    state_bytes = job.graph.num_parameters * job.workload.bytes_per_parameter
     for mesh in stage_meshes(cluster):
         depth = mesh.num_workers(cluster)
         is_compact = mesh.nodes == 1 or mesh.devices_per_node == cluster.devices_per_node
         if not (is_compact and 2 <= depth <= job.chain.num_units):
             continue
-        for ways in divisors(mesh.devices(cluster).level_sizes[-1]):
-            if state <= job.limit_bytes * depth * ways:
-                found.append(_Layout(mesh, depth, ways))
-    yield from sorted(found, key=lambda one: (one.num_stages * one.model_parallel, -one.model_parallel))
+        for model_parallel in divisors(mesh.devices(cluster).level_sizes[-1]):
+            if state_bytes <= job.limit_bytes * depth * model_parallel:
+                layouts.append(_Layout(mesh, depth, model_parallel))
+    yield from sorted(layouts, key=lambda layout: (layout.num_stages * layout.model_parallel, -layout.model_parallel))
 
 
-def _first_size(job: PlanningJob, layout: _Layout) -> int:
-    """The micro-batch to begin with: a sample for each replica, or as many as keep the passes few; 0 where there is none."""
+def _first_micro_batch(job: PlanningJob, layout: _Layout) -> int:
+    """The smallest micro-batch that the data-parallel degree divides and whose schedule has few enough passes; 0 if none has."""
     batch, given = job.workload.batch, job.options.base.micro_batch
-    sizes = divisors(batch) if given is None else [given]
-    fitting = (
-        size
-        for size in sizes
-        if size % layout.data_parallel == 0 and layout.num_stages * (batch // size) <= _MAX_PASSES
-    )
-    return next(fitting, 0)
+    for size in divisors(batch) if given is None else [given]:
+        if size % layout.data_parallel == 0 and layout.num_stages * (batch // size) <= _MAX_PASSES:
+            return size
+    return 0
 
 
-def _level_cut(chain: Chain, num_stages: int) -> list[int]:
-    """Units per stage, at least one: each cut is where the part of the FLOPs before it is nearest to its share.
+def _balanced_cut(chain: Chain, num_stages: int) -> list[int]:
+    """Cut a model into stages of about equal FLOPs.
 
-    Units of 3, 1, 1, 3 FLOPs in 2 stages are cut behind the second one, where 4 of 8 are done.
+    The cut behind stage s of S is where the FLOPs before it are nearest to s / S of all FLOPs.  For example, units of 3, 1, 1, 3
+    FLOPs are cut into 2 stages behind the second unit, with 4 of 8 FLOPs before the cut.
+
+    Returns:
+        Number of units per stage, at least one each.
     """
-    done = np.cumsum([sum(layer.flops for layer in chain.layers(unit, unit + 1)) for unit in range(chain.num_units)])
+    flops_until = np.cumsum(
+        [sum(layer.flops for layer in chain.layers(unit, unit + 1)) for unit in range(chain.num_units)]
+    )
     cuts = [0]
     for stage in range(1, num_stages):
         first, last = cuts[-1] + 1, chain.num_units - (num_stages - stage)
-        misses = np.abs(done[first - 1 : last] - done[-1] * stage / num_stages)
-        cuts.append(first + int(misses.argmin()))
+        errors = np.abs(flops_until[first - 1 : last] - flops_until[-1] * stage / num_stages)
+        cuts.append(first + int(errors.argmin()))
     return [stop - start for start, stop in zip(cuts, [*cuts[1:], chain.num_units])]
 
 
@@ -162,62 +195,72 @@ def _level_cut(chain: Chain, num_stages: int) -> list[int]:
 
 
 class _Trials:
-    """Plans that are worked out, one after the other, and the best of them."""
+    """The state of the trials: the best plan so far, and the number of plans left to evaluate.
+
+    Args:
+        job: The planning job.
+        known_s: Step of the best plan known so far; infinite if none is known.
+        deadline: When to end the trials.
+    """
 
     def __init__(self, job: PlanningJob, known_s: float, deadline: Deadline):
         self.job, self.deadline = job, deadline
         self.best: Evaluation | None = None
-        self._limit_s = known_s * (1 - _WORTH)
-        self._where: tuple[_Layout, int] | None = None
-        self._left = _MAX_PLANS
-        self._takes_any = known_s == math.inf
+        self._limit_s = known_s * (1 - _MIN_IMPROVEMENT)
+        #: Layout and micro-batch of the best plan.
+        self._best_key: tuple[_Layout, int] | None = None
+        self._num_left = _MAX_PLANS
+        #: Whether any plan that fits ends the trials.
+        self._ends_with_first = known_s == math.inf
 
     @property
     def is_over(self) -> bool:
-        """Whether to end: with what was looked for, or without it."""
-        return self.deadline.is_over or self._left <= 0 or (self._takes_any and self.best is not None)
+        """Whether the trials have ended."""
+        return self.deadline.is_over or self._num_left <= 0 or (self._ends_with_first and self.best is not None)
 
-    def add(self, layout: _Layout, size: int) -> None:
-        """Work out the plan of a layout and a micro-batch, with the first way to recompute that makes it fit."""
-        if not size or self._ideal_s(layout, size) >= self._limit_s:
+    def add(self, layout: _Layout, micro_batch: int) -> None:
+        """Evaluate a layout with a micro-batch, and with the first way of recomputation that fits the memory limit."""
+        if not micro_batch or self._ideal_s(layout, micro_batch) >= self._limit_s:
             return
-        for way in self.job.recomputations:
+        for recompute in self.job.recomputations:
             if self.is_over:
                 return
-            self._left -= 1
+            self._num_left -= 1
             try:
-                found = evaluate(self.job.chain, self.job.cluster, self._configuration(layout, size, way))
-            except UserError:  # a layer does not divide like this
+                plan = evaluate(self.job.chain, self.job.cluster, self._configuration(layout, micro_batch, recompute))
+            except UserError:  # the layout does not divide some layer
                 return
-            if found.memory_bytes <= self.job.limit_bytes:
-                if found.step_s < self._limit_s:
-                    self.best, self._limit_s, self._where = found, found.step_s, (layout, size)
+            if plan.memory_bytes <= self.job.limit_bytes:
+                if plan.step_s < self._limit_s:
+                    self.best, self._limit_s, self._best_key = plan, plan.step_s, (layout, micro_batch)
                 return
 
-    def has_doubled(self) -> bool:
-        """Whether the best plan is better with twice its micro-batch; then that one is the best."""
-        if self._where is None or self.is_over:
+    def double_micro_batch(self) -> bool:
+        """Try the best plan with twice its micro-batch; return whether that is the new best plan."""
+        if self._best_key is None or self.is_over:
             return False
-        (layout, size), before = self._where, self.best
-        if self.job.workload.batch % (2 * size) == 0:
-            self.add(layout, 2 * size)
+        (layout, micro_batch), before = self._best_key, self.best
+        if self.job.workload.batch % (2 * micro_batch) == 0:
+            self.add(layout, 2 * micro_batch)
         return self.best is not before
 
-    def _ideal_s(self, layout: _Layout, size: int) -> float:
-        """What the products and the bubble take: the forward pass and twice as much back, over N + D - 1 of N micro-batches."""
-        job, count = self.job, self.job.workload.batch // size
+    def _ideal_s(self, layout: _Layout, micro_batch: int) -> float:
+        """The step if only compute and the bubble took time: three times the forward FLOPs at full speed, times (N + D - 1) / N for
+        N micro-batches."""
+        job, count = self.job, self.job.workload.batch // micro_batch
         device = job.cluster.device
         speed = job.cluster.num_devices * device.peak_flops[job.workload.precision] * device.efficiency
         return 3 * job.graph.flops * job.workload.batch / speed * (1 + (layout.num_stages - 1) / count)
 
-    def _configuration(self, layout: _Layout, size: int, way: str) -> Configuration:
-        job, inner = self.job, layout.mesh.devices(self.job.cluster).level_sizes
-        mesh = (*((outer, 1) for outer in inner[:-1]), (inner[-1] // layout.model_parallel, layout.model_parallel))
-        workload = replace(job.workload, micro_batch=size, recompute=way == "layers")
+    def _configuration(self, layout: _Layout, micro_batch: int, recompute: str) -> Configuration:
+        job, sizes = self.job, layout.mesh.devices(self.job.cluster).level_sizes
+        # (data parallel, model parallel) per network level: model parallel on the innermost level only.
+        degrees = (*((size, 1) for size in sizes[:-1]), (sizes[-1] // layout.model_parallel, layout.model_parallel))
+        workload = replace(job.workload, micro_batch=micro_batch, recompute=recompute == "layers")
         depth, first, stages = layout.num_stages, 0, []
-        for units in _level_cut(job.chain, depth):
-            graph = job.chain.stage(first, first + units).graph
-            stages.append(StageChoice(units, way, megatron(graph, mesh).strategies))
-            first += units
+        for num_units in _balanced_cut(job.chain, depth):
+            graph = job.chain.stage(first, first + num_units).graph
+            stages.append(StageChoice(num_units, recompute, megatron(graph, degrees).strategies))
+            first += num_units
         spec = PipelineSchedule("1f1b", depth, workload.num_micro_batches, (("policy", "A"),))
         return Configuration(layout.mesh, spec, workload, tuple(stages))

@@ -1,14 +1,14 @@
-"""What a schedule asks of its stages, from its numbers: micro-batches in flight and weight versions.
+"""The memory demand of schedules: micro-batches in flight and weight versions of every stage.
 
-=================  =======================================================================================
-schedule           most micro-batches of stage s in flight, of N and D workers
-=================  =======================================================================================
-gpipe, grouped     N
-1f1b               min(D - s, N) under policy A, min(2 (D - s) - 1, N) under B
-zero-bubble        min(D, N) for H1, min(2 D - 1, N) for H2: warm-up and lag of the weight parts together
-gems               1
-others             read off the schedule; a long one repeats itself, so a short one of the same kind does
-=================  =======================================================================================
+======================  ===================================================================================
+schedule                largest number of micro-batches of stage s in flight, of N, with D workers
+======================  ===================================================================================
+gpipe, grouped-gpipe    N
+1f1b                    min(D - s, N) under policy A, min(2 (D - s) - 1, N) under policy B
+zero-bubble             min(D, N) for H1, min(2 D - 1, N) for H2: warm-up and delayed weight parts together
+gems                    1
+others                  read off a generated schedule; a long schedule is periodic, so a short one suffices
+======================  ===================================================================================
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from .configuration import PipelineSchedule
 
 __all__ = ["MemoryDemand", "memory_demand_of"]
 
-#: Micro-batches per worker after which a schedule repeats itself.
-_UNITS = 2
+#: Number of periods after which a schedule repeats itself (see :func:`_shortened`).
+_NUM_PERIODS = 2
 
 
 @dataclass(frozen=True)
 class MemoryDemand:
-    """What a schedule asks of every stage, whatever the cut, over all its replicas.
+    """The memory demand of a schedule, which is the same for all cuts.
 
     Attributes:
-        homes: per worker its (pipeline, stage) pairs.
-        in_flight: per stage the most micro-batches in flight.
-        versions: per stage the most weight versions at a time.
+        homes: Per worker, its (pipeline, stage) pairs.
+        in_flight: Per stage, the largest number of micro-batches in flight on any worker.
+        versions: Per stage, the largest number of weight versions at a time on any worker.
     """
 
     homes: tuple[tuple[tuple[int, int], ...], ...]
@@ -44,10 +44,13 @@ class MemoryDemand:
 
 
 def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
-    """Of a schedule.
+    """Return the memory demand of a schedule.
 
     Raises:
-        GeneratorError: it cannot be generated for its numbers.
+        GeneratorError: the family has no schedule for these numbers.
+
+    >>> memory_demand_of(PipelineSchedule("1f1b", 4, 8, (("policy", "A"),))).in_flight
+    (4.0, 3.0, 2.0, 1.0)
     """
     depth, count, num_stages = spec.num_workers, spec.num_micro_batches, spec.num_stages
     options = dict(spec.options)
@@ -55,39 +58,39 @@ def memory_demand_of(spec: PipelineSchedule) -> MemoryDemand:
     if spec.name in ("gpipe", "grouped-gpipe"):
         flights = [count] * num_stages
     elif spec.name == "1f1b":
-        wide = options.get("policy") == "B"
-        flights = [min(2 * (depth - s) - 1 if wide else depth - s, count) for s in range(depth)]
+        is_policy_b = options.get("policy") == "B"
+        flights = [min(2 * (depth - s) - 1 if is_policy_b else depth - s, count) for s in range(depth)]
     elif spec.name == "zero-bubble":
         flights = [min(2 * depth - 1 if options["policy"] == "H2" else depth, count)] * depth
     elif spec.name == "gems":
         flights = [1] * num_stages
     if flights is not None:
-        of_workers = homes(depth, spec.groups, spec.num_pipelines)
-        return MemoryDemand(of_workers, tuple(map(float, flights)), (1,) * num_stages)
-    return _of_short(_shortened(spec))
+        stages_of_workers = homes(depth, spec.groups, spec.num_pipelines)
+        return MemoryDemand(stages_of_workers, tuple(map(float, flights)), (1,) * num_stages)
+    return _generated_demand(_shortened(spec))
 
 
 def _shortened(spec: PipelineSchedule) -> PipelineSchedule:
-    """A schedule with so few micro-batches that nothing new comes after them, and as many left over in the last unit."""
-    unit = 2 * spec.num_workers * spec.groups
-    extra = spec.num_micro_batches - _UNITS * unit
+    """A schedule with the same memory demand, and with fewer micro-batches by a whole number of periods."""
+    period = 2 * spec.num_workers * spec.groups
+    extra = spec.num_micro_batches - _NUM_PERIODS * period
     if not spec.synchronous or extra <= 0:
         return spec
-    return replace(spec, num_micro_batches=_UNITS * unit + extra % unit)
+    return replace(spec, num_micro_batches=_NUM_PERIODS * period + extra % period)
 
 
 @lru_cache(maxsize=256)
-def _of_short(spec: PipelineSchedule) -> MemoryDemand:
+def _generated_demand(spec: PipelineSchedule) -> MemoryDemand:
     return read_off(spec.schedule(1, (False,) * spec.num_stages))
 
 
 def read_off(schedule: Schedule) -> MemoryDemand:
-    """Of a generated schedule."""
+    """Return the memory demand of a generated schedule."""
     versions = {} if schedule.is_synchronous else weight_versions(schedule)
-    most, copies = [0.0] * schedule.num_stages, [1] * schedule.num_stages
-    for of_worker in in_flight(schedule):
-        for (pipeline, stage), count in of_worker.items():
-            most[stage] = max(most[stage], count)
-            copies[stage] = max(copies[stage], versions.get((pipeline, stage), 1))
-    of_workers = tuple(schedule.stages_on(worker) for worker in range(schedule.num_workers))
-    return MemoryDemand(of_workers, tuple(most), tuple(copies))
+    most_in_flight, most_versions = [0.0] * schedule.num_stages, [1] * schedule.num_stages
+    for counts in in_flight(schedule):
+        for (pipeline, stage), count in counts.items():
+            most_in_flight[stage] = max(most_in_flight[stage], count)
+            most_versions[stage] = max(most_versions[stage], versions.get((pipeline, stage), 1))
+    stages_of_workers = tuple(schedule.stages_on(worker) for worker in range(schedule.num_workers))
+    return MemoryDemand(stages_of_workers, tuple(most_in_flight), tuple(most_versions))

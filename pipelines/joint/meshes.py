@@ -1,12 +1,11 @@
-"""How the workers of a pipeline share a cluster: rectangles of devices that tile it.
+"""Divisions of a cluster among the workers of a pipeline: rectangles of devices that tile the cluster.
 
-The nodes are divided in *bands* of consecutive nodes, and the devices of a band's nodes in *strips* of consecutive devices; a
-worker has one strip of one band: a rectangle of nodes x devices per node, with its own links inside and between nodes.  Workers
-are numbered strip by strip, band by band, so that neighbours in a pipeline are joined by the links inside the nodes as far as that
-goes.
+The nodes are divided into *bands* of consecutive nodes, and the devices of a band's nodes into *strips* of consecutive devices.  A
+worker has one strip of one band: a rectangle of nodes x devices per node.  Workers are numbered strip by strip, band by band, so
+that neighbours in a pipeline are joined by the links inside nodes wherever possible.
 
-**Equal rectangles** (:class:`StageMesh`) tile the cluster where both sides divide the cluster's.  On 2 nodes of 4 devices (rank =
-4 node + device):
+**Equal rectangles** (:class:`StageMesh`) tile the cluster if both sides divide the sides of the cluster.  On 2 nodes of 4 devices
+(rank = 4 node + device):
 
 ==================  =======  ===========================================
 mesh                workers  ranks of each
@@ -18,7 +17,7 @@ mesh                workers  ranks of each
 2 nodes x 1         4        0, 4; 1, 5; 2, 6; 3, 7
 ==================  =======  ===========================================
 
-**Unequal ones** (:class:`Division`) on the same cluster are 66 more, such as
+**Unequal rectangles** (:class:`Division`) divide the same cluster in 66 further ways, such as
 
 ==================  =======  ===========================================
 rectangles          workers  ranks of each
@@ -27,10 +26,15 @@ rectangles          workers  ranks of each
 1 x 4, 1 x 1, 1 x 3 3        0-3; 4; 5, 6, 7
 ==================  =======  ===========================================
 
-A cluster of N nodes of G devices has as many divisions as N has compositions, each part counted 2^(G - 1) times.  Where these are
-more than :data:`MAX_DIVISIONS`, those are offered that have whole nodes alone or a single band, and equal inner workers: the
-first and the last one of any size where there are up to :data:`FEW` nodes (devices per node); where there are more, inner ones
-divide them, and the first and the last one have half of, as much as, or twice what an inner one has.
+**Number of divisions.**  A band of G devices per node has 2^(G - 1) divisions into strips.  So the number of divisions of N nodes
+is d(N) = 2^(G - 1) (d(0) + ... + d(N - 1)), with d(0) = 1.
+
+If a cluster has more than :data:`MAX_DIVISIONS` divisions, the space is restricted to divisions with one worker per band, or with a
+single band, whose *inner* workers (all but the first and the last one) are equal.  Let n be the number of nodes, or of devices per
+node, that is divided:
+
+- up to n = :data:`MAX_SIDE_WITH_FREE_ENDS`, the first and the last worker may have any size;
+- for greater n, the size of inner workers divides n, and the first and the last worker have half, the same or twice that size.
 """
 
 from __future__ import annotations
@@ -45,25 +49,25 @@ from autoddl.costmodel.cluster import Cluster, Link
 
 __all__ = ["Division", "Meshes", "StageMesh", "all_meshes", "has_all_divisions", "stage_meshes", "uneven_divisions"]
 
-#: Up to so many divisions of a cluster are all looked at.
+#: Largest number of divisions of a cluster up to which all of them are in the space.
 MAX_DIVISIONS = 128
-#: Up to so many nodes (devices per node) the first and the last worker may have any size.
-FEW = 8
+#: Largest number of nodes (devices per node) up to which the first and the last worker may have any size.
+MAX_SIDE_WITH_FREE_ENDS = 8
 
 
 class _Rectangles:
-    """What workers have in common, however the cluster is divided."""
+    """The common base of all divisions of a cluster."""
 
     def mesh_of(self, worker: int) -> StageMesh:
-        """The rectangle of one worker."""
+        """The rectangle of a worker."""
         raise NotImplementedError
 
     def place(self, cluster: Cluster, worker: int) -> tuple[int, int]:
-        """The first node and the first device in it of a worker."""
+        """The first node of a worker, and its first device in each node."""
         raise NotImplementedError
 
     def ranks(self, cluster: Cluster, worker: int) -> tuple[int, ...]:
-        """The global ranks of a worker, in the order of its mesh."""
+        """The global ranks of a worker, node by node."""
         (node, device), mesh = self.place(cluster, worker), self.mesh_of(worker)
         return tuple(
             (node + i) * cluster.devices_per_node + device + k
@@ -72,24 +76,29 @@ class _Rectangles:
         )
 
     def share_nodes(self, cluster: Cluster, workers: tuple[int, ...]) -> bool:
-        """Whether the workers are in the same nodes, so that their equal ranks are joined inside them."""
+        """Whether the workers begin at the same node, so that links inside nodes join their corresponding ranks."""
         return len({self.place(cluster, worker)[0] for worker in workers}) == 1
 
     def link_between(self, cluster: Cluster, workers: tuple[int, ...]) -> Link:
-        """The link that joins equal ranks of these workers."""
+        """The link that joins corresponding ranks of the workers."""
         return cluster.links[1 if self.share_nodes(cluster, workers) else 0]
 
 
 @dataclass(frozen=True)
 class StageMesh(_Rectangles):
-    """The rectangle of devices that a worker has, or every worker."""
+    """A rectangle of devices: that of one worker, or, as a division of a cluster, that of every worker.
+
+    Attributes:
+        nodes: Number of nodes.
+        devices_per_node: Number of devices in each of these nodes.
+    """
 
     nodes: int
     devices_per_node: int
 
     @classmethod
     def whole(cls, cluster: Cluster) -> StageMesh:
-        """All devices of a cluster."""
+        """The rectangle of all devices of a cluster."""
         return cls(cluster.num_nodes, cluster.devices_per_node)
 
     def __str__(self) -> str:
@@ -100,11 +109,11 @@ class StageMesh(_Rectangles):
         return self.nodes * self.devices_per_node
 
     def num_workers(self, cluster: Cluster) -> int:
-        """How many of them tile the cluster."""
+        """Number of workers if every worker has this rectangle."""
         return cluster.num_devices // self.num_devices
 
     def tiles(self, cluster: Cluster) -> bool:
-        """Whether equal ones do."""
+        """Whether equal rectangles of this size tile the cluster."""
         return cluster.num_nodes % self.nodes == 0 and cluster.devices_per_node % self.devices_per_node == 0
 
     def mesh_of(self, worker: int) -> StageMesh:
@@ -117,14 +126,19 @@ class StageMesh(_Rectangles):
     def devices(self, cluster: Cluster) -> Cluster:
         """One worker's devices as a cluster.
 
-        Its links are those of the whole cluster: the other workers of a node use its network card at the same time.
+        The links keep the speed per device of the whole cluster, because the other workers of a node use its network card at the
+        same time.
         """
         return replace(cluster, num_nodes=self.nodes, devices_per_node=self.devices_per_node)
 
 
 @dataclass(frozen=True)
 class Division(_Rectangles):
-    """Rectangles of different sizes that tile a cluster, one for each worker (order: module's docstring)."""
+    """A division of a cluster into rectangles of different sizes.
+
+    Attributes:
+        meshes: Rectangle of every worker, strip by strip, band by band.
+    """
 
     meshes: tuple[StageMesh, ...]
 
@@ -136,7 +150,7 @@ class Division(_Rectangles):
         return len(self.meshes)
 
     def tiles(self, cluster: Cluster) -> bool:
-        """Whether they are strips of bands that have all devices of the cluster once."""
+        """Whether the rectangles are strips of bands that contain every device of the cluster once."""
         node = device = band = 0
         for mesh in self.meshes:
             band = mesh.nodes if device == 0 else band
@@ -154,12 +168,13 @@ class Division(_Rectangles):
         return _places(self.meshes, cluster.devices_per_node)[worker]
 
 
-#: How all workers lie.
+#: A division of a cluster among workers, into equal or unequal rectangles.
 Meshes = Union[StageMesh, Division]
 
 
 @lru_cache(maxsize=1024)
 def _places(meshes: tuple[StageMesh, ...], devices_per_node: int) -> tuple[tuple[int, int], ...]:
+    """:meth:`Division.place` of all workers."""
     places, node, device = [], 0, 0
     for mesh in meshes:
         places.append((node, device))
@@ -170,7 +185,12 @@ def _places(meshes: tuple[StageMesh, ...], devices_per_node: int) -> tuple[tuple
 
 
 def stage_meshes(cluster: Cluster) -> Iterator[StageMesh]:
-    """All rectangles that tile the cluster, the largest first."""
+    """Iterate over the rectangles whose equal copies tile the cluster, the largest first.
+
+    >>> from autoddl.costmodel.cluster import load_cluster
+    >>> [str(mesh) for mesh in stage_meshes(load_cluster("gcp-a100").resized(1, 4))]
+    ['1 x 4', '1 x 2', '1 x 1']
+    """
     meshes = [
         StageMesh(nodes, devices)
         for nodes in range(1, cluster.num_nodes + 1)
@@ -182,46 +202,55 @@ def stage_meshes(cluster: Cluster) -> Iterator[StageMesh]:
 
 
 def all_meshes(cluster: Cluster) -> Iterator[Meshes]:
-    """All ways to share out the cluster, those in equal rectangles first."""
+    """Iterate over the divisions of the cluster that are in the space, those into equal rectangles first."""
     yield from stage_meshes(cluster)
     yield from uneven_divisions(cluster)
 
 
 def has_all_divisions(cluster: Cluster) -> bool:
-    """Whether :func:`uneven_divisions` leaves none out."""
+    """Whether all divisions of the cluster are in the space."""
     return _num_divisions(cluster) <= MAX_DIVISIONS
 
 
 def _num_divisions(cluster: Cluster) -> int:
-    """With equal ones: a first band of any height, in strips cut anywhere, and then the rest."""
-    strips, found = 1 << (cluster.devices_per_node - 1), [1]
+    """The number of all divisions of a cluster, by the recurrence in the module's docstring."""
+    num_strip_divisions, counts = 1 << (cluster.devices_per_node - 1), [1]
     for _ in range(cluster.num_nodes):
-        found.append(strips * sum(found))
-    return found[-1]
+        counts.append(num_strip_divisions * sum(counts))
+    return counts[-1]
 
 
 def uneven_divisions(cluster: Cluster) -> Iterator[Division]:
-    """The divisions of the space (module's docstring) that are not of equal rectangles, those of few workers first."""
-    offered = _every(cluster.num_nodes, cluster.devices_per_node) if has_all_divisions(cluster) else _alike(cluster)
-    different = {meshes for meshes in offered if len(set(meshes)) > 1}
-    for meshes in sorted(different, key=lambda meshes: (len(meshes), [(m.nodes, m.devices_per_node) for m in meshes])):
+    """Iterate over the divisions of the space into unequal rectangles, those of few workers first.
+
+    >>> from autoddl.costmodel.cluster import load_cluster
+    >>> [str(division) for division in uneven_divisions(load_cluster("gcp-a100").resized(1, 3))]
+    ['1 x 1, 1 x 2', '1 x 2, 1 x 1']
+    """
+    if has_all_divisions(cluster):
+        offered = _all_divisions(cluster.num_nodes, cluster.devices_per_node)
+    else:
+        offered = _divisions_with_equal_inner_workers(cluster)
+    unequal = {meshes for meshes in offered if len(set(meshes)) > 1}
+    for meshes in sorted(unequal, key=lambda meshes: (len(meshes), [(m.nodes, m.devices_per_node) for m in meshes])):
         yield Division(meshes)
 
 
-def _every(num_nodes: int, devices_per_node: int) -> Iterator[tuple[StageMesh, ...]]:
+def _all_divisions(num_nodes: int, devices_per_node: int) -> Iterator[tuple[StageMesh, ...]]:
+    """All divisions: a first band of every height, in all divisions into strips, with all divisions of the other nodes."""
     if num_nodes == 0:
         yield ()
         return
-    for nodes in range(1, num_nodes + 1):
-        rest = list(_every(num_nodes - nodes, devices_per_node))
+    for height in range(1, num_nodes + 1):
+        divisions_of_rest = list(_all_divisions(num_nodes - height, devices_per_node))
         for strips in _compositions(devices_per_node):
-            band = tuple(StageMesh(nodes, devices) for devices in strips)
-            for others in rest:
+            band = tuple(StageMesh(height, devices) for devices in strips)
+            for others in divisions_of_rest:
                 yield (*band, *others)
 
 
 def _compositions(whole: int) -> Iterator[tuple[int, ...]]:
-    """All ways to write a number as a sum, in any order."""
+    """All compositions of a number: the ordered sums of positive numbers that are equal to it."""
     if whole == 0:
         yield ()
     for first in range(1, whole + 1):
@@ -229,21 +258,21 @@ def _compositions(whole: int) -> Iterator[tuple[int, ...]]:
             yield (first, *others)
 
 
-def _alike(cluster: Cluster) -> Iterator[tuple[StageMesh, ...]]:
-    """Of large clusters: bands of whole nodes, or strips of all nodes, of which the inner ones are equal."""
-    for nodes in _equal_inside(cluster.num_nodes):
-        yield tuple(StageMesh(one, cluster.devices_per_node) for one in nodes)
-    for devices in _equal_inside(cluster.devices_per_node):
-        yield tuple(StageMesh(cluster.num_nodes, one) for one in devices)
+def _divisions_with_equal_inner_workers(cluster: Cluster) -> Iterator[tuple[StageMesh, ...]]:
+    """The restricted divisions of large clusters: one worker per band, or a single band (see the module's docstring)."""
+    for heights in _sizes_with_equal_inner(cluster.num_nodes):
+        yield tuple(StageMesh(nodes, cluster.devices_per_node) for nodes in heights)
+    for strips in _sizes_with_equal_inner(cluster.devices_per_node):
+        yield tuple(StageMesh(cluster.num_nodes, devices) for devices in strips)
 
 
-def _equal_inside(whole: int) -> Iterator[tuple[int, ...]]:
-    """Numbers that add up, of which the inner ones are equal (first and last: module's docstring)."""
-    for first in range(1, whole) if whole <= FEW else ():
+def _sizes_with_equal_inner(whole: int) -> Iterator[tuple[int, ...]]:
+    """The sizes of workers whose inner ones are equal and whose sum is ``whole`` (see the module's docstring)."""
+    for first in range(1, whole) if whole <= MAX_SIDE_WITH_FREE_ENDS else ():
         yield (first, whole - first)
     for inner in range(1, whole - 1):
-        ends = range(1, whole) if whole <= FEW else sorted({inner // 2, inner, 2 * inner} - {0})
-        if whole > FEW and whole % inner:
+        ends = range(1, whole) if whole <= MAX_SIDE_WITH_FREE_ENDS else sorted({inner // 2, inner, 2 * inner} - {0})
+        if whole > MAX_SIDE_WITH_FREE_ENDS and whole % inner:
             continue
         for first in ends:
             for last in ends:

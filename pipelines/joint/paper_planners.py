@@ -1,12 +1,16 @@
-"""The planners of the papers on the same model, cluster and batch, and their plans as configurations of the joint space.
+"""The planners of the papers (DAPPLE, Chimera, WPipe), with their plans as configurations of the joint space.
 
-The papers plan for a profile: units priced on one device, at one sample, everything linear in the samples.  A stage is data
-parallel.  Their decisions (cut, devices per stage, micro-batch, recomputation, schedule) are then priced and simulated as all
-other plans are, so that they stand in one table.  DAPPLE may place a stage's devices anywhere; configurations have rectangles
-(:mod:`.meshes`), so it is asked for stages that take the devices in order: for each number of stages that divides the devices,
-of equal widths; and on as few devices as its search is exact for, of any, whose best plans are taken where they are rectangles.
+The planners take a linear profile: the times of the units on one device for one sample, which are scaled by the number of samples.
+Their stages are data parallel.  Their decisions (cut, devices per stage, micro-batch, recomputation, schedule) become
+configurations, which are priced and simulated like all other plans and so can be compared with them.
 
-Where a planner's time is over, its plans are the best until then.
+DAPPLE may place the devices of a stage anywhere, but the workers of a configuration have rectangles (:mod:`.meshes`).  So DAPPLE
+plans stages that take the devices in order:
+
+- stages of equal widths, for every number of stages that divides the number of devices;
+- stages of any widths, on clusters that are small enough for its exact search; of these plans, those with rectangles are kept.
+
+A planner whose time limit is over returns the best plans so far.
 """
 
 from __future__ import annotations
@@ -30,16 +34,17 @@ from .partition import ENTRY, Chain
 
 __all__ = ["PLANNERS", "PaperPlan", "paper_plans", "profile_of"]
 
-#: The planners by name, and as the table calls them.
+#: Name of every planner and its title in tables.
 PLANNERS = {"dapple": "DAPPLE", "chimera": "Chimera", "wpipe": "WPipe"}
 
 
 @dataclass(frozen=True)
 class PaperPlan:
-    """What a paper's planner decided.
+    """A plan of a paper's planner.
 
     Attributes:
-        planned_s: the step by its own simulation of the profile.
+        configuration: The plan as a configuration.
+        planned_s: Its step by the planner's own model of the profile.
     """
 
     configuration: Configuration
@@ -47,8 +52,16 @@ class PaperPlan:
 
 
 @dataclass(frozen=True)
-class _Wish:
-    """What a plan is for, and when its planner should stop."""
+class _Inputs:
+    """The inputs of a planner beside the profile.
+
+    Attributes:
+        chain: The model as a chain of units.
+        cluster: The devices and their network.
+        workload: Batch, precision and optimizer.
+        micro_batch: Samples per micro-batch over all devices of a stage; None if the planner chooses it.
+        clock: When the planner stops.
+    """
 
     chain: Chain
     cluster: Cluster
@@ -58,22 +71,24 @@ class _Wish:
 
 
 def profile_of(chain: Chain, cluster: Cluster, workload: Workload) -> Profile:
-    """The units on one device at one sample."""
+    """Return the linear profile of a model: the times and bytes of its units on one device for one sample."""
     device = StageMesh(1, 1).devices(cluster)
-    alone = Workload(1, 1, workload.precision, workload.optimizer)
+    one_sample = Workload(1, 1, workload.precision, workload.optimizer)
     strategy = data_parallel(device.level_sizes)
     rows = []
     for unit in range(chain.num_units):
         layers = chain.layers(unit, unit + 1)
-        works = [layer_work(one, strategy, device, alone, 1.0, not chain.graph.inputs(one.name)) for one in layers]
-        state = sum(work.state_bytes for work in works)
+        works = [
+            layer_work(layer, strategy, device, one_sample, 1.0, not chain.graph.inputs(layer.name)) for layer in layers
+        ]
+        state_bytes = sum(work.state_bytes for work in works)
         rows.append(
             ProfiledLayer(
                 name=layers[0].name if len(layers) == 1 else f"{layers[0].name} .. {layers[-1].name}",
                 forward_s=sum(work.forward_s for work in works),
                 backward_s=sum(work.backward_s for work in works),
-                activation_bytes=layers[-1].output_elements * alone.itemsize,
-                parameter_bytes=state * alone.itemsize / alone.bytes_per_parameter,
+                activation_bytes=layers[-1].output_elements * one_sample.itemsize,
+                parameter_bytes=state_bytes * one_sample.itemsize / one_sample.bytes_per_parameter,
                 stored_bytes=sum(work.kept_bytes for work in works),
             )
         )
@@ -90,158 +105,173 @@ def paper_plans(
     micro_batch: int | None,
     clock: Clock,
 ) -> list[PaperPlan]:
-    """What one of :data:`PLANNERS` finds, its best first.
+    """Return the plans that a paper's planner finds, the best first.
 
     Args:
-        recompute: always (True), never (False), or whatever is better (None).
-        micro_batch: over all devices of a stage, where it is given.
-        clock: when to stop, with the plans until then.
+        name: Name of the planner in :data:`PLANNERS`.
+        chain: The model as a chain of units.
+        cluster: The devices and their network.
+        workload: Batch, precision and optimizer.
+        limit_bytes: Memory limit per device.
+        recompute: Whether to recompute stages; None to try both.
+        micro_batch: Samples per micro-batch over all devices of a stage; None if the planner chooses it.
+        clock: When the planner stops with the plans it has found so far.
 
     Raises:
-        UserError: there is no such plan for these numbers, or none fits in memory, or none was found in time.
-        StopRequestedError: a stop was requested before one was found.
+        UserError: the planner has no plan for these numbers, no plan fits in memory, or none was found in time.
+        StopRequestedError: a stop was requested before a plan was found.
     """
     profile = profile_of(chain, cluster, workload)
-    state = workload.bytes_per_parameter / workload.itemsize
-
-    def profiled(again: bool) -> ProfiledWorkload:
-        return ProfiledWorkload(profile, cluster, workload.batch, again, state, limit_bytes)
-
-    wish = _Wish(chain, cluster, workload, micro_batch, clock)
+    state_per_weight = workload.bytes_per_parameter / workload.itemsize
+    inputs = _Inputs(chain, cluster, workload, micro_batch, clock)
     plans: list[PaperPlan] = []
-    fault: UserError | None = None
-    for again in (False, True) if recompute is None else (recompute,):
+    first_error: UserError | None = None
+    for recomputes in (False, True) if recompute is None else (recompute,):
+        profiled = ProfiledWorkload(profile, cluster, workload.batch, recomputes, state_per_weight, limit_bytes)
         try:
-            plans += _PLANS[name](wish, profiled(again))
+            plans += _PLANS[name](inputs, profiled)
         except UserError as error:
-            fault = fault or error
+            first_error = first_error or error
     if recompute is False:
         plans = [plan for plan in plans if all(stage.recompute == "none" for stage in plan.configuration.stages)]
     if not plans:
         clock.stop.check()
-        raise fault or UserError(f"no {PLANNERS[name]} plan of {chain.graph.name} goes without recomputation")
+        raise first_error or UserError(f"no {PLANNERS[name]} plan of {chain.graph.name} goes without recomputation")
     return sorted(plans, key=lambda plan: plan.planned_s)
 
 
-def _dapple(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
-    devices, fault, found = wish.cluster.num_devices, None, False
-    shapes = []
-    for count in divisors(devices):
-        # Of several stages one has at least an even share of the parameters.
-        state = profiled.state * profiled.profile.parameter_bytes / count
-        if count <= wish.chain.num_units and state <= profiled.limit_bytes:
-            shapes.append(StageConstraints(widths=(devices // count,) * count, in_order=True))
-    if devices <= EXACT_UP_TO:
-        shapes.append(StageConstraints(in_order=True))
-    for shape in shapes:
+# ---- The plans of each planner as configurations -----------------------------------------------------------------------
+
+
+def _dapple(inputs: _Inputs, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
+    num_devices, first_error, has_plan = inputs.cluster.num_devices, None, False
+    constraints = []
+    for num_stages in divisors(num_devices):
+        # Some stage has at least an even share of the parameters: leave out numbers of stages for which that does not fit.
+        state_bytes = profiled.state * profiled.profile.parameter_bytes / num_stages
+        if num_stages <= inputs.chain.num_units and state_bytes <= profiled.limit_bytes:
+            constraints.append(StageConstraints(widths=(num_devices // num_stages,) * num_stages, in_order=True))
+    if num_devices <= EXACT_UP_TO:
+        constraints.append(StageConstraints(in_order=True))
+    for constraint in constraints:
         try:
-            plans = plan_dapple(profiled, wish.micro_batch, shape, wish.clock).simulated
+            plans = plan_dapple(profiled, inputs.micro_batch, constraint, inputs.clock).simulated
         except UserError as error:
-            fault = fault or error
+            first_error = first_error or error
             continue
         for plan in plans:
-            mesh = _in_order(wish.cluster, plan.widths)
-            count = len(plan.stages)
-            wanted = [count - i if plan.policy == "A" else 2 * (count - i) - 1 for i in range(count)]
-            short = any(one.in_flight < min(want, plan.num_micro_batches) for one, want in zip(plan.stages, wanted))
-            # A warm-up that memory cuts short is none of the policies'; slices of unequal sizes are no split.
-            if mesh is None or short or any(plan.micro_batch % width for width in plan.widths):
+            mesh = _meshes_in_order(inputs.cluster, plan.widths)
+            num_stages = len(plan.stages)
+            # Configurations do not support devices that are no rectangles, warm-ups that the memory limit makes shorter than the
+            # policy's, and micro-batches that do not divide into equal slices.
+            warm_ups = [num_stages - s if plan.policy == "A" else 2 * (num_stages - s) - 1 for s in range(num_stages)]
+            is_shortened = any(
+                stage.in_flight < min(warm_up, plan.num_micro_batches) for stage, warm_up in zip(plan.stages, warm_ups)
+            )
+            if mesh is None or is_shortened or any(plan.micro_batch % width for width in plan.widths):
                 continue
-            spec = PipelineSchedule("1f1b", count, plan.num_micro_batches, (("policy", plan.policy),) * (count > 1))
-            cut, again = _sizes(plan.cuts), "stage" if profiled.recompute else "none"
-            configuration = _configuration(wish, mesh, spec, plan.micro_batch, cut, again)
-            found = True
+            options = (("policy", plan.policy),) if num_stages > 1 else ()
+            spec = PipelineSchedule("1f1b", num_stages, plan.num_micro_batches, options)
+            cut, recompute = _units_per_stage(plan.cuts), "stage" if profiled.recompute else "none"
+            configuration = _data_parallel_stages(inputs, mesh, spec, plan.micro_batch, cut, recompute)
+            has_plan = True
             yield PaperPlan(configuration, plan.simulated_s)
-    if not found:
-        widths = [devices // count for count in divisors(devices) if count <= wish.chain.num_units]
-        given = wish.micro_batch is not None
+    if not has_plan:
+        widths = [num_devices // count for count in divisors(num_devices) if count <= inputs.chain.num_units]
+        given = inputs.micro_batch is not None
         profiled.require_division(
             f"divide over stages of {' or '.join(map(str, widths))} devices",
             lambda batch, size: batch % size == 0 and any((size if given else batch) % width == 0 for width in widths),
-            wish.micro_batch,
+            inputs.micro_batch,
         )
-        raise fault or profiled.memory_error("DAPPLE plan of rectangles of devices")
+        raise first_error or profiled.memory_error("DAPPLE plan of rectangles of devices")
 
 
-def _sizes(cuts: Sequence[int]) -> list[int]:
+def _units_per_stage(cuts: Sequence[int]) -> list[int]:
     return [stop - first for first, stop in zip(cuts, cuts[1:])]
 
 
-def _chimera(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
+def _chimera(inputs: _Inputs, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
     if profiled.recompute:
-        return  # the planner tries both by itself
-    for plan in plan_chimera(profiled, wish.micro_batch, clock=wish.clock).configurations:
-        mesh = _pipelines_inside(wish.cluster, plan.depth)
+        return  # the call without recomputation also tries recomputation
+    for plan in plan_chimera(profiled, inputs.micro_batch, clock=inputs.clock).configurations:
+        mesh = _mesh_of_inner_pipelines(inputs.cluster, plan.depth)
         if mesh is None:
             continue
         options = (("concatenation", plan.concatenation), ("num_pipelines", plan.num_pipelines))
         spec = PipelineSchedule(
             "chimera", plan.depth, plan.num_micro_batches, options, num_pipelines=plan.num_pipelines
         )
-        cut = _sizes(plan.cuts)
+        cut = _units_per_stage(plan.cuts)
         recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
-        yield PaperPlan(_configuration(wish, mesh, spec, size, cut, recompute), plan.simulated_s)
+        yield PaperPlan(_data_parallel_stages(inputs, mesh, spec, size, cut, recompute), plan.simulated_s)
 
 
-def _wpipe(wish: _Wish, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
+def _wpipe(inputs: _Inputs, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
     if profiled.recompute:
-        return
-    for plan in plan_wpipe(profiled, wish.micro_batch, clock=wish.clock).configurations:
-        inside = plan.placement == "A"
-        mesh = _pipelines_inside(wish.cluster, plan.depth) if inside else _contiguous(wish.cluster, plan.width)
+        return  # the call without recomputation also tries recomputation
+    for plan in plan_wpipe(profiled, inputs.micro_batch, clock=inputs.clock).configurations:
+        if plan.placement == "A":
+            mesh = _mesh_of_inner_pipelines(inputs.cluster, plan.depth)
+        else:
+            mesh = _mesh_of_inner_stages(inputs.cluster, plan.width)
         if mesh is None:
             continue
         spec = PipelineSchedule("wpipe", plan.depth, plan.num_micro_batches, groups=2, synchronous=False)
-        cut = _sizes(plan.cuts)
+        cut = _units_per_stage(plan.cuts)
         recompute, size = "stage" if plan.recompute else "none", plan.micro_batch * plan.width
-        yield PaperPlan(_configuration(wish, mesh, spec, size, cut, recompute), plan.period_s)
+        yield PaperPlan(_data_parallel_stages(inputs, mesh, spec, size, cut, recompute), plan.period_s)
 
 
 _PLANS = {"dapple": _dapple, "chimera": _chimera, "wpipe": _wpipe}
 
 
-def _contiguous(cluster: Cluster, count: int) -> StageMesh | None:
-    """The mesh of ``count`` devices that lie as close together as they can."""
-    inside = cluster.devices_per_node
-    if count <= inside:
-        return StageMesh(1, count) if inside % count == 0 else None
-    nodes, rest = divmod(count, inside)
-    return StageMesh(nodes, inside) if not rest and cluster.num_nodes % nodes == 0 else None
+# ---- Rectangles of devices ---------------------------------------------------------------------------------------------
 
 
-def _in_order(cluster: Cluster, widths: Sequence[int]) -> Meshes | None:
-    """The rectangles of workers that take the devices one after another; None where some are none."""
+def _mesh_of_inner_stages(cluster: Cluster, num_devices: int) -> StageMesh | None:
+    """The rectangle of workers that lie inside nodes, or have whole nodes; None if such rectangles do not tile the cluster."""
+    per_node = cluster.devices_per_node
+    if num_devices <= per_node:
+        return StageMesh(1, num_devices) if per_node % num_devices == 0 else None
+    nodes, rest = divmod(num_devices, per_node)
+    return StageMesh(nodes, per_node) if not rest and cluster.num_nodes % nodes == 0 else None
+
+
+def _meshes_in_order(cluster: Cluster, widths: Sequence[int]) -> Meshes | None:
+    """The rectangles of workers that take the devices in order; None if some worker has no rectangle."""
     if len(set(widths)) == 1:
-        return _contiguous(cluster, widths[0])
-    inside = cluster.devices_per_node
-    if any(width > inside and width % inside for width in widths):
+        return _mesh_of_inner_stages(cluster, widths[0])
+    per_node = cluster.devices_per_node
+    if any(width > per_node and width % per_node for width in widths):
         return None
-    meshes = (StageMesh(1, width) if width < inside else StageMesh(width // inside, inside) for width in widths)
+    meshes = (StageMesh(1, width) if width < per_node else StageMesh(width // per_node, per_node) for width in widths)
     division = Division(tuple(meshes))
     return division if division.tiles(cluster) else None
 
 
-def _pipelines_inside(cluster: Cluster, depth: int) -> StageMesh | None:
-    """The mesh of workers whose pipelines lie inside nodes as far as they can."""
-    inside = cluster.devices_per_node
-    if depth <= inside:
-        return StageMesh(cluster.num_nodes, inside // depth) if inside % depth == 0 else None
-    groups, rest = divmod(depth, inside)
-    return StageMesh(cluster.num_nodes // groups, 1) if not rest and cluster.num_nodes % groups == 0 else None
+def _mesh_of_inner_pipelines(cluster: Cluster, depth: int) -> StageMesh | None:
+    """The rectangle of workers whose pipelines lie inside nodes, or take whole nodes; None if such rectangles do not tile the
+    cluster."""
+    per_node = cluster.devices_per_node
+    if depth <= per_node:
+        return StageMesh(cluster.num_nodes, per_node // depth) if per_node % depth == 0 else None
+    nodes, rest = divmod(depth, per_node)
+    return StageMesh(cluster.num_nodes // nodes, 1) if not rest and cluster.num_nodes % nodes == 0 else None
 
 
-def _configuration(
-    wish: _Wish, mesh: Meshes, spec: PipelineSchedule, micro_batch: int, cut: list[int], recompute: str
+def _data_parallel_stages(
+    inputs: _Inputs, mesh: Meshes, spec: PipelineSchedule, micro_batch: int, cut: list[int], recompute: str
 ) -> Configuration:
-    """Data-parallel stages."""
+    """The configuration of data-parallel stages with ``cut[s]`` units each."""
     stages, first = [], 0
-    for number, count in enumerate(cut):
-        strategy = data_parallel(mesh.mesh_of(spec.worker_of(number)).devices(wish.cluster).level_sizes)
-        strategies = {layer.name: strategy for layer in wish.chain.layers(first, first + count)}
+    for number, num_units in enumerate(cut):
+        strategy = data_parallel(mesh.mesh_of(spec.worker_of(number)).devices(inputs.cluster).level_sizes)
+        strategies = {layer.name: strategy for layer in inputs.chain.layers(first, first + num_units)}
         if first:
             strategies[ENTRY] = strategy
-        stages.append(StageChoice(count, recompute, strategies))
-        first += count
-    workload = wish.workload
-    own = Workload(workload.batch, micro_batch, workload.precision, workload.optimizer)
-    return Configuration(mesh, spec, own, tuple(stages))
+        stages.append(StageChoice(num_units, recompute, strategies))
+        first += num_units
+    base = inputs.workload
+    workload = Workload(base.batch, micro_batch, base.precision, base.optimizer)
+    return Configuration(mesh, spec, workload, tuple(stages))

@@ -1,12 +1,13 @@
-"""Where a model can be cut, and what a stage of it is as a layer graph of its own.
+"""The partition of a model: the units between which it can be cut, and the stages as layer graphs.
 
-**Units.**  The layers, in the order of the graph, are cut where the tensor of a single layer crosses; in a model of repeated blocks
-at the beginnings of the repetitions alone.  What stands before the first cut and behind the last one (embedding and head) belongs
-to the first and the last unit.  A stage is a run of units.
+**Units.**  The layers, in graph order, can be cut where exactly one layer's output crosses the cut; in a model of repeated blocks,
+only where a block begins.  The layers between two neighbouring cuts are a *unit*.  The layers before the first block (embedding)
+belong to the first unit, those behind the last block (head) to the last unit.  A *stage* is a run of consecutive units.
 
-**A stage's graph** has its layers and, in front, a layer :data:`ENTRY` that stands for the tensor that arrives: a sum without
-inputs, which costs the same in every layout and keeps nothing, so that it changes no decision; its strategy is the layout in which
-the tensor is wanted.  A weight that is shared with a layer of another stage is a copy here, trained with the gradients of both.
+**The graph of a stage** has the stage's layers and, except for the first stage, a layer :data:`ENTRY` in front of them.  The entry
+stands for the tensor from the previous stage.  It is a sum without inputs, which costs the same in every layout and keeps nothing,
+so it does not change any decision.  Its strategy is the layout in which the stage needs the tensor.  A weight that is shared with
+a layer of another stage is copied to both stages, and both copies are trained with the sum of their gradients.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 
 __all__ = ["ENTRY", "Chain", "StageGraph", "chain_of"]
 
-#: The name of the layer that stands for the tensor from the stage before.
+#: Name of the layer that stands for the tensor from the previous stage.
 ENTRY = "(entry)"
 
 
 @dataclass(frozen=True)
 class StageGraph:
-    """A run of units as a layer graph.
+    """A stage as a layer graph.
 
     Attributes:
-        graph: its layers, and the entry in front where it is not the first stage.
-        has_entry: whether it is not the first stage.
-        shared: for each layer here that shares a weight with another stage: (layer here, layer there).
+        graph: Layers of the stage, with the entry in front unless it is the first stage.
+        has_entry: Whether the graph has an entry, that is, whether it is not the first stage.
+        shared: (layer of this stage, layer of another stage) for each weight that the two share.
     """
 
     graph: LayerGraph
@@ -43,28 +44,29 @@ class StageGraph:
 
     @cached_property
     def layers(self) -> tuple[Layer, ...]:
-        """Without the entry."""
+        """The layers of the stage, without the entry."""
         return self.graph.layers[1:] if self.has_entry else self.graph.layers
 
     @property
     def exit(self) -> Layer:
-        """The layer whose output the next stage takes."""
+        """The last layer, whose output is the input of the next stage."""
         return self.graph.layers[-1]
 
     @property
     def entry(self) -> Layer | None:
-        """What stands for the tensor from the stage before."""
+        """The layer that stands for the tensor from the previous stage; None for the first stage."""
         return self.graph.layers[0] if self.has_entry else None
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What equal stages have in common.
+    """The properties that determine the cost of a stage: stages of equal shape cost the same.
 
     Attributes:
-        is_first, is_last: whether it begins, or ends, the model.
-        runs: the kinds of its units, as runs of (kind, how many).
-        shared: positions of the layers whose weights it shares with other stages.
+        is_first: Whether the stage begins with the first unit of the model.
+        is_last: Whether the stage ends with the last unit of the model.
+        runs: Kinds of the units, as runs of (kind, number of units).
+        shared: Positions of the pairs of layers that share a weight across the stage's ends.
     """
 
     is_first: bool
@@ -72,25 +74,14 @@ class Shape:
     runs: tuple[tuple[int, int], ...]
     shared: tuple[tuple[int, int], ...]
 
-    def pattern(self) -> tuple[Hashable, int] | None:
-        """What it has in common with stages that repeat one kind of unit more or less often, and how often it does.
-
-        None where there is no such unit, or several different ones.
-        """
-        inner = self.runs[int(self.is_first) : len(self.runs) - int(self.is_last)]
-        if len(inner) != 1:
-            return None
-        kind, count = inner[0]
-        return (self.is_first, self.is_last, self.runs[0][0], self.runs[-1][0], kind, self.shared), count
-
 
 @dataclass(frozen=True)
 class Chain:
     """A model as a chain of units.
 
     Attributes:
-        graph: the model.
-        starts: the position of each unit's first layer, and the number of layers at the end.
+        graph: The model.
+        starts: Position of the first layer of each unit, and at the end the number of layers; shape (units + 1,).
     """
 
     graph: LayerGraph
@@ -106,32 +97,32 @@ class Chain:
 
     @cached_property
     def entering(self) -> np.ndarray:
-        """Elements of one sample of the tensor that crosses before each unit, 0 before the first and behind the last one; shape
-        (units + 1,)."""
+        """Elements per sample of the tensor that enters each unit from the previous one; 0 before the first unit and behind the
+        last one; shape (units + 1,)."""
         inner = [self.graph.layers[start - 1].output_elements for start in self.starts[1:-1]]
         return np.array([0, *inner, 0], dtype=float)
 
     @cached_property
     def signatures(self) -> tuple[Hashable, ...]:
-        """Per unit what decides on its costs: equal units are alike."""
+        """Per unit, the properties that determine its costs: units of equal signatures cost the same."""
         position = {layer.name: i for i, layer in enumerate(self.graph.layers)}
-        found = []
+        signatures = []
         for unit, start in enumerate(self.starts[:-1]):
             rows = []
             for layer in self.layers(unit, unit + 1):
                 inputs = tuple(max(-1, position[name] - start) for name in self.graph.inputs(layer.name))
                 rows.append((layer.signature(), layer.block, layer.role, inputs))
-            found.append(tuple(rows))
-        return tuple(found)
+            signatures.append(tuple(rows))
+        return tuple(signatures)
 
     @cached_property
     def kinds(self) -> tuple[int, ...]:
-        """Per unit a number that equal units share, counted from 0 in the order of their first."""
+        """Per unit, the number of its kind: units of equal signatures are of one kind, numbered in order of appearance."""
         numbers: dict[Hashable, int] = {}
         return tuple(numbers.setdefault(signature, len(numbers)) for signature in self.signatures)
 
     def shape(self, first: int, stop: int) -> Shape:
-        """What two stages have in common that cost the same."""
+        """The shape of the stage of units ``first`` to ``stop - 1``."""
         if (first, stop) not in self._shapes:
             runs = tuple((kind, len(list(units))) for kind, units in groupby(self.kinds[first:stop]))
             inside = range(self.starts[first], self.starts[stop])
@@ -150,7 +141,7 @@ class Chain:
 
     @cached_property
     def _ties(self) -> tuple[tuple[str, str], ...]:
-        """(owner, user) of every shared weight."""
+        """(layer that owns the weight, layer that shares it) for every shared weight."""
         return tuple(
             (parameter.tied_to, layer.name)
             for layer in self.graph.layers
@@ -160,36 +151,36 @@ class Chain:
 
     @property
     def shares_weights(self) -> bool:
-        """Whether layers share a weight (which may then come into different stages)."""
+        """Whether any layers share a weight."""
         return bool(self._ties)
 
     def ends_of_ties(self) -> tuple[tuple[int, int], ...]:
-        """Of every shared weight the first and the last unit that hold it."""
+        """For every shared weight, the two units that hold it, in ascending order."""
         unit_of = np.searchsorted(np.array(self.starts), np.arange(len(self.graph.layers)), side="right") - 1
-        return tuple(tuple(sorted(int(unit_of[place]) for place in pair)) for pair in self._tied_positions)  # type: ignore[misc]
+        pairs = ((int(unit_of[owner]), int(unit_of[user])) for owner, user in self._tied_positions)
+        return tuple((min(pair), max(pair)) for pair in pairs)
 
     def stage(self, first: int, stop: int) -> StageGraph:
-        """Units ``first`` to ``stop - 1`` as a graph of their own."""
-        layers = self.layers(first, stop)
-        inside = {layer.name for layer in layers}
-        own = tuple(_untied(layer, inside) for layer in layers)
-        edges = [edge for edge in self.graph.edges if edge[1] in inside]
+        """Make the graph of the stage of units ``first`` to ``stop - 1``."""
+        names = {layer.name for layer in self.layers(first, stop)}
+        layers = tuple(_untied(layer, names) for layer in self.layers(first, stop))
+        edges = [edge for edge in self.graph.edges if edge[1] in names]
         has_entry = first > 0
         if has_entry:
-            producer = next(source for source, _ in edges if source not in inside)
-            made = self.graph[producer]
-            entry = Layer(ENTRY, "add", input_shape=made.output_shape, output_shape=made.output_shape)
-            own = (entry, *own)
-            edges = [(source if source in inside else ENTRY, target) for source, target in edges]
+            producer = self.graph[next(source for source, _ in edges if source not in names)]
+            entry = Layer(ENTRY, "add", input_shape=producer.output_shape, output_shape=producer.output_shape)
+            layers = (entry, *layers)
+            edges = [(source if source in names else ENTRY, target) for source, target in edges]
         shared = []
         for owner, user in self._ties:
-            if (owner in inside) != (user in inside):
-                shared.append((owner, user) if owner in inside else (user, owner))
-        graph = LayerGraph(f"{self.graph.name}[{first}:{stop}]", self.graph.sample, own, tuple(edges))
+            if (owner in names) != (user in names):
+                shared.append((owner, user) if owner in names else (user, owner))
+        graph = LayerGraph(f"{self.graph.name}[{first}:{stop}]", self.graph.sample, layers, tuple(edges))
         return StageGraph(graph, has_entry, tuple(shared))
 
 
 def _untied(layer: Layer, inside: set[str]) -> Layer:
+    """A layer of a stage with its own copies of the weights that layers of other stages own."""
     if all(p.tied_to is None or p.tied_to in inside for p in layer.parameters):
         return layer
     parameters = tuple(
@@ -199,7 +190,13 @@ def _untied(layer: Layer, inside: set[str]) -> Layer:
 
 
 def chain_of(graph: LayerGraph) -> Chain:
-    """The model as a chain of units (see the module's docstring); a model that cannot be cut is one unit."""
+    """Divide a model into a chain of units (see the module's docstring).  A model that cannot be cut is one unit.
+
+    >>> from autoddl.zoo import resolve_model
+    >>> chain = chain_of(resolve_model("gpt:4x256", heads=4, sequence=64, vocabulary=512))
+    >>> chain.num_units, chain.kinds
+    (4, (0, 1, 1, 2))
+    """
     layers = graph.layers
     position = {layer.name: i for i, layer in enumerate(layers)}
     last_use = list(range(len(layers)))
@@ -207,15 +204,15 @@ def chain_of(graph: LayerGraph) -> Chain:
         last_use[position[source]] = max(last_use[position[source]], position[target])
     ends = Counter(last_use)
     has_blocks = any(layer.block and layer.block_index > 0 for layer in layers)
-    starts, alive = [0], 0
+    starts, num_crossing = [0], 0
     for cut in range(1, len(layers)):
-        # Alive across the cut: the layer before it, if it is used, and what was alive before and is used from here on.
-        alive += 1 - ends[cut - 1]
-        if alive != 1:
+        # Outputs that cross the cut: that of the layer before it is new, those whose last use is this layer no longer cross.
+        num_crossing += 1 - ends[cut - 1]
+        if num_crossing != 1:
             continue
         before, after = layers[cut - 1], layers[cut]
-        begins = after.block != "" and (after.block, after.block_index) != (before.block, before.block_index)
-        if has_blocks and not (begins and before.block):
+        begins_block = after.block != "" and (after.block, after.block_index) != (before.block, before.block_index)
+        if has_blocks and not (begins_block and before.block):
             continue
         starts.append(cut)
     return Chain(graph, (*starts, len(layers)))

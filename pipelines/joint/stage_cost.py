@@ -1,7 +1,9 @@
-"""The stages of a model on one rectangle of devices, as tables of vectors; everything is worked out once, when it is asked for.
+"""Cost tables of the stages of a model on one rectangle of devices.
 
-A stage at some strategies is a vector, which is a sum over its layers and redistributions (:data:`COMPONENTS`).  Its *sides*
-are the layouts in which its first tensor is wanted and its last one left: what else the rest of a pipeline sees of it.
+The cost of a stage with given strategies is a vector (:data:`COMPONENTS`), the sum of the vectors of its layers and
+redistributions.  The *sides* of a stage are two layouts: the one in which it needs its input, and the one in which it leaves its
+output.  The rest of the pipeline depends on the vector and the sides only.  Tables are computed on first use and cached; equal
+stages share one table.
 """
 
 from __future__ import annotations
@@ -29,16 +31,20 @@ from .partition import ENTRY, Chain, Shape, StageGraph
 
 __all__ = ["COMPONENTS", "Pricing", "Replicas", "StageTable", "StageTables"]
 
-#: Seconds of one micro-batch's forward and backward pass (one way through the stage each), of the gradients' all-reduce per step;
-#: bytes of state, and what one micro-batch keeps.  Behind these: for every weight that is shared with another stage the bytes
-#: of its gradient here.
+#: Components of a stage's vector: seconds of one forward pass and of one backward pass of a micro-batch, seconds of the gradient
+#: all-reduce per step, bytes of state, bytes that one micro-batch keeps for its backward pass.  Further components follow for each
+#: weight that is shared with another stage: the bytes of its gradient in this stage.
 COMPONENTS = ("forward", "backward", "gradient", "state", "kept")
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """Workers that hold a stage's weights together: how many, and whether in the same nodes; one alone in schemes of one
-    pipeline."""
+    """The workers that hold the weights of a stage; one worker in schedules with one pipeline.
+
+    Attributes:
+        count: Number of workers.
+        share_nodes: Whether they are in the same nodes.
+    """
 
     count: int = 1
     share_nodes: bool = True
@@ -46,13 +52,13 @@ class Replicas:
 
 @dataclass(frozen=True)
 class Pricing:
-    """What stages are priced for, and which strategies are on offer.
+    """The objective of stages and the offered strategies.
 
     Attributes:
         objective: ``step``, or ``communication`` alone.
-        untied: every repetition of a block has its own choice.
-        summa: Summa meshes are on offer.
-        names: of the baselines (:mod:`autoddl.search.baselines`) whose strategies alone are on offer; none: all strategies.
+        untied: Whether equal layers of repeated blocks may have different strategies.
+        summa: Whether Summa meshes are offered.
+        names: Names of the baselines (:mod:`autoddl.search.baselines`) whose strategies are offered; empty to offer all strategies.
     """
 
     objective: str = "step"
@@ -63,13 +69,16 @@ class Pricing:
 
 @dataclass(frozen=True, eq=False)
 class StageTable:
-    """A stage's vectors.
+    """The cost table of a stage.
 
     Attributes:
-        graph: its layers.
-        phases: what the table's numbers stand for.
-        table: components as :data:`COMPONENTS`; sizes are buffers; keys are the sides' layouts.
-        entries, exits: the layout of every class of the entry's (None: it reads the data) and the exit's variable.
+        graph: Layers of the stage.
+        phases: Variables of the table and their options.
+        table: Vectors with the components :data:`COMPONENTS`; sizes are buffer bytes; keys are the layouts of the sides.
+        entry: Index of the variable that determines the input's layout; None for the first stage, which reads the data.
+        exit: Index of the variable that determines the output's layout.
+        entries: Layout of every class of the entry variable; empty for the first stage.
+        exits: Layout of every class of the exit variable.
     """
 
     graph: StageGraph
@@ -81,16 +90,24 @@ class StageTable:
     exits: tuple[Layout, ...]
 
     def strategies(self, choice: Sequence[int]) -> dict[str, Strategy]:
-        """The strategy of every layer, in the order of the stage's graph."""
-        found = {
+        """The strategy of every layer, in the order of the stage's graph.
+
+        Args:
+            choice: Option of every variable.
+        """
+        strategies = {
             layer: variable.strategy(layer, int(option))
             for variable, option in zip(self.phases.variables, choice)
             for layer in variable.layers
         }
-        return {layer.name: found[layer.name] for layer in self.graph.graph.layers}
+        return {layer.name: strategies[layer.name] for layer in self.graph.graph.layers}
 
     def sides(self, choices: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """The class of the entry's layout (-1 where it reads the data) and of the exit's, for rows of options."""
+        """The classes of the layouts at the sides: (entry, exit), each of shape (rows,).  The entry of the first stage is -1.
+
+        Args:
+            choices: Options of the variables; shape (rows, variables).
+        """
         variables = self.phases.variables
         exits = variables[self.exit].option_set.layouts[1][choices[:, self.exit]]
         if self.entry is None:
@@ -99,10 +116,14 @@ class StageTable:
 
 
 class StageTables:
-    """Graphs, prices and tables of the stages of one model on one rectangle.
+    """Graphs, prices and cost tables of the stages of one model on one rectangle of devices.
 
     Args:
-        workload: batch, precision and optimizer.
+        chain: The model as a chain of units.
+        mesh: The rectangle of devices.
+        cluster: The devices and their network.
+        workload: Batch, precision and optimizer.
+        pricing: Objective and offered strategies.
     """
 
     def __init__(
@@ -114,82 +135,101 @@ class StageTables:
         self._graphs: dict[Shape, StageGraph] = {}
         self._books: dict[tuple[Shape, bool], PriceBook] = {}
         self._tables: dict[tuple[Shape, bool, int, int, Replicas], StageTable | None] = {}
-        self._replicated: dict[object, np.ndarray] = {}
+        self._all_reduce_s: dict[object, np.ndarray] = {}
         self._members: dict[int, tuple[Baseline, ...]] = {}
 
     @cached_property
     def _seed(self) -> PriceBook:
-        """A book that all others share their prices with."""
-        return self._book(self.graph(0, 1), False, None)
+        """The price book whose prices all other books share."""
+        return self._make_book(self.graph(0, 1), False, None)
 
-    def _book(self, stage: StageGraph, layers_again: bool, share_with: PriceBook | None) -> PriceBook:
-        workload = replace(self.workload, recompute=layers_again)
-        among = None
+    def _make_book(self, stage: StageGraph, recompute_layers: bool, share_with: PriceBook | None) -> PriceBook:
+        workload = replace(self.workload, recompute=recompute_layers)
+        offered = None
         if self.pricing.names:
-            among = frozenset(strategy for one in self.members(stage) for strategy in one.strategies.values())
+            offered = frozenset(
+                strategy for baseline in self.members(stage) for strategy in baseline.strategies.values()
+            )
         return PriceBook(
-            stage.graph, self.devices, workload, self.pricing.untied, self.pricing.summa, share_with, among
+            stage.graph, self.devices, workload, self.pricing.untied, self.pricing.summa, share_with, offered
         )
 
     def members(self, stage: StageGraph) -> tuple[Baseline, ...]:
-        """The baselines of a stage that are on offer."""
+        """The baselines of a stage whose strategies are offered."""
         if id(stage) not in self._members:
-            every = baselines(stage.graph, self.devices.level_sizes)
-            self._members[id(stage)] = tuple(one for one in every if one.name in self.pricing.names)
+            self._members[id(stage)] = tuple(
+                baseline
+                for baseline in baselines(stage.graph, self.devices.level_sizes)
+                if baseline.name in self.pricing.names
+            )
         return self._members[id(stage)]
 
     def graph(self, first: int, stop: int) -> StageGraph:
-        """Of the first stage of this shape that was asked for."""
+        """The graph of a stage.  Equal stages share the graph of the one that was requested first, with its layer names."""
         shape = self.chain.shape(first, stop)
         if shape not in self._graphs:
             self._graphs[shape] = self.chain.stage(first, stop)
         return self._graphs[shape]
 
-    def book(self, first: int, stop: int, layers_again: bool) -> PriceBook:
+    def book(self, first: int, stop: int, recompute_layers: bool) -> PriceBook:
         """The prices of a stage.
 
+        Args:
+            first, stop: The stage has the units ``first`` to ``stop - 1``.
+            recompute_layers: Whether its layers are recomputed one by one.
+
         Raises:
-            UserError: a layer has no strategy at all on these devices.
+            UserError: a layer has no strategy on these devices.
         """
-        key = (self.chain.shape(first, stop), layers_again)
+        key = (self.chain.shape(first, stop), recompute_layers)
         if key not in self._books:
-            self._books[key] = self._book(self.graph(first, stop), layers_again, self._seed)
+            self._books[key] = self._make_book(self.graph(first, stop), recompute_layers, self._seed)
         return self._books[key]
 
     def table(
-        self, first: int, stop: int, layers_again: bool, micro_batch: int, part: int, replicas: Replicas
+        self, first: int, stop: int, recompute_layers: bool, micro_batch: int, part: int, replicas: Replicas
     ) -> StageTable | None:
-        """A stage at one micro-batch; None where ``part`` of its samples do not divide over any strategy of some layer."""
-        key = (self.chain.shape(first, stop), layers_again, micro_batch, part, replicas)
+        """The cost table of a stage for one micro-batch; None if some layer has no strategy.
+
+        Args:
+            first, stop, recompute_layers: As in :meth:`book`.
+            micro_batch: Samples per micro-batch.
+            part: Samples of the smallest pass, which strategies must divide.
+            replicas: Workers that hold the stage.
+        """
+        key = (self.chain.shape(first, stop), recompute_layers, micro_batch, part, replicas)
         if key not in self._tables:
-            self._tables[key] = self._table(first, stop, layers_again, micro_batch, part, replicas)
+            self._tables[key] = self._make_table(first, stop, recompute_layers, micro_batch, part, replicas)
         return self._tables[key]
 
-    def _table(
-        self, first: int, stop: int, layers_again: bool, micro_batch: int, part: int, replicas: Replicas
+    def _make_table(
+        self, first: int, stop: int, recompute_layers: bool, micro_batch: int, part: int, replicas: Replicas
     ) -> StageTable | None:
         stage = self.graph(first, stop)
         try:
-            phases = self.book(first, stop, layers_again).phases(micro_batch, self.pricing.objective, part)
+            phases = self.book(first, stop, recompute_layers).phases(micro_batch, self.pricing.objective, part)
         except UserError:
             return None
+        # The vectors of all options.  The entry stands for the tensor that arrives: it costs nothing and keeps nothing.
         gradient = phases.gradient
         if replicas.count > 1:
             gradient = tuple(self.replicated(stage, variable, replicas) for variable in phases.variables)
-        own = [self._shared_bytes(stage, variable) for variable in phases.variables]
-        columns = zip(phases.forward, phases.backward, gradient, phases.state, phases.kept)
-        # What stands for the tensor that arrives takes and keeps nothing.
-        costs = [0.0 if variable.layers == (ENTRY,) else 1.0 for variable in phases.variables]
-        sums = tuple(cost * np.column_stack([*one, *shared]) for cost, one, shared in zip(costs, columns, own))
-        buffers = tuple(cost * buffer for cost, buffer in zip(costs, phases.buffer))
+        components = zip(phases.forward, phases.backward, gradient, phases.state, phases.kept)
+        shared_bytes = [self._shared_bytes(stage, variable) for variable in phases.variables]
+        factors = [0.0 if variable.layers == (ENTRY,) else 1.0 for variable in phases.variables]
+        sums = tuple(
+            factor * np.column_stack([*columns, *shared])
+            for factor, columns, shared in zip(factors, components, shared_bytes)
+        )
+        buffers = tuple(factor * buffer for factor, buffer in zip(factors, phases.buffer))
         edges = tuple(VectorEdge(e.source, e.target, ((0, e.forward), (1, e.backward))) for e in phases.edges)
-        owner = {name: i for i, variable in enumerate(phases.variables) for name in variable.layers}
-        entry = owner[stage.graph.layers[0].name] if stage.has_entry else None
-        exit_ = owner[stage.exit.name]
-        # Nothing follows the last stage.  (One variable may be both sides.)
+        # The variables at the sides.  No stage follows the last one; one variable may be at both sides.
+        variable_of = {name: i for i, variable in enumerate(phases.variables) for name in variable.layers}
+        entry = variable_of[stage.graph.layers[0].name] if stage.has_entry else None
+        exit_ = variable_of[stage.exit.name]
         sides = (entry, None if stop == self.chain.num_units else exit_)
-        keyed = dict.fromkeys(place for place in sides if place is not None)
-        keys = tuple((place, phases.variables[place].option_set.layouts[1]) for place in keyed)
+        key_variables = dict.fromkeys(index for index in sides if index is not None)
+        keys = tuple((index, phases.variables[index].option_set.layouts[1]) for index in key_variables)
         return StageTable(
             stage,
             phases,
@@ -201,43 +241,44 @@ class StageTables:
         )
 
     def _shared_bytes(self, stage: StageGraph, variable: Variable) -> list[np.ndarray]:
-        """For each weight that the stage shares with another one, the bytes of its gradient at every option."""
-        found = []
-        for here, _ in stage.shared:
+        """For each weight that the stage shares with another one, its gradient bytes for every option of a variable; 0 if the
+        weight belongs to another variable."""
+        columns = []
+        for name, _ in stage.shared:
             nbytes = np.zeros(len(variable.options))
-            if here in variable.layers:
-                nbytes += gradient_bytes(
-                    stage.graph[here], (variable.strategy(here, k) for k in range(len(nbytes))), self.workload
-                )
-            found.append(nbytes)
-        return found
+            if name in variable.layers:
+                strategies = (variable.strategy(name, option) for option in range(len(nbytes)))
+                nbytes += gradient_bytes(stage.graph[name], strategies, self.workload)
+            columns.append(nbytes)
+        return columns
 
     def replicated(self, stage: StageGraph, variable: Variable, replicas: Replicas) -> np.ndarray:
-        """Seconds per step of a variable's all-reduces over its slices and over the workers that hold it, for every option."""
+        """Seconds per step of the gradient all-reduces of a variable's layers, inside a worker and over all workers that hold the
+        stage; shape (options,)."""
         total = np.zeros(len(variable.options))
         for name in variable.layers:
             layer = stage.graph[name]
             key = (layer.signature(), name in variable.swapped, variable.option_set, replicas)
-            if key not in self._replicated:
+            if key not in self._all_reduce_s:
                 link = self.cluster.links[1 if replicas.share_nodes else 0]
                 options = [variable.strategy(name, option) for option in range(len(total))]
                 nbytes = gradient_bytes(layer, options, self.workload)
-                self._replicated[key] = np.array(
+                self._all_reduce_s[key] = np.array(
                     [
-                        replicated_all_reduce_s(layer, strategy, replicas.count, link, self.devices, own)
-                        for strategy, own in zip(options, nbytes.tolist())
+                        replicated_all_reduce_s(layer, strategy, replicas.count, link, self.devices, gradient)
+                        for strategy, gradient in zip(options, nbytes.tolist())
                     ]
                 )
-            total = total + self._replicated[key]
+            total = total + self._all_reduce_s[key]
         return total
 
     def input_bytes(self, first: int, stop: int, micro_batch: int) -> float:
-        """Of the tensor that enters a stage, of one micro-batch on each device."""
+        """Bytes per device of the tensor that enters a stage, for one micro-batch."""
         elements = float(self.chain.entering[first])
         return micro_batch * elements * self.workload.itemsize / self.mesh.num_devices
 
 
 def gradient_bytes(layer: Layer, strategies: Iterable[Strategy], workload: Workload) -> np.ndarray:
-    """Of a layer's gradients on one device, for each strategy."""
+    """Return the bytes of a layer's gradients on one device for each strategy; shape (strategies,)."""
     parts = np.array([s.num_devices if s.summa else s.p1 * s.p2 for s in strategies], dtype=float)
     return np.asarray(layer.num_parameters / parts * workload.itemsize)

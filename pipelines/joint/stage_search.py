@@ -1,19 +1,25 @@
-"""How stages can be run: for a stage, a way of recomputation and what its schedule asks of memory, all that is worth considering.
+"""The search for the best strategies of a stage: its Pareto front of time and memory.
 
-A row is one way to run a stage: seconds forward, backward, of running forward again, of the gradients' all-reduce; bytes that
-stay on each device at the number of micro-batches in flight; the largest buffer; the layouts at both sides.  The step of a
-pipeline grows with each of these, so that rows which another one with the same sides is nowhere above are never needed
-(:mod:`autoddl.search.fronts`): the rest is the stage's front, and *within a threshold* that part of it that can still be of
-use.
+A *row* is an assignment of strategies to the layers of a stage, with its costs:
 
-**Memory.** A stage with K micro-batches in flight and v versions of its weights needs state + (v - 1) weights + K kept +
-buffer; where the whole stage is recomputed state + (v - 1) weights + K input + kept + buffer.
+- seconds of the forward pass, the backward pass, the recomputation and the gradient all-reduce;
+- resident bytes per device at the number of micro-batches in flight, and bytes of the largest buffer;
+- the layouts of the tensors at both sides of the stage.
+
+The step of a pipeline does not decrease with any of the costs.  So a row is *dominated* if another row with the same layouts at
+both sides is no greater in any cost, and dominated rows are not needed (:mod:`autoddl.search.fronts`).  The other rows are the
+stage's *front*.  *Filters* restrict the front to the rows that may be part of a plan better than the incumbent.
+
+**Memory.**  A stage with K micro-batches in flight and v versions of its weights needs
+
+    state + (v - 1) weights + K kept + buffer,           or with recomputation of the stage
+    state + (v - 1) weights + K input + kept + buffer
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -24,6 +30,7 @@ from autoddl.costmodel.stopping import Stop
 from autoddl.costmodel.strategy import Strategy
 from autoddl.costmodel.table import ClassCosts
 from autoddl.costmodel.workload import Workload
+from autoddl.search.baselines import Baseline
 from autoddl.search.fronts import Front, Guide, TooManyError, VectorEdge, VectorTable, front, least, least_choices
 
 from .meshes import StageMesh
@@ -43,15 +50,28 @@ __all__ = [
 ]
 
 
-#: Rows of a front, and of one that looks for the cheapest row alone, beyond which it is given up.
-_MAX_ROWS, _MAX_PARTS = 8_000, 100_000
-#: Within which part of the least a good row is looked for at first, and how that grows.
-_FIRST_SLACK, _SLACK_GROWTH, _MAX_SLACK = 1e-4, 8.0, 3.0
+#: Largest number of rows of a front.
+_MAX_ROWS = 8_000
+#: Largest number of partial rows in a search for a single row.
+_MAX_PARTIAL_ROWS = 100_000
+#: The search for the cheapest row first considers rows up to this relative distance above the lower bound.
+_FIRST_SLACK = 1e-4
+#: Factor by which that distance grows as long as no row is found.
+_SLACK_GROWTH = 8.0
+#: Distance after which the search for the cheapest row ends without a row.
+_MAX_SLACK = 3.0
+#: Prices of a byte that give a lower bound on the cheapest row, relative to (least seconds) / (memory limit).
+_RELATIVE_PRICES = (0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 @dataclass(frozen=True)
 class StageDemand:
-    """What a schedule asks of a stage's memory: micro-batches in flight, and weight versions."""
+    """The memory demand of a schedule on one stage.
+
+    Attributes:
+        in_flight: Largest number of micro-batches in flight.
+        versions: Largest number of weight versions at a time.
+    """
 
     in_flight: float
     versions: int
@@ -59,12 +79,12 @@ class StageDemand:
 
 @dataclass(frozen=True)
 class Passes:
-    """What goes through a stage at a time, and who holds it.
+    """The samples of a stage's passes, and the workers that hold the stage.
 
     Attributes:
-        micro_batch: samples.
-        part: the samples of the smallest pass (half a micro-batch with Chimera's halving).
-        replicas: the workers that hold the stage's weights.
+        micro_batch: Samples per micro-batch.
+        part: Samples of the smallest pass: a micro-batch, or half of it with Chimera's backward halving.
+        replicas: Workers that hold the stage's weights.
     """
 
     micro_batch: int
@@ -74,7 +94,12 @@ class Passes:
 
 @dataclass(frozen=True)
 class RowFilter:
-    """Rows with ``weights . (forward, backward, recompute, gradient, memory) <= threshold`` are of use."""
+    """A restriction to rows with ``weights . (forward, backward, recompute, gradient, memory) <= threshold``.
+
+    Attributes:
+        weights: Weights of the four times and of the resident bytes.
+        threshold: Largest allowed value of the weighted sum.
+    """
 
     weights: tuple[float, float, float, float, float]
     threshold: float
@@ -82,14 +107,16 @@ class RowFilter:
 
 @dataclass(frozen=True, eq=False)
 class StageFront:
-    """Ways to run a stage (module's docstring), one row each.
+    """Rows of one stage (see the module's docstring).
 
     Attributes:
-        times: forward, backward (one pass through the stage), recompute, gradient; shape (rows, 4) [s].
-        memory, buffer: bytes; shape (rows,).
-        shared: bytes of the gradients of weights shared with other stages; shape (rows, weights).
-        entry, exit: numbers of the layouts of the sides; -1 where data is read; shape (rows,).
-        origin: (table, way of recomputation, options of its variables) of each row, by :meth:`strategies`.
+        times: Seconds of the forward pass, one backward pass, the recomputation and the gradient all-reduce; shape (rows, 4).
+        memory: Resident bytes per device; shape (rows,).
+        buffer: Bytes of the largest buffer per device; shape (rows,).
+        shared: Gradient bytes of each weight that is shared with another stage; shape (rows, weights).
+        entry: Class of the layout in which the stage needs its input; -1 for the first stage, which reads the data; shape (rows,).
+        exit: Class of the layout in which the stage leaves its output; shape (rows,).
+        origin: The rows in groups of (table, way of recomputation, option of each variable, shape (rows, variables)).
     """
 
     times: np.ndarray
@@ -105,41 +132,53 @@ class StageFront:
 
     def strategies(self, row: int) -> tuple[str, dict[str, Strategy]]:
         """The way of recomputation of a row, and the strategy of every layer in the order of the stage's graph."""
-        for table, way, choices in self.origin:
+        for table, recompute, choices in self.origin:
             if row < len(choices):
-                return way, table.strategies(choices[row])
+                return recompute, table.strategies(choices[row])
             row -= len(choices)
         raise IndexError(row)
 
     def only(self, rows: np.ndarray) -> StageFront:
-        """Some rows, ascending."""
+        """The front restricted to some rows, given by ascending indices."""
         origin, first = [], 0
-        for table, way, choices in self.origin:
-            mine = rows[(rows >= first) & (rows < first + len(choices))] - first
-            origin.append((table, way, choices[mine]))
+        for table, recompute, choices in self.origin:
+            in_group = rows[(rows >= first) & (rows < first + len(choices))] - first
+            origin.append((table, recompute, choices[in_group]))
             first += len(choices)
         times, memory, buffer = self.times[rows], self.memory[rows], self.buffer[rows]
         return StageFront(times, memory, buffer, self.shared[rows], self.entry[rows], self.exit[rows], tuple(origin))
 
 
 def joined(parts: Sequence[StageFront]) -> StageFront:
-    """All rows of several."""
+    """Concatenate the rows of several fronts."""
 
     def column(name: str) -> np.ndarray:
         return np.concatenate([getattr(part, name) for part in parts])
 
-    origin = tuple(origin for part in parts for origin in part.origin)
+    origin = tuple(group for part in parts for group in part.origin)
     times, memory, buffer = column("times"), column("memory"), column("buffer")
     return StageFront(times, memory, buffer, column("shared"), column("entry"), column("exit"), origin)
 
 
 class StageSearch:
-    """All stages of one model on one rectangle of devices.
+    """Searches of all stages of one model on one rectangle of devices.
+
+    The methods share these arguments:
+
+    - ``first``, ``stop``: the stage has the units ``first`` to ``stop - 1``;
+    - ``recompute``: way of recomputation, one of :data:`.configuration.RECOMPUTATIONS`;
+    - ``passes``: samples of the passes, and workers that hold the stage;
+    - ``demand``: memory demand of the schedule on the stage;
+    - ``limit``: memory limit per device in bytes.
 
     Args:
-        workload: batch, precision and optimizer.
-        share_with: others of the same, whose prices these may share.
-        stop: when it is requested, what is being worked out is given up by StopRequestedError.
+        chain: The model as a chain of units.
+        mesh: The rectangle of devices.
+        cluster: The devices and their network.
+        workload: Batch, precision and optimizer.
+        pricing: Objective and offered strategies.
+        share_with: Another search with the same arguments, whose tables this one shares.
+        stop: When it is requested, the current search raises StopRequestedError.
     """
 
     def __init__(
@@ -157,103 +196,120 @@ class StageSearch:
             share_with.tables if share_with else StageTables(chain, mesh, cluster, workload, pricing)
         )
         self.units: UnitBounds = share_with.units if share_with else UnitBounds(chain, self.tables)
-        self._projected: dict[object, VectorTable] = {}
+        #: Tables derived from stage tables, by table and arguments.
+        self._derived: dict[object, VectorTable] = {}
         self._hulls: dict[object, StageFront | None] = {}
         self.num_searches = 0
         workload = self.tables.workload
-        #: What a further version of the weights adds to a stage's state, relatively.
+        #: Bytes of one version of the weights, relative to a stage's state.
         self.per_version = workload.itemsize / workload.bytes_per_parameter
 
-    def table(self, first: int, stop: int, way: str, passes: Passes) -> StageTable | None:
-        """The vectors of a stage; None where some layer has no strategy for these passes."""
-        return self.tables.table(first, stop, way == "layers", passes.micro_batch, passes.part, passes.replicas)
+    def table(self, first: int, stop: int, recompute: str, passes: Passes) -> StageTable | None:
+        """The table of a stage; None if some layer has no strategy for these passes."""
+        return self.tables.table(first, stop, recompute == "layers", passes.micro_batch, passes.part, passes.replicas)
 
-    def memory_of(self, first: int, stop: int, way: str, passes: Passes, need: StageDemand) -> tuple[np.ndarray, float]:
-        """What state and kept count for in bytes, and bytes besides (see the module's docstring)."""
-        alive, constant = need.in_flight, 0.0
-        if way == "stage":
-            alive, constant = 1.0, need.in_flight * self.tables.input_bytes(first, stop, passes.micro_batch)
-        return np.array([1 + (need.versions - 1) * self.per_version, alive]), constant
+    def memory_of(
+        self, first: int, stop: int, recompute: str, passes: Passes, demand: StageDemand
+    ) -> tuple[np.ndarray, float]:
+        """The resident bytes as a linear function (see the module's docstring).
+
+        Returns:
+            counts, constant: resident bytes = counts . (state, kept) + constant.
+        """
+        num_kept, constant = demand.in_flight, 0.0
+        if recompute == "stage":
+            num_kept, constant = 1.0, demand.in_flight * self.tables.input_bytes(first, stop, passes.micro_batch)
+        return np.array([1 + (demand.versions - 1) * self.per_version, num_kept]), constant
 
     def rows(
         self,
         first: int,
         stop: int,
-        way: str,
+        recompute: str,
         passes: Passes,
-        need: StageDemand,
-        wanted: Sequence[RowFilter],
+        demand: StageDemand,
+        filters: Sequence[RowFilter],
         limit: float,
         is_shared: bool = False,
         has_sides: bool = True,
     ) -> StageFront | None:
-        """The part of the front that is of use and within ``limit`` bytes; None where the stage cannot be run so at all.
+        """The rows of the front that pass all filters and fit the memory limit; None if some layer has no strategy.
 
         Args:
-            is_shared: the bytes are for other stages, too.
-            has_sides: rows of other layouts at the sides do not beat each other.
+            first, stop, recompute, passes, demand, limit: As described in the class's docstring.
+            filters: Restrictions of the rows.
+            is_shared: Whether other stages of the worker use a part of the memory limit, so that less memory is always better.
+            has_sides: Whether only rows with the same layouts at both sides dominate each other.
 
         Raises:
-            TooManyError: it is too large to be looked at.
+            TooManyError: the front has too many rows.
         """
         self.num_searches += 1
-        found = self.table(first, stop, way, passes)
-        if found is None:
+        stage_table = self.table(first, stop, recompute, passes)
+        if stage_table is None:
             return None
-        counts, constant = self.memory_of(first, stop, way, passes, need)
-        table = self._with_memory(found, counts, has_sides)
-        guides = [_guide(one, way, constant, table.num_components) for one in wanted]
-        chosen = self._front(found, table, guides, limit - constant, is_shared)
-        return _rows(found, way, chosen.choices, chosen.sums, chosen.sizes, constant)
+        counts, constant = self.memory_of(first, stop, recompute, passes, demand)
+        table = self._table_with_memory(stage_table, counts, has_sides)
+        guides = [_guide(row_filter, recompute, constant, table.num_components) for row_filter in filters]
+        chosen = self._front(stage_table, table, guides, limit - constant, is_shared)
+        return _stage_front(stage_table, recompute, chosen.choices, chosen.sums, chosen.sizes, constant)
 
     def _front(
-        self, found: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
+        self, stage_table: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
     ) -> Front:
-        """What is worth considering of a table with memory."""
+        """The front of ``table``, which is derived from ``stage_table`` by :meth:`_table_with_memory`."""
         return front(table, guides, (3, limit), self.stop, _MAX_ROWS, is_shared)
 
     def cheapest(
         self,
         first: int,
         stop: int,
-        way: str,
+        recompute: str,
         passes: Passes,
-        need: StageDemand,
+        demand: StageDemand,
         weights: Sequence[float],
         limit: float,
-        most: float,
+        max_cost: float,
     ) -> tuple[float, StageFront] | None:
-        """The least weighted seconds (forward, backward, recompute, gradient) within ``limit`` bytes, and its row; by growing
-        slack.
+        """The row of the least weighted seconds that fits the memory limit.
 
-        None where there is nothing, or nothing below ``most``.
+        Args:
+            first, stop, recompute, passes, demand, limit: As described in the class's docstring.
+            weights: Weights of the seconds forward, backward, of recomputation and of the gradient all-reduce.
+            max_cost: Weighted seconds that the row must be below.
+
+        Returns:
+            The weighted seconds and the row; None if no row is below ``max_cost``, or if the search is too large.
         """
         self.num_searches += 1
-        found = self.table(first, stop, way, passes)
-        if found is None:
+        stage_table = self.table(first, stop, recompute, passes)
+        if stage_table is None:
             return None
-        counts, constant = self.memory_of(first, stop, way, passes, need)
-        table = self._scalar(found, way, tuple(weights), counts)
+        counts, constant = self.memory_of(first, stop, recompute, passes, demand)
+        table = self._table_of_cost_and_memory(stage_table, recompute, tuple(weights), counts)
         room = limit - constant
         if room <= 0:
             return None
         try:
+            # A lower bound on the cost: the Lagrangian dual, at the best one of several prices of a byte.
             price = float(least(table, np.array([[1.0, 0.0]]))[0]) / room
-            prices = price * np.array([0.0, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0])
+            prices = price * np.array(_RELATIVE_PRICES)
             bounds = least(table, np.column_stack([np.ones(len(prices)), prices])) - prices * room
             bound = float(bounds.max())
-            dual = float(prices[int(bounds.argmax())])
+            best_price = float(prices[int(bounds.argmax())])
+            # Search the rows near the bound, farther and farther away, until there is one.
             slack = _FIRST_SLACK
-            while bound < most and math.isfinite(bound):
-                threshold = min(bound * (1 + slack) + 1e-15, most)
-                guides = [Guide((1.0, 0.0), threshold), Guide((1.0, dual), threshold + dual * room)]
-                chosen = front(table, guides, (1, room), self.stop, _MAX_PARTS)
+            while bound < max_cost and math.isfinite(bound):
+                threshold = min(bound * (1 + slack) + 1e-15, max_cost)
+                guides = [Guide((1.0, 0.0), threshold), Guide((1.0, best_price), threshold + best_price * room)]
+                chosen = front(table, guides, (1, room), self.stop, _MAX_PARTIAL_ROWS)
                 if len(chosen):
                     row = int(chosen.sums[:, 0].argmin())
                     choice = chosen.choices[row : row + 1]
-                    sums, sizes = self._with_memory(found, counts).evaluate(choice)
-                    return float(chosen.sums[row, 0]), _rows(found, way, choice, sums, sizes, constant)
-                if threshold >= most or slack > _MAX_SLACK:
+                    sums, sizes = self._table_with_memory(stage_table, counts).evaluate(choice)
+                    rows = _stage_front(stage_table, recompute, choice, sums, sizes, constant)
+                    return float(chosen.sums[row, 0]), rows
+                if threshold >= max_cost or slack > _MAX_SLACK:
                     break
                 slack *= _SLACK_GROWTH
         except TooManyError:
@@ -261,118 +317,137 @@ class StageSearch:
         return None
 
     def hull(
-        self, first: int, stop: int, way: str, passes: Passes, need: StageDemand, weights: np.ndarray
+        self, first: int, stop: int, recompute: str, passes: Passes, demand: StageDemand, weights: np.ndarray
     ) -> StageFront | None:
-        """For each row of weights (forward, backward, recompute, gradient, bytes that stay) the row of the least weighted sum; None
-        where there is none."""
-        found = self.table(first, stop, way, passes)
-        if found is None:
+        """For each of several weightings, the row of the least weighted sum, whatever its memory.
+
+        Args:
+            first, stop, recompute, passes, demand: As described in the class's docstring.
+            weights: Weights of the seconds forward, backward, of recomputation and of the gradient all-reduce, and of resident
+                bytes; shape (weightings, 5).
+
+        Returns:
+            The different rows; None if there is no row, or if the search is too large.
+        """
+        stage_table = self.table(first, stop, recompute, passes)
+        if stage_table is None:
             return None
-        counts, constant = self.memory_of(first, stop, way, passes, need)
-        key = (id(found), way, constant, *counts.tolist(), weights.tobytes())
+        counts, constant = self.memory_of(first, stop, recompute, passes, demand)
+        key = (id(stage_table), recompute, constant, *counts.tolist(), weights.tobytes())
         if key not in self._hulls:
-            self._hulls[key] = self._hull(found, way, counts, constant, weights)
+            self._hulls[key] = self._hull(stage_table, recompute, counts, constant, weights)
         return self._hulls[key]
 
     def _hull(
-        self, found: StageTable, way: str, counts: np.ndarray, constant: float, weights: np.ndarray
+        self, stage_table: StageTable, recompute: str, counts: np.ndarray, constant: float, weights: np.ndarray
     ) -> StageFront | None:
-        again = weights[:, 2:3] if way == "stage" else 0.0
-        wanted = np.zeros((len(weights), found.table.num_components))
-        wanted[:, :5] = np.hstack([weights[:, :1] + again, weights[:, [1, 3]], weights[:, 4:] * counts])
+        recompute_weights = weights[:, 2:3] if recompute == "stage" else 0.0
+        table_weights = np.zeros((len(weights), stage_table.table.num_components))
+        table_weights[:, :5] = np.hstack(
+            [weights[:, :1] + recompute_weights, weights[:, [1, 3]], weights[:, 4:] * counts]
+        )
         try:
-            choices = self._least_choices(found, wanted)
+            choices = self._least_choices(stage_table, table_weights)
         except TooManyError:
             return None
         if not len(choices):
             return None
         choices = np.unique(choices, axis=0)
-        sums, sizes = found.table.evaluate(choices)
+        sums, sizes = stage_table.table.evaluate(choices)
         sums = np.column_stack([sums[:, :3], sums[:, 3:5] @ counts, sums[:, 5:]])
-        return _rows(found, way, choices, sums, sizes, constant)
+        return _stage_front(stage_table, recompute, choices, sums, sizes, constant)
 
-    def _least_choices(self, found: StageTable, weights: np.ndarray) -> np.ndarray:
-        """A choice of the least sum of a stage's vectors for each weight, none where there is none."""
-        return least_choices(self._sideless(found), weights)
+    def _least_choices(self, stage_table: StageTable, weights: np.ndarray) -> np.ndarray:
+        """For each weighting, a choice of the least weighted sum; no rows if there is no feasible choice."""
+        return least_choices(self._table_without_sides(stage_table), weights)
 
-    def _sideless(self, found: StageTable) -> VectorTable:
-        """A stage's vectors, whatever its sides: taken apart once for all schedules."""
-        if id(found) not in self._projected:
-            self._projected[id(found)] = replace(found.table, keys=())
-        return self._projected[id(found)]
+    def _table_without_sides(self, stage_table: StageTable) -> VectorTable:
+        """The table without layouts at the sides; cached, so that its elimination steps are computed once for all schedules."""
+        if id(stage_table) not in self._derived:
+            self._derived[id(stage_table)] = replace(stage_table.table, keys=())
+        return self._derived[id(stage_table)]
 
     def least_memory(
-        self, first: int, stop: int, way: str, passes: Passes, need: StageDemand, has_buffer: bool = True
+        self, first: int, stop: int, recompute: str, passes: Passes, demand: StageDemand, has_buffer: bool = True
     ) -> float:
-        """The least bytes per device that a stage can be run with: what stays, and its largest buffer; inf without a way.
+        """The least bytes per device that a stage needs; inf if some layer has no strategy.
 
         Args:
-            has_buffer: else what stays alone.
+            first, stop, recompute, passes, demand: As described in the class's docstring.
+            has_buffer: Whether to count the largest buffer in addition to the resident bytes.
         """
-        found = self.table(first, stop, way, passes)
-        if found is None:
+        stage_table = self.table(first, stop, recompute, passes)
+        if stage_table is None:
             return math.inf
-        counts, constant = self.memory_of(first, stop, way, passes, need)
-        table = self._scalar(found, way, (0.0, 0.0, 0.0, 0.0), counts)
+        counts, constant = self.memory_of(first, stop, recompute, passes, demand)
+        table = self._table_of_cost_and_memory(stage_table, recompute, (0.0, 0.0, 0.0, 0.0), counts)
         if not has_buffer:
             return float(least(table, np.array([[0.0, 1.0]]))[0]) + constant
-        chosen = front(table, (), (1, math.inf), self.stop, _MAX_PARTS, is_shared=True)
+        chosen = front(table, (), (1, math.inf), self.stop, _MAX_PARTIAL_ROWS, is_shared=True)
         return float((chosen.sums[:, 1] + chosen.sizes).min(initial=math.inf)) + constant
 
-    def _scalar(self, found: StageTable, way: str, weights: tuple[float, ...], counts: np.ndarray) -> VectorTable:
-        """Components: weighted seconds, bytes."""
-        key = (id(found), way == "stage", weights, *counts.tolist())
-        if key not in self._projected:
-            table = found.table
-            forward = weights[0] + (weights[2] if way == "stage" else 0.0)
-            seconds = np.array([forward, weights[1], weights[3]])
-            sums = tuple(np.column_stack([s[:, :3] @ seconds, s[:, 3:5] @ counts]) for s in table.sums)
+    def _table_of_cost_and_memory(
+        self, stage_table: StageTable, recompute: str, weights: tuple[float, ...], counts: np.ndarray
+    ) -> VectorTable:
+        """The table with two components: weighted seconds, and resident bytes (without their constant part)."""
+        key = (id(stage_table), recompute == "stage", weights, *counts.tolist())
+        if key not in self._derived:
+            table = stage_table.table
+            forward_weight = weights[0] + (weights[2] if recompute == "stage" else 0.0)
+            time_weights = np.array([forward_weight, weights[1], weights[3]])
+            sums = tuple(np.column_stack([s[:, :3] @ time_weights, s[:, 3:5] @ counts]) for s in table.sums)
             edges = []
             for edge in table.edges:
-                (_, there), (_, back) = edge.parts
-                between = seconds[0] * there.class_costs + seconds[1] * back.class_costs
-                edges.append(
-                    VectorEdge(edge.source, edge.target, ((0, ClassCosts(between, there.rows, there.columns)),))
-                )
-            self._projected[key] = VectorTable(sums, table.sizes, tuple(edges))
-        return self._projected[key]
+                (_, forward), (_, backward) = edge.parts
+                costs = time_weights[0] * forward.class_costs + time_weights[1] * backward.class_costs
+                class_costs = ClassCosts(costs, forward.rows, forward.columns)
+                edges.append(VectorEdge(edge.source, edge.target, ((0, class_costs),)))
+            self._derived[key] = VectorTable(sums, table.sizes, tuple(edges))
+        return self._derived[key]
 
-    def _with_memory(self, found: StageTable, counts: np.ndarray, has_sides: bool = True) -> VectorTable:
-        """Components forward, backward, gradient, memory, then bytes of shared weights."""
-        key = (id(found), has_sides, *counts.tolist())
-        if key not in self._projected:
-            table = found.table
+    def _table_with_memory(self, stage_table: StageTable, counts: np.ndarray, has_sides: bool = True) -> VectorTable:
+        """The table with components forward, backward, gradient, resident bytes (without their constant part), and then the bytes
+        of every shared weight."""
+        key = (id(stage_table), has_sides, *counts.tolist())
+        if key not in self._derived:
+            table = stage_table.table
             sums = tuple(np.column_stack([s[:, :3], s[:, 3:5] @ counts, s[:, 5:]]) for s in table.sums)
-            self._projected[key] = VectorTable(sums, table.sizes, table.edges, table.keys if has_sides else ())
-        return self._projected[key]
+            self._derived[key] = VectorTable(sums, table.sizes, table.edges, table.keys if has_sides else ())
+        return self._derived[key]
 
 
-def _guide(wanted: RowFilter, way: str, constant: float, num_components: int) -> Guide:
-    forward, backward, recompute, gradient, memory = wanted.weights
-    if way == "stage":
-        forward += recompute
+def _guide(row_filter: RowFilter, recompute: str, constant: float, num_components: int) -> Guide:
+    """A row filter as a guide over the components of :meth:`StageSearch._table_with_memory`."""
+    forward, backward, recomputation, gradient, memory = row_filter.weights
+    if recompute == "stage":
+        forward += recomputation
     weights = (forward, backward, gradient, memory, *(0.0,) * (num_components - 4))
-    return Guide(weights, wanted.threshold - memory * constant)
+    return Guide(weights, row_filter.threshold - memory * constant)
 
 
-def _rows(
-    found: StageTable, way: str, choices: np.ndarray, sums: np.ndarray, sizes: np.ndarray, constant: float
+def _stage_front(
+    stage_table: StageTable, recompute: str, choices: np.ndarray, sums: np.ndarray, sizes: np.ndarray, constant: float
 ) -> StageFront:
-    again = sums[:, 0] if way == "stage" else np.zeros(len(sums))
-    entry, exit_ = found.sides(choices)
+    """Choices as rows, from their sums and sizes in the table of :meth:`StageSearch._table_with_memory`."""
+    recompute_s = sums[:, 0] if recompute == "stage" else np.zeros(len(sums))
+    entry, exit_ = stage_table.sides(choices)
     return StageFront(
-        times=np.column_stack([sums[:, 0], sums[:, 1], again, sums[:, 2]]),
+        times=np.column_stack([sums[:, 0], sums[:, 1], recompute_s, sums[:, 2]]),
         memory=sums[:, 3] + constant,
         buffer=sizes,
         shared=sums[:, 4:],
         entry=entry,
         exit=exit_,
-        origin=((found, way, choices),),
+        origin=((stage_table, recompute, choices),),
     )
 
 
 class FixedStages(StageSearch):
-    """Stages as experts run them: all layers follow one rule, the members of the named baselines."""
+    """Searches of stages in which all layers follow one rule: the strategies of named baselines (:mod:`autoddl.search.baselines`).
+
+    Args:
+        names: Names of the baselines; the other arguments are those of :class:`StageSearch`.
+    """
 
     def __init__(
         self,
@@ -386,20 +461,20 @@ class FixedStages(StageSearch):
         *,
         names: tuple[str, ...],
     ):
-        # Of few strategies few prices are worked out: nothing of the others' is of use.
+        # The tables of ``share_with`` have the prices of many more strategies: sharing them would not save time.
         super().__init__(chain, mesh, cluster, workload, replace(pricing, untied=False, names=names), None, stop)
-        self._members: dict[object, np.ndarray] = {}
+        self._choices: dict[object, np.ndarray] = {}
 
-    def _least_choices(self, found: StageTable, weights: np.ndarray) -> np.ndarray:
-        choices = self._choices(found)
-        sums, _ = found.table.evaluate(choices)
+    def _least_choices(self, stage_table: StageTable, weights: np.ndarray) -> np.ndarray:
+        choices = self._choices_of_baselines(stage_table)
+        sums, _ = stage_table.table.evaluate(choices)
         choices, sums = choices[np.isfinite(sums).all(axis=1)], sums[np.isfinite(sums).all(axis=1)]
         return choices[(weights @ sums.T).argmin(axis=1)] if len(choices) else choices
 
     def _front(
-        self, found: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
+        self, stage_table: StageTable, table: VectorTable, guides: Sequence[Guide], limit: float, is_shared: bool
     ) -> Front:
-        choices = self._choices(found)
+        choices = self._choices_of_baselines(stage_table)
         sums, sizes = table.evaluate(choices)
         fits = np.isfinite(sums).all(axis=1) & (sums[:, 3] + sizes <= limit)
         for guide in guides:
@@ -410,45 +485,51 @@ class FixedStages(StageSearch):
         self,
         first: int,
         stop: int,
-        way: str,
+        recompute: str,
         passes: Passes,
-        need: StageDemand,
+        demand: StageDemand,
         weights: Sequence[float],
         limit: float,
-        most: float,
+        max_cost: float,
     ) -> tuple[float, StageFront] | None:
-        rows = self.rows(first, stop, way, passes, need, (), limit)
+        rows = self.rows(first, stop, recompute, passes, demand, (), limit)
         if rows is None or not len(rows):
             return None
         costs = rows.times @ np.array(weights)
         row = int(costs.argmin())
-        return (float(costs[row]), rows.only(np.array([row]))) if costs[row] < most else None
+        return (float(costs[row]), rows.only(np.array([row]))) if costs[row] < max_cost else None
 
-    def _choices(self, found: StageTable) -> np.ndarray:
-        if id(found) not in self._members:
-            self._members[id(found)] = np.array(list(self._of_members(found)), dtype=np.intp).reshape(
-                -1, len(found.phases.variables)
-            )
-        return self._members[id(found)]
-
-    def _of_members(self, found: StageTable) -> Iterator[list[int]]:
-        for member in self.tables.members(found.graph):
-            choice = []
-            for variable in found.phases.variables:
-                wanted = {member.strategies[name] for name in variable.layers if name not in variable.swapped}
-                option = variable.option_set.index.get(next(iter(wanted))) if len(wanted) == 1 else None
-                if option is None:
-                    break
-                if any(variable.strategy(name, option) != member.strategies[name] for name in variable.swapped):
-                    break
-                choice.append(option)
-            else:
-                yield choice
+    def _choices_of_baselines(self, stage_table: StageTable) -> np.ndarray:
+        """The baselines as choices; shape (baselines, variables)."""
+        if id(stage_table) not in self._choices:
+            choices = []
+            for baseline in self.tables.members(stage_table.graph):
+                choice = _choice_of(baseline, stage_table)
+                if choice is not None:
+                    choices.append(choice)
+            num_variables = len(stage_table.phases.variables)
+            self._choices[id(stage_table)] = np.array(choices, dtype=np.intp).reshape(-1, num_variables)
+        return self._choices[id(stage_table)]
 
 
+def _choice_of(baseline: Baseline, stage_table: StageTable) -> list[int] | None:
+    """The option of every variable that gives the baseline's strategies; None if there is none."""
+    choice = []
+    for variable in stage_table.phases.variables:
+        strategies = {baseline.strategies[name] for name in variable.layers if name not in variable.swapped}
+        option = variable.option_set.index.get(next(iter(strategies))) if len(strategies) == 1 else None
+        if option is None:
+            return None
+        if any(variable.strategy(name, option) != baseline.strategies[name] for name in variable.swapped):
+            return None
+        choice.append(option)
+    return choice
+
+
+#: Constructor of the searches of stages, with the arguments of :class:`StageSearch`.
 MakeStages = Callable[..., StageSearch]
 
-#: Megatron's tensor parallelism, down to pure data parallelism.
+#: Stages with Megatron's tensor parallelism, of any degree down to pure data parallelism.
 megatron_stages: MakeStages = partial(FixedStages, names=("megatron", "data parallel"))
-#: Every stage is replicated on its devices, as the papers of pipelines have it.
+#: Stages that are replicated on all devices of their worker (pure data parallelism), as in the papers about pipelines.
 replicated_stages: MakeStages = partial(FixedStages, names=("data parallel",))

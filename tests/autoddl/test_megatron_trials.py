@@ -21,7 +21,7 @@ from autoddl.costmodel.stopping import Deadline, Stop
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.joint import JointOptions, evaluate
 from autoddl.pipelines.joint.job import job_of
-from autoddl.pipelines.joint.megatron_trials import NOTE, _level_cut, megatron_trials, plan_alone
+from autoddl.pipelines.joint.megatron_trials import NOTE, _balanced_cut, megatron_trials, plan_alone
 from autoddl.pipelines.joint.partition import ENTRY
 from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.plandocument import sealed
@@ -192,18 +192,18 @@ def chain(flops):
 
 
 def test_cuts_by_hand():
-    assert _level_cut(chain([3, 1, 1, 3]), 2) == [2, 2]
-    assert _level_cut(chain([9, 1, 1, 1]), 2) == [1, 3]
-    assert _level_cut(chain([1, 1, 1, 9]), 3) == [2, 1, 1]  # 4 of 12 and 8 of 12 are nearest to 3 and to what is left
-    assert _level_cut(chain([0, 0, 0]), 3) == [1, 1, 1]
+    assert _balanced_cut(chain([3, 1, 1, 3]), 2) == [2, 2]
+    assert _balanced_cut(chain([9, 1, 1, 1]), 2) == [1, 3]
+    assert _balanced_cut(chain([1, 1, 1, 9]), 3) == [2, 1, 1]  # 4 of 12 and 8 of 12 are nearest to 3 and to what is left
+    assert _balanced_cut(chain([0, 0, 0]), 3) == [1, 1, 1]
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=20), st.data())
 def test_every_stage_has_units_and_equal_units_are_shared_equally(flops, data):
     count = data.draw(st.integers(1, len(flops)))
-    cut = _level_cut(chain(flops), count)
+    cut = _balanced_cut(chain(flops), count)
     assert len(cut) == count and sum(cut) == len(flops) and min(cut) >= 1
-    assert _level_cut(chain([7] * (3 * count)), count) == [3] * count
+    assert _balanced_cut(chain([7] * (3 * count)), count) == [3] * count
 
 
 # ---- The document ------------------------------------------------------------------------------------------------------
