@@ -1,6 +1,6 @@
-"""The schedule of a stage that has no other beside it: one micro-batch after the other, forward and back; the update at the end.
+"""The schedule of a single stage on one worker: forward and backward of one micro-batch after the other, then the update.
 
-It is 1F1B on one worker.  Its tasks are made when they are asked for, so that a step may have as many micro-batches as it likes.
+This is 1F1B with one stage.  Tasks are made when they are indexed, so that the number of micro-batches does not cost memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,12 @@ __all__ = ["schedule_alone"]
 
 @dataclass(frozen=True)
 class _Tasks(Sequence[Task]):
-    """``0F0 0B0 0F1 0B1 ... 0A0 0U0``; with recomputation ``0F0 0R0 0B0 ...``."""
+    """The tasks of the worker as a lazy sequence: ``0F0 0B0 0F1 0B1 ... 0A0 0U0``; with recomputation ``0F0 0R0 0B0 ...``.
+
+    Attributes:
+        num_micro_batches: Number of micro-batches per step.
+        recomputes: Whether the forward pass is run again before the backward pass.
+    """
 
     num_micro_batches: int
     recomputes: bool
@@ -37,19 +42,20 @@ class _Tasks(Sequence[Task]):
     def __getitem__(self, index: int | slice) -> Task | tuple[Task, ...]:
         if isinstance(index, slice):
             return tuple(self[i] for i in range(*index.indices(len(self))))
-        passes, number = self._passes, range(len(self))[index]
-        micro_batch, which = divmod(number, len(passes))
+        passes, position = self._passes, range(len(self))[index]  # raises IndexError beyond the end
+        micro_batch, place = divmod(position, len(passes))
         if micro_batch == self.num_micro_batches:
-            return Task((Kind.ALL_REDUCE, Kind.UPDATE)[which], 0, 0, 0)
-        return Task(passes[which], 0, 0, micro_batch)
+            return Task((Kind.ALL_REDUCE, Kind.UPDATE)[place], 0, 0, 0)
+        return Task(passes[place], 0, 0, micro_batch)
 
 
 def schedule_alone(num_micro_batches: int, width: int = 1, recomputes: bool = False) -> Schedule:
-    """The schedule of one stage on one worker.
+    """Make the schedule of one stage on one worker.
 
     Args:
-        width: devices of the worker.
-        recomputes: whether its forward pass is run again as a task of its own.
+        num_micro_batches: Number of micro-batches per step.
+        width: Number of devices of the worker.
+        recomputes: Whether the forward pass is run again as a task of its own.
 
     >>> [str(task) for task in schedule_alone(2).workers[0]]
     ['0F0', '0B0', '0F1', '0B1', '0A0', '0U0']

@@ -29,7 +29,12 @@ __all__ = ["StepGraph", "Terms"]
 
 class Terms:
     """Positions of the terms of S stages in a vector of 6 S - 2 numbers: forward, backward, recompute, all-reduce (S each), then
-    forward and backward transfers (S - 1 each)."""
+    forward and backward transfers (S - 1 each).
+
+    >>> terms = Terms(4)
+    >>> terms.recompute, terms.transfer_forward, terms.count
+    (slice(8, 12, None), slice(16, 19, None), 22)
+    """
 
     def __init__(self, num_stages: int) -> None:
         self.num_stages = num_stages
@@ -45,14 +50,20 @@ class Terms:
 
 
 class StepGraph:
-    """The graph of one schedule.
+    """The longest-path graph of one schedule.
 
     Args:
-        schedule: synchronous and valid.
-        passes: per stage, number of autograd passes of a whole backward; times are per pass.
-        input_passes: per stage, number of those passes after which the gradient of the input is available.
-        added: tasks that a longer schedule has in addition; the step times are then lower bounds of the longer one's
+        schedule: A synchronous and valid schedule.
+        passes: Per stage, number of autograd passes of a whole backward pass; times are per autograd pass.
+        input_passes: Per stage, number of autograd passes after which the gradient of the input is available.
+        added: Tasks that a longer schedule has in addition; the step times are then lower bounds on those of the longer schedule
             (:meth:`with_repeated_insertions`).
+
+    >>> from autoddl.pipelines.alone import schedule_alone
+    >>> graph = StepGraph(schedule_alone(3), passes=[1], input_passes=[1])
+    >>> step, path = graph.step(np.array([1.0, 2.0, 0.0, 0.5]))  # forward, backward, recompute, all-reduce
+    >>> step, path.tolist()
+    (9.5, [3.0, 3.0, 0.0, 1.0])
     """
 
     def __init__(
@@ -70,12 +81,19 @@ class StepGraph:
 
     def with_repeated_insertions(self, count: int) -> StepGraph:
         """The graph in which every inserted run of tasks is executed ``count`` times."""
-        found = copy(self)
-        found._times = np.where(self._is_added, count * self._times, self._times)
-        return found
+        graph = copy(self)
+        graph._times = np.where(self._is_added, count * self._times, self._times)
+        return graph
 
     def step(self, times: np.ndarray) -> tuple[float, np.ndarray]:
-        """The makespan, and n(P, .) of a longest path P, both over the terms in the order of :class:`Terms`."""
+        """Compute the makespan and a longest path P.
+
+        Args:
+            times: Seconds of every term, in the order of :class:`Terms`; shape (terms,).
+
+        Returns:
+            The makespan, and the counts n(P, .) in the order of :class:`Terms`; shape (terms,).
+        """
         durations = (np.append(times, 0.0)[self._term] * self._times).tolist()
         ends, before = [0.0] * (len(durations) + 1), [0] * (len(durations) + 1)
         for node, (first, second, duration) in enumerate(zip(self._first, self._second, durations), start=1):
@@ -91,7 +109,7 @@ class StepGraph:
         return step, counts[:-1]
 
     def steps(self, times: np.ndarray) -> np.ndarray:
-        """The makespans for many vectors of times at once; shape (terms, many) -> (many,)."""
+        """Compute the makespans for many vectors of times at once; shape (terms, vectors) -> (vectors,)."""
         padded = np.vstack([times, np.zeros((1, times.shape[1]))])
         ends = np.zeros((self.num_nodes + 1, times.shape[1]))
         rows = zip(self._first, self._second, self._term.tolist(), self._times.tolist())
@@ -124,76 +142,89 @@ class _Builder:
         size = np.where(
             self.table.kind < Kind.ALL_REDUCE, self.table.num_slots / self.table.slots_per_micro_batch, 1.0
         ).tolist()
-        self._tasks(terms, size)
-        self._inputs(terms, size)
+        self._add_tasks(terms, size)
+        self._add_transfers(terms, size)
 
-    def _node(self, term: int, times: float) -> int:
+    def _add_node(self, term: int, times: float) -> int:
+        """Add a node that takes a term ``times`` times; return its index."""
         self.predecessors.append([])
         self.term.append(term)
         self.times.append(times)
         self.is_added.append(False)
         return len(self.term) - 1
 
-    def _tasks(self, terms: Terms, size: Sequence[float]) -> None:
-        """Add the tasks in the order of their workers, and the all-reduces that they launch and wait for."""
+    def _add_tasks(self, terms: Terms, size: Sequence[float]) -> None:
+        """Add the tasks in the order of their workers, and the all-reduces that they launch and wait for.
+
+        Args:
+            terms: Positions of the terms.
+            size: Per task, the part of a micro-batch that it computes.
+        """
         self.node_of: list[int] = []
-        self.groups: dict[tuple[int, int], int] = {}
+        self.all_reduces: dict[tuple[int, int], int] = {}
         number = 0
         for worker, tasks in enumerate(self.schedule.workers):
             previous = stream = NONE
             for place, (kind, _, stage, micro_batch, _) in enumerate(tasks):
                 if self.added is not None and place in self.added.tasks[worker]:
-                    previous = self._chain(self.added.tasks[worker][place], previous)
+                    previous = self._add_chain(self.added.tasks[worker][place], previous)
                 if kind == Kind.ALL_REDUCE:
-                    group = self._group(terms, stage, micro_batch)
+                    # All-reduces run beside the tasks, on a stream of their own: one after the other per worker.
+                    group = self._all_reduce_node(terms, stage, micro_batch)
                     self.predecessors[group] += [node for node in (previous, stream) if node != NONE]
                     stream = group
                     self.node_of.append(group)
                 elif kind == Kind.UPDATE:
-                    node = self._node(terms.count, 0.0)
+                    node = self._add_node(terms.count, 0.0)
                     self.predecessors[node] += [previous] * (previous != NONE)
-                    if (stage, micro_batch) in self.groups:
-                        self.predecessors[node].append(self.groups[stage, micro_batch])
+                    if (stage, micro_batch) in self.all_reduces:
+                        self.predecessors[node].append(self.all_reduces[stage, micro_batch])
                     previous = node
                     self.node_of.append(node)
                 else:
                     term, times = self._duration(kind, stage)
-                    node = self._node(term, size[number] * times)
+                    node = self._add_node(term, size[number] * times)
                     self.predecessors[node] += [previous] * (previous != NONE)
                     previous = node
                     self.node_of.append(node)
                 number += 1
 
     def _duration(self, kind: Kind, stage: int) -> tuple[int, float]:
-        """The term of a compute task, and how many times it takes that term."""
+        """The term of a compute task, and the number of times that the task takes it."""
         terms = self.terms
         if kind == Kind.FORWARD:
             return terms.forward.start + stage, 1.0
         if kind == Kind.RECOMPUTE:
             return terms.recompute.start + stage, 1.0
-        whole, part = self.passes[stage], self.input_passes[stage]
-        count = whole if kind == Kind.BACKWARD else part if kind == Kind.BACKWARD_INPUT else whole - part
+        passes, input_passes = self.passes[stage], self.input_passes[stage]
+        if kind == Kind.BACKWARD:
+            count = passes
+        elif kind == Kind.BACKWARD_INPUT:
+            count = input_passes
+        else:
+            count = passes - input_passes
         return terms.backward.start + stage, float(count)
 
-    def _chain(self, tasks: Sequence[Task], previous: int) -> int:
+    def _add_chain(self, tasks: Sequence[Task], previous: int) -> int:
         """Add the inserted tasks behind a node, one node per term; return the last node."""
         sums: dict[int, float] = {}
         for task in tasks:
             term, count = self._duration(task.kind, task.stage)
             sums[term] = sums.get(term, 0.0) + count * task.part.size
         for term, count in sums.items():
-            node = self._node(term, count)
+            node = self._add_node(term, count)
             self.is_added[node] = True
             self.predecessors[node] += [previous] * (previous != NONE)
             previous = node
         return previous
 
-    def _group(self, terms: Terms, stage: int, update: int) -> int:
-        if (stage, update) not in self.groups:
-            self.groups[stage, update] = self._node(terms.all_reduce.start + stage, 1.0)
-        return self.groups[stage, update]
+    def _all_reduce_node(self, terms: Terms, stage: int, update: int) -> int:
+        """The node of the all-reduce of a stage's gradients, which all its workers launch and wait for."""
+        if (stage, update) not in self.all_reduces:
+            self.all_reduces[stage, update] = self._add_node(terms.all_reduce.start + stage, 1.0)
+        return self.all_reduces[stage, update]
 
-    def _inputs(self, terms: Terms, size: Sequence[float]) -> None:
+    def _add_transfers(self, terms: Terms, size: Sequence[float]) -> None:
         """Add the transfers between stages, on links that carry one transfer at a time in the sender's order."""
         schedule, arrival = self.schedule, list(self.node_of)
         number = 0
@@ -206,7 +237,7 @@ class _Builder:
                         term = terms.transfer_forward.start + task.stage
                     else:
                         term = terms.transfer_backward.start + task.stage - 1
-                    node = self._node(term, size[number])
+                    node = self._add_node(term, size[number])
                     self.predecessors[node].append(self.node_of[number])
                     if destination in on_link:
                         self.predecessors[node].append(on_link[destination])
@@ -229,9 +260,13 @@ class _Builder:
         ]
 
     def topological(self) -> tuple[list[int], list[int], np.ndarray, np.ndarray, np.ndarray]:
-        """The nodes in topological order: two predecessors each (numbered from 1; 0: none), term, its count, is added.
+        """Order the nodes topologically, with at most two predecessors each.
 
-        Nodes of zero duration merge the predecessors of a node that has more than two.
+        Nodes of zero duration merge the predecessors of nodes that have more than two.
+
+        Returns:
+            Per node: the first and the second predecessor (numbered from 1; 0 for none), its term, how often it takes the term, and
+            whether it is an inserted task.
         """
         successors: list[list[int]] = [[] for _ in self.predecessors]
         waiting = [len(nodes) for nodes in self.predecessors]
@@ -239,19 +274,20 @@ class _Builder:
             for other in nodes:
                 successors[other].append(node)
         ready = [node for node, count in enumerate(waiting) if not count]
+        # Number of each node in topological order, from 1; 0 as long as it is not placed.
         place = [0] * len(self.predecessors)
         first: list[int] = []
         second: list[int] = []
         term: list[int] = []
         times: list[float] = []
         is_added: list[bool] = []
-        none = 6 * self.schedule.num_stages - 2
+        no_term = self.terms.count
 
-        def put(a: int, b: int, of: int, count: float, added: bool) -> int:
+        def append(before: int, other: int, of_term: int, count: float, added: bool) -> int:
             is_added.append(added)
-            first.append(a)
-            second.append(b)
-            term.append(of)
+            first.append(before)
+            second.append(other)
+            term.append(of_term)
             times.append(count)
             return len(first)
 
@@ -259,12 +295,12 @@ class _Builder:
             node = ready.pop()
             before = [place[other] for other in self.predecessors[node]]
             while len(before) > 2:
-                before.append(put(before.pop(), before.pop(), none, 0.0, False))
+                before.append(append(before.pop(), before.pop(), no_term, 0.0, False))
             before += [0] * (2 - len(before))
-            place[node] = put(before[0], before[1], self.term[node], self.times[node], self.is_added[node])
-            for later in successors[node]:
-                waiting[later] -= 1
-                if not waiting[later]:
-                    ready.append(later)
+            place[node] = append(before[0], before[1], self.term[node], self.times[node], self.is_added[node])
+            for successor in successors[node]:
+                waiting[successor] -= 1
+                if not waiting[successor]:
+                    ready.append(successor)
         assert all(place), "the schedule deadlocks"
         return first, second, np.array(term, dtype=np.intp), np.array(times), np.array(is_added)

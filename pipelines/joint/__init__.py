@@ -1,17 +1,19 @@
-"""Pipelines and SBP strategies planned together.
+"""Joint planning of pipelines and SBP strategies.
 
-A configuration divides the model's layers into stages and the devices into workers, and gives every stage strategies, a way of
-recomputation and a place in a schedule.  From the ground up:
+A *configuration* divides the model's layers into stages and the devices into workers, and chooses for every stage the strategies of
+its layers, a way of recomputation and a place in a schedule.  The modules, from the ground up:
 
-- `partition`: the model as a chain of units; `meshes`: the devices of workers; `configuration`; `space`: which ones are searched.
-- `evaluation`: ``evaluate``, the figures of a configuration; `boundary`: what passes between its stages.
-- `stage_cost`, `stage_search`: the best strategies of a stage; `memory_demand`: what schedules ask of its memory.
-- `bounds`, `levels`, `unit_bounds`: what no plan is faster than; `cut_graph`: bounds of all cuts of a setting.
-- `setting_search`: the best plan of a setting (devices, schedule, micro-batch), by `relaxation`, `cut_program`, `row_search`,
+- The space: `partition` (the model as a chain of units), `meshes` (the devices of workers), `configuration`, and `space` (the
+  configurations that are searched).
+- Figures: `evaluation` (time and memory of a configuration, by ``evaluate``) and `boundary` (communication between stages).
+- Stages: `stage_cost` (cost tables), `stage_search` (the best strategies of a stage) and `memory_demand` (micro-batches in flight).
+- Lower bounds: `bounds`, `levels` and `unit_bounds`; `cut_graph` (bounds of all cuts of a setting).
+- A setting (devices, schedule, micro-batch): `setting_search` finds its best plan, by `relaxation`, `cut_program`, `row_search`,
   `cut_regions` and `fitting`.
-- `explorer`: what settings share; `search`: best first over all settings; `least_memory`: what would fit at least.
-- `families`: the best plan of each family of schedules, with `paper_planners`; `megatron_trials`: Megatron's rule,
-  and a note where a pipeline would be faster; `planner`: ``plan_jointly``; `job`, `result`.
+- All settings: `explorer` (the data that settings share), `search` (best-first search) and `least_memory` (the least memory of any
+  plan).
+- Planners: `planner` (``plan_jointly``), `families` (the best plan of each family of schedules), `paper_planners` (the planners of
+  papers), `megatron_trials` (Megatron's rule); `job` (their input) and `result` (their output).
 """
 
 from __future__ import annotations
