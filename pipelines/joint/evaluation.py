@@ -400,6 +400,17 @@ def evaluate_unpipelined(
 
     Raises:
         UserError: a strategy does not fit its layer or the micro-batch.
+
+    >>> from autoddl.costmodel.cluster import load_cluster
+    >>> from autoddl.costmodel.strategy import data_parallel
+    >>> from autoddl.pipelines.joint import chain_of
+    >>> from autoddl.zoo import resolve_model
+    >>> graph, cluster = resolve_model("mlp:64,64"), load_cluster("gcp-a100").resized(1, 2)
+    >>> strategies = {layer.name: data_parallel(cluster.level_sizes) for layer in graph.layers}
+    >>> workload = Workload(batch=8, micro_batch=4, precision="mixed", optimizer="adam")
+    >>> evaluation = evaluate_unpipelined(chain_of(graph), cluster, workload, strategies)
+    >>> evaluation.has_pipeline, evaluation.schedule.num_micro_batches, evaluation.bubble_s
+    (False, 2, 0.0)
     """
     schedule = PipelineSchedule("1f1b", 1, workload.num_micro_batches)
     stage = StageChoice(chain.num_units, "layers" if workload.recompute else "none", strategies)

@@ -67,6 +67,13 @@ def plan_alone(graph: LayerGraph, cluster: Cluster, options: Options, stop: Stop
         StopRequestedError: the stop was requested before any plan was known.
         InfeasibleError: no plan without a pipeline fits the memory limit; the message says whether a trial fits.
         UserError: an option is out of range.
+
+    >>> from autoddl.costmodel.cluster import load_cluster
+    >>> from autoddl.zoo import resolve_model
+    >>> cluster = load_cluster("gcp-a100").resized(1, 2)
+    >>> result = plan_alone(resolve_model("mlp:64,64"), cluster, Options(batch=8))
+    >>> result.status, result.notes
+    ('optimal', ())
     """
     stop = stop or Stop()
     try:

@@ -79,6 +79,14 @@ def plan_jointly(
         StopRequestedError: the stop was requested before any plan was known.
         InfeasibleError: no plan fits the memory limit.
         UserError: an option is out of range, or does not apply to joint plans.
+
+    >>> from autoddl.costmodel.cluster import load_cluster
+    >>> from autoddl.search.planner import Options
+    >>> from autoddl.zoo import resolve_model
+    >>> graph, cluster = resolve_model("mlp:64,64"), load_cluster("gcp-a100").resized(1, 2)
+    >>> result = plan_jointly(graph, cluster, JointOptions(Options(batch=8, micro_batch=8)))
+    >>> result.status, result.configuration.schedule.num_stages
+    ('optimal', 1)
     """
     start = time.perf_counter()
     _check(options)

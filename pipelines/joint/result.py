@@ -56,8 +56,10 @@ class Considered:
             a pipeline: number of assignments of strategies.
         settings: Number of (mesh, schedule, micro-batch) with at least one cut.  Without a pipeline: number of (micro-batch,
             recomputation).
-        ruled_out_by_memory: Number of settings in which some layer has no strategy, or whose schedule does not exist.
-        ruled_out_by_bound: Number of settings whose bounds exclude a better plan without an attempt at them.
+        ruled_out_by_memory: Number of settings in which some layer has no strategy.  Without a pipeline: number of settings none of
+            whose plans fits the memory limit.
+        ruled_out_by_bound: Number of other settings that were not searched, because their first bounds exclude a better plan, or
+            because the time limit came first.
         simulated: Number of plans that were evaluated with all figures.  Without a pipeline: number of assignments priced by the
             search.
         stage_searches: Number of searches for the best strategies of a stage.
