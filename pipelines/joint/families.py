@@ -37,11 +37,11 @@ from .stage_search import MakeStages, megatron_stages, replicated_stages
 __all__ = [
     "PIPELINES",
     "Family",
-    "common_strategy",
     "describe",
+    "describe_common_strategy",
+    "describe_stop",
     "families_of",
     "paper_plan",
-    "stopped",
 ]
 
 #: Share of the time limit for the searches of all families together.
@@ -173,7 +173,7 @@ def _pipeline(
         except (UserError, StopRequestedError):
             pass
         else:
-            paper_step_s, note = plan.step_s if objective == "step" else None, stopped(clock)
+            paper_step_s, note = plan.step_s if objective == "step" else None, describe_stop(clock)
             best = plan if best is None or plan.cost(objective) < best.cost(objective) else best
     if best is None:
         reason = "no such plan fits the memory limit"
@@ -183,14 +183,14 @@ def _pipeline(
         elif explored.num_settings == explored.num_impossible:
             reason = "none of its schedules has stages that divide over the devices"
         return Rival(family.title, infeasible=reason), None
-    strategy = common_strategy(best) if family.make_stages is megatron_stages else ""
+    strategy = describe_common_strategy(best) if family.make_stages is megatron_stages else ""
     # The search bounds the objective, which is a bound on the step only if the step is the objective.
     lower = min(explored.lower_bound_s, best.step_s) if objective == "step" else None
     how = f"{describe(best)}{strategy}{note}"
     return Rival.of(family.title, best, how, lower_bound_s=lower, paper_step_s=paper_step_s), best
 
 
-def stopped(clock: Clock) -> str:
+def describe_stop(clock: Clock) -> str:
     """Describe why a planner stopped early; empty if it did not."""
     if clock.stop.is_requested:
         return "; interrupted"
@@ -229,7 +229,7 @@ def _data_parallel(job: PlanningJob) -> tuple[Rival, Evaluation | None]:
     return Rival(name, infeasible=reason or f"the batch does not divide over {strategy.p0} devices"), None
 
 
-def common_strategy(evaluation: Evaluation) -> str:
+def describe_common_strategy(evaluation: Evaluation) -> str:
     """Describe the mesh of a plan in which all layers follow one rule, such as ``, dp 2 x mp 4``: the strategy of the first linear
     layer; empty if there is no linear layer."""
     linear = next((layer for layer in evaluation.layers if layer.layer.kind == "linear"), None)

@@ -81,10 +81,10 @@ def _shortened(spec: PipelineSchedule) -> PipelineSchedule:
 
 @lru_cache(maxsize=256)
 def _generated_demand(spec: PipelineSchedule) -> MemoryDemand:
-    return read_off(spec.schedule(1, (False,) * spec.num_stages))
+    return demand_of_schedule(spec.schedule(1, (False,) * spec.num_stages))
 
 
-def read_off(schedule: Schedule) -> MemoryDemand:
+def demand_of_schedule(schedule: Schedule) -> MemoryDemand:
     """Return the memory demand of a generated schedule."""
     versions = {} if schedule.is_synchronous else weight_versions(schedule)
     most_in_flight, most_versions = [0.0] * schedule.num_stages, [1] * schedule.num_stages

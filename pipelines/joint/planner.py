@@ -30,7 +30,7 @@ from autoddl.search.planner import InfeasibleError, Planned, make_plan
 from ..planners import Clock
 from .evaluation import Evaluation, evaluate_unpipelined
 from .explorer import Explorer
-from .families import PIPELINES, families_of, paper_plan, stopped
+from .families import PIPELINES, describe_stop, families_of, paper_plan
 from .job import DEFAULT_TIME_LIMIT_S, PlanningJob, Report, job_of, no_report
 from .least_memory import least_memory
 from .megatron_trials import megatron_trials
@@ -306,7 +306,9 @@ def _plan_by_paper(job: PlanningJob, unpipelined: Planned | None, error: UserErr
         considered=considered,
         rivals=tuple(rival for rival, _ in families),
         search_s=time.perf_counter() - start,
-        notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{stopped(clock)}",) if clock.stopped else (),
+        notes=(f"the plan is the best that {PLANNERS[name]}'s planner found{describe_stop(clock)}",)
+        if clock.stopped
+        else (),
         is_interrupted=job.stop.is_requested,
     )
 

@@ -20,7 +20,7 @@ from autoddl.pipelines.joint.cut_graph import PRICES, Bound, CutGraph
 from autoddl.pipelines.joint.cut_regions import closed_arcs
 from autoddl.pipelines.joint.explorer import Explorer
 from autoddl.pipelines.joint.levels import least_level
-from autoddl.pipelines.joint.memory_demand import memory_demand_of, read_off
+from autoddl.pipelines.joint.memory_demand import demand_of_schedule, memory_demand_of
 from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.space import schedules
 from autoddl.pipelines.schedule import Schedule
@@ -243,7 +243,7 @@ def test_needs_are_those_of_the_generated_schedule(depth: int) -> None:
     compared = 0
     for count in (1, 5, 24, 70):
         for spec, schedule in every_schedule(depth, count, stale=True):
-            assert memory_demand_of(spec) == read_off(schedule), spec
+            assert memory_demand_of(spec) == demand_of_schedule(schedule), spec
             compared += 1
     assert compared > 25
 
