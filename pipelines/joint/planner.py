@@ -120,7 +120,7 @@ def _plan_without_pipeline(job: PlanningJob) -> tuple[Planned | None, UserError 
         return make_plan(job.graph, job.cluster, job.options.base, stop=stop), None
     except StopRequestedError:
         job.stop.check()
-        return None, _NotFoundError("none was found within its time")
+        return None, _NotFoundError("no plan was found within its share of the time limit")
     except UserError as error:
         return None, error
 
