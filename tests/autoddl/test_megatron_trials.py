@@ -194,7 +194,11 @@ def chain(flops):
 def test_cuts_by_hand():
     assert _balanced_cut(chain([3, 1, 1, 3]), 2) == [2, 2]
     assert _balanced_cut(chain([9, 1, 1, 1]), 2) == [1, 3]
-    assert _balanced_cut(chain([1, 1, 1, 9]), 3) == [2, 1, 1]  # 4 of 12 and 8 of 12 are nearest to 3 and to what is left
+    assert _balanced_cut(chain([1, 1, 1, 9]), 3) == [
+        2,
+        1,
+        1,
+    ]  # 4 of 12 and 8 of 12 are nearest to 3 and to what is left
     assert _balanced_cut(chain([0, 0, 0]), 3) == [1, 1, 1]
 
 
