@@ -1,5 +1,15 @@
-"""What is trained besides the built-in families: a user's own model, which FILE.py:FUNCTION returns with the samples that it learns
-from, and the model of a plan, which is one or the other."""
+"""Training problems of users' own models and of plans, and the trainer of a plan.
+
+=================  ==========================================  ==========================================================
+problem            model                                       data
+=================  ==========================================  ==========================================================
+`FileProblem`      ``nn.Sequential`` from FILE.py:FUNCTION     samples from the same function
+`OwnPlanProblem`   module from FILE.py:FUNCTION, at its plan   samples from the same function
+`PlanProblem`      built-in transformer, at its plan           bytes of a text
+=================  ==========================================  ==========================================================
+
+Built-in models without a plan are in :mod:`autoddl.pipelines.runtime.pipeline.problems`.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +23,13 @@ import numpy as np
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
-from autoddl.pipelines.runtime.pipeline.problems import FAMILIES, TextModel, shipped_text
+from autoddl.pipelines.runtime.pipeline.problems import (
+    FAMILIES,
+    CountedInSamples,
+    TextModel,
+    random_batches,
+    shipped_text,
+)
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 
 from .ownmodels import function_of_plan
@@ -30,16 +46,17 @@ if TYPE_CHECKING:
     from autoddl.pipelines.runtime.pipeline.weights import OptimizerFactory
     from autoddl.pipelines.schedule import Schedule
 
-__all__ = ["FileProblem", "OwnPlanProblem", "PlanProblem", "plan_trainer", "problem_of_plan"]
+__all__ = ["FileProblem", "OwnPlanProblem", "PlanProblem", "check_no_text", "plan_trainer", "problem_of_plan"]
 
 
 @dataclass(frozen=True)
-class FileProblem:
-    """What FUNCTION of a file returns: an ``nn.Sequential`` and ``(inputs, targets)``, whose rows are the samples.
+class FileProblem(CountedInSamples):
+    """A user's ``nn.Sequential``, and the samples that it learns from: the results of ``FILE.py:FUNCTION``.
 
-    Where the targets are whole numbers the loss is the cross entropy of the last layer's output (its last dimension being the
-    classes), else the mean squared error. Every micro-batch is drawn from the samples at random. Initial values are the
-    model's own; all generators of random numbers are seeded before FUNCTION is called, so that they are the same on every rank.
+    FUNCTION returns the module and ``(inputs, targets)``, whose rows are the samples. If the targets are integers, the loss is the
+    cross entropy of the last layer's output, whose last dimension is the classes; otherwise it is the mean squared error. Every
+    micro-batch is drawn from the samples at random. The module keeps its own initial values; all random number generators are
+    seeded before FUNCTION is called, so that every rank has the same values.
 
     Attributes:
         target: ``FILE.py:FUNCTION``.
@@ -47,22 +64,14 @@ class FileProblem:
 
     target: str
 
-    @property
-    def unit(self) -> str:
-        return "samples"
-
-    @property
-    def units_per_sample(self) -> int:
-        return 1
-
     def check(self) -> None:
-        """Nothing is known before the file is loaded, which ranks do."""
+        """Do nothing: the file is loaded, and checked, on the ranks only."""
 
-    def load(self, micro_batch: int, seed: int) -> tuple[Any, Any]:
-        """The chain, and micro-batches by their number.
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
+        """Return the chain and its micro-batches by number.
 
         Raises:
-            UserError: see `load_model`; or the inputs and targets do not fit each other, or the model is no chain.
+            UserError: As for `load_samples`; or the module is not a chain.
         """
         from autoddl.pipelines.runtime.load import load_oneflow
         from autoddl.pipelines.runtime.models import token_loss
@@ -71,48 +80,49 @@ class FileProblem:
         model, inputs, targets = load_samples(self.target, seed)
         is_of_classes = np.issubdtype(targets.dtype, np.integer)
         loss = token_loss if is_of_classes else load_oneflow().nn.functional.mse_loss
-        return chain_of(model, loss), drawn(inputs, targets, micro_batch, seed)
+        return chain_of(model, loss), drawn_samples(inputs, targets, micro_batch, seed)
 
 
 @dataclass(frozen=True)
-class OwnPlanProblem:
-    """A user's model at the strategies of its plan, on the samples that FUNCTION of a file returns with it.
+class OwnPlanProblem(CountedInSamples):
+    """A user's module at the strategies of its plan, and the samples that ``FILE.py:FUNCTION`` returns with it.
 
-    The model computes its loss itself. Micro-batches and initial values are those of a `FileProblem`.
+    The module computes its loss itself. Micro-batches and initial values are determined as for a `FileProblem`.
 
     Attributes:
         target: ``FILE.py:FUNCTION``.
-        graph, stages: the plan's.
+        graph: Layer graph of the plan.
+        stages: Plans of the stages.
     """
 
     target: str
     graph: LayerGraph
     stages: tuple[StagePlan, ...]
 
-    @property
-    def unit(self) -> str:
-        return "samples"
-
-    @property
-    def units_per_sample(self) -> int:
-        return 1
-
     def check(self) -> None:
-        """The model has been compared with the plan's; the samples are known on ranks only."""
+        """Do nothing: `problem_of_plan` has compared the model with the plan, and the samples are loaded on the ranks only."""
 
-    def load(self, micro_batch: int, seed: int) -> tuple[Any, Any]:
-        """The planned model, and micro-batches by their number."""
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
+        """Return the planned model and its micro-batches by number.
+
+        Raises:
+            UserError: As for `load_samples`.
+        """
         from autoddl.pipelines.runtime.stage.model import PlannedModel
 
         model, inputs, targets = load_samples(self.target, seed)
-        return PlannedModel(model, self.graph, self.stages), drawn(inputs, targets, micro_batch, seed)
+        return PlannedModel(model, self.graph, self.stages), drawn_samples(inputs, targets, micro_batch, seed)
 
 
 def load_samples(target: str, seed: int) -> tuple[Any, np.ndarray, np.ndarray]:
-    """The module that ``FILE.py:FUNCTION`` returns with its own initial values, and the inputs and targets that it learns.
+    """Call ``FILE.py:FUNCTION`` and return (module with its own initial values, inputs, targets).
+
+    Args:
+        target: ``FILE.py:FUNCTION``.
+        seed: Seed of all random number generators that the function may use.
 
     Raises:
-        UserError: see `load_model`; or the inputs and targets do not fit each other.
+        UserError: As for `load_model`; or the function does not return inputs and targets with the same number of rows.
     """
     from autoddl.pipelines.runtime.load import load_oneflow
 
@@ -133,77 +143,84 @@ def load_samples(target: str, seed: int) -> tuple[Any, np.ndarray, np.ndarray]:
     return model, inputs, targets
 
 
-def drawn(inputs: np.ndarray, targets: np.ndarray, micro_batch: int, seed: int) -> BatchSource:
-    """Micro-batches by their number, of samples drawn at random."""
+def drawn_samples(inputs: np.ndarray, targets: np.ndarray, micro_batch: int, seed: int) -> BatchSource:
+    """Return micro-batches of ``micro_batch`` samples drawn at random, with replacement."""
 
-    def batches(number: int) -> tuple[np.ndarray, np.ndarray]:
-        rows = np.random.default_rng([seed, number]).integers(0, len(inputs), micro_batch)
+    def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+        rows = rng.integers(0, len(inputs), micro_batch)
         return inputs[rows], targets[rows]
 
-    return batches
+    return random_batches(seed, draw)
 
 
 @dataclass(frozen=True)
 class PlanProblem:
-    """The transformer of a plan, on the bytes of a text.
+    """A built-in transformer at the strategies of its plan, which learns the bytes of a text.
 
     Attributes:
-        data: its sizes, and the text.
-        built_in: how it is built.
-        graph, stages: the plan's.
+        text_model: The same transformer without a plan: its sizes and its text.
+        built_in: Recipe by which the module is built.
+        graph: Layer graph of the plan.
+        stages: Plans of the stages.
     """
 
-    data: TextModel
+    text_model: TextModel
     built_in: BuiltIn
     graph: LayerGraph
     stages: tuple[StagePlan, ...]
 
     @property
     def unit(self) -> str:
-        return self.data.unit
+        return self.text_model.unit
 
     @property
     def units_per_sample(self) -> int:
-        return self.data.units_per_sample
+        return self.text_model.units_per_sample
 
     def check(self) -> None:
-        """Raises UserError where the text cannot be learned."""
-        self.data.check()
+        """Check the sizes, the text and the vocabulary.
+
+        Raises:
+            UserError: As for `TextModel.check`; or the plan's vocabulary is smaller than the number of tokens.
+        """
+        self.text_model.check()
         vocabulary = self.graph.layers[0].attributes["vocabulary"]
-        if vocabulary < self.data.num_tokens:
+        num_tokens = self.text_model.num_tokens
+        if vocabulary < num_tokens:
             raise UserError(
-                f"the plan's model has a vocabulary of {vocabulary}; bytes are {self.data.num_tokens} tokens, plan with more"
+                f"the plan's model has a vocabulary of {vocabulary}; bytes are {num_tokens} tokens, plan with more"
             )
 
-    def load(self, micro_batch: int, seed: int) -> tuple[Any, Any]:
-        """The planned model, and micro-batches by their number."""
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
+        """Return the planned model and its micro-batches by number."""
         from autoddl.pipelines.runtime.models import initialize
         from autoddl.pipelines.runtime.stage.model import PlannedModel
 
         from .verification.rank_job import build_module
 
         module = initialize(build_module(self.built_in), seed)
-        return PlannedModel(module, self.graph, self.stages), self.data.batches(micro_batch, seed)
+        return PlannedModel(module, self.graph, self.stages), self.text_model.batches(micro_batch, seed)
 
 
 def problem_of_plan(
     plan: PlanFile, model: str, text: Path | None, num_steps: int
 ) -> tuple[TrainingProblem, Schedule, int]:
-    """What a plan trains, the schedule of one run, and the samples of a micro-batch.
+    """Return the training problem of a plan, the schedule of one run, and the number of samples in a micro-batch.
 
     Args:
-        model: ``FILE.py:FUNCTION`` that makes the plan's model; "" of one that is built in.
-        text: what a built-in model learns; the shipped one where it is None.
-        num_steps: of one run, where the schedule is asynchronous.
+        plan: The plan.
+        model: ``FILE.py:FUNCTION`` that returns the plan's module and its samples; "" if the plan's model is built in.
+        text: Text that a built-in model learns; None: the shipped one.
+        num_steps: Training steps of one run, if the schedule is asynchronous.
 
     Raises:
-        UserError: the plan's model is not one that learns a text, and nothing else makes it; or ``model`` makes another one.
+        UserError: The plan's model is not a built-in one that learns a text, and ``model`` is not given; or ``model`` makes another
+            model than the plan's; or a text is given with ``model``.
     """
     stages, schedule = stage_plans(plan), schedule_of_plan(plan, num_steps)
     size = plan.workload.micro_batch
     if model:
-        if text is not None:
-            raise UserError(f"text={text} is for built-in models; {model} brings its own data")
+        check_no_text(text, model)
         if not is_oneflow_model(model):
             raise UserError(f"model {model!r} should be FILE.py:FUNCTION")
         return OwnPlanProblem(function_of_plan(plan, model), plan.graph, stages), schedule, size
@@ -214,10 +231,26 @@ def problem_of_plan(
             "give model=FILE.py:FUNCTION, which makes it and its samples"
         )
     sizes = built_in.sizes
-    data = TextModel(
-        *(text or shipped_text(), built_in.family, sizes.layers, sizes.width, sizes.heads, sizes.sequence, sizes.tied)
+    text_model = TextModel(
+        text or shipped_text(),
+        built_in.family,
+        sizes.layers,
+        sizes.width,
+        sizes.heads,
+        sizes.sequence,
+        sizes.tied,
     )
-    return PlanProblem(data, built_in, plan.graph, stages), schedule, size
+    return PlanProblem(text_model, built_in, plan.graph, stages), schedule, size
+
+
+def check_no_text(text: Path | None, model: str) -> None:
+    """Refuse a text for ``FILE.py:FUNCTION``, which returns the samples itself.
+
+    Raises:
+        UserError: ``text`` is given.
+    """
+    if text is not None:
+        raise UserError(f"text={text} is for built-in models; {model} brings its own data")
 
 
 def plan_trainer(
@@ -230,20 +263,23 @@ def plan_trainer(
     feeds: Mapping[str, int | None] | None = None,
     **options: Any,
 ) -> PipelineTrainer:
-    """A trainer of any plan, on every rank of a job of as many ranks as the plan has; it saves and restores checkpoints.
+    """Return the trainer of a plan; called on every rank of a job with as many ranks as the plan has.
 
-    A plan without a pipeline is trained as a pipeline of one stage.
+    A plan without a pipeline is trained as a pipeline of one stage. The trainer can save and restore checkpoints.
 
     Args:
-        module: the unmodified model, on the host; where its values differ, the first rank's are taken.
-        make_optimizer: of a list of parameters.
-        batch: inputs and targets of a micro-batch (of ``plan.workload.micro_batch`` samples) by its number over all steps.
-        num_steps: weight updates of a run of an asynchronous schedule; some by default. Others do one.
-        feeds: see :func:`autoddl.apply`.
-        options: further ones of the `PipelineTrainer`.
+        module: The unmodified model, on the host. The values of the first rank are used on all ranks.
+        plan: The plan.
+        make_optimizer: Returns an optimizer for a list of parameters.
+        batch: Returns the (inputs, targets) of a micro-batch of ``plan.workload.micro_batch`` samples, by its number over all
+            steps.
+        num_steps: Weight updates in one run of an asynchronous schedule; None: a default number. A run of a synchronous schedule
+            is one weight update.
+        feeds: Index of the model's input that each input layer reads; see :func:`autoddl.apply`.
+        options: Further options of the `PipelineTrainer`.
 
     Raises:
-        UserError: see `PipelineTrainer`.
+        UserError: As for `PipelineTrainer`.
     """
     from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 

@@ -1,4 +1,4 @@
-"""Training on local ranks: a plan, or a model with a schedule."""
+"""Training on CPU ranks of this machine: a plan, or a model with a pipeline schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from autoddl.pipelines.runtime.pipeline.training import TrainingOptions, Trainin
 from autoddl.pipelines.runtime.pipeline.training import train as train_on_ranks
 
 from .. import planfile
-from ..training import FileProblem, problem_of_plan
+from ..training import FileProblem, check_no_text, problem_of_plan
 from .options import takes
 from .results import Result
 
@@ -40,21 +40,25 @@ __all__ = ["SEQUENCE", "Training", "train"]
 
 AnyPath = Union[str, "os.PathLike[str]"]
 
-#: Bytes of a sample of a transformer that is trained without a plan.
+#: Default number of bytes in a sample, for transformers that are trained without a plan.
 SEQUENCE = 64
-#: More than a stage's computation takes while another waits for it.
+#: Default number of samples in a micro-batch, for models that are trained without a plan.
+_MICRO_BATCH = 4
+#: Seconds without progress after which a training is ended; longer than any stage computes while another one waits for it.
 _STALL_TIMEOUT_S = 60.0
+#: A built-in transformer: (family, number of layers, width).
 _TRANSFORMER = re.compile(rf"({'|'.join(FAMILIES)}):([0-9]{{1,4}})x([0-9]{{1,5}})")
+#: A built-in perceptron: (widths).
 _PERCEPTRON = re.compile(r"mlp:([0-9]{1,6}(?:,[0-9]{1,6})*)")
 
 
 @dataclass(frozen=True, repr=False)
 class Training(Result):
-    """A training that is done.
+    """The result of a training.
 
     Attributes:
-        found: what ranks reported.
-        options: what was trained, and how.
+        found: Losses, throughput and measurements that the ranks reported.
+        options: Problem, schedule and options of the training.
     """
 
     found: TrainingResult
@@ -62,17 +66,17 @@ class Training(Result):
 
     @property
     def losses(self) -> tuple[float, ...]:
-        """Of each step from :attr:`first_step` on: the mean over its micro-batches."""
+        """Loss of each step after :attr:`first_step`: the mean over the micro-batches of the step."""
         return self.found.losses
 
     @property
     def first_step(self) -> int:
-        """0, or the steps before the checkpoint that the training resumed from."""
+        """Number of steps before the checkpoint from which the training resumed; 0 without a checkpoint."""
         return self.found.first_step
 
     @property
     def timeline(self) -> Timeline | None:
-        """When each task of the last run of the schedule ran [s]; None where nothing was left to do."""
+        """Measured start and end of each task in the last run of the schedule [s]; None if no step was left to run."""
         from .schedules import timeline_of
 
         return None if self.found.last_run is None else timeline_of(self.found.last_run.timeline)
@@ -118,18 +122,20 @@ class Training(Result):
 
 
 class ScheduleOptions(TypedDict, total=False):
-    """Of a model without a plan: its sizes, and its schedule.
+    """Options of a model that is trained without a plan: its sizes, and its schedule.
 
     Attributes:
-        heads, sequence, untied: of a transformer: heads of attention (width / 32), bytes of a sample (64), and whether the head has
-            weights of its own, which asynchronous schedules need.
-        schedule: ``1f1b`` by default; :func:`autoddl.schedule_families` lists them.
-        stages, micro_batches: of the schedule; 2, and as many as there are stages.
-        micro_batch: samples in a micro-batch; 4 by default.
-        width: ranks per worker, 1 by default; or those of each.
-        sizes: layers per stage, embedding and head included; even by default.
-        recompute: recompute activations before each backward.
-        num_pipelines, concatenation, policy, groups: of the schedule's family.
+        heads: Attention heads of a transformer. Default: width / 32.
+        sequence: Bytes in a sample of a transformer. Default: 64.
+        untied: Whether the head of a transformer has a weight of its own, as asynchronous schedules require. Default: False.
+        schedule: Family of the schedule; :func:`autoddl.schedule_families` lists them. Default: ``1f1b``.
+        stages: Number of stages. Default: 2.
+        micro_batches: Micro-batches per training step. Default: the number of stages.
+        micro_batch: Samples in a micro-batch. Default: 4.
+        width: Ranks per worker: one number for all workers, or one for each. Default: 1.
+        sizes: Layers per stage; the embedding and the head count as one layer each. Default: an even division.
+        recompute: Whether activations are recomputed before each backward pass. Default: False.
+        num_pipelines, concatenation, policy, groups: Options of particular schedule families; see :func:`autoddl.schedule`.
     """
 
     heads: int | None
@@ -166,31 +172,32 @@ def train(
     on_step: Callable[[TrainingStep], None] | None = None,
     **options: Unpack[ScheduleOptions],
 ) -> Training:
-    """Train on CPU ranks of this machine: a plan, with a pipeline or without, or a model with a schedule; needs OneFlow.
+    """Train a plan, or a model with a pipeline schedule, on CPU ranks of this machine; needs OneFlow.
 
-    A plan says the model, its stages, strategies, schedule and micro-batch itself.  Without a plan each worker of the schedule is
-    ``width`` ranks, which share the samples of every micro-batch.
+    A plan, with a pipeline or without, determines the model, its stages, strategies, schedule and micro-batch.  Without a plan each
+    worker of the schedule has ``width`` ranks, which share the samples of every micro-batch.
 
     Args:
-        plan_or_model: a plan or its file; or a model without one: ``gpt:``, ``bert:`` or ``llama:LAYERSxWIDTH``,
+        plan_or_model: A plan or its file; or a model to train without a plan: ``gpt:``, ``bert:`` or ``llama:LAYERSxWIDTH``,
             ``mlp:WIDTH,WIDTH,...``, or ``FILE.py:FUNCTION``, where FUNCTION returns an ``nn.Sequential`` and (inputs, targets).
-        model: of a plan, ``FILE.py:FUNCTION`` that makes its model where that is none that is built in. Its example inputs,
-            (inputs, targets), are the samples to learn from; initial values are the model's own.
-        edited: take a plan also if it was edited.
-        text: what a built-in model learns, byte by byte; AutoDDL's license by default.
-        compress_boundaries: send what goes between stages in half precision where no value is lost by that.
-        steps: weight updates in all, those before a checkpoint included.
-        optimizer, learning_rate: one of ``oneflow.optim``, and its rate.
-        seed: of initial values of a built-in model, and of data.
-        checkpoints: a folder; the training resumes from the newest whole checkpoint there.
-        every: steps between checkpoints.
-        quiet: no progress bar; without it there is one where stderr is a terminal.
-        on_step: called with every step (``number``, ``loss``, ``units_per_s``) as soon as its loss is known.
-        options: see `ScheduleOptions`.
+        model: ``FILE.py:FUNCTION`` that returns the module of a plan, if the plan's model is not built in. The example inputs,
+            (inputs, targets), are the samples to learn from. The module keeps its own initial values.
+        edited: Accept a plan that was edited.
+        text: Text that a built-in model learns, byte by byte. Default: AutoDDL's license.
+        compress_boundaries: Send the tensors between stages in half precision if no value is lost by that.
+        steps: Total number of weight updates, including those before a checkpoint.
+        optimizer: Name of an optimizer in ``oneflow.optim``.
+        learning_rate: Learning rate of the optimizer.
+        seed: Seed of the data, and of the initial values of a built-in model.
+        checkpoints: Folder of checkpoints; the training resumes from the newest intact one there.
+        every: Steps between checkpoints.
+        quiet: Show no progress bar. Otherwise there is one if stderr is a terminal.
+        on_step: Called with every step (``number``, ``loss``, ``units_per_s``) as soon as its loss is known.
+        options: See `ScheduleOptions`.
 
     Raises:
-        UserError: arguments do not fit each other, the plan is for another model, a file cannot be read, or OneFlow is not there.
-        RankError: a rank failed; it is named, and none is left.
+        UserError: Arguments are inconsistent, the plan is for another model, a file cannot be read, or OneFlow is not installed.
+        RankError: A rank failed. The message names it; all other ranks have been ended.
 
     >>> import autoddl
     >>> training = autoddl.train("mlp:16,32,8", schedule="gpipe", steps=3)
@@ -202,18 +209,18 @@ def train(
     source = None if text is None else _path("text", text)
     problem: TrainingProblem
     if isinstance(plan_or_model, planfile.PlanFile) or os.fspath(plan_or_model).endswith(".json"):
-        _refuse(options, "is for models; a plan says it itself")
+        _refuse_given(options, "is for models; a plan says it itself")
         plan = (
             plan_or_model if isinstance(plan_or_model, planfile.PlanFile) else planfile.load_plan(plan_or_model, edited)
         )
         problem, schedule, micro_batch = problem_of_plan(plan, model, source, steps_per_run)
     else:
         name = os.fspath(plan_or_model)
-        _refuse({"edited": edited, "model": model}, f"is for plans, {name} is a model")
-        problem, schedule = _problem(name, source, options), _schedule(steps_per_run, options)
-        micro_batch = 4 if options["micro_batch"] is None else options["micro_batch"]
+        _refuse_given({"edited": edited, "model": model}, f"is for plans, {name} is a model")
+        problem, schedule = _problem_of_model(name, source, options), _schedule_of_run(steps_per_run, options)
+        micro_batch = _MICRO_BATCH if options["micro_batch"] is None else options["micro_batch"]
     sizes = options["sizes"]
-    asked = TrainingOptions(
+    training_options = TrainingOptions(
         problem,
         schedule,
         steps,
@@ -226,31 +233,33 @@ def train(
         _path("checkpoints", checkpoints) if checkpoints else None,
         every,
     )
-    return Training(_run(asked, quiet, on_step), asked)
+    return Training(_train_with_bar(training_options, quiet, on_step), training_options)
 
 
-def _run(options: TrainingOptions, quiet: bool, on_step: Callable[[TrainingStep], None] | None) -> TrainingResult:
-    """Train, with a line per step in the bar."""
+def _train_with_bar(
+    options: TrainingOptions, quiet: bool, on_step: Callable[[TrainingStep], None] | None
+) -> TrainingResult:
+    """Train on local ranks and show each step in a progress bar."""
     from tqdm import tqdm
 
     quiet = quiet or not sys.stderr.isatty()
     with tqdm(total=options.num_steps, desc="training", unit="step", disable=quiet, file=sys.stderr) as bar:
 
-        def take(step: TrainingStep) -> None:
+        def show_step(step: TrainingStep) -> None:
             bar.update(step.number - bar.n)
             bar.set_postfix_str(f"loss {step.loss:.4f}, {step.units_per_s:,.0f} {options.problem.unit}/s")
             if on_step is not None:
                 on_step(step)
 
         def warn(text: str) -> None:
-            with bar.external_write_mode(file=sys.stderr):  # above the bar, not in it
+            with bar.external_write_mode(file=sys.stderr):  # writes the line above the bar
                 warn_on_stderr(text)
 
-        return train_on_ranks(options, take, on_warning=warn, stall_timeout_s=_STALL_TIMEOUT_S)
+        return train_on_ranks(options, show_step, on_warning=warn, stall_timeout_s=_STALL_TIMEOUT_S)
 
 
-def _schedule(steps_per_run: int, options: ScheduleOptions) -> Schedule:
-    """The schedule of one run."""
+def _schedule_of_run(steps_per_run: int, options: ScheduleOptions) -> Schedule:
+    """Return the schedule of one run for a model without a plan."""
     name, width = options["schedule"], options["width"]
     stages = 2 if options["stages"] is None else options["stages"]
     micro_batches = stages if options["micro_batches"] is None else options["micro_batches"]
@@ -269,14 +278,14 @@ def _schedule(steps_per_run: int, options: ScheduleOptions) -> Schedule:
     )
 
 
-def _problem(model: str, text: Path | None, options: ScheduleOptions) -> TrainingProblem:
-    """What a model without a plan learns."""
+def _problem_of_model(model: str, text: Path | None, options: ScheduleOptions) -> TrainingProblem:
+    """Return the training problem of a model without a plan."""
     transformer, perceptron = _TRANSFORMER.fullmatch(model), _PERCEPTRON.fullmatch(model)
     heads, sequence, untied = options["heads"], options["sequence"], options["untied"]
     if transformer is None:
-        _refuse({"heads": heads, "sequence": sequence, "untied": untied}, f"is for transformers, not for {model}")
-    if text is not None and ".py:" in model:
-        raise UserError(f"text={text} is for built-in models; {model} brings its own data")
+        _refuse_given({"heads": heads, "sequence": sequence, "untied": untied}, f"is for transformers, not for {model}")
+    if ".py:" in model:
+        check_no_text(text, model)
     source = text or shipped_text()
     if transformer is not None:
         family, layers, width = transformer[1], int(transformer[2]), int(transformer[3])
@@ -299,8 +308,8 @@ def _problem(model: str, text: Path | None, options: ScheduleOptions) -> Trainin
     return FileProblem(model)
 
 
-def _refuse(arguments: Mapping[str, object], why: str) -> None:
-    """Refuse arguments that were given."""
+def _refuse_given(arguments: Mapping[str, object], why: str) -> None:
+    """Raise UserError for the first argument that was given: its value is not None, False or empty."""
     for name, value in arguments.items():
         if value is not None and value is not False and value != "":
             shown = ",".join(map(str, value)) if isinstance(value, (tuple, list)) else value
@@ -316,8 +325,9 @@ def _check_numbers(steps: int, every: int, seed: int) -> None:
 
 
 def _path(name: str, text: AnyPath) -> Path:
+    """Return an argument as an absolute path; raise UserError if it is not a path."""
     try:
         return Path(text).resolve()
-    except (OSError, ValueError, RuntimeError) as error:  # a null character; links that lead in a circle
+    except (OSError, ValueError, RuntimeError) as error:  # a null character, or a cycle of links
         shown = os.fspath(text)[:100]
         raise UserError(f"{name} {shown!r} is no path: {getattr(error, 'strerror', None) or error}") from None

@@ -1,8 +1,8 @@
-"""Stages with plans of their own, on this rank: local tensors at the layouts of their layers, and the priced steps between ranks.
+"""The planned stages of a pipeline on this rank: stages whose layers have strategies of their own.
 
-A slot is carried through a stage as a micro-batch is through an applied plan (`..stage`), on the ranks of the stage's worker.
-Weights are this rank's shards, in the blocked layouts of `..layouts`: to versions and optimizers they are tensors like others, so
-an optimizer has to work element by element. Their gradients are summed as `.gradients` says.
+A slot passes through a stage as a micro-batch passes through an applied plan (`..stage`), on the ranks of the stage's worker.
+Weights are this rank's shards, in the blocked layouts of `..layouts`. Weight versions and optimizers treat them as ordinary
+tensors, so the optimizer has to be element-wise. Gradients are summed by `.gradients`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from autoddl.costmodel.pricing import edge_shape
 from ..load import load_oneflow
 from ..parameters import whole_value
 from ..setting import Batch
-from ..stage.model import PlannedModel, StageWeights, Stored
+from ..stage.model import PlannedModel, StageWeights, StoredWeight
 from ..stage.stage import Stage
 from ..stage.tracing import Measure, StageTracer, TracedSection
 from ..stepping import Stepper
@@ -41,7 +41,17 @@ Tensor = Any
 
 
 class PlannedStages:
-    """See `work.Stages`."""
+    """The planned stages of this rank's worker; implements `work.TrainableStages`.
+
+    Args:
+        lowered: The lowered schedule.
+        rank: This rank, counted over the job.
+        model: The whole model with the plans of its stages.
+        batch: Source of the micro-batches.
+
+    Raises:
+        UserError: The model does not end in a loss, or its layers cannot be run at their strategies.
+    """
 
     def __init__(self, lowered: Lowered, rank: int, model: PlannedModel, batch: BatchSource) -> None:
         schedule, ranks = lowered.schedule, lowered.ranks
@@ -51,30 +61,30 @@ class PlannedStages:
         weights = model.weights()
         worker = ranks.worker_of(rank)
         members = ranks.ranks_of(worker)
-        self._rank, self._index = rank, ranks.index_of(rank)
+        self._rank, self._rank_in_worker = rank, ranks.index_of(rank)
         self._stepper = Stepper(len(members), members.start)
         self._model = model
         self._data = SlotData(lowered.schedule, lowered.slots_per_micro_batch, lowered.slot_rows, batch)
         self._slot_rows = lowered.slot_rows
         self._holding, self._worker = lowered.holding, worker
-        held = sorted({stage for _, stage in schedule.stages_on(worker)})
-        self._parts = {stage: Stage(model, stage, weights, self._stepper) for stage in held}
-        self._values = values_of(model.module, Stepper(flow.env.get_world_size()))
-        self._frozen = {stage: self._initial_shards(stage, are_trained=False) for stage in held}
+        own_stages = sorted({stage for _, stage in schedule.stages_on(worker)})
+        self._stages = {stage: Stage(model, stage, weights, self._stepper) for stage in own_stages}
+        self._initial_values = values_of(model.module, Stepper(flow.env.get_world_size()))
+        self._frozen = {stage: self._initial_shards(stage, are_trained=False) for stage in own_stages}
         self._sums = GradientSums(
             self._stepper,
             [[ranks.ranks_of(worker) for worker in workers] for workers in schedule.placement],
-            {s: [StageWeight(w.layout, w.sources, w.stages) for w in _trained(weights[s])] for s in held},
+            {s: [StageWeight(w.layout, w.sources, w.stages) for w in _trained_weights(weights[s])] for s in own_stages},
             {stages: _shared_layouts(weights, stages) for stages in model.tied()},
         )
-        self._shapes = [of_stage.shapes() for of_stage in weights]
+        self._shapes = [stage_weights.shapes() for stage_weights in weights]
         self.boundaries: Sequence[BoundaryTensor] = [
-            _boundary(stage.layers(model.graph)[-1]) for stage in model.stages[:-1]
+            _boundary_tensor(stage.layers(model.graph)[-1]) for stage in model.stages[:-1]
         ]
 
     @property
     def stepper(self) -> Stepper:
-        """The ranks of this rank's worker, and the log of steps."""
+        """The ranks of this rank's worker, with the log of the steps that they ran."""
         return self._stepper
 
     @property
@@ -90,45 +100,48 @@ class PlannedStages:
     def run(
         self, run: Run, x: Tensor | None, weights: Sequence[Tensor], first_slot: int, num_slots: int
     ) -> tuple[Tensor, list[LossPart]]:
-        part = self._parts[run.task.stage]
+        stage = self._stages[run.task.stage]
         is_last = run.task.stage == len(self._model.stages) - 1
         weights = self._with_frozen(run.task.stage, weights)
 
         def evaluate(x: Tensor | None, slot: int) -> Tensor:
-            y = part.run(x, weights, self._batch(part, slot, is_last))
+            y = stage.run(x, weights, self._batch(stage, slot, is_last))
             if flow.is_grad_enabled() and not y.requires_grad:
-                y.requires_grad_(True)  # in a first stage that is frozen: its backward pass ends here
+                y.requires_grad_(True)  # a frozen first stage: its backward pass ends at this tensor
             return y
 
         slots = range(first_slot, first_slot + num_slots)
-        return evaluate_slots(evaluate, x, slots, run.update, self._data, is_last, reports=self._index == 0)
+        return evaluate_slots(evaluate, x, slots, run.update, self._data, is_last, reports=self._rank_in_worker == 0)
 
-    def _batch(self, part: Stage, slot: int, is_last: bool) -> Batch:
-        inputs = [self._data.rows(slot, 0)] if part.feeds else []
+    def _batch(self, stage: Stage, slot: int, is_last: bool) -> Batch:
+        """Return the data of a slot that the stage reads."""
+        inputs = [self._data.rows(slot, 0)] if stage.feeds else []
         step = self._data.number(slot) + 1 if self._model.module.training else None
-        return part.batch(inputs, self._data.rows(slot, 1) if is_last else None, self._slot_rows, step)
+        return stage.batch(inputs, self._data.rows(slot, 1) if is_last else None, self._slot_rows, step)
 
     def _with_frozen(self, stage: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:
-        """All weights of a stage in their order, of those that are trained."""
+        """Return all weights of a stage in their stored order, given the trained ones."""
         if not self._frozen[stage]:
             return weights
         trained = iter(weights)
-        stored = self._parts[stage].weights.stored
-        return [next(trained) if one.is_trained else self._frozen[stage][name] for name, one in stored.items()]
+        stored = self._stages[stage].weights.stored
+        return [next(trained) if weight.is_trained else self._frozen[stage][name] for name, weight in stored.items()]
 
     def trace(self, measure: Measure | None) -> list[TracedSection]:
-        """One slot forward and backward through one stage after the other, on the ranks of the first pipeline, layer by layer.
+        """Run one slot forward and backward through each stage in turn, layer by layer, on the ranks of the first pipeline.
 
-        What stages take in are numbers of no matter, so that each is measured by itself; gradients are dropped.
+        Every stage reads random numbers in place of the previous stage's output, so that it can be measured separately.
+        Gradients are discarded.
 
         Args:
-            measure: called with every section, on all ranks of the job in the same order; where others compute with an empty one.
+            measure: Called once for every section, on all ranks of the job in the same order. Ranks outside of the section's stage
+                call it with an empty function.
         """
         sections: list[TracedSection] = []
         for number, (stage, worker) in enumerate(zip(self._model.stages, self._holding.schedule.placement[0])):
             names = [layer.name for layer in stage.layers(self._model.graph)]
             if worker == self._worker:
-                sections += self._traced(number, measure)
+                sections += self._trace_stage(number, measure)
                 continue
             for phase, order in (("forward", names), ("backward", names[::-1])):
                 for name in order:
@@ -136,15 +149,15 @@ class PlannedStages:
                     sections.append(TracedSection(name, phase, (), traffic))
         return sections
 
-    def _traced(self, number: int, measure: Measure | None) -> list[TracedSection]:
-        part, x = self._parts[number], None
+    def _trace_stage(self, number: int, measure: Measure | None) -> list[TracedSection]:
+        stage, x = self._stages[number], None
         weights = [value.detach().requires_grad_(True) for value in self.initial_values(number).values()]
-        if part.given is not None:
+        if stage.source is not None:
             block = self._holding.block(self._rank, number, is_leaving=False)
             shape = (len(block.rows), *self.boundaries[number - 1].row_shape[:-1], len(block.columns))
             x = flow.tensor(np.random.default_rng(self._rank).standard_normal(shape, dtype=np.float32))
-        tracer = StageTracer(part, self._with_frozen(number, weights), measure)
-        tracer.run(x, self._batch(part, 0, number == len(self._model.stages) - 1))
+        tracer = StageTracer(stage, self._with_frozen(number, weights), measure)
+        tracer.run(x, self._batch(stage, 0, number == len(self._model.stages) - 1))
         return tracer.sections
 
     # ---- Weights -----------------------------------------------------------------------------------------------------
@@ -153,11 +166,13 @@ class PlannedStages:
         return self._initial_shards(stage, are_trained=True)
 
     def _initial_shards(self, stage: int, are_trained: bool) -> dict[str, Tensor]:
-        values = {}
-        for name, one in self._parts[stage].weights.stored.items():
-            if one.is_trained == are_trained:
-                values[name] = flow.tensor(one.layout.take(one.layout.joined(self._values), self._index))
-        return values
+        """Return this rank's initial shards of a stage's trained or frozen weights, by name."""
+        shards = {}
+        for name, weight in self._stages[stage].weights.stored.items():
+            if weight.is_trained == are_trained:
+                whole = weight.layout.joined(self._initial_values)
+                shards[name] = flow.tensor(weight.layout.take(whole, self._rank_in_worker))
+        return shards
 
     def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
         return self._sums.total(action, replicas, transport)
@@ -171,52 +186,55 @@ class PlannedStages:
         return self._shapes[stage]
 
     def frozen(self, stage: int) -> dict[str, Entry]:
-        """This rank's shards of the weights that are not trained, by the names under which it keeps them."""
+        """Return this rank's shards of a stage's frozen weights, by the names of the stored weights."""
         return {name: {"value": np.array(shard.numpy())} for name, shard in self._frozen[stage].items()}
 
     def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
         result: dict[str, Entry] = {}
         for name, entry in kept.items():
-            layout = self._parts[stage].weights.stored[name].layout
+            layout = self._stages[stage].weights.stored[name].layout
             for key, value in entry.items():
                 if value.shape == layout.local_shape():
                     parts = layout.parts(whole_value(layout, flow.tensor(value), self._stepper))
-                else:
+                else:  # optimizer state that is not element-wise, such as a step count
                     parts = {source: value for source, _ in layout.sources}
                 for source, part in parts.items():
                     result.setdefault(source, {})[key] = part
         return result
 
     def restore(self, stage: int, replica: ReplicaWeights, entries: Mapping[str, Entry]) -> None:
-        own: dict[str, Entry] = {}
-        for name, stored in self._parts[stage].weights.stored.items():
-            parts = {source: entries[source] for source, _ in stored.sources}
+        shards: dict[str, Entry] = {}
+        for name, weight in self._stages[stage].weights.stored.items():
+            parts = {source: entries[source] for source, _ in weight.sources}
             first = next(iter(parts.values()))
-            own[name] = dict(first)
+            shards[name] = dict(first)
             for key, value in first.items():
                 if value.shape == first["value"].shape:
-                    whole = stored.layout.joined({source: part[key] for source, part in parts.items()})
-                    own[name][key] = stored.layout.take(whole, self._index)
-        self._frozen[stage] = {name: flow.tensor(own[name]["value"]) for name in self._frozen[stage]}
-        replica.restore(own)
+                    whole = weight.layout.joined({source: part[key] for source, part in parts.items()})
+                    shards[name][key] = weight.layout.take(whole, self._rank_in_worker)
+        self._frozen[stage] = {name: flow.tensor(shards[name]["value"]) for name in self._frozen[stage]}
+        replica.restore(shards)
 
 
-def _trained(weights: StageWeights) -> list[Stored]:
-    return [one for one in weights.stored.values() if one.is_trained]
+def _trained_weights(weights: StageWeights) -> list[StoredWeight]:
+    return [weight for weight in weights.stored.values() if weight.is_trained]
 
 
 def _shared_layouts(weights: Sequence[StageWeights], stages: tuple[int, ...]) -> SharedLayouts:
-    """How stages hold the weights that exactly they share."""
-    held = {
-        stage: {one.sources: one.layout for one in _trained(weights[stage]) if one.stages == stages} for stage in stages
+    """Return the layouts, in each of the stages, of the trained weights that exactly these stages share."""
+    layouts = {
+        stage: {weight.sources: weight.layout for weight in _trained_weights(weights[stage]) if weight.stages == stages}
+        for stage in stages
     }
-    for sources, layout in held[stages[0]].items():
-        if any(sources not in others for others in held.values()):
-            raise UserError(f"{layout.name} is stored otherwise in the stages {stages} that share it")
-    return held
+    for sources, layout in layouts[stages[0]].items():
+        if any(sources not in of_stage for of_stage in layouts.values()):
+            raise UserError(
+                f"{layout.name} is shared by the stages {stages}, but not stored together with the same parameters in all of them"
+            )
+    return layouts
 
 
-def _boundary(layer: Layer) -> BoundaryTensor:
-    """What a layer gives, of one sample: rows by features (images: all elements of one)."""
+def _boundary_tensor(layer: Layer) -> BoundaryTensor:
+    """Return the shape and type of a layer's output for one sample: (rows, features)."""
     features = edge_shape(layer, 1)[1]
     return BoundaryTensor((layer.output_elements // features, features), flow.float32)

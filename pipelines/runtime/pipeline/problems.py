@@ -1,4 +1,4 @@
-"""Training problems: the built-in families on the bytes of a text. Needs no OneFlow here: only ranks load problems.
+"""Training problems: built-in models that learn the bytes of a text. Needs no OneFlow: only the ranks load the models.
 
 ==========================  =====================================================  =========================================
 problem                     a sample                                               loss
@@ -23,50 +23,86 @@ from autoddl.costmodel.limits import MAX_TEXT_BYTES
 from autoddl.costmodel.reading import read_bytes
 
 from ..samples import MASK, following_bytes, masked_bytes, passages
+from .data import BatchSource
 
-__all__ = ["FAMILIES", "TextModel", "TextPerceptron", "TrainingProblem", "shipped_text"]
+__all__ = [
+    "FAMILIES",
+    "CountedInSamples",
+    "TextModel",
+    "TextPerceptron",
+    "TrainingProblem",
+    "random_batches",
+    "shipped_text",
+]
 
+#: The transformer families that a `TextModel` can have.
 FAMILIES = ("gpt", "bert", "llama")
+#: Number of different bytes: the vocabulary of the models that predict them.
 _NUM_BYTES = 256
-
-Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
 
 
 class TrainingProblem(Protocol):
-    """A model and its data; picklable."""
+    """A model and its data. Problems are pickled to be sent to the ranks."""
 
     @property
     def unit(self) -> str:
-        """The unit of throughput, for example tokens."""
+        """Unit of throughput in the plural, for example "tokens"."""
 
     @property
-    def units_per_sample(self) -> int: ...
+    def units_per_sample(self) -> int:
+        """Number of units in a sample."""
 
     def check(self) -> None:
-        """Check what can be checked without OneFlow.
+        """Check the sizes and the text, as far as this is possible without OneFlow.
 
         Raises:
-            UserError: a size or the text does not fit.
+            UserError: A size is not allowed, or the text cannot be read or is too short.
         """
 
-    def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
-        """The model and its data; called on ranks.
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
+        """Build the model and its data; called on every rank.
 
         Args:
-            micro_batch: samples per micro-batch.
-            seed: of initial values and data.
+            micro_batch: Samples per micro-batch.
+            seed: Seed of the initial values and of the data.
 
         Returns:
-            The `Chain` or `PlannedModel`, with the same initial values on every rank, and a function from a micro-batch's index to
-            its (inputs, targets).
+            The `ModuleChain` or `PlannedModel`, with the same initial values on every rank, and a function that maps the number of
+            a micro-batch to its (inputs, targets).
 
         Raises:
-            UserError: the model cannot be loaded.
+            UserError: The model cannot be built.
         """
+
+
+class CountedInSamples:
+    """Mixin for training problems whose throughput is counted in samples."""
+
+    @property
+    def unit(self) -> str:
+        return "samples"
+
+    @property
+    def units_per_sample(self) -> int:
+        return 1
+
+
+def random_batches(seed: int, draw: Callable[[np.random.Generator], tuple[np.ndarray, np.ndarray]]) -> BatchSource:
+    """Return micro-batches that are drawn at random, reproducibly and in any order.
+
+    Args:
+        seed: Seed of all micro-batches.
+        draw: Draws the (inputs, targets) of one micro-batch. Its generator is seeded by ``seed`` and the micro-batch's number.
+
+    >>> batches = random_batches(0, lambda rng: (rng.integers(10, size=3), rng.integers(10, size=3)))
+    >>> (batches(7)[0] == batches(7)[0]).all()
+    True
+    """
+    return lambda number: draw(np.random.default_rng([seed, number]))
 
 
 def shipped_text() -> Path:
-    """A text for users who give none: our license."""
+    """Return the path of the text that is learned by default: AutoDDL's license."""
     return Path(__file__).with_name("license.txt")
 
 
@@ -75,13 +111,13 @@ class TextModel:
     """A transformer on the bytes of a text.
 
     Attributes:
-        text: path of the text.
-        family: one of `FAMILIES`.
-        layers: number of blocks.
-        width: features of the residual stream.
-        heads: attention heads.
-        sequence: bytes per sample.
-        tied: whether the output projection is the embedding.
+        text: Path of the text.
+        family: One of `FAMILIES`.
+        layers: Number of transformer blocks.
+        width: Number of features of the residual stream.
+        heads: Number of attention heads.
+        sequence: Number of bytes in a sample.
+        tied: Whether the output projection shares the weight of the embedding.
     """
 
     text: Path
@@ -108,9 +144,9 @@ class TextModel:
         if self.width % parts:
             even = " of even width" if self.family == "llama" else ""
             raise UserError(f"width {self.width} does not divide into {self.heads} heads{even}")
-        _read(self.text, self.sequence + 1)
+        _read_text(self.text, self.sequence + 1)
 
-    def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
         from ..models import GPT, Bert, Llama, initialize
         from .chain import chain_of
 
@@ -121,70 +157,65 @@ class TextModel:
         elif self.family == "bert":
             model = Bert(*sizes, MASK + 1, self.sequence, tied=self.tied)
         else:
-            model = Llama(*sizes, _NUM_BYTES, _gated(self.width), tied=self.tied)
+            model = Llama(*sizes, _NUM_BYTES, _gated_width(self.width), tied=self.tied)
         return chain_of(initialize(model, seed)), self.batches(micro_batch, seed)
 
     @property
     def num_tokens(self) -> int:
-        """Least size of the vocabulary."""
+        """Number of tokens that samples consist of: the smallest possible vocabulary."""
         return MASK + 1 if self.family == "bert" else _NUM_BYTES
 
-    def batches(self, micro_batch: int, seed: int) -> Batches:
-        """A function from a micro-batch's index to its (inputs, targets)."""
-        draw = masked_bytes if self.family == "bert" else following_bytes
-        data = _read(self.text, self.sequence + 1)
-        return lambda number: draw(np.random.default_rng([seed, number]), data, micro_batch, self.sequence)
+    def batches(self, micro_batch: int, seed: int) -> BatchSource:
+        """Return the micro-batches of ``micro_batch`` samples each, by number."""
+        samples_of = masked_bytes if self.family == "bert" else following_bytes
+        data = _read_text(self.text, self.sequence + 1)
+        return random_batches(seed, lambda rng: samples_of(rng, data, micro_batch, self.sequence))
 
 
 @dataclass(frozen=True)
-class TextPerceptron:
-    """A multi-layer perceptron that predicts the next bytes, as numbers from -1 to 1.
+class TextPerceptron(CountedInSamples):
+    """A multi-layer perceptron that predicts the next bytes of a text, scaled to numbers from -1 to 1.
 
     Attributes:
-        text: path of the text.
-        widths: features of its input, its hidden layers and its output.
+        text: Path of the text.
+        widths: Number of features of the input, of each hidden layer, and of the output.
     """
 
     text: Path
     widths: tuple[int, ...]
 
-    @property
-    def unit(self) -> str:
-        return "samples"
-
-    @property
-    def units_per_sample(self) -> int:
-        return 1
-
     def check(self) -> None:
         if len(self.widths) < 2 or min(self.widths) < 1:
             shown = ", ".join(map(str, self.widths))
             raise UserError(f"widths of a perceptron are {shown}; give at least two numbers of at least 1")
-        _read(self.text, self.widths[0] + self.widths[-1])
+        _read_text(self.text, self.widths[0] + self.widths[-1])
 
-    def load(self, micro_batch: int, seed: int) -> tuple[Any, Batches]:
+    def load(self, micro_batch: int, seed: int) -> tuple[Any, BatchSource]:
         from ..models import MLP, initialize
         from .chain import chain_of
 
         num_inputs, length = self.widths[0], self.widths[0] + self.widths[-1]
-        data = _read(self.text, length)
+        data = _read_text(self.text, length)
 
-        def batches(number: int) -> tuple[np.ndarray, np.ndarray]:
-            rows = passages(np.random.default_rng([seed, number]), data, micro_batch, length)
+        def draw(rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+            rows = passages(rng, data, micro_batch, length)
             scaled = (rows / 127.5 - 1).astype(np.float32)
             return scaled[:, :num_inputs], scaled[:, num_inputs:]
 
-        return chain_of(initialize(MLP(self.widths), seed)), batches
+        return chain_of(initialize(MLP(self.widths), seed)), random_batches(seed, draw)
 
 
-def _gated(width: int) -> int:
-    """LLaMA's inner width: 8/3 of the width, so that three matrices have the parameters of two; a multiple of 8."""
+def _gated_width(width: int) -> int:
+    """Return LLaMA's inner width: 8/3 of ``width``, rounded up to a multiple of 8.
+
+    The three matrices of a gated block then have as many parameters as the two of an ordinary one of inner width 4 ``width``.
+    """
     return -(-width // 3) * 8
 
 
-def _read(path: Path, num_bytes: int) -> np.ndarray:
-    """The bytes of a text, at least ``num_bytes``, as integers."""
+def _read_text(path: Path, min_bytes: int) -> np.ndarray:
+    """Return the bytes of a text as integers; raise UserError if there are fewer than ``min_bytes``."""
     data = np.frombuffer(read_bytes(path, "text", MAX_TEXT_BYTES), dtype=np.uint8).astype(np.int64)
-    if len(data) < num_bytes:
-        raise UserError(f"text {path} has {len(data)} bytes; a sample takes {num_bytes}")
+    if len(data) < min_bytes:
+        raise UserError(f"text {path} has {len(data)} bytes; a sample takes {min_bytes}")
     return data

@@ -1,4 +1,4 @@
-"""The weights of a stage as OneFlow global tensors, for whoever trains it by autograd and an optimizer of their own."""
+"""The weights of a stage as OneFlow global tensors, for users who train it with autograd and an optimizer of their own."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 from ..layouts import coarsest_mesh, common_mesh, split_dims
 from ..load import load_oneflow
 from ..parameters import StoredParameter, parameter_groups
-from .model import Stored
+from .model import StoredWeight
 from .stage import Stage
 
 flow: Any = load_oneflow()
@@ -21,20 +21,21 @@ Tensor = Any
 
 
 class GlobalWeights:
-    """The weights of a stage, as parameters of all ranks of the stage.
+    """The weights of a stage, as global tensors on all ranks of the stage.
 
     Args:
-        values: initial ones, of the module's parameters by their first names.
+        stage: Stage that uses the weights.
+        values: Initial values of the module's parameters, whole, by first name (`PlannedModel.first_name`).
 
     Attributes:
-        stage: whose they are.
-        parameters: by the name under which they are stored.
-        groups: of each layer its own parameters, by the ranks that their gradients are summed over.
+        stage: Stage that uses the weights.
+        parameters: Parameters, by the name under which each is stored.
+        groups: For each layer, the parameters that it is the first to use, grouped by the axes over which gradients are summed.
     """
 
     def __init__(self, stage: Stage, values: Mapping[str, np.ndarray]) -> None:
         self.stage = stage
-        # On the mesh of all parameters or, where they have none in common, each on as few axes as it needs.
+        # All parameters lie on one mesh if the layers' axes form a common one. Otherwise each has the coarsest mesh that fits it.
         self._mesh = common_mesh((ready.strategy for ready in stage.layers), stage.stepper.num_ranks)
         self.parameters: dict[str, StoredParameter] = {}
         own: dict[str, list[StoredParameter]] = {ready.name: [] for ready in stage.layers}
@@ -45,7 +46,7 @@ class GlobalWeights:
         self.groups = {layer: parameter_groups(of_layer, stage.stepper) for layer, of_layer in own.items()}
         self.assign(values)
 
-    def _parameter(self, stored: Stored, dtype: Any) -> StoredParameter:
+    def _parameter(self, stored: StoredWeight, dtype: Any) -> StoredParameter:
         layout, ranks = stored.layout, self.stage.stepper
         mesh = self._mesh
         if mesh is None:
@@ -56,33 +57,33 @@ class GlobalWeights:
         return StoredParameter(layout, ranks, placement, sbp or [flow.sbp.broadcast], dtype, stored.is_trained)
 
     def local(self, is_summing: bool) -> list[Tensor]:
-        """Local tensors to compute with, in the order of ``parameters``.
+        """Return the local tensors that the layers compute with, in the order of ``parameters``.
 
         Args:
-            is_summing: whether gradients are to be summed over the ranks, or collected by each of them.
+            is_summing: If True, the backward pass sums the gradients over the ranks. If False, each rank accumulates its own.
         """
-        found: dict[int, Tensor] = {}
+        local_of: dict[int, Tensor] = {}
         for groups in self.groups.values():
             for group in groups:
                 tensors = group.summed() if is_summing else group.unsummed()
-                found.update(zip(map(id, group.parameters), tensors))
-        return [found[id(parameter)] for parameter in self.parameters.values()]
+                local_of.update(zip(map(id, group.parameters), tensors))
+        return [local_of[id(parameter)] for parameter in self.parameters.values()]
 
     def assign(self, values: Mapping[str, np.ndarray]) -> None:
-        """Take whole values, of the module's parameters by their first names."""
+        """Set the parameters to whole values, given by the first names of the module's parameters."""
         for parameter in self.parameters.values():
             parameter.assign(parameter.layout.joined(values))
 
     def values(self) -> dict[str, np.ndarray]:
-        """Whole values, named so, on every rank; all ranks call."""
-        return _whole((parameter, parameter.tensor) for parameter in self.parameters.values())
+        """Return the whole values by first name, on every rank; all ranks call."""
+        return _whole_values((parameter, parameter.tensor) for parameter in self.parameters.values())
 
     def gradients(self) -> dict[str, np.ndarray]:
-        """Whole gradients, of the parameters that have one, on every rank; all ranks call."""
-        return _whole((parameter, parameter.tensor.grad) for parameter in self.parameters.values())
+        """Return the whole gradients by first name, on every rank, without parameters that have none; all ranks call."""
+        return _whole_values((parameter, parameter.tensor.grad) for parameter in self.parameters.values())
 
 
-def _whole(tensors: Iterable[tuple[StoredParameter, Tensor | None]]) -> dict[str, np.ndarray]:
+def _whole_values(tensors: Iterable[tuple[StoredParameter, Tensor | None]]) -> dict[str, np.ndarray]:
     values: dict[str, np.ndarray] = {}
     for parameter, tensor in tensors:
         if tensor is not None:

@@ -1,4 +1,4 @@
-"""A model cut in stages that have plans of their own, and which weights the ranks of each stage store."""
+"""A model divided into planned stages, and the weights that the ranks of each stage store."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from ..statements import LOSSES
 from ..userparameters import check_parameters, find_parameter, first_names
 from .plan import StagePlan, check_stages
 
-__all__ = ["PlannedModel", "StageWeights", "Stored"]
+__all__ = ["PlannedModel", "StageWeights", "StoredWeight"]
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model cut in stages that have plans of their own; a plan without a pipeline is one stage.
+    """A model divided into stages, each with a plan of its own; a plan without a pipeline is one stage.
 
     Attributes:
-        module: the whole model; it is read, not changed.
-        graph: its layers.
-        stages: all layers of the graph in their order, each stage at strategies on its own ranks.
-        feeds: which input layers read, see `autoddl.apply`.
+        module: The whole model. It is read, not changed.
+        graph: The layers of the model.
+        stages: Plans of the stages, which hold all layers of the graph in graph order.
+        feeds: Index of the model's input that each input layer reads; see :func:`autoddl.apply`.
 
     Raises:
-        UserError: the module is not the graph's, or the stages are not.
+        UserError: The module's parameters or dropouts, or the stages, do not fit the graph.
     """
 
     module: Any
@@ -48,7 +48,7 @@ class PlannedModel:
 
     @property
     def has_loss(self) -> bool:
-        """Whether the graph ends in a loss, which takes targets."""
+        """Whether the graph ends in a loss, which reads targets."""
         last = self.graph.layers[-1]
         return last.kind == "loss" or bool(LOSSES & set(last.epilogue))
 
@@ -57,15 +57,15 @@ class PlannedModel:
         return first_names(self.module)
 
     def first_name(self, name: str) -> str:
-        """The first one of the names that the module has for a parameter."""
+        """Return the first of the names that the module has for a parameter; tied parameters have several."""
         return self._first_names[id(find_parameter(self.module, name))]
 
     def is_trained(self, name: str) -> bool:
-        """Whether a parameter has gradients: it is not frozen."""
+        """Return whether a parameter is trained, that is, not frozen."""
         return bool(find_parameter(self.module, name).requires_grad)
 
     def holders(self) -> dict[str, tuple[int, ...]]:
-        """Per parameter, by its first name in the module, the stages that use it."""
+        """Return the stages that use each parameter, by the parameter's first name in the module."""
         holders: dict[str, dict[int, None]] = {}
         for number, stage in enumerate(self.stages):
             for layer in stage.layers(self.graph):
@@ -74,29 +74,29 @@ class PlannedModel:
         return {name: tuple(stages) for name, stages in holders.items()}
 
     def tied(self) -> set[tuple[int, ...]]:
-        """The groups of stages that have trained parameters in common, whose gradients they sum."""
+        """Return the groups of stages that share trained parameters, whose gradients have to be summed over the group."""
         holders = self.holders().items()
         return {stages for name, stages in holders if len(stages) > 1 and self.is_trained(name)}
 
     def weights(self) -> tuple[StageWeights, ...]:
-        """What the ranks of each stage store.
+        """Return the weights that the ranks of each stage store, in stage order.
 
         Raises:
-            UserError: layers that share a weight cannot store it as one.
+            UserError: Layers that share a weight cannot store it as one tensor.
         """
         holders = self.holders()
         return tuple(StageWeights(self, number, holders) for number in range(len(self.stages)))
 
 
 @dataclass(frozen=True)
-class Stored:
-    """A tensor that a rank keeps: a parameter's shard, or one of several side by side.
+class StoredWeight:
+    """A weight that the ranks of a stage store, in shards: one parameter of the module, or several concatenated.
 
     Attributes:
-        layout: how it lies on the ranks of the stage; its sources are named by their first names in the module.
-        layer: the first one of the stage that has it.
-        stages: the stages that use it.
-        is_trained: whether it has gradients.
+        layout: Distribution of the weight over the ranks of the stage. Its sources are first names in the module.
+        layer: Name of the first layer of the stage that uses the weight.
+        stages: Numbers of the stages that use the weight.
+        is_trained: Whether the weight is trained, that is, not frozen.
     """
 
     layout: ParameterLayout
@@ -110,53 +110,60 @@ class Stored:
 
     @property
     def sources(self) -> tuple[tuple[str, int], ...]:
-        """(first name in the module, rows) of the parameters that it holds."""
+        """(first name in the module, number of rows) of each parameter in the weight."""
         return self.layout.sources
 
     @property
     def size(self) -> int:
-        """Elements of a shard."""
+        """Number of elements of one rank's shard."""
         return prod(self.layout.local_shape())
 
 
 class StageWeights:
-    """What the ranks of one stage store.
+    """The weights that the ranks of one stage store.
+
+    Args:
+        model: The whole model.
+        number: Number of the stage.
+        holders: Stages that use each parameter; see `PlannedModel.holders`.
 
     Attributes:
-        stored: by name.
-        places: per layer the places of its weights among all of them.
+        stored: Weights of the stage, by name. A weight that several layers share is stored once.
+        positions: For each layer, the positions of its weights in ``stored``.
     """
 
     def __init__(self, model: PlannedModel, number: int, holders: Mapping[str, tuple[int, ...]]) -> None:
         plan = model.stages[number]
-        stored: list[Stored] = []
-        place_of: dict[str, int] = {}
-        self.places: dict[str, tuple[int, ...]] = {}
+        stored: list[StoredWeight] = []
+        position_of: dict[str, int] = {}  # by the first name of each parameter
+        self.positions: dict[str, tuple[int, ...]] = {}
         for layer in plan.layers(model.graph):
-            places = []
+            positions = []
             for layout in parameter_layouts(model.graph, layer, plan.strategies[layer.name]):
                 sources = tuple((model.first_name(name), rows) for name, rows in layout.sources)
-                found = {place_of.setdefault(name, len(stored)) for name, _ in sources}
-                place = min(found)
-                if place == len(stored):
-                    stored.append(_stored(model, layer, replace(layout, sources=sources), holders))
-                elif len(found) > 1 or stored[place].sources != sources:
+                known = {position_of.setdefault(name, len(stored)) for name, _ in sources}
+                position = min(known)
+                if position == len(stored):
+                    stored.append(_new_weight(model, layer, replace(layout, sources=sources), holders))
+                elif len(known) > 1 or stored[position].sources != sources:
                     raise UserError(f"{layer.describe()}: {layout.name} is stored in parts by the layers that share it")
                 else:
-                    _check_alike(layer, plan, layout, stored[place].layout)
-                places.append(place)
-            self.places[layer.name] = tuple(places)
-        self.stored = {one.name: one for one in stored}
+                    _check_same_layout(layer, plan, layout, stored[position].layout)
+                positions.append(position)
+            self.positions[layer.name] = tuple(positions)
+        self.stored = {weight.name: weight for weight in stored}
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Of the parameters, by their first names in the module."""
-        return {name: (rows, *one.layout.shape[1:]) for one in self.stored.values() for name, rows in one.sources}
+        """Return the shapes of the stage's parameters, whole, by their first names in the module."""
+        return {
+            name: (rows, *weight.layout.shape[1:]) for weight in self.stored.values() for name, rows in weight.sources
+        }
 
 
-def _stored(
+def _new_weight(
     model: PlannedModel, layer: Layer, layout: ParameterLayout, holders: Mapping[str, tuple[int, ...]]
-) -> Stored:
-    """A weight that the layer is the first one to have."""
+) -> StoredWeight:
+    """Return the stored form of a weight that ``layer`` is the first layer of its stage to use."""
     names = [name for name, _ in layout.sources]
     stages = {holders[name] for name in names}
     if len(stages) > 1:
@@ -167,11 +174,11 @@ def _stored(
             f"{layer.describe()}: {frozen[0]} is frozen (requires_grad is False), and stored in one tensor with others that are "
             "not; freeze all of them or none"
         )
-    return Stored(layout, layer.name, stages.pop(), not frozen)
+    return StoredWeight(layout, layer.name, stages.pop(), not frozen)
 
 
-def _check_alike(layer: Layer, plan: StagePlan, layout: ParameterLayout, known: ParameterLayout) -> None:
-    """A weight that layers of a stage share is stored once: it has to lie alike in all of them."""
+def _check_same_layout(layer: Layer, plan: StagePlan, layout: ParameterLayout, known: ParameterLayout) -> None:
+    """Check that a layer needs the same shards of a shared weight as the layer that stores it: it is stored once per stage."""
     for mine, theirs in zip(layout.indices, known.indices):
         if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
             raise UserError(

@@ -1,7 +1,8 @@
 """The plan of a stage: consecutive layers of a graph, at strategies on the stage's own ranks.
 
-Between two stages passes one tensor: what the last layer of the one gives. It leaves at that layer's layout, and arrives at the
-other stage's *entry*; for readers with another layout it is redistributed there, as it is between any two layers of a plan.
+Exactly one tensor crosses the boundary between two stages: the output of the last layer of the earlier stage. It is sent in the
+layout of that layer and received in the *entry* layout of the later stage. If a layer of the later stage reads it in another
+layout, it is redistributed there, as between any two layers of a plan.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import Layer, LayerGraph
 from autoddl.costmodel.strategy import Strategy
 
-__all__ = ["StagePlan", "check_stages", "entry_strategy", "given_layer", "strategies_of"]
+__all__ = ["StagePlan", "check_stages", "entry_strategy", "source_layer", "strategies_of"]
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """One stage.
+    """The plan of one stage.
 
     Attributes:
-        strategies: of its layers, by name; all on the same number of devices, the stage's.
-        entry: the layout, as a strategy, at which it takes what the stage before gives; by default that of its first layer that
-            reads it.
-        recompute: whether every layer keeps no more than its evenly split input, and repeats its forward pass before its backward
-            pass. (A schedule can recompute too: whole stages, of which only the input is kept.)
+        strategies: Strategies of the stage's layers, by layer name. All of them use the same number of devices.
+        recompute: Whether each layer saves only its evenly split input and repeats its forward pass before its backward pass.
+            (A schedule can recompute whole stages instead, of which only the input is saved.)
+        entry: Layout in which the stage receives the output of the previous stage, given as a strategy. None: the layout of the
+            stage's first layer that reads this output.
     """
 
     strategies: Mapping[str, Strategy]
@@ -34,19 +35,20 @@ class StagePlan:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks the stage is for."""
+        """Number of ranks of the stage."""
         return next(iter(self.strategies.values())).num_devices
 
     def layers(self, graph: LayerGraph) -> tuple[Layer, ...]:
-        """Its layers, in order."""
+        """Return the stage's layers, in graph order."""
         return tuple(layer for layer in graph.layers if layer.name in self.strategies)
 
 
 def check_stages(graph: LayerGraph, stages: Sequence[StagePlan]) -> None:
-    """Whether stages are a graph's, cut where one tensor passes.
+    """Check that the stages divide the graph in order, and that one tensor crosses each boundary.
 
     Raises:
-        UserError: naming the stage and the layer.
+        UserError: A stage is empty, holds layers that are not consecutive, or uses different numbers of ranks; a strategy does not
+            divide its layer; or a boundary is crossed by no tensor or by several. The message names the stage and the layer.
     """
     names = [layer.name for layer in graph.layers]
     first = 0
@@ -64,7 +66,9 @@ def check_stages(graph: LayerGraph, stages: Sequence[StagePlan]) -> None:
             )
         first += len(expected)
         if stage.entry is not None and stage.entry.num_devices != stage.num_ranks:
-            raise UserError(f"stage {number} is for {stage.num_ranks} ranks, its entry {stage.entry} is not")
+            raise UserError(
+                f"stage {number} is for {stage.num_ranks} ranks, its entry {stage.entry} for {stage.entry.num_devices}"
+            )
         for layer in stage.layers(graph):
             strategy = stage.strategies[layer.name]
             if strategy.num_devices != stage.num_ranks:
@@ -80,6 +84,7 @@ def check_stages(graph: LayerGraph, stages: Sequence[StagePlan]) -> None:
 
 
 def _check_boundary(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> None:
+    """Check that only the output of stage ``number``'s last layer crosses to later stages, and that the next stage reads it."""
     before = {name for stage in stages[: number + 1] for name in stage.strategies}
     last = stages[number].layers(graph)[-1].name
     crossing = {source for source, target in graph.edges if source in before and target not in before}
@@ -88,30 +93,30 @@ def _check_boundary(graph: LayerGraph, stages: Sequence[StagePlan], number: int)
             f"between stages {number} and {number + 1} pass {last!r} and {name!r}; cut where one tensor passes"
         )
     if not crossing:
-        raise UserError(f"between stages {number} and {number + 1} passes nothing")
+        raise UserError(f"no tensor crosses the boundary between stages {number} and {number + 1}")
     readers = {target for source, target in graph.edges if source == last}
     if not readers & set(stages[number + 1].strategies):
         raise UserError(f"stage {number + 1} does not read {last!r}, which stage {number} gives")
 
 
-def given_layer(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> str | None:
-    """The layer whose output the stage before gives to a stage; None for the first one."""
+def source_layer(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> str | None:
+    """Return the layer of the previous stage whose output stage ``number`` receives; None for the first stage."""
     return stages[number - 1].layers(graph)[-1].name if number else None
 
 
 def entry_strategy(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> Strategy:
-    """The layout, as a strategy, at which a stage takes what the one before gives."""
+    """Return the layout, as a strategy, in which stage ``number`` receives the output of the previous stage."""
     chosen = stages[number].entry
     if chosen is not None:
         return chosen
-    given = given_layer(graph, stages, number)
-    reader = next(layer for layer in stages[number].layers(graph) if given in graph.inputs(layer.name))
+    source = source_layer(graph, stages, number)
+    reader = next(layer for layer in stages[number].layers(graph) if source in graph.inputs(layer.name))
     levels = stages[number].strategies[reader.name].rows_and_features
     return Strategy(tuple((p0, s, 1) for p0, s in levels))
 
 
 def strategies_of(graph: LayerGraph, stages: Sequence[StagePlan], number: int) -> dict[str, Strategy]:
-    """Of all that the layers of a stage read and give: of the layers, and of the one that the stage before gives."""
-    given = given_layer(graph, stages, number)
-    entry = {} if given is None else {given: entry_strategy(graph, stages, number)}
+    """Return the strategies of a stage's layers, and the entry strategy under the name of the stage's `source_layer`."""
+    source = source_layer(graph, stages, number)
+    entry = {} if source is None else {source: entry_strategy(graph, stages, number)}
     return {**stages[number].strategies, **entry}

@@ -1,7 +1,7 @@
-"""A stage of a model on this rank: consecutive layers of a graph, ready to run at their strategies.
+"""One stage of a model on this rank: consecutive layers of a graph, ready to run at their strategies.
 
-    between layers    the redistribution of each edge that changes p0, at the consumer
-    inside            gather, compute, scatter, as :mod:`..layers` has them
+    between two layers    the redistribution of the edge, if the layouts differ; the consumer runs it
+    inside a layer        gather, compute, scatter (:mod:`..layers`)
 
 Every rank of the stage makes the same calls in the same order.
 """
@@ -30,7 +30,7 @@ from ..setting import Batch, LayerSetting
 from ..statements import Call
 from ..stepping import Stepper
 from .model import PlannedModel, StageWeights
-from .plan import given_layer, strategies_of
+from .plan import source_layer, strategies_of
 
 __all__ = ["ReadyLayer", "Stage"]
 
@@ -42,17 +42,18 @@ class ReadyLayer:
     """A layer ready to run.
 
     Attributes:
-        layer, strategy: what it is.
-        producers: the layers that it reads.
-        body: what it does.
-        places: of its weights, in the order of its body, among those of the stage.
+        layer: The layer.
+        strategy: Its strategy.
+        producers: Names of the layers whose outputs it reads.
+        body: Function that computes the layer's output from its inputs, its weights and the batch.
+        weight_positions: Positions of the layer's weights in `StageWeights.stored`, in the order in which the body takes them.
     """
 
     layer: Layer
     strategy: Strategy
     producers: tuple[str, ...]
     body: Body
-    places: tuple[int, ...]
+    weight_positions: tuple[int, ...]
 
     @property
     def name(self) -> str:
@@ -63,26 +64,28 @@ class Stage:
     """One stage of a model on this rank.
 
     Args:
-        model: of which this is stage ``number``.
-        weights: of all stages, see `PlannedModel.weights`.
-        stepper: the ranks of the stage.
+        model: The whole model.
+        number: Number of the stage.
+        weights: Weights of all stages; see `PlannedModel.weights`.
+        stepper: The ranks of the stage.
 
     Attributes:
-        layers: in order.
-        weights: what the ranks store.
-        given: the layer that the stage before gives; None in the first one.
-        feeds: which input each layer that reads the data reads.
+        layers: Layers of the stage, in graph order.
+        weights: Weights that the ranks of the stage store.
+        stepper: The ranks of the stage.
+        source: Name of the previous stage's layer whose output this stage receives; None in the first stage.
+        feeds: For each layer that reads the data, the index of the model's input that it reads.
 
     Raises:
-        UserError: a layer cannot be run at its strategy; it is named.
+        UserError: A layer cannot be run at its strategy. The message names the layer.
     """
 
     def __init__(self, model: PlannedModel, number: int, weights: Sequence[StageWeights], stepper: Stepper) -> None:
         plan, graph = model.stages[number], model.graph
         self.weights = weights[number]
         self.stepper = stepper
-        self.given = given_layer(graph, model.stages, number)
-        self.feeds = {name: which for name, which in feeds_of(graph, model.feeds).items() if name in plan.strategies}
+        self.source = source_layer(graph, model.stages, number)
+        self.feeds = {name: index for name, index in feeds_of(graph, model.feeds).items() if name in plan.strategies}
         self._model = model
         self._recompute = plan.recompute
         self._strategies = strategies_of(graph, model.stages, number)
@@ -94,40 +97,44 @@ class Stage:
         recompute = self._recompute and kind_of(layer.kind).is_recomputed
         setting = LayerSetting(graph, layer, strategy, self.stepper, self._model.module, recompute)
         _check_edges(setting)
-        places = self.weights.places[layer.name]
-        return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), places)
+        positions = self.weights.positions[layer.name]
+        return ReadyLayer(layer, strategy, graph.inputs(layer.name), build_body(setting), positions)
 
     # ---- Running -----------------------------------------------------------------------------------------------------
 
     def batch(
         self, inputs: Sequence[np.ndarray], targets: np.ndarray | None, num_samples: int, step: int | None
     ) -> Batch:
-        """What the layers are given of a micro-batch; see `Batch`.
+        """Return the part of a micro-batch that the layers of the stage read, as a `Batch`.
 
         Args:
-            inputs: the model's; none where no layer of the stage reads them.
+            inputs: Inputs of the model; may be empty if no layer of the stage reads them.
+            targets: Targets of the loss; None in stages without a loss.
+            num_samples: Samples of the micro-batch, over all ranks.
+            step: Number of the training pass, by which dropout draws its masks; None outside of training.
         """
         return Batch(inputs_of(self._model.graph, self.feeds, inputs), targets, num_samples, step)
 
     def run(self, x: Tensor | None, weights: Sequence[Tensor], batch: Batch) -> Tensor:
-        """The last layer's value: a loss, or a rank's part of the output.
+        """Run the stage forward and return the last layer's value: the loss, or this rank's part of the output.
 
         Args:
-            x: this rank's part of what the stage before gives; None in the first one.
-            weights: the local ones, in the order of ``weights.stored``.
+            x: This rank's part of the previous stage's output; None in the first stage.
+            weights: This rank's weight shards, in the order of `StageWeights.stored`.
+            batch: The micro-batch; see `batch`.
         """
-        values = {} if self.given is None else {self.given: x}
+        values = {} if self.source is None else {self.source: x}
         num_readers = Counter(name for ready in self.layers for name in ready.producers)
         for ready in self.layers:
             values[ready.name] = self.run_layer(ready, [values[name] for name in ready.producers], weights, batch)
             for name in ready.producers:
                 num_readers[name] -= 1
-                if not num_readers[name]:
+                if not num_readers[name]:  # no later layer reads it
                     del values[name]
         return values[self.layers[-1].name]
 
     def run_layer(self, ready: ReadyLayer, inputs: Sequence[Tensor], weights: Sequence[Tensor], batch: Batch) -> Tensor:
-        """What a layer makes of its inputs as their producers made them."""
+        """Redistribute a layer's inputs from their producers' layouts, and return the layer's output."""
         arrived = []
         for name, x in zip(ready.producers, inputs):
             source = self._strategies[name]
@@ -136,33 +143,34 @@ class Stage:
             arrived.append(x)
         if len(arrived) == 1:
             arrived[0] = _as_rows(arrived[0], ready.layer)
-        return ready.body(arrived, [weights[place] for place in ready.places], batch)
+        return ready.body(arrived, [weights[position] for position in ready.weight_positions], batch)
 
-    def _moves(self, name: str, ready: ReadyLayer, samples: int, local: tuple[int, ...]) -> tuple[Call, ...]:
-        """The statements that bring a layer's output to a reader."""
-        key = (name, ready.name, samples)
+    def _moves(self, producer: str, reader: ReadyLayer, samples: int, local: tuple[int, ...]) -> tuple[Call, ...]:
+        """Return the statements that redistribute a producer's output, of local shape ``local``, for a reader."""
+        key = (producer, reader.name, samples)
         if key not in self._known_moves:
-            shape = edge_shape(self._model.graph[name], samples)
-            route = redistribute(self._strategies[name].activations, ready.strategy.activations, shape)
+            shape = edge_shape(self._model.graph[producer], samples)
+            route = redistribute(self._strategies[producer].activations, reader.strategy.activations, shape)
             self._known_moves[key] = move_calls(route, local)
         return self._known_moves[key]
 
 
 def _check_edges(setting: LayerSetting) -> None:
+    """Check that a layer whose features are split reads its input in the shape in which the producer wrote it."""
     layer, graph = setting.layer, setting.graph
     producers = graph.inputs(layer.name)
     if len(producers) != 1 or setting.num_parts == 1:
         return
-    given = graph[producers[0]].output_shape
-    if len(given) <= 2 and len(layer.input_shape) <= 2 and given[-1:] != layer.input_shape[-1:]:
+    produced = graph[producers[0]].output_shape
+    if len(produced) <= 2 and len(layer.input_shape) <= 2 and produced[-1:] != layer.input_shape[-1:]:
         raise UserError(
-            f"{layer.describe()}: it reads {producers[0]!r} in another shape, {layer.input_shape} in place of {given}; "
+            f"{layer.describe()}: it reads {producers[0]!r} in another shape, {layer.input_shape} in place of {produced}; "
             "that works where features are not split only"
         )
 
 
 def _as_rows(x: Tensor, layer: Layer) -> Tensor:
-    """(samples, rows, features) with the rows that the layer wants."""
+    """Reshape an input (samples, rows, features) to the number of rows that the layer reads."""
     shape = layer.input_shape
     rows = int(np.prod(shape[:-1])) if len(shape) <= 2 else 1
     return x if x.shape[1] == rows else x.reshape(x.shape[0], rows, -1)

@@ -1,7 +1,7 @@
-"""One training pass in sections, so that each phase of each layer can be measured by itself.
+"""One training pass divided into sections, so that each phase of each layer can be measured separately.
 
-Between layers the graph of autograd is cut: every layer reads leaves, and its backward pass is started with the gradient that its
-readers' leaves have collected. Gradients of parameters are left to the caller.
+The autograd graph is cut between layers. Every layer reads detached leaf tensors, and its backward pass starts from the sum of the
+gradients in its readers' leaves. The gradients of parameters stay in the leaves that the caller passes as weights.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ flow = load_oneflow()
 __all__ = ["Measure", "StageTracer", "TracedSection"]
 
 Tensor = Any
-#: Runs a function and counts what all ranks send meanwhile, such as ``wire.measure`` with its baseline.
+#: Runs a function and returns its result with the traffic of all ranks meanwhile, such as ``wire.measure`` with its baseline.
 Measure = Callable[[Callable[[], Any]], "tuple[Any, Traffic]"]
 
 
 @dataclass(frozen=True)
 class TracedSection:
-    """One phase of one layer, run by itself.
+    """One phase of one layer, run separately.
 
     Attributes:
-        layer: its name.
-        phase: ``forward``, ``backward`` (both with the redistributions of the layer's inputs) or ``gradient``.
-        steps: the communication that this rank took part in, as it ran.
-        traffic: what all ranks sent; None where it was not measured.
+        layer: Name of the layer.
+        phase: ``forward`` or ``backward``, both with the redistributions of the layer's inputs, or ``gradient``.
+        steps: Communication steps that this rank took part in, in the order in which they ran.
+        traffic: Bytes and messages that all ranks sent; None if not measured.
     """
 
     layer: str
@@ -46,15 +46,15 @@ class TracedSection:
 
 
 class StageTracer:
-    """One pass through a stage, phase by phase.
+    """Runs one forward and backward pass through a stage, section by section.
 
     Args:
-        stage: whose layers run.
-        weights: its local weights.
-        measure: called with every section, on all ranks in the same order.
+        stage: Stage to run.
+        weights: This rank's weight shards, as in `Stage.run`.
+        measure: Called with every section, on all ranks in the same order; None: sections are run without measuring.
 
     Attributes:
-        sections: so far.
+        sections: Sections that have run so far.
     """
 
     def __init__(self, stage: Stage, weights: Sequence[Tensor], measure: Measure | None) -> None:
@@ -64,12 +64,13 @@ class StageTracer:
         self._measure = measure
 
     def run(self, x: Tensor | None, batch: Batch) -> Tensor:
-        """The last layer's value; arguments as of `Stage.run`. Backward it goes from a gradient of one.
+        """Run a forward and a backward pass, and return the last layer's value.
 
-        There are two sections for each layer, in the order of the layers forward and then against it backward; a layer that no
-        gradient reaches has an empty one.
+        The arguments are those of `Stage.run`. The backward pass starts from a gradient of ones. Each layer has two sections:
+        the forward sections come in graph order, the backward sections follow in reverse order. The backward section of a layer
+        that no gradient reaches is empty.
         """
-        values: dict[str | None, Tensor] = {self._stage.given: x}
+        values: dict[str | None, Tensor] = {self._stage.source: x}
         leaves: dict[str, list[Tensor]] = {}
         for ready in self._stage.layers:
             own = leaves[ready.name] = [detached(values[name]).requires_grad_(True) for name in ready.producers]
@@ -79,14 +80,14 @@ class StageTracer:
         gradients = {last: flow.ones_like(values[last])}
         for ready in reversed(self._stage.layers):
             gradient = gradients.pop(ready.name, None)
-            self.section(ready.name, "backward", _go_back, values[ready.name], gradient)
+            self.section(ready.name, "backward", _backward, values[ready.name], gradient)
             for name, leaf in zip(ready.producers, leaves[ready.name]):
                 if leaf.grad is not None:
                     gradients[name] = gradients[name] + leaf.grad if name in gradients else leaf.grad
         return detached(values[last])
 
     def section(self, layer: str, phase: str, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Run a section; what it returns."""
+        """Run ``function(*arguments)`` as a section, and return its result."""
         run = functools.partial(function, *arguments)
         with self._stage.stepper.logging() as steps:
             result, traffic = (run(), None) if self._measure is None else self._measure(run)
@@ -94,6 +95,6 @@ class StageTracer:
         return result
 
 
-def _go_back(value: Tensor, gradient: Tensor | None) -> None:
+def _backward(value: Tensor, gradient: Tensor | None) -> None:
     if gradient is not None and value.requires_grad:
         flow.autograd.backward([value], [gradient])
