@@ -1,10 +1,11 @@
-"""A model that trains at a plan: the module that users hold.
+"""`AppliedModule`: a user's model that trains at the strategies of a plan.
 
-The user's module is read, not changed: its parameters' values, and what the graph does not say (a norm's eps, a dropout's
-probability, the base of rotary positions).  Its ``forward`` is not called, since views with sizes in them would not fit local
-tensors: the graph's layers are run as the one stage of a pipeline (:mod:`.stage`), opaque ones by a copy of the submodule.
+The user's module is read, not changed: the values of its parameters, and the facts that the graph does not contain (the eps of a
+norm, the probability of a dropout, the base of rotary positions).  Its ``forward`` is not called, since the sizes in its views
+would not fit local tensors.  Instead the layers of the graph are run as a single stage (:mod:`.stage`), opaque layers by a copy of
+their submodule.
 
-Collectives go through local tensors and eager autograd, so the module does not run inside ``nn.Graph``.
+Collectives use local tensors and eager autograd, so the module does not run inside ``nn.Graph``.
 """
 
 from __future__ import annotations
@@ -45,16 +46,23 @@ Tensor = Any
 
 
 class AppliedModule(flow.nn.Module):
-    """A model at a plan's strategies; made by :func:`autoddl.apply`, on every rank.
+    """A model at the strategies of a plan; :func:`autoddl.apply` creates it on every rank.
 
     ``module(*batch)`` takes the whole micro-batch, the same on every rank (OneFlow tensors on the host, or numpy arrays): the
-    inputs and, where the graph ends in a loss, the targets.  It returns the mean loss of the micro-batch on every rank; without
-    a loss the whole output, of which every rank should compute the same loss.  After ``loss.backward()`` gradients are right.
+    inputs and, if the graph ends in a loss, the targets.  It returns the mean loss of the micro-batch on every rank.  For a model
+    without a loss it returns the whole output, from which every rank should compute the same loss.  ``loss.backward()`` computes
+    the gradients of that loss.
 
     Args:
-        module, graph, strategies, workload: the user's model, and what the plan says.
-        feeds: which input each layer that reads the data reads; see :func:`autoddl.apply`.
-        check: whether the first pass begins by comparing this module with the user's (:mod:`comparing`).
+        module: The user's model.
+        graph: Layer graph of the plan.
+        strategies: Strategies of the plan, by layer.
+        workload: Workload of the plan: micro-batches and recomputation.
+        feeds: Index of the model's input that each input layer reads; see :func:`autoddl.apply`.
+        check: Whether the first forward pass begins by comparing this module with the user's (:mod:`comparing`).
+
+    Raises:
+        UserError: The plan is for another number of ranks, or the module does not fit the graph.
     """
 
     def __init__(
@@ -76,14 +84,14 @@ class AppliedModule(flow.nn.Module):
         self._workload = workload
         self._stage = Stage(model, 0, model.weights(), stepper)
         self._weights = GlobalWeights(self._stage, values_of(module, stepper))
-        # Not as an attribute, which would make its parameters this module's.
-        self._to_be_compared = [module] if check else []
+        # In a list: as an attribute it would become a submodule, with its parameters.
+        self._unchecked_module = [module] if check else []
         self._is_summing = True
         self._num_passes = 0
         first = first_names(module)
-        # The plain module's names, each with the first one of the same parameter.
+        # All names in the user's module, each with the first name of the same parameter.
         self._names = {name: first.get(id(find_parameter(module, name)), name) for name in module.state_dict()}
-        self._kept_buffers = {name: _to_numpy(value) for name, value in module.named_buffers()}
+        self._buffer_values = {name: _to_numpy(value) for name, value in module.named_buffers()}
         for path, parameter in self._weights.parameters.items():
             _register(self, path, parameter.tensor)
         self.train(module.training)
@@ -91,26 +99,30 @@ class AppliedModule(flow.nn.Module):
     # ---- Running -----------------------------------------------------------------------------------------------------
 
     def forward(self, *batch: Any) -> Tensor:
-        """The mean loss of a micro-batch (see the class)."""
-        if self._to_be_compared:
+        """Return the mean loss of a micro-batch, or the whole output of a model without a loss; see the class."""
+        if self._unchecked_module:
             self._compare(batch)
-        moment = self._batch(batch)
-        value = self._stage.run(None, self._weights.local(self._is_summing), moment)
-        return value if moment.targets is not None else _whole_output(value, self._stage, moment.num_samples)
+        micro_batch = self._batch(batch)
+        value = self._stage.run(None, self._weights.local(self._is_summing), micro_batch)
+        return value if micro_batch.targets is not None else _whole_output(value, self._stage, micro_batch.num_samples)
 
     def _compare(self, batch: Sequence[Any]) -> None:
-        module = self._to_be_compared.pop()  # the comparison itself runs this module
+        """Compare this module's loss and gradients with those of the user's module."""
+        module = self._unchecked_module.pop()  # first, since the comparison itself runs this module
         try:
             with self.stepper.not_logging(), flow.enable_grad():
                 check_same_function(self, self._weights, module, batch)
         except BaseException:
-            self._to_be_compared.append(module)
+            self._unchecked_module.append(module)
             raise
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Micro-batches whose forward pass runs inside only add to this rank's gradients; the first backward pass of one that
-        ran outside sums them over the ranks, once."""
+        """Return a context in which gradients are accumulated without communication.
+
+        Micro-batches whose forward pass runs inside add to the gradients of each rank only.  The first backward pass of a
+        micro-batch whose forward pass ran outside sums the accumulated gradients over the ranks.
+        """
         before, self._is_summing = self._is_summing, False
         try:
             yield
@@ -118,45 +130,55 @@ class AppliedModule(flow.nn.Module):
             self._is_summing = before
 
     def train_step(self, *batch: Any, loss_of: Callable[[Tensor], Tensor] | None = None) -> float:
-        """Forward and backward passes of a whole batch in the plan's micro-batches; gradients are those of the batch's mean
-        loss, which is returned.
+        """Run the forward and backward passes of a whole batch in the plan's micro-batches, and return its mean loss.
 
-        They are added to what ``grad`` holds. Between steps call ``optimizer.zero_grad(set_to_none=True)``: OneFlow adds to
-        gradients of zero by sending bytes that no plan has promised.
+        The gradients of the mean loss are added to those in ``grad``. Between steps call ``optimizer.zero_grad(set_to_none=True)``:
+        if the gradients are zero tensors instead, OneFlow sends bytes to add to them, which the plan's price does not contain.
 
         Args:
-            loss_of: the mean loss of a micro-batch, made of the output of a model without one.
+            batch: Inputs and, if the model has a loss, targets of the whole batch, the same on every rank.
+            loss_of: Computes the mean loss of a micro-batch from the output; for a model without a loss.
+
+        Raises:
+            UserError: The number of micro-batches does not divide the batch.
         """
         samples = len(batch[0])
-        num = self._workload.num_micro_batches
-        if samples % num:
-            raise UserError(f"a batch of {samples} does not divide into the plan's {num} micro-batches")
-        width, total = samples // num, 0.0
-        for i in range(num):
-            part = [argument[i * width : (i + 1) * width] for argument in batch]
-            with contextlib.nullcontext() if i == num - 1 else self.no_sync():
-                value = self(*part)
-                loss = (loss_of(value) if loss_of else value) / num
+        num_micro_batches = self._workload.num_micro_batches
+        if samples % num_micro_batches:
+            raise UserError(f"a batch of {samples} does not divide into the plan's {num_micro_batches} micro-batches")
+        size, total = samples // num_micro_batches, 0.0
+        for i in range(num_micro_batches):
+            micro_batch = [argument[i * size : (i + 1) * size] for argument in batch]
+            is_last = i == num_micro_batches - 1
+            with contextlib.nullcontext() if is_last else self.no_sync():
+                value = self(*micro_batch)
+                loss = (loss_of(value) if loss_of else value) / num_micro_batches
                 loss.backward()
             total += float(loss.numpy())
         return total
 
     def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients so that their Euclidean norm, taken of all as one vector, is ``max_norm`` at most; the norm before.
+        """Scale all gradients, taken together as one vector, to a Euclidean norm of at most ``max_norm``; all ranks call.
 
-        All ranks call.  ``nn.utils.clip_grad_norm_`` gathers every gradient for it; here one number is sent.
+        ``nn.utils.clip_grad_norm_`` gathers every gradient for the norm; this method sends one number.
+
+        Returns:
+            The norm before scaling.
         """
-        trained = [one for one in self._weights.parameters.values() if one.tensor.grad is not None]
-        locals_ = [parameter.tensor.grad.to_local() for parameter in trained]
-        squares = sum(float((g * g).sum().numpy()) / parameter.num_copies for parameter, g in zip(trained, locals_))
-        total = self.stepper.reduce(flow.tensor([squares]), [Axis(self.stepper.num_ranks, 1)])
+        trained = [parameter for parameter in self._weights.parameters.values() if parameter.tensor.grad is not None]
+        shards = [parameter.tensor.grad.to_local() for parameter in trained]
+        square_sum = 0.0
+        for parameter, shard in zip(trained, shards):
+            square_sum += float((shard * shard).sum().numpy()) / parameter.num_copies
+        total = self.stepper.reduce(flow.tensor([square_sum]), [Axis(self.stepper.num_ranks, 1)])
         norm = float(total.numpy()[0]) ** 0.5
         if norm > max_norm:
-            for gradient in locals_:
-                gradient.mul_(max_norm / norm)
+            for shard in shards:
+                shard.mul_(max_norm / norm)
         return norm
 
     def _batch(self, batch: Sequence[Any]) -> Batch:
+        """Check the arguments of a forward pass, and return them as a `Batch`."""
         if flow._oneflow_internal.lazy_mode.is_enabled():
             raise UserError("an applied module runs in eager mode only, not inside nn.Graph: its collectives are eager")
         arrays = [_to_numpy(argument) for argument in batch]
@@ -176,13 +198,17 @@ class AppliedModule(flow.nn.Module):
     # ---- Looking inside ----------------------------------------------------------------------------------------------
 
     def trace(self, *batch: Any, measure: Measure | None = None) -> tuple[Tensor, list[TracedSection]]:
-        """The loss, and one forward and backward pass run layer by layer, so that each phase of each layer can be measured.
+        """Run one forward and backward pass layer by layer, so that each phase of each layer can be measured.
 
-        Gradients are added to the parameters' as ``backward`` would.  A model without a loss gives this rank's part of its
-        output, and the gradients are those of the sum of all its elements.
+        Gradients are added to those of the parameters, as by ``backward``.  For a model without a loss they are the gradients of
+        the sum of all elements of the output.
 
         Args:
-            measure: called with every section to run, on all ranks in the same order.
+            batch: Arguments of the forward pass.
+            measure: Called with every section, on all ranks in the same order; None: sections are run without measuring.
+
+        Returns:
+            (the loss or, for a model without a loss, this rank's part of the output; the sections).
         """
         tracer = StageTracer(self._stage, self._weights.local(is_summing=False), measure)
         value = tracer.run(None, self._batch(batch))
@@ -196,34 +222,38 @@ class AppliedModule(flow.nn.Module):
 
     @property
     def stepper(self) -> Stepper:
-        """The ranks, and the log of steps."""
+        """The ranks, with the log of the steps that they ran."""
         return self._stage.stepper
 
     # ---- Parameters --------------------------------------------------------------------------------------------------
 
     def logical_gradients(self) -> dict[str, np.ndarray]:
-        """The gradients by the model's own names and shapes, on every rank; all ranks call."""
+        """Return the gradients with the names and shapes of the user's module, on every rank; all ranks call."""
         return self._named(self._weights.gradients())
 
     def state_dict(self, *_: Any, **__: Any) -> dict[str, Tensor]:  # type: ignore[override]
-        """The plain model's: its names, shapes and values, as local tensors on every rank; all ranks call."""
-        values = self._named({**self._kept_buffers, **self._weights.values()})
+        """Return the ``state_dict`` of the user's module with present values, as local tensors on every rank; all ranks call."""
+        values = self._named({**self._buffer_values, **self._weights.values()})
         return {name: flow.tensor(value) for name, value in values.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:  # type: ignore[override]
-        """Take the values of a plain model's ``state_dict`` (local tensors or numpy arrays), the same on every rank.
+        """Load the values of a plain module's ``state_dict``.
+
+        Args:
+            state_dict: Local tensors or numpy arrays, the same on every rank.
+            strict: Whether every parameter has to be there, and no other names.
 
         Raises:
-            UserError: (if strict) a name is missing or unknown, or a shape differs.
+            UserError: A shape differs; or, if ``strict``, a name is missing or unknown.
         """
-        self._to_be_compared.clear()  # its values are others now
+        self._unchecked_module.clear()  # from now on the values differ from those of the user's module
         shapes = self._stage.weights.shapes()
         given = {name: _to_numpy(value) for name, value in state_dict.items()}
         missing = [name for name in shapes if name not in given]
-        unknown = [name for name in given if name not in self._names and name not in self._kept_buffers]
+        unknown = [name for name in given if name not in self._names and name not in self._buffer_values]
         if strict and (missing or unknown):
-            what = f"lacks {missing[0]!r}" if missing else f"holds {unknown[0]!r}, which the model has not"
-            raise UserError(f"the state_dict {what}")
+            problem = f"lacks {missing[0]!r}" if missing else f"holds {unknown[0]!r}, which the model has not"
+            raise UserError(f"the state_dict {problem}")
         values = self._weights.values() if missing else {}
         for name, first in self._names.items():
             if name in given and first in shapes:
@@ -233,10 +263,10 @@ class AppliedModule(flow.nn.Module):
                         f"the state_dict's {name} has shape {given[name].shape}, should have {shapes[first]}"
                     )
         self._weights.assign(values)
-        self._kept_buffers.update((name, given[name]) for name in self._kept_buffers if name in given)
+        self._buffer_values.update((name, given[name]) for name in self._buffer_values if name in given)
 
     def _named(self, values: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Values of first names, by all names of the plain module."""
+        """Return values, given by first names, by all names in the user's module."""
         return {name: values[first] for name, first in self._names.items() if first in values}
 
 
@@ -244,28 +274,31 @@ class AppliedModule(flow.nn.Module):
 
 
 def _whole_output(value: Tensor, stage: Stage, samples: int) -> Tensor:
-    """The model's output, gathered on every rank; of its gradient, the same on every rank, each takes its part."""
+    """Gather the model's output on every rank; differentiable.
+
+    The gradient of the result has to be the same on every rank, and each rank takes the slice that belongs to its part.
+    """
     last, stepper = stage.layers[-1], stage.stepper
-    lying = last.strategy.activations
+    split = last.strategy.activations
     shape = edge_shape(last.layer, samples)
-    everywhere = Distribution(lying.axes, (Broadcast(),) * len(lying.axes))
-    route = redistribute(lying, everywhere, shape)
-    part = lying.slices(stepper.rank, shape)
+    replicated = Distribution(split.axes, (Broadcast(),) * len(split.axes))
+    route = redistribute(split, replicated, shape)
+    rows, features = split.slices(stepper.rank, shape)
 
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return move_tensor(x, route, stepper, (0, 2)).clone()
 
     def backward(ctx: Any, dy: Tensor) -> Tensor:
-        return dy[part[0], :, part[1]].contiguous()
+        return dy[rows, :, features].contiguous()
 
     whole = _Function.apply("whole", forward, backward, value)
     per_sample = last.layer.output_shape
-    # Outside of sequences the one row of a sample is the sample itself.
+    # Models without sequences have one row per sample: the result has no dimension for rows.
     return whole.reshape(samples, *(per_sample[1:] if len(per_sample) == 2 and last.layer.rows == 1 else per_sample))
 
 
 def _register(module: Any, path: str, tensor: Tensor) -> None:
-    """Make ``tensor`` the parameter at a path, in plain modules on the way."""
+    """Register ``tensor`` as the parameter at a path, and create the modules that contain it."""
     *parents, name = path.split(".")
     for parent in parents:
         if parent not in module._modules:

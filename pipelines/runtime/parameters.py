@@ -110,12 +110,12 @@ class StoredParameter:
         flow._C.assign_local_tensor(gradient.to_local(), local.contiguous())
         return gradient
 
-    def renew(self) -> None:
-        """Move the value to new storage."""
+    def copy_storage(self) -> None:
+        """Copy the value to new storage; the old storage stays with tensors that share it."""
         self.tensor.data = self.with_gradient(self.local() + 0)
 
-    def give(self, gradient: Tensor | None) -> None:
-        """Let the optimizer have a gradient of this rank's part, or none."""
+    def set_gradient(self, gradient: Tensor | None) -> None:
+        """Set the gradient that the optimizer reads, given as this rank's part; None: no gradient."""
         self.tensor.grad = None if gradient is None else self.with_gradient(gradient)
 
 

@@ -53,7 +53,7 @@ def weights_of(module: Any, graph: LayerGraph, plan: StagePlan) -> Any:
 def test_a_weight_of_two_layers_is_stored_once():
     graph = gpt(GPT)
     weights = weights_of(gpt_module(), graph, stage(graph, [(1, 2, 1)], wte=(1, 1, 2)))
-    assert weights.places["lm_head"] == weights.places["wte"] == (0,)
+    assert weights.positions["lm_head"] == weights.positions["wte"] == (0,)
     assert "lm_head.weight" not in weights.stored
     assert weights.stored["wte.weight"].layer == "wte"
     shapes = {name: tuple(value.shape) for name, value in gpt_module().named_parameters()}

@@ -24,10 +24,11 @@ Stages:
 
 Training:
 
-- `trainer`: `PipelineTrainer`, one rank's part in training. `data`: micro-batches and losses. `training`: `train` on a text.
+- `trainer`: `PipelineTrainer`, one rank's part in training. `data`: micro-batches and losses.
+- `training`: `train`, training on ranks of this machine. `training_job`: its function on each rank. `problems`: models and data.
 - `checkpoint`: the files of a checkpoint. `saving`: how the ranks write and read them together.
 - `report`: the measurements of all ranks as one `Timeline`.
 
 Modules that do not import OneFlow: `slots`, `holding`, `local`, `order`, `dryrun`, `lowering`, `words`, `actions`, `stage_plans`,
-`stage_traffic`, `shared_weights`, `report`, `data`, `compression`, `checkpoint`, `saving` and `training`.
+`stage_traffic`, `shared_weights`, `report`, `data`, `compression`, `checkpoint`, `saving`, `problems` and `training`.
 """

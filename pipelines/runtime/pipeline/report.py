@@ -1,4 +1,7 @@
-"""The report of a run of a schedule: of each rank, and of all ranks in the simulator's form. Needs no OneFlow."""
+"""Reports of a run of a schedule, by one rank and by all ranks together. Needs no OneFlow.
+
+The report of all ranks contains a `Timeline`, as simulations do, so that measured and simulated runs can be compared and drawn.
+"""
 
 from __future__ import annotations
 
@@ -17,19 +20,19 @@ __all__ = ["PipelineReport", "RankReport", "combine", "measured_times"]
 
 @dataclass(frozen=True)
 class RankReport:
-    """One rank's report.
+    """Measurements of one rank in one run of a schedule.
 
     Attributes:
-        rank: of the job.
-        spans: per task (its text) its start and end, in seconds of the machine's monotonic clock. An all-reduce starts when it
-            is issued and ends when its update finds it done.
-        losses: per micro-batch, this rank's part of its mean loss.
-        peak_activations: the most micro-batches whose activations were alive at once.
-        peak_versions: the most versions of any one stage's weights alive at once.
-        bytes_sent: to neighbouring stages.
-        bytes_reduced: in all-reduces: the size of the vectors, not the bytes on the wire.
-        bytes_saved: by compression, of those to neighbouring stages.
-        num_uncompressed: messages that compression had to leave in full precision.
+        rank: Number of the rank in the job.
+        spans: (start, end) of each task [s] on the machine's monotonic clock, by the text of the task. An all-reduce starts when
+            it is issued, and ends when it has finished or, if later, when its update waits for it.
+        losses: This rank's part of the mean loss of each micro-batch.
+        peak_activations: Largest number of micro-batches whose activations were in memory at once.
+        peak_versions: Largest number of versions of any one stage's weights in memory at once.
+        bytes_sent: Bytes sent to neighbouring stages.
+        bytes_reduced: Bytes of the vectors that were all-reduced (not the bytes sent for that).
+        bytes_saved: Bytes that compression saved in messages to neighbouring stages.
+        num_uncompressed: Number of messages that compression had to leave in full precision.
     """
 
     rank: int
@@ -45,17 +48,19 @@ class RankReport:
 
 @dataclass(frozen=True)
 class PipelineReport:
-    """The report of a run of a schedule.
+    """Measurements of all ranks in one run of a schedule.
 
     Attributes:
-        timeline: measured, in seconds from the start of the first task. A worker of several ranks is busy while any of them is.
-        losses: the mean loss of each micro-batch.
-        peak_activations: per worker, in micro-batches, as :func:`autoddl.pipelines.memory.peak_activations` counts them.
-        peak_versions: per worker, the most versions of any one stage's weights, as
+        timeline: Measured start and end of each task [s], from the start of the first task. A worker of several ranks is busy
+            while any of its ranks is.
+        losses: Mean loss of each micro-batch.
+        peak_activations: For each worker, the largest number of micro-batches with activations in memory, counted as by
+            :func:`autoddl.pipelines.memory.peak_activations`.
+        peak_versions: For each worker, the largest number of versions of any one stage's weights, counted as by
             :func:`autoddl.pipelines.memory.peak_weight_versions`.
-        bytes_sent: between stages, by all ranks.
-        bytes_saved: by compression.
-        num_uncompressed: messages that compression had to leave in full precision.
+        bytes_sent: Bytes sent between stages by all ranks.
+        bytes_saved: Bytes that compression saved in these messages.
+        num_uncompressed: Number of messages that compression had to leave in full precision.
     """
 
     timeline: Timeline
@@ -67,7 +72,7 @@ class PipelineReport:
     num_uncompressed: int = 0
 
     def mean_losses(self) -> tuple[float, ...]:
-        """The mean loss of each update's micro-batches."""
+        """Return the mean loss over the micro-batches of each update."""
         schedule = self.timeline.schedule
         updates = (schedule.micro_batches_of(update) for update in range(schedule.num_updates))
         return tuple(sum(self.losses[number] for number in numbers) / len(numbers) for numbers in updates)
@@ -80,19 +85,19 @@ def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport
     origin = min(start for report in reports for start, _ in report.spans.values())
     starts, ends = [], []
     for tasks, members in zip(schedule.workers, by_worker):
-        begun: list[float] = []
-        ended: list[float] = []
+        task_starts: list[float] = []
+        task_ends: list[float] = []
         for task in tasks:
             text = str(task)
             spans = [report.spans[text] for report in members if text in report.spans]
             if not spans:  # the all-reduce of a stage without weights
                 assert task.kind is Kind.ALL_REDUCE, task
-                moment = max(ended, default=0.0)
+                moment = max(task_ends, default=0.0)
                 spans = [(moment + origin, moment + origin)]
-            begun.append(min(start for start, _ in spans) - origin)
-            ended.append(max(end for _, end in spans) - origin)
-        starts.append(np.array(begun))
-        ends.append(np.array(ended))
+            task_starts.append(min(start for start, _ in spans) - origin)
+            task_ends.append(max(end for _, end in spans) - origin)
+        starts.append(np.array(task_starts))
+        ends.append(np.array(task_ends))
     losses = [0.0] * schedule.num_micro_batches
     for report in reports:
         for number, part in report.losses.items():
@@ -109,11 +114,13 @@ def combine(schedule: Schedule, reports: Sequence[RankReport]) -> PipelineReport
 
 
 def measured_times(timeline: Timeline) -> Times:
-    """Mean durations of the tasks of a measured timeline, with which the same run can be simulated.
+    """Return the mean durations of the tasks in a measured timeline, by which the same run can be simulated.
 
-    The parts of a split backward are added. Transfers take no time: they are what the simulation then lacks.
+    A split backward pass is the sum of its parts. Transfers have a duration of zero: a simulation with these times shows the run
+    without communication between stages.
     """
     schedule = timeline.schedule
+    # (total duration, number of micro-batches or tasks) by kind and stage.
     sums = np.zeros((len(Kind), schedule.num_stages, 2))
     for tasks, starts, ends in zip(schedule.workers, timeline.starts, timeline.ends):
         for task, start, end in zip(tasks, starts.tolist(), ends.tolist()):

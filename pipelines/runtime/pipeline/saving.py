@@ -41,9 +41,10 @@ from .checkpoint import (
 
 __all__ = ["GatherTexts", "Member", "Restored", "restore", "save", "warn_on_stderr"]
 
-_SHOWN_REASONS = 3
+#: Most damaged checkpoints whose damage an error message describes.
+_MAX_SHOWN_REASONS = 3
 
-#: An all-gather of texts: returns those of all ranks in order; all ranks of the job call it.
+#: An all-gather of texts: returns the texts of all ranks, in rank order; all ranks of the job call it.
 GatherTexts = Callable[[str], "list[str]"]
 
 
@@ -58,10 +59,10 @@ class Member:
     """A rank of the job, with its communication.
 
     Attributes:
-        rank: of this process.
-        num_ranks: of the job.
-        gather_texts: all-gather over the ranks.
-        warn: shows a warning of one line to the user; called on rank 0 only.
+        rank: Number of this rank.
+        num_ranks: Number of ranks in the job.
+        gather_texts: All-gather of texts over the ranks.
+        warn: Shows a warning of one line to the user; called on rank 0 only.
     """
 
     rank: int
@@ -70,7 +71,7 @@ class Member:
     warn: Callable[[str], None]
 
     def gather(self, value: Any) -> list[Any]:
-        """The JSON values of all ranks, in the order of the ranks; all ranks call."""
+        """Return the JSON values of all ranks, in rank order; all ranks call."""
         return [json.loads(text) for text in self.gather_texts(json.dumps(value))]
 
 
@@ -79,9 +80,9 @@ class Restored:
     """A checkpoint that all ranks have read.
 
     Attributes:
-        checkpoint: that was restored.
-        entries: the parameters that this rank requested.
-        damaged: the newer checkpoints that were skipped.
+        checkpoint: The checkpoint.
+        entries: The parameters that this rank requested.
+        damaged: Newer checkpoints that were skipped because they are damaged.
     """
 
     checkpoint: Checkpoint
@@ -94,9 +95,9 @@ class _Finding:
     """One rank's finding about a checkpoint.
 
     Attributes:
-        hash: of the manifest; "" if it is damaged.
-        damage: what is damaged; "" if nothing.
-        mismatch: how it differs from the model; "" if it does not.
+        hash: Hash of the manifest; "" if the checkpoint is damaged.
+        damage: Description of the damage; "" if there is none.
+        mismatch: Description of the difference from the model; "" if there is none.
     """
 
     hash: str = ""
@@ -105,15 +106,21 @@ class _Finding:
 
 
 def restore(directory: Path, member: Member, shapes: Mapping[str, tuple[int, ...]]) -> Restored | None:
-    """Restore the newest intact checkpoint, on this rank the parameters in ``shapes``; all ranks call.
+    """Read the newest intact checkpoint; all ranks call.
+
+    Args:
+        directory: Directory of the job's checkpoints.
+        member: This rank.
+        shapes: Names and shapes of the parameters that this rank needs.
 
     Returns:
-        None if there is no checkpoint.
+        The checkpoint with these parameters; None if there is no checkpoint.
 
     Raises:
-        UserError: on all ranks: none is intact, or the newest intact one is of another model.
+        UserError: None of the checkpoints is intact, or the newest intact one is of another model. It is raised on all ranks.
     """
-    listed = _listed(directory) if member.rank == 0 else {}
+    # Rank 0 lists the checkpoints for all ranks.
+    listed = _list_checkpoints(directory) if member.rank == 0 else {}
     listed = member.gather(listed)[0]
     if "error" in listed:
         raise UserError(listed["error"])
@@ -125,22 +132,24 @@ def restore(directory: Path, member: Member, shapes: Mapping[str, tuple[int, ...
         if reason:
             damaged[directory / name] = reason
             continue
-        for of_rank in findings:
-            if of_rank.mismatch:
-                raise UserError(of_rank.mismatch)
+        for each in findings:
+            if each.mismatch:
+                raise UserError(each.mismatch)
         assert checkpoint is not None
-        for folder, reason in damaged.items() if member.rank == 0 else ():
-            member.warn(f"checkpoint {folder} is damaged and skipped: {reason}")
+        if member.rank == 0:
+            for folder, reason in damaged.items():
+                member.warn(f"checkpoint {folder} is damaged and skipped: {reason}")
         return Restored(checkpoint, entries, tuple(damaged))
     if damaged:  # no warnings before an error: the launcher need not receive all reports of failing ranks
-        reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in list(damaged.items())[:_SHOWN_REASONS])
+        reasons = "; ".join(f"{folder.name}: {reason}" for folder, reason in list(damaged.items())[:_MAX_SHOWN_REASONS])
         raise UserError(
             f"checkpoints {directory}: none of {len(damaged)} is intact ({reasons}); give another directory to start from scratch"
         )
     return None
 
 
-def _listed(directory: Path) -> dict[str, Any]:
+def _list_checkpoints(directory: Path) -> dict[str, Any]:
+    """Return the names of all checkpoints, the newest first, or the error message, as a JSON document."""
     try:
         return {"names": [folder.name for _, folder in checkpoints_in(directory)]}
     except UserError as error:
@@ -150,7 +159,7 @@ def _listed(directory: Path) -> dict[str, Any]:
 def _examine(
     folder: Path, member: Member, shapes: Mapping[str, tuple[int, ...]]
 ) -> tuple[Checkpoint | None, dict[str, Entry], _Finding]:
-    """Verify this rank's share of a checkpoint's parts, and read what it needs."""
+    """Verify this rank's share of a checkpoint's files, and read the parameters in ``shapes``."""
     try:
         checkpoint = open_checkpoint(folder)
         checkpoint.verify(checkpoint.parts[member.rank :: member.num_ranks])
@@ -162,11 +171,11 @@ def _examine(
 
 
 def _damage(findings: list[_Finding]) -> str:
-    """The damage of a checkpoint by the findings of all ranks; "" if there is none."""
-    for rank, of_rank in enumerate(findings):
-        if of_rank.damage:
-            is_everywhere = all(each.damage == of_rank.damage for each in findings)
-            return of_rank.damage if is_everywhere else f"{of_rank.damage} (on rank {rank})"
+    """Return a description of the damage that the ranks found in a checkpoint; "" if there is none."""
+    for rank, finding in enumerate(findings):
+        if finding.damage:
+            is_everywhere = all(each.damage == finding.damage for each in findings)
+            return finding.damage if is_everywhere else f"{finding.damage} (on rank {rank})"
     return "" if len({each.hash for each in findings}) == 1 else "its manifest is not the same for all ranks"
 
 
@@ -182,17 +191,17 @@ def save(
     """Write a checkpoint; all ranks call.
 
     Args:
-        directory: of the job's checkpoints.
-        member: this rank.
-        num_updates: weight updates so far.
-        num_micro_batches: micro-batches so far.
-        schedule: name of the schedule.
-        entries: the parameters that this rank writes.
-        damaged: checkpoints known to be damaged, which are not counted when old ones are removed. The new one is removed
+        directory: Directory of the job's checkpoints.
+        member: This rank.
+        num_updates: Weight updates so far.
+        num_micro_batches: Micro-batches so far.
+        schedule: Name of the schedule.
+        entries: Parameters that this rank writes.
+        damaged: Checkpoints known to be damaged, which are not counted when old ones are removed. The new checkpoint is removed
             from the set.
 
     Returns:
-        Why it could not be written; "" if it is complete.
+        Reason why the checkpoint could not be written; "" if it is complete.
     """
     part, failure = None, ""
     try:

@@ -1,8 +1,8 @@
-"""Weights that several stages share: which elements of the sum of their gradients each rank has to be told by others.
+"""Gradients of weights that several stages share: the pieces that ranks of different stages exchange. Needs no OneFlow.
 
-Every stage cuts such a weight in its own way. When each has summed its own gradient over its ranks, a rank of one stage needs, of
-every other stage, the elements that it holds itself: the intersection, dimension by dimension, of its indices and those of ranks
-there. So a rank is sent as many bytes as its shard has, once for every other stage. Needs no OneFlow.
+Every stage shards a shared weight in its own layout, and first sums its own gradient over its own ranks. Then each rank receives,
+from every other stage, that stage's sum for the elements in its own shard. One message holds the intersection of two shards: in
+each dimension, the indices that both ranks hold. So a rank receives the size of its shard once from every other stage.
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ __all__ = ["WeightPiece", "weight_pieces"]
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """Elements of a weight that one rank tells another: of every dimension some indices.
+    """A piece of a shared weight's gradient that one rank sends to a rank of another stage.
 
     Attributes:
-        source, destination: ranks of the two stages, each counted from 0.
-        places_there, places_here: where these indices are in what the source and the destination hold.
+        source: Sending rank, counted within its stage.
+        destination: Receiving rank, counted within its stage.
+        places_there: For each dimension, the positions of the piece in the sender's shard.
+        places_here: For each dimension, the positions of the piece in the receiver's shard.
     """
 
     source: int
@@ -34,42 +36,54 @@ class WeightPiece:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the piece."""
         return tuple(map(len, self.places_here))
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return prod(self.shape)
 
 
 @cache
 def weight_pieces(source: ParameterLayout, destination: ParameterLayout) -> tuple[WeightPiece, ...]:
-    """Who tells whom what, so that every rank of ``destination`` gets every element that it holds once; by destination.
+    """Return the messages by which every rank of one stage receives each element of its shard once from another stage.
 
-    Ranks of the source that hold the same take turns over destinations that want the same.
+    If several ranks of ``source`` hold the same shard, they send it in turn to the ranks of ``destination`` with equal shards.
+
+    Args:
+        source: Layout of the weight in the sending stage.
+        destination: Layout of the weight in the receiving stage.
+
+    Returns:
+        The pieces, in the order of the receiving ranks.
     """
+    # Group the source's ranks by their shards.
     holders: dict[tuple[bytes, ...], list[int]] = {}
     for rank in range(source.num_ranks):
-        holders.setdefault(_key_of(source, rank), []).append(rank)
-    num_alike: dict[tuple[bytes, ...], int] = {}
+        holders.setdefault(_shard_key(source, rank), []).append(rank)
+    num_served: dict[tuple[bytes, ...], int] = {}  # receiving ranks so far, by their shards
     pieces = []
-    for rank in range(destination.num_ranks):
-        turn = num_alike.setdefault(_key_of(destination, rank), 0)
-        num_alike[_key_of(destination, rank)] += 1
+    for receiver in range(destination.num_ranks):
+        key = _shard_key(destination, receiver)
+        turn = num_served.setdefault(key, 0)
+        num_served[key] += 1
         for ranks in holders.values():
-            teller = ranks[turn % len(ranks)]
-            there, here = [], []
-            for theirs, mine in zip(source.indices, destination.indices):
-                _, in_theirs, in_mine = np.intersect1d(
-                    theirs[teller], mine[rank], assume_unique=True, return_indices=True
+            sender = ranks[turn % len(ranks)]
+            # Intersect the two shards, dimension by dimension.
+            sender_places, receiver_places = [], []
+            for sent, received in zip(source.indices, destination.indices):
+                _, in_sender, in_receiver = np.intersect1d(
+                    sent[sender], received[receiver], assume_unique=True, return_indices=True
                 )
-                there.append(in_theirs)
-                here.append(in_mine)
-            piece = WeightPiece(teller, rank, tuple(there), tuple(here))
+                sender_places.append(in_sender)
+                receiver_places.append(in_receiver)
+            piece = WeightPiece(sender, receiver, tuple(sender_places), tuple(receiver_places))
             if piece.size:
                 pieces.append(piece)
     return tuple(pieces)
 
 
-def _key_of(layout: ParameterLayout, rank: int) -> tuple[bytes, ...]:
-    """What a rank holds."""
-    return tuple(held[rank].tobytes() for held in layout.indices)
+def _shard_key(layout: ParameterLayout, rank: int) -> tuple[bytes, ...]:
+    """Return a hashable form of the indices that a rank holds."""
+    return tuple(indices[rank].tobytes() for indices in layout.indices)

@@ -1,4 +1,4 @@
-"""Work that sleeps instead of computing: times schedules, with real communication, on a machine with fewer cores than ranks."""
+"""Tasks that sleep instead of computing, to time schedules with real communication on a machine with fewer cores than ranks."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ Tensor = Any
 
 
 class SleepingWork:
-    """Tasks that sleep for the durations in ``times``, and send tensors of the given sizes.
+    """Implements `Work` by tasks that sleep for given durations and send tensors of given sizes.
 
     Args:
-        lowered: the schedule's programs.
-        rank: of this process.
-        times: durations of the tasks.
-        row_elements: single-precision numbers per row at each boundary, S - 1 of them.
-        gradient_elements: numbers of each stage's weight gradients, S of them; 0: nothing to reduce.
+        lowered: The lowered schedule, of S stages.
+        rank: Number of this rank.
+        times: Durations of the tasks.
+        row_elements: Single-precision elements in a row of the tensor at each of the S - 1 boundaries.
+        gradient_elements: Single-precision elements of each of the S stages' gradients; 0: nothing is reduced. Default: all 0.
     """
 
     def __init__(
@@ -57,12 +57,12 @@ class SleepingWork:
         pass
 
     def compute(self, run: Run, x: Tensor | None) -> Tensor | None:
-        until = time.monotonic() + self._seconds(run)
+        end_s = time.monotonic() + self._duration_s(run)
         y = self._output(run)
-        time.sleep(max(0.0, until - time.monotonic()))
+        time.sleep(max(0.0, end_s - time.monotonic()))
         return y
 
-    def _seconds(self, run: Run) -> float:
+    def _duration_s(self, run: Run) -> float:
         times, stage = self._times, run.task.stage
         per_micro_batch = {
             Kind.FORWARD: times.forward[stage],
@@ -96,7 +96,7 @@ class SleepingWork:
 def sleep_through(
     lowered: Lowered, times: Times, row_elements: Sequence[int], gradient_elements: Sequence[int], repeats: int
 ) -> list[Any]:
-    """A job for all ranks of a schedule: execute it ``repeats`` times with `SleepingWork`; returns one report each time."""
+    """Execute a schedule ``repeats`` times with `SleepingWork`, and return the report of each; all ranks of the job call."""
     rank = flow.env.get_rank()
     work = SleepingWork(lowered, rank, times, row_elements, gradient_elements)
     return [execute(lowered.program(rank), work, make_transport(lowered.compresses)) for _ in range(repeats)]

@@ -1,4 +1,7 @@
-"""Which rows of which micro-batches a task and a rank work on."""
+"""The rows of micro-batches that each task and each rank works on.
+
+A micro-batch is divided into *slots*: one, or two if the schedule has tasks on half micro-batches.
+"""
 
 from __future__ import annotations
 
@@ -14,19 +17,25 @@ _HALVES = (Part.FIRST_HALF, Part.SECOND_HALF)
 
 
 class HeldBlock(NamedTuple):
-    """Rows and columns of a slot's matrix."""
+    """The rows and columns of a slot's matrix that a rank holds."""
 
     rows: range
     columns: range
 
     @property
     def size(self) -> int:
+        """Number of elements."""
         return len(self.rows) * len(self.columns)
 
 
 @dataclass(frozen=True)
 class RankMap:
-    """Worker w is ``widths[w]`` consecutive ranks, behind those of the workers before it."""
+    """The assignment of ranks to workers: in order, worker w has the next ``widths[w]`` ranks.
+
+    >>> ranks = RankMap((2, 1))
+    >>> ranks.ranks_of(1), ranks.worker_of(1), ranks.index_of(1)
+    (range(2, 3), 0, 1)
+    """
 
     widths: tuple[int, ...]
 
@@ -35,30 +44,31 @@ class RankMap:
         return sum(self.widths)
 
     def ranks_of(self, worker: int) -> range:
+        """Return the ranks of a worker."""
         first = sum(self.widths[:worker])
         return range(first, first + self.widths[worker])
 
     def worker_of(self, rank: int) -> int:
-        """The worker that a rank is a part of."""
+        """Return the worker that a rank belongs to."""
         return next(worker for worker, end in enumerate(accumulate(self.widths)) if rank < end)
 
     def index_of(self, rank: int) -> int:
-        """A rank's place in its worker."""
+        """Return the position of a rank in its worker."""
         return rank - self.ranks_of(self.worker_of(rank)).start
 
     def rows_of(self, rank: int, slot_rows: int) -> range:
-        """The rows of every slot that a rank has: an even share of its worker's."""
+        """Return the rows of every slot that a rank holds if the ranks of its worker share the rows evenly."""
         share = slot_rows // self.widths[self.worker_of(rank)]
         first = self.index_of(rank) * share
         return range(first, first + share)
 
 
 def slots_per_micro_batch(schedule: Schedule) -> int:
-    """2 where some task works on half a micro-batch, else 1."""
+    """Return 2 if a task of the schedule works on half a micro-batch, else 1."""
     return 2 if any(task.part in _HALVES for tasks in schedule.workers for task in tasks) else 1
 
 
 def slots_of(task: Task, per_micro_batch: int) -> range:
-    """The slots that a compute task covers."""
+    """Return the slots that a compute task works on, numbered over the whole schedule."""
     first = task.micro_batch * per_micro_batch + (task.part is Part.SECOND_HALF)
     return range(first, first + round(task.part.size * per_micro_batch))

@@ -1,4 +1,4 @@
-"""How the ranks of stages with plans hold what crosses the boundaries between the stages."""
+"""Layouts of planned stages at their boundaries."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ __all__ = ["stage_layouts"]
 
 
 def stage_layouts(graph: LayerGraph, stages: Sequence[StagePlan]) -> tuple[StageLayout, ...]:
-    """How each stage's ranks hold what crosses its boundaries.
+    """Return the layout of each stage's input and output over the ranks of the stage.
 
     Raises:
-        UserError: as `check_stages`.
+        UserError: As for `check_stages`.
     """
     check_stages(graph, stages)
     result = []
@@ -29,14 +29,17 @@ def stage_layouts(graph: LayerGraph, stages: Sequence[StagePlan]) -> tuple[Stage
         columns = edge_shape(layers[-1], 1)[1]
         entry = [entry_strategy(graph, stages, number)] if number else []
         arriving = entry[0].activations if entry else leaving
+        # Every layer splits the rows of a slot evenly, by its own p0.
         row_parts = lcm(*(strategy.p0 for strategy in [*stage.strategies.values(), *entry]))
         result.append(StageLayout(arriving, leaving, columns, row_parts, _is_joint(graph, stage, entry)))
     return tuple(result)
 
 
 def _is_joint(graph: LayerGraph, stage: StagePlan, entry: Sequence[Strategy]) -> bool:
-    """Whether something passes between its ranks before its gradients are summed: not where all is split along the samples alone,
-    unless there is a loss, whose mean all ranks are told."""
+    """Return whether the ranks of a stage communicate with each other in forward or backward passes.
+
+    They do not if all layers are split along the samples only, except in the last stage, which sums the loss over its ranks.
+    """
     if stage.num_ranks == 1:
         return False
     ends_in_loss = graph.layers[-1].name in stage.strategies

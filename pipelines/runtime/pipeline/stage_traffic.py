@@ -1,7 +1,13 @@
-"""What stages with plans send, predicted by the price list: the steps of layers and edges, the messages between stages, the sums.
+"""Prediction of the bytes and messages that the ranks of planned stages send in one run of a schedule. Needs no OneFlow.
 
-Everything is counted over all ranks, for a whole schedule, in single precision (CPU ranks have no half precision). Not counted is
-what nobody prices: the sum of a loss's mean over the ranks, one number. Needs no OneFlow.
+Three kinds of traffic are counted, by the steps that the cost model prices:
+
+- inside a stage: collectives of its layers, and redistributions between them;
+- between stages: activations and their gradients;
+- gradients of weights: sums over the ranks of a stage, over its replicas, and over stages that share weights.
+
+Counts are totals over all ranks, in single precision, since CPU ranks have no half precision. The all-reduce of the mean loss, one
+number, is not counted: it has no price.
 """
 
 from __future__ import annotations
@@ -28,12 +34,17 @@ from .stage_plans import stage_layouts
 
 __all__ = ["Sent", "StageTraffic", "gradient_sums", "layer_steps", "passes", "sent_messages", "stage_traffic"]
 
+#: Bytes of an element in single precision.
 _ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
 class Sent:
-    """Bytes, in so many messages."""
+    """An amount of traffic: bytes, and the number of messages that carry them.
+
+    >>> Sent(100, 1) + Sent(20, 2) * 3
+    Sent(num_bytes=160, num_messages=7)
+    """
 
     num_bytes: float = 0.0
     num_messages: float = 0.0
@@ -47,12 +58,13 @@ class Sent:
 
 @dataclass(frozen=True)
 class StageTraffic:
-    """What all ranks send in one run of a schedule.
+    """The traffic of all ranks in one run of a schedule.
 
     Attributes:
-        inside: per stage, while it computes.
-        between: per boundary between two stages, in both directions.
-        gradients: per stage, in sums over its ranks, over its replicas, and with stages that share its weights.
+        inside: For each stage, the traffic of its forward and backward passes.
+        between: For each boundary between two stages, the traffic in both directions.
+        gradients: For each stage, the traffic of gradient sums over its ranks, over its replicas, and with stages that share its
+            weights.
     """
 
     inside: tuple[Sent, ...]
@@ -61,20 +73,24 @@ class StageTraffic:
 
     @property
     def all(self) -> Sent:
+        """Total traffic."""
         return sum((*self.inside, *self.between, *self.gradients), Sent())
 
 
 def stage_traffic(
     schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int, cluster: Cluster
 ) -> StageTraffic:
-    """The prediction.
+    """Predict the traffic of one run of a schedule.
 
     Args:
-        micro_batch_rows: samples in a micro-batch.
-        cluster: any: only steps are asked for, which do not depend on how fast they are.
+        schedule: Schedule that is run.
+        graph: Layer graph of the model.
+        stages: Plans of the stages.
+        micro_batch_rows: Samples in a micro-batch.
+        cluster: Any cluster; the steps do not depend on its speed.
 
     Raises:
-        UserError: stages do not fit the graph.
+        UserError: The stages do not fit the graph.
     """
     layouts = stage_layouts(graph, stages)
     per_micro_batch = slots_per_micro_batch(schedule)
@@ -84,11 +100,15 @@ def stage_traffic(
     inside, gradients, between = [], [], []
     for number in range(len(stages)):
         names = [layer.name for layer in stages[number].layers(graph)]
-        forward, backward = ([s for name in names for s in steps[name, phase]] for phase in ("forward", "backward"))
+        forward = [step for name in names for step in steps[name, "forward"]]
+        backward = [step for name in names for step in steps[name, "backward"]]
         num_forward, num_backward = (per_micro_batch * count for count in num_passes[number])
-        inside.append(_sent(forward, stages[number]) * num_forward + _sent(backward, stages[number]) * num_backward)
+        inside.append(
+            _sent_by_stage(forward, stages[number]) * num_forward
+            + _sent_by_stage(backward, stages[number]) * num_backward
+        )
         steps_of_sums, between_ranks = gradient_sums(graph, stages, number, schedule.num_pipelines)
-        summed = _sent(steps_of_sums, stages[number]) + between_ranks
+        summed = _sent_by_stage(steps_of_sums, stages[number]) + between_ranks
         gradients.append(summed * (schedule.num_pipelines * schedule.num_updates))
     for boundary, counts in enumerate(boundary_crossings(schedule)):
         layer = stages[boundary].layers(graph)[-1]
@@ -103,8 +123,19 @@ def stage_traffic(
 
 
 def passes(schedule: Schedule, stage: int, worker: int | None = None) -> tuple[float, float]:
-    """Micro-batches that go forward and back through a stage (on one of its workers), each time that they do: recomputations go
-    forward again, and the two parts of a backward each go back (but the first stage's input has no gradient)."""
+    """Count the forward and backward passes of a stage in one run of a schedule, in micro-batches.
+
+    A recomputation counts as a forward pass. Of a split backward pass each part counts as one, except the input part in the first
+    stage, whose input has no gradient.
+
+    Args:
+        schedule: The schedule.
+        stage: Number of the stage.
+        worker: Count the passes on this worker only; None: on all workers.
+
+    Returns:
+        (forward passes, backward passes); a task on half a micro-batch counts 0.5.
+    """
     forward = backward = 0.0
     for number, _, task in schedule.tasks():
         if task.stage == stage and worker in (None, number):
@@ -118,12 +149,18 @@ def passes(schedule: Schedule, stage: int, worker: int | None = None) -> tuple[f
 def layer_steps(
     schedule: Schedule, graph: LayerGraph, stages: Sequence[StagePlan], micro_batch_rows: int, cluster: Cluster
 ) -> dict[tuple[str, str], tuple[Step, ...]]:
-    """Per layer and phase what each rank of the layer's stage takes part in: ``forward`` and ``backward``, with the redistributions
-    of its inputs, for one slot (a micro-batch, or half of one where the schedule works on halves); ``gradient``, for one update,
-    where the gradients of each layer are summed by themselves (`gradient_sums`: where not). Arguments as of `stage_traffic`."""
+    """Return the communication steps of each layer and phase, in which each rank of the layer's stage takes part.
+
+    The arguments are those of `stage_traffic`.
+
+    Returns:
+        Steps by (layer name, phase). ``forward`` and ``backward`` are of one slot: a micro-batch, or half of one if the schedule
+        works on halves. They include the redistributions of the layer's inputs. ``gradient`` is of one update, with the gradients
+        of each layer summed separately; see `gradient_sums` for the pipeline, which sums those of several layers together.
+    """
     rows = micro_batch_rows // slots_per_micro_batch(schedule)
     cluster = replace(cluster, device=replace(cluster.device, peak_flops={"float32": 1e12}))
-    found: dict[tuple[str, str], tuple[Step, ...]] = {}
+    steps: dict[tuple[str, str], tuple[Step, ...]] = {}
     for number, plan in enumerate(stages):
         workload = Workload(rows, rows, "float32", "sgd", recompute=plan.recompute)
         strategies = strategies_of(graph, stages, number)
@@ -135,51 +172,61 @@ def layer_steps(
                 for name in producers
                 for step in edge_steps(graph[name], strategies[name], strategy, workload, rows)
             ]
-            found[layer.name, "forward"] = (*moves, *work.forward)
-            found[layer.name, "backward"] = (*work.backward, *(step.adjoint() for step in moves))
-            found[layer.name, "gradient"] = tuple(work.gradient)
-    return found
+            steps[layer.name, "forward"] = (*moves, *work.forward)
+            steps[layer.name, "backward"] = (*work.backward, *(step.adjoint() for step in moves))
+            steps[layer.name, "gradient"] = tuple(work.gradient)
+    return steps
 
 
 def gradient_sums(
     graph: LayerGraph, stages: Sequence[StagePlan], number: int, num_replicas: int
 ) -> tuple[tuple[Step, ...], Sent]:
-    """What one replica of a stage sends for one update: the steps that each of its ranks takes part in inside the stage, and what
-    all of its ranks send to ranks of replicas, and of other stages that have the same weights.
+    """Return the traffic of the gradient sums of one replica of a stage, for one update.
 
-    Weights that the same stages have, and that are summed over the same axes, are summed as one vector.
+    Gradients that are summed over the same axes, of weights that the same stages share, are concatenated and summed as one vector.
+
+    Args:
+        graph: Layer graph of the model.
+        stages: Plans of all stages.
+        number: Number of the stage.
+        num_replicas: Replicas of each stage.
+
+    Returns:
+        (steps inside the stage, in which each of its ranks takes part; traffic of all its ranks to other replicas, and to other
+        stages that share its weights).
     """
     plan = stages[number]
-    apart = Sent()
+    to_others = Sent()
     holders = _holders(graph, stages)
+    # Bytes of one rank's gradients, by the stages that share the weights and the axes over which the gradients are summed.
     vectors: dict[tuple[frozenset[int], tuple[Axis, ...]], float] = {}
-    """Bytes of a rank's weights, by the stages that have them and the axes that they are summed over."""
     for layer in plan.layers(graph):
         strategy = plan.strategies[layer.name]
         for parameter in layer.parameters:
             sharing = holders.pop(_owner(graph, layer, parameter), None)
             if sharing is None:
-                continue  # stored once
+                continue  # an earlier layer of the stage shares the parameter, which is stored once
             axes = strategy.axes(0, kind_of(layer.kind).is_lookup)
             parts = strategy.p1 if strategy.summa else strategy.p1 * strategy.p2
             if strategy.summa and len(parameter.shape) > 1:
                 axes, parts = (), strategy.num_devices
             shard = parameter.num_elements / parts * _ITEMSIZE
             vectors[frozenset(sharing), axes] = vectors.get((frozenset(sharing), axes), 0.0) + shard
-            apart += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
+            to_others += Sent(shard, 1) * ((len(sharing) - 1) * plan.num_ranks)
     inside: list[Step] = []
     for (_, axes), nbytes in vectors.items():
         if num_replicas == 1:
             inside += all_reduce_steps(axes, nbytes)
             continue
-        slices = prod(axis.size for axis in axes)
+        # Scatter inside the stage, all-reduce each slice over the replicas, gather inside the stage.
+        num_slices = prod(axis.size for axis in axes)
         inside += (*scatter_steps(axes, nbytes), *gather_steps(axes, nbytes))
-        apart += _sent([Step(Collective.ALL_REDUCE, Axis(num_replicas, 1), nbytes / slices)], plan)
-    return tuple(inside), apart
+        to_others += _sent_by_stage([Step(Collective.ALL_REDUCE, Axis(num_replicas, 1), nbytes / num_slices)], plan)
+    return tuple(inside), to_others
 
 
 def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
-    """The layer whose parameter it is in the end."""
+    """Return the name of the parameter that a parameter is tied to, directly or through others: ``LAYER/PARAMETER``."""
     while parameter.tied_to is not None:
         layer = graph[parameter.tied_to]
         size = parameter.num_elements
@@ -188,7 +235,7 @@ def _owner(graph: LayerGraph, layer: Layer, parameter: Parameter) -> str:
 
 
 def _holders(graph: LayerGraph, stages: Sequence[StagePlan]) -> dict[str, set[int]]:
-    """The stages that have a parameter, by its owner."""
+    """Return the stages that use each parameter, by the name that `_owner` returns."""
     holders: dict[str, set[int]] = {}
     for number, plan in enumerate(stages):
         for layer in plan.layers(graph):
@@ -197,16 +244,16 @@ def _holders(graph: LayerGraph, stages: Sequence[StagePlan]) -> dict[str, set[in
     return holders
 
 
-def _sent(steps: Iterable[Step], plan: StagePlan) -> Sent:
-    """What the stage's ranks send in steps that each of them takes part in."""
+def _sent_by_stage(steps: Iterable[Step], plan: StagePlan) -> Sent:
+    """Return the traffic of all ranks of a stage in steps that each of them takes part in."""
     moving = [step for step in steps if step.axis.size > 1]
     return Sent(sum(s.mean_sent_bytes for s in moving), sum(sent_messages(s) for s in moving)) * plan.num_ranks
 
 
 def sent_messages(step: Step) -> float:
-    """The messages that a rank sends in a step, on average.
+    """Return the mean number of messages that a rank sends in a step.
 
-    A sum of fewer elements than ranks has fewer pieces to pass around: each makes one hop less than there are ranks, twice.
+    An all-reduce is a ring in which each of p pieces makes p - 1 hops twice. A vector of fewer than p elements has fewer pieces.
     """
     pieces: float = step.axis.size
     if step.collective is Collective.ALL_REDUCE:

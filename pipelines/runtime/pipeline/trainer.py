@@ -1,4 +1,4 @@
-"""Training a model with a schedule, on one rank of all those that do."""
+"""Training of a model with a pipeline schedule: the part of one rank."""
 
 from __future__ import annotations
 
@@ -37,33 +37,34 @@ __all__ = ["PipelineTrainer"]
 
 
 class PipelineTrainer:
-    """One rank's part in training a model with a schedule; every rank of the job makes one, with the same arguments.
+    """Trains one rank's share of a model with a schedule. Every rank of the job creates a trainer with the same arguments.
 
-    Worker w of the schedule is ``schedule.widths[w]`` ranks, from rank 0 on in the order of workers. A run carries out the whole
-    schedule. A synchronous one can be run again and again; an asynchronous one empties the pipeline at its end, and begins the next
-    run without delayed weights.
-
-    Attributes:
-        rank: this one.
-        num_updates, num_micro_batches: of all runs so far, those before a checkpoint included.
-        save_failure: why the last `save` could not write its checkpoint; "" where it could.
+    The ranks of the job are assigned to the workers in order: worker w of the schedule gets the next ``schedule.widths[w]`` ranks.
+    One run executes the whole schedule. A synchronous schedule can be run repeatedly. An asynchronous schedule drains the pipeline
+    at its end, and the next run starts without delayed weights.
 
     Args:
-        model: whole. A chain has the same values on every rank, and its modules belong to the trainer from now on, which puts the
-            weights of its own stages into them; it does not let go of the others. A worker's ranks share the rows of every
-            micro-batch. Of a `PlannedModel` the first rank's values are taken; its stages are spread as their plans say.
-        schedule: of one iteration or many.
-        make_optimizer: for each replica of a stage here, of its parameters.
-        batch: inputs and targets of a micro-batch by its number, counted over all runs; arrays whose rows are the samples.
-        sizes: layers per stage of a chain; even by default.
-        times: of the stages, to order the communication by (see `lower`).
-        compress: whether what goes between stages is compressed where its values allow it (see `compression`).
-        on_loss: told of losses as they come, where the last stage is.
-        keep_gradients: whether `gradients` can be asked for.
-        warn: takes warnings of one line about checkpoints, on rank 0 alone; they go to stderr by default.
+        model: The whole model. A `ModuleChain` needs the same values on every rank. The trainer takes over its modules: it writes
+            weights into those of its own stages, and keeps references to the others. The ranks of a worker share the rows of every
+            micro-batch. For a `PlannedModel` the values of the first rank are used, and stages are distributed by their plans.
+        schedule: A schedule of one training step or of several.
+        make_optimizer: Returns an optimizer for a list of parameters; called for each replica of a stage on this rank.
+        batch: Returns the inputs and targets of a micro-batch, by its number over all runs: arrays whose rows are the samples.
+        sizes: Layers per stage of a chain. Default: an even division.
+        times: Durations of the stages' tasks, by which communication is ordered (see `lower`).
+        compress: Whether tensors between stages are compressed if their values allow it (see `compression`).
+        on_loss: Called with the losses as they are computed, on the ranks of the last stage.
+        keep_gradients: Whether gradients are kept for `gradients`.
+        warn: Called with warnings of one line about checkpoints, on rank 0 only. Default: print them on stderr.
+
+    Attributes:
+        rank: Number of this rank in the job.
+        num_updates: Weight updates in all runs so far, including those before a checkpoint.
+        num_micro_batches: Micro-batches in all runs so far, including those before a checkpoint.
+        save_failure: Reason why the last `save` could not write its checkpoint; "" if it could.
 
     Raises:
-        UserError: the job has another number of ranks than the schedule, the sizes do not fit the chain, or see `lower`.
+        UserError: The job has another number of ranks than the schedule, or the sizes do not fit the chain; or as for `lower`.
     """
 
     def __init__(
@@ -89,7 +90,7 @@ class PipelineTrainer:
         self.num_updates = 0
         self.num_micro_batches = 0
         self.save_failure = ""
-        self._member = Member(self.rank, flow.env.get_world_size(), _exchange, warn or warn_on_stderr)
+        self._member = Member(self.rank, flow.env.get_world_size(), _all_gather_text, warn or warn_on_stderr)
         self._damaged: set[Path] = set()
         if isinstance(model, PlannedModel):
             layouts = stage_layouts(model.graph, model.stages)
@@ -97,11 +98,11 @@ class PipelineTrainer:
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress, layouts=layouts)
             self._stages: TrainableStages = PlannedStages(self.lowered, self.rank, model, batch)
         else:
-            stages = _cut(model, schedule, sizes)
-            between = boundaries(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
+            stages = _cut_chain(model, schedule, sizes)
+            boundary_tensors = boundaries(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
             tied = set(tied_stages(stages).values())
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
-            self._stages = ChainStages(self.lowered, self.rank, stages, between, batch)
+            self._stages = ChainStages(self.lowered, self.rank, stages, boundary_tensors, batch)
         self._program = self.lowered.program(self.rank)
         self._replicas = {
             (pipeline, stage): ReplicaWeights(self._stages.initial_values(stage), make_optimizer)
@@ -115,7 +116,7 @@ class PipelineTrainer:
         self._owners = _owners(self.lowered, self._stages)
 
     def run(self) -> RankReport:
-        """Carry out the schedule once, on the micro-batches that follow; all ranks call."""
+        """Run the schedule once, on the micro-batches after those of earlier runs; all ranks call."""
         self._stages.first_micro_batch = self.num_micro_batches
         report = execute(self._program, self._work, make_transport(self.lowered.compresses))
         self.num_updates += self.lowered.schedule.num_updates
@@ -123,38 +124,54 @@ class PipelineTrainer:
         return report
 
     def parameters(self) -> dict[str, np.ndarray]:
-        """The newest values of the parameters of the stages here, by their names in the model; all ranks call."""
-        held = self._replicas.items()
-        return _values(self._stages.whole(stage, self._entries(stage, replica)) for (_, stage), replica in held)
+        """Return the newest values of the parameters of this rank's stages, by their names in the model; all ranks call."""
+        replicas = self._replicas.items()
+        return _parameter_values(
+            self._stages.whole(stage, self._entries(stage, replica)) for (_, stage), replica in replicas
+        )
 
     def gradients(self, update: int) -> dict[str, np.ndarray]:
-        """What an update of the last run was made with, as `parameters`, where ``keep_gradients`` was asked for; all ranks call."""
-        held = self._replicas.items()
-        return _values(self._stages.whole(stage, replica.kept_gradients(update)) for (_, stage), replica in held)
+        """Return the gradients of an update of the last run, in the form of `parameters`; all ranks call.
+
+        Requires ``keep_gradients``.
+        """
+        replicas = self._replicas.items()
+        return _parameter_values(
+            self._stages.whole(stage, replica.kept_gradients(update)) for (_, stage), replica in replicas
+        )
 
     def _entries(self, stage: int, replica: ReplicaWeights) -> dict[str, Entry]:
-        """All that this rank keeps of a stage."""
+        """Return all weights that this rank stores for a stage, trained and frozen, with optimizer states."""
         frozen = self._stages.frozen(stage) if isinstance(self._stages, PlannedStages) else {}
         return {**replica.entries(), **frozen}
 
     def trace(self, measure: Measure | None = None) -> list[TracedSection]:
-        """What each layer of stages with plans sends, phase by phase: see `PlannedStages.trace`; all ranks call."""
-        assert isinstance(self._stages, PlannedStages), "stages of a chain send nothing inside"
+        """Run the layers of planned stages separately and measure each phase; see `PlannedStages.trace`. All ranks call."""
+        assert isinstance(self._stages, PlannedStages), (
+            "the ranks of a chain's stage do not communicate inside the stage"
+        )
         return self._stages.trace(measure)
 
     def logging(self) -> AbstractContextManager[list[Step]]:
-        """A list that grows by every step inside stages with plans that this rank takes part in, while it lasts."""
-        assert isinstance(self._stages, PlannedStages), "stages of a chain send nothing inside"
+        """Return a context that yields a list of the communication steps that this rank runs inside planned stages meanwhile."""
+        assert isinstance(self._stages, PlannedStages), (
+            "the ranks of a chain's stage do not communicate inside the stage"
+        )
         return self._stages.stepper.logging()
 
     # ---- Checkpoints -------------------------------------------------------------------------------------------------
 
     def save(self, directory: Path) -> bool:
-        """Write a checkpoint, of what all runs so far have made; all ranks call.
+        """Write a checkpoint of the present weights and optimizer states; all ranks call.
+
+        If the checkpoint cannot be written (because the disk is full, say), the user is warned, earlier checkpoints are kept, and
+        training can continue; see `saving`. The reason is in ``save_failure``.
+
+        Args:
+            directory: Directory of the job's checkpoints.
 
         Returns:
-            whether it could be written, on all ranks alike. If not (the disk is full, say), the user is warned, the checkpoints
-            before it stay, and training can go on: losing one checkpoint is no reason to lose the job. See `saving`.
+            Whether the checkpoint was written; the same on all ranks.
         """
         entries = {}
         for (_, stage), replica in self._replicas.items():
@@ -166,38 +183,48 @@ class PipelineTrainer:
         return not self.save_failure
 
     def restore(self, directory: Path) -> bool:
-        """Go on from the newest whole checkpoint in a directory, of whatever schedule; False where there is none. All ranks call.
+        """Restore the newest intact checkpoint in a directory, written with any schedule; all ranks call.
 
-        Damaged ones are skipped with a warning, on all ranks alike; see `saving`.
+        Damaged checkpoints are skipped with a warning, the same ones on all ranks; see `saving`.
+
+        Args:
+            directory: Directory of the job's checkpoints.
+
+        Returns:
+            Whether a checkpoint was restored; False if there is none.
 
         Raises:
-            UserError: there are checkpoints and none is intact, or the one that was found is of another model.
+            UserError: There are checkpoints but none is intact, or the newest intact one is of another model.
         """
-        held = self._replicas.items()
-        shapes = {name: shape for (_, stage), _ in held for name, shape in self._stages.shapes(stage).items()}
-        found = restore(directory, self._member, shapes)
-        if found is None:
+        replicas = self._replicas.items()
+        shapes = {name: shape for (_, stage), _ in replicas for name, shape in self._stages.shapes(stage).items()}
+        restored = restore(directory, self._member, shapes)
+        if restored is None:
             return False
-        for (_, stage), replica in held:
-            self._stages.restore(stage, replica, found.entries)
-        self._damaged = set(found.damaged)
-        self.num_updates, self.num_micro_batches = found.checkpoint.num_updates, found.checkpoint.num_micro_batches
+        for (_, stage), replica in replicas:
+            self._stages.restore(stage, replica, restored.entries)
+        self._damaged = set(restored.damaged)
+        self.num_updates = restored.checkpoint.num_updates
+        self.num_micro_batches = restored.checkpoint.num_micro_batches
         return True
 
 
-def _values(stages: Iterable[Mapping[str, Entry]]) -> dict[str, np.ndarray]:
+def _parameter_values(stages: Iterable[Mapping[str, Entry]]) -> dict[str, np.ndarray]:
+    """Return the parameters' values without their optimizer states, of all stages together."""
     return {name: entry["value"] for entries in stages for name, entry in entries.items()}
 
 
 def _check_optimizers(replicas: Iterable[ReplicaWeights]) -> None:
+    """Refuse optimizers that are not element-wise, since ranks of planned stages hold shards of the weights."""
     for replica in replicas:
         if isinstance(replica.optimizer, flow.optim.LAMB):
             raise UserError(
-                "LAMB takes norms of whole weights, of which a rank of a stage with a plan has a part; give SGD, Adam or AdamW"
+                "LAMB needs norms of whole weights, but each rank of a planned stage holds only a part; give SGD, Adam or AdamW"
             )
 
 
-def _cut(chain: ModuleChain, schedule: Schedule, sizes: Sequence[int] | None) -> tuple[StageModule, ...]:
+def _cut_chain(chain: ModuleChain, schedule: Schedule, sizes: Sequence[int] | None) -> tuple[StageModule, ...]:
+    """Divide a chain into the stages of a schedule, evenly if no sizes are given."""
     stages = cut(chain, even_sizes(len(chain.layers), schedule.num_stages) if sizes is None else sizes)
     if len(stages) != schedule.num_stages:
         raise UserError(f"{len(stages)} sizes were given, schedule {schedule.name} has {schedule.num_stages} stages")
@@ -205,30 +232,32 @@ def _cut(chain: ModuleChain, schedule: Schedule, sizes: Sequence[int] | None) ->
 
 
 def _owners(lowered: Lowered, stages: TrainableStages) -> dict[str, int]:
-    """Per parameter the first of the ranks that have it: the one that saves it."""
+    """Return, for each parameter, the first rank that holds it: the rank that saves it."""
     owners: dict[str, int] = {}
     for stage in range(lowered.schedule.num_stages):
-        holders = lowered.schedule.replicas_of(stage)
-        ranks = [lowered.ranks.ranks_of(replica.worker).start for replica in holders]
+        first_rank = min(
+            lowered.ranks.ranks_of(replica.worker).start for replica in lowered.schedule.replicas_of(stage)
+        )
         for name in stages.shapes(stage):
-            owners[name] = min(ranks + ([owners[name]] if name in owners else []))
+            owners[name] = min(owners.get(name, first_rank), first_rank)
     return owners
 
 
-def _exchange(text: str) -> list[str]:
-    """Give a text, and get those of all ranks; all ranks of the job call."""
+def _all_gather_text(text: str) -> list[str]:
+    """Return the texts of all ranks, in rank order; all ranks of the job call."""
     rank, num_ranks = flow.env.get_rank(), flow.env.get_world_size()
     if num_ranks == 1:
         return [text]
     own = np.frombuffer(text.encode(), dtype=np.uint8)
-    sizes = _total(own.size * (np.arange(num_ranks) == rank))
+    sizes = _sum_over_ranks(own.size * (np.arange(num_ranks) == rank))
+    # All-gather as a sum: each rank fills its own row of a table of zeros.
     table = np.zeros((num_ranks, max(1, *sizes)), dtype=np.int64)
     table[rank, : own.size] = own
-    return [row[:size].astype(np.uint8).tobytes().decode() for row, size in zip(_total(table), sizes)]
+    return [row[:size].astype(np.uint8).tobytes().decode() for row, size in zip(_sum_over_ranks(table), sizes)]
 
 
-def _total(values: np.ndarray) -> np.ndarray:
-    """A sum over all ranks."""
+def _sum_over_ranks(values: np.ndarray) -> np.ndarray:
+    """Return the sum of integer arrays over all ranks of the job, on each of them."""
     tensor = flow.tensor(values.astype(np.int64))
     flow.comm.all_reduce(tensor)
     return tensor.numpy()

@@ -1,4 +1,4 @@
-"""Training a model with a schedule, on local ranks. Needs no OneFlow here: only the ranks load it.
+"""Training of a model with a schedule on ranks of this machine. Needs no OneFlow in this process: only the ranks load it.
 
 Checkpoints that are damaged or cannot be written do not end the training (see `saving`). The ranks decide together where they
 resume, and report it, like losses and warnings.
@@ -28,20 +28,20 @@ __all__ = ["Begun", "Saved", "TrainingOptions", "TrainingResult", "TrainingStep"
 
 @dataclass(frozen=True)
 class TrainingOptions:
-    """What is trained, and how.
+    """The options of a training.
 
     Attributes:
-        problem: model and data.
-        schedule: of one run: of one iteration if it is synchronous, of all steps otherwise.
-        num_steps: total number of weight updates, including those before a checkpoint.
-        micro_batch: samples per micro-batch.
-        optimizer: name of a class of ``oneflow.optim``.
-        learning_rate: of the optimizer.
-        seed: of initial values and data.
-        sizes: layers per stage, where the embedding and the head count as one each; None: balanced.
-        compress: whether tensors between stages are compressed if their values allow it (see `compression`).
-        checkpoints: a directory; training resumes from its newest intact checkpoint.
-        steps_per_checkpoint: weight updates between checkpoints.
+        problem: Model and data.
+        schedule: Schedule of one run: of one step if it is synchronous, otherwise of the steps between two checkpoints, or of all.
+        num_steps: Total number of weight updates, including those before a checkpoint.
+        micro_batch: Samples per micro-batch.
+        optimizer: Name of a class in ``oneflow.optim``.
+        learning_rate: Learning rate of the optimizer.
+        seed: Seed of initial values and data.
+        sizes: Layers per stage; the embedding and the head count as one layer each. None: an even division.
+        compress: Whether tensors between stages are compressed if their values allow it (see `compression`).
+        checkpoints: Directory of checkpoints; the training resumes from the newest intact one there. None: no checkpoints.
+        steps_per_checkpoint: Weight updates between checkpoints.
     """
 
     problem: TrainingProblem
@@ -59,12 +59,12 @@ class TrainingOptions:
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """A weight update whose micro-batches are done.
+    """A training step whose losses are complete.
 
     Attributes:
-        number: of updates so far.
-        loss: mean over its micro-batches.
-        units_per_s: throughput in the problem's units, over all steps up to this one.
+        number: Number of steps so far, including this one and those before a checkpoint.
+        loss: Mean loss over the micro-batches of the step.
+        units_per_s: Throughput in the problem's units, over all steps of this training up to this one.
     """
 
     number: int
@@ -77,7 +77,7 @@ class Begun:
     """A rank's report that it starts.
 
     Attributes:
-        num_updates: weight updates so far, from a checkpoint.
+        num_updates: Weight updates before the checkpoint from which the training resumes; 0 without one.
     """
 
     num_updates: int
@@ -88,7 +88,7 @@ class Warned:
     """Rank 0's report of a warning.
 
     Attributes:
-        text: one line for the user.
+        text: The warning, one line for the user.
     """
 
     text: str
@@ -99,8 +99,8 @@ class Saved:
     """Rank 0's report of a checkpoint.
 
     Attributes:
-        num_updates: weight updates so far.
-        failure: why it could not be written; "" if it is complete.
+        num_updates: Weight updates so far.
+        failure: Reason why the checkpoint could not be written; "" if it is complete.
     """
 
     num_updates: int
@@ -112,12 +112,12 @@ class TrainingResult:
     """The result of a training.
 
     Attributes:
-        first_step: 0, or the step of the checkpoint from which it was resumed.
-        losses: of each step since then: the mean over its micro-batches.
-        units_per_s: throughput over all steps, without the start.
-        last_run: report of the last run; None if no step was left.
-        unsaved: why the last checkpoint could not be written; "" if it was written, or none was requested.
-        last_saved: the step of the newest checkpoint.
+        first_step: Number of steps before the checkpoint from which the training resumed; 0 without one.
+        losses: Loss of each later step: the mean over its micro-batches.
+        units_per_s: Throughput in the problem's units over these steps, without the start of the ranks.
+        last_run: Report of the last run of the schedule; None if no step was left to run.
+        unsaved: Reason why the last checkpoint could not be written; "" if it was written, or none was requested.
+        last_saved: Number of steps before the newest checkpoint; 0 if there is none.
     """
 
     first_step: int
@@ -136,22 +136,22 @@ def train(
     timeout_s: float | None = None,
     **pool_options: Any,
 ) -> TrainingResult:
-    """Train on ranks of this machine, as many as the schedule has.
+    """Train on as many ranks of this machine as the schedule has.
 
     Args:
-        options: what is trained, and how.
-        on_step: called with every step as soon as its last loss is known.
-        on_warning: called with every warning, of one line, about a checkpoint that is damaged or cannot be written. By default
-            warnings are printed on stderr.
-        timeout_s: how long the training may take after the ranks have started; None: forever.
-        pool_options: of the `RankPool`.
+        options: Problem, schedule and options of the training.
+        on_step: Called with every step as soon as its loss is complete.
+        on_warning: Called with every warning, of one line, about a checkpoint that is damaged or cannot be written. Default: print
+            warnings on stderr.
+        timeout_s: Longest duration of the training after the ranks have started [s]; None: no limit.
+        pool_options: Options of the `RankPool`.
 
     Raises:
-        UserError: options are inconsistent, the directory of checkpoints cannot be written, none of the checkpoints there is
-            intact, or they are of another model.
-        RankError: a rank failed.
+        UserError: Options are inconsistent, the directory of checkpoints cannot be written, none of the checkpoints there is
+            intact, or the newest intact one is of another model.
+        RankError: A rank failed.
     """
-    _check(options)
+    _check_options(options)
     schedule = options.schedule
     if options.checkpoints is not None:
         prepare_directory(options.checkpoints)
@@ -166,16 +166,24 @@ def train(
 
 
 def schedule_of(name: str, num_steps: int, **options: Any) -> Schedule:
-    """The schedule of one run: of one step if it is synchronous, otherwise of ``num_steps``."""
+    """Return the schedule of one run.
+
+    Args:
+        name: Family of the schedule; see `autoddl.pipelines.generators`.
+        num_steps: Training steps of the run if the schedule is asynchronous. A run of a synchronous schedule is one step.
+        options: Options of the family.
+
+    >>> schedule = schedule_of("gpipe", 10, num_stages=2, num_micro_batches=4)
+    >>> schedule.num_workers, schedule.num_updates
+    (2, 1)
+    """
     schedule = generate(name, iterations=1, **options)
-    return (
-        schedule
-        if schedule.is_synchronous
-        else generate(name, iterations=num_steps, most_passes=MAX_TRAINING_PASSES, **options)
-    )
+    if schedule.is_synchronous:
+        return schedule
+    return generate(name, iterations=num_steps, most_passes=MAX_TRAINING_PASSES, **options)
 
 
-def _check(options: TrainingOptions) -> None:
+def _check_options(options: TrainingOptions) -> None:
     for name in ("num_steps", "micro_batch", "steps_per_checkpoint"):
         if getattr(options, name) < 1:
             raise UserError(f"{name.replace('_', ' ')} is {getattr(options, name)}; give a whole number of at least 1")
@@ -188,7 +196,20 @@ def _check(options: TrainingOptions) -> None:
 
 
 class _Progress:
-    """Combines the reports of the ranks."""
+    """Combines the reports of the ranks to steps.
+
+    Args:
+        options: Options of the training.
+        on_step: Called with every step whose losses are complete.
+        on_warning: Called with every warning.
+
+    Attributes:
+        first: Number of steps before the checkpoint from which the training resumed.
+        unsaved: Reason why the last checkpoint could not be written; "" if it was written.
+        last_saved: Number of steps before the newest checkpoint.
+        losses: Mean losses of the steps that are complete.
+        units_per_s: Throughput over these steps.
+    """
 
     def __init__(
         self,
@@ -202,18 +223,19 @@ class _Progress:
         self.losses: list[float] = []
         self.units_per_s = 0.0
         self._period = options.schedule.update_period
-        self._units = self._period * options.micro_batch * options.problem.units_per_sample
+        self._units_per_step = self._period * options.micro_batch * options.problem.units_per_sample
         self._on_step = on_step
         self._on_warning = on_warning
-        self._parts: dict[int, float] = {}
+        #: By step: the sum of the parts of its mean loss that have been reported, and the share of its rows that these are of.
+        self._loss_sums: dict[int, float] = {}
         self._shares: dict[int, float] = {}
-        self._begun: float | None = None
+        self._start_s: float | None = None
 
     def take(self, rank: int, value: Any) -> None:
         """Process a rank's report: `Begun`, `Warned`, `Saved`, or (micro-batch, part of its mean loss, share of its rows)."""
         if isinstance(value, Begun):
-            if self._begun is None:
-                self._begun = time.monotonic()
+            if self._start_s is None:
+                self._start_s = time.monotonic()
                 self.first = self.last_saved = value.num_updates
             return
         if isinstance(value, Warned):
@@ -225,16 +247,18 @@ class _Progress:
             return
         number, part, share = value
         step = number // self._period
-        self._parts[step] = self._parts.get(step, 0.0) + part / self._period
+        self._loss_sums[step] = self._loss_sums.get(step, 0.0) + part / self._period
         self._shares[step] = self._shares.get(step, 0.0) + share / self._period
-        while self._shares.get(self.first + len(self.losses), 0.0) > 1 - 1e-9:
+        while (
+            self._shares.get(self.first + len(self.losses), 0.0) > 1 - 1e-9
+        ):  # up to rounding, all rows of the next step
             self._finish(self.first + len(self.losses))
 
     def _finish(self, step: int) -> None:
-        assert self._begun is not None
+        assert self._start_s is not None
         del self._shares[step]
-        self.losses.append(self._parts.pop(step))
-        seconds = time.monotonic() - self._begun
-        self.units_per_s = len(self.losses) * self._units / seconds
+        self.losses.append(self._loss_sums.pop(step))
+        duration_s = time.monotonic() - self._start_s
+        self.units_per_s = len(self.losses) * self._units_per_step / duration_s
         if self._on_step is not None:
             self._on_step(TrainingStep(step + 1, self.losses[-1], self.units_per_s))

@@ -1,4 +1,4 @@
-"""The job of each rank in a training."""
+"""The function that each rank runs in a training."""
 
 from __future__ import annotations
 
@@ -18,15 +18,22 @@ __all__ = ["train_on_rank"]
 
 
 def train_on_rank(options: TrainingOptions) -> RankReport | None:
-    """Train to the last step; returns the report of the last run, None if no step was left."""
-    make = getattr(flow.optim, options.optimizer, None)
-    if not (isinstance(make, type) and issubclass(make, flow.optim.Optimizer)):
+    """Train to the last step, and report progress to the process that started the ranks.
+
+    Returns:
+        The report of the last run of the schedule; None if no step was left to run.
+
+    Raises:
+        UserError: The optimizer is unknown, or as for `PipelineTrainer`, its `restore`, and `TrainingProblem.load`.
+    """
+    make_optimizer = getattr(flow.optim, options.optimizer, None)
+    if not (isinstance(make_optimizer, type) and issubclass(make_optimizer, flow.optim.Optimizer)):
         raise UserError(f"optimizer {options.optimizer} is not in oneflow.optim; give SGD, Adam, AdamW, ...")
-    chain, batches = options.problem.load(options.micro_batch, options.seed)
+    model, batches = options.problem.load(options.micro_batch, options.seed)
     trainer = PipelineTrainer(
-        chain,
+        model,
         options.schedule,
-        lambda parameters: make(parameters, lr=options.learning_rate),
+        lambda parameters: make_optimizer(parameters, lr=options.learning_rate),
         batches,
         sizes=options.sizes,
         compress=options.compress,
@@ -37,13 +44,14 @@ def train_on_rank(options: TrainingOptions) -> RankReport | None:
         _check_period(trainer)
     report(Begun(trainer.num_updates))
     last = None
-    saved = trainer.num_updates
+    last_tried = trainer.num_updates  # updates before the latest attempt to save
     while trainer.num_updates < options.num_steps:
         last = trainer.run()
-        is_due = trainer.num_updates - saved >= options.steps_per_checkpoint or trainer.num_updates >= options.num_steps
+        is_last = trainer.num_updates >= options.num_steps
+        is_due = is_last or trainer.num_updates - last_tried >= options.steps_per_checkpoint
         if options.checkpoints is not None and is_due:
             trainer.save(options.checkpoints)
-            saved = trainer.num_updates  # even if it failed: the next one is tried when it is due
+            last_tried = trainer.num_updates  # even if it failed: the next attempt comes when it is due
             if trainer.rank == 0:
                 report(Saved(trainer.num_updates, trainer.save_failure))
     return last

@@ -1,10 +1,11 @@
-"""Communication between ranks, beside their computations.
+"""Communication between ranks, which overlaps with their computations.
 
-All of it is issued in one OneFlow thread of the process, in which it runs one after the other in the order of issue, while the
-main thread goes on. Only the ranks concerned call. A tensor that was received can be used at once: computations wait for it.
+All communication of a process is issued in one OneFlow thread, where it runs sequentially in the order of issue while the main
+thread continues. Only the ranks that take part call. A received tensor can be used at once: OneFlow delays computations that read
+it until it has arrived.
 
-Messages may be compressed (`compression`). They are so in the main thread, on the sender's side when they are sent and on the
-receiver's when it wants them; bytes are counted as they are sent.
+Messages can be compressed (`compression`). The sender compresses a message when it sends it, the receiver decompresses it when it
+needs it, both in the main thread. Bytes are counted as they are sent.
 """
 
 from __future__ import annotations
@@ -30,42 +31,43 @@ Tensor = Any
 
 @functools.cache
 def _communication_thread() -> Any:
-    """One per process, which is never given up.
+    """Return the communication thread of this process; it is never garbage collected.
 
-    OneFlow numbers its threads, and gives the number of one that was garbage collected to the next one. Where a thread has been
-    collected on one rank and not yet on another, threads that are made next have different numbers, and a collective in them waits
-    for ever.
+    OneFlow numbers its threads, and gives the number of a garbage-collected thread to the next one. If a thread has been collected
+    on one rank but not yet on another, threads that are created next have different numbers on them, and a collective in these
+    threads waits forever.
     """
     return flow.asyncs.Thread()
 
 
 class Transport:
-    """A rank's sending and receiving.
+    """The communication of one rank in one run of a schedule, without compression.
 
     Attributes:
-        bytes_sent: to single ranks.
-        bytes_saved: that these would have been more without compression.
-        num_uncompressed: messages that were to be compressed but needed full precision.
-        bytes_reduced: the size of vectors that were summed.
+        bytes_sent: Bytes of the messages that this rank sent.
+        bytes_saved: Bytes that compression saved in these messages.
+        num_uncompressed: Number of messages that compression had to leave in full precision.
+        bytes_reduced: Bytes of the gradient vectors that this rank summed with others (not the bytes sent for these sums).
     """
 
     def __init__(self) -> None:
-        self._thread = _communication_thread()  # made by all ranks, also by those that never send: they count alike
+        # Created on all ranks, even on those that never communicate, so that OneFlow's thread numbers agree.
+        self._thread = _communication_thread()
         self.bytes_sent = 0
         self.bytes_saved = 0
         self.num_uncompressed = 0
         self.bytes_reduced = 0
 
     def send(self, message: Message, x: Tensor) -> None:
-        """Send the tensor of a message, all of it or its first part."""
+        """Send the tensor of a message: all of it, or the first part if messages are compressed."""
         self._send(detached(x).contiguous(), message.destination)
 
     def receive(self, message: Message, shape: tuple[int, ...], dtype: Any) -> Tensor | None:
-        """The tensor of a message; None where only a first part is on its way, and `rest` gives the tensor."""
+        """Receive the tensor of a message; None if only its first part is received now, and `rest` returns the tensor."""
         return self._receive(shape, dtype, message.source)
 
     def rest(self, message: Message) -> Tensor | None:
-        """Send or receive the second part of a message, if there is one; what has been received, once it is there."""
+        """Send or receive the second part of a compressed message, if it has one; return the tensor on the receiving rank."""
         return None
 
     def _send(self, x: Tensor, rank: int) -> None:
@@ -78,21 +80,21 @@ class Transport:
             return receive(shape, dtype, rank)
 
     def send_sum(self, x: Tensor, rank: int) -> None:
-        """Send a part of a sum to a rank that holds the same weights otherwise."""
+        """Send a part of a gradient sum to a rank that holds the same weights in another layout."""
         self.bytes_reduced += x.numel() * x.element_size()
         with self.thread():
             send(x, rank)
 
     def receive_sum(self, shape: tuple[int, ...], dtype: Any, rank: int) -> Tensor:
-        """What `send_sum` sends here."""
+        """Receive a tensor that ``rank`` sends with `send_sum`."""
         return self._receive(shape, dtype, rank)
 
     def thread(self) -> Any:
-        """A context in which everything is issued where all communication is."""
+        """Return a context in which OneFlow operations are issued in the communication thread."""
         return flow.asyncs.thread(self._thread)
 
     def all_reduce(self, flat: Tensor, ranks: tuple[int, ...]) -> Tensor:
-        """The sum of a vector over ``ranks`` (ascending, this one included)."""
+        """Return the sum of a vector over ``ranks``, which are in ascending order and include this one."""
         if len(ranks) > 1:
             self.bytes_reduced += flat.numel() * flat.element_size()
         with self.thread():
@@ -100,15 +102,16 @@ class Transport:
 
 
 class CompressingTransport(Transport):
-    """Messages in single precision are compressed where their values allow it.
+    """Communication with messages in single precision compressed if their values allow it.
 
-    Both ends of a message call `rest` for it some time after `send` and `receive`.
+    After `send` and `receive` of a message, the sender and the receiver both have to call `rest` for it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._leaving: dict[Message, np.ndarray] = {}
-        self._arriving: dict[Message, tuple[Tensor, tuple[int, ...]]] = {}
+        self._unsent_rests: dict[Message, np.ndarray] = {}
+        #: The first part of each message that is being received, and the shape of the whole tensor.
+        self._first_parts: dict[Message, tuple[Tensor, tuple[int, ...]]] = {}
 
     def send(self, message: Message, x: Tensor) -> None:
         if x.dtype != flow.float32:
@@ -116,7 +119,7 @@ class CompressingTransport(Transport):
             return
         first, rest = encode(detached(x).numpy())
         if rest is not None:
-            self._leaving[message] = rest
+            self._unsent_rests[message] = rest
             self.num_uncompressed += 1
         self.bytes_saved += 4 * x.numel() - first.nbytes - (0 if rest is None else rest.nbytes)
         self._send(flow.tensor(first), message.destination)
@@ -125,21 +128,21 @@ class CompressingTransport(Transport):
         if dtype != flow.float32:
             return super().receive(message, shape, dtype)
         first = self._receive((num_words(math.prod(shape)),), flow.int32, message.source)
-        self._arriving[message] = first, shape
+        self._first_parts[message] = first, shape
         return None
 
     def rest(self, message: Message) -> Tensor | None:
-        if message in self._leaving:
-            self._send(flow.tensor(self._leaving.pop(message)), message.destination)
-        if message not in self._arriving:
+        if message in self._unsent_rests:
+            self._send(flow.tensor(self._unsent_rests.pop(message)), message.destination)
+        if message not in self._first_parts:
             return None
-        arriving, shape = self._arriving.pop(message)
-        first, size, rest = arriving.numpy(), math.prod(shape), None
+        received, shape = self._first_parts.pop(message)
+        first, size, rest = received.numpy(), math.prod(shape), None
         if has_rest(first):
             rest = self._receive((num_words_of_rest(size),), flow.int32, message.source).numpy()
         return flow.tensor(decode(first, rest, size).reshape(shape))
 
 
 def make_transport(compresses: bool) -> Transport:
-    """For a run of a schedule, whose messages are compressed or not."""
+    """Return the communication of this rank for one run of a schedule."""
     return CompressingTransport() if compresses else Transport()

@@ -1,4 +1,4 @@
-"""Waiting for the values of tensors."""
+"""Waiting until tensors are computed."""
 
 from __future__ import annotations
 
@@ -13,6 +13,6 @@ Tensor = Any
 
 
 def wait_for(tensor: Tensor) -> float:
-    """Wait until a tensor's values are computed; returns the time then, of a clock that all processes of the machine share."""
+    """Wait until a tensor is computed, and return the time [s] on the machine's monotonic clock, which all processes share."""
     detached(tensor).reshape(-1)[:1].numpy()
     return time.monotonic()

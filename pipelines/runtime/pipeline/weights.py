@@ -1,10 +1,11 @@
-"""The weights of one replica of a stage: their versions, the gradients of each update, and the optimizer.
+"""The weights of one replica of a stage: versions of their values, gradients of each update, and the optimizer.
 
-The optimizer owns the newest values. Computations read a version through leaves of their own that share its storage, so a version
-costs nothing while it is the newest one. Before an update of a version that still has readers, the newest values move to new
-storage (``parameter.data = copy``): the old storage stays with the version's leaves. So there are never more copies than versions.
+The optimizer owns the newest values. Computations read a version through separate autograd leaves that share its storage, so the
+newest version needs no memory of its own. If a version still has readers when it is updated, the newest values are first copied to
+new storage (``parameter.data = copy``), and the old storage stays with the leaves of the version. So there are never more copies
+than versions.
 
-Gradients are kept per update, since micro-batches of two updates may go back in turn.
+Gradients are kept separately for each update, since backward passes of micro-batches of two updates may alternate.
 """
 
 from __future__ import annotations
@@ -23,39 +24,47 @@ __all__ = ["LocalParameter", "OptimizerFactory", "ReplicaWeights", "WeightVersio
 
 Tensor = Any
 OptimizerFactory = Callable[[Sequence[Tensor]], Any]
-"""Makes an optimizer of a list of parameters, such as ``lambda weights: flow.optim.SGD(weights, lr=0.1)``."""
+"""Returns an optimizer for a list of parameters, such as ``lambda weights: flow.optim.SGD(weights, lr=0.1)``."""
 
 
 class LocalParameter:
-    """A weight that this rank has alone.
+    """A weight stored as a local tensor of this rank.
+
+    Args:
+        value: Initial value; copied.
 
     Attributes:
-        tensor: for the optimizer.
+        tensor: The ``nn.Parameter`` that the optimizer updates.
     """
 
     def __init__(self, value: Tensor) -> None:
         self.tensor = flow.nn.Parameter(value.detach().clone())
 
     def local(self) -> Tensor:
-        """Its value, without history, sharing the storage."""
+        """Return the value without autograd history; it shares the parameter's storage."""
         return self.tensor.detach()
 
-    def renew(self) -> None:
-        """Move the value to new storage."""
+    def copy_storage(self) -> None:
+        """Copy the value to new storage; the old storage stays with tensors that share it."""
         self.tensor.data = self.tensor.detach() + 0
 
-    def give(self, gradient: Tensor | None) -> None:
-        """Let the optimizer have a gradient, or none."""
+    def set_gradient(self, gradient: Tensor | None) -> None:
+        """Set the gradient that the optimizer reads; None: no gradient."""
         self.tensor.grad = gradient
 
 
 class WeightVersions:
-    """Weights of one (pipeline, stage): versions of their values, and gradients.
+    """The weights of one (pipeline, stage): versions of their values, and their gradients.
 
     Args:
-        names: of the weights.
-        parameters: the newest values: `LocalParameter` or, in exported files, parts of global tensors (`StoredParameter`).
-        make_optimizer: called once, with the tensors of the parameters (not at all where there are none).
+        names: Names of the weights.
+        parameters: The newest values: `LocalParameter` objects or, in exported files, global tensors (`StoredParameter`).
+        make_optimizer: Called once with the parameters' tensors; not called if there are no parameters.
+
+    Attributes:
+        names: Names of the weights.
+        parameters: The newest values, in the order of ``names``.
+        optimizer: Optimizer of the parameters; None if there are none.
     """
 
     def __init__(self, names: Sequence[str], parameters: Sequence[Any], make_optimizer: OptimizerFactory) -> None:
@@ -68,23 +77,24 @@ class WeightVersions:
 
     @property
     def num_versions(self) -> int:
-        """Versions alive, the newest included."""
+        """Number of versions in memory, including the newest one."""
         return len(self._versions)
 
     def begin(self) -> None:
-        """The present values are version 0 of a new run."""
+        """Begin a run of the schedule: the present values become version 0."""
         self._versions = {0: self._leaves()}
         self._gradients = {}
 
     def version(self, number: int) -> list[Tensor]:
-        """The leaves through which computations read a version."""
+        """Return the autograd leaves through which computations read a version, in the order of ``names``."""
         return self._versions[number]
 
     def collect(self, number: int, update: int) -> Tensor | None:
-        """Add the gradients that a backward pass left at a version's leaves to those of an update.
+        """Move the gradients from the leaves of version ``number`` to the sums of ``update``, after a backward pass.
 
         Returns:
-            the one that is made last, of the first weight: when it is there, all are.
+            The first weight's gradient sum, which the backward pass computes last: when it is ready, all are. None if no weight
+            has a gradient.
         """
         sums = self._gradients.setdefault(update, [None] * len(self.parameters))
         for i, leaf in enumerate(self._versions[number]):
@@ -94,50 +104,58 @@ class WeightVersions:
         return next((gradient for gradient in sums if gradient is not None), None)
 
     def gradient(self, update: int, names: Sequence[str]) -> Tensor | None:
-        """What has been collected for an update, as one vector (zeros where nothing was); None for no names."""
+        """Return this rank's gradient sums of some weights for an update, concatenated to one vector.
+
+        Weights without a gradient contribute zeros. The result is None if ``names`` is empty.
+        """
         if not names:
             return None
         sums = self._gradients.get(update, [None] * len(self.parameters))
-        wanted = [self.names.index(name) for name in names]
-        vectors = [flow.zeros_like(self.parameters[i].local()) if (own := sums[i]) is None else own for i in wanted]
-        return flow.cat([vector.reshape(-1) for vector in vectors], dim=0)
+        vectors = []
+        for index in map(self.names.index, names):
+            gradient = sums[index]
+            if gradient is None:
+                gradient = flow.zeros_like(self.parameters[index].local())
+            vectors.append(gradient.reshape(-1))
+        return flow.cat(vectors, dim=0)
 
     def set_gradient(self, update: int, names: Sequence[str], vector: Tensor) -> None:
-        """Put a sum over ranks, in the form of `gradient`, in the place of what this rank has collected."""
+        """Replace this rank's gradient sums of some weights by those over all ranks, given as one vector (see `gradient`)."""
         sums = self._gradients.setdefault(update, [None] * len(self.parameters))
         position = 0
         for name in names:
-            i = self.names.index(name)
-            own = self.parameters[i].local()
-            sums[i] = flow.narrow(vector, 0, position, own.numel()).reshape(*own.shape)
-            position += own.numel()
+            index = self.names.index(name)
+            value = self.parameters[index].local()
+            sums[index] = flow.narrow(vector, 0, position, value.numel()).reshape(*value.shape)
+            position += value.numel()
 
     def update(self, number: int, keeps: bool) -> None:
-        """Turn version ``number`` into the next one with the gradients of update ``number``.
+        """Make an optimizer step from version ``number`` to the next one, with the gradients of update ``number``.
 
         Args:
-            keeps: whether the version is still needed after that, until `drop`.
+            number: Number of the version and of the update.
+            keeps: Whether computations still read the version after the update, until `drop`.
         """
         if keeps:
             for parameter in self.parameters:
-                parameter.renew()
+                parameter.copy_storage()
         else:
             del self._versions[number]
         gradients = self._gradients.pop(number, [None] * len(self.parameters))
-        self._use(number, gradients)
+        self._before_step(number, gradients)
         for parameter, gradient in zip(self.parameters, gradients):
-            parameter.give(gradient)
+            parameter.set_gradient(gradient)
         if self.optimizer is not None:
             self.optimizer.step()
         for parameter in self.parameters:
-            parameter.give(None)
+            parameter.set_gradient(None)
         self._versions[number + 1] = self._leaves()
 
-    def _use(self, update: int, gradients: Sequence[Tensor | None]) -> None:
-        """An update is about to be made with these."""
+    def _before_step(self, update: int, gradients: Sequence[Tensor | None]) -> None:
+        """Called before each optimizer step with its gradients; subclasses may copy them."""
 
     def drop(self, number: int) -> None:
-        """Nobody needs this version any more."""
+        """Free a version that no computation reads any more."""
         del self._versions[number]
 
     def _leaves(self) -> list[Tensor]:
@@ -145,33 +163,33 @@ class WeightVersions:
 
 
 class ReplicaWeights(WeightVersions):
-    """Weights of one (pipeline, stage) that can be saved.
+    """The weights of one (pipeline, stage) on this rank as local tensors, which can be saved and restored.
 
     Args:
-        values: initial ones by name; copied.
-        make_optimizer: as of `WeightVersions`.
+        values: Initial values by name; copied.
+        make_optimizer: As for `WeightVersions`.
 
     Attributes:
-        keeps_gradients: whether the gradients of every update of a run can be asked for afterwards.
+        keeps_gradients: Whether the gradients of every update of a run are kept for `kept_gradients`.
     """
 
     def __init__(self, values: dict[str, Tensor], make_optimizer: OptimizerFactory) -> None:
         super().__init__(tuple(values), list(map(LocalParameter, values.values())), make_optimizer)
         self.keeps_gradients = False
-        self._kept: dict[int, list[Tensor | None]] = {}
+        self._kept_gradients: dict[int, list[Tensor | None]] = {}  # by update
 
     def begin(self) -> None:
         super().begin()
-        self._kept = {}
+        self._kept_gradients = {}
 
-    def _use(self, update: int, gradients: Sequence[Tensor | None]) -> None:
-        if self.keeps_gradients:  # as copies: optimizers may work on the tensors themselves
-            self._kept[update] = [None if gradient is None else gradient.clone() for gradient in gradients]
+    def _before_step(self, update: int, gradients: Sequence[Tensor | None]) -> None:
+        if self.keeps_gradients:  # as copies: an optimizer may change the tensors in place
+            self._kept_gradients[update] = [None if gradient is None else gradient.clone() for gradient in gradients]
 
     # ---- Saving ------------------------------------------------------------------------------------------------------
 
     def entries(self) -> dict[str, Entry]:
-        """The newest values and the optimizer's state, by name."""
+        """Return the newest values with the optimizer's state, by name; see `checkpoint.Entry`."""
         if self.optimizer is None:
             return {}
         state = self.optimizer.state_dict()["state"]
@@ -186,14 +204,14 @@ class ReplicaWeights(WeightVersions):
         }
 
     def kept_gradients(self, update: int) -> dict[str, Entry]:
-        """What an update of the last run was made with, by name, in the form of `entries` (zeros where nothing was collected)."""
+        """Return the gradients of an update of the last run, in the form of `entries`; zeros for weights without a gradient."""
         return {
             name: {"value": np.array((flow.zeros_like(parameter.local()) if gradient is None else gradient).numpy())}
-            for name, parameter, gradient in zip(self.names, self.parameters, self._kept[update])
+            for name, parameter, gradient in zip(self.names, self.parameters, self._kept_gradients[update])
         }
 
     def restore(self, entries: Mapping[str, Entry]) -> None:
-        """Take what `entries` gave, of any replica of these weights."""
+        """Restore values and optimizer states from the `entries` of any replica of these weights."""
         if self.optimizer is None:
             return
         saved = self.optimizer.state_dict()

@@ -1,18 +1,19 @@
-"""Programs of workers as words, for people to read and edit, and the actions of a rank that they stand for.
+"""Text form of programs: words for the actions of a worker, which people can read and edit, and their translation to actions.
 
-A word is an action of a whole worker; each of its ranks has a share of the message or the sum:
+A word stands for an action of a whole worker, in which each of its ranks takes part:
 
-=============  ===================================================================
-``2F5``        a compute task (:mod:`autoddl.pipelines.schedule`)
-``2F5>3``      its output goes to worker 3
-``2F5<1``      it comes from worker 1
-``2A3``        the sum of stage 2's gradients of update 3; ``0&3A3`` for weights that both stages have
-``2U3``        turns version 3 of stage 2's weights into version 4, in place
-``2K3``        the same where version 3 is still needed
-``2D3``        version 3 is needed no more
-=============  ===================================================================
+=============  ===================================================================================================
+``2F5``        run a compute task: here the forward pass of stage 2, micro-batch 5 (:mod:`autoddl.pipelines.schedule`)
+``2F5>3``      send its output to worker 3
+``2F5<1``      receive its output from worker 1
+``2A3``        sum stage 2's gradients of update 3 over ranks; ``0&3A3``: those of weights that stages 0 and 3 share
+``2U3``        update version 3 of stage 2's weights to version 4, in place
+``2K3``        update it and keep version 3, which computations still read
+``2D3``        drop version 3
+=============  ===================================================================================================
 
-What words leave out (versions, slots, rows, ranks) follows from what does not change from word to word: `WorkerWords`.
+Words do not contain versions, slots, rows and ranks of actions. `WorkerWords` determines them from facts that are common to all
+words of a schedule.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ from .slots import HeldBlock
 
 __all__ = ["Crossing", "WorkerWords", "word_of"]
 
-#: What makes a word, and where that goes or comes from.
+#: (task, direction, other worker); direction and worker are empty except in words for messages.
 _WORD = re.compile(r"^(.+?)(?:([<>])(\d+))?$")
 
 
 def word_of(action: Action) -> str:
-    """The word for an action of a worker that is one rank."""
+    """Return the word for an action of a rank that is a worker by itself."""
     if isinstance(action, Run):
         return str(action.task)
     if isinstance(action, Send):
@@ -54,7 +55,13 @@ def word_of(action: Action) -> str:
 
 
 class Crossing(NamedTuple):
-    """What passes from a stage to the next one: of every slot (rows, columns), as both stages hold them."""
+    """The tensor that crosses the boundary between two stages.
+
+    Attributes:
+        shape: (rows, columns) of each slot, over all ranks of a worker.
+        leaving: Division of the rows and columns over the ranks of the earlier stage.
+        arriving: Division of the rows and columns over the ranks of the later stage.
+    """
 
     shape: tuple[int, int]
     leaving: Cuts
@@ -63,14 +70,14 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerWords:
-    """Reads the words of a schedule's workers.
+    """Translates the words of a schedule's workers to programs of ranks.
 
     Attributes:
-        frame: of the schedule.
-        slots_per_micro_batch: what a micro-batch is cut in.
-        workers: the ranks of each.
-        crossings: one for each two stages in a row.
-        joint_stages: those whose ranks communicate with each other while they compute.
+        frame: The schedule without its tasks.
+        slots_per_micro_batch: Number of slots that a micro-batch is divided into.
+        workers: Ranks of each worker.
+        crossings: Tensors between consecutive stages, for each boundary.
+        joint_stages: Stages whose ranks communicate with each other while they compute.
     """
 
     frame: ScheduleFrame
@@ -80,10 +87,15 @@ class WorkerWords:
     joint_stages: Collection[int]
 
     def program(self, text: str, worker: int, rank: int) -> Program:
-        """What a rank of the job does, by the words of its worker.
+        """Return the program of a rank.
+
+        Args:
+            text: Words of the rank's worker, separated by white space.
+            worker: Number of the worker.
+            rank: Number of the rank in the job.
 
         Raises:
-            UserError: a word is none, or a forward pass has no backward pass; it is named.
+            UserError: A word is not valid, or a forward pass has no backward pass. The message names the word.
         """
         blocks = {}
         for _, stage in self.frame.stages_on(worker):
@@ -99,8 +111,8 @@ class WorkerWords:
         pieces = backward_pieces(filter(None, map(read_task, words)), self.slots_per_micro_batch)
         for word in words:
             text, arrow, peer = _WORD.findall(word)[0]
-            *others, last = text.split("&")
-            task = read_task(re.sub("[KD]", "U", last))
+            *other_stages, last = text.split("&")
+            task = read_task(re.sub("[KD]", "U", last))  # 2K3 and 2D3 contain the task 2U3
             if task is None:
                 raise UserError(
                     f"{word!r} is not a word for an action; words read like 2F5, 2F5>3, 1:2B5<0, 0&3A0 or 2K0"
@@ -111,7 +123,7 @@ class WorkerWords:
                     if rank in (message.source, message.destination):
                         yield Send(message) if arrow == ">" else Receive(message)
             elif task.kind is Kind.ALL_REDUCE:
-                yield self._reduction((*map(int, others), task.stage), task.micro_batch)
+                yield self._reduction((*map(int, other_stages), task.stage), task.micro_batch)
             elif "D" in last:
                 yield Drop(task.pipeline, task.stage, task.micro_batch)
             elif task.kind is Kind.UPDATE:
@@ -124,6 +136,7 @@ class WorkerWords:
                 yield run._replace(ranks=tuple(self.workers[worker]) if task.stage in self.joint_stages else ())
 
     def _messages(self, task: Task, source: int, destination: int) -> list[Message]:
+        """Return all messages with which worker ``source`` sends a task's output to worker ``destination``."""
         is_forward = task.kind is Kind.FORWARD
         shape, leaving, arriving = self.crossings[task.stage if is_forward else task.stage - 1]
         ends = (leaving, arriving) if is_forward else (arriving, leaving)

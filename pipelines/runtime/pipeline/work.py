@@ -1,4 +1,4 @@
-"""What the computations of a schedule are: the interface, and a model's stages behind it."""
+"""The computations of one rank: the interfaces that the engine calls, and their implementation by the stages of a model."""
 
 from __future__ import annotations
 
@@ -23,85 +23,117 @@ Tensor = Any
 
 
 class Work(Protocol):
-    """The computations of one rank; the engine calls them in the order of the rank's program."""
+    """The computations of one rank, which the engine calls in the order of the rank's program.
+
+    Attributes:
+        boundaries: Shape and type of the tensors between stages s and s + 1, for each s.
+        losses: This rank's part of the mean loss of each micro-batch, if the last stage is on this rank.
+        peak_activations: Largest number of micro-batches (this rank's rows of them) whose activations were in memory at once.
+        peak_versions: Largest number of versions of any one stage's weights in memory at once.
+    """
 
     boundaries: Sequence[BoundaryTensor]
-    """What passes between stages s and s + 1."""
     losses: dict[int, float]
-    """Per micro-batch whose last stage is here, this rank's part of its mean loss."""
     peak_activations: float
-    """The most micro-batches (this rank's rows of them) whose activations were alive at once."""
     peak_versions: int
-    """The most versions of any one stage's weights alive at once."""
 
     def begin(self) -> None:
-        """A run of the schedule begins, with the present weights as version 0."""
+        """Begin a run of the schedule: the present weights become version 0."""
 
     def compute(self, run: Run, x: Tensor | None) -> Tensor | None:
-        """Carry out a task on what it takes in; what it gives to a neighbouring stage. Returns when it is done."""
+        """Run a compute task, and return when it has finished.
+
+        Args:
+            run: The task.
+            x: Tensor from the neighbouring stage: an activation, or the gradient of one; None if the task receives none.
+
+        Returns:
+            The tensor for the next stage or, in a backward pass, the previous one; None if there is none.
+        """
 
     def total(self, action: Reduce, transport: Transport) -> Tensor | None:
-        """Begin a sum over ranks: of the gradients of the weights that belong to exactly its stages. None where there are none."""
+        """Begin to sum the gradients of the weights that exactly the action's stages share; return the future sum.
+
+        The result is None if there are no such weights.
+        """
 
     def set_gradient(self, stage: int, action: Reduce, total: Tensor) -> None:
-        """The sum, for the weights as they are in one of the stages."""
+        """Set the gradients of one of the action's stages to the sum that `total` returned."""
 
-    def update(self, action: Update) -> None: ...
+    def update(self, action: Update) -> None:
+        """Make an optimizer step."""
 
-    def drop(self, action: Drop) -> None: ...
+    def drop(self, action: Drop) -> None:
+        """Free a version of weights."""
 
 
 class RunnableStages(Protocol):
-    """The stages of a model as one rank runs them."""
+    """The stages of a model on one rank.
+
+    Attributes:
+        boundaries: As of `Work`.
+        first_micro_batch: Number, over all runs, of the first micro-batch of the present run.
+    """
 
     boundaries: Sequence[BoundaryTensor]
     first_micro_batch: int
-    """The number over all runs of the run's first micro-batch."""
 
     def run(
         self, run: Run, x: Tensor | None, weights: Sequence[Tensor], first_slot: int, num_slots: int
     ) -> tuple[Tensor, list[LossPart]]:
-        """A stage's output for some slots of a task, with these weights.
-
-        In the last stage it is the loss's share of its update's, with the parts of the mean losses that are this rank's to report.
+        """Run a stage forward on some slots of a task.
 
         Args:
-            x: what comes from the stage before; None in the first one, which reads the data.
+            run: The task.
+            x: This rank's part of the previous stage's output; None in the first stage, which reads the data.
+            weights: Leaves of the weights' version that the task reads.
+            first_slot: Number of the first slot.
+            num_slots: Number of slots.
+
+        Returns:
+            (output, loss parts). In the last stage the output is the contribution of these slots to the mean loss of the update,
+            and the loss parts are those that this rank reports.
         """
 
     def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
-        """As `Work.total`; ``replicas`` by stage, where this rank has one of the action's stages."""
+        """As `Work.total`. ``replicas`` holds the weights of those of the action's stages that are on this rank, by stage."""
 
     def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
-        """As `Work.set_gradient`."""
+        """As `Work.set_gradient`, for the weights ``replica``."""
 
 
 class TrainableStages(RunnableStages, Protocol):
-    """Stages whose weights can be made, saved and restored."""
+    """Stages whose weights can be initialized, saved and restored."""
 
     def initial_values(self, stage: int) -> dict[str, Tensor]:
-        """This rank's weights of a stage, by the names under which it keeps them."""
+        """Return this rank's initial weights of a stage, by the names under which the rank stores them."""
 
     def shapes(self, stage: int) -> dict[str, tuple[int, ...]]:
-        """A stage's parameters by their names in the whole model, with their shapes there."""
+        """Return the shapes of a stage's parameters in the whole model, by their names there."""
 
     def whole(self, stage: int, kept: Mapping[str, Entry]) -> dict[str, Entry]:
-        """What the ranks of a stage keep (see `ReplicaWeights.entries`) as whole parameters by these names; all of them call."""
+        """Return the whole parameters of a stage, named as in `shapes`; all ranks of the stage call.
+
+        Args:
+            stage: Number of the stage.
+            kept: Parameters as this rank stores them: `ReplicaWeights.entries`.
+        """
 
     def restore(self, stage: int, replica: ReplicaWeights, entries: Mapping[str, Entry]) -> None:
-        """Take what `whole` gave, of whatever cut of the same model."""
+        """Restore weights from entries that `whole` returned, for any division of the same model into stages."""
 
 
 class ModelWork(StagePasses):
-    """Stages of a model with their weights.
+    """Implements `Work` by the stages of a model.
 
-    A loss is the mean over a micro-batch's rows. Gradients are those of the mean over all rows of an update, over all pipelines
-    and ranks, so that sums over ranks need no further factor.
+    A loss is the mean over the rows of a micro-batch. Gradients are those of the mean loss over all rows of an update, in all
+    pipelines and on all ranks. So they can be summed over ranks without a further factor.
 
     Args:
-        program: of this rank.
-        replicas: the weights of its stages, by (pipeline, stage).
-        on_loss: told of losses as they come, where the last stage is.
+        program: Program of this rank.
+        stages: The model's stages.
+        replicas: Weights of the stages on this rank, by (pipeline, stage).
+        on_loss: Called with each part of a loss as soon as it is computed, on the ranks of the last stage.
     """
 
     def __init__(

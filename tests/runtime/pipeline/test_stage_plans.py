@@ -233,7 +233,7 @@ def test_stages_must_fit_the_graph():
         ([plans[0], wide], r"stage 1 is for 1 ranks, loss \(loss, .*\) for 2"),
         (
             [plans[0], replace(plans[1], entry=strategy_of(2, 1, 1))],
-            r"stage 1 is for 1 ranks, its entry \(2,1,1\) is not",
+            r"stage 1 is for 1 ranks, its entry \(2,1,1\) for 2",
         ),
     ):
         with pytest.raises(UserError, match=message):
