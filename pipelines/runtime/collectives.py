@@ -1,12 +1,13 @@
-"""Differentiable collectives along one mesh axis, on each rank's local tensor, that send no more bytes than theory requires.
+"""Differentiable collectives along one mesh axis, on local tensors, that send no more bytes than theory requires.
 
-Along an axis of p ranks a logical tensor X is in one of the states S(d), B or P, and a rank holds the local tensor x_k of that
-state. Each function takes x_k and returns the local tensor of another state of the same X. Its backward pass is its adjoint,
-which is again one of these functions, on the dual states (the gradient of a copy is a summand, the gradient of a summand is a
-copy: S* = S, B* = P, P* = B). Per rank, with n bytes = X for the first three and x_k for the all-to-all:
+Along an axis of p ranks a logical tensor X is in one of the states S(d) (split along dimension d), B (a copy on each rank) or P (a
+summand on each rank), and rank k holds the local tensor x_k. Each function takes x_k and returns the local tensor of another state
+of the same X. The backward pass of a function is its adjoint, which is again one of these functions, on the dual states: the
+gradient of a copy is a summand and the gradient of a summand is a copy, so S* = S, B* = P, P* = B. The table gives the bytes that
+each rank sends, where n is the size of X, or of x_k for the all-to-all:
 
 =====================  ===============  ===============  ===================================  ====================
-function               forward          backward         backward is                          sent each way, bytes
+function               forward          backward         backward function                    bytes sent, each way
 =====================  ===============  ===============  ===================================  ====================
 `all_gather`           S(d) -> B        P -> S(d)        reduce-scatter                       (p-1)/p n
 `reduce_scatter`       P -> S(d)        S(d) -> B        all-gather                           (p-1)/p n
@@ -17,22 +18,22 @@ function               forward          backward         backward is            
 `sum_gradients`        B -> B           P -> B           all-reduce, forward is the identity  0, then 2 (p-1)/p n
 =====================  ===============  ===============  ===================================  ====================
 
-The backward passes are adjoints of the map from all ranks' inputs to all ranks' outputs. So a loss that was all-reduced exists
-p times: seed its gradient with 1/p on each rank (or 1 on one rank), not with 1 on all.
+A backward pass is the adjoint of the map from the inputs of all ranks to the outputs of all ranks. So an all-reduced loss counts p
+times: start its backward pass with a gradient of 1/p on each rank (or of 1 on one rank), not of 1 on all.
 
-**Implementation.** OneFlow uses ideal rings if a *one-dimensional* placement goes S(0) -> B, P -> S(0), P -> B or S(0) -> S(1),
-and sends several times the bytes otherwise. So the placement of a collective is the group of ranks along the axis, ascending,
-and the tensor is packed into a matrix of p rows, one for each rank of the group: one local copy brings any tensor dimension to
-dimension 0. The local data enters through the storage of an empty global tensor, because ``to_global`` on a local tensor exchanges
-shapes and has to be called by every rank of the job. Therefore *only the ranks of the group call*; along an axis all groups run
-at once and need not wait for each other. Two ranks have to make the calls that they share in the same order.
+**Implementation.** OneFlow sends the ideal bytes if a tensor on a *one-dimensional* placement changes S(0) -> B, P -> S(0), P -> B
+or S(0) -> S(1), and several times the bytes otherwise. So the placement of a collective is the group of ranks along the axis, in
+ascending order, and the tensor is packed into a matrix of p rows, one for each rank of the group: one local copy moves any tensor
+dimension to dimension 0. The local data is written to the storage of an empty global tensor, because ``to_global`` on a local
+tensor exchanges shapes and has to be called by every rank of the job. Therefore *only the ranks of the group call*. All groups
+along an axis run at once, without waiting for each other. Two ranks have to make the calls that they share in the same order.
 
 Unexpected details of OneFlow (0.9.0, CPU):
 
-- The ranks of a group need neither be neighbours nor have the same history: placements such as [1, 3], never seen by ranks 0 and
-  2, mixed at random with others, give correct values.
-- `oneflow.autograd.Function` takes tensors only; its base class, which is used here, takes any pair of callables.
-- float16 and bfloat16 abort the process in a reduction and have no all-to-all, uint8 has no all-to-all: they are errors here.
+- The ranks of a group need not be neighbours, and need not have made the same calls before: placements such as [1, 3], which ranks
+  0 and 2 never use, give correct values, also alternating at random with other placements.
+- `oneflow.autograd.Function` accepts tensors only; its base class, which is used here, accepts any pair of callables.
+- float16 and bfloat16 abort the process in a reduction, and neither they nor uint8 have an all-to-all: they raise UserError here.
 """
 
 from __future__ import annotations
@@ -64,7 +65,9 @@ __all__ = [
 
 Tensor = Any  # oneflow.Tensor; OneFlow has no type annotations
 
+#: Types that can be sent.
 _MOVABLE = (flow.float32, flow.float64, flow.int8, flow.int32, flow.int64, flow.bool)
+#: Types that can be summed over ranks.
 _SUMMABLE = (flow.float32, flow.float64, flow.int32, flow.int64)
 
 
@@ -72,31 +75,37 @@ _SUMMABLE = (flow.float32, flow.float64, flow.int32, flow.int64)
 
 
 def all_gather(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
-    """S(dim) -> B: the shards of the group's ranks, concatenated along ``dim`` in rank order.
+    """S(dim) -> B: concatenate the shards of the group's ranks along ``dim``, in rank order.
 
     Args:
-        x: local tensor, of the same shape on all ranks of the group.
-        axis: whose groups gather.
-        dim: dimension to concatenate; of size ``x.shape[dim] * axis.size`` in the result.
+        x: Local tensor, of the same shape on all ranks of the group.
+        axis: Mesh axis; every group of ranks along it gathers.
+        dim: Dimension along which shards are concatenated; its size in the result is ``x.shape[dim] * axis.size``.
 
     Raises:
-        UserError: ``dim`` is not a dimension of ``x``, or its type cannot be sent.
+        UserError: ``dim`` is not a dimension of ``x``, or the type of ``x`` cannot be sent.
     """
     _check_call(x, axis, "all-gather", _MOVABLE)
-    dim = _from_front(x, dim, "all-gather")
+    dim = _non_negative_dim(x, dim, "all-gather")
     return _differentiable(
         "all_gather", lambda t: _all_gather(t, axis, dim), lambda dy: _reduce_scatter(dy, axis, dim), x, axis
     )
 
 
 def reduce_scatter(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
-    """P -> S(dim): the sum over the group's ranks; each keeps its slice along ``dim``.
+    """P -> S(dim): sum over the group's ranks, each of which keeps its slice along ``dim``.
+
+    Args:
+        x: Local tensor, of the same shape on all ranks of the group.
+        axis: Mesh axis; every group of ranks along it sums.
+        dim: Dimension to split; its size in the result is ``x.shape[dim] / axis.size``.
 
     Raises:
-        UserError: ``axis.size`` does not divide ``x.shape[dim]``, ``dim`` is not a dimension of ``x``, or its type has no sum.
+        UserError: ``axis.size`` does not divide ``x.shape[dim]``, ``dim`` is not a dimension of ``x``, or the type of ``x`` cannot
+            be summed.
     """
     _check_call(x, axis, "reduce-scatter", _SUMMABLE)
-    dim = _from_front(x, dim, "reduce-scatter")
+    dim = _non_negative_dim(x, dim, "reduce-scatter")
     _check_divides(x, axis, dim, "reduce-scatter")
     return _differentiable(
         "reduce_scatter", lambda t: _reduce_scatter(t, axis, dim), lambda dy: _all_gather(dy, axis, dim), x, axis
@@ -104,25 +113,27 @@ def reduce_scatter(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 
 def all_reduce(x: Tensor, axis: RankAxis) -> Tensor:
-    """P -> B: the sum over the group's ranks, on each of them.
+    """P -> B: sum over the group's ranks; each of them gets the sum.
 
     Raises:
-        UserError: the type of ``x`` has no sum.
+        UserError: The type of ``x`` cannot be summed.
     """
     _check_call(x, axis, "all-reduce", _SUMMABLE)
     return _differentiable("all_reduce", lambda t: _all_reduce(t, axis), lambda dy: _all_reduce(dy, axis), x, axis)
 
 
 def all_to_all(x: Tensor, axis: RankAxis, split_dim: int, concat_dim: int) -> Tensor:
-    """S(concat_dim) -> S(split_dim): each rank splits ``x`` along ``split_dim``, sends piece k to the k-th rank of the group, and
-    concatenates the pieces it receives along ``concat_dim``.
+    """S(concat_dim) -> S(split_dim): exchange pieces between all ranks of the group.
+
+    Each rank splits ``x`` along ``split_dim``, sends piece k to the k-th rank of the group, and concatenates the pieces that it
+    receives along ``concat_dim``.
 
     Raises:
         UserError: ``axis.size`` does not divide ``x.shape[split_dim]``, the dimensions are equal or not dimensions of ``x``, or
-            its type cannot be sent.
+            the type of ``x`` cannot be sent.
     """
     _check_call(x, axis, "all-to-all", _MOVABLE)
-    split_dim, concat_dim = (_from_front(x, dim, "all-to-all") for dim in (split_dim, concat_dim))
+    split_dim, concat_dim = (_non_negative_dim(x, dim, "all-to-all") for dim in (split_dim, concat_dim))
     if split_dim == concat_dim:
         raise UserError(f"an all-to-all splits and concatenates dimension {split_dim}; the two must differ")
     _check_divides(x, axis, split_dim, "all-to-all")
@@ -136,13 +147,13 @@ def all_to_all(x: Tensor, axis: RankAxis, split_dim: int, concat_dim: int) -> Te
 
 
 def take_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
-    """B -> S(dim): this rank's slice along ``dim``; nothing is sent.
+    """B -> S(dim): take this rank's slice along ``dim``; nothing is sent.
 
     Raises:
-        UserError: as for `reduce_scatter`.
+        UserError: ``axis.size`` does not divide ``x.shape[dim]``, or ``dim`` is not a dimension of ``x``.
     """
     _check_call(x, axis, "slice")
-    dim = _from_front(x, dim, "slice")
+    dim = _non_negative_dim(x, dim, "slice")
     _check_divides(x, axis, dim, "slice")
     return _differentiable(
         "take_shard", lambda t: _take_shard(t, axis, dim), lambda dy: _pad_shard(dy, axis, dim), x, axis
@@ -150,22 +161,30 @@ def take_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 
 def pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
-    """S(dim) -> P: the shard in its place along ``dim``, zeros elsewhere; nothing is sent."""
+    """S(dim) -> P: put the shard at its position along ``dim`` of a tensor of zeros; nothing is sent.
+
+    Raises:
+        UserError: ``dim`` is not a dimension of ``x``.
+    """
     _check_call(x, axis, "padding")
-    dim = _from_front(x, dim, "padding")
+    dim = _non_negative_dim(x, dim, "padding")
     return _differentiable(
         "pad_shard", lambda t: _pad_shard(t, axis, dim), lambda dy: _take_shard(dy, axis, dim), x, axis
     )
 
 
 def sum_gradients(x: Tensor, axis: RankAxis) -> Tensor:
-    """B -> B: ``x`` itself, with its gradient summed over the group's ranks, as for a replicated parameter."""
+    """B -> B: return ``x``, and sum its gradient over the group's ranks in the backward pass, as for a replicated parameter.
+
+    Raises:
+        UserError: The type of ``x`` cannot be summed.
+    """
     _check_call(x, axis, "all-reduce", _SUMMABLE)
     return _differentiable("sum_gradients", lambda t: t.clone(), lambda dy: _all_reduce(dy, axis), x, axis)
 
 
 def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
-    """P -> B of a vector on any ascending ranks of the job, this one included; without autograd."""
+    """P -> B: sum a vector over any ranks of the job, in ascending order and including this one; without autograd."""
     if len(ranks) == 1:
         return x
     tensor = flow.empty(x.numel(), dtype=x.dtype, placement=_placement(ranks), sbp=flow.sbp.partial_sum)
@@ -177,12 +196,13 @@ def sum_over(x: Tensor, ranks: tuple[int, ...]) -> Tensor:
 
 
 def send(x: Tensor, to_rank: int) -> None:
-    """Send a local tensor; the other rank calls `receive` with its shape and type.
+    """Send a local tensor; the other rank has to call `receive` with its shape and type.
 
-    Returns at once; the transfer runs in OneFlow's order of issue. Two ranks that both send first deadlock.
+    The function returns at once. OneFlow runs transfers in the order in which they are issued, so two ranks that both send to each
+    other before they receive deadlock.
 
     Raises:
-        UserError: the type of ``x`` cannot be sent, or ``to_rank`` is not another rank of the job.
+        UserError: The type of ``x`` cannot be sent, or ``to_rank`` is not another rank of the job.
     """
     _check_type(x.dtype, _MOVABLE, "point-to-point transfer")
     _check_peer(to_rank, "send to")
@@ -190,7 +210,16 @@ def send(x: Tensor, to_rank: int) -> None:
 
 
 def receive(shape: tuple[int, ...], dtype: Any, from_rank: int) -> Tensor:
-    """Receive what ``from_rank`` sends as a new local tensor of that shape and type. Raises UserError as `send` does."""
+    """Receive a local tensor that another rank sends with `send`.
+
+    Args:
+        shape: Shape of the tensor.
+        dtype: Type of the tensor.
+        from_rank: Sending rank.
+
+    Raises:
+        UserError: The type cannot be sent, or ``from_rank`` is not another rank of the job.
+    """
     _check_type(dtype, _MOVABLE, "point-to-point transfer")
     _check_peer(from_rank, "receive from")
     return flow.comm.recv(from_rank, shape=flow.Size(shape), dtype=dtype, device=flow.device("cpu"))
@@ -236,7 +265,15 @@ def _pad_shard(x: Tensor, axis: RankAxis, dim: int) -> Tensor:
 
 
 def _exchange(x: Tensor, axis: RankAxis, shape: tuple[int, ...], before: Any, after: Any) -> Tensor:
-    """The local part, in state ``after``, of a global tensor of ``shape`` on the group's ranks, given its part in ``before``."""
+    """Change the state of a tensor on the group's ranks, and return this rank's new local part.
+
+    Args:
+        x: This rank's local part in the old state.
+        axis: Mesh axis along which the group lies.
+        shape: Logical shape of the tensor.
+        before: Old state.
+        after: New state.
+    """
     group = axis.group(flow.env.get_rank())
     tensor = flow.empty(*shape, dtype=x.dtype, placement=_placement(group), sbp=before)
     flow._C.assign_local_tensor(tensor.to_local(), x.contiguous())  # to_local() shares the storage
@@ -249,7 +286,7 @@ def _placement(group: tuple[int, ...]) -> Any:
 
 
 def _cut(x: Tensor, num_pieces: int, dim: int) -> Tensor:
-    """Split along ``dim``: (..., n, ...) becomes (num_pieces, ..., n / num_pieces, ...), with contiguous pieces."""
+    """Split along ``dim`` into contiguous pieces: (..., n, ...) becomes (num_pieces, ..., n / num_pieces, ...)."""
     shape = tuple(x.shape)
     apart = x.reshape(*shape[:dim], num_pieces, shape[dim] // num_pieces, *shape[dim + 1 :])
     order = [dim, *(i for i in range(len(shape) + 1) if i != dim)]
@@ -257,7 +294,7 @@ def _cut(x: Tensor, num_pieces: int, dim: int) -> Tensor:
 
 
 def _join(pieces: Tensor, dim: int) -> Tensor:
-    """The inverse of `_cut`: (num_pieces, ..., m, ...) becomes (..., num_pieces * m, ...)."""
+    """Concatenate pieces along ``dim``, the inverse of `_cut`: (num_pieces, ..., m, ...) becomes (..., num_pieces * m, ...)."""
     num_pieces, *shape = pieces.shape
     order = [i + 1 for i in range(len(shape))]
     order.insert(dim, 0)
@@ -268,7 +305,7 @@ def _join(pieces: Tensor, dim: int) -> Tensor:
 def _differentiable(
     name: str, forward: Callable[[Tensor], Tensor], backward: Callable[[Tensor], Tensor], x: Tensor, axis: RankAxis
 ) -> Tensor:
-    """``forward(x)`` with ``backward`` as its gradient; ``x`` itself on an axis of one rank."""
+    """Return ``forward(x)``, with ``backward`` as its gradient function; on an axis of one rank return ``x``."""
     if axis.size == 1:
         return x
     return _Function.apply(name, lambda ctx, t: forward(t), lambda ctx, dy: backward(dy), x)
@@ -278,6 +315,7 @@ def _differentiable(
 
 
 def _check_call(x: Tensor, axis: RankAxis, what: str, types: tuple[Any, ...] = ()) -> None:
+    """Check that the type is one of ``types`` (if any are given) and that this rank is on the mesh of ``axis``."""
     if types:
         _check_type(x.dtype, types, what)
     world_size = flow.env.get_world_size()
@@ -287,8 +325,8 @@ def _check_call(x: Tensor, axis: RankAxis, what: str, types: tuple[Any, ...] = (
     axis.index(flow.env.get_rank())
 
 
-def _from_front(x: Tensor, dim: int, what: str) -> int:
-    """``dim`` as a non-negative number."""
+def _non_negative_dim(x: Tensor, dim: int, what: str) -> int:
+    """Return ``dim``, which may count from the last dimension as -1, as a non-negative number."""
     num_dims = len(x.shape)
     if not -num_dims <= dim < num_dims:
         raise UserError(

@@ -1,13 +1,14 @@
-"""The logical elements of a layer's parameters and activations that each rank holds, as index sets. Needs no OneFlow.
+"""Index sets of the logical elements of parameters and activations that each rank holds. Needs no OneFlow.
 
-`Layout` and its functions use only numbers and names, so that exported files can contain them; functions of a `LayerGraph` are at
-the end.
+`Layout` and the functions on it use only numbers and names, so that exported files can contain them. Functions of a `LayerGraph`
+are at the end.
 
-Between layers a rank's features are one block of the canonical layout (:func:`autoddl.costmodel.distribution.canonical`). The
-indices inside a layer follow from running the layer's steps on index sets instead of tensors:
+Between layers, each rank holds one block of the features, in the canonical layout
+(:func:`autoddl.costmodel.distribution.canonical`). Inside a layer, the indices follow from running the layer's steps on index sets
+instead of tensors:
 
 =====================  ====================================================  ===========================================
-of a linear layer      are                                                   so that
+of a linear layer      each rank holds                                       so that
 =====================  ====================================================  ===========================================
 input features         the blocks that the all-gather over p1 returns        W's columns are in the order of the input
 output features        the blocks that a gather over p2 would return, since  rank k of the reduce-scatter over p2 ends up
@@ -15,12 +16,12 @@ output features        the blocks that a gather over p2 would return, since  ran
 bias                   this rank's block                                     it is added to the evenly split output
 =====================  ====================================================  ===========================================
 
-So weights are stored in permuted blocks, while activations are never permuted, which would send bytes. An embedding's table is
-the transposed matrix of a linear layer: its vocabulary is split over p1, its features over p2. SUMMA splits the gathered input's
-features once more, over p0, as a reduce-scatter would.
+So weights are stored in permuted blocks. Activations are never permuted, since that would send bytes. The table of an embedding is
+laid out as the transposed weight of a linear layer: its vocabulary is split over p1, its features over p2. SUMMA splits the
+features of the gathered input once more, over p0, as a reduce-scatter would.
 
-**Product order.** If a linear layer feeds attention (or a gated epilogue), its features are grouped, one group per key-value
-head (per pair of gate and up), so that every even split holds whole groups:
+**Product order.** If a linear layer feeds attention (or a gated epilogue), its output features are reordered in groups, one for
+each key-value head (for each pair of gate and up), so that every even split holds whole groups:
 
     modules hold    q0 q1 q2 q3 | k0 k1 k2 k3 | v0 v1 v2 v3
     product order   q0 k0 v0 | q1 k1 v1 | q2 k2 v2 | q3 k3 v3
@@ -69,7 +70,11 @@ __all__ = [
 class Indices(Sequence[np.ndarray]):
     """For every rank, the indices along one dimension that it holds, in the order in which it holds them.
 
-    They are computed on demand: one rank of thousands needs few of them.
+    The indices are computed on demand, since a rank of thousands needs those of few others.
+
+    Args:
+        num_ranks: Number of ranks.
+        of_rank: Returns the indices of a rank.
     """
 
     def __init__(self, num_ranks: int, of_rank: Callable[[int], np.ndarray]):
@@ -89,10 +94,14 @@ class Indices(Sequence[np.ndarray]):
 class Layout:
     """The distribution of a layer over the ranks: its strategy in plain numbers, ``Layout((2, 1, 1), (1, 4, 2))``.
 
+    >>> layout = Layout((2, 1, 2))
+    >>> layout.num_ranks, layout.num_parts, [block.tolist() for block in layout.blocks(4)]
+    (4, 2, [[0, 1], [2, 3], [0, 1], [2, 3]])
+
     Attributes:
-        splits: (p0, p1, p2) for each network level, outermost first.
-        embedding: whether the axes of a level are in the order p0, p2, p1 instead of p0, p1, p2, the last one innermost.
-        summa: whether the features of the input are split over p0 too, and gathered where they are needed.
+        splits: (p0, p1, p2) for each network level, outermost level first.
+        embedding: Whether the axes of a level are in the order p0, p2, p1 instead of p0, p1, p2, with the last one innermost.
+        summa: Whether the features of the input are also split over p0, and gathered when they are needed (SUMMA).
     """
 
     splits: tuple[tuple[int, int, int], ...]
@@ -104,18 +113,18 @@ class Layout:
             object.__setattr__(self, name, value)
 
     def axes(self, which: int) -> tuple[Axis, ...]:
-        """The mesh axes of p0 (0), p1 (1) or p2 (2): one for each level in which it exceeds 1, outermost first."""
+        """Return the mesh axes of p0 (0), p1 (1) or p2 (2): one for each level in which it exceeds 1, outermost first."""
         return mesh_axes(self.splits, self.embedding)[which]
 
     @cached_property
     def features(self) -> tuple[Axis, ...]:
-        """The axes that split the features between layers; samples are split by those of p0."""
+        """The axes that split the features between layers. (The axes of p0 split the samples.)"""
         levels = tuple((p0, p1 * p2) for p0, p1, p2 in self.splits)
         return tuple(axis for axis, of_features in canonical_axes(levels) if of_features)
 
     @property
     def cuts(self) -> tuple[tuple[Axis, ...], ...]:
-        """The axes that cut samples, and those that cut features, between layers."""
+        """(axes that split the samples, axes that split the features) between layers."""
         return self.axes(0), self.features
 
     @property
@@ -129,11 +138,15 @@ class Layout:
         return prod(axis.size for axis in self.features)
 
     def blocks(self, length: int) -> Indices:
-        """The block of ``length`` features that each rank holds between layers."""
+        """Return the block of ``length`` features that each rank holds between layers."""
         return blocks(self.features, length, self.num_ranks)
 
     def samples(self, array: np.ndarray, rank: int) -> np.ndarray:
-        """A rank's samples of an array of all samples."""
+        """Return a rank's part of an array whose rows are all samples.
+
+        Raises:
+            UserError: p0 does not divide the number of samples.
+        """
         parts = prod(axis.size for axis in self.axes(0))
         if len(array) % parts:
             raise UserError(f"{len(array)} samples do not divide over {parts} ranks")
@@ -143,7 +156,11 @@ class Layout:
 
 
 def blocks(axes: Sequence[Axis], length: int, num_ranks: int) -> Indices:
-    """The block of ``length`` indices that each rank holds if ``axes`` split them."""
+    """Return the block of ``length`` indices that each rank holds if ``axes`` split them.
+
+    Raises:
+        UserError: The axes do not divide ``length``.
+    """
     parts = prod(axis.size for axis in axes)
     if length % parts:
         raise UserError(f"length {length} does not divide into {parts} slices")
@@ -152,13 +169,13 @@ def blocks(axes: Sequence[Axis], length: int, num_ranks: int) -> Indices:
 
 
 def group(axis: Axis, rank: int) -> tuple[int, ...]:
-    """The ranks that differ from ``rank`` only on ``axis``, ascending."""
+    """Return the ranks that differ from ``rank`` only in their coordinate on ``axis``, in ascending order."""
     first = rank - axis.coordinate(rank) * axis.stride
     return tuple(first + k * axis.stride for k in range(axis.size))
 
 
 def gathered(held: Sequence[np.ndarray], axes: Sequence[Axis]) -> Sequence[np.ndarray]:
-    """The indices that ranks hold after all-gathers over the axes, the outermost first."""
+    """Return the indices that ranks hold after all-gathers over the axes, the outermost axis first."""
     for axis in axes:
         held = _gather_along(held, axis)
     return held
@@ -169,7 +186,7 @@ def _gather_along(held: Sequence[np.ndarray], axis: Axis) -> Indices:
 
 
 def scattered(held: Sequence[np.ndarray], axes: Sequence[Axis]) -> Sequence[np.ndarray]:
-    """The indices that ranks hold after reduce-scatters over the axes, the innermost first: the inverse of :func:`gathered`."""
+    """Return the indices that ranks hold after reduce-scatters, the innermost axis first: the inverse of :func:`gathered`."""
     for axis in reversed(axes):
         held = _scatter_along(held, axis)
     return held
@@ -184,14 +201,14 @@ def _scatter_along(held: Sequence[np.ndarray], axis: Axis) -> Indices:
 
 @dataclass(frozen=True)
 class WeightIndices:
-    """The indices of the weight of a linear layer or an embedding.
+    """Indices of the weight of a linear layer or an embedding.
 
     Attributes:
-        rows: that each rank holds.
-        row_axes: mesh axes that split the rows.
-        columns: that each rank holds.
-        column_axes: mesh axes that split the columns.
-        output: the block of the (canonical) output that each rank holds.
+        rows: Rows of the weight that each rank holds.
+        row_axes: Mesh axes that split the rows.
+        columns: Columns of the weight that each rank holds.
+        column_axes: Mesh axes that split the columns.
+        output: Block of output features, in the canonical layout, that each rank holds.
     """
 
     rows: Sequence[np.ndarray]
@@ -202,7 +219,7 @@ class WeightIndices:
 
 
 def matrix_indices(out_features: int, in_features: int, layout: Layout) -> WeightIndices:
-    """Indices of the weight (out_features, in_features) of a linear layer, before any product order."""
+    """Return the indices of a linear layer's weight (out_features, in_features), without product order."""
     output = layout.blocks(out_features)
     columns = gathered(layout.blocks(in_features), layout.axes(1))
     if layout.summa:
@@ -211,27 +228,27 @@ def matrix_indices(out_features: int, in_features: int, layout: Layout) -> Weigh
 
 
 def table_indices(vocabulary: int, features: int, layout: Layout) -> WeightIndices:
-    """Indices of the table (vocabulary, features) of an embedding: as of a linear layer's transposed weight."""
+    """Return the indices of an embedding's table (vocabulary, features), laid out as the transposed weight of a linear layer."""
     output = layout.blocks(features)
     columns = gathered(output, layout.axes(2))
     return WeightIndices(table_rows(vocabulary, layout), layout.axes(2), columns, layout.axes(1), output)
 
 
 def table_rows(vocabulary: int, layout: Layout) -> Sequence[np.ndarray]:
-    """The rows of an embedding's table that each rank holds."""
+    """Return the rows of an embedding's table that each rank holds."""
     if vocabulary % layout.num_parts == 0:
         return gathered(layout.blocks(vocabulary), layout.axes(1))
-    # The vocabulary does not divide into the blocks of an output projection: slices in rank order.
+    # The vocabulary does not divide into as many blocks as an output projection has: use slices in rank order.
     return scattered(all_indices(vocabulary, layout.num_ranks), layout.axes(2))
 
 
 def all_indices(length: int, num_ranks: int) -> Indices:
-    """All indices, on every rank."""
+    """Return the indices of a dimension that every rank holds completely."""
     return Indices(num_ranks, lambda rank: np.arange(length))
 
 
 def product_rows(sections: Sequence[int], num_groups: int) -> np.ndarray:
-    """For each feature in product order, its row in the concatenated sections (see the module's docstring).
+    """Return, for each feature in product order, its row in the concatenated sections (see the module's docstring).
 
     >>> product_rows((4, 2, 2), num_groups=2).tolist()
     [0, 1, 4, 6, 2, 3, 5, 7]
@@ -246,15 +263,15 @@ def product_rows(sections: Sequence[int], num_groups: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class ParameterLayout:
-    """The distribution of one stored tensor over the ranks.
+    """The distribution of one stored tensor over the ranks: of a parameter, or of several concatenated along their rows.
 
     Attributes:
-        name: the parameter's path in the module; for several parameters stored as one, their paths joined by "+".
-        sources: (path, rows) of the module's parameters that it holds, concatenated.
-        shape: of the logical tensor.
-        axes: for each dimension, the mesh axes that split it.
-        indices: for each dimension, the indices that every rank holds.
-        reduced: the mesh axes over which its gradient is summed.
+        name: The parameter's path in the module. For several parameters: a path with the names of their modules joined by "+".
+        sources: (path, number of rows) of each of the module's parameters in the tensor.
+        shape: Shape of the logical tensor.
+        axes: For each dimension, the mesh axes that split it.
+        indices: For each dimension, the indices that each rank holds.
+        reduced: Mesh axes over which the gradient is summed.
     """
 
     name: str
@@ -270,32 +287,36 @@ class ParameterLayout:
         return len(self.indices[0])
 
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of each rank's part."""
+        """Return the shape of each rank's part."""
         return self._local_shape
 
     @cached_property
     def _local_shape(self) -> tuple[int, ...]:
-        return tuple(len(held[0]) for held in self.indices)
+        return tuple(len(of_ranks[0]) for of_ranks in self.indices)
 
     def take(self, value: np.ndarray, rank: int) -> np.ndarray:
-        """The part of the logical ``value`` that ``rank`` holds."""
-        return np.ascontiguousarray(value[np.ix_(*(held[rank] for held in self.indices))])
+        """Return the part of the logical ``value`` that ``rank`` holds."""
+        return np.ascontiguousarray(value[self._selection(rank)])
 
     def put(self, value: np.ndarray, shard: np.ndarray, rank: int) -> None:
-        """Write the part that ``rank`` holds into the logical ``value``."""
-        value[np.ix_(*(held[rank] for held in self.indices))] = shard
+        """Write the part ``shard`` that ``rank`` holds into the logical ``value``."""
+        value[self._selection(rank)] = shard
+
+    def _selection(self, rank: int) -> tuple[np.ndarray, ...]:
+        """Return the index by which numpy selects a rank's part of the logical tensor."""
+        return np.ix_(*(of_ranks[rank] for of_ranks in self.indices))
 
     def joined(self, values: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The logical value, of the module's parameters by their names."""
+        """Return the logical value, given those of the module's parameters by name."""
         return np.concatenate([values[name] for name, _ in self.sources])
 
     def parts(self, value: np.ndarray) -> dict[str, np.ndarray]:
-        """The module's parameters that the logical ``value`` holds, by their names."""
+        """Divide the logical ``value`` into the module's parameters, by name."""
         ends = np.cumsum([rows for _, rows in self.sources])
         return {name: value[end - rows : end] for (name, rows), end in zip(self.sources, ends)}
 
     def gathered(self) -> ParameterLayout:
-        """The layout after gathering every split dimension over its axes: the order in which all ranks then hold it."""
+        """Return the layout after an all-gather of every split dimension: the order in which all ranks then hold the elements."""
         whole = tuple(gathered(held, axes) for held, axes in zip(self.indices, self.axes))
         return ParameterLayout(self.name, self.sources, self.shape, ((),) * len(self.shape), whole, self.reduced)
 
@@ -308,62 +329,66 @@ def linear_layouts(
     sections: Sequence[int] = (),
     num_groups: int = 1,
 ) -> tuple[ParameterLayout, ...]:
-    """The weights (out, in) of modules that read the same tensor, then their biases.
+    """Return the layouts of the weights (out, in) of modules that read the same tensor, and then those of their biases.
 
-    Several modules have tensors of their own if every block holds whole groups; otherwise they are stored as one.
+    Each module has tensors of its own if every block holds the same share of all modules (`modules_apart`). Otherwise the weights
+    of all modules are stored as one tensor, and so are their biases.
 
     Args:
-        weights: the weights' names and rows; may be empty.
-        biases: the biases' names and rows; may be empty.
-        in_features: columns of the weights.
-        layout: of the layer.
-        sections: of the product order, see `product_rows`.
-        num_groups: of the product order.
+        weights: Names and numbers of rows of the weights; may be empty.
+        biases: Names and numbers of rows of the biases; may be empty.
+        in_features: Number of columns of the weights.
+        layout: Layout of the layer.
+        sections: Widths of the sections of the product order; see `product_rows`. Default: one section.
+        num_groups: Number of groups of the product order.
     """
     rows = list((weights or biases).values())
-    held = matrix_indices(sum(rows), in_features, layout)
+    matrix = matrix_indices(sum(rows), in_features, layout)
     order = product_rows(sections or [sum(rows)], num_groups)
     apart = modules_apart(len(rows), num_groups, layout.num_parts)
     bias_axes: Sequence[Axis] = layout.axes(1)
-    if not layout.summa:  # in rank order of the blocks that they split, level by level
+    if not layout.summa:  # in the rank order of the blocks that they split, level by level
         bias_axes = sorted(layout.axes(1) + layout.axes(2), key=lambda axis: -axis.stride)
-    of_weights = () if layout.summa else layout.axes(0)
+    weights_reduced = () if layout.summa else layout.axes(0)
     result = []
-    for parameters, own, axes, columns, reduced in (
-        (weights, held.rows, (held.row_axes, held.column_axes), (held.columns,), of_weights),
-        (biases, held.output, (tuple(bias_axes),), (), layout.axes(0)),
+    # The features of the product are the rows of the weights, which have columns too, and the elements of the biases.
+    for parameters, features, axes, columns, reduced in (
+        (weights, matrix.rows, (matrix.row_axes, matrix.column_axes), (matrix.columns,), weights_reduced),
+        (biases, matrix.output, (tuple(bias_axes),), (), layout.axes(0)),
     ):
-        parts = [(item,) for item in parameters.items()] if apart else [tuple(parameters.items())]
+        if not parameters:
+            continue
+        tensors = [(item,) for item in parameters.items()] if apart else [tuple(parameters.items())]
         start = 0
-        for sources in parts if parameters else ():
-            count = sum(rows for _, rows in sources)
-            shape = (count, *([in_features] if columns else []))
-            indices = (_rows_between(own, order, start, start + count), *columns)
+        for sources in tensors:
+            num_rows = sum(rows for _, rows in sources)
+            shape = (num_rows, in_features) if columns else (num_rows,)
+            indices = (_rows_between(features, order, start, start + num_rows), *columns)
             name = joined_name([name for name, _ in sources])
             result.append(ParameterLayout(name, sources, shape, axes, indices, reduced))
-            start += count
+            start += num_rows
     return tuple(result)
 
 
-def _rows_between(held: Sequence[np.ndarray], order: np.ndarray, start: int, stop: int) -> Indices:
-    """The rows from ``start`` to ``stop``, relative to ``start``, of the features that ranks hold in product order."""
+def _rows_between(features: Sequence[np.ndarray], order: np.ndarray, start: int, stop: int) -> Indices:
+    """Return the rows from ``start`` to ``stop``, relative to ``start``, of the features that each rank holds in product order."""
 
     def of_rank(rank: int) -> np.ndarray:
-        rows = order[held[rank]]
+        rows = order[features[rank]]
         return rows[(rows >= start) & (rows < stop)] - start
 
-    return Indices(len(held), of_rank)
+    return Indices(len(features), of_rank)
 
 
 def table_layouts(name: str, vocabulary: int, features: int, layout: Layout) -> tuple[ParameterLayout, ...]:
-    """The table (vocabulary, features) of an embedding."""
-    held, shape = table_indices(vocabulary, features, layout), (vocabulary, features)
-    axes = (held.row_axes, held.column_axes)
-    return (ParameterLayout(name, ((name, vocabulary),), shape, axes, (held.rows, held.columns), layout.axes(0)),)
+    """Return the layout of the table (vocabulary, features) of an embedding."""
+    table, shape = table_indices(vocabulary, features, layout), (vocabulary, features)
+    axes = (table.row_axes, table.column_axes)
+    return (ParameterLayout(name, ((name, vocabulary),), shape, axes, (table.rows, table.columns), layout.axes(0)),)
 
 
 def feature_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[ParameterLayout, ...]:
-    """Parameters whose last dimension is the features of the activations: those of norms, and position tables."""
+    """Return layouts of parameters whose last dimension is the features of activations: those of norms, and position tables."""
     result = []
     for name, shape in shapes.items():
         others = tuple(all_indices(length, layout.num_ranks) for length in shape[:-1])
@@ -374,7 +399,7 @@ def feature_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tupl
 
 
 def whole_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[ParameterLayout, ...]:
-    """Parameters that every rank holds completely: those of convolutions and of opaque modules."""
+    """Return layouts of parameters that every rank holds completely: those of convolutions and of opaque modules."""
     result = []
     for name, shape in shapes.items():
         indices = tuple(all_indices(length, layout.num_ranks) for length in shape)
@@ -384,16 +409,21 @@ def whole_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[
 
 
 def modules_apart(num_modules: int, num_groups: int, num_parts: int) -> bool:
-    """Whether the modules of a linear layer have tensors of their own: every block holds the same share of each of them.
+    """Return whether the modules of a linear layer (q, k and v, for example) have tensors of their own.
 
-    Otherwise (four heads on eight ranks, for example) they are stored as one, as in Megatron-LM, and separated in the
-    ``state_dict``.
+    They do if every block of features holds the same share of each module. Otherwise (with four heads on eight ranks, for example)
+    they are stored as one tensor, as in Megatron-LM, and separated in the ``state_dict``.
+
+    Args:
+        num_modules: Number of modules.
+        num_groups: Number of groups of the product order.
+        num_parts: Number of blocks that the features are split into.
     """
     return num_modules > 1 and num_groups > 1 and num_groups % num_parts == 0
 
 
 def joined_name(names: Sequence[str]) -> str:
-    """The name of parameters that are stored as one.
+    """Return the name of a tensor that holds several parameters.
 
     >>> joined_name(["a.q.weight", "a.k.weight"])
     'a.q+k.weight'
@@ -411,9 +441,9 @@ def joined_name(names: Sequence[str]) -> str:
 
 
 def common_mesh(strategies: Iterable[Strategy], num_ranks: int) -> tuple[Axis, ...] | None:
-    """The mesh, outermost axis first, from which all axes of all strategies can be composed; None if there is none.
+    """Return the coarsest mesh from which all axes of all strategies can be composed, outermost axis first; None if there is none.
 
-    Parameters on one mesh can be used together, as by ``clip_grad_norm_``.
+    Parameters on one mesh can be used together, for example by ``clip_grad_norm_``.
     """
     axes = [
         axis
@@ -426,7 +456,11 @@ def common_mesh(strategies: Iterable[Strategy], num_ranks: int) -> tuple[Axis, .
 
 
 def coarsest_mesh(axes: Iterable[Axis], num_ranks: int) -> tuple[Axis, ...] | None:
-    """The coarsest mesh of all ranks from which these axes can be composed; None if there is none."""
+    """Return the coarsest mesh of all ranks from which the axes can be composed, outermost axis first; None if there is none.
+
+    >>> [axis.size for axis in coarsest_mesh([Axis(4, 1), Axis(2, 2)], 8)]
+    [2, 2, 2]
+    """
     cuts = sorted({1, num_ranks} | {cut for axis in axes for cut in (axis.stride, axis.stride * axis.size)})
     if any(larger % smaller for smaller, larger in zip(cuts, cuts[1:])):
         return None
@@ -434,10 +468,15 @@ def coarsest_mesh(axes: Iterable[Axis], num_ranks: int) -> tuple[Axis, ...] | No
 
 
 def split_dims(axes: Sequence[Sequence[Axis]], mesh: Sequence[Axis]) -> list[int | None]:
-    """The SBP signature on ``mesh`` of a tensor split by ``axes``: the dimension that each mesh axis splits, or None."""
+    """Return the dimension that each mesh axis splits, or None, for a tensor whose dimensions are split by ``axes``."""
     states: list[int | None] = []
     for part in mesh:
-        dims = [dim for dim, cut in enumerate(axes) for a in cut if a.stride <= part.stride < a.stride * a.size]
+        dims = [
+            dim
+            for dim, splitting in enumerate(axes)
+            for axis in splitting
+            if axis.stride <= part.stride < axis.stride * axis.size
+        ]
         states.append(dims[0] if dims else None)
     return states
 
@@ -446,18 +485,18 @@ def split_dims(axes: Sequence[Sequence[Axis]], mesh: Sequence[Axis]) -> list[int
 
 
 def layout_of(layer: Layer, strategy: Strategy) -> Layout:
-    """The layout of a layer under its strategy."""
+    """Return the layout of a layer under its strategy."""
     return Layout(*strategy.splits, embedding=kind_of(layer.kind).is_lookup, summa=strategy.summa)
 
 
 @dataclass(frozen=True)
 class ProductOrder:
-    """The order of the features of a linear layer's product.
+    """The order of a linear layer's output features (see the module's docstring).
 
     Attributes:
-        widths: features of each module of the layer.
-        num_groups: groups in product order; 1 if features are in the order of the modules.
-        section_widths: features of the sections that are interleaved (q, k and v, for example); their sum is all features.
+        widths: Number of features of each module of the layer.
+        num_groups: Number of groups; 1 if the features are in the order of the modules.
+        section_widths: Number of features of each section that is interleaved with the others (q, k and v, for example).
     """
 
     widths: tuple[int, ...]
@@ -466,20 +505,20 @@ class ProductOrder:
 
     @property
     def rows(self) -> np.ndarray:
-        """For each feature of the product, its row in the modules' concatenated weights."""
+        """For each output feature, its row in the modules' concatenated weights."""
         return product_rows(self.section_widths, self.num_groups)
 
     @property
     def group_width(self) -> int:
-        """Features of a group."""
+        """Number of features in a group."""
         return sum(self.section_widths) // self.num_groups
 
 
 def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
-    """The order of a linear layer's features (see the module's docstring).
+    """Return the order of a linear layer's output features (see the module's docstring).
 
     Raises:
-        UserError: its modules are not the sections of the attention or gate that reads them.
+        UserError: The layer's modules are not the sections of the attention or gate that reads them.
     """
     out_features = layer.attributes["out_features"]
     widths = tuple(p.shape[0] for p in layer.parameters if len(p.shape) == 2)
@@ -501,19 +540,19 @@ def product_order(graph: LayerGraph, layer: Layer) -> ProductOrder:
 
 
 def attention_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
-    """Groups (key-value heads) of an attention layer, and the features of all of q, k and v."""
+    """Return (number of key-value heads, (features of q, of k, of v)) of an attention layer."""
     attributes = layer.attributes
     keys = attributes["kv_heads"] * attributes["head_dim"]
     return attributes["kv_heads"], (attributes["heads"] * attributes["head_dim"], keys, keys)
 
 
 def are_apart(order: ProductOrder, strategy: Strategy) -> bool:
-    """`modules_apart` for a linear layer under its strategy."""
+    """Return `modules_apart` for a linear layer under its strategy."""
     return modules_apart(len(order.widths), order.num_groups, strategy.p1 * strategy.p2)
 
 
 def weight_indices(layer: Layer, strategy: Strategy) -> WeightIndices:
-    """Indices of the rows (out_features, vocabulary) and columns (in_features, features) before any product order."""
+    """Return the indices of the weight of a linear layer or of the table of an embedding, without product order."""
     layout, attributes = layout_of(layer, strategy), layer.attributes
     if layer.kind == "embedding":
         return table_indices(attributes["vocabulary"], attributes["features"], layout)
@@ -521,7 +560,7 @@ def weight_indices(layer: Layer, strategy: Strategy) -> WeightIndices:
 
 
 def parameter_layouts(graph: LayerGraph, layer: Layer, strategy: Strategy) -> tuple[ParameterLayout, ...]:
-    """The layouts of a layer's parameters, in the order of the layer; tied parameters as if they were its own."""
+    """Return the layouts of a layer's parameters, in the order of the layer; tied parameters as if they were its own."""
     layout, attributes = layout_of(layer, strategy), layer.attributes
     if not layer.parameters:
         return ()

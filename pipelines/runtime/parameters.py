@@ -1,17 +1,19 @@
-"""Parameters on the ranks: OneFlow global tensors at the plan's layouts, and the sums of their gradients.
+"""Parameters as OneFlow global tensors in the layouts of a plan, and the sums of their gradients over ranks.
 
-A parameter is one global tensor whose SBP is the plan's (a linear layer's weight, (out, in) in OneFlow, is (B, S(0), S(1)) on
-its axes (p0, p1, p2)).  Its logical value is the module's with rows and columns permuted (:mod:`layouts`), which element-wise
-optimizers do not notice; ``state_dict`` undoes it.  Layers compute with ``to_local()``, which shares the storage.
+A parameter is one global tensor with the SBP of the plan: a linear layer's weight, (out, in) in OneFlow, is (B, S(0), S(1)) on
+its axes (p0, p1, p2).  Its logical value is the module's value with permuted rows and columns (:mod:`layouts`).  Element-wise
+optimizers are not affected by the permutation, and ``state_dict`` reverts it.  Layers compute with ``to_local()``, which shares the
+storage.
 
 Measured on OneFlow 0.9.0, CPU ranks: SGD, momentum, Adam and AdamW on such tensors agree bitwise with one device and send
-nothing.  OneFlow's ``clip_grad_norm_`` is right too, on parameters of one mesh (`common_mesh`), but gathers all gradients.
-LAMB is not usable on global tensors that are split: its update is made on a re-boxed copy and lost, in silence.
+nothing.  OneFlow's ``clip_grad_norm_`` is correct on parameters of one mesh (`common_mesh`), but gathers all gradients.  LAMB
+cannot be used on split global tensors: OneFlow updates a re-boxed copy, which is lost without an error.
 
-**Gradients.**  All parameters of a layer that are summed over the same ranks pass through one autograd node: local tensors
-come out, and when all local gradients have come back, those of tied layers included, it sums them in one all-reduce per step of
-:func:`autoddl.costmodel.layerwork.all_reduce_steps`.  While gradients accumulate over micro-batches (`AppliedModule.no_sync`)
-layers use leaves of their own that share the storage; the node adds what these have collected.
+**Gradients.**  All parameters of a layer whose gradients are summed over the same ranks pass through one autograd node, whose
+outputs are the local tensors.  When the gradients of all of them have been computed, including those from tied layers, the node
+concatenates and sums them in one run of the steps of :func:`autoddl.costmodel.layerwork.all_reduce_steps`.  While gradients
+accumulate over micro-batches (`AppliedModule.no_sync`), layers use separate leaves that share the storage.  The node adds the
+gradients that these leaves have accumulated.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ Tensor = Any
 
 
 def whole_value(layout: ParameterLayout, shard: Tensor, ranks: Ranks) -> np.ndarray:
-    """The logical value, on every rank, of which each has its shard; all ranks call."""
+    """Gather the shards of all ranks to the logical value, on every rank; all ranks call."""
     for dim, axes in enumerate(layout.axes):
         shard = ranks.gather(shard, axes, dim)
     gathered = shard.numpy()
@@ -47,17 +49,20 @@ def whole_value(layout: ParameterLayout, shard: Tensor, ranks: Ranks) -> np.ndar
 
 
 class StoredParameter:
-    """One parameter: its layout, the global tensor, and a local leaf for accumulation.
+    """A parameter stored as a global tensor, with a local leaf that accumulates gradients.
 
     Args:
-        layout: how it lies.
-        ranks: on which it lies.
-        placement: all ranks on a mesh.
-        sbp: what each axis of the mesh does to it, the same as ``layout`` says.
+        layout: Distribution of the parameter over the ranks.
+        ranks: The ranks.
+        placement: Placement of all ranks on a mesh.
+        sbp: SBP of the tensor on the axes of this mesh; has to agree with ``layout``.
+        dtype: Type of the tensor.
+        requires_grad: Whether the parameter is trained.
 
     Attributes:
-        tensor: the ``nn.Parameter``, a global tensor; `assign` gives it a value.
-        leaf: this rank's part, sharing its storage; collects the gradients of micro-batches that are not summed.
+        layout: Distribution of the parameter over the ranks.
+        tensor: The ``nn.Parameter``, a global tensor, uninitialized until `assign` is called.
+        leaf: This rank's part, which shares the storage; accumulates gradients that are not yet summed over the ranks.
     """
 
     def __init__(
@@ -77,35 +82,36 @@ class StoredParameter:
         self.leaf = self.local().requires_grad_(requires_grad)
 
     def _empty(self, dtype: Any) -> Tensor:
+        """Return an uninitialized global tensor with the parameter's shape and layout."""
         lengths = zip(self.layout.local_shape(), self.layout.axes)
         shape = [length * prod(axis.size for axis in axes) for length, axes in lengths]
         return flow.empty(*shape, dtype=dtype, placement=self._placement, sbp=self._sbp)
 
     def local(self) -> Tensor:
-        """This rank's part, without history, sharing the storage."""
+        """Return this rank's part without autograd history; it shares the parameter's storage."""
         return self.tensor.to_local().detach()
 
     def assign(self, value: np.ndarray) -> None:
-        """Take this rank's part of the logical ``value``."""
+        """Set the parameter to the logical ``value``, of which each rank copies its part."""
         local = flow.tensor(self.layout.take(value, self._ranks.rank))
         flow._C.assign_local_tensor(self.tensor.to_local(), local)  # to_local() shares the storage
 
     def logical(self, tensor: Tensor | None = None) -> np.ndarray:
-        """The logical value, on every rank; all ranks call.  Of another tensor of the same layout (its gradient), if given."""
+        """Return the logical value of the parameter, or of another tensor of its layout, on every rank; all ranks call."""
         tensor = self.tensor if tensor is None else tensor
         return whole_value(self.layout, tensor.to_local().detach(), self._ranks)
 
     def parts(self, value: np.ndarray) -> dict[str, np.ndarray]:
-        """The module's parameters that the logical ``value`` holds."""
+        """Divide a logical ``value`` into the module's parameters, by name."""
         return self.layout.parts(value)
 
     @property
     def num_copies(self) -> int:
-        """How many ranks hold each element."""
+        """Number of ranks that hold each element."""
         return self._ranks.num_ranks // prod(axis.size for axes in self.layout.axes for axis in axes)
 
     def with_gradient(self, local: Tensor) -> Tensor:
-        """A global tensor like this one that holds ``local``."""
+        """Return a global tensor of the parameter's layout whose part on this rank is ``local``."""
         gradient = self._empty(local.dtype)
         flow._C.assign_local_tensor(gradient.to_local(), local.contiguous())
         return gradient
@@ -120,7 +126,7 @@ class StoredParameter:
 
 
 def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tuple[ParameterGroup, ...]:
-    """Parameters of one layer, grouped by the axes that their gradients are summed over."""
+    """Group the parameters of one layer by the mesh axes over which their gradients are summed."""
     by_axes: dict[tuple[Axis, ...], list[StoredParameter]] = {}
     for parameter in parameters:
         by_axes.setdefault(parameter.layout.reduced, []).append(parameter)
@@ -128,7 +134,13 @@ def parameter_groups(parameters: Sequence[StoredParameter], ranks: Ranks) -> tup
 
 
 class ParameterGroup:
-    """Parameters of one layer whose gradients are summed together, over the axes ``reduced``."""
+    """Parameters of one layer whose gradients are summed together.
+
+    Args:
+        parameters: The parameters.
+        reduced: Mesh axes over which the gradients are summed.
+        ranks: The ranks.
+    """
 
     def __init__(self, parameters: Sequence[StoredParameter], reduced: tuple[Axis, ...], ranks: Ranks):
         self.parameters = tuple(parameters)
@@ -136,18 +148,14 @@ class ParameterGroup:
         self._ranks = ranks
 
     def summed(self) -> tuple[Tensor, ...]:
-        """Local tensors whose gradients arrive, summed over the ranks, in the global parameters."""
+        """Return local tensors whose gradients, summed over the ranks, become those of the global parameters."""
         trained = [p for p in self.parameters if p.tensor.requires_grad]
         if not trained or not flow.is_grad_enabled():
             return tuple(parameter.local() for parameter in self.parameters)
 
         def backward(ctx: Any, *gradients: Tensor) -> Any:
-            result = tuple(
-                parameter.with_gradient(local)
-                for parameter, local in zip(
-                    trained, self._sum(trained, [self._with_leaf(p, g) for p, g in zip(trained, gradients)])
-                )
-            )
+            totals = self._sum([_add_leaf_gradient(parameter, own) for parameter, own in zip(trained, gradients)])
+            result = tuple(parameter.with_gradient(total) for parameter, total in zip(trained, totals))
             return result if len(result) > 1 else result[0]
 
         def forward(ctx: Any, *tensors: Tensor) -> Any:
@@ -155,35 +163,28 @@ class ParameterGroup:
             return result if len(result) > 1 else result[0]
 
         outputs = _Function.apply("sum_gradients", forward, backward, *(p.tensor for p in trained))
-        found = dict(zip(map(id, trained), outputs if len(trained) > 1 else [outputs]))
-        return tuple(found[id(p)] if id(p) in found else p.local() for p in self.parameters)
+        output_of = dict(zip(map(id, trained), outputs if len(trained) > 1 else [outputs]))
+        return tuple(output_of[id(p)] if id(p) in output_of else p.local() for p in self.parameters)
 
     def unsummed(self) -> tuple[Tensor, ...]:
-        """Local leaves that collect this rank's gradients."""
+        """Return the local leaves, which accumulate this rank's gradients."""
         return tuple(parameter.leaf for parameter in self.parameters)
 
     def sum_leaves(self) -> None:
-        """Sum what the leaves have collected into the gradients of the global parameters."""
+        """Sum the leaves' gradients over the ranks, and add the sums to the gradients of the global parameters."""
         trained = [p for p in self.parameters if p.tensor.requires_grad and p.leaf.grad is not None]
         if not trained:
             return
         with flow.no_grad():
-            gradients = self._sum(trained, [p.leaf.grad for p in trained])
-            for parameter, local in zip(trained, gradients):
+            totals = self._sum([p.leaf.grad for p in trained])
+            for parameter, total in zip(trained, totals):
                 parameter.leaf.grad = None
-                found = parameter.with_gradient(local)
+                gradient = parameter.with_gradient(total)
                 before = parameter.tensor.grad
-                parameter.tensor.grad = found if before is None else before + found
+                parameter.tensor.grad = gradient if before is None else before + gradient
 
-    def _with_leaf(self, parameter: StoredParameter, gradient: Tensor) -> Tensor:
-        waiting = parameter.leaf.grad
-        if waiting is None:
-            return gradient
-        parameter.leaf.grad = None
-        return gradient + waiting
-
-    def _sum(self, parameters: Sequence[StoredParameter], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """All-reduced over the group's axes, as one vector."""
+    def _sum(self, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """Sum this rank's gradients over the group's axes, concatenated to one vector."""
         if not self.reduced:
             return list(gradients)
         flat = (
@@ -197,3 +198,12 @@ class ParameterGroup:
             result.append(flat[start : start + gradient.numel()].reshape(*gradient.shape))
             start += gradient.numel()
         return result
+
+
+def _add_leaf_gradient(parameter: StoredParameter, gradient: Tensor) -> Tensor:
+    """Add to a gradient the one that the parameter's leaf has accumulated, and clear the latter."""
+    accumulated = parameter.leaf.grad
+    if accumulated is None:
+        return gradient
+    parameter.leaf.grad = None
+    return gradient + accumulated
