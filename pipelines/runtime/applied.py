@@ -184,12 +184,15 @@ class AppliedModule(flow.nn.Module):
         arrays = [_to_numpy(argument) for argument in batch]
         num_inputs = len(arrays) - self._has_loss
         if num_inputs < 1:
-            raise UserError(f"{len(arrays)} arguments are too few, should be the inputs and then the targets")
+            raise UserError(
+                f"a forward pass takes the inputs and then the targets; it was given {len(arrays)} argument(s)"
+            )
         samples = len(arrays[0])
         for ready in self._stage.layers:
             if samples % ready.strategy.p0:
                 raise UserError(
-                    f"{ready.layer.describe()}: {samples} samples do not divide over the {ready.strategy.p0} of {ready.strategy}"
+                    f"{ready.layer.describe()}: {samples} samples do not divide into the {ready.strategy.p0} parts of "
+                    f"strategy {ready.strategy}"
                 )
         self._num_passes += 1
         targets = arrays[-1] if self._has_loss else None

@@ -331,8 +331,8 @@ def linear_layouts(
 ) -> tuple[ParameterLayout, ...]:
     """Return the layouts of the weights (out, in) of modules that read the same tensor, and then those of their biases.
 
-    Each module has tensors of its own if every block holds the same share of all modules (`modules_apart`). Otherwise the weights
-    of all modules are stored as one tensor, and so are their biases.
+    Each module has tensors of its own if every block holds the same share of all modules (`stores_modules_separately`). Otherwise
+    the weights of all modules are stored as one tensor, and so are their biases.
 
     Args:
         weights: Names and numbers of rows of the weights; may be empty.
@@ -345,7 +345,7 @@ def linear_layouts(
     rows = list((weights or biases).values())
     matrix = matrix_indices(sum(rows), in_features, layout)
     order = product_rows(sections or [sum(rows)], num_groups)
-    apart = modules_apart(len(rows), num_groups, layout.num_parts)
+    separate = stores_modules_separately(len(rows), num_groups, layout.num_parts)
     bias_axes: Sequence[Axis] = layout.axes(1)
     if not layout.summa:  # in the rank order of the blocks that they split, level by level
         bias_axes = sorted(layout.axes(1) + layout.axes(2), key=lambda axis: -axis.stride)
@@ -358,7 +358,7 @@ def linear_layouts(
     ):
         if not parameters:
             continue
-        tensors = [(item,) for item in parameters.items()] if apart else [tuple(parameters.items())]
+        tensors = [(item,) for item in parameters.items()] if separate else [tuple(parameters.items())]
         start = 0
         for sources in tensors:
             num_rows = sum(rows for _, rows in sources)
@@ -408,7 +408,7 @@ def whole_layouts(shapes: Mapping[str, Sequence[int]], layout: Layout) -> tuple[
     return tuple(result)
 
 
-def modules_apart(num_modules: int, num_groups: int, num_parts: int) -> bool:
+def stores_modules_separately(num_modules: int, num_groups: int, num_parts: int) -> bool:
     """Return whether the modules of a linear layer (q, k and v, for example) have tensors of their own.
 
     They do if every block of features holds the same share of each module. Otherwise (with four heads on eight ranks, for example)
@@ -547,8 +547,8 @@ def attention_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
 
 
 def are_apart(order: ProductOrder, strategy: Strategy) -> bool:
-    """Return `modules_apart` for a linear layer under its strategy."""
-    return modules_apart(len(order.widths), order.num_groups, strategy.p1 * strategy.p2)
+    """Return `stores_modules_separately` for a linear layer under its strategy."""
+    return stores_modules_separately(len(order.widths), order.num_groups, strategy.p1 * strategy.p2)
 
 
 def weight_indices(layer: Layer, strategy: Strategy) -> WeightIndices:

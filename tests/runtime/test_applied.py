@@ -363,7 +363,7 @@ def test_what_does_not_fit_is_refused_with_the_difference_named(ranks):
     assert "fc1 (linear, 64 -> 128): 'swirl' behind it cannot be run" in found["epilogue"]
     assert "this one's drop drops with p = 0.5" in found["dropout"]
     assert "the plan's graph does not compute what OtherPerceptron does: its loss is " in found["function"]
-    assert "fc1 (linear, 64 -> 128): 6 samples do not divide over the 4 of (4,1,1)" in found["samples"]
-    assert found["arguments"] == "1 arguments are too few, should be the inputs and then the targets"
+    assert "fc1 (linear, 64 -> 128): 6 samples do not divide into the 4 parts of strategy (4,1,1)" in found["samples"]
+    assert found["arguments"] == "a forward pass takes the inputs and then the targets; it was given 1 argument(s)"
     assert found["feeds"] == "layer 'fc2' reads no input of the model; these do: fc1"
     assert "not inside nn.Graph" in found["graph"]

@@ -57,7 +57,7 @@ class PlannedStages:
         schedule, ranks = lowered.schedule, lowered.ranks
         if not model.has_loss:
             last = model.graph.layers[-1].describe()
-            raise UserError(f"{last}: the model ends in it, should end in a loss to be trained in a pipeline")
+            raise UserError(f"the model ends in {last}; to be trained in a pipeline it should end in a loss")
         weights = model.weights()
         worker = ranks.worker_of(rank)
         members = ranks.ranks_of(worker)

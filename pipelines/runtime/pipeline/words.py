@@ -2,7 +2,7 @@
 
 A word stands for an action of a whole worker, in which each of its ranks takes part:
 
-=============  ===================================================================================================
+=============  ==============================================================================================================
 ``2F5``        run a compute task: here the forward pass of stage 2, micro-batch 5 (:mod:`autoddl.pipelines.schedule`)
 ``2F5>3``      send its output to worker 3
 ``2F5<1``      receive its output from worker 1
@@ -10,7 +10,7 @@ A word stands for an action of a whole worker, in which each of its ranks takes 
 ``2U3``        update version 3 of stage 2's weights to version 4, in place
 ``2K3``        update it and keep version 3, which computations still read
 ``2D3``        drop version 3
-=============  ===================================================================================================
+=============  ==============================================================================================================
 
 Words do not contain versions, slots, rows and ranks of actions. `WorkerWords` determines them from facts that are common to all
 words of a schedule.

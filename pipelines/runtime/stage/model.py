@@ -146,7 +146,9 @@ class StageWeights:
                 if position == len(stored):
                     stored.append(_new_weight(model, layer, replace(layout, sources=sources), holders))
                 elif len(known) > 1 or stored[position].sources != sources:
-                    raise UserError(f"{layer.describe()}: {layout.name} is stored in parts by the layers that share it")
+                    raise UserError(
+                        f"{layer.describe()}: {layout.name} is not stored as one tensor by all layers that share its parameters"
+                    )
                 else:
                     _check_same_layout(layer, plan, layout, stored[position].layout)
                 positions.append(position)
@@ -182,6 +184,6 @@ def _check_same_layout(layer: Layer, plan: StagePlan, layout: ParameterLayout, k
     for mine, theirs in zip(layout.indices, known.indices):
         if not all(np.array_equal(a, b) for a, b in zip(mine, theirs)):
             raise UserError(
-                f"{layer.describe()}: {plan.strategies[layer.name]} puts {layout.name} elsewhere than it is as {known.name}, "
-                "whose weight it shares"
+                f"{layer.describe()}: {plan.strategies[layer.name]} needs other shards of {layout.name} than the ranks store for "
+                f"{known.name}, to which it is tied; give both layers strategies with the same shards"
             )
