@@ -113,10 +113,11 @@ def stage_traffic(
     for boundary, counts in enumerate(boundary_crossings(schedule)):
         layer = stages[boundary].layers(graph)[-1]
         ends = layouts[boundary].leaving, layouts[boundary + 1].arriving
+        num_bytes = rows * layer.output_elements * _ITEMSIZE * per_micro_batch
         sent = Sent()
+        # Activations go forward, gradients backward.
         for (source, target), count in zip((ends, ends[::-1]), counts):
             pieces = crossing(source, target, (rows, layouts[boundary].columns))
-            num_bytes = rows * layer.output_elements * _ITEMSIZE * per_micro_batch
             sent += Sent(num_bytes, len(pieces)) * count
         between.append(sent)
     return StageTraffic(tuple(inside), tuple(between), tuple(gradients))

@@ -72,11 +72,11 @@ class Transport:
 
     def _send(self, x: Tensor, rank: int) -> None:
         self.bytes_sent += x.numel() * x.element_size()
-        with flow.asyncs.thread(self._thread):
+        with self.thread():
             send(x, rank)
 
     def _receive(self, shape: tuple[int, ...], dtype: Any, rank: int) -> Tensor:
-        with flow.asyncs.thread(self._thread):
+        with self.thread():
             return receive(shape, dtype, rank)
 
     def send_sum(self, x: Tensor, rank: int) -> None:
