@@ -1,11 +1,22 @@
-"""Plans for others: an annotated OneFlow model, the document, the annotated layer graph, a trace of the predicted step.
+"""Writes a plan as a OneFlow model, a JSON document, an annotated layer graph, or a trace of the predicted training step.
 
-- `export(plan, form)`: the text of a file in one of `FORMS`.
-- :mod:`.oneflow` writes the model, :mod:`.pipelined` one in a pipeline (with :mod:`.scheduletext`, :mod:`.sharedweights`):
-  :mod:`.classes`, and :mod:`.layertext` layer by layer, which prints the statements that the runtime runs. :mod:`.library` takes
-  what they call from the runtime's own source (and what that has not from :mod:`.parts`); :mod:`.assembling` puts all together.
-- :mod:`.annotated` puts a plan's figures on the layer graph, :mod:`.drawings` writes it as GraphML and dot.
-- :mod:`.traces` writes the predicted step.
+:func:`export` returns the text of a file in one of the forms `FORMS`.
+
+=========================================  ===============================================================================
+modules                                    contents
+=========================================  ===============================================================================
+:mod:`.oneflow`, :mod:`.pipelined`         OneFlow files of plans without and with a pipeline
+:mod:`.classes`, :mod:`.layertext`         classes of a OneFlow file; statements of a layer
+:mod:`.scheduletext`,                      schedule of a pipeline; weights that its stages share
+:mod:`.sharedweights`
+:mod:`.library`, :mod:`.definitions`       definitions that a OneFlow file needs, copied from the source of the runtime
+:mod:`.parts`                              further definitions for OneFlow files, which the runtime does not have
+:mod:`.templates`, :mod:`.assembling`      fixed texts of OneFlow files; the parts put together
+:mod:`.source`, :mod:`.writing`            texts of a plan as Python source; statements; line breaks
+:mod:`.scene`                              the plan, as all writers of a OneFlow file need it
+:mod:`.annotated`, :mod:`.drawings`        layer graph with the figures of a plan; GraphML and dot
+:mod:`.traces`                             predicted training step for chrome://tracing and Perfetto
+=========================================  ===============================================================================
 """
 
 from __future__ import annotations
@@ -20,20 +31,25 @@ if TYPE_CHECKING:
 
 __all__ = ["FORMS", "export"]
 
-#: The forms of `export`.
+#: The forms that `export` writes.
 FORMS = ("oneflow", "json", "graphml", "dot", "chrome-trace")
 
 
 def export(plan: PlanFile, form: str, *, model: str = "") -> str:
-    """A plan in another form.
+    """Return a plan as the text of a file.
 
     Args:
-        plan: as ``load_plan`` gives it.
+        plan: a plan, from ``autoddl.plan`` or ``load_plan``.
         form: one of `FORMS`.
-        model: ``FILE.py:FUNCTION`` that makes the model, for ``oneflow`` where it is none that is built in.
+        model: ``FILE.py:FUNCTION`` that makes the model, for ``form="oneflow"``; may be empty if the model is a built-in one.
 
     Raises:
-        UserError: the form is unknown, or the plan cannot be written so; it names what is in the way.
+        UserError: the form is unknown, or the plan cannot be written in this form.
+
+    >>> import autoddl
+    >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
+    >>> export(plan, "dot").splitlines()[0]
+    'digraph "mlp:256,1024,256" {'
     """
     if model and form != "oneflow":
         raise UserError(f"model={model} is for form='oneflow', not for form='{form}'")

@@ -1,4 +1,4 @@
-"""The layer DAG with what a plan says of it: one flat table of attributes for each layer and each edge, for any graph format."""
+"""The layer graph of a plan with its strategies and prices, as attributes of nodes and edges of a networkx graph."""
 
 from __future__ import annotations
 
@@ -18,12 +18,19 @@ if TYPE_CHECKING:
 
 __all__ = ["Value", "annotated_graph"]
 
+#: The types of attributes: those that graph file formats can store.
 Value = Union[str, int, float, bool]
 
 
 @dataclass(frozen=True)
 class _PlacedLayer:
-    """A layer's price, the stage that it is in, and the devices that its strategy is for."""
+    """A layer in the plan.
+
+    Attributes:
+        assessed: price of the layer.
+        stage: number of its stage.
+        cluster: devices of the stage.
+    """
 
     assessed: LayerAssessment
     stage: int
@@ -31,22 +38,23 @@ class _PlacedLayer:
 
 
 def annotated_graph(plan: PlanFile) -> networkx.DiGraph:
-    """The plan's layer graph as networkx knows it, with attributes of plain types.
+    """Return the layer graph of a plan, with attributes of plain types.
 
     ====================  ==========================================================================================================
-    of                    attributes
+    object                attributes
     ====================  ==========================================================================================================
-    the graph             name, sample, batch, micro_batch, num_micro_batches, num_ranks, num_stages, step_s, compute_s,
+    graph                 name, sample, batch, micro_batch, num_micro_batches, num_ranks, num_stages, step_s, compute_s,
                           communication_s, sent_bytes, memory_bytes, graph_hash, cluster_hash
-    a node                kind, role, block, block_index, stage, strategy, sbp_input, sbp_weight, sbp_output, parameters, flops,
+    node                  kind, role, block, block_index, stage, strategy, sbp_input, sbp_weight, sbp_output, parameters, flops,
                           compute_s, communication_s, sent_bytes, memory_bytes
-    an edge               elements (per sample), bytes (of a micro-batch, all devices), from_layout, to_layout, crosses (whether
-                          it leads to another stage), communication_s (both ways); inside a stage steps and sent_bytes too
+    edge                  elements (per sample), bytes (of a micro-batch, over all devices), from_layout, to_layout, crosses
+                          (whether it leads to another stage), communication_s (forward and backward); inside a stage also steps and
+                          sent_bytes
     ====================  ==========================================================================================================
 
-    Times are seconds of a training step, bytes those of one device in it, where not said otherwise; a redistribution counts at
-    its edge and at the layer that consumes the tensor.  Of a tensor that goes to several layers of the next stage each edge bears
-    the price of the boundary, which it crosses once.
+    Unless noted otherwise, times are seconds per training step, and bytes are bytes of one device per training step. A
+    redistribution is counted at its edge and at the layer that reads the tensor. If several layers of the next stage read a tensor,
+    each of these edges has the price of the boundary, although the tensor crosses the boundary once.
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -56,7 +64,7 @@ def annotated_graph(plan: PlanFile) -> networkx.DiGraph:
     """
     import networkx as nx
 
-    placed = _placed(plan)
+    placed = _placed_layers(plan)
     workload = plan.workload
     figures = ("step_s", "compute_s", "communication_s", "sent_bytes", "memory_bytes")
     graph = nx.DiGraph(
@@ -78,38 +86,41 @@ def annotated_graph(plan: PlanFile) -> networkx.DiGraph:
     return graph
 
 
-def _placed(plan: PlanFile) -> dict[str, _PlacedLayer]:
-    """Every layer by name."""
+def _placed_layers(plan: PlanFile) -> dict[str, _PlacedLayer]:
+    """Return all layers by name."""
     mesh_of = plan.evaluation.configuration.mesh_of
     return {
-        found.layer.name: _PlacedLayer(found, number, mesh_of(number).devices(plan.cluster))
+        assessed.layer.name: _PlacedLayer(assessed, number, mesh_of(number).devices(plan.cluster))
         for number, stage in enumerate(plan.evaluation.stages)
-        for found in stage.assessment.layers
+        for assessed in stage.assessment.layers
     }
 
 
 def _node(layer: Layer, placed: _PlacedLayer) -> dict[str, Value]:
-    found = placed.assessed
-    layouts = found.strategy.sbp(layer)
+    """Return the attributes of a node."""
+    assessed = placed.assessed
+    layouts = assessed.strategy.sbp(layer)
     return {
         "kind": layer.kind,
         "role": layer.role,
         "block": layer.block,
         "block_index": layer.block_index,
         "stage": placed.stage,
-        "strategy": str(found.strategy),
+        "strategy": str(assessed.strategy),
         **{f"sbp_{name}": str(layout) if layout is not None else "" for name, layout in layouts.items()},
         "parameters": layer.num_parameters,
         "flops": float(layer.flops),
-        "compute_s": float(found.compute_s),
-        "communication_s": float(found.communication_s),
-        "sent_bytes": float(found.sent_bytes),
-        "memory_bytes": float(found.memory_bytes),
+        "compute_s": float(assessed.compute_s),
+        "communication_s": float(assessed.communication_s),
+        "sent_bytes": float(assessed.sent_bytes),
+        "memory_bytes": float(assessed.memory_bytes),
     }
 
 
 def _edge(plan: PlanFile, source: str, target: str, placed: Mapping[str, _PlacedLayer]) -> dict[str, Value]:
-    producer, workload, num = plan.graph[source], plan.workload, plan.workload.num_micro_batches
+    """Return the attributes of an edge."""
+    producer, workload = plan.graph[source], plan.workload
+    num_micro_batches = workload.num_micro_batches
     sender, receiver = placed[source], placed[target]
     attributes: dict[str, Value] = {
         "elements": producer.output_elements,
@@ -121,13 +132,12 @@ def _edge(plan: PlanFile, source: str, target: str, placed: Mapping[str, _Placed
     if sender.stage != receiver.stage:
         boundaries = plan.evaluation.boundaries[sender.stage : receiver.stage]
         seconds = sum(boundary.forward_s + boundary.backward_s for boundary in boundaries)
-        return {**attributes, "communication_s": num * float(seconds)}
-    mine, theirs = sender.assessed.strategy, receiver.assessed.strategy
-    steps = edge_steps(producer, mine, theirs, workload, workload.micro_batch)
+        return {**attributes, "communication_s": num_micro_batches * float(seconds)}
+    steps = edge_steps(producer, sender.assessed.strategy, receiver.assessed.strategy, workload, workload.micro_batch)
     seconds = sum(receiver.cluster.time(step) + receiver.cluster.time(step.adjoint()) for step in steps)
     return {
         **attributes,
         "steps": "; ".join(map(str, steps)),
-        "communication_s": num * float(seconds),
-        "sent_bytes": 2.0 * num * sum(step.sent_bytes for step in steps),
+        "communication_s": num_micro_batches * float(seconds),
+        "sent_bytes": 2.0 * num_micro_batches * sum(step.sent_bytes for step in steps),
     }

@@ -1,4 +1,8 @@
-"""What files of plans with and without a pipeline have in common: their order, imports, and library."""
+"""Puts an exported OneFlow file together: docstring, imports, model, library and training loop, in this order.
+
+Files with and without a pipeline (:mod:`.oneflow`, :mod:`.pipelined`) are both assembled here, from a `FileDraft`. Lines ``# ====``
+mark the parts of a file, lines ``# ----`` the sections of the library.
+"""
 
 from __future__ import annotations
 
@@ -17,76 +21,87 @@ from . import templates
 from .library import library_text
 from .source import comment
 
-__all__ = [
-    *("RESERVED", "SBP_NAMES", "FileDraft", "aliases_of", "assembled", "axis_lines", "built_in_of", "check_graph"),
-    "title",
-]
+__all__ = ["RESERVED", "SBP_NAMES", "FileDraft", "aliases_of", "assembled", "axis_lines", "built_in_of", "check_graph"]
 
-#: Variables that are not to be hidden by names of layers.
+#: Names of variables of exported files. Identifiers made from layer names must differ from them.
 RESERVED = (
     *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "factor", "expected"),
     *("entering", "placement", "RANKS", "WORKERS", "JOINT_STAGES", "SLOTS"),
 )
-#: OneFlow's words for what a mesh axis does to a tensor.
+#: Definitions of short names for OneFlow's SBP states.
 SBP_NAMES = "S0, S1, S2, S3 = map(flow.sbp.split, range(4))\nB = flow.sbp.broadcast"
-#: Where the model ends and the library begins.
-LIBRARY_HEADING = """# ==== The library {line}
-#
-# Up to here the file is the model and its plan (but for `Ranks` and `Axis`). From here to `Main` it is the library: what AutoDDL's
-# runtime does on every rank, in its own words.""".format(line="=" * 101)
+#: Library names that `FileDraft.plan` uses while Python loads the file; their definitions stand before it.
+_EARLY_NAMES = ("Axis", "Ranks")
+_EARLY_REMARK = """
+# Copied from AutoDDL's runtime. The rest of the library stands below the model."""
+_LIBRARY_REMARK = """
+# From here to `Main` the file is library code, copied from AutoDDL's runtime: what the model and the training loop call.
+# The model and its plan stand above, data and training loop below."""
 
 
 @dataclass(frozen=True)
 class FileDraft:
-    """What a file says of its own; the library comes to it.
+    """The parts of a file that are written for one plan; `assembled` adds imports and library.
 
     Attributes:
-        heading: its docstring and comments.
-        num_ranks: that it is started with.
-        ranks: statements on the ranks, before everything that is first made of them.
-        first: names of the library that it uses while it is loaded.
-        sections: (title, texts) of what follows, the model and what belongs to it.
-        main: how it trains.
+        heading: docstring and comments at the top of the file.
+        num_ranks: number of ranks that the file must be started with.
+        plan: constants: ranks, mesh axes and sizes.
+        sections: (title, texts) of the parts between the plan and the library: the model and, for a pipeline, the schedule.
+        main: functions that make the model, make data and train.
     """
 
     heading: str
     num_ranks: int
-    ranks: str
-    first: tuple[str, ...]
+    plan: str
     sections: tuple[tuple[str, tuple[str, ...]], ...]
     main: str
 
 
 def assembled(draft: FileDraft) -> str:
-    """The file."""
-    own = "\n\n".join([draft.ranks, *(text for _, texts in draft.sections for text in texts), draft.main])
-    library = library_text(_names_in(own), draft.first, _defined_in(own))
-    imports = _merged(library.standard, templates.IMPORTS)
+    """Return the text of the file."""
+    own_text = "\n\n".join([draft.plan, *(text for _, texts in draft.sections for text in texts), draft.main])
+    library = library_text(_names_in(own_text), _EARLY_NAMES, _names_defined_in(own_text))
+    imports = _merged_imports(library.standard_imports, templates.IMPORTS)
+    top = [
+        *[draft.heading, ""],
+        *["from __future__ import annotations", "", *imports, ""],
+        *[templates.startup_text(draft.num_ranks), "", *library.installed_imports, ""],
+        _part_heading("Library: ranks and mesh axes") + _EARLY_REMARK,
+    ]
     parts = [
-        "\n".join(
-            [
-                *[draft.heading, ""],
-                *["from __future__ import annotations", "", *imports, ""],
-                *[templates.loading(draft.num_ranks), "", *library.installed, ""],
-                *[title("The ranks"), "", library.first, "", "", draft.ranks],
-            ]
-        ),
+        "\n".join(top),
+        library.early,
+        f"{_part_heading('The plan')}\n\n{draft.plan}",
     ]
     for name, texts in draft.sections:
-        parts += [title(name), *texts] if name else texts
-    parts.append(LIBRARY_HEADING)
-    parts += [f"{title(name)}\n\n\n{text}" for name, text in library.sections]
-    parts.append(f"{title('Main')}\n\n\n{draft.main}")
+        parts += [_part_heading(name), *texts]
+    parts.append(_part_heading("The library") + _LIBRARY_REMARK)
+    for name, text in library.sections:
+        parts += [_section_heading(name), text]
+    parts += [_part_heading("Main"), draft.main]
     text = "\n\n\n".join(part.strip("\n") for part in parts) + "\n"
-    ast.parse(text)  # never a file that Python does not read
+    ast.parse(text)  # raises SyntaxError: an invalid file must not be written
     return text
 
 
+def _part_heading(title: str) -> str:
+    return f"# ==== {title} {'=' * (112 - len(title))}"
+
+
+def _section_heading(title: str) -> str:
+    return f"# ---- {title} {'-' * (112 - len(title))}"
+
+
 def built_in_of(graph: LayerGraph, model: str) -> BuiltIn | None:
-    """How a file makes the plain model: as a built-in one; None where ``model``, a ``FILE.py:FUNCTION``, makes it.
+    """Return the built-in model that a graph belongs to; None if a user's function makes the model.
+
+    Args:
+        graph: the plan's layer graph.
+        model: ``FILE.py:FUNCTION`` that makes the model, or empty.
 
     Raises:
-        UserError: it is not built in, and nothing makes it.
+        UserError: ``model`` is malformed, or it is empty and the graph belongs to no built-in model.
     """
     if model:
         if not re.fullmatch(r".+\.py:[^\W\d]\w*", model):
@@ -101,31 +116,30 @@ def built_in_of(graph: LayerGraph, model: str) -> BuiltIn | None:
 
 
 def check_graph(graph: LayerGraph) -> None:
-    """Whether a model can be written.
+    """Check that a model can be written.
 
     Raises:
-        UserError: it has no loss, or it is not clear what its layers read.
+        UserError: the model has no loss, or several layers without producers that are not embeddings.
     """
     last = graph.layers[-1]
     if last.kind != "loss" and not LOSSES & set(last.epilogue):
         raise UserError(
-            f"the plan's model ends in {last.describe()}, without a loss: form='oneflow' writes models with one"
+            f"the plan's model ends in {last.describe()}, without a loss: form='oneflow' writes only models with a loss"
         )
     readers = [layer for layer in graph.layers if not graph.inputs(layer.name) and layer.kind != "position"]
     for number, layer in enumerate(readers):
         if number and layer.kind != "embedding":
             raise UserError(
-                f"{layer.describe()}: it is not clear which input it reads; form='oneflow' writes models with one"
+                f"{layer.describe()}: it is not clear which input it reads; form='oneflow' writes only models with one input"
             )
 
 
-def title(text: str) -> str:
-    """A line that begins a section."""
-    return f"# ---- {text} {'-' * (112 - len(text))}"
-
-
 def axis_lines(axes: Iterable[tuple[Axis, str]], num_ranks: int) -> list[str]:
-    """Definitions of mesh axes, with the groups of ranks that each of them is."""
+    """Return the definitions of mesh axes. A comment on each line shows the groups of ranks along the axis.
+
+    >>> axis_lines([(Axis(2, 1), "INNER")], num_ranks=4)
+    ['INNER = Axis(size=2, stride=1)  # {0 1} {2 3}']
+    """
     ordered = sorted(axes, key=lambda item: (item[0].stride, item[0].size))
     return [
         f"{name} = Axis(size={axis.size}, stride={axis.stride})  {comment(_groups(axis, num_ranks))}"
@@ -134,7 +148,7 @@ def axis_lines(axes: Iterable[tuple[Axis, str]], num_ranks: int) -> list[str]:
 
 
 def _groups(axis: Axis, num_ranks: int) -> str:
-    """The groups of ranks along an axis, the first few."""
+    """Return the first groups of ranks along an axis as text."""
     firsts = [rank for rank in range(num_ranks) if axis.coordinate(rank) == 0]
     shown = []
     for first in firsts[:4]:
@@ -144,41 +158,41 @@ def _groups(axis: Axis, num_ranks: int) -> str:
 
 
 def aliases_of(graph: LayerGraph) -> dict[str, str]:
-    """Parameters that are another one, by their names in the plain model."""
-    found = {}
+    """Return the names of shared parameters in the plain model, each with the name of the parameter that stores its value."""
+    aliases = {}
     for layer in graph.layers:
         for parameter in layer.parameters:
             if parameter.tied_to is not None:
                 owners = [p for p in graph[parameter.tied_to].parameters if len(p.shape) == len(parameter.shape)]
-                found[parameter.name] = owners[0].name
-    return found
+                aliases[parameter.name] = owners[0].name
+    return aliases
 
 
 def _names_in(text: str) -> set[str]:
     return {node.id for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Name)}
 
 
-def _defined_in(text: str) -> set[str]:
-    """The names that a text binds itself, which are not the library's."""
-    found = set()
+def _names_defined_in(text: str) -> set[str]:
+    """Return the names that the top-level statements of a text define."""
+    names = set()
     for node in ast.parse(text).body:
         if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
-            found.add(node.name)
+            names.add(node.name)
         elif isinstance(node, (ast.Assign, ast.AnnAssign)):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
-    return found
+            names |= {leaf.id for target in targets for leaf in ast.walk(target) if isinstance(leaf, ast.Name)}
+    return names
 
 
-def _merged(*groups: Sequence[str]) -> list[str]:
-    """Import lines, plain ones first, each module once."""
-    plain: set[str] = set()
-    modules: dict[str, set[str]] = {}
+def _merged_imports(*groups: Sequence[str]) -> list[str]:
+    """Merge import lines: one line per module, ``import ...`` before ``from ... import ...``."""
+    plain_lines: set[str] = set()
+    members_of: dict[str, set[str]] = {}
     for line in (line for group in groups for line in group):
         if line.startswith("import"):
-            plain.add(line)
+            plain_lines.add(line)
         else:
             _, module, _, members = line.split(" ", 3)
-            modules.setdefault(module, set()).update(members.split(", "))
-    members_of = [f"from {module} import {', '.join(sorted(modules[module]))}" for module in sorted(modules)]
-    return [*sorted(plain), *members_of]
+            members_of.setdefault(module, set()).update(members.split(", "))
+    from_lines = [f"from {module} import {', '.join(sorted(members_of[module]))}" for module in sorted(members_of)]
+    return [*sorted(plain_lines), *from_lines]

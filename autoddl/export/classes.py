@@ -1,4 +1,8 @@
-"""Classes of a OneFlow file: one for each kind of repeated block, one for the model, or for each stage of a pipeline."""
+"""Writes the classes of an exported OneFlow file: one for each kind of repeated block, and one for the model or for each stage.
+
+Repetitions of a block whose text is the same share a class. A block becomes a class if one tensor enters it, only the output of its
+last layer leaves it, and it shares no weights with other layers. Otherwise its layers are written into the model's class.
+"""
 
 from __future__ import annotations
 
@@ -22,26 +26,32 @@ class ClassOfLayers:
     """A class to be written: the model, or a stage of it.
 
     Attributes:
-        scene: its layers.
-        name: what it is called.
-        what: its docstring.
-        given: the variables of results that its forward pass is given.
+        scene: the model or the stage.
+        name: name of the class.
+        docstring: text of its docstring.
+        inputs: for layers whose outputs the method ``forward`` receives, the names of its parameters.
     """
 
     scene: Scene
     name: str
-    what: str
-    given: Mapping[str, str] = field(default_factory=dict)
+    docstring: str
+    inputs: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        """Those that are written."""
-        return tuple(layer for layer in self.scene.graph.layers if layer.name not in self.given)
+        """The layers that the class runs."""
+        return tuple(layer for layer in self.scene.graph.layers if layer.name not in self.inputs)
 
 
 @dataclass(frozen=True)
 class _Section:
-    """Layers that stand together in the model's forward pass: one, or those of a repeated block."""
+    """Layers that are written together: a single layer, or the layers of one repetition of a block.
+
+    Attributes:
+        layers: the layers in graph order.
+        block: name of the block; empty for a single layer.
+        index: number of the repetition.
+    """
 
     layers: tuple[Layer, ...]
     block: str = ""
@@ -49,7 +59,8 @@ class _Section:
 
 
 def _sections(graph: LayerGraph, layers: Sequence[Layer]) -> list[_Section]:
-    """The layers in order, the repetitions of each block that can be a class put together."""
+    """Divide layers into sections; repetitions of a block are one section each if the block can be a class."""
+    # Layers in a row that belong to the same repetition.
     runs: list[_Section] = []
     for layer in layers:
         last = runs[-1] if runs else None
@@ -57,23 +68,28 @@ def _sections(graph: LayerGraph, layers: Sequence[Layer]) -> list[_Section]:
             runs[-1] = _Section((*last.layers, layer), layer.block, layer.block_index)
         else:
             runs.append(_Section((layer,), layer.block, layer.block_index if layer.block else 0))
-    unfit = {run.block for run in runs if run.block and not _can_be_class(graph, run)}
+    # Blocks of which no repetition becomes a class: one cannot be a class, or its layers do not stand in a row.
+    excluded = {run.block for run in runs if run.block and not _can_be_class(graph, run)}
     seen: set[tuple[str, int]] = set()
     for run in runs:
         if run.block and (run.block, run.index) in seen:
-            unfit.add(run.block)
+            excluded.add(run.block)
         seen.add((run.block, run.index))
-    result = []
+    sections = []
     for run in runs:
-        if run.block and run.block not in unfit:
-            result.append(run)
+        if run.block and run.block not in excluded:
+            sections.append(run)
         else:
-            result += [_Section((layer,)) for layer in run.layers]
-    return result
+            sections += [_Section((layer,)) for layer in run.layers]
+    return sections
 
 
 def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
-    """One tensor comes in, the last layer's goes out, and nothing is shared with other layers."""
+    """Return whether a repetition of a block can be written as a class.
+
+    One tensor has to enter it, only the output of its last layer may leave it, and it may share no weights with other layers. All
+    names in it have to begin with its own name: the class gets this prefix as an argument.
+    """
     names, prefix = {layer.name for layer in run.layers}, f"{run.block}.{run.index}."
     if not re.fullmatch(r"[A-Za-z_]\w*(\.\w+)*", run.block, re.ASCII):
         return False
@@ -83,89 +99,107 @@ def _can_be_class(graph: LayerGraph, run: _Section) -> bool:
             path.startswith(prefix) and re.fullmatch(r"[\w.+]+", path, re.ASCII) for path in paths
         ):
             return False
-    entering = {s for s, t in graph.edges if t in names and s not in names}
-    leaving = {s for s, t in graph.edges if s in names and t not in names}
+    entering = {source for source, target in graph.edges if target in names and source not in names}
+    leaving = {source for source, target in graph.edges if source in names and target not in names}
     leaving |= {graph.layers[-1].name} & names  # the next stage reads it
-    tied = any(
+    has_tied_weights = any(
         p.tied_to is not None and (layer.name in names or p.tied_to in names)
         for layer in graph.layers
         for p in layer.parameters
     )
-    return len(entering) == 1 and leaving == {run.layers[-1].name} and not tied
+    return len(entering) == 1 and leaving == {run.layers[-1].name} and not has_tied_weights
 
 
-def class_texts(wholes: Sequence[ClassOfLayers]) -> list[str]:
-    """A class for each kind of block, then those asked for; blocks that look alike share one, in whatever stages they are."""
-    sections = [_sections(whole.scene.graph, whole.layers) for whole in wholes]
-    bodies: dict[int, str] = {}
-    members: dict[str, list[_Section]] = {}
-    for whole, own in zip(wholes, sections):
-        for section in own:
+def class_texts(models: Sequence[ClassOfLayers]) -> list[str]:
+    """Return the texts of all classes: those of the blocks, then those of the models or stages.
+
+    Args:
+        models: the model, or all stages of a pipeline. Blocks with the same text share a class, even in different stages.
+    """
+    sections_of = [_sections(model.scene.graph, model.layers) for model in models]
+    # The text of each repetition, with placeholders for the name of the class and for the repetitions that it is for.
+    templates: dict[int, str] = {}
+    repetitions: dict[str, list[_Section]] = {}
+    for model, sections in zip(models, sections_of):
+        for section in sections:
             if section.block:
-                bodies[id(section)] = body = _block_body(whole.scene, section)
-                members.setdefault(body, []).append(section)
-    names = wholes[0].scene.names
-    blocks = list(dict.fromkeys(of_body[0].block for of_body in members.values()))
-    classes: dict[str, str] = {}
-    for block in blocks:
-        alike = [body for body, of_body in members.items() if of_body[0].block == block]
-        stem = "Block" if len(blocks) == 1 else "".join(part.title() for part in re.split(r"[._]", block)) + "Block"
-        for number, body in enumerate(alike, 1):
-            classes[body] = names.of(stem if len(alike) == 1 else f"{stem}{number}")
+                templates[id(section)] = template = _block_template(model.scene, section)
+                repetitions.setdefault(template, []).append(section)
+    class_names = _class_names(models[0].scene, repetitions)
     texts = [
-        body.replace("@class@", classes[body]).replace("@which@", _which(of_body)) for body, of_body in members.items()
+        template.replace("@class@", class_names[template]).replace("@repetitions@", _repetitions_text(sections))
+        for template, sections in repetitions.items()
     ]
-    called = {key: classes[body] for key, body in bodies.items()}
-    return [*texts, *(_whole_text(whole, own, called) for whole, own in zip(wholes, sections))]
+    class_of = {section: class_names[template] for section, template in templates.items()}
+    return [*texts, *(_model_text(model, sections, class_of) for model, sections in zip(models, sections_of))]
 
 
-def _which(sections: Sequence[_Section]) -> str:
-    """Which repetitions a class is for."""
+def _class_names(scene: Scene, repetitions: Mapping[str, Sequence[_Section]]) -> dict[str, str]:
+    """Return a class name for each text: ``Block``, after the block's name if there are several blocks; numbered if needed."""
+    blocks = list(dict.fromkeys(sections[0].block for sections in repetitions.values()))
+    class_names: dict[str, str] = {}
+    for block in blocks:
+        variants = [template for template, sections in repetitions.items() if sections[0].block == block]
+        stem = "Block" if len(blocks) == 1 else "".join(part.title() for part in re.split(r"[._]", block)) + "Block"
+        for number, template in enumerate(variants, 1):
+            class_names[template] = scene.names.of(stem if len(variants) == 1 else f"{stem}{number}")
+    return class_names
+
+
+def _repetitions_text(sections: Sequence[_Section]) -> str:
+    """Name the repetitions that a class is for."""
     block, first, last = sections[0].block, sections[0].index, sections[-1].index
-    return f"{block}.{first}" if len(sections) == 1 else f"{block}.{first} to {block}.{last}, {len(sections)} times"
+    if len(sections) == 1:
+        return f"Block {block}.{first}"
+    return f"Blocks {block}.{first} to {block}.{last} ({len(sections)} in all)"
 
 
 class _Variables:
-    """Which variable each result is in: ``x`` where all that read it come next, else one of its own.
+    """The variable of each layer's output: ``x`` if only the next section reads it, otherwise a variable of its own.
 
     Args:
-        groups: the names of the layers that are written together, in order.
-        given: variables of results from elsewhere.
-        labels: what layers are called.
+        scene: the model or the stage.
+        groups: for each section, the names of its layers.
+        inputs: variables of outputs that are computed elsewhere.
+        labels: names of the layers in the class.
     """
 
     def __init__(
-        self, scene: Scene, groups: Sequence[Sequence[str]], given: Mapping[str, str], labels: Mapping[str, str]
+        self, scene: Scene, groups: Sequence[Sequence[str]], inputs: Mapping[str, str], labels: Mapping[str, str]
     ):
-        self._found = dict(given)
+        self._variables = dict(inputs)
         self._scene, self._labels = scene, labels
-        self._group = {name: number for number, names in enumerate(groups) for name in names}
+        self._group_of = {name: number for number, names in enumerate(groups) for name in names}
 
     def result(self, name: str) -> str:
-        """For a layer's own result."""
-        own = self._group[name]
-        readers = {self._group[t] for s, t in self._scene.graph.edges if s == name and t in self._group} - {own}
-        self._found[name] = "x" if readers <= {own + 1} else self._scene.names.of(self._labels[name])
-        return self._found[name]
+        """Choose the variable of a layer's output."""
+        own_group = self._group_of[name]
+        readers = {
+            self._group_of[target]
+            for source, target in self._scene.graph.edges
+            if source == name and target in self._group_of
+        } - {own_group}
+        self._variables[name] = "x" if readers <= {own_group + 1} else self._scene.names.of(self._labels[name])
+        return self._variables[name]
 
     def __getitem__(self, name: str) -> str:
-        return self._found[name]
+        return self._variables[name]
 
 
-def _entering(graph: LayerGraph, section: _Section) -> str:
-    """The layer that the first repetition of a block reads."""
+def _input_of(graph: LayerGraph, section: _Section) -> str:
+    """Return the name of the layer whose output a repetition of a block reads."""
     names = {layer.name for layer in section.layers}
     return next(source for source, target in graph.edges if target in names and source not in names)
 
 
-def _block_body(scene: Scene, section: _Section) -> str:
-    """A class that does not say which repetition it is."""
+def _block_template(scene: Scene, section: _Section) -> str:
+    """Return the text of a repetition's class. It is the same for equal repetitions: numbers of repetitions do not occur in it."""
     graph, prefix = scene.graph, f"{section.block}.{section.index}."
     labels = {layer.name: layer.name[len(prefix) :] for layer in section.layers}
-    given = {_entering(graph, section): "entering"}
-    variables = _Variables(scene, [[layer.name] for layer in section.layers], given, labels)
-    made: list[str] = []
-    run: list[str] = []
+    inputs = {_input_of(graph, section): "entering"}
+    variables = _Variables(scene, [[layer.name] for layer in section.layers], inputs, labels)
+    init: list[str] = []
+    forward: list[str] = []
     for layer in section.layers:
         place = TextPlace(
             label=labels[layer.name],
@@ -174,53 +208,58 @@ def _block_body(scene: Scene, section: _Section) -> str:
             result=variables.result(layer.name),
             data="",
         )
-        _write(scene, layer, place, made, run)
-    found = [scene.assessed[layer.name] for layer in section.layers]
-    seconds = sum(layer.compute_s + layer.communication_s for layer in found)
-    sent = format_bytes(sum(layer.sent_bytes for layer in found))
+        _append_layer(scene, layer, place, init, forward)
+    assessed = [scene.assessed[layer.name] for layer in section.layers]
+    seconds = format_seconds(sum(layer.compute_s + layer.communication_s for layer in assessed))
+    sent = format_bytes(sum(layer.sent_bytes for layer in assessed))
     lines = [
         "class @class@(nn.Module):",
-        f'    """@which@: {format_seconds(seconds)} of a step each, in which a rank sends {sent}."""',
+        f'    """@repetitions@. Per block and step: {seconds}, {sent} sent by each rank."""',
         "",
-        f"    def __init__(self, path: str{_parameters(scene)}):",
+        f"    def __init__(self, path: str{_init_parameters(scene)}):",
         "        super().__init__()",
-        *indented(made),
+        *indented(init),
         "",
         f"    def forward(self, entering: Tensor{'' if scene.is_stage else ', sync: bool = True'}) -> Tensor:",
-        *indented(_without_gaps(run)),
+        *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[section.layers[-1].name]}",
     ]
     return "\n".join(lines)
 
 
-def _parameters(scene: Scene) -> str:
-    """What blocks are made with besides their path."""
+def _init_parameters(scene: Scene) -> str:
+    """Return the parameters of the ``__init__`` of blocks after ``path``."""
     return f"{', placement: Any' if scene.is_stage else ''}{'' if scene.built_in else ', plain: Any'}"
 
 
-def _write(scene: Scene, layer: Layer, place: TextPlace, made: list[str], run: list[str]) -> None:
-    """Append a layer's text."""
+def _append_layer(scene: Scene, layer: Layer, place: TextPlace, init: list[str], forward: list[str]) -> None:
+    """Append the statements of a layer to the lines of ``__init__`` and of ``forward``."""
     text = layer_text(scene, layer, place)
-    made += text.made
-    run += ["", *map(comment, scene.heading(layer, place.label)), *text.run]
+    init += text.init
+    forward += ["", *map(comment, scene.heading(layer, place.label)), *text.forward]
 
 
-def _without_gaps(lines: Sequence[str]) -> list[str]:
-    """No empty lines at the beginning, nor several in a row."""
+def _without_extra_blank_lines(lines: Sequence[str]) -> list[str]:
+    """Remove empty lines at the beginning, and all but the first of several in a row."""
     return [line for i, line in enumerate(lines) if line or (i and lines[i - 1])]
 
 
-def _whole_text(whole: ClassOfLayers, sections: Sequence[_Section], classes: Mapping[int, str]) -> str:
-    """The model's own class, or a stage's."""
-    scene, graph = whole.scene, whole.scene.graph
+def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Mapping[int, str]) -> str:
+    """Return the text of the class of the model or of a stage.
+
+    Args:
+        class_of: name of the class of each repetition of a block, by the ``id`` of its section.
+    """
+    scene, graph = model.scene, model.scene.graph
     groups = [[layer.name for layer in section.layers] for section in sections]
-    variables = _Variables(scene, groups, whole.given, {layer.name: layer.name for layer in graph.layers})
-    fed = [layer.name for layer in whole.layers if not graph.inputs(layer.name) and layer.kind != "position"]
-    made: list[str] = []
-    run: list[str] = []
+    variables = _Variables(scene, groups, model.inputs, {layer.name: layer.name for layer in graph.layers})
+    # Layers that read the model's input. Only the first of them gets it; further ones (token types) get zeros.
+    readers = [layer.name for layer in model.layers if not graph.inputs(layer.name) and layer.kind != "position"]
+    init: list[str] = []
+    forward: list[str] = []
     for number, section in enumerate(sections):
         if section.block:
-            _call(scene, sections, number, classes, variables, made, run)
+            _append_block(scene, sections, number, class_of, variables, init, forward)
             continue
         (layer,) = section.layers
         place = TextPlace(
@@ -228,77 +267,87 @@ def _whole_text(whole: ClassOfLayers, sections: Sequence[_Section], classes: Map
             path=literal,
             inputs=tuple(variables[source] for source in graph.inputs(layer.name)),
             result=variables.result(layer.name),
-            data=f"np.zeros((len(inputs), {layer.rows}), dtype=np.int64)" if layer.name in fed[1:] else "inputs",
+            data=f"np.zeros((len(inputs), {layer.rows}), dtype=np.int64)" if layer.name in readers[1:] else "inputs",
         )
-        _write(scene, layer, place, made, run)
-    if scene.is_stage and any("placement" in line for line in made):
-        made.insert(0, f"placement = {scene.mesh_text}")
-    given = "entering: Any, " if scene.is_stage else ""
+        _append_layer(scene, layer, place, init, forward)
+    if scene.is_stage and any("placement" in line for line in init):
+        init.insert(0, f"placement = {scene.mesh_text}")
+    stage_input = "entering: Any, " if scene.is_stage else ""
     lines = [
-        f"class {whole.name}(nn.Module):",
-        f'    """{whole.what}"""',
+        f"class {model.name}(nn.Module):",
+        f'    """{model.docstring}"""',
         "",
         f"    def __init__(self{'' if scene.built_in else ', plain: Any'}):",
         "        super().__init__()",
-        *indented(made),
+        *indented(init),
         "",
-        f"    def forward(self, {given}inputs: np.ndarray, targets: np.ndarray"
+        f"    def forward(self, {stage_input}inputs: np.ndarray, targets: np.ndarray"
         f"{'' if scene.is_stage else ', sync: bool = True'}) -> Tensor:",
-        *indented(_without_gaps(run)),
+        *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[graph.layers[-1].name]}",
     ]
     return "\n".join(lines)
 
 
-def _call(
+def _append_block(
     scene: Scene,
     sections: Sequence[_Section],
     number: int,
-    classes: Mapping[int, str],
+    class_of: Mapping[int, str],
     variables: _Variables,
-    made: list[str],
-    run: list[str],
+    init: list[str],
+    forward: list[str],
 ) -> None:
-    """Append the call of a repetition: of all of them with the first, where each reads the one before."""
+    """Append a repetition of a block to the lines of ``__init__`` and of ``forward``.
+
+    The first repetition adds the list of all repetitions to ``__init__``. If each repetition reads the output of the previous one,
+    the last adds a loop over the list to ``forward``; otherwise each adds a call.
+    """
     section, graph = sections[number], scene.graph
-    own = [other for other in sections if other.block == section.block]
+    repetitions = [other for other in sections if other.block == section.block]
     is_taken = any(layer.name == section.block for layer in graph.layers)
     attribute = f"self.{scene.names.of(f'{section.block} blocks' if is_taken else section.block)}"
-    if section is own[0]:
-        extra = (", placement" if scene.is_stage else "") + ("" if scene.built_in else ", plain")
-        made += folded(_block_list(attribute, own, classes, extra))
-    enters = variables[_entering(graph, section)]
+    if section is repetitions[0]:
+        arguments = (", placement" if scene.is_stage else "") + ("" if scene.built_in else ", plain")
+        init += folded(_block_list(attribute, repetitions, class_of, arguments))
+    variable = variables[_input_of(graph, section)]
     result, options = variables.result(section.layers[-1].name), "" if scene.is_stage else ", sync"
-    is_chain = len(own) > 1 and all(
-        _entering(graph, after) == before.layers[-1].name for before, after in zip(own, own[1:])
+    is_chain = len(repetitions) > 1 and all(
+        _input_of(graph, after) == before.layers[-1].name for before, after in zip(repetitions, repetitions[1:])
     )
-    if not is_chain or sections[sections.index(own[0]) :][: len(own)] != own:
-        run.append(f"{result} = {attribute}[{own.index(section)}]({enters}{options})")
-    elif section is own[-1]:
-        first = variables[_entering(graph, own[0])]
-        run += [
+    start = sections.index(repetitions[0])
+    if not is_chain or sections[start : start + len(repetitions)] != repetitions:
+        forward.append(f"{result} = {attribute}[{repetitions.index(section)}]({variable}{options})")
+    elif section is repetitions[-1]:
+        first = variables[_input_of(graph, repetitions[0])]
+        forward += [
             "",
             *([f"x = {first}"] if first != "x" else []),
             f"for block in {attribute}:",
             f"    x = block(x{options})",
         ]
-        run += [f"{result} = x"] if result != "x" else []
+        forward += [f"{result} = x"] if result != "x" else []
 
 
-def _block_list(attribute: str, following: Sequence[_Section], classes: Mapping[int, str], extra: str) -> str:
-    """A ``nn.ModuleList`` of all repetitions, those of one class in a row as a comprehension."""
-    runs: list[tuple[str, int, int]] = []
-    for section in following:
-        name = classes[id(section)]
+def _block_list(attribute: str, repetitions: Sequence[_Section], class_of: Mapping[int, str], arguments: str) -> str:
+    """Return the statement that makes a ``nn.ModuleList`` of all repetitions; several in a row of one class are a comprehension.
+
+    Args:
+        attribute: expression of the list.
+        arguments: arguments of the classes after the path.
+    """
+    runs: list[tuple[str, int, int]] = []  # class, first repetition, the one after the last
+    for section in repetitions:
+        name = class_of[id(section)]
         if runs and runs[-1][0] == name and runs[-1][2] == section.index:
             runs[-1] = (name, runs[-1][1], section.index + 1)
         else:
             runs.append((name, section.index, section.index + 1))
-    block = following[0].block
+    block = repetitions[0].block
     items = [
-        f'{name}("{block}.{first}"{extra})'
+        f'{name}("{block}.{first}"{arguments})'
         if end == first + 1
-        else f'*({name}(f"{block}.{{i}}"{extra}) for i in range({f"{first}, {end}" if first else end}))'
+        else f'*({name}(f"{block}.{{i}}"{arguments}) for i in range({f"{first}, {end}" if first else end}))'
         for name, first, end in runs
     ]
     return f"{attribute} = nn.ModuleList([{', '.join(items)}])"

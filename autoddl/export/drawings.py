@@ -1,4 +1,7 @@
-"""The annotated layer DAG as GraphML, which networkx writes, and as Graphviz dot, for which networkx needs another package."""
+"""Writes the annotated layer graph of a plan as GraphML and as Graphviz dot.
+
+networkx writes GraphML. Dot is written here, since networkx needs another package for it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["dot_text", "graphml_text"]
 
-#: Fill colours by kind.
+#: Fill colours of layers in dot, by kind.
 _COLOURS = {
     "linear": "#cfe3f5",
     "embedding": "#d9ead3",
@@ -28,12 +31,12 @@ _COLOURS = {
     "loss": "#f4cccc",
     "opaque": "#ead1dc",
 }
-#: Characters that XML 1.0 cannot hold.
+#: Characters that are not allowed in XML 1.0.
 _NOT_XML = re.compile("[^\t\n\r\u0020-\ud7ff\ue000-\ufffd\U00010000-\U0010ffff]")
 
 
 def graphml_text(plan: PlanFile) -> str:
-    """GraphML, for yEd, Gephi, Cytoscape and ``networkx.read_graphml``.
+    """Return the layer graph as GraphML, which yEd, Gephi, Cytoscape and ``networkx.read_graphml`` read.
 
     >>> import autoddl, networkx
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -43,20 +46,21 @@ def graphml_text(plan: PlanFile) -> str:
     import networkx as nx
 
     graph = annotated_graph(plan)
-    graph = nx.relabel_nodes(graph, {name: _xml(name) for name in graph})
-    for attributes in (
-        graph.graph,
-        *(data for _, data in graph.nodes(data=True)),
-        *(d for *_, d in graph.edges(data=True)),
-    ):
-        attributes.update({name: _xml(value) for name, value in attributes.items() if isinstance(value, str)})
+    graph = nx.relabel_nodes(graph, {name: _xml_text(name) for name in graph})
+    tables = [graph.graph]
+    tables += [data for _, data in graph.nodes(data=True)]
+    tables += [data for _, _, data in graph.edges(data=True)]
+    for attributes in tables:
+        attributes.update({name: _xml_text(value) for name, value in attributes.items() if isinstance(value, str)})
     buffer = io.BytesIO()
     nx.write_graphml_xml(graph, buffer)
     return buffer.getvalue().decode("utf-8") + "\n"
 
 
 def dot_text(plan: PlanFile) -> str:
-    """Graphviz: a box for each layer with its strategy, layouts and price; where there are several stages they are clusters.
+    """Return the layer graph in Graphviz's dot language.
+
+    Each layer is a box with its strategy, layouts and price. If the plan has several stages, each stage is a cluster.
 
     >>> import autoddl
     >>> plan = autoddl.plan("mlp:256,1024,256", cluster="dgx-a100", nodes=1, batch=64)
@@ -64,15 +68,17 @@ def dot_text(plan: PlanFile) -> str:
     digraph "mlp:256,1024,256" {
     """
     graph = annotated_graph(plan)
-    summary = f"{plan.graph.name}: {format_seconds(graph.graph['step_s'])} a step on {graph.graph['num_ranks']} devices"
+    summary = (
+        f"{plan.graph.name}: {format_seconds(graph.graph['step_s'])} per step on {graph.graph['num_ranks']} devices"
+    )
     lines = [
         f"digraph {_quoted(plan.graph.name)} {{",
-        *_attributes_of_graph(graph.graph, summary),
+        _graph_statement(graph.graph, summary),
         '  node [shape=box, style="rounded,filled", fontname="sans-serif", fontsize=10];',
         '  edge [fontname="sans-serif", fontsize=8];',
     ]
     for stage in range(plan.num_stages):
-        boxes = [_box(name, data) for name, data in graph.nodes(data=True) if data["stage"] == stage]
+        boxes = [_node_statement(name, data) for name, data in graph.nodes(data=True) if data["stage"] == stage]
         if plan.num_stages > 1:
             boxes = [f"subgraph cluster_{stage} {{", f'  label="stage {stage}";', *(f"  {box}" for box in boxes), "}"]
         lines += [f"  {line}" for line in boxes]
@@ -82,17 +88,17 @@ def dot_text(plan: PlanFile) -> str:
     return "\n".join([*lines, "}"]) + "\n"
 
 
-def _attributes_of_graph(attributes: Mapping[str, Any], summary: str) -> list[str]:
-    options = {"label": summary, "labelloc": "t", **{name: attributes[name] for name in attributes if name != "name"}}
-    return [f"  graph [{_options(options)}];"]
+def _graph_statement(attributes: Mapping[str, Any], summary: str) -> str:
+    others = {name: value for name, value in attributes.items() if name != "name"}
+    return f"  graph [{_options({'label': summary, 'labelloc': 't', **others})}];"
 
 
-def _box(name: str, data: Mapping[str, Any]) -> str:
-    options = {"label": _label(name, data), "fillcolor": _COLOURS[data["kind"]], **data}
+def _node_statement(name: str, data: Mapping[str, Any]) -> str:
+    options = {"label": _node_label(name, data), "fillcolor": _COLOURS[data["kind"]], **data}
     return f"{_quoted(name)} [{_options(options)}];"
 
 
-def _label(name: str, data: Mapping[str, Any]) -> str:
+def _node_label(name: str, data: Mapping[str, Any]) -> str:
     layouts = f"{_short(data['sbp_input'])} -> {_short(data['sbp_output'])}"
     weight = f"\nweight {_short(data['sbp_weight'])}" if data["sbp_weight"] else ""
     price = f"{format_seconds(data['compute_s'])} + {format_seconds(data['communication_s'])}"
@@ -101,10 +107,10 @@ def _label(name: str, data: Mapping[str, Any]) -> str:
 
 
 def _short(layout: str) -> str:
-    """A printed layout without its axes of size 1."""
+    """Return a printed layout without its axes of size 1."""
     levels = layout[1:-1].split(" | ")
-    kept = [", ".join(item for item in level.split(", ") if not item.endswith(":1")) for level in levels]
-    return f"({' | '.join(filter(None, kept)) or 'whole'})"
+    shown = [", ".join(item for item in level.split(", ") if not item.endswith(":1")) for level in levels]
+    return f"({' | '.join(filter(None, shown)) or 'whole'})"
 
 
 def _edge_label(data: Mapping[str, Any]) -> str:
@@ -113,19 +119,22 @@ def _edge_label(data: Mapping[str, Any]) -> str:
 
 
 def _options(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={_quoted(_shown(value))}" for name, value in values.items())
+    return ", ".join(f"{name}={_quoted(_value_text(value))}" for name, value in values.items())
 
 
-def _shown(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else repr(value) if isinstance(value, float) else str(value)
+def _value_text(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return repr(value) if isinstance(value, float) else str(value)
 
 
 def _quoted(text: str) -> str:
-    r"""A quoted identifier: the quote ends it, and a backslash begins an escape of labels (``\n``, ``\N``)."""
+    r"""Return a quoted identifier of dot. Quotes and backslashes are escaped: a backslash begins an escape (``\n``, ``\N``)."""
     shown = "".join(c if c.isprintable() or c == "\n" else "?" for c in text)
     shown = shown.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{shown}"'
 
 
-def _xml(text: str) -> str:
+def _xml_text(text: str) -> str:
+    """Replace characters that XML does not allow."""
     return _NOT_XML.sub("?", text)

@@ -1,5 +1,8 @@
-"""Layers as lines of Python: the statements that the runtime runs (:mod:`autoddl.pipelines.runtime.statements`), with the price of
-each, and the parameters that they work on."""
+"""Writes a layer as Python statements: parameters in ``__init__``, computation and communication in ``forward``.
+
+The statements are those of the layer's program (:mod:`autoddl.pipelines.runtime.statements`), which the runtime executes too. Each
+is written with its predicted price as a comment.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.graph import Layer, Parameter
 from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
+from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.runtime.kinds.registry import layer_program
 from autoddl.pipelines.runtime.layouts import Layout, layout_of, parameter_layouts, product_order
 from autoddl.pipelines.runtime.moves import move_calls
@@ -25,35 +29,39 @@ from .writing import StatementChain, folded
 
 __all__ = ["LayerText", "TextPlace", "layer_text"]
 
+#: Functions of statements that are written as operators.
 _OPERATORS = {"add": "+", "multiply": "*"}
-#: What built-in models' norms add to the variance, with the mean taken off and without.
-_EPS = {True: 1e-5, False: 1e-6}
+#: Constant that the norms of built-in models add to the variance: layer norms, RMS norms.
+_LAYER_NORM_EPS, _RMS_NORM_EPS = 1e-5, 1e-6
+#: Base of the rotary embedding's frequencies in built-in models.
 _ROTARY_BASE = 10000.0
+#: Variable of a call's arguments that stands for the layouts before and after an exchange.
+_LAYOUTS = "the layouts"
 
 
 @dataclass(frozen=True)
 class LayerText:
-    """One layer of a file.
+    """The statements of a layer.
 
     Attributes:
-        made: statements of ``__init__``; empty where the layer keeps nothing.
-        run: statements of ``forward``, in order.
+        init: lines of ``__init__``; empty if the layer has no parameters and no constants.
+        forward: lines of ``forward``, in order.
     """
 
-    made: tuple[str, ...]
-    run: tuple[str, ...]
+    init: tuple[str, ...]
+    forward: tuple[str, ...]
 
 
 @dataclass(frozen=True)
 class TextPlace:
-    """Where a layer's text stands.
+    """The place of a layer in a class of the file.
 
     Attributes:
-        label: what the layer is called there.
-        path: turns a name in the plain model into an expression of the file.
-        inputs: the variables that the layer's producers left.
-        result: the variable for its own result.
-        data: the expression of the data, where the layer reads it itself.
+        label: name of the layer in the class.
+        path: function that turns a name in the plain model into an expression of the file.
+        inputs: variables with the outputs of the layer's producers.
+        result: variable for the output of the layer.
+        data: expression of the model's input, for a layer that reads it.
     """
 
     label: str
@@ -64,25 +72,34 @@ class TextPlace:
 
 
 def layer_text(scene: Scene, layer: Layer, place: TextPlace) -> LayerText:
-    """The text of one layer.
+    """Return the statements of a layer.
 
     Raises:
-        UserError: it cannot be exported; it is named.
+        UserError: the layer cannot be exported.
     """
-    writer = _Writer(scene, layer, place)
-    run = tuple(writer.run())
-    made = [part for line in writer.made() for part in folded(line)]
-    return LayerText(tuple(made), run)
+    writer = _LayerWriter(scene, layer, place)
+    forward = tuple(writer.forward_lines())  # first: the statements say which constants ``__init__`` makes
+    init = [part for line in writer.init_statements() for part in folded(line)]
+    return LayerText(tuple(init), forward)
 
 
-class _Writer:
-    """One layer at its strategy."""
+class _LayerWriter:
+    """Writes one layer with its strategy.
+
+    Attributes:
+        attribute: expression of the module that holds the layer's parameters.
+        own: names of the parameters that the layer does not share with an earlier one.
+        stored: layouts of all its parameters.
+        names: variables of the file for variables of the layer's program.
+        constants: attributes of the class with properties of the plain model, and the expression that each is made with.
+        steps: the layer's priced communication steps that are not written yet.
+    """
 
     def __init__(self, scene: Scene, layer: Layer, place: TextPlace):
         self.scene, self.layer, self.place = scene, layer, place
         self.strategy = scene.strategies[layer.name]
         self.layout: Layout = layout_of(layer, self.strategy)
-        self.found = scene.assessed[layer.name]
+        self.work = scene.assessed[layer.name].work
         self.attribute = f"self.{scene.names.of(place.label)}"
         self.local_name = scene.names.of(f"{place.label} again")
         self.own = {p.name for p in layer.parameters if p.tied_to is None}
@@ -91,37 +108,38 @@ class _Writer:
             scene.graph, layer, self.strategy, scene.workload.recompute and layer.kind != "loss"
         )
         self.names = self._weight_names()
-        self.facts: dict[str, str] = {}
-        self.steps: Iterator[Step] = iter(self.found.work.forward)
+        self.constants: dict[str, str] = {}
+        self.steps: Iterator[Step] = iter(self.work.forward)
 
     # ---- Parameters --------------------------------------------------------------------------------------------------
 
-    def made(self) -> list[str]:
-        """Statements of ``__init__``."""
-        lines = [f"{self.attribute} = {self._holder()}"] if self.own else []
+    def init_statements(self) -> list[str]:
+        """Return the statements of ``__init__``; `forward_lines` has to be called before."""
+        lines = [f"{self.attribute} = {self._parameter_module()}"] if self.own else []
         if self.scene.built_in is None:
             path = self.place.path
             lines += [f"{check.function}(plain, {path(check.path)})" for check in self.program.checks]
-        return [*lines, *(f"{attribute} = {made}" for attribute, made in self.facts.items())]
+        return [*lines, *(f"{attribute} = {value}" for attribute, value in self.constants.items())]
 
-    def _holder(self) -> str:
+    def _parameter_module(self) -> str:
+        """Return the expression that makes the module with the layer's parameters."""
         layer, scene = self.layer, self.scene
         own = [stored for stored in self.stored if {name for name, _ in stored.sources} <= self.own]
         if sum(len(stored.sources) for stored in own) < len(self.own):
             raise UserError(
                 f"{layer.describe()}: it shares one of its weights with another layer, which form='oneflow' cannot write"
             )
-        shown = f"{self._layouts()}, RANKS"
-        holder = "StageParameters" if scene.is_stage else "LayerParameters"
-        return f"{holder}({shown}, {scene.annotation([stored.axes for stored in own])})"
+        function = "StageParameters" if scene.is_stage else "LayerParameters"
+        return f"{function}({self._parameter_layouts()}, RANKS, {scene.annotation([stored.axes for stored in own])})"
 
-    def _layouts(self) -> str:
-        """The expression of how the layer's own parameters lie."""
+    def _parameter_layouts(self) -> str:
+        """Return the expression of the layouts of the layer's own parameters."""
         layer, attributes, layout = self.layer, self.layer.attributes, layout_text(self.layout)
         own = [p for p in layer.parameters if p.name in self.own]
         if layer.kind == "linear":
             order = product_order(self.scene.graph, layer)
-            weights, biases = (self._rows([p for p in own if len(p.shape) == n]) for n in (2, 1))
+            weights = self._rows([p for p in own if len(p.shape) == 2])
+            biases = self._rows([p for p in own if len(p.shape) == 1])
             options = [weights, biases, str(attributes["in_features"]), layout]
             if order.num_groups > 1:
                 options += [f"sections={value_text(order.section_widths)}", f"num_groups={order.num_groups}"]
@@ -134,13 +152,15 @@ class _Writer:
         return f"{function}({{{shapes}}}, {layout})"
 
     def _rows(self, parameters: Sequence[Parameter]) -> str:
+        """Return the expression of a dictionary from the names of parameters to their numbers of rows."""
         return "{" + ", ".join(f"{self._path_of(p)}: {p.shape[0]}" for p in parameters) + "}"
 
     def _path_of(self, parameter: Parameter) -> str:
+        """Return the expression of a parameter's name in the plain model."""
         return self.place.path(self.scene.copies.get(parameter.name, parameter.name))
 
     def _weight_names(self) -> dict[str, str]:
-        """For the program's weights the variables of the file: of those that layers share the same in all of them."""
+        """Return variables of the file for the shared weights of the program: one variable for all layers that share a weight."""
         names = {}
         tied = {p.name: (p, p.tied_to) for p in self.layer.parameters if p.tied_to is not None}
         for name, stored in zip(self.program.weights, self.stored):
@@ -159,59 +179,70 @@ class _Writer:
 
     # ---- Statements --------------------------------------------------------------------------------------------------
 
-    def run(self) -> list[str]:
-        """Statements of ``forward``: the inputs brought here, the parameters, then what the layer does."""
+    def forward_lines(self) -> list[str]:
+        """Return the lines of ``forward``."""
+        # Redistribute the inputs to the layout of this layer.
         lines: list[str] = []
         inputs = []
         for producer, variable in zip(self.scene.graph.inputs(self.layer.name), self.place.inputs):
-            several = len(self.place.inputs) > 1 and variable != "x"
-            chain = self._arriving(producer, variable, self.scene.names.of(f"{variable} here") if several else "x")
-            lines += chain.ending_in(chain.current)
+            needs_variable = len(self.place.inputs) > 1 and variable != "x"
+            target = self.scene.names.of(f"{variable} here") if needs_variable else "x"
+            chain = self._redistribution(producer, variable, target)
+            lines += chain.lines_ending_in(chain.current)
             inputs.append(chain.current)
         self.names.update({f"input_{i}": variable for i, variable in enumerate(inputs) if i})
         chain = StatementChain(inputs[0] if inputs else "")
-        self._weights(chain)
+        # Get the parameters.
+        self._add_weights(chain)
+        # Run the program of the layer.
         for statement in self.program.statements:
             if isinstance(statement, Call):
-                self._call(chain, statement, self.names)
+                self._add_call(chain, statement, self.names)
             else:
-                self._repeated(chain, statement)
-        return lines + chain.ending_in(self.place.result)
+                self._add_recomputation(chain, statement)
+        return lines + chain.lines_ending_in(self.place.result)
 
-    def _arriving(self, producer: str, variable: str, moved: str) -> StatementChain:
-        """An input as this layer wants it, in the variable ``moved`` where it has to be moved."""
-        scene, chain = self.scene, StatementChain(variable, moved)
-        given = scene.graph[producer]
+    def _redistribution(self, producer: str, variable: str, target: str) -> StatementChain:
+        """Return the statements that bring an input to this layer's layout and shape.
+
+        Args:
+            producer: name of the layer that computes the input.
+            variable: variable of the input.
+            target: variable for the redistributed input.
+        """
+        scene, chain = self.scene, StatementChain(variable, target)
+        producing_layer = scene.graph[producer]
         source, samples = scene.strategies[producer], scene.workload.micro_batch
         if source.rows_and_features != self.strategy.rows_and_features:
-            shape = edge_shape(given, samples)
+            shape = edge_shape(producing_layer, samples)
             route = redistribute(source.activations, self.strategy.activations, shape)
-            rows = stored_rows(given.output_shape)
-            local = (samples // source.p0, rows, shape[1] // (source.p1 * source.p2))
-            steps = list(edge_steps(given, source, self.strategy, scene.workload, samples))
-            ends = f"{layout_text(layout_of(given, source))}.cuts, {layout_text(self.layout)}.cuts"
-            for call in move_calls(route, local):
+            rows = stored_rows(producing_layer.output_shape)
+            local_shape = (samples // source.p0, rows, shape[1] // (source.p1 * source.p2))
+            steps = list(edge_steps(producing_layer, source, self.strategy, scene.workload, samples))
+            layouts = f"{layout_text(layout_of(producing_layer, source))}.cuts, {layout_text(self.layout)}.cuts"
+            for call in move_calls(route, local_shape):
                 priced = [steps.pop(0) for _ in range(call.num_steps)]
-                chain.put(self._call_text(call, {"the ends": ends}), scene.cost(priced) if priced else "")
+                chain.assign(self._call_text(call, {_LAYOUTS: layouts}), scene.cost(priced) if priced else "")
         if len(self.place.inputs) == 1:
-            self._check_shape(given)
+            self._check_input_shape(producing_layer)
             rows = stored_rows(self.layer.input_shape)
-            if rows != stored_rows(given.output_shape):
-                chain.put(f"{{x}}.reshape({{x}}.shape[0], {rows}, -1)")
+            if rows != stored_rows(producing_layer.output_shape):
+                chain.assign(f"{{x}}.reshape({{x}}.shape[0], {rows}, -1)")
         return chain
 
-    def _check_shape(self, given: Layer) -> None:
-        shape, layer = given.output_shape, self.layer
+    def _check_input_shape(self, producing_layer: Layer) -> None:
+        """Refuse an input whose features are reshaped while they are split over ranks."""
+        shape, layer = producing_layer.output_shape, self.layer
         if self.strategy.p1 * self.strategy.p2 == 1 or len(shape) > 2 or len(layer.input_shape) > 2:
             return
         if shape[-1:] != layer.input_shape[-1:]:
             raise UserError(
-                f"{layer.describe()}: it reads {given.name!r} in another shape, {layer.input_shape} in place of {shape}; "
-                "that works where features are not split only"
+                f"{layer.describe()}: it reads the output {shape} of {producing_layer.name!r} as {layer.input_shape}; "
+                "form='oneflow' cannot write this while features are split over ranks"
             )
 
-    def _weights(self, chain: StatementChain) -> None:
-        """The layer's own parameters as local variables."""
+    def _add_weights(self, chain: StatementChain) -> None:
+        """Append the statement that assigns the layer's own parameters to variables."""
         own = [
             self.names.get(name, name)
             for name, stored in zip(self.program.weights, self.stored)
@@ -219,22 +250,27 @@ class _Writer:
         ]
         if not own:
             return
-        steps = self.found.work.gradient
-        remark = f"gradients: {self.scene.cost(steps)}, once a step" if steps else ""
+        steps = self.work.gradient
+        remark = f"gradient sums: {self.scene.cost(steps)}, once per step" if steps else ""
         call = "leaves()" if self.scene.is_stage else "local(sync)"
-        chain.say(f"{', '.join(own) if len(own) > 1 else f'({own[0]},)'} = {self.attribute}.{call}", remark)
+        chain.add(f"{', '.join(own) if len(own) > 1 else f'({own[0]},)'} = {self.attribute}.{call}", remark)
 
-    def _repeated(self, chain: StatementChain, statement: Repeated) -> None:
-        inner = StatementChain("x" if "x" in statement.tensors else "")
-        inside = {name: text for name, text in self.names.items() if name not in statement.tensors}
+    def _add_recomputation(self, chain: StatementChain, statement: Repeated) -> None:
+        """Append a function with the statement's body, and its call with recomputation in the backward pass."""
+        body = StatementChain("x" if "x" in statement.tensors else "")
+        names_inside = {name: text for name, text in self.names.items() if name not in statement.tensors}
         for call in statement.body:
-            self._call(inner, call, inside)
-        chain.inner(self.local_name, ", ".join(statement.tensors), inner)
-        given = ["{x}" if name == "x" else self.names.get(name, name) for name in statement.tensors]
-        chain.put(f"checkpoint({', '.join([self.local_name, *given])})")
+            self._add_call(body, call, names_inside)
+        chain.define(self.local_name, ", ".join(statement.tensors), body)
+        arguments = ["{x}" if name == "x" else self.names.get(name, name) for name in statement.tensors]
+        chain.assign(f"checkpoint({', '.join([self.local_name, *arguments])})")
 
     def _call_text(self, call: Call, names: dict[str, str]) -> str:
-        """What is on a statement's right side."""
+        """Return the expression of a call.
+
+        Args:
+            names: expressions of the file for variables of the program.
+        """
         arguments = [self._text(value, names) for value in call.arguments]
         if call.function in _OPERATORS:
             return f" {_OPERATORS[call.function]} ".join(arguments)
@@ -244,28 +280,28 @@ class _Writer:
         arguments += [f"{name}={value}" for name, value in options.items() if value != "None"]
         return f"{call.function.replace('ranks.', 'RANKS.')}({', '.join(arguments)})"
 
-    def _call(self, chain: StatementChain, call: Call, names: dict[str, str]) -> None:
-        """One statement, with what it is priced."""
+    def _add_call(self, chain: StatementChain, call: Call, names: dict[str, str]) -> None:
+        """Append the statement of a call, with its price."""
         text = self._call_text(call, names)
         if call.result == ("x",):
-            chain.put(text, self._remark(call))
+            chain.assign(text, self._price_of(call))
         else:
-            chain.say(f"{', '.join(call.result)} = {text}", self._remark(call))
+            chain.add(f"{', '.join(call.result)} = {text}", self._price_of(call))
             chain.current = "x" if "x" in call.result else chain.current
 
-    def _remark(self, call: Call) -> str:
+    def _price_of(self, call: Call) -> str:
+        """Return the price of a call as text; the communication steps of the call are taken from `steps`."""
         steps = list(self.steps) if call.num_steps == ALL_STEPS else [next(self.steps) for _ in range(call.num_steps)]
         parts = [self.scene.cost(steps)] if steps else []
-        work = self.found.work
         if call.computes:
-            seconds = self.scene.seconds
-            parts.append(f"computes {seconds(work.forward_s)}, backward {seconds(work.backward_s)}")
+            forward, backward = format_seconds(self.work.forward_s), format_seconds(self.work.backward_s)
+            parts.append(f"compute: forward {forward}, backward {backward}")
         if call.function == "mean_error":
-            parts.append("4 B for each rank's part, all-reduced")
+            parts.append("all-reduces 4 B per rank")
         return "; ".join(parts)
 
     def _text(self, value: Any, names: dict[str, str]) -> str:
-        """An argument as an expression."""
+        """Return the expression of an argument of a call."""
         if isinstance(value, Name):
             known = {
                 "x": "{x}",
@@ -277,9 +313,9 @@ class _Writer:
             }
             return known.get(value.text, value.text)
         if isinstance(value, Exchange):
-            return names["the ends"]
+            return names[_LAYOUTS]
         if isinstance(value, Fact):
-            return self._built_in(value) if self.scene.built_in is not None else self._looked_up(value)
+            return self._built_in_fact(value) if self.scene.built_in is not None else self._user_fact(value)
         if isinstance(value, Axis):
             return self.scene.axis(value)
         if isinstance(value, Layout):
@@ -288,31 +324,32 @@ class _Writer:
             return f"[{', '.join(self._text(part, names) for part in value)}]"
         return value_text(value)
 
-    # ---- Facts of the plain model ------------------------------------------------------------------------------------
+    # ---- Properties of the plain model -------------------------------------------------------------------------------
 
-    def _looked_up(self, fact: Fact) -> str:
-        """A fact of a user's model: an attribute of its own."""
+    def _user_fact(self, fact: Fact) -> str:
+        """Return the expression of a property of a user's model: an attribute that is looked up in the plain model."""
         if fact.function == "dropout_of":
-            what = "what is behind it" if self.layer.kind != "attention" else "it"
-            raise UserError(f"{self.layer.describe()}: {what} drops at random, which form='oneflow' cannot write")
+            raise UserError(f"{self.layer.describe()}: it has dropout, which form='oneflow' cannot write")
         arguments = ", ".join(["plain", self.place.path(fact.path), *map(value_text, fact.arguments)])
-        return self._kept(fact, f"{fact.function}({arguments})")
+        return self._constant(fact, f"{fact.function}({arguments})")
 
-    def _built_in(self, fact: Fact) -> str:
-        """A fact of a built-in model: a literal where it is one."""
+    def _built_in_fact(self, fact: Fact) -> str:
+        """Return the expression of a property of a built-in model: a literal if possible."""
         assert self.scene.built_in is not None
         layer, attributes = self.layer, self.layer.attributes
         if fact.function == "eps_of":
-            return repr(_EPS[attributes["statistics"] == 2])
+            return repr(_LAYER_NORM_EPS if attributes["statistics"] == 2 else _RMS_NORM_EPS)
         if fact.function == "angles_of":
             sizes = ", ".join(map(value_text, fact.arguments))
             return f"rotary_angles({sizes}, {_ROTARY_BASE})" if self.scene.built_in.family == "llama" else "None"
         if fact.function == "convolution_options":
             return value_text({name: attributes[name] for name in ("stride", "padding")})
         assert fact.function == "own_module", (layer.name, fact)
-        return self._kept(fact, "OwnModule(flow.nn.MaxPool2d(kernel_size=2, stride=2))")  # VGG's, the only ones
+        # The only modules of built-in models that are run as they are: the poolings of VGG.
+        return self._constant(fact, "OwnModule(flow.nn.MaxPool2d(kernel_size=2, stride=2))")
 
-    def _kept(self, fact: Fact, made: str) -> str:
+    def _constant(self, fact: Fact, value: str) -> str:
+        """Let ``__init__`` assign a value to an attribute, and return the expression of the attribute."""
         attribute = f"self.{self.scene.names.of(f'{self.place.label} {fact.name}')}"
-        self.facts[attribute] = made
+        self.constants[attribute] = value
         return attribute

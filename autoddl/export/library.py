@@ -1,7 +1,10 @@
-"""The library of exported files: of the runtime's own source the definitions that a file needs, and no others.
+"""The library of exported files: copies the definitions that a file needs from the source of the runtime, and no others.
 
-Modules are read as text.  A definition is needed if the file names it, or if one that is needed does; names are looked up where the
-module that reads them has them from.  So a file does what :mod:`autoddl.pipelines.runtime` does, because it is that.
+The modules listed in `LIBRARY` are read as text, not imported. A definition is needed if the file uses its name, or if another
+needed definition uses it. A name is looked up among the definitions and imports of the module that uses it. So an exported file
+runs the same code as :mod:`autoddl.pipelines.runtime`.
+
+In the file, definitions are grouped by module, each module under the title that `LIBRARY` gives it.
 """
 
 from __future__ import annotations
@@ -17,161 +20,176 @@ __all__ = ["LIBRARY", "LibraryText", "known_names", "library_text"]
 
 _RUNTIME = "autoddl.pipelines.runtime"
 _PARTS = "autoddl.export.parts"
-#: The modules that files may use, with what their definitions are in a file; of a name that two of them define the first one's
-#: counts.
+#: The modules that definitions are copied from, each with the title of its section in a file. The order is that of the sections. If
+#: two modules define the same name, the first one provides it.
 LIBRARY: Mapping[str, str] = {
     f"{_PARTS}.pipeline": "The pipeline",
     f"{_PARTS}.parameters": "Parameters of layers",
     f"{_PARTS}.plain": "The plain model",
-    f"{_PARTS}.training": "Values and training",
-    f"{_RUNTIME}.operations": "What layers do on one rank",
+    f"{_PARTS}.training": "Parameter values, data and training",
+    f"{_RUNTIME}.operations": "Computations of layers on one rank",
     f"{_RUNTIME}.attending": "Attention",
     f"{_RUNTIME}.losses": "Losses",
     f"{_RUNTIME}.rows": "Sums along rows",
-    f"{_RUNTIME}.facts": "Facts of the plain model",
-    f"{_RUNTIME}.parameters": "Global tensors and the sums of their gradients",
-    f"{_RUNTIME}.layouts": "Which elements each rank holds",
+    f"{_RUNTIME}.facts": "Properties of the plain model",
+    f"{_RUNTIME}.parameters": "Global tensors and sums of their gradients",
+    f"{_RUNTIME}.layouts": "Layouts: the elements that each rank holds",
     f"{_RUNTIME}.stepping": "The ranks",
     f"{_RUNTIME}.collectives": "Collectives along one mesh axis",
     f"{_RUNTIME}.mesh": "Mesh axes of the job",
     f"{_RUNTIME}.moving": "Changes of layout",
-    f"{_RUNTIME}.exchanging": "Exchanges",
-    f"{_RUNTIME}.pipeline.words": "Actions of ranks, in words of their workers",
-    f"{_RUNTIME}.pipeline.engine": "The loop that carries actions out",
+    f"{_RUNTIME}.exchanging": "Changes of layout by messages between ranks",
+    f"{_RUNTIME}.pipeline.words": "Instructions of workers, read as actions of ranks",
+    f"{_RUNTIME}.pipeline.engine": "The engine that executes actions",
     f"{_RUNTIME}.pipeline.actions": "Actions",
     f"{_RUNTIME}.pipeline.slots": "Slots of micro-batches",
     f"{_RUNTIME}.pipeline.local": "Computations of a worker",
-    f"{_RUNTIME}.pipeline.passes": "Passes through stages",
-    f"{_RUNTIME}.pipeline.work": "Stages and their weights",
+    f"{_RUNTIME}.pipeline.passes": "Forward and backward passes of stages",
+    f"{_RUNTIME}.pipeline.work": "Tasks of a schedule",
     f"{_RUNTIME}.pipeline.weights": "Versions of weights",
-    f"{_RUNTIME}.pipeline.inbox": "What has come from other stages",
-    f"{_RUNTIME}.pipeline.transport": "Messages and sums beside computations",
+    f"{_RUNTIME}.pipeline.inbox": "Messages received from other stages",
+    f"{_RUNTIME}.pipeline.transport": "Messages and gradient sums during computation",
     f"{_RUNTIME}.pipeline.gradients": "Sums of gradients",
     f"{_RUNTIME}.pipeline.shared_weights": "Weights that stages share",
-    f"{_RUNTIME}.pipeline.data": "Data and losses",
-    f"{_RUNTIME}.pipeline.waiting": "Waiting",
-    f"{_RUNTIME}.pipeline.report": "What is measured",
+    f"{_RUNTIME}.pipeline.data": "Data and losses of micro-batches",
+    f"{_RUNTIME}.pipeline.waiting": "Waiting for computations",
+    f"{_RUNTIME}.pipeline.report": "Measurements",
     "autoddl.pipelines.schedule": "Schedules",
     f"{_RUNTIME}.samples": "Samples",
     f"{_RUNTIME}.detaching": "Tensors without their history",
     f"{_RUNTIME}.models": "Initial values",
-    "autoddl.costmodel.crossing": "Messages",
+    "autoddl.costmodel.crossing": "Messages between stages",
     "autoddl.costmodel.distribution": "Mesh axes",
     "autoddl.costmodel.strategy": "Mesh axes of strategies",
     "autoddl.costmodel.errors": "Errors",
     "autoddl.costmodel.limits": "Limits",
 }
-#: What every file imports itself.
-_LOADED = frozenset({"flow", "load_oneflow"})
-#: Short names that several modules have; they stand in front.
-_SHORT = frozenset({"Tensor", "functional", "_Function"})
+#: Names of the runtime that are not copied: every file imports OneFlow as ``flow``.
+_ONEFLOW_NAMES = frozenset({"flow", "load_oneflow"})
+#: Short names that several modules define in the same way. They are defined once, before everything else.
+_COMMON_NAMES = frozenset({"Tensor", "functional", "_Function"})
 
 
 @dataclass(frozen=True)
 class LibraryText:
-    """What goes into a file.
+    """The library of one file.
 
     Attributes:
-        standard: import lines of the standard library.
-        installed: import lines of numpy and OneFlow.
-        first: definitions that the file needs while it is loaded.
-        sections: (title, text) of the others.
+        standard_imports: import lines of the standard library.
+        installed_imports: import lines of numpy and OneFlow.
+        early: definitions that the file needs while Python loads it.
+        sections: (title, text) for all other definitions, by module.
     """
 
-    standard: tuple[str, ...]
-    installed: tuple[str, ...]
-    first: str
+    standard_imports: tuple[str, ...]
+    installed_imports: tuple[str, ...]
+    early: str
     sections: tuple[tuple[str, str], ...]
 
 
-def library_text(used: Iterable[str], first: Iterable[str], given: Iterable[str]) -> LibraryText:
-    """The library of a file.
+def library_text(used_names: Iterable[str], early_names: Iterable[str], own_names: Iterable[str]) -> LibraryText:
+    """Return the library of a file.
 
     Args:
-        used: names that the file uses.
-        first: those that it uses while it is loaded.
-        given: those that it defines itself.
+        used_names: names that the file uses.
+        early_names: names that the file uses while Python loads it, outside of functions.
+        own_names: names that the file defines itself.
+
+    >>> library = library_text({"prime_factors"}, (), ())
+    >>> [title for title, text in library.sections]
+    ['Mesh axes']
     """
-    own, used, first = frozenset(given), set(used), set(first)
-    given = own | _LOADED
-    found = _closure(used | first, given)
-    early = [definition for definition in found if definition.names <= _SHORT]
-    early += _closure(first, given, early=True)
-    late = [definition for definition in found if definition not in early]
-    imports = {"flow": ("oneflow", ""), **{name: _entry(name) for name in used & _imported_names()}}
-    for definition in found:
-        known = module_text(definition.module).imports
-        imports.update({name: known[name] for name in definition.reads & set(known) if not _is_ours(known[name][0])})
-    standard, installed = _import_lines({name: origin for name, origin in imports.items() if name not in own})
+    own_names, used_names, early_names = frozenset(own_names), set(used_names), set(early_names)
+    excluded = own_names | _ONEFLOW_NAMES
+    needed = _needed_definitions(used_names | early_names, excluded)
+    early = [definition for definition in needed if definition.names <= _COMMON_NAMES]
+    early += _needed_definitions(early_names, excluded, only_early=True)
+    late = [definition for definition in needed if definition not in early]
+    # Imports of other packages: those that the file's own text uses, and those that the definitions use.
+    imports = {"flow": ("oneflow", ""), **{name: _origin_of(name) for name in used_names & _imported_names()}}
+    for definition in needed:
+        origins = module_text(definition.module).imports
+        names = definition.reads & set(origins)
+        imports.update({name: origins[name] for name in names if not _is_library_module(origins[name][0])})
+    standard, installed = _import_lines({name: origin for name, origin in imports.items() if name not in own_names})
     sections = []
-    for module, definitions in _sections(late).items():
-        sections.append((_modules()[module], _spaced([definition.text for definition in definitions])))
-    return LibraryText(standard, installed, _spaced([definition.text for definition in early]), tuple(sections))
+    for module, definitions in _by_module(late).items():
+        sections.append((_modules()[module], _joined([definition.text for definition in definitions])))
+    return LibraryText(standard, installed, _joined([definition.text for definition in early]), tuple(sections))
 
 
-def _sections(definitions: Iterable[Definition]) -> dict[str, list[Definition]]:
-    """Definitions by their modules; each behind those that it needs when the file is loaded, else in the order of `LIBRARY`."""
+def _by_module(definitions: Iterable[Definition]) -> dict[str, list[Definition]]:
+    """Group definitions by module.
+
+    Modules stand in the order of `LIBRARY`, except that a module stands after those that it needs while Python loads the file.
+    """
     waiting: dict[str, list[Definition]] = {}
     for definition in definitions:
         waiting.setdefault(definition.module, []).append(definition)
-    made_by = {name: module for module, own in waiting.items() for one in own for name in one.names}
-    found: dict[str, list[Definition]] = {}
+    module_of = {name: module for module, members in waiting.items() for member in members for name in member.names}
+
+    def is_ready(module: str) -> bool:
+        needed = {module_of.get(name, module) for member in waiting[module] for name in member.reads_early}
+        return not needed & (waiting.keys() - {module})
+
+    ordered: dict[str, list[Definition]] = {}
     while waiting:
-        ready = (
-            module
-            for module, own in waiting.items()
-            if not any(
-                made_by.get(name, module) in waiting.keys() - {module} for one in own for name in one.reads_early
-            )
-        )
-        module = next(ready)
-        found[module] = waiting.pop(module)
-    return found
+        module = next(filter(is_ready, waiting))
+        ordered[module] = waiting.pop(module)
+    return ordered
 
 
 def known_names() -> frozenset[str]:
-    """All names of the library, imported ones included: variables of a file are to be called otherwise."""
+    """Return all names that modules of the library define or import. Variables of a file must have other names."""
     return frozenset(
         name for module in _modules() for name in (*module_text(module).definitions, *module_text(module).imports)
     )
 
 
-def _closure(names: Iterable[str], given: frozenset[str], early: bool = False) -> list[Definition]:
-    """The definitions of some names and of those that they read, in the order of `LIBRARY`.
+def _needed_definitions(names: Iterable[str], excluded: frozenset[str], only_early: bool = False) -> list[Definition]:
+    """Return the definitions of some names and, transitively, of all names that these use, in the order of `LIBRARY`.
+
+    Args:
+        names: names to begin with; names of other packages are ignored.
+        excluded: names that need no definition.
+        only_early: whether to follow only names that are used while Python loads the file.
 
     Raises:
-        AssertionError: two different ones have the same name, or one is from a module that is not of the library.
+        AssertionError: two definitions of a name differ, or a definition is in a module that `LIBRARY` does not list.
     """
     order = {module: number for number, module in enumerate(_modules())}
-    waiting = [origin for origin in map(_entry, names) if _is_ours(origin[0])]
-    found: dict[str, Definition] = {}
+    waiting = [origin for origin in map(_origin_of, names) if _is_library_module(origin[0])]
+    needed: dict[str, Definition] = {}
     while waiting:
         module, name = waiting.pop()
-        if name in given:
+        if name in excluded:
             continue
-        assert module in _modules(), f"{module}.{name} is not of the library of exported files"
-        definition = module_text(module).definitions.get(name)
-        if definition is None:  # that module has it from another one
-            waiting.append(module_text(module).imports[name])
+        assert module in _modules(), (
+            f"{module}.{name} is needed by exported files, but LIBRARY does not list its module"
+        )
+        source = module_text(module)
+        definition = source.definitions.get(name)
+        if definition is None:  # the module imports the name
+            waiting.append(source.imports[name])
             continue
-        known = found.setdefault(name, definition)
+        known = needed.setdefault(name, definition)
         if known is not definition:
-            alike = known.text.partition("  #")[0] == definition.text.partition("  #")[0]
-            assert alike, f"{name} of {module} and of {known.module} differ"
-            found[name] = min(known, definition, key=lambda one: order[one.module])
+            # Two modules define the name: the definitions have to be equal up to comments.
+            are_equal = known.text.partition("  #")[0] == definition.text.partition("  #")[0]
+            assert are_equal, f"the definitions of {name} in {module} and in {known.module} differ"
+            needed[name] = min(known, definition, key=lambda candidate: order[candidate.module])
             continue
-        own = module_text(module)
-        reads = definition.reads_early if early else definition.reads
-        for read in reads - given:
-            if read in own.definitions and own.definitions[read] is not found.get(read):
+        reads = definition.reads_early if only_early else definition.reads
+        for read in reads - excluded:
+            if read in source.definitions and source.definitions[read] is not needed.get(read):
                 waiting.append((module, read))
-            elif read in own.imports and _is_ours(own.imports[read][0]):
-                waiting.append(own.imports[read])
-    return sorted(set(found.values()), key=lambda definition: (order[definition.module], definition.line))
+            elif read in source.imports and _is_library_module(source.imports[read][0]):
+                waiting.append(source.imports[read])
+    return sorted(set(needed.values()), key=lambda definition: (order[definition.module], definition.line))
 
 
-def _entry(name: str) -> tuple[str, str]:
-    """Where a file has a name from: ("", name) where it is none of the library's."""
+def _origin_of(name: str) -> tuple[str, str]:
+    """Return (module, name there) of a name that a file uses; ("", name) if no module of the library defines or imports it."""
     for module in _modules():
         if name in module_text(module).definitions:
             return module, name
@@ -182,41 +200,45 @@ def _entry(name: str) -> tuple[str, str]:
 
 
 def _imported_names() -> set[str]:
-    """Names of other packages that modules of the library import."""
+    """Return the names that modules of the library import from other packages."""
     return {
-        name for module in _modules() for name, origin in module_text(module).imports.items() if not _is_ours(origin[0])
+        name
+        for module in _modules()
+        for name, (origin, _) in module_text(module).imports.items()
+        if not _is_library_module(origin)
     }
 
 
-def _is_ours(module: str) -> bool:
+def _is_library_module(module: str) -> bool:
     return module.split(".")[0] == "autoddl" or module in _modules()
 
 
 def _modules() -> Mapping[str, str]:
-    """`LIBRARY`, and where the functions of kinds from outside of the package are from."""
-    outside = {function.__module__ for function in registered_functions().values()}
-    return {**dict.fromkeys(sorted(outside), "Kinds of layers"), **LIBRARY}
+    """Return `LIBRARY`, preceded by the modules of the kinds of layers that users have registered."""
+    user_modules = {function.__module__ for function in registered_functions().values()}
+    return {**dict.fromkeys(sorted(user_modules), "Registered kinds of layers"), **LIBRARY}
 
 
 def _import_lines(imports: Mapping[str, tuple[str, str]]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    modules: dict[str, set[str]] = {}
-    plain = set()
+    """Return the import lines of the standard library, and those of installed packages."""
+    members_of: dict[str, set[str]] = {}
+    plain_lines = set()
     for name, (module, member) in imports.items():
         if member:
-            modules.setdefault(module, set()).add(member)
+            members_of.setdefault(module, set()).add(member)
         else:
-            plain.add(f"import {module}" if module == name else f"import {module} as {name}")
-    from_lines = [f"from {module} import {', '.join(sorted(members))}" for module, members in modules.items()]
+            plain_lines.add(f"import {module}" if module == name else f"import {module} as {name}")
+    from_lines = [f"from {module} import {', '.join(sorted(members))}" for module, members in members_of.items()]
 
     def is_installed(line: str) -> bool:
         return line.split()[1].split(".")[0] in ("numpy", "oneflow")
 
-    lines = [*sorted(plain), *sorted(from_lines)]
+    lines = [*sorted(plain_lines), *sorted(from_lines)]
     return tuple(line for line in lines if not is_installed(line)), tuple(line for line in lines if is_installed(line))
 
 
-def _spaced(texts: Iterable[str]) -> str:
-    """Definitions with two empty lines around functions and classes, assignments together."""
+def _joined(texts: Iterable[str]) -> str:
+    """Join definitions: two empty lines around functions and classes, none between assignments."""
     result, was_long = "", False
     for text in texts:
         is_long = text.startswith(("def ", "class ", "@"))

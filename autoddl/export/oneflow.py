@@ -1,12 +1,14 @@
-"""A plan as one readable Python file that needs OneFlow alone.
+"""Writes a plan without a pipeline as one readable Python file that needs OneFlow but not AutoDDL.
 
-    heading             what it is, what it is predicted to cost, how to run it
-    ranks               the mesh and its axes
-    model               a class for each repeated block and one for the model: parameters with their SBP, every step with its price
-    library             what the model calls, in the runtime's own words: layers, layouts, collectives, as far as it needs them
-    main                trains some steps
+Parts of the file, in order:
 
-The statements are those that the runtime carries out for the same plan, so losses, bytes and times are too.
+    docstring           how to read and start the file; model, cluster and predicted price as comments
+    plan                ranks, mesh and mesh axes, batch size
+    model               a class for each kind of repeated block, and one for the model: parameters with SBP, priced steps
+    library             the definitions that the model calls, copied from the runtime: layers, layouts, collectives
+    main                data, training loop, command line
+
+The statements of the model are those that the runtime executes for the same plan, so losses and traffic are the same.
 """
 
 from __future__ import annotations
@@ -31,18 +33,16 @@ if TYPE_CHECKING:
 
 __all__ = ["oneflow_text"]
 
-#: What a file uses while it is loaded.
-_FIRST = ("Axis", "Ranks")
-
 
 def oneflow_text(plan: PlanFile, model: str = "") -> str:
-    """The file.
+    """Return the text of the file; a plan with a pipeline is written by :mod:`.pipelined`.
 
     Args:
-        model: ``FILE.py:FUNCTION`` that makes the plain model, where it is none that is built in.
+        plan: any plan.
+        model: ``FILE.py:FUNCTION`` that makes the plain model; may be empty if the model is a built-in one.
 
     Raises:
-        UserError: the plan has a layer that cannot be written, or its model is not built in and nothing makes it; it is named.
+        UserError: a layer of the plan cannot be written, or the model is not a built-in one and ``model`` is empty.
     """
     if plan.num_stages > 1:
         from .pipelined import pipeline_text
@@ -50,62 +50,77 @@ def oneflow_text(plan: PlanFile, model: str = "") -> str:
         return pipeline_text(plan, model)
     built_in = built_in_of(plan.graph, model)
     check_graph(plan.graph)
-    whole = _whole(plan)
+    stage = _only_stage(plan)
     scene = Scene(
-        plan.graph,
-        whole.cluster,
-        whole.workload,
-        plan.strategies,
-        {found.layer.name: found for found in whole.assessment.layers},
-        built_in,
-        Names(RESERVED),
+        graph=plan.graph,
+        cluster=stage.cluster,
+        workload=stage.workload,
+        strategies=plan.strategies,
+        assessed={assessed.layer.name: assessed for assessed in stage.assessment.layers},
+        built_in=built_in,
+        names=Names(RESERVED),
     )
-    what = "The model; ``model(inputs, targets)`` is the mean loss of a micro-batch, the same arrays on every rank."
-    classes = class_texts([ClassOfLayers(scene, "Model", what)])
+    docstring = (
+        "The model. ``model(inputs, targets)`` returns the mean loss of a micro-batch; all ranks pass the same arrays."
+    )
+    classes = class_texts([ClassOfLayers(scene, "Model", docstring)])
     return assembled(
         FileDraft(
-            heading=_heading(plan, whole, built_in.family if built_in else model),
+            heading=_heading(plan, stage, built_in.family if built_in else model),
             num_ranks=scene.num_ranks,
-            ranks=f"RANKS = Ranks({scene.num_ranks})\n{SBP_NAMES}",
-            first=_FIRST,
-            sections=(("", (_constants(scene),)), ("The model", tuple(classes))),
-            main=templates.main(scene, model),
+            plan=_constants(scene),
+            sections=(("The model", tuple(classes)),),
+            main=templates.main_text(scene, model),
         )
     )
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """A plan of one stage: what runs on all devices, and its price."""
+class _OnlyStage:
+    """The single stage of a plan without a pipeline.
+
+    Attributes:
+        cluster: devices of the stage.
+        workload: the plan's, with the recomputation of the stage.
+        assessment: price of the stage.
+    """
 
     cluster: Cluster
     workload: Workload
     assessment: Assessment
 
 
-def _whole(plan: PlanFile) -> _Whole:
+def _only_stage(plan: PlanFile) -> _OnlyStage:
     configuration = plan.evaluation.configuration
     (choice,) = configuration.stages
     if choice.recompute == "stage":
         raise UserError(
-            "the plan recomputes its stage as a whole, form='oneflow' writes recomputation layer by layer; "
+            "the plan recomputes its stage as a whole, but form='oneflow' writes recomputation layer by layer; "
             "plan with recompute=False"
         )
     workload = replace(plan.workload, recompute=choice.recompute == "layers")
-    return _Whole(configuration.mesh_of(0).devices(plan.cluster), workload, plan.evaluation.stages[0].assessment)
+    return _OnlyStage(configuration.mesh_of(0).devices(plan.cluster), workload, plan.evaluation.stages[0].assessment)
 
 
-def _heading(plan: PlanFile, whole: _Whole, origin: str) -> str:
-    cluster, workload, assessment = plan.cluster, whole.workload, whole.assessment
+def _heading(plan: PlanFile, stage: _OnlyStage, origin: str) -> str:
+    """Return the docstring of the file, and comments on model, cluster, batch, price and origin of the plan.
+
+    Args:
+        origin: family of the built-in model, or the function that makes the plain model.
+    """
+    cluster, workload, assessment = plan.cluster, stage.workload, stage.assessment
     precision = (
-        "" if workload.precision == "float32" else f" (of {workload.precision} precision; this file runs in float32)"
+        ""
+        if workload.precision == "float32"
+        else f" (in {workload.precision} precision; this file computes in float32)"
     )
-    kept = ", activations recomputed" if workload.recompute else ""
+    recomputation = ", activations recomputed" if workload.recompute else ""
     lines = [
         f"Model    {plan.graph.name} ({origin}): {plan.graph.num_parameters:,} parameters",
         f"Cluster  {cluster.name}: {cluster.num_nodes} x {cluster.devices_per_node} {cluster.device.name}",
-        f"Step     {workload.batch} {plan.graph.sample}s in {workload.num_micro_batches} x {workload.micro_batch}{kept}",
-        f"Price    {format_seconds(assessment.step_s)} a step{precision}: {format_seconds(assessment.compute_s)} compute, "
+        f"Step     {workload.batch} {plan.graph.sample}s in {workload.num_micro_batches} x {workload.micro_batch}"
+        f"{recomputation}",
+        f"Price    {format_seconds(assessment.step_s)} per step{precision}: {format_seconds(assessment.compute_s)} compute, "
         f"{format_seconds(assessment.communication_s)} communication;",
         f"         each rank sends {format_bytes(assessment.sent_bytes)} and needs {format_bytes(assessment.memory_bytes)}",
         f"Plan     graph {plan.graph.hash}",
@@ -116,21 +131,21 @@ def _heading(plan: PlanFile, whole: _Whole, origin: str) -> str:
 
 
 def _constants(scene: Scene) -> str:
-    """The mesh, its axes (all that the classes have asked for), the workload."""
+    """Return the constants of the plan. The classes have to be written before: they determine the mesh axes."""
     mesh = scene.common_mesh
-    lines = []
+    lines = [f"RANKS = Ranks({scene.num_ranks})", SBP_NAMES]
     if mesh is not None:
         lines += [
-            comment("Parameters lie on this mesh; what each of its axes does to them is their SBP signature."),
+            comment("The mesh that parameters are placed on. An SBP signature has a state for each of its axes."),
             f"MESH = {scene.mesh_text}",
         ]
     if scene.axes:
-        lines.append(comment("The axes that collectives run along."))
-    lines += axis_lines(((axis, name) for axis, name in scene.axes.items()), scene.num_ranks)
+        lines.append(comment("Mesh axes that collectives run along, and the groups of ranks along each."))
+    lines += axis_lines(scene.axes.items(), scene.num_ranks)
     workload, aliases = scene.workload, aliases_of(scene.graph)
     lines += [
         f"BATCH, MICRO_BATCH = {workload.batch}, {workload.micro_batch}",
-        comment("Parameters that are another one, by their names in the plain model."),
+        comment("Shared parameters: further names in the plain model, and the name under which the value is stored."),
         f"ALIASES: dict[str, str] = {value_text(aliases)}",
     ]
     return "\n".join(lines)

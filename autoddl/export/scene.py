@@ -1,4 +1,4 @@
-"""What the writers of a OneFlow file share: the plan with its prices, names, and the annotations of parameters."""
+"""The data that all writers of an exported OneFlow file share: plan, prices, names, mesh axes and placements."""
 
 from __future__ import annotations
 
@@ -25,29 +25,39 @@ __all__ = ["Scene", "cost_text", "layout_text", "stored_rows"]
 
 
 def cost_text(steps: Sequence[Step], cluster: Cluster) -> str:
-    """Time, and bytes sent by each rank."""
+    """Return the total time of some communication steps, and the bytes that each rank sends in them, as text."""
     seconds, nbytes = sum(map(cluster.time, steps)), sum(step.sent_bytes for step in steps)
     return f"{format_seconds(seconds)}, {format_bytes(nbytes)}"
 
 
 def stored_rows(shape: Sequence[int]) -> int:
-    """Rows of a tensor between layers: images are one row."""
+    """Return the rows of a sample of a tensor between layers; an image is stored as one row.
+
+    Args:
+        shape: shape of a sample: (features,), (rows, features) or (channels, height, width).
+
+    >>> stored_rows((16, 64)), stored_rows((3, 32, 32))
+    (16, 1)
+    """
     return prod(shape[:-1]) if len(shape) <= 2 else 1
 
 
 @dataclass
 class Scene:
-    """One file in the making.
+    """The model of an exported file, or one of its stages, while it is written.
 
     Attributes:
-        graph, cluster, workload, strategies: the plan's.
-        assessed: every layer's price.
-        built_in: the model; None where a user's function makes it.
-        names: of variables and attributes.
-        axes: the mesh axes that the file names so far.
-        is_stage: whether this is a stage of a pipeline, one of several scenes of a file: `num_ranks` are the stage's, and weights
-            collect gradients that are summed when the schedule says so.
-        copies: of parameters that are copies of another stage's, the name of that in the plain model.
+        graph: layers of the model or of the stage.
+        cluster: devices of the model or of the stage.
+        workload: batch, micro-batch, precision, optimizer and recomputation.
+        strategies: strategy of each layer by name.
+        assessed: price of each layer by name.
+        built_in: the built-in model; None if a user's function makes the plain model.
+        names: identifiers of the file for layers and variables.
+        axes: names of the mesh axes that the file has used so far; stages of a file share them.
+        is_stage: whether this is a stage of a pipeline. The weights of a stage collect gradients on each rank, and the instructions
+            of the schedule say when these are summed.
+        copies: for parameters that another stage holds too, the name under which the plain model stores the value.
     """
 
     graph: LayerGraph
@@ -63,13 +73,13 @@ class Scene:
 
     @property
     def num_ranks(self) -> int:
-        """All ranks."""
+        """Number of ranks of the model or of the stage."""
         return self.cluster.num_devices
 
     # ---- Axes and layouts --------------------------------------------------------------------------------------------
 
     def axis(self, axis: Axis) -> str:
-        """The name of a mesh axis."""
+        """Return the name of a mesh axis in the file; the axis is added to `axes`."""
         key = Axis(axis.size, axis.stride)
         if key not in self.axes:
             is_all = axis.size == self.num_ranks and not self.is_stage
@@ -78,18 +88,25 @@ class Scene:
 
     @cached_property
     def common_mesh(self) -> tuple[Axis, ...] | None:
-        """The mesh, outermost axis first, that all axes of all layers can be put together from; None where there is none."""
+        """A mesh, outermost axis first, such that each axis of each layer is a product of its axes; None if there is none."""
         return common_mesh(self.strategies.values(), self.num_ranks)
 
     def annotation(self, cuts: Sequence[Sequence[Sequence[Axis]]]) -> str:
-        """The arguments ``placement`` and ``sbp`` of parameters whose dimensions these axes cut."""
+        """Return the arguments ``placement`` and ``sbp`` of some parameters as text.
+
+        Args:
+            cuts: for each parameter and each of its dimensions, the mesh axes that split the dimension.
+
+        Raises:
+            UserError: no mesh contains all these axes.
+        """
         mesh, placement = self.common_mesh, "placement" if self.is_stage else "MESH"
         if mesh is None:
-            axes = [axis for cut in cuts for of_dim in cut for axis in of_dim]
+            axes = [axis for parameter in cuts for dim in parameter for axis in dim]
             mesh = coarsest_mesh(axes, self.num_ranks)
             if mesh is None:
                 raise UserError(
-                    "the strategies of this plan have no mesh in common for the parameters of a layer, which form='oneflow' "
+                    "the strategies of this plan need several meshes for the parameters of one layer, which form='oneflow' "
                     "cannot write"
                 )
             placement = _mesh_text(mesh)
@@ -98,36 +115,41 @@ class Scene:
 
     @property
     def mesh_text(self) -> str:
-        """The expression of the common mesh."""
+        """Expression of the common mesh in the file."""
         return _mesh_text(self.common_mesh or ())
 
     # ---- Prices --------------------------------------------------------------------------------------------------------
 
     def cost(self, steps: Sequence[Step]) -> str:
-        """Of some steps."""
+        """Return the price of some communication steps as text."""
         return cost_text(steps, self.cluster)
 
-    def seconds(self, value: float) -> str:
-        """A time."""
-        return format_seconds(value)
-
     def heading(self, layer: Layer, label: str) -> list[str]:
-        """What a layer is, how it lies, and what it is predicted to cost in a training step."""
-        found = self.assessed[layer.name]
-        layouts = found.strategy.sbp(layer)
+        """Return comments on a layer: its kind and sizes, its strategy and SBP signatures, its price per training step.
+
+        Args:
+            layer: a layer of the graph.
+            label: name of the layer in the file.
+        """
+        assessed = self.assessed[layer.name]
+        layouts = assessed.strategy.sbp(layer)
         sbp = ", ".join(
             f"{name} {layout.without_unit_axes()}" for name, layout in layouts.items() if layout is not None
         )
-        what = layer.describe()[len(layer.name) :].strip(" ()")
+        description = layer.describe()[len(layer.name) :].strip(" ()")
         return [
-            f"{label}: {what}; at {found.strategy}: {sbp}",
-            f"  a step: {format_seconds(found.compute_s)} compute, {format_seconds(found.communication_s)} communication, "
-            f"{format_bytes(found.sent_bytes)} sent",
+            f"{label}: {description}; strategy {assessed.strategy}: {sbp}",
+            f"  per step: {format_seconds(assessed.compute_s)} compute, {format_seconds(assessed.communication_s)} "
+            f"communication, {format_bytes(assessed.sent_bytes)} sent",
         ]
 
 
 def layout_text(layout: Layout) -> str:
-    """The expression of a layout."""
+    """Return the expression of a layout.
+
+    >>> layout_text(Layout((2, 1, 1), (1, 4, 2), summa=True))
+    'Layout((2, 1, 1), (1, 4, 2), summa=True)'
+    """
     options = [name for name in ("embedding", "summa") if getattr(layout, name)]
     return f"Layout({', '.join([*map(value_text, layout.splits), *(f'{name}=True' for name in options)])})"
 

@@ -1,9 +1,9 @@
-"""The schedule of a pipeline as text of a file: its frame, what passes between stages, and what each worker does, in words.
+"""Writes the schedule of a pipeline: placement of the stages, tensors between stages, and the instructions of each worker.
 
-**Instructions** are those that the runtime lowers the schedule to (:mod:`autoddl.pipelines.runtime.pipeline.lowering`), of whole
-workers in place of ranks: a message between workers is one word, and each rank has its share of it
-(:mod:`autoddl.pipelines.runtime.pipeline.words`).  So they stand in the total order of all communication, and the dry run has been
-through them.
+**Instructions** are the actions that the runtime lowers the schedule to (:mod:`autoddl.pipelines.runtime.pipeline.lowering`), for
+whole workers instead of single ranks. A message between two workers is one instruction; the file derives the messages between their
+ranks from it (:mod:`autoddl.pipelines.runtime.pipeline.words`). The lowering puts all communication into one order that is the same
+for all workers, and checks in a dry run that no deadlock occurs.
 """
 
 from __future__ import annotations
@@ -28,34 +28,35 @@ from .source import comment, plain_text, value_text
 
 __all__ = ["boundaries_text", "frame_text", "instructions_text"]
 
-#: Of a line of instructions, and of a picture of the schedule.
-_WIDTH = 108
-#: Workers of a picture.
-_MAX_ROWS = 16
+#: Most characters of a line of instructions, and of a line of the timeline.
+_MAX_LINE_CHARACTERS = 108
+#: The timeline of more workers is left out.
+_MAX_TIMELINE_WORKERS = 16
+#: Explanations of instructions, by the letter that marks them.
 _LEGEND = {
-    "F": "2F5    forward of micro-batch 5 through stage 2 (1:2F5 in pipeline 1, 2F4+5 of two, 2F5a of a half)",
-    "B": "2B5    backward of it, gradients of input and weights",
-    "I": "2I5    the part of the backward that yields the gradient of the input",
-    "W": "2W5    the part that yields the gradients of the weights",
-    "R": "2R5    forward once more, from the input that was kept",
-    ">": "2F5>3  its output goes to worker 3; 2F5<1 on the other side: it comes from worker 1",
-    "A": "2A0    gradients of update 0 of stage 2 are summed; 0&3A0 those of weights that stages 0 and 3 share",
+    "F": "2F5    forward pass of micro-batch 5 in stage 2 (1:2F5: in pipeline 1; 2F4+5: of two micro-batches; 2F5a: of a half)",
+    "B": "2B5    its backward pass: gradients of the input and of the weights",
+    "I": "2I5    the part of its backward pass that computes the gradient of the input",
+    "W": "2W5    the part of its backward pass that computes the gradients of the weights",
+    "R": "2R5    recomputation: its forward pass again, from the kept input",
+    ">": "2F5>3  send the result of 2F5 to worker 3; 2F5<1: receive it from worker 1",
+    "A": "2A0    sum the gradients of stage 2 for update 0 over ranks; 0&3A0: of the weights that stages 0 and 3 share",
     "U": "2U0    update 0 of stage 2: version 0 of its weights becomes version 1",
-    "K": "2K0    the same, but version 0 is still needed",
-    "D": "2D0    version 0 of stage 2's weights is needed no more",
+    "K": "2K0    the same update, but version 0 is kept for later tasks",
+    "D": "2D0    free version 0 of the weights of stage 2",
 }
 
 
 def frame_text(schedule: Schedule) -> str:
-    """A function that gives all of a schedule but its tasks."""
+    """Return the function ``schedule`` of the file: the properties of a schedule except its tasks."""
     remarks = {
-        "placement": "of each pipeline that micro-batches go through the worker of every stage",
-        "update_period": "micro-batches",
-        "delays": "updates that the weights of each stage lag behind",
+        "placement": "per pipeline, the worker of each stage",
+        "update_period": "micro-batches per update",
+        "delays": "per stage, the number of updates by which its weights are delayed",
     }
     lines = [
         "def schedule() -> ScheduleFrame:",
-        '    """Where the stages are, and which weights micro-batches use."""',
+        '    """Return the placement of the stages and the timing of updates; the tasks are in INSTRUCTIONS."""',
         "    return ScheduleFrame(",
     ]
     for name in ("num_stages", "num_micro_batches", "placement", "update_period", "delays"):
@@ -65,56 +66,71 @@ def frame_text(schedule: Schedule) -> str:
 
 
 def boundaries_text(graph: LayerGraph, stages: Sequence[StagePlan], columns: Sequence[int], priced: Evaluation) -> str:
-    """A function that gives what passes between stages; ``columns`` are those of what leaves each of them."""
+    """Return the function ``boundaries`` of the file: the tensors between consecutive stages.
+
+    Args:
+        graph: layer graph of the whole model.
+        stages: the plan of each stage.
+        columns: for each stage, the number of features of its output.
+        priced: the evaluated plan.
+    """
     lines = [
         "def boundaries() -> list[StageBoundary]:",
-        '    """What passes from each stage to the next one, and how it lies on the ranks of both."""',
+        '    """Return the tensors between consecutive stages, with their layouts on the ranks of both."""',
         "    return [",
     ]
     for number, boundary in enumerate(priced.boundaries):
         layer = stages[number].layers(graph)[-1]
-        ends = stages[number].strategies[layer.name], entry_strategy(graph, stages, number + 1)
-        leaving, arriving = (layout_text(Layout(*strategy.splits)) for strategy in ends)
+        producer_strategy = stages[number].strategies[layer.name]
+        producer_layout = layout_text(Layout(*producer_strategy.splits))
+        consumer_layout = layout_text(Layout(*entry_strategy(graph, stages, number + 1).splits))
         remark = (
-            f"{plain_text(layer.name)}, a micro-batch: {format_bytes(boundary.nbytes)}, "
+            f"Output of {plain_text(layer.name)}; per micro-batch {format_bytes(boundary.nbytes)}, "
             f"forward {format_seconds(boundary.forward_s)}, backward {format_seconds(boundary.backward_s)}"
         )
         rows = layer.output_elements // columns[number]
-        text = f"StageBoundary({rows}, {columns[number]}, leaving={leaving}, arriving={arriving}),"
-        lines += [f"        {comment(remark)}", f"        {text}"]
+        layouts = f"producer_layout={producer_layout}, consumer_layout={consumer_layout}"
+        lines += [f"        {comment(remark)}", f"        StageBoundary({rows}, {columns[number]}, {layouts}),"]
     return "\n".join([*lines, "    ]"])
 
 
-def instructions_text(priced: Evaluation, joint: Sequence[bool], tied: Collection[tuple[int, ...]]) -> str:
-    """The words of all workers.
+def instructions_text(priced: Evaluation, is_joint: Sequence[bool], sharing_stages: Collection[tuple[int, ...]]) -> str:
+    """Return the list ``INSTRUCTIONS`` of the file, with a legend and the predicted timeline.
 
     Args:
-        joint: of each stage whether its ranks communicate with each other while they compute.
-        tied: the stages that share weights, group by group.
+        priced: the evaluated plan.
+        is_joint: for each stage, whether its ranks communicate with each other while they compute.
+        sharing_stages: groups of stages that share a weight.
     """
-    programs = _programs(priced, joint, tied)
-    letters = {letter for words in programs for word in words for letter in word if letter in _LEGEND}
-    lines = ["What each worker does, in this order; what they send and receive has one order on all of them:"]
+    programs = _programs(priced, is_joint, sharing_stages)
+    letters = {letter for program in programs for word in program for letter in word if letter in _LEGEND}
+    lines = [
+        "The instructions of each worker, in order. Messages have the same order on all workers, so no deadlock occurs."
+    ]
     lines += [f"    {text}" for letter, text in _LEGEND.items() if letter in letters]
-    texts = ["\n".join(map(comment, [*lines, *_picture(priced)])), "INSTRUCTIONS = ["]
-    for worker, words in enumerate(programs):
-        body = textwrap.wrap(" ".join(words), _WIDTH, break_long_words=False, break_on_hyphens=False)
+    texts = ["\n".join(map(comment, [*lines, *_timeline(priced)])), "INSTRUCTIONS = ["]
+    for worker, program in enumerate(programs):
+        body = textwrap.wrap(" ".join(program), _MAX_LINE_CHARACTERS, break_long_words=False, break_on_hyphens=False)
         texts += [f"    {comment(f'worker {worker}')}", '    """', *(f"    {line}" for line in body), '    """,']
     return "\n".join([*texts, "]"])
 
 
-def _picture(priced: Evaluation) -> list[str]:
-    """The predicted timeline, where it is small enough to be seen."""
-    if priced.schedule.num_workers > _MAX_ROWS:
+def _timeline(priced: Evaluation) -> list[str]:
+    """Return the predicted timeline as text; nothing if it has too many workers or too long lines."""
+    if priced.schedule.num_workers > _MAX_TIMELINE_WORKERS:
         return []
-    rows = to_text(priced.timeline, max_columns=_WIDTH // 2).splitlines()
-    return ["The predicted timeline:", *(f"    {row}" for row in rows)] if max(map(len, rows)) <= _WIDTH else []
+    rows = to_text(priced.timeline, max_columns=_MAX_LINE_CHARACTERS // 2).splitlines()
+    if max(map(len, rows)) > _MAX_LINE_CHARACTERS:
+        return []
+    return ["The predicted timeline:", *(f"    {row}" for row in rows)]
 
 
-def _programs(priced: Evaluation, joint: Sequence[bool], tied: Collection[tuple[int, ...]]) -> list[list[str]]:
-    """Of each worker its words, as if it were one rank."""
-    alone = rows_over(1)
+def _programs(
+    priced: Evaluation, is_joint: Sequence[bool], sharing_stages: Collection[tuple[int, ...]]
+) -> list[list[str]]:
+    """Return the instructions of each worker: the actions of the same schedule on workers of one rank each."""
+    one_rank = rows_over(1)
     schedule = replace(priced.schedule, widths=(1,) * priced.schedule.num_workers)
-    holding = Holding(schedule, 1, tuple(StageLayout(alone, alone, 1, 1, is_joint) for is_joint in joint))
-    lowered = lower_along(holding, priced.timeline, tied=tied)
+    layouts = tuple(StageLayout(one_rank, one_rank, 1, 1, joint) for joint in is_joint)
+    lowered = lower_along(Holding(schedule, 1, layouts), priced.timeline, tied=sharing_stages)
     return [[word_of(action) for action in program] for program in lowered.programs]

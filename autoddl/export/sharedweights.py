@@ -1,4 +1,4 @@
-"""Weights that several stages of a pipeline have, as text of a file."""
+"""Writes the weights that several stages of a pipeline share."""
 
 from __future__ import annotations
 
@@ -17,62 +17,67 @@ __all__ = ["SharedWeights"]
 
 
 class SharedWeights:
-    """The weights that several of a model's stages have.
+    """The weights that several stages of a pipeline hold.
+
+    Args:
+        graph: layer graph of the whole model.
+        stages: the plan of each stage.
 
     Attributes:
-        groups: of each weight its name in the plain model, and then the names that other stages' layers have for it.
+        groups: for each shared weight, the name under which the plain model stores it, followed by the names that layers of other
+            stages have for it.
     """
 
     def __init__(self, graph: LayerGraph, stages: Sequence[StagePlan]):
         self._graph, self._stages = graph, stages
         stage_of = {name: number for number, stage in enumerate(stages) for name in stage.strategies}
-        found: dict[str, list[str]] = {}
+        other_names: dict[str, list[str]] = {}
         for layer in graph.layers:
             for parameter in layer.parameters:
                 if parameter.tied_to is not None and stage_of[layer.name] != stage_of[parameter.tied_to]:
                     (owner,) = (p for p in graph[parameter.tied_to].parameters if p.shape == parameter.shape)
-                    found.setdefault(owner.name, []).append(parameter.name)
-        self.groups = [(owner, *others) for owner, others in found.items()]
+                    other_names.setdefault(owner.name, []).append(parameter.name)
+        self.groups = [(owner, *others) for owner, others in other_names.items()]
 
     @property
-    def owners(self) -> dict[str, str]:
-        """For every name of such a weight the one in the plain model."""
+    def stored_names(self) -> dict[str, str]:
+        """For every name of a shared weight, the name under which the plain model stores it."""
         return {name: owner for owner, *others in self.groups for name in (owner, *others)}
 
     @property
-    def tied(self) -> set[tuple[int, ...]]:
-        """The stages that share weights, group by group."""
-        return {
-            tuple(number for number in range(len(self._stages)) if self._having(number, names)) for names in self.groups
-        }
+    def sharing_stages(self) -> set[tuple[int, ...]]:
+        """The groups of stages that share a weight, as ascending numbers."""
+        stages = range(len(self._stages))
+        return {tuple(number for number in stages if self._layers_with(number, names)) for names in self.groups}
 
     def text(self) -> str:
-        """A function that says how stages hold them; empty where there are none.
+        """Return the function ``shared_weights`` of the file; empty if stages share no weights.
 
         Raises:
-            UserError: they are shared in a way that cannot be written.
+            UserError: weights are shared in a way that cannot be written.
         """
         lines = []
         for owner, *others in self.groups:
             lines.append(f"        SharedWeight({literal(owner)}, {{")
             for number, stage in enumerate(self._stages):
-                layers = self._having(number, (owner, *others))
+                layers = self._layers_with(number, (owner, *others))
                 if len(layers) > 1:
                     raise UserError(
                         f"{layers[1].describe()}: it shares {owner} with {layers[0].name!r} of its stage and with other "
                         "stages, which form='oneflow' cannot write"
                     )
-                lines += [
-                    f"            {number}: {self._held(owner, one, stage.strategies[one.name])}," for one in layers
-                ]
+                for layer in layers:
+                    layout = self._layout_text(owner, layer, stage.strategies[layer.name])
+                    lines.append(f"            {number}: {layout},")
             lines.append("        }),")
         if not lines:
             return ""
-        what = "Weights that several stages have, each in its own layout; their gradients are summed over all of these."
-        head = ["def shared_weights() -> list[SharedWeight]:", f'    """{what}"""', "    return ["]
+        docstring = "Return the weights that several stages hold, with their layouts. Their gradients are summed over these stages."
+        head = ["def shared_weights() -> list[SharedWeight]:", f'    """{docstring}"""', "    return ["]
         return "\n".join([*head, *lines, "    ]"])
 
-    def _held(self, name: str, layer: Layer, strategy: Strategy) -> str:
+    def _layout_text(self, name: str, layer: Layer, strategy: Strategy) -> str:
+        """Return the expression of the layout of a weight in one of the layers that use it."""
         attributes, layout = layer.attributes, layout_text(layout_of(layer, strategy))
         if layer.kind == "embedding":
             return f"table_layouts({literal(name)}, {attributes['vocabulary']}, {attributes['features']}, {layout})[0]"
@@ -83,7 +88,7 @@ class SharedWeights:
         weights = f"{{{literal(name)}: {attributes['out_features']}}}"
         return f"linear_layouts({weights}, {{}}, {attributes['in_features']}, {layout})[0]"
 
-    def _having(self, number: int, names: Sequence[str]) -> list[Layer]:
-        """The layers of a stage that have one of these weights."""
+    def _layers_with(self, number: int, names: Sequence[str]) -> list[Layer]:
+        """Return the layers of a stage that have a weight of one of these names."""
         layers = self._stages[number].layers(self._graph)
         return [layer for layer in layers if any(p.name in names for p in layer.parameters)]

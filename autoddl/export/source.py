@@ -1,7 +1,7 @@
-"""Writing Python source that is harmless whatever a document says.
+"""Turns texts of a plan into Python source, so that no text of a plan is ever executed.
 
-Text of a document gets into a file in three ways only: as a comment of one line (`comment`), as a string literal in ASCII
-(`literal`), or turned into an identifier (`Names`).
+A text of a plan (the name of a model or layer, a note) is written into a file in three ways only: as a one-line comment (`comment`,
+`plain_text`), as an ASCII string literal (`literal`), or as an identifier made from it (`Names`).
 """
 
 from __future__ import annotations
@@ -15,31 +15,45 @@ from .library import known_names
 
 __all__ = ["Names", "comment", "literal", "plain_text", "value_text"]
 
-#: Variables that layers' statements number: parameters and inputs.
+#: Numbered variables of the statements of layers. Identifiers made from layer names must differ from them.
 _NUMBERED = re.compile(r"(weight|bias|input)_\d+")
-#: Longer texts of a document are cut in comments.
-_LONGEST = 300
+#: Longer texts are cut in comments.
+_MAX_COMMENT_CHARACTERS = 300
 
 
 def comment(text: str) -> str:
-    """A comment of one line: what is not printable (line ends, directions of writing) is shown by its number."""
+    """Return a one-line comment. Characters that cannot be printed, such as line ends, are escaped.
+
+    >>> comment("two\\nlines")
+    '# two\\\\nlines'
+    """
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape", "backslashreplace").decode() for c in text)
-    return f"# {shown if len(shown) <= _LONGEST else shown[:_LONGEST] + '...'}".rstrip()
+    if len(shown) > _MAX_COMMENT_CHARACTERS:
+        shown = f"{shown[:_MAX_COMMENT_CHARACTERS]}..."
+    return f"# {shown}".rstrip()
 
 
 def plain_text(text: str) -> str:
-    """A document's text for a docstring or a comment."""
+    """Return a text for use inside of a docstring or a comment: without line ends, backslashes and double quotes."""
     return comment(text)[2:].replace("\\", "/").replace('"', "'")
 
 
 def literal(text: str) -> str:
-    """A string literal, in ASCII."""
+    """Return a string literal in ASCII.
+
+    >>> print(literal("h.0"))
+    "h.0"
+    """
     shown = ascii(text)
     return f'"{shown[1:-1]}"' if shown[0] == "'" and '"' not in shown and "\\'" not in shown else shown
 
 
 def value_text(value: object) -> str:
-    """A literal of numbers, booleans, strings, None, and tuples, lists and mappings of them."""
+    """Return a literal for a number, a boolean, a string, None, or a tuple, list or mapping of these.
+
+    >>> value_text({"shape": (2,), "bias": None})
+    '{"shape": (2,), "bias": None}'
+    """
     if isinstance(value, str):
         return literal(value)
     if value is None or isinstance(value, (bool, int, float)):
@@ -54,15 +68,25 @@ def value_text(value: object) -> str:
 
 
 class Names:
-    """Identifiers for texts, each its own, none of them a keyword or anything that the library or Python name so."""
+    """Makes an identifier for each text; different texts get different identifiers.
+
+    Identifiers differ from keywords, builtins and names of the library.
+
+    Args:
+        reserved: further names that identifiers must differ from.
+
+    >>> names = Names()
+    >>> names.of("mlp.c_fc"), names.of("mlp/c_fc"), names.of("mlp.c_fc")
+    ('mlp_c_fc', 'mlp_c_fc_2', 'mlp_c_fc')
+    """
 
     def __init__(self, reserved: Iterable[str] = ()):
         self._taken = {*keyword.kwlist, *keyword.softkwlist, *dir(builtins), *known_names(), *reserved}
-        self._found: dict[str, str] = {}
+        self._identifiers: dict[str, str] = {}
 
     def of(self, text: str) -> str:
-        """The identifier for a text, always the same."""
-        if text not in self._found:
+        """Return the identifier for a text; the same at every call."""
+        if text not in self._identifiers:
             stem = re.sub(r"[^A-Za-z0-9]+", "_", text).strip("_")[:60] or "layer"
             stem = f"_{stem}" if stem[0].isdigit() else stem
             name, count = stem, 1
@@ -70,5 +94,5 @@ class Names:
                 count += 1
                 name = f"{stem}_{count}"
             self._taken.add(name)
-            self._found[text] = name
-        return self._found[text]
+            self._identifiers[text] = name
+        return self._identifiers[text]

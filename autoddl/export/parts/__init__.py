@@ -1,5 +1,5 @@
-"""The text of exported files that the runtime does not have: modules for parameters and stages, plain values, and training.
+"""Definitions of exported files that AutoDDL's runtime does not have: parameters, pipeline stages, plain models, training.
 
-These modules are read, not imported: :mod:`autoddl.export.library` takes from them and from the runtime the definitions that a file
-needs.  They import nothing but OneFlow, numpy, the standard library, and what is of the same library.
+These modules are not imported. :mod:`autoddl.export.library` reads them as text and copies the definitions that a file needs. They
+import only OneFlow, numpy, the standard library and modules that :data:`autoddl.export.library.LIBRARY` lists.
 """

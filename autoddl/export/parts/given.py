@@ -1,4 +1,4 @@
-"""What every file defines itself, in the place of what stands here: for linters and type checkers."""
+"""Placeholders for the constants that every exported file defines itself; linters and type checkers need them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import oneflow as flow
 
 from autoddl.pipelines.runtime.stepping import Ranks
 
-#: The ranks of the model or, in a pipeline, of this rank's worker.
+#: The ranks of the model; in a pipeline, the ranks of this rank's worker.
 RANKS = Ranks(flow.env.get_world_size())
-#: The ranks of each worker, this rank's worker, and its number in the job.
+#: The ranks of each worker of a pipeline.
 WORKERS: list[range] = [range(1)]
+#: The number of this rank's worker.
 WORKER = 0
+#: The number of this rank among all ranks of the job.
 JOB_RANK = flow.env.get_rank()

@@ -1,4 +1,4 @@
-"""The parameters of a layer in an exported model."""
+"""Modules that hold the parameters of a layer in an exported model."""
 
 from __future__ import annotations
 
@@ -15,45 +15,51 @@ Tensor = Any
 
 
 class StageParameters(nn.Module):
-    """The parameters of a layer, as global tensors.
+    """The parameters of a layer of a pipeline stage, as global tensors.
 
     Args:
-        layouts: how each of them lies.
-        placement: all ranks on a mesh.
-        sbp: of each parameter what every axis of the mesh does to it.
+        layouts: the layout of each parameter.
+        ranks: the ranks that hold the parameters.
+        placement: these ranks, arranged as a mesh.
+        sbp: the SBP signature of each parameter, one state per axis of the mesh.
     """
 
     def __init__(self, layouts: Sequence[ParameterLayout], ranks: Ranks, placement: Any, sbp: Sequence[Sequence[Any]]):
         super().__init__()
-        self.stored = [StoredParameter(layout, ranks, placement, one) for layout, one in zip(layouts, sbp)]
+        self.stored = [StoredParameter(layout, ranks, placement, states) for layout, states in zip(layouts, sbp)]
         for stored in self.stored:
             self.register_parameter(stored.layout.name.replace(".", "_"), stored.tensor)
 
     def leaves(self) -> tuple[Tensor, ...]:
-        """This rank's blocks, of the version that is in use; gradients are summed when a schedule says so."""
+        """Return this rank's blocks of the parameters, in the weight version of the current task.
+
+        The blocks collect gradients on this rank. The instructions of the schedule say when these are summed over the ranks.
+        """
         return tuple(stored.leaf for stored in self.stored)
 
 
 class LayerParameters(StageParameters):
-    """The parameters of a layer, whose gradients are summed when they have come back; arguments as of `StageParameters`."""
+    """The parameters of a layer of a model without a pipeline. The arguments are those of `StageParameters`."""
 
     def __init__(self, layouts: Sequence[ParameterLayout], ranks: Ranks, placement: Any, sbp: Sequence[Sequence[Any]]):
         super().__init__(layouts, ranks, placement, sbp)
         self.groups = parameter_groups(self.stored, ranks)
 
     def local(self, sync: bool = True) -> tuple[Tensor, ...]:
-        """This rank's blocks, to compute with.
+        """Return this rank's blocks of the parameters, as local tensors to compute with.
 
-        When their gradients have come back they are summed over the ranks, as one vector for each group. Without ``sync`` they
-        only collect on this rank, until a pass with it.
+        Args:
+            sync: whether the backward pass sums the gradients over the ranks; parameters whose gradients are summed over the same
+                axes share one sum. If False, gradients collect on this rank until a backward pass with ``sync=True``.
         """
-        found: dict[int, Tensor] = {}
+        blocks: dict[int, Tensor] = {}
         for group in self.groups:
             tensors = group.summed() if sync else group.unsummed()
-            found.update(zip(map(id, group.parameters), tensors))
-        return tuple(found[id(stored)] for stored in self.stored)
+            blocks.update(zip(map(id, group.parameters), tensors))
+        return tuple(blocks[id(stored)] for stored in self.stored)
 
 
 def all_parameters(model: Any) -> list[StoredParameter]:
-    """Of a model and its parts, each once."""
-    return [stored for part in model.modules() if isinstance(part, StageParameters) for stored in part.stored]
+    """Return the parameters of all layers of a model, each once."""
+    layers = [module for module in model.modules() if isinstance(module, StageParameters)]
+    return [stored for layer in layers for stored in layer.stored]

@@ -1,4 +1,4 @@
-"""The stages of this rank's worker as modules, for the runtime's engine to run."""
+"""A pipeline in an exported file: the stages of this rank's worker, and the schedule that they are run by."""
 
 from __future__ import annotations
 
@@ -31,23 +31,41 @@ Tensor = Any
 
 
 class StageBoundary(NamedTuple):
-    """What passes from a stage to the next one: (rows, features) of each sample, as they leave and as they arrive."""
+    """The tensor that a stage sends to the next stage; its gradient goes the other way.
+
+    Attributes:
+        rows: rows of a sample.
+        features: features of a row.
+        producer_layout: layout on the ranks of the stage that computes the tensor.
+        consumer_layout: layout on the ranks of the next stage.
+    """
 
     rows: int
     features: int
-    leaving: Layout
-    arriving: Layout
+    producer_layout: Layout
+    consumer_layout: Layout
 
 
 class SharedWeight(NamedTuple):
-    """A weight that several stages hold: for each of them how it lies on its ranks."""
+    """A weight that several stages hold. Each of them has all of it, in its own layout.
+
+    Attributes:
+        name: name of the weight in the plain model.
+        layouts: layout of the weight by number of the stage.
+    """
 
     name: str
-    held: Mapping[int, ParameterLayout]
+    layouts: Mapping[int, ParameterLayout]
 
 
 class StageReplica(NamedTuple):
-    """A stage on this worker: its module, the parameters of that, and their versions and gradients."""
+    """A stage on this rank's worker.
+
+    Attributes:
+        module: the stage.
+        stored: the parameters of the module.
+        weights: versions and gradients of the parameters.
+    """
 
     module: Any
     stored: list[StoredParameter]
@@ -55,7 +73,14 @@ class StageReplica(NamedTuple):
 
 
 class ModuleStages:
-    """The stages here: see `RunnableStages`."""
+    """Runs the stages of this rank's worker, which are modules; implements the interface `RunnableStages`.
+
+    Args:
+        replicas: the stages by (pipeline, stage).
+        boundaries: the tensors between consecutive stages.
+        data: inputs and targets of the micro-batches.
+        sums: sums of gradients over ranks.
+    """
 
     def __init__(
         self,
@@ -73,6 +98,12 @@ class ModuleStages:
     def run(
         self, run: Run, x: Tensor | None, weights: Sequence[Tensor], first_slot: int, num_slots: int
     ) -> tuple[Tensor, list[LossPart]]:
+        """Run the forward pass of a task for some slots with the given weights.
+
+        Returns:
+            The output of the stage and, in the last stage, this rank's parts of the micro-batches' losses. The output of the last
+            stage is the loss, times the share of the slots in their update.
+        """
         replica = self._replicas[run.task.pipeline, run.task.stage]
         for stored, leaf in zip(replica.stored, weights):
             stored.leaf = leaf
@@ -80,38 +111,44 @@ class ModuleStages:
         def evaluate(x: Tensor | None, slot: int) -> Tensor:
             return replica.module(x, self.data.rows(slot, 0), self.data.rows(slot, 1))
 
-        slots, is_last = range(first_slot, first_slot + num_slots), run.task.stage == len(self.boundaries)
+        slots = range(first_slot, first_slot + num_slots)
+        is_last = run.task.stage == len(self.boundaries)
         return evaluate_slots(evaluate, x, slots, run.update, self.data, is_last, reports=RANKS.rank == 0)
 
     def total(self, action: Reduce, replicas: Mapping[int, WeightVersions], transport: Transport) -> Tensor | None:
+        """Begin the sum of the gradients that an action names; return None if this rank has no such weights."""
         return self._sums.total(action, replicas, transport)
 
     def set_gradient(self, stage: int, action: Reduce, replica: WeightVersions, total: Tensor) -> None:
+        """Give the weights of a stage their part of the summed gradients ``total``."""
         self._sums.set_gradient(stage, action, replica, total)
 
 
 class Pipeline:
-    """This worker's stages, and what this rank does.
+    """The stages of this rank's worker, and the actions of this rank.
 
     Args:
-        stages: the modules of all stages; those that are here are made.
-        words: what each worker does.
-        schedule: all but that.
-        micro_batch: its samples.
-        slots_per_micro_batch: what it is cut in.
-        boundaries: between the stages.
-        joint_stages: those whose ranks communicate with each other while they compute.
-        shared: weights that several stages have.
-        optimizer, learning_rate: of each stage's weights.
+        stages: functions that make the modules of all stages; only those of this worker are called.
+        instructions: the instructions of each worker, separated by spaces.
+        schedule: the rest of the schedule: placement of the stages, and updates of the weights.
+        micro_batch: number of samples of a micro-batch.
+        slots_per_micro_batch: number of equal slots that a micro-batch is divided into.
+        boundaries: the tensors between consecutive stages.
+        joint_stages: numbers of the stages whose ranks communicate with each other while they compute.
+        shared: weights that several stages hold.
+        optimizer: name of the optimizer, see `optimizer_over`.
+        learning_rate: learning rate of all stages.
 
     Attributes:
-        report: of the last run: when each task began and ended, and the bytes that this rank sent.
+        replicas: the stages of this worker by (pipeline, stage).
+        report: measurements of the last run: start and end of each task, and the bytes that this rank sent. None before the
+            first run.
     """
 
     def __init__(
         self,
         stages: Sequence[Callable[[], Any]],
-        words: Sequence[str],
+        instructions: Sequence[str],
         schedule: ScheduleFrame,
         micro_batch: int,
         slots_per_micro_batch: int,
@@ -122,29 +159,35 @@ class Pipeline:
         learning_rate: float,
     ):
         slot_rows = micro_batch // slots_per_micro_batch
-        crossings = [Crossing((slot_rows, one.features), one.leaving.cuts, one.arriving.cuts) for one in boundaries]
+        crossings = [
+            Crossing((slot_rows, boundary.features), boundary.producer_layout.cuts, boundary.consumer_layout.cuts)
+            for boundary in boundaries
+        ]
         reader = WorkerWords(schedule, slots_per_micro_batch, WORKERS, crossings, joint_stages)
         self.schedule = schedule
-        self.program = reader.program(words[WORKER], WORKER, JOB_RANK)
+        self.program = reader.program(instructions[WORKER], WORKER, JOB_RANK)
         self.replicas = {
-            (pipeline, stage): replica_of(stages[stage](), optimizer, learning_rate)
+            (pipeline, stage): make_replica(stages[stage](), optimizer, learning_rate)
             for pipeline, stage in schedule.stages_on(WORKER)
         }
         self.stages = ModuleStages(
             self.replicas,
-            [BoundaryTensor((one.rows, one.features), flow.float32) for one in boundaries],
+            [BoundaryTensor((boundary.rows, boundary.features), flow.float32) for boundary in boundaries],
             SlotData(schedule, slots_per_micro_batch, slot_rows, lambda number: (np.empty(0), np.empty(0))),
-            sums_of(schedule, self.replicas, shared),
+            make_gradient_sums(schedule, self.replicas, shared),
         )
         weights = {key: replica.weights for key, replica in self.replicas.items()}
         self.work = ModelWork(self.program, self.stages, weights)
         self.report: RankReport | None = None
 
     def run(self, batches: BatchSource) -> np.ndarray:
-        """Carry out the schedule, once; the mean loss of each of its updates, on every rank. All ranks call.
+        """Run the schedule once. All ranks must call this.
 
         Args:
-            batches: by the number of a micro-batch in this run.
+            batches: a function that returns inputs and targets of a micro-batch, given its number in this run.
+
+        Returns:
+            The mean loss of each update of the schedule, the same on every rank.
         """
         self.stages.data.batch = batches
         self.report = execute(self.program, self.work, Transport())
@@ -157,46 +200,51 @@ class Pipeline:
         return total.numpy()
 
 
-def replica_of(module: Any, optimizer: str, learning_rate: float) -> StageReplica:
-    """A stage with an optimizer."""
+def make_replica(module: Any, optimizer: str, learning_rate: float) -> StageReplica:
+    """Return a stage with an optimizer of its weights."""
     stored = all_parameters(module)
-    names = [one.layout.name for one in stored]
-    return StageReplica(
-        module, stored, WeightVersions(names, stored, lambda own: optimizer_over(own, optimizer, learning_rate))
-    )
+    names = [parameter.layout.name for parameter in stored]
+    weights = WeightVersions(names, stored, lambda tensors: optimizer_over(tensors, optimizer, learning_rate))
+    return StageReplica(module, stored, weights)
 
 
-def sums_of(
+def make_gradient_sums(
     schedule: ScheduleFrame, replicas: Mapping[tuple[int, int], StageReplica], shared: Sequence[SharedWeight]
 ) -> GradientSums:
-    """What is summed with which ranks."""
-    stages_of = {one.name: tuple(one.held) for one in shared}
-    weights = {
-        stage: [
-            StageWeight(one.layout, one.layout.sources, stages_of.get(one.layout.sources[0][0], (stage,)))
-            for one in replica.stored
-        ]
-        for (_, stage), replica in replicas.items()
-    }
-    pipelines = [[WORKERS[worker] for worker in workers] for workers in schedule.placement]
+    """Return the sums of gradients that this rank takes part in."""
+    # The stages that hold a weight: several for a shared weight, otherwise one.
+    stages_of = {weight.name: tuple(weight.layouts) for weight in shared}
+    weights: dict[int, list[StageWeight]] = {}
+    for (_, stage), replica in replicas.items():
+        weights[stage] = []
+        for parameter in replica.stored:
+            first_name = parameter.layout.sources[0][0]
+            holders = stages_of.get(first_name, (stage,))
+            weights[stage].append(StageWeight(parameter.layout, parameter.layout.sources, holders))
+    # The layouts of shared weights, grouped by the stages that share them.
     layouts: dict[tuple[int, ...], SharedLayouts] = {}
     for stages in set(stages_of.values()):
-        together = [one.held for one in shared if tuple(one.held) == stages]
-        layouts[stages] = {stage: {one[stage].sources: one[stage] for one in together} for stage in stages}
+        group = [weight.layouts for weight in shared if tuple(weight.layouts) == stages]
+        layouts[stages] = {stage: {held[stage].sources: held[stage] for held in group} for stage in stages}
+    pipelines = [[WORKERS[worker] for worker in workers] for workers in schedule.placement]
     return GradientSums(RANKS, pipelines, weights, layouts)
 
 
 def load_values(pipeline: Pipeline, paths: Sequence[str]) -> None:
-    """Take the values of a plain model's ``state_dict``, saved as a file or several; each has some of them."""
+    """Set the parameters of this worker's stages from a ``state_dict`` of the plain model.
+
+    Args:
+        paths: ``.npz`` files, each with some of the parameters. Together they have all.
+    """
     state = ChainMap(*map(np.load, paths))
     for replica in pipeline.replicas.values():
         load_plain_state(replica.module, state)
 
 
 def save_values(pipeline: Pipeline, name: str) -> None:
-    """Write the values by the plain model's names, a file for each stage; all ranks call."""
-    for (number, stage), replica in pipeline.replicas.items():
-        if number == 0:
+    """Write the parameters of each stage to ``NAME.stageN.npz``, by their names in the plain model. All ranks must call this."""
+    for (pipeline_number, stage), replica in pipeline.replicas.items():
+        if pipeline_number == 0:  # all pipelines have the same values
             state = plain_state(replica.module, {})
             if RANKS.rank == 0:
                 np.savez(f"{name}.stage{stage}.npz", **state)

@@ -1,4 +1,4 @@
-"""A user's plain model: how it is made, its values, and whether the annotated one computes the same."""
+"""A user's plain model: make it, copy its values into the annotated model, and compare the losses of the two."""
 
 from __future__ import annotations
 
@@ -17,12 +17,24 @@ from .parameters import all_parameters
 
 
 def plain_model(file: str, function: str) -> tuple[Any, tuple[Any, ...]]:
-    """The module and the example inputs that the function of a file (found from here or from beside this one) returns, with the
-    first rank's values; all ranks call."""
+    """Make the plain model: call a function of a Python file. All ranks must call this.
+
+    The parameters take the values of the first rank, so that all ranks begin with the same values.
+
+    Args:
+        file: path of the Python file, relative to the working directory or to the folder of this file.
+        function: name of a function without arguments; it returns the module followed by its example inputs.
+
+    Returns:
+        The module, and the example inputs as arrays.
+
+    Raises:
+        SystemExit: there is no such Python file.
+    """
     path = Path(file) if Path(file).is_file() else Path(__file__).parent / file
     spec = importlib.util.spec_from_file_location(f"_plain_{path.stem}", path)
     if spec is None or spec.loader is None or not path.is_file():
-        raise SystemExit(f"{file}: there is no such Python file; it makes the plain model")
+        raise SystemExit(f"{file}: there is no such Python file; it should make the plain model")
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
     sys.path.insert(0, str(path.parent))
@@ -31,41 +43,49 @@ def plain_model(file: str, function: str) -> tuple[Any, tuple[Any, ...]]:
         model, *rest = getattr(module, function)()
     finally:
         sys.path.remove(str(path.parent))
-    take_first_ranks_values(model)
+    copy_values_of_first_rank(model)
     inputs = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
     return model, tuple(tensor.numpy() for tensor in inputs)
 
 
 def take_plain_values(model: Any, plain: Any, is_whole: bool = True) -> None:
-    """Begin with the plain model's values, and train what it trains.
+    """Set the parameters of the annotated model to the values of the plain model.
+
+    Parameters that the plain model freezes (``requires_grad=False``) are frozen in the annotated model too.
 
     Args:
-        is_whole: False of a stage of a pipeline, which has some of the parameters, and trains them all.
+        model: the annotated model, or one stage of it.
+        plain: the plain model.
+        is_whole: whether ``model`` has all parameters. A stage of a pipeline has some of them, and trains all of these.
+
+    Raises:
+        ValueError: the parameters of the two models differ in name or shape, or a stage would have to freeze a parameter.
     """
-    by_tensor = {}
+    unused_names = {}  # by the id of the tensor: a shared parameter has several names
     for name, tensor in plain.named_parameters():
-        by_tensor[id(tensor)] = name
+        unused_names[id(tensor)] = name
         if not (is_whole or tensor.requires_grad):
             raise ValueError(f"{name} is frozen (requires_grad is False), which pipelines cannot keep")
     for stored in all_parameters(model):
         parts = []
         for name, rows in stored.layout.sources:
-            owner, _, own = name.rpartition(".")
-            tensor = module_at(plain, owner)._parameters.get(own)
+            path, _, attribute = name.rpartition(".")
+            tensor = module_at(plain, path)._parameters.get(attribute)
             if tensor is None or tuple(tensor.shape) != (rows, *stored.layout.shape[1:]):
                 raise ValueError(
-                    f"the plain model's {name} is not {(rows, *stored.layout.shape[1:])}: this file was made for another"
+                    f"the plain model's {name} does not have the shape {(rows, *stored.layout.shape[1:])}: this file was made "
+                    "for another model"
                 )
-            by_tensor.pop(id(tensor), None)
+            unused_names.pop(id(tensor), None)
             parts.append(tensor.detach().numpy())
             stored.tensor.requires_grad_(stored.tensor.requires_grad and tensor.requires_grad)
         stored.assign(np.concatenate(parts))
-    for name in by_tensor.values() if is_whole else ():
-        raise ValueError(f"the plain model has {name}, which this file was not made for")
+    for name in unused_names.values() if is_whole else ():
+        raise ValueError(f"the plain model has the parameter {name}, which this file was not made for")
 
 
-def take_first_ranks_values(plain: Any) -> None:
-    """Let all ranks begin with the first one's values, where ranks differ; all ranks call."""
+def copy_values_of_first_rank(plain: Any) -> None:
+    """Set the parameters of a plain model to the first rank's values. All ranks must call this."""
     if flow.env.get_world_size() > 1:
         for tensor in plain.parameters():
             value = flow.tensor(np.ascontiguousarray(tensor.detach().numpy()))
@@ -74,28 +94,43 @@ def take_first_ranks_values(plain: Any) -> None:
 
 
 def check_against_plain(model: Any, plain: Any, samples: Sequence[np.ndarray], tolerance: float = 1e-4) -> None:
-    """Whether the annotated model computes what the plain one does: a layer graph does not say everything.
+    """Check that the annotated model computes the same loss as the plain model.
+
+    The layer graph, from which the annotated model was written, does not describe every detail of the plain model.
+
+    Args:
+        samples: the inputs and targets of a micro-batch.
+        tolerance: largest relative difference of the two losses.
 
     Raises:
         ValueError: the two losses differ.
     """
-    modes = plain.training
+    was_training = plain.training
     plain.eval()
     with flow.no_grad():
         expected = float(plain(*map(flow.tensor, samples)).numpy())
-        found = float(model(samples[0], samples[-1]).numpy())
-    plain.train(modes)
-    check_loss(found, expected, tolerance)
+        loss = float(model(samples[0], samples[-1]).numpy())
+    plain.train(was_training)
+    check_loss(loss, expected, tolerance)
 
 
 def plain_loss(plain: Any, batches: Sequence[Sequence[np.ndarray]]) -> float:
-    """The plain model's mean loss of some micro-batches."""
+    """Return the plain model's loss, averaged over some micro-batches."""
     with flow.no_grad():
         losses = [float(plain(*map(flow.tensor, samples)).numpy()) for samples in batches]
     return sum(losses) / len(losses)
 
 
-def check_loss(found: float, expected: float, tolerance: float = 1e-4) -> None:
-    """Raise ValueError where the annotated model's loss is not the plain one's."""
-    if not abs(found - expected) <= tolerance * max(abs(expected), 1e-30):
-        raise ValueError(f"the annotated model's loss is {found:.7g}, the plain one's {expected:.7g}: they differ")
+def check_loss(loss: float, expected: float, tolerance: float = 1e-4) -> None:
+    """Check the loss of the annotated model.
+
+    Args:
+        loss: the annotated model's loss.
+        expected: the plain model's loss.
+        tolerance: largest relative difference of the two.
+
+    Raises:
+        ValueError: the losses differ, or one of them is not a number.
+    """
+    if not abs(loss - expected) <= tolerance * max(abs(expected), 1e-30):
+        raise ValueError(f"the annotated model's loss is {loss:.7g}, the plain one's {expected:.7g}: they differ")
