@@ -26,7 +26,7 @@ __all__ = ["RESERVED", "SBP_NAMES", "FileDraft", "aliases_of", "assembled", "axi
 #: Names of variables of exported files. Identifiers made from layer names must differ from them.
 RESERVED = (
     *("inputs", "targets", "sync", "path", "plain", "x", "weight", "bias", "parts", "factor", "expected"),
-    *("entering", "placement", "RANKS", "WORKERS", "JOINT_STAGES", "SLOTS"),
+    *("block_input", "stage_input", "placement", "RANKS", "WORKERS", "JOINT_STAGES", "SLOTS"),
 )
 #: Definitions of short names for OneFlow's SBP states.
 SBP_NAMES = "S0, S1, S2, S3 = map(flow.sbp.split, range(4))\nB = flow.sbp.broadcast"

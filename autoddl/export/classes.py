@@ -196,7 +196,7 @@ def _block_template(scene: Scene, section: _Section) -> str:
     """Return the text of a repetition's class. It is the same for equal repetitions: numbers of repetitions do not occur in it."""
     graph, prefix = scene.graph, f"{section.block}.{section.index}."
     labels = {layer.name: layer.name[len(prefix) :] for layer in section.layers}
-    inputs = {_input_of(graph, section): "entering"}
+    inputs = {_input_of(graph, section): "block_input"}
     variables = _Variables(scene, [[layer.name] for layer in section.layers], inputs, labels)
     init: list[str] = []
     forward: list[str] = []
@@ -220,7 +220,7 @@ def _block_template(scene: Scene, section: _Section) -> str:
         "        super().__init__()",
         *indented(init),
         "",
-        f"    def forward(self, entering: Tensor{'' if scene.is_stage else ', sync: bool = True'}) -> Tensor:",
+        f"    def forward(self, block_input: Tensor{'' if scene.is_stage else ', sync: bool = True'}) -> Tensor:",
         *indented(_without_extra_blank_lines(forward)),
         f"        return {variables[section.layers[-1].name]}",
     ]
@@ -272,7 +272,7 @@ def _model_text(model: ClassOfLayers, sections: Sequence[_Section], class_of: Ma
         _append_layer(scene, layer, place, init, forward)
     if scene.is_stage and any("placement" in line for line in init):
         init.insert(0, f"placement = {scene.mesh_text}")
-    stage_input = "entering: Any, " if scene.is_stage else ""
+    stage_input = "stage_input: Any, " if scene.is_stage else ""
     lines = [
         f"class {model.name}(nn.Module):",
         f'    """{model.docstring}"""',

@@ -100,7 +100,7 @@ class _PipelineWriter:
         return FileDraft(
             heading=self._heading(),
             num_ranks=self.ranks.num_ranks,
-            plan=f"{self._workers()}\n\n\n{self._constants()}",
+            plan=f"{self._workers()}\n{self._constants()}",
             sections=(("The model", tuple(classes)), ("The schedule", tuple(schedule_texts))),
             main=templates.pipeline_main_text(self.scenes[0], class_names, num_updates, bool(shared), self.model),
         )
@@ -143,7 +143,7 @@ class _PipelineWriter:
             f"    Per micro-batch: forward {format_seconds(figures.forward_s)}, backward {format_seconds(figures.backward_s)}"
             f"{recomputation}. Per step: gradient sums {format_seconds(figures.all_reduce_s)}.\n    "
         )
-        return ClassOfLayers(scene, f"Stage{number}", docstring, {ENTRY: "entering"} if number else {})
+        return ClassOfLayers(scene, f"Stage{number}", docstring, {ENTRY: "stage_input"} if number else {})
 
     # ---- Ranks and figures -------------------------------------------------------------------------------------------
 

@@ -122,7 +122,10 @@ def _timeline(priced: Evaluation) -> list[str]:
     rows = to_text(priced.timeline, max_columns=_MAX_LINE_CHARACTERS // 2).splitlines()
     if max(map(len, rows)) > _MAX_LINE_CHARACTERS:
         return []
-    return ["The predicted timeline:", *(f"    {row}" for row in rows)]
+    title = (
+        "The predicted timeline, a row for each worker; dots are waiting, equals signs continue the task before them:"
+    )
+    return [title, *(f"    {row}" for row in rows)]
 
 
 def _programs(

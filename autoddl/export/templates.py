@@ -115,7 +115,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the annotated model on @what@.")
     parser.add_argument("--steps", type=int, default=10, help="number of training steps (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=@rate@, help="of the optimizer (%(default)s)")
@@ -184,7 +184,7 @@ def main(options: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the annotated model on @what@.")
     parser.add_argument("--steps", type=int, default=@steps@, help="number of training steps (%(default)s)")
     parser.add_argument("--learning-rate", type=float, default=@rate@, help="of the optimizer (%(default)s)")
