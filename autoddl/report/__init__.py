@@ -1,7 +1,20 @@
-"""A plan as one self-contained HTML page: no request, readable on a phone, in the dark, on paper and without JavaScript.
+"""Writes a plan as one self-contained HTML page. It makes no requests, and is readable on phones, on paper and without JavaScript.
 
-``report_page`` makes the page of an explanation (:mod:`autoddl.explain`).  Everything that stands in it comes from the plan's
-document and is escaped; the page's policy forbids requests, and all scripts but the one that sorts tables (``sort.js``).
+:func:`report_page` writes the page of an explanation (:mod:`autoddl.explain`).
+
+=======================================================  =========================================================================
+modules                                                  contents
+=======================================================  =========================================================================
+:mod:`.page`                                             the page: head, title, key figures, navigation, sections
+:mod:`.plansections`                                     sections on time, layers, memory and alternatives
+:mod:`.pipelinesection`                                  section on the stages and the timeline of a pipeline
+:mod:`.proofsections`                                    sections on baselines, certificate, trust and provenance
+:mod:`.sections`, :mod:`.charts`, :mod:`.markup`         tables, lists and figures; SVG pictures; HTML elements
+``style.css``, ``sort.js``                               style sheet; script that sorts tables
+=======================================================  =========================================================================
+
+Texts of the plan's document are escaped. The Content-Security-Policy of the page forbids all requests, and all scripts but
+``sort.js``.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""The pictures of the report, as inline SVG that takes its colours from the page's style sheet."""
+"""Draws the pictures of the report as inline SVG: stacked bars, edges of the layer graph, timelines.
+
+Colours are style classes of the page's style sheet.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +19,19 @@ from .markup import Markup, element, join
 
 __all__ = ["Segment", "bar", "graph_gutters", "gutter_width", "timeline_pictures"]
 
-#: Units of a picture's width; the page stretches it.
+#: Width of a picture, in the units of its coordinates; the page scales it.
 WIDTH = 1000.0
 
 
 @dataclass(frozen=True)
 class Segment:
-    """A part of a bar: its name, its size in any unit, and the style class of its colour."""
+    """A part of a bar.
+
+    Attributes:
+        name: its name.
+        value: its size, in any unit.
+        style: style class of its colour.
+    """
 
     name: str
     value: float
@@ -37,10 +46,15 @@ def bar(
     height: float = 24.0,
     marks: Sequence[tuple[str, float]] = (),
 ) -> Markup:
-    """A stacked bar whose full width is ``whole``, with named lines at ``marks``; stretched to its container's width.
+    """Return a stacked bar. When the pointer is over a segment, its name, value and share are shown.
 
     Args:
-        show: a value as text; a segment shows its name, value and share of all segments where it is pointed at.
+        segments: parts of the bar, from left to right.
+        whole: value that the full width of the bar stands for.
+        label: description of the bar.
+        show: function that turns a value into text.
+        height: height of the bar in pixels; its width is that of its container.
+        marks: names and values of vertical lines.
     """
     parts = [element("title", label), element("rect", class_="track", x=0, y=0, width=WIDTH, height=height)]
     total = sum(segment.value for segment in segments)
@@ -53,9 +67,9 @@ def bar(
             parts.append(element("rect", tip, class_=segment.style, x=x, y=0, width=width, height=height))
         x += width
     for name, mark in marks:
-        at = min(WIDTH - 1, WIDTH * mark / whole) if whole > 0 else 0.0
+        mark_x = min(WIDTH - 1, WIDTH * mark / whole) if whole > 0 else 0.0
         tip = element("title", f"{name}: {show(mark)}")
-        ends = {"x1": at, "x2": at, "y1": 0, "y2": height}
+        ends = {"x1": mark_x, "x2": mark_x, "y1": 0, "y2": height}
         parts.append(element("line", tip, class_="mark", vector_effect="non-scaling-stroke", **ends))
     return element(
         "svg",
@@ -71,35 +85,45 @@ def bar(
 
 # ------------------------------------------------------------------------------------------------------------ the layer graph
 
+#: Distance of the spine from the left, and of the lanes from each other, in pixels.
 _SPINE, _LANE = 9.0, 11.0
-#: More lines beside each other than this are drawn on the last one.
+#: Largest number of lanes. Further lines share the last lane.
 MAX_LANES = 5
 
 
 def gutter_width(num_lanes: int) -> float:
-    """Pixels for a spine and so many lines beside it."""
+    """Return the width in pixels of the spine and the lanes beside it."""
     return 2 * _SPINE + _LANE * num_lanes
 
 
 def graph_gutters(num_rows: int, edges: Sequence[tuple[int, int]]) -> tuple[list[Markup], int]:
-    """For each row of a layer graph the picture of the edges at it, and the number of lines beside the spine.
+    """Draw the edges of a layer graph whose rows are in topological order.
 
-    Rows are in topological order and lie on one spine: an edge to the next row is a piece of it.  What a row hands to later ones
-    runs on a line of its own beside it, as far as its last consumer; a line is free for the next after that.
+    All rows lie on one vertical line, the spine. An edge to the next row is a piece of the spine. If a row has edges to later rows,
+    one line leads from it to the last of them, in a lane beside the spine, and branches back to the spine at each of them. At the
+    last of them the lane is free for another line.
+
+    Args:
+        num_rows: number of rows.
+        edges: pairs of rows.
+
+    Returns:
+        A picture for each row, and the number of lanes.
     """
     targets: dict[int, list[int]] = {}
     for source, target in sorted(set(edges)):
         if source < target:
             targets.setdefault(source, []).append(target)
-    far = {source: [t for t in found if t > source + 1] for source, found in targets.items()}
+    far_targets = {source: [row for row in rows if row > source + 1] for source, rows in targets.items()}
+    # Give each source of far edges the first lane that is free.
     lane_of: dict[int, int] = {}
-    free_at = [0] * MAX_LANES
-    for source in sorted(source for source, found in far.items() if found):
-        lane = next((k for k, row in enumerate(free_at) if row <= source), MAX_LANES - 1)
+    lane_end = [0] * MAX_LANES
+    for source in sorted(source for source, rows in far_targets.items() if rows):
+        lane = next((lane for lane, end in enumerate(lane_end) if end <= source), MAX_LANES - 1)
         lane_of[source] = lane
-        free_at[lane] = max(free_at[lane], far[source][-1])
-    lanes = max(lane_of.values(), default=-1) + 1
-    width = gutter_width(lanes)
+        lane_end[lane] = max(lane_end[lane], far_targets[source][-1])
+    num_lanes = max(lane_of.values(), default=-1) + 1
+    width = gutter_width(num_lanes)
     pictures = []
     for row in range(num_rows):
         paths = []
@@ -108,11 +132,11 @@ def graph_gutters(num_rows: int, edges: Sequence[tuple[int, int]]) -> tuple[list
         if row in targets.get(row - 1, ()):
             paths.append(f"M{_SPINE:g} 0V50")
         for source, lane in lane_of.items():
-            x, last = _SPINE + _LANE * (lane + 1), far[source][-1]
+            x, last = _SPINE + _LANE * (lane + 1), far_targets[source][-1]
             if row == source:
                 paths.append(f"M{_SPINE:g} 50C{x:g} 50 {x:g} 70 {x:g} 100")
             elif source < row <= last:
-                if row in far[source]:
+                if row in far_targets[source]:
                     paths.append(f"M{x:g} 0C{x:g} 30 {x:g} 50 {_SPINE:g} 50")
                 if row < last:
                     paths.append(f"M{x:g} 0V100")
@@ -127,14 +151,16 @@ def graph_gutters(num_rows: int, edges: Sequence[tuple[int, int]]) -> tuple[list
                 aria_hidden="true",
             )
         )
-    return pictures, lanes
+    return pictures, num_lanes
 
 
 # ------------------------------------------------------------------------------------------------------------ the timeline
 
+#: Distance between rows, height of a bar, and margins on the left and at the top.
 ROW, BAR, LEFT, TOP = 26.0, 20.0, 70.0, 6.0
-#: Bars that one picture may hold; of longer schedules the beginning and the end are drawn.
+#: Largest number of tasks in one picture. Of schedules with more tasks, the beginning and the end are drawn.
 MAX_BARS = 640
+#: Style classes of tasks.
 _STYLES = {
     Kind.FORWARD: "forward",
     Kind.BACKWARD: "backward",
@@ -147,21 +173,22 @@ _STYLES = {
 
 
 def timeline_pictures(timeline: Timeline) -> list[tuple[str, Markup]]:
-    """The whole step, or its beginning and its end where it has very many tasks; each with a caption."""
+    """Draw a step, or its beginning and its end if it has more than `MAX_BARS` tasks; return captions and pictures."""
     makespan = timeline.makespan
     if timeline.schedule.num_tasks <= MAX_BARS:
         return [("", _window(timeline, 0.0, makespan))]
     starts, ends = np.concatenate(timeline.starts), np.concatenate(timeline.ends)
     half = MAX_BARS // 2
-    head = float(np.partition(starts, half)[half])
-    tail = float(np.partition(ends, len(ends) - half)[len(ends) - half])
+    head_end = float(np.partition(starts, half)[half])
+    tail_start = float(np.partition(ends, len(ends) - half)[len(ends) - half])
     return [
-        (f"the first {format_seconds(head)}", _window(timeline, 0.0, head)),
-        (f"the last {format_seconds(makespan - tail)}", _window(timeline, tail, makespan)),
+        (f"the first {format_seconds(head_end)}", _window(timeline, 0.0, head_end)),
+        (f"the last {format_seconds(makespan - tail_start)}", _window(timeline, tail_start, makespan)),
     ]
 
 
 def _window(timeline: Timeline, begin: float, end: float) -> Markup:
+    """Draw the part of a timeline between two times, in seconds."""
     schedule = timeline.schedule
     span = end - begin or 1.0
     scale = (WIDTH - LEFT - 10) / span
@@ -195,12 +222,13 @@ def _window(timeline: Timeline, begin: float, end: float) -> Markup:
 def _task(
     schedule: Schedule, task: Task, worker: int, x: float, y: float, width: float, start: float, stop: float
 ) -> Markup:
+    """Draw a task; all-reduces and updates are thin lines below the bars."""
     style = _STYLES[task.kind] + (" other" if task.pipeline % 2 else "")
     tip = element("title", f"{task} on worker {worker}: {format_seconds(start)} to {format_seconds(stop)}")
     if not task.kind.is_compute:
         return element("rect", tip, class_=style, x=x, y=y + BAR, width=max(width, 1.5), height=3)
-    several = len(schedule.stages_on(worker)) > 1
-    label = f"{task.stage}.{task.micro_batch}" if several else f"{task.micro_batch}"
+    has_several_stages = len(schedule.stages_on(worker)) > 1
+    label = f"{task.stage}.{task.micro_batch}" if has_several_stages else f"{task.micro_batch}"
     box = element("rect", tip, class_=style, x=x, y=y, width=width, height=BAR)
     if width < 6.5 * len(label) + 4:
         return box
@@ -209,7 +237,7 @@ def _task(
 
 
 def _ticks(begin: float, end: float, scale: float, y: float) -> list[Markup]:
-    """At round distances of at least 90 units."""
+    """Draw the times below a timeline, at round distances of at least 90 units."""
     step = 10 ** math.ceil(math.log10(90 / scale))
     step = next((step * finer for finer in (0.2, 0.5) if step * finer * scale >= 90), step)
     first = math.ceil(begin / step - 1e-9)

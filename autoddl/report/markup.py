@@ -1,4 +1,4 @@
-"""HTML as it should be written by programs: text is escaped unless it was made here."""
+"""Builds HTML elements. Text is escaped unless it is `Markup`, which only this module makes from text."""
 
 from __future__ import annotations
 
@@ -7,19 +7,29 @@ from typing import Union
 
 __all__ = ["Content", "Markup", "element", "join"]
 
+#: Elements that are written without an end tag if they have no children.
 _VOID = frozenset({"br", "col", "link", "meta", "path", "rect", "line", "circle"})
 
 
 class Markup(str):
-    """Text that is HTML already."""
+    """Text that is HTML already, and is not escaped."""
 
 
-#: What an element may hold: text (escaped), markup, or nothing.
+#: The content of an element: text, which is escaped, markup, or nothing.
 Content = Union[str, None]
 
 
 def element(tag: str, *children: Content, **attributes: str | float | None) -> Markup:
-    """``<tag ...>children</tag>``; ``class_`` stands for class, ``_`` in names for ``-``, and None leaves something out."""
+    """Return an element ``<tag ...>children</tag>``.
+
+    Args:
+        tag: name of the element.
+        children: content; None is left out.
+        attributes: attributes by name; ``_`` stands for ``-``, a trailing ``_`` is dropped (``class_``), and None is left out.
+
+    >>> element("p", "a < b", class_="lead", aria_label=None)
+    '<p class="lead">a &lt; b</p>'
+    """
     shown = "".join(
         f' {name.rstrip("_").replace("_", "-")}="{html.escape(_text(value))}"'
         for name, value in attributes.items()
@@ -31,7 +41,7 @@ def element(tag: str, *children: Content, **attributes: str | float | None) -> M
 
 
 def join(*parts: Content) -> Markup:
-    """One after the other, text escaped."""
+    """Concatenate contents; text is escaped, None is left out."""
     return Markup(
         "".join(part if isinstance(part, Markup) else html.escape(part) for part in parts if part is not None)
     )

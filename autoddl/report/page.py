@@ -1,4 +1,4 @@
-"""The page: head, title, navigation and the sections in the order in which a reader asks."""
+"""Writes the page: head, title, key figures, navigation and sections."""
 
 from __future__ import annotations
 
@@ -18,15 +18,19 @@ from .sections import Section
 
 __all__ = ["report_page"]
 
-#: Nothing is fetched, and nothing runs but the page's own script, whatever a plan's document contains.
+#: Content-Security-Policy of the page, without the digest of its script: nothing is fetched, and no other script runs, whatever
+#: texts a plan contains.
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{}'"
 
 
 def report_page(explained: Explanation) -> str:
-    """The whole page as text.
+    """Return the page of a plan as HTML.
+
+    Args:
+        explained: the explanation of the plan, from ``autoddl.explain.explain``.
 
     Raises:
-        UserError: a field of the plan's document that only the report reads is malformed.
+        UserError: the plan's document lacks a field that only the report reads, or the field is malformed.
     """
     view = explained.view
     sections = [
@@ -40,8 +44,8 @@ def report_page(explained: Explanation) -> str:
         trust_section(view),
         provenance_section(view),
     ]
-    shown = [section for section in sections if section is not None]
-    script = Markup("\n" + _packaged("sort.js"))
+    present = [section for section in sections if section is not None]
+    script = Markup("\n" + _packaged_text("sort.js"))
     head = element(
         "head",
         element("meta", charset="utf-8"),
@@ -50,12 +54,12 @@ def report_page(explained: Explanation) -> str:
         element("meta", name="color-scheme", content="light dark"),
         element("title", f"{view.model}: plan report"),
         element("link", rel="icon", href="data:,"),
-        element("style", Markup("\n" + _packaged("style.css"))),
+        element("style", Markup("\n" + _packaged_text("style.css"))),
     )
     body = element(
         "body",
-        _header(view, shown),
-        element("main", *map(_section, shown)),
+        _header(view, present),
+        element("main", *map(_section_element, present)),
         element(
             "footer",
             element("p", f"Made by autoddl {_version()} from a plan document; times and bytes are predictions."),
@@ -65,12 +69,12 @@ def report_page(explained: Explanation) -> str:
     return "<!DOCTYPE html>\n" + element("html", head, body, lang="en") + "\n"
 
 
-def _packaged(name: str) -> str:
+def _packaged_text(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _digest(script: str) -> str:
-    """Of a script, as a policy names it."""
+    """Return the SHA-256 digest of a script, as a Content-Security-Policy names it."""
     return base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
 
 
@@ -81,7 +85,7 @@ def _version() -> str:
         return ""
 
 
-def _section(section: Section) -> Markup:
+def _section_element(section: Section) -> Markup:
     return element(
         "section",
         element("p", section.topic, class_="kicker"),
@@ -106,8 +110,8 @@ def _header(view: PlanView, sections: list[Section]) -> Markup:
     )
 
 
-def _certificate(view: PlanView) -> tuple[str, str]:
-    """A figure and what it is."""
+def _certificate_figure(view: PlanView) -> tuple[str, str]:
+    """Return the figure for the certificate, and its note."""
     proof = view.certificate
     if proof is None:
         return ("none", "the plan was edited")
@@ -115,25 +119,26 @@ def _certificate(view: PlanView) -> tuple[str, str]:
 
 
 def _figures(view: PlanView) -> list[Markup]:
+    """Return the key figures below the title."""
     sample = view.plan.graph.sample
     share = view.communication_s / view.step_s if view.step_s else 0.0
     rival = view.fastest_rival
-    found = [
+    figures = [
         ("Step", format_seconds(view.step_s), f"{view.plan.workload.batch:,} {sample}s"),
         ("Throughput", f"{view.rate:,.3g} /s" if view.rate < 100 else f"{view.rate:,.0f} /s", f"{sample}s"),
         ("Of peak FLOP/s", f"{view.utilisation:.0%}", "used"),
         ("Communication", f"{share:.1%}", f"{format_seconds(view.communication_s)} of the step"),
         ("Memory", format_bytes(view.memory_bytes), f"of {format_bytes(view.memory_limit_bytes)} per device"),
-        ("Certificate", *_certificate(view)),
+        ("Certificate", *_certificate_figure(view)),
     ]
     if rival is not None and view.step_s:
         ratio = rival.step_s / view.step_s
-        found.append(("Best rival", f"{ratio:.2f}x", f"the time: {rival.name}"))
+        figures.append(("Best rival", f"{ratio:.2f}x", f"the time: {rival.name}"))
     return [
         element(
             "div",
             element("dt", name),
             element("dd", element("div", value, class_="value"), element("div", note or None, class_="note")),
         )
-        for name, value, note in found
+        for name, value, note in figures
     ]

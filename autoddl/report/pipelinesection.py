@@ -1,4 +1,4 @@
-"""The section on the pipeline of a plan with several stages: their figures and their timeline."""
+"""The section on the pipeline of a plan with several stages: schedule, timeline and figures of each stage."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from .sections import Section, collapsed, facts, nbytes, number, paragraph, scro
 
 __all__ = ["pipeline_section"]
 
-#: Tables of more stages are collapsed.
+#: The table of stages is collapsed if it has more rows.
 MAX_STAGES = 8
+#: Entries of the legend: kinds of tasks, style, name.
 _LEGEND = (
     ((Kind.FORWARD,), "forward", "forward"),
     ((Kind.BACKWARD, Kind.BACKWARD_INPUT), "backward", "backward"),
@@ -25,26 +26,23 @@ _LEGEND = (
 
 
 def pipeline_section(view: PlanView) -> Section:
-    """Stages, workers and what they do when."""
+    """Return the section on stages, workers and their timeline."""
     evaluation = view.evaluation
     configuration, schedule, timeline = evaluation.configuration, evaluation.schedule, evaluation.timeline
     spec, mesh = configuration.schedule, configuration.mesh
-    waits = view.bubble_s / view.step_s if view.step_s else 0.0
-    finding = f"{spec.num_stages} stages under {spec.label}: the busiest worker waits {waits:.1%} of the step"
-    synchronous = "yes" if spec.synchronous else "no: weights lag behind"
+    waiting_share = view.bubble_s / view.step_s if view.step_s else 0.0
+    finding = f"{spec.num_stages} stages under {spec.label}: the busiest worker waits {waiting_share:.1%} of the step"
+    synchronous = "yes" if spec.synchronous else "no: weights are delayed"
     kinds = {task.kind for tasks in schedule.workers for task in tasks}
-    shown = [(style, name) for wanted, style, name in _LEGEND if kinds.intersection(wanted)]
+    entries = [(style, name) for task_kinds, style, name in _LEGEND if kinds.intersection(task_kinds)]
     if schedule.num_pipelines > 1:
-        colours = [style for style, _ in shown if style in ("forward", "backward", "weight")]
-        shown += [(f"{style} other", f"{style}, other direction") for style in colours]
-    legend = [element("li", swatch(style), name) for style, name in shown]
+        styles = [style for style, _ in entries if style in ("forward", "backward", "weight")]
+        entries += [(f"{style} other", f"{style}, other direction") for style in styles]
+    legend = [element("li", swatch(style), name) for style, name in entries]
     content = [
         facts(
             [
-                (
-                    "Workers",
-                    f"{spec.num_workers} of {mesh} devices",
-                ),
+                ("Workers", f"{spec.num_workers} of {mesh} devices"),
                 (
                     "Micro-batches",
                     f"{spec.num_micro_batches} of {configuration.workload.micro_batch} {view.plan.graph.sample}s",
@@ -62,18 +60,18 @@ def pipeline_section(view: PlanView) -> Section:
         if caption:
             content.append(paragraph(caption[0].upper() + caption[1:], class_="kicker"))
         content.append(scrolling(picture, "pipeline timeline"))
-    stages = scrolling(_stages(evaluation), "stages")
+    stages = scrolling(_stage_table(evaluation), "stages")
     content.append(stages if spec.num_stages <= MAX_STAGES else collapsed(f"{spec.num_stages} stages", stages))
     return Section("pipeline", "Pipeline", finding, tuple(content))
 
 
-def _stages(evaluation: Evaluation) -> Markup:
+def _stage_table(evaluation: Evaluation) -> Markup:
     rows = []
     for stage, (figures, choice) in enumerate(zip(evaluation.stages, evaluation.configuration.stages)):
         workers = [replica.worker for replica in evaluation.schedule.replicas_of(stage)]
-        # A difference of sums: what rounding leaves is nothing.
+        # The communication time is a difference of sums: a rest that is due to rounding is shown as 0.
         communication_s = figures.communication_s if figures.communication_s > 1e-12 * figures.busy_s else 0.0
-        alive = max(evaluation.in_flight[stage])
+        in_flight = max(evaluation.in_flight[stage])
         rows.append(
             (
                 number(f"{stage}", stage),
@@ -84,7 +82,7 @@ def _stages(evaluation: Evaluation) -> Markup:
                 seconds(figures.backward_s),
                 seconds(communication_s),
                 seconds(figures.all_reduce_s),
-                number(f"{alive:g}", alive),
+                number(f"{in_flight:g}", in_flight),
                 nbytes(evaluation.boundaries[stage - 1].nbytes) if stage else "data",
                 nbytes(max(evaluation.memory[worker] for worker in workers)),
             )
@@ -99,7 +97,7 @@ def _stages(evaluation: Evaluation) -> Markup:
         "Communication",
         "All-reduce",
         "In flight",
-        "Arrives",
+        "Input",
         "Memory",
     )
     caption = "Per stage; forward, backward and communication of one micro-batch, all-reduce per step"

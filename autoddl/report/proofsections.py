@@ -1,4 +1,4 @@
-"""The sections on how good the plan is, how sure that is, and where it comes from."""
+"""The sections on the quality and the origin of a plan: baselines, certificate, trust, provenance."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ from .sections import Cell, Section, collapsed, facts, nbytes, number, paragraph
 
 __all__ = ["baselines_section", "certificate_section", "provenance_section", "trust_section"]
 
-#: Rows of the table of settings.
+#: Largest number of rows of the table of settings.
 MAX_SETTINGS = 40
 
 
 def baselines_section(view: PlanView) -> Section | None:
-    """The plan beside what people use."""
+    """Return the section that compares the plan with baselines; None if the plan was not compared with any."""
     if not view.rivals:
         return None
     feasible = [rival for rival in view.rivals if not rival.infeasible]
     best = view.fastest_rival
     if best is None:
-        finding = "No baseline fits the memory"
+        finding = "No baseline fits in memory"
     elif best.step_s >= view.step_s * (1 + 5e-5):
         finding = f"{best.step_s / view.step_s:.2f}x as fast as {best.name}, the best of {len(feasible)} baselines"
     else:
         finding = f"{best.name}, the best of {len(feasible)} baselines, takes {best.step_s / view.step_s:.2f}x the time"
-    ours = RivalFigures(
+    this_plan = RivalFigures(
         "this plan",
         "",
         step_s=view.step_s,
@@ -40,10 +40,11 @@ def baselines_section(view: PlanView) -> Section | None:
         bubble_s=view.bubble_s,
         memory_bytes=view.memory_bytes,
     )
-    longest = max(rival.step_s for rival in (ours, *feasible))
-    rows = [_rival_row(rival, view.step_s, longest) for rival in (ours, *feasible)]
+    shown = (this_plan, *feasible)
+    longest = max(rival.step_s for rival in shown)
+    rows = [_rival_row(rival, view.step_s, longest) for rival in shown]
     head = ("Plan", "Step", "", "", "Communication", "Memory", "How")
-    has_bubbles = any(rival.bubble_s for rival in (ours, *feasible))
+    has_bubbles = any(rival.bubble_s for rival in shown)
     legend = [
         element("li", swatch("work-1"), "computation"),
         element("li", swatch("talk-1"), "communication"),
@@ -64,6 +65,13 @@ def baselines_section(view: PlanView) -> Section | None:
 
 
 def _rival_row(rival: RivalFigures, step_s: float, longest: float) -> tuple[Cell, ...]:
+    """Return the row of a plan in the table of baselines.
+
+    Args:
+        rival: figures of the plan.
+        step_s: step time of this page's plan.
+        longest: step time that the full width of the bar stands for.
+    """
     segments = [
         Segment("computation", max(0.0, rival.step_s - rival.communication_s - rival.bubble_s), "work-1"),
         Segment("communication", rival.communication_s, "talk-1"),
@@ -85,41 +93,44 @@ def _rival_row(rival: RivalFigures, step_s: float, longest: float) -> tuple[Cell
 
 
 def certificate_section(view: PlanView) -> Section:
-    """What is proven."""
-    what, proof = "communication time" if view.objective == "communication" else "step time", view.certificate
+    """Return the section on the certificate: lower bound, gap, size of the search space."""
+    objective = "communication time" if view.objective == "communication" else "step time"
+    proof = view.certificate
     if proof is None:
         lead = (
-            "Its figures are computed anew; its bounds, baselines and trust were the search's, of the plan as it was."
+            "The plan was edited after the search. Its figures on this page are computed for the edited plan; the search's bounds, "
+            "baselines and trust do not apply to it."
         )
         return Section("certificate", "Certificate", NOT_CLAIMED.capitalize(), (paragraph(lead, class_="lead"),))
     size = f"{proof.space_size:,}" if proof.space_size < 10**9 else f"10{_superscript(len(str(proof.space_size)) - 1)}"
     if not proof.space_size:
-        size, finding = "not counted", f"Not proven: what {view.method}'s planner chose; see what pipeline='auto' finds"
+        size = "not counted"
+        finding = f"Not proven: {view.method}'s planner chose this plan; pipeline='auto' searches for the best one"
     elif proof.optimal:
-        finding = f"Proven: none of the {size} plans that fit has a smaller {what}"
+        finding = f"Proven: none of the {size} plans that fit has a smaller {objective}"
     else:
         finding = f"Not proven: the best of {size} plans may be up to {proof.gap:.2%} better"
     content = [
         facts(
             [
                 ("Search", f"{view.method}, {format_seconds(proof.search_s)}"),
-                (what[0].upper() + what[1:], format_seconds(view.cost_s)),
+                (objective[0].upper() + objective[1:], format_seconds(view.cost_s)),
                 ("Lower bound", format_seconds(proof.lower_bound_s)),
                 ("Space", f"{size} plans" if proof.space_size else size),
-                *_left_out(view),
+                *_excluded_options(view),
             ]
         )
     ]
     if settings := settings_of(view.fields):
-        content.append(_settings(settings))
+        content.append(_settings_table(settings))
     else:
         content += _pipeline_search(view.fields.object("search"), proof.space_size, view.fields.integer("evaluations"))
     return Section("certificate", "Certificate", finding, tuple(content))
 
 
-def _left_out(view: PlanView) -> list[tuple[str, str]]:
-    """What the options kept out of the space."""
-    return [] if includes_summa(view.fields) else [("Left out", "Summa meshes; summa=True includes them")]
+def _excluded_options(view: PlanView) -> list[tuple[str, str]]:
+    """Return the fact on strategies that the options of the search excluded, if there are any."""
+    return [] if includes_summa(view.fields) else [("Excluded", "Summa meshes; summa=True includes them")]
 
 
 def _superscript(number: int) -> str:
@@ -128,66 +139,71 @@ def _superscript(number: int) -> str:
     )
 
 
-def _settings(settings: Sequence[Fields]) -> Markup:
+def _settings_table(settings: Sequence[Fields]) -> Markup:
+    """Return the collapsed table of the settings of micro-batch and recomputation that were searched."""
     rows: list[tuple[Cell, ...]] = []
     for entry in settings[:MAX_SETTINGS]:
-        cost, bound = (None if entry.get(n) is None else entry.number(n) for n in ("cost_s", "lower_bound_s"))
+        cost_s = None if entry.get("cost_s") is None else entry.number("cost_s")
+        bound_s = None if entry.get("lower_bound_s") is None else entry.number("lower_bound_s")
         rows.append(
             (
                 number(f"{entry.integer('micro_batch'):,}", entry.integer("micro_batch")),
                 "yes" if entry.boolean("recompute") else "no",
                 element("div", entry.text("outcome"), class_="outcome"),
-                "" if cost is None else seconds(cost),
-                "none fits" if bound is None else seconds(bound),
+                "" if cost_s is None else seconds(cost_s),
+                "no plan fits" if bound_s is None else seconds(bound_s),
             )
         )
-    head = ("Micro-batch", "Recomputed", "Outcome", "Cost", "No plan is below")
-    left = len(settings) - len(rows)
-    more = paragraph(f"{left} more settings stand in the plan.") if left else None
+    head = ("Micro-batch", "Recomputed", "Outcome", "Cost", "Lower bound")
+    num_omitted = len(settings) - len(rows)
+    omitted = (
+        paragraph(f"{num_omitted} more settings are not shown; the plan document has them.") if num_omitted else None
+    )
     return collapsed(
         f"{len(settings)} settings, and how each was settled",
         scrolling(table(head, rows, numbers=(3, 4)), "settings"),
-        more,
+        omitted,
     )
 
 
 def _pipeline_search(search: Fields, num_configurations: int, num_simulated: int) -> list[Markup]:
+    """Return the description and the counts of the search for a pipeline."""
     counts = [
         ("Settings of mesh, schedule, micro-batch", "settings"),
         ("Ruled out by memory", "ruled_out_by_memory"),
         ("Ruled out by the bound", "ruled_out_by_bound"),
         ("Stage searches", "stage_searches"),
     ]
-    shown = [("Configurations", f"{num_configurations:,}")]
-    shown += [(title, f"{search.integer(name):,}") for title, name in counts]
-    shown.append(("Simulated", f"{num_simulated:,}"))
-    return [paragraph(f"Space: {search.text('space')}", class_="lead"), facts(shown)]
+    rows = [("Configurations", f"{num_configurations:,}")]
+    rows += [(title, f"{search.integer(name):,}") for title, name in counts]
+    rows.append(("Simulated", f"{num_simulated:,}"))
+    return [paragraph(f"Space: {search.text('space')}", class_="lead"), facts(rows)]
 
 
 # ------------------------------------------------------------------------------------------------------------ trust
 
 
 def trust_section(view: PlanView) -> Section:
-    """How far the prediction can be trusted."""
-    known, calibration = view.fields.get("trust"), view.plan.cluster.calibration
-    if known is None:
+    """Return the section on the probability that the plan is the best one, given the uncertainty of the calibration."""
+    calibration = view.plan.cluster.calibration
+    if view.fields.get("trust") is None:
         if not view.plan.is_claimed:
             finding = NOT_CLAIMED.capitalize()
             text = "Plan again to learn how probable it is that this plan is the best one."
         elif calibration is None:
-            finding = f"{view.plan.cluster.name} is not calibrated: its figures are taken as given"
+            finding = f"{view.plan.cluster.name} is not calibrated: its figures are not measured"
             text = (
                 "Calibrate the cluster (autoddl calibrate) to learn how probable it is that this plan is the best one."
             )
         else:
-            finding = "The cluster is calibrated; how much doubt it leaves in this plan was not worked out"
+            finding = "The cluster is calibrated, but the uncertainty of this plan was not computed"
             text = f"Calibrated {calibration.date[:10]} on {calibration.machine}, {calibration.num_samples:,} samples."
         return Section("trust", "Trust", finding, (paragraph(text, class_="lead"),))
     trust = view.fields.object("trust")
     probability = trust.number("probability")
     rivals = [(rival.text("name"), rival.number("probability")) for rival in trust.objects("rivals")]
     regret = trust.number("expected_regret")
-    finding = f"This plan is the best with probability {probability:.0%}; choosing it costs {regret:.2%} on average"
+    finding = f"This plan is the best with probability {probability:.0%}; its expected regret is {regret:.2%}"
     rows: list[tuple[Cell, ...]] = []
     for name, chance in [("this plan", probability), *(rival for rival in rivals if rival[1] > 0)]:
         style = "talk-1" if name == "this plan" else "work-2"
@@ -195,8 +211,8 @@ def trust_section(view: PlanView) -> Section:
         rows.append((name, element("div", picture, class_="picture"), number(f"{chance:.0%}", chance)))
     content = [
         paragraph(
-            f"Over {trust.integer('draws'):,} draws of the parameters that the measurements of {trust.text('calibrated')[:10]} "
-            f"leave open, among {len(rivals) + 1} plans.",
+            f"{trust.integer('draws'):,} draws of the cluster's parameters, within the uncertainty of the measurements of "
+            f"{trust.text('calibrated')[:10]}; {len(rivals) + 1} plans.",
             class_="lead",
         ),
         scrolling(table(("Best plan", "", "Probability"), rows, numbers=(2,)), "rivals"),
@@ -207,9 +223,11 @@ def trust_section(view: PlanView) -> Section:
 
 
 def _measurement(best: Fields) -> Markup:
+    """Return the advice on the measurement that would tell the plan and a rival apart best."""
     return paragraph(
-        f"To settle it against {best.text('rival')}, measure {best.text('collective')} on {best.text('level')} with "
-        f"{best.integer('ranks')} ranks and {format_bytes(best.number('bytes'))}: {best.number('share'):.0%} of the doubt."
+        f"To compare this plan with {best.text('rival')} more reliably, measure {best.text('collective')} on "
+        f"{best.text('level')} with {best.integer('ranks')} ranks and {format_bytes(best.number('bytes'))}: "
+        f"{best.number('share'):.0%} of the uncertainty."
     )
 
 
@@ -221,7 +239,7 @@ def _notes(notes: tuple[str, ...]) -> list[Markup]:
 
 
 def provenance_section(view: PlanView) -> Section:
-    """What the plan was made for."""
+    """Return the section on what the plan was made for: model, workload, cluster, and their hashes."""
     plan = view.plan
     workload, cluster, device = plan.workload, plan.cluster, plan.cluster.device
     rows: list[tuple[str, Content]] = [

@@ -1,4 +1,4 @@
-"""What sections are made of."""
+"""The elements of sections: tables, figures with units, lists of facts, collapsed and scrolling boxes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,14 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Section:
-    """A part of the page: its anchor, its topic for the navigation, and a heading that states what is found."""
+    """A section of the page.
+
+    Attributes:
+        anchor: its identifier in links.
+        topic: its title in the navigation.
+        finding: its heading, one sentence with the main result.
+        content: its elements.
+    """
 
     anchor: str
     topic: str
@@ -42,46 +49,52 @@ class Section:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A number in a table: as it is shown, as the table is sorted by it, and exactly, which is shown on hover."""
+    """A number in a table.
+
+    Attributes:
+        shown: the number as it is shown.
+        value: the number that the table is sorted by.
+        exact: the number with all digits, shown when the pointer is over it.
+    """
 
     shown: Content
     value: float
     exact: str
 
 
-#: What a table's cell may hold.
+#: The content of a cell of a table.
 Cell = Union[Content, Quantity]
 
 
 def seconds(value: float) -> Quantity:
-    """A time."""
+    """Return a time, given in seconds."""
     return Quantity(format_seconds(value), value, f"{value:.9g} s")
 
 
 def nbytes(value: float) -> Quantity:
-    """A size of memory or of a message."""
+    """Return a size of memory or of a message, given in bytes."""
     return Quantity(format_bytes(value), value, f"{value:,.0f} bytes")
 
 
 def number(shown: str, value: float) -> Quantity:
-    """A ratio, a share or a count."""
+    """Return a ratio, a share or a count; ``shown`` is its text."""
     return Quantity(shown, value, f"{value:,.9g}")
 
 
 def cell(content: Cell, **attributes: str | None) -> Markup:
-    """A cell of a table's body."""
+    """Return a cell of the body of a table."""
     if not isinstance(content, Quantity):
         return element("td", content, **attributes)
     return element("td", content.shown, data_value=f"{content.value!r}", title=content.exact, **attributes)
 
 
 def collapsed(summary: Content, *content: Content, is_open: bool = False) -> Markup:
-    """What is shown once its summary is clicked."""
+    """Return content that is hidden until its summary is clicked."""
     return element("details", element("summary", summary), *content, open="" if is_open else None)
 
 
 def paragraph(*text: Content, class_: str | None = None) -> Markup:
-    """A paragraph."""
+    """Return a paragraph."""
     return element("p", *text, class_=class_)
 
 
@@ -92,47 +105,55 @@ def table(
     caption: str | None = None,
     class_: str | None = None,
 ) -> Markup:
-    """A table, which can be sorted by a column; the columns in ``numbers`` are set flush right."""
+    """Return a table, which the reader can sort by any column.
+
+    Args:
+        head: titles of the columns.
+        rows: cells, row by row.
+        numbers: indices of the columns that are right-aligned.
+        caption: text above the table.
+        class_: style class of the table.
+    """
 
     def style(column: int) -> str | None:
         return "num" if column in numbers else None
 
+    headings = [element("th", title, class_=style(i), scope="col") for i, title in enumerate(head)]
+    body = [element("tr", *(cell(content, class_=style(i)) for i, content in enumerate(row))) for row in rows]
     return element(
         "table",
         element("caption", caption) if caption else None,
-        element("thead", element("tr", *(element("th", x, class_=style(i), scope="col") for i, x in enumerate(head)))),
-        element(
-            "tbody",
-            *(element("tr", *(cell(content, class_=style(i)) for i, content in enumerate(row))) for row in rows),
-        ),
+        element("thead", element("tr", *headings)),
+        element("tbody", *body),
         class_=f"sortable {class_}" if class_ else "sortable",
     )
 
 
 def scrolling(content: Markup, label: str) -> Markup:
-    """A box of its own for what may be wider than a phone; it can be reached and scrolled by keyboard."""
+    """Return a box that scrolls sideways if its content is wider than the screen; the keyboard can scroll it too."""
     return element("div", content, class_="scroll", tabindex="0", role="region", aria_label=label)
 
 
 def facts(rows: Sequence[tuple[str, Content]]) -> Markup:
-    """Names and values, in as many columns as fit."""
+    """Return a list of names and values, in as many columns as fit."""
     pairs = [element("div", element("dt", name), element("dd", value)) for name, value in rows]
     return element("dl", *pairs, class_="facts")
 
 
 def swatch(style: str) -> Markup:
-    """A spot of a style's colour."""
+    """Return a spot in the colour of a style, for legends."""
     return element("span", class_=f"swatch {style}", aria_hidden="true")
 
 
 def segments_of(parts: Sequence[StepPart]) -> list[Segment]:
-    """The parts of a step as segments of a bar: work in greys, communication in the accent, waiting pale."""
-    found, seen = [], {"compute": 0, "communication": 0}
-    for kind, style, shades in (("compute", "work", 3), ("communication", "talk", 4), ("idle", "idle", 1)):
-        for part in sorted((part for part in parts if part.kind == kind), key=lambda part: -part.seconds):
-            if kind == "idle":
-                found.append(Segment(part.name, part.seconds, "idle"))
-                continue
-            seen[kind] += 1
-            found.append(Segment(part.name, part.seconds, f"{style}-{min(seen[kind], shades)}"))
-    return found
+    """Return the parts of a step as segments of a bar.
+
+    Computation comes first, then communication, then waiting; within each, the longest part comes first and has the first shade.
+    """
+    segments = []
+    for kind, style, num_shades in (("compute", "work", 3), ("communication", "talk", 4), ("idle", "idle", 0)):
+        own_parts = sorted((part for part in parts if part.kind == kind), key=lambda part: -part.seconds)
+        for number, part in enumerate(own_parts, 1):
+            shade = f"{style}-{min(number, num_shades)}" if num_shades else style
+            segments.append(Segment(part.name, part.seconds, shade))
+    return segments

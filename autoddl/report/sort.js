@@ -1,9 +1,9 @@
-// Tables are sorted by the column whose heading is clicked: largest first, smallest first, as it was.
-// Without this script the headings are plain text.
+// Sorts a table when the heading of a column is clicked. Clicks change from largest first to smallest first to the original order;
+// columns of text begin with the smallest. Without this script, headings are plain text.
 "use strict";
 for (const table of document.querySelectorAll("table.sortable")) {
   const bodies = [...table.tBodies];
-  // Rows that belong together share a body.
+  // If a table has several bodies, each body is sorted as a whole: its rows belong together.
   const parent = bodies.length > 1 ? table : bodies[0];
   const original = bodies.length > 1 ? bodies : [...parent.rows];
   const items = original.filter(item => !item.classList.contains("block"));
@@ -45,5 +45,5 @@ for (const table of document.querySelectorAll("table.sortable")) {
     });
   });
 }
-// Paper shows everything.
+// Open everything that is collapsed before the page is printed.
 addEventListener("beforeprint", () => document.querySelectorAll("details").forEach(details => { details.open = true; }));

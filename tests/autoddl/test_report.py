@@ -177,7 +177,7 @@ def test_the_plan_of_a_papers_planner_is_read_by_all():
     planned = plan_jointly(graph, cluster, JointOptions(Options(batch=8), "chimera"))
     view = viewed(json.loads(json.dumps(plan_document(planned))))
     page = Page(report_page(explain(view, count=0)))
-    assert page.faults == [] and "Not proven: what chimera's planner chose" in page.shown
+    assert page.faults == [] and "Not proven: chimera's planner chose this plan" in page.shown
     same = next(rival for rival in view.rivals if rival.name == "Chimera")
     assert same.step_s <= view.step_s
     row = next(row for row in planned.rivals if row.name == "Chimera")
@@ -206,9 +206,9 @@ def test_page_of_a_calibrated_cluster(small):
     shown = Page(page_with(small, {"trust": trust})).shown
     for words in (
         "best with probability 75%",
-        "costs 1.20%",
+        "expected regret is 1.20%",
         "200 draws",
-        "measure all-reduce on inter-node with 4 ranks and 1 MiB: 60% of the doubt",
+        "measure all-reduce on inter-node with 4 ranks and 1 MiB: 60% of the uncertainty",
         "outside of what was measured",
     ):
         assert words in shown, words
@@ -256,7 +256,7 @@ def test_one_device_and_no_alternatives():
 
 def test_very_many_layers_are_cut_short():
     text = page_of(gpt_plan(mlp((8,) * 321), nodes=1, devices=1, batch=8, micro_batch=8), count=0)
-    assert "20 more rows stand in the plan" in Page(text).shown
+    assert "20 more rows are not shown" in Page(text).shown
     assert text.count('class="gutter"') == 300
 
 
