@@ -19,7 +19,7 @@ from autoddl.costmodel.pricing import edge_shape, edge_steps
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.units import format_seconds
 from autoddl.pipelines.runtime.kinds.registry import layer_program
-from autoddl.pipelines.runtime.layouts import Layout, layout_of, parameter_layouts, product_order
+from autoddl.pipelines.runtime.layouts import Layout, ParameterLayout, layout_of, parameter_layouts, product_order
 from autoddl.pipelines.runtime.moves import move_calls
 from autoddl.pipelines.runtime.statements import ALL_STEPS, Call, Fact, Name, Repeated
 
@@ -88,8 +88,9 @@ class _LayerWriter:
 
     Attributes:
         attribute: expression of the module that holds the layer's parameters.
-        own: names of the parameters that the layer does not share with an earlier one.
+        own_names: names of the parameters that the layer does not share with an earlier one.
         stored: layouts of all its parameters.
+        recomputed_function: name of the function that is run again in the backward pass, if the layer is recomputed.
         names: variables of the file for variables of the layer's program.
         constants: attributes of the class with properties of the plain model, and the expression that each is made with.
         steps: the layer's priced communication steps that are not written yet.
@@ -101,8 +102,8 @@ class _LayerWriter:
         self.layout: Layout = layout_of(layer, self.strategy)
         self.work = scene.assessed[layer.name].work
         self.attribute = f"self.{scene.names.of(place.label)}"
-        self.local_name = scene.names.of(f"{place.label} again")
-        self.own = {p.name for p in layer.parameters if p.tied_to is None}
+        self.recomputed_function = scene.names.of(f"compute {place.label}")
+        self.own_names = {p.name for p in layer.parameters if p.tied_to is None}
         self.stored = parameter_layouts(scene.graph, layer, self.strategy)
         self.program = layer_program(
             scene.graph, layer, self.strategy, scene.workload.recompute and layer.kind != "loss"
@@ -115,7 +116,7 @@ class _LayerWriter:
 
     def init_statements(self) -> list[str]:
         """Return the statements of ``__init__``; `forward_lines` has to be called before."""
-        lines = [f"{self.attribute} = {self._parameter_module()}"] if self.own else []
+        lines = [f"{self.attribute} = {self._parameter_module()}"] if self.own_names else []
         if self.scene.built_in is None:
             path = self.place.path
             lines += [f"{check.function}(plain, {path(check.path)})" for check in self.program.checks]
@@ -124,30 +125,35 @@ class _LayerWriter:
     def _parameter_module(self) -> str:
         """Return the expression that makes the module with the layer's parameters."""
         layer, scene = self.layer, self.scene
-        own = [stored for stored in self.stored if {name for name, _ in stored.sources} <= self.own]
-        if sum(len(stored.sources) for stored in own) < len(self.own):
+        own_layouts = [stored for stored in self.stored if self._is_own(stored)]
+        if sum(len(stored.sources) for stored in own_layouts) < len(self.own_names):
             raise UserError(
                 f"{layer.describe()}: it shares one of its weights with another layer, which form='oneflow' cannot write"
             )
         function = "StageParameters" if scene.is_stage else "LayerParameters"
-        return f"{function}({self._parameter_layouts()}, RANKS, {scene.annotation([stored.axes for stored in own])})"
+        annotation = scene.annotation([stored.axes for stored in own_layouts])
+        return f"{function}({self._parameter_layouts()}, RANKS, {annotation})"
+
+    def _is_own(self, stored: ParameterLayout) -> bool:
+        """Return whether a stored tensor holds only parameters that the layer does not share with an earlier one."""
+        return {name for name, _ in stored.sources} <= self.own_names
 
     def _parameter_layouts(self) -> str:
         """Return the expression of the layouts of the layer's own parameters."""
         layer, attributes, layout = self.layer, self.layer.attributes, layout_text(self.layout)
-        own = [p for p in layer.parameters if p.name in self.own]
+        parameters = [p for p in layer.parameters if p.name in self.own_names]
         if layer.kind == "linear":
             order = product_order(self.scene.graph, layer)
-            weights = self._rows([p for p in own if len(p.shape) == 2])
-            biases = self._rows([p for p in own if len(p.shape) == 1])
+            weights = self._rows([p for p in parameters if len(p.shape) == 2])
+            biases = self._rows([p for p in parameters if len(p.shape) == 1])
             options = [weights, biases, str(attributes["in_features"]), layout]
             if order.num_groups > 1:
                 options += [f"sections={value_text(order.section_widths)}", f"num_groups={order.num_groups}"]
             return f"linear_layouts({', '.join(options)})"
         if layer.kind == "embedding":
             sizes = f"{attributes['vocabulary']}, {attributes['features']}"
-            return f"table_layouts({self._path_of(own[0])}, {sizes}, {layout})"
-        shapes = ", ".join(f"{self._path_of(p)}: {value_text(p.shape)}" for p in own)
+            return f"table_layouts({self._path_of(parameters[0])}, {sizes}, {layout})"
+        shapes = ", ".join(f"{self._path_of(p)}: {value_text(p.shape)}" for p in parameters)
         function = "whole_layouts" if layer.kind in ("conv2d", "opaque") else "feature_layouts"
         return f"{function}({{{shapes}}}, {layout})"
 
@@ -186,7 +192,7 @@ class _LayerWriter:
         inputs = []
         for producer, variable in zip(self.scene.graph.inputs(self.layer.name), self.place.inputs):
             needs_variable = len(self.place.inputs) > 1 and variable != "x"
-            target = self.scene.names.of(f"{variable} here") if needs_variable else "x"
+            target = self.scene.names.of(f"{variable} redistributed") if needs_variable else "x"
             chain = self._redistribution(producer, variable, target)
             lines += chain.lines_ending_in(chain.current)
             inputs.append(chain.current)
@@ -243,17 +249,18 @@ class _LayerWriter:
 
     def _add_weights(self, chain: StatementChain) -> None:
         """Append the statement that assigns the layer's own parameters to variables."""
-        own = [
+        variables = [
             self.names.get(name, name)
             for name, stored in zip(self.program.weights, self.stored)
-            if {source for source, _ in stored.sources} <= self.own
+            if self._is_own(stored)
         ]
-        if not own:
+        if not variables:
             return
+        targets = ", ".join(variables) if len(variables) > 1 else f"({variables[0]},)"
         steps = self.work.gradient
         remark = f"gradient sums: {self.scene.cost(steps)}, once per step" if steps else ""
         call = "leaves()" if self.scene.is_stage else "local(sync)"
-        chain.add(f"{', '.join(own) if len(own) > 1 else f'({own[0]},)'} = {self.attribute}.{call}", remark)
+        chain.add(f"{targets} = {self.attribute}.{call}", remark)
 
     def _add_recomputation(self, chain: StatementChain, statement: Repeated) -> None:
         """Append a function with the statement's body, and its call with recomputation in the backward pass."""
@@ -261,9 +268,9 @@ class _LayerWriter:
         names_inside = {name: text for name, text in self.names.items() if name not in statement.tensors}
         for call in statement.body:
             self._add_call(body, call, names_inside)
-        chain.define(self.local_name, ", ".join(statement.tensors), body)
+        chain.define(self.recomputed_function, ", ".join(statement.tensors), body)
         arguments = ["{x}" if name == "x" else self.names.get(name, name) for name in statement.tensors]
-        chain.assign(f"checkpoint({', '.join([self.local_name, *arguments])})")
+        chain.assign(f"checkpoint({', '.join([self.recomputed_function, *arguments])})")
 
     def _call_text(self, call: Call, names: dict[str, str]) -> str:
         """Return the expression of a call.

@@ -190,16 +190,16 @@ class _PipelineWriter:
         mesh, cluster = self.pipeline.configuration.mesh, self.plan.cluster
         devices = [mesh.ranks(cluster, worker) for worker in range(self.schedule.num_workers)]
         lines = [comment("The ranks of each worker. The parameters of its stages are placed on them.")]
-        if any(list(self.ranks.ranks_of(worker)) != list(own) for worker, own in enumerate(devices)):
+        if any(list(self.ranks.ranks_of(worker)) != list(used) for worker, used in enumerate(devices)):
             lines.append(
                 comment(
                     "In brackets: the devices of the plan, numbered node by node; `autoddl launch` starts the ranks there."
                 )
             )
         lines.append("WORKERS = [")
-        for worker, own in enumerate(devices):
+        for worker, used in enumerate(devices):
             ranks = self.ranks.ranks_of(worker)
-            shown_devices = "" if list(ranks) == list(own) else f" [{' '.join(map(str, own))}]"
+            shown_devices = "" if list(ranks) == list(used) else f" [{' '.join(map(str, used))}]"
             stages = ", ".join(
                 f"{stage}{f' of pipeline {pipeline}' if self.schedule.num_pipelines > 1 else ''}"
                 for pipeline, stage in self.schedule.stages_on(worker)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import re
 from dataclasses import replace
+from importlib import import_module
 from typing import Any
 
 import networkx as nx
@@ -20,6 +22,22 @@ from autoddl.pipelines.runtime.load import is_available
 from autoddl.planfile import load_plan, unpipelined_plan
 
 from .export_plans import MODELS, renamed
+
+# ---- The examples in docstrings ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "export",
+        *(f"export.{name}" for name in ("assembling", "library", "scene", "source", "writing")),
+        "report.markup",
+    ],
+)
+def test_doctests(name):
+    result = doctest.testmod(import_module(f"autoddl.{name}"))
+    assert result.failed == 0 < result.attempted
+
 
 # ---- The annotated graph -----------------------------------------------------------------------------------------------
 

@@ -84,7 +84,9 @@ class Array(np.ndarray):
 def library(used, given=()):
     """The text of the definitions that exported files have of these names, without what OneFlow is needed for."""
     text = library_text(used, (), {"Tensor", "flow", "_Function", "Ranks", *given})
-    return "\n".join(["from __future__ import annotations", *text.standard_imports, *(section for _, section in text.sections)])
+    return "\n".join(
+        ["from __future__ import annotations", *text.standard_imports, *(section for _, section in text.sections)]
+    )
 
 
 def exchanged(ranks, x, source, target):
