@@ -160,7 +160,7 @@ def _settings_table(settings: Sequence[Fields]) -> Markup:
         paragraph(f"{num_omitted} more settings are not shown; the plan document has them.") if num_omitted else None
     )
     return collapsed(
-        f"{len(settings)} settings, and how each was settled",
+        f"{len(settings)} settings and their outcomes",
         scrolling(table(head, rows, numbers=(3, 4)), "settings"),
         omitted,
     )
@@ -191,7 +191,7 @@ def trust_section(view: PlanView) -> Section:
             finding = NOT_CLAIMED.capitalize()
             text = "Plan again to learn how probable it is that this plan is the best one."
         elif calibration is None:
-            finding = f"{view.plan.cluster.name} is not calibrated: its figures are not measured"
+            finding = f"{view.plan.cluster.name} is not calibrated: the uncertainty of its figures is unknown"
             text = (
                 "Calibrate the cluster (autoddl calibrate) to learn how probable it is that this plan is the best one."
             )
@@ -263,7 +263,7 @@ def provenance_section(view: PlanView) -> Section:
     notes = [note for note in view.notes if note]
     return Section(
         "provenance",
-        "What it was made for",
+        "Workload and cluster",
         f"{workload.batch:,} {plan.graph.sample}s per step on {view.plan.cluster.name}",
         (facts(rows), *_notes(tuple(notes)), facts(hashes)),
     )

@@ -1,4 +1,4 @@
-"""Plans that the tests of exports write out."""
+"""Models and plans for the tests of exports."""
 
 from __future__ import annotations
 
@@ -34,7 +34,16 @@ def staged_plan(
     num: int = 4,
     schedule: PipelineSchedule | None = None,
 ) -> PlanFile:
-    """A plan of stages (first unit, the one behind the last, recomputation) of so many devices on nodes of 4 devices."""
+    """Make a plan with a pipeline, on nodes of 4 devices.
+
+    Args:
+        cuts: for each stage its first unit, the unit after its last one, and its recomputation.
+        devices: number of devices of a stage.
+        model: name of the model.
+        nodes: number of nodes.
+        num: number of micro-batches.
+        schedule: 1F1B by default.
+    """
     graph, cluster = resolve_model(model), load_cluster("dgx-a100").resized(nodes, 4)
     chain, mesh, workload = chain_of(graph), StageMesh(1, devices), Workload(4 * num, 4, "mixed", "adam")
     stages = []
@@ -51,4 +60,5 @@ def staged_plan(
 
 
 def renamed(plan: PlanFile, name: str, notes: tuple[str, ...] = ()) -> PlanFile:
+    """Return the plan with another name and other notes of its model."""
     return replace(plan, graph=replace(plan.graph, name=name, notes=notes))

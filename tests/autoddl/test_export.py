@@ -1,4 +1,4 @@
-"""Exports: graphs and traces hold the plan's figures and are read back; the command."""
+"""Exports: graphs and traces contain the figures of the plan and can be read back; the command ``autoddl export``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_annotated_graph_holds_the_figures_of_the_plan(plan_of, name):
             assert data[field] == pytest.approx(layer[field], rel=1e-12)
         assert data["sbp_output"] == layer["sbp"]["output"]
         assert data["strategy"] == str(plan.strategies[layer["name"]])
-    # What arrives at a layer is what its edges send: its own steps and these are all that it sends.
+    # The bytes that a layer sends are those of its own steps and those of its incoming edges.
     num = plan.workload.num_micro_batches
     for target, found in assessed.items():
         own = num * sum(s.sent_bytes for s in (*found.work.forward, *found.work.backward))
@@ -94,7 +94,7 @@ def test_graphml_is_read_back_by_networkx(plan_of, name):
 
 
 def parsed_dot(text: str) -> tuple[dict[str, Any], dict[str, dict[str, str]], dict[tuple[str, str], dict[str, str]]]:
-    """A reader of the dot language by its grammar: quoted or plain identifiers, attribute lists, subgraphs."""
+    """Parse the dot language: quoted or plain identifiers, attribute lists, subgraphs. Returns graph, nodes and edges."""
     token = re.compile(r'\s*("(?:[^"\\]|\\.)*"|->|[{}\[\];,=]|[A-Za-z_0-9#.]+)', re.S)
     tokens, position = [], 0
     while position < len(text.rstrip()):

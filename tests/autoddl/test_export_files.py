@@ -1,4 +1,4 @@
-"""Exported OneFlow files of plans without a pipeline: lint clean and self-contained, and nothing of a document is executed."""
+"""Exported OneFlow files of plans without a pipeline: they pass the linter, do not import AutoDDL, and execute no text of a plan."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_files_are_clean_and_need_nothing_of_autoddl(plan_of, tmp_path, name):
 
 
 def test_every_step_of_the_plan_stands_in_the_file_with_its_price(plan_of):
-    """Those of a block once for each class."""
+    """The steps of repeated blocks stand in the file once for each class."""
     plan = load_plan(plan_of("llama"))
     whole, split = Strategy(((2, 1, 1), (1, 4, 1))), Strategy(((1, 2, 1), (1, 2, 2)))
     products = ("linear", "embedding")
@@ -64,12 +64,12 @@ def test_every_step_of_the_plan_stands_in_the_file_with_its_price(plan_of):
     found = {name: calls.count(name) for name in ("all_gather", "reduce_scatter", "all_to_all", "exchange_digits")}
     found["all_to_all"] += found.pop("exchange_digits")
     expected = dict.fromkeys(found, 0)
-    num_blocks = sum(c.name.startswith("Block") for c in classes)  # a first one that is entered otherwise has its own
+    num_blocks = sum(c.name.startswith("Block") for c in classes)  # the first block may have a class of its own
     assert num_blocks in (1, 2)
     for layer in assess(plan.graph, plan.cluster, plan.workload, plan.strategies).layers:
         if layer.layer.block_index >= num_blocks:
             continue
-        # The loss's own steps are in its function.
+        # The steps of the loss are in the library function that computes it.
         for step in layer.arriving if layer.layer.kind == "loss" else layer.forward_steps:
             name = step.collective.value.replace("-", "_")
             if name in expected:
@@ -118,7 +118,7 @@ def test_names_and_notes_of_a_document_are_harmless(plan_of, text):
     plain = load_plan(plan_of("gpt"))
     expected = ast.dump(ast.parse(export(plain, "oneflow")))
     hostile = export(renamed(plain, text, (text,)), "oneflow")
-    assert ast.dump(ast.parse(hostile)) == expected  # comments are all that differs
+    assert ast.dump(ast.parse(hostile)) == expected  # the files differ in comments only
     hostile.encode()
     for form in set(FORMS) - {"oneflow"}:
         if "\ud800" not in text or form in ("dot", "graphml"):
@@ -126,7 +126,7 @@ def test_names_and_notes_of_a_document_are_harmless(plan_of, text):
 
 
 def hostile_graph(text: str) -> tuple[LayerGraph, dict[str, str]]:
-    """A perceptron whose layers are called something that Python could read."""
+    """Return a perceptron whose layers have a hostile text in their names, and the names of its layers by the usual names."""
     graph = resolve_model("mlp:64,128,32")
     names = {layer.name: f"{text}{i}" for i, layer in enumerate(graph.layers)}
     layers = tuple(
@@ -144,7 +144,7 @@ def hostile_graph(text: str) -> tuple[LayerGraph, dict[str, str]]:
 
 @pytest.mark.parametrize("text", HOSTILE)
 def test_names_of_layers_are_harmless(plan_of, text):
-    """In a user's model; they are in literals, comments and identifiers of another make."""
+    """Layer names of a user's model occur in string literals and comments; identifiers are made from them."""
     plain = load_plan(plan_of("mlp"))
     graph, names = hostile_graph(text)
     strategies = {names[name]: strategy for name, strategy in plain.strategies.items()}

@@ -1,4 +1,4 @@
-"""Redistributions as statements: carried out for all ranks on numpy arrays, they bring every element to where it belongs."""
+"""Statements of redistributions: executed for all ranks on numpy arrays, they move each element to the right place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from autoddl.pipelines.runtime.moves import move_calls
 
 
 class Parts:
-    """What every rank holds, used as if it were one rank's tensor."""
+    """The parts of a tensor on all ranks; has the methods of one rank's tensor."""
 
     def __init__(self, arrays):
         self.arrays = list(arrays)
@@ -37,7 +37,7 @@ class Parts:
 
 
 class Ranks:
-    """The collectives of the helpers on `Parts`; counts what they send, in elements per rank."""
+    """The collectives that statements call, on `Parts`; counts the elements that each rank sends."""
 
     def __init__(self):
         self.sent = 0.0
@@ -75,14 +75,14 @@ class Ranks:
 
 
 class Array(np.ndarray):
-    """An array with what the helpers ask of a tensor."""
+    """An array with the method of tensors that the library calls."""
 
     def contiguous(self):
         return np.ascontiguousarray(self).view(Array)
 
 
 def library(used, given=()):
-    """The text of the definitions that exported files have of these names, without what OneFlow is needed for."""
+    """Return the text of the library for some names, without the definitions that need OneFlow."""
     text = library_text(used, (), {"Tensor", "flow", "_Function", "Ranks", *given})
     return "\n".join(
         ["from __future__ import annotations", *text.standard_imports, *(section for _, section in text.sections)]
@@ -90,7 +90,7 @@ def library(used, given=()):
 
 
 def exchanged(ranks, x, source, target):
-    """The library's own text on every rank, each a thread of its own; ranks of the job are counted from 100 on."""
+    """Run the library's ``_exchanged`` on every rank, each in a thread; the ranks of the job are numbered from 100."""
     num_ranks = len(x.arrays)
     code = compile(library({"_exchanged", "Layout"}, {"send", "receive"}), "library", "exec")
     boxes = {(a, b): queue.Queue() for a in range(num_ranks) for b in range(num_ranks)}
@@ -137,7 +137,7 @@ def exchanged(ranks, x, source, target):
 
 
 def run(calls, x, levels):
-    """The statements, with the library's own text but for the collectives."""
+    """Run statements; the collectives are those of `Ranks`, other functions those of the library."""
     ranks = Ranks()
     space = {"take_shard": ranks.take_shard}
     exec(library({"exchange_digits", "take_digit"}, {"Axis", "take_shard"}), space)
@@ -179,7 +179,7 @@ def check(source_levels, target_levels, rows=3):
 
 
 def splits(size):
-    """(samples, features) over ``size`` ranks."""
+    """Return all pairs of divisors: samples over p ranks, features over ``size / p`` ranks."""
     return [(p0, size // p0) for p0 in range(1, size + 1) if size % p0 == 0]
 
 

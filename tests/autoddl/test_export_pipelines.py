@@ -1,4 +1,4 @@
-"""Exported OneFlow files of pipelines: lint clean and self-contained, and their instructions get through."""
+"""Exported OneFlow files of pipelines: they pass the linter, import nothing of AutoDDL, and their instructions have no deadlock."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .export_plans import staged_plan
 
 
 def instructions_of(text: str) -> list[list[str]]:
-    """The words of each worker."""
+    """Return the instructions of each worker."""
     (found,) = [
         node.value
         for node in ast.parse(text).body
@@ -32,11 +32,14 @@ def instructions_of(text: str) -> list[list[str]]:
     return [words.split() for words in ast.literal_eval(found)]
 
 
-def check_that_they_get_through(plan: PlanFile, programs: list[list[str]]) -> None:
-    """With messages that block both ends, and sums that block all; no task is before what it needs, and each is there once."""
+def check_instructions(plan: PlanFile, programs: list[list[str]]) -> None:
+    """Check that instructions run to the end, that each task runs after those that it needs, and that all tasks run once.
+
+    Messages block both workers, sums of gradients block all workers that take part.
+    """
     schedule = plan.evaluation.schedule
     holders = [{replica.worker for replica in schedule.replicas_of(s)} for s in range(schedule.num_stages)]
-    waiting, done, given = [list(words) for words in programs], set(), [set() for _ in programs]
+    waiting, done, received = [list(words) for words in programs], set(), [set() for _ in programs]
 
     def partners(worker: int, word: str) -> list[tuple[int, str]]:
         if match := re.fullmatch(r"(.+)([<>])(\d+)", word):
@@ -53,26 +56,26 @@ def check_that_they_get_through(plan: PlanFile, programs: list[list[str]]) -> No
             for worker, word in heads
             if all(waiting[other][:1] == [theirs] for other, theirs in partners(worker, word))
         ]
-        assert ready, f"standstill: {heads}"
+        assert ready, f"deadlock: {heads}"
         for worker, word in ready:
             if ">" in word:
                 assert word.partition(">")[0] in done
             elif "<" in word:
-                given[worker].add(word.partition("<")[0])
+                received[worker].add(word.partition("<")[0])
             elif word[-2:] and "A" not in word:
                 task = parse_task(word)
                 neighbour = task._replace(stage=task.stage + (-1 if task.kind is Kind.FORWARD else 1))
                 if schedule.source_of(task) is not None:
-                    assert str(neighbour) in (done if schedule.source_of(task) == worker else given[worker]), word
+                    assert str(neighbour) in (done if schedule.source_of(task) == worker else received[worker]), word
                 done.add(word)
             waiting[worker].pop(0)
-    every = {str(task) for _, _, task in schedule.tasks() if task.kind is not Kind.ALL_REDUCE}
-    assert done == every
+    all_tasks = {str(task) for _, _, task in schedule.tasks() if task.kind is not Kind.ALL_REDUCE}
+    assert done == all_tasks
 
 
 @pytest.mark.parametrize("model", ["gpt", pytest.param("gpt3-13b", marks=pytest.mark.slow)])
 def test_a_pipeline_is_clean_and_its_instructions_get_through(tmp_path, model):
-    """A plan of every day, and both directions of a small one."""
+    """A small plan with both directions, and a large plan."""
     if model == "gpt":
         both = replace(PipelineSchedule("chimera", 2, 4), num_pipelines=2)
         plan = staged_plan([(0, 2, "layers"), (2, 4, "stage")], 2, schedule=both)
@@ -87,11 +90,11 @@ def test_a_pipeline_is_clean_and_its_instructions_get_through(tmp_path, model):
     modules = {a.name.split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.Import) for a in n.names}
     modules |= {(n.module or "").split(".")[0] for n in ast.walk(tree) if isinstance(n, ast.ImportFrom)}
     assert "autoddl" not in modules
-    check_that_they_get_through(plan, instructions_of(text))
+    check_instructions(plan, instructions_of(text))
     assert text.count('SharedWeight("wte.weight"') == 1
     for boundary in plan.evaluation.boundaries:
         assert f"{format_bytes(boundary.nbytes)}, forward {format_seconds(boundary.forward_s)}" in text
-    if model == "gpt3-13b":  # blocks that look alike are one class, in all stages
+    if model == "gpt3-13b":  # blocks with the same text share a class in all stages
         assert len(re.findall(r"^class Block", text, re.M)) <= 2 and text.count('Block(f"h.{i}", placement)') == 4
     ruff = Path(sys.executable).with_name("ruff")
     if not ruff.exists():
@@ -112,7 +115,7 @@ def test_a_pipeline_of_one_stage_is_a_plan_without_one(recompute):
 
 
 def test_the_library_of_a_pipeline_is_the_runtimes_own_text(pipeline_plan):
-    """The engine, what it carries out, the sums of gradients and the reader of words: a file has no others."""
+    """The file contains the source of the engine, of its computations, of gradient sums and of the reader of instructions."""
     _, _, library = export(pipeline_plan, "oneflow").partition("# ==== The library")
     for module, name in (
         ("engine", "_Engine"),

@@ -1,4 +1,4 @@
-"""``autoddl report``: what stands in the page, and that nothing in it is alive but the script that sorts tables."""
+"""``autoddl report``: the texts of the page, and that no script runs in it but the one that sorts tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HOSTILE = """<script>alert(1)</script>"onload='x' & <img src=x onerror=alert(2)>
 
 
 class Page(HTMLParser):
-    """A page's elements; faults where tags are not closed in order."""
+    """The elements and the text of a page; ``faults`` are tags that are not closed in order."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -77,7 +77,7 @@ def page_of(document, count=1):
 
 
 def page_with(document, claims, **changes):
-    """The page of a plan with claims that its reader would not believe, and with other changes to it."""
+    """Return the page of a plan with changed fields of its document, which a loaded plan could not have, and other changes."""
     plan = plan_from_document(Fields(document, "plan"), "plan")
     return report_page(explain(view_of(replace(plan, document={**document, **claims}, **changes)), count=0))
 
@@ -87,7 +87,7 @@ def packaged(name: str) -> str:
 
 
 def assert_is_dead(text: str) -> None:
-    """Well-formed, self-contained, without anything that is fetched, or that runs but the script that sorts tables."""
+    """Check that a page is well-formed, fetches nothing, and runs no script but the one that sorts tables."""
     page = Page(text)
     assert page.faults == []
     names = {tag for tag, _ in page.elements}
@@ -171,7 +171,7 @@ def test_page_of_a_pipeline(piped):
 
 
 def test_the_plan_of_a_papers_planner_is_read_by_all():
-    """Nobody counted what it was chosen from; the best of its family costs no more than the plan."""
+    """Its space is not counted; the best plan of the same family costs no more than the plan."""
     graph = gpt(Transformer("small", 4, 64, 4, 8, 128))
     cluster = load_cluster("local-cpu").resized(1, 4)
     planned = plan_jointly(graph, cluster, JointOptions(Options(batch=8), "chimera"))
@@ -223,7 +223,7 @@ def test_long_schedules_show_their_beginning_and_end():
 
 
 def test_numbers_are_exact_where_they_are_pointed_at(small, piped):
-    """Cells are sorted by ``data-value`` and show it; the segments of bars show their values."""
+    """Cells have their exact value in ``data-value`` and in the title; the segments of bars show their values."""
     page = Page(page_of(small))
     cells = [cell for cell in page.all("td") if "data-value" in cell]
     assert len(cells) > 40 and all(cell["title"] for cell in cells)
@@ -236,7 +236,7 @@ def test_numbers_are_exact_where_they_are_pointed_at(small, piped):
 
 
 def test_repeated_tables_are_collapsed(piped):
-    """The first stage's is open."""
+    """Only the table of the first stage is open."""
     text = page_of(piped)
     layers = text[text.index('id="layers"') : text.index('id="pipeline"')]
     assert re.findall(r'<details( open="")?><summary><h3>(Stage \d)', layers) == [
@@ -244,7 +244,7 @@ def test_repeated_tables_are_collapsed(piped):
         ("", "Stage 1"),
     ]
     assert layers.count("<table") == layers.count("</table></div></details>") == 2
-    assert "1 settings, and how each was settled" not in text
+    assert "1 settings and their outcomes" not in text
     assert "<summary>Infeasible: WPipe</summary>" in text
 
 
@@ -294,8 +294,8 @@ def test_lines_of_the_layer_graph():
     rows, lanes = graph_gutters(5, [(0, 1), (1, 2), (0, 2), (2, 3), (3, 4), (2, 4)])
     assert lanes == 1
     lines = [re.findall(r'd="([^"]*)"', row) for row in rows]
-    assert lines[0] == ["M9 50V100", "M9 50C20 50 20 70 20 100"]  # on, and off to the side
-    assert lines[1] == ["M9 50V100", "M9 0V50", "M20 0V100"]  # passed by
+    assert lines[0] == ["M9 50V100", "M9 50C20 50 20 70 20 100"]  # to the next row, and to the lane
+    assert lines[1] == ["M9 50V100", "M9 0V50", "M20 0V100"]  # the line of row 0 passes
     assert lines[2] == ["M9 50V100", "M9 0V50", "M20 0C20 30 20 50 9 50", "M9 50C20 50 20 70 20 100"]
     assert lines[4] == ["M9 0V50", "M20 0C20 30 20 50 9 50"]
     crossing, lanes = graph_gutters(6, [(0, 3), (1, 4), (2, 5)])

@@ -1,7 +1,7 @@
-"""The report in a real browser: nothing is cut off on a phone, on a desk or on paper, and everything can be read.
+"""The report in a real browser: nothing is cut off on phones, on large screens or on paper, and all texts are readable.
 
-Chromium loads a copy of the page in which a script looks around and writes what it sees into the page (the original allows no
-scripts but its own); the browser then prints the page's elements.
+Chromium loads a copy of the page with a script that measures the elements and writes the result into the page. The original page
+allows no scripts but its own. The browser then prints the elements of the page.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from autoddl.report import report_page
 
 from .sample_plans import gpt_plan, pipeline_plan, written
 
-#: Every start of the browser takes a second.
+#: Each start of the browser takes a second.
 pytestmark = pytest.mark.slow
 
 NAMES = ("chromium", "google-chrome", "google-chrome-stable", "chromium-browser")
@@ -30,7 +30,7 @@ OPTIONS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking",
     "--disable-component-update", "--disable-sync", "--disable-dev-shm-usage", "--hide-scrollbars",
 )  # fmt: skip
-#: Sections without the pipeline's.
+#: The sections of all pages; pages of pipelines have one more.
 SECTIONS = {"time", "layers", "memory", "alternatives", "baselines", "certificate", "trust", "provenance"}
 
 PROBE = r"""
@@ -104,7 +104,7 @@ addEventListener("load", () => {
 </script>
 """
 
-#: Windows are at least 500 pixels wide, so pages are looked at in frames; what the script saw is handed out of them.
+#: A window is at least 500 pixels wide, so pages are shown in frames. The result of the script is copied out of each frame.
 SHELL = '<!DOCTYPE html><meta charset="utf-8"><meta name="color-scheme" content="light dark">\n'
 FRAME = """<iframe style="display:block;width:%dpx;height:900px;border:0" srcdoc="%s"
   onload="this.after(this.contentDocument.getElementById('probe').cloneNode(true))"></iframe>
@@ -115,7 +115,7 @@ PAPER = round((210 - 28) / 25.4 * 96)
 
 @pytest.fixture(scope="module")
 def browser() -> str:
-    """The first that runs: some distributions have a chromium that only says where to get one."""
+    """The first browser that runs: the chromium of some distributions only prints where to get it."""
     for path in filter(None, map(shutil.which, NAMES)):
         if subprocess.run([path, "--version"], capture_output=True, timeout=60).returncode == 0:
             return path
@@ -146,9 +146,9 @@ def browse(browser: str, folder: Path, page: Path, *options: str) -> subprocess.
 
 
 def framed(page: Path, width: int) -> str:
-    """The page with the script, in a frame of that width; on phones and on paper with all that is collapsed open.
+    """Return a frame of a width in pixels that shows the page with the script.
 
-    In a frame of paper's width the rules for printing hold.
+    On phones and on paper, collapsed elements are open. In a frame of the width of paper, the style rules for printing apply.
     """
     text = page.read_text(encoding="utf-8")
     text, count = re.subn(r'<meta http-equiv="Content-Security-Policy"[^>]*>', lambda _: PROBE, text)
@@ -165,7 +165,7 @@ def framed(page: Path, width: int) -> str:
 
 
 def probed(browser: str, folder: Path, frames: list[str], *options: str) -> list[dict]:
-    """What the script saw in each frame."""
+    """Return the result of the script for each frame."""
     copy = folder / "copy.html"
     copy.write_text(SHELL + "".join(frames), encoding="utf-8")
     dom = browse(browser, folder, copy, "--window-size=1400,900", *options, "--dump-dom").stdout
@@ -183,7 +183,7 @@ def assert_is_right(seen: dict, width: int, sections: set[str]) -> None:
     assert seen["buttons"] > 10
     assert seen["pictures"] and all(wide > 1 and high > 1 for _, wide, high in seen["pictures"])
     assert seen["overlaps"] == [] and seen["dim"] == [] and seen["small"] == []
-    # The lines of the layer graph fill their rows, and its nodes lie on them.
+    # The edges of the layer graph fill their rows, and its nodes lie on them.
     assert seen["nodes"] and all(abs(row - edges) < 2.5 and off < 1 for row, edges, off in seen["nodes"])
 
 
@@ -199,12 +199,12 @@ DARK = "--blink-settings=preferredColorScheme=0"
     ids=["light", "dark"],
 )
 def test_on_screens_and_on_paper(browser, tmp_path, pages, looked_at, options):
-    """Boxes do not scroll on paper, so all of it has to fit."""
+    """Paper does not scroll, so all content has to fit."""
     frames = [framed(pages[name], width) for name, width in looked_at]
     for (name, width), seen in zip(looked_at, probed(browser, tmp_path, frames, *options)):
         assert seen["dark"] == bool(options)
         if width == PAPER:
-            seen["small"] = []  # paper is read from nearer
+            seen["small"] = []  # small text is readable on paper
         assert_is_right(seen, width, SECTIONS | ({"pipeline"} if name != "plain" else set()))
         if name != "plain":
             assert seen["marks"] > 20
@@ -253,7 +253,10 @@ addEventListener("load", () => {
 
 
 def test_tables_are_sorted_by_their_headings(browser, tmp_path, pages):
-    """Largest first, then smallest first, then as they were; layers lose their blocks meanwhile, alternatives stay with choices."""
+    """Clicks sort by largest first, then by smallest first, and then restore the order.
+
+    Sorted layers have no block rows. Alternatives stay with their choice.
+    """
     (seen,) = probed(browser, tmp_path, [framed(pages["piped"], 1280).replace(html.escape(PROBE), html.escape(SORT))])
     for name, (before, first, how, second, other, third, none) in seen.items():
         assert len(before) > 2 and third == before and none is None
@@ -265,7 +268,7 @@ def test_tables_are_sorted_by_their_headings(browser, tmp_path, pages):
 
 
 def test_the_page_runs_its_own_script_alone(browser, tmp_path, pages):
-    """The unchanged page, with a script put into it: its policy stops that, and not the page's own."""
+    """A script that is inserted into the page does not run, because of the page's policy; the page's own script runs."""
     text = pages["plain"].read_text(encoding="utf-8")
     copy = tmp_path / "injected.html"
     copy.write_text(text.replace("</body>", "<script>document.title = 'alive'</script></body>"), encoding="utf-8")
