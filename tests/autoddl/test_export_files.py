@@ -1,4 +1,4 @@
-"""Exported OneFlow files of plans without a pipeline: they pass the linter, do not import AutoDDL, and execute no text of a plan."""
+"""Exported OneFlow files of plans without a pipeline: they pass the linter, do not import AutoDDL, and execute no text of plans."""
 
 from __future__ import annotations
 
