@@ -130,7 +130,7 @@ def class_texts(models: Sequence[ClassOfLayers]) -> list[str]:
         template.replace("@class@", class_names[template]).replace("@repetitions@", _repetitions_text(sections))
         for template, sections in repetitions.items()
     ]
-    class_of = {section: class_names[template] for section, template in templates.items()}
+    class_of = {section_id: class_names[template] for section_id, template in templates.items()}
     return [*texts, *(_model_text(model, sections, class_of) for model, sections in zip(models, sections_of))]
 
 

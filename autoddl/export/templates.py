@@ -118,7 +118,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the annotated model on @what@.")
     parser.add_argument("--steps", type=int, default=10, help="number of training steps (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=@rate@, help="of the optimizer (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=@rate@, help="learning rate of the optimizer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initial values and data (%(default)s)")
     parser.add_argument("--load", metavar="STATE.npz", help="file with initial values: a plain model's state_dict")
     parser.add_argument("--save", metavar="STATE.npz", help="write final values to this file, by the plain model's names")
@@ -187,7 +187,7 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description="Train the annotated model on @what@.")
     parser.add_argument("--steps", type=int, default=@steps@, help="number of training steps (%(default)s)")
-    parser.add_argument("--learning-rate", type=float, default=@rate@, help="of the optimizer (%(default)s)")
+    parser.add_argument("--learning-rate", type=float, default=@rate@, help="learning rate of the optimizer (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="seed of initial values and data (%(default)s)")
     parser.add_argument(
         "--load", metavar="STATE.npz", nargs="+", default=[], help="files with initial values: a plain model's state_dict"
