@@ -1,8 +1,8 @@
-"""From an unmodified OneFlow module to its layer graph.
+"""Extracts the layer graph of an unmodified OneFlow module.
 
-:func:`extract` traces a module lazily (nothing executes) and gathers its operators into layers; :func:`extract_from_file`
-does so for ``FILE.py:FUNCTION``, and for models far larger than memory.  Both need OneFlow, which is imported when they are
-called.
+:func:`extract` traces a module lazily (no operator executes) and groups the traced operators into layers.
+:func:`extract_from_file` does the same for the module that ``FILE.py:FUNCTION`` returns, even if its parameters are far larger
+than memory.  Both functions import OneFlow when they are called.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ __all__ = ["extract", "extract_from_file"]
 
 
 def extract(module: Any, inputs: Sequence[Any], *, name: str = "") -> LayerGraph:
-    """The layer graph of ``module(*inputs)``.
+    """Return the layer graph of ``module(*inputs)``.
 
-    What is not understood becomes a layer of kind ``opaque``, which can be split along the batch only, and is named in
-    the graph's notes.
+    Operators that match no known kind of layer become layers of kind ``opaque``, which can be split along the batch only.  The
+    notes of the graph name these layers.
 
     Args:
-        module: any ``oneflow.nn.Module`` of local tensors; its mode (training or evaluation) is kept.
-        inputs: example tensors (or one), the batch as their first dimension.  Those that do not begin with the first one's
-            batch are taken as constants, with a note.
-        name: of the graph; by default the class of the module.
+        module: Any ``oneflow.nn.Module`` of local tensors.  Its mode (training or evaluation) is not changed.
+        inputs: Example tensors, or a single one.  Their first dimension is the batch.  A tensor whose first dimension differs
+            from that of the first tensor is taken as a constant, and a note says so.
+        name: Name of the graph.  Default: the name of the module's class.
 
     Raises:
-        UserError: OneFlow is not there, the module cannot be traced, or it holds nothing that depends on its inputs and
-            its parameters.
+        UserError: If OneFlow is not installed, the module cannot be traced, or no operator depends on both its inputs and its
+            parameters.
     """
     from .gather import gather
     from .trace import trace
@@ -42,10 +42,14 @@ def extract(module: Any, inputs: Sequence[Any], *, name: str = "") -> LayerGraph
 
 
 def extract_from_file(text: str) -> LayerGraph:
-    """The layer graph of the module that ``FILE.py:FUNCTION`` returns with its example inputs.
+    """Return the layer graph of the module and the example inputs that a user's function returns.
+
+    Args:
+        text: ``FILE.py:FUNCTION``.
 
     Raises:
-        UserError: as for :func:`extract`; or there is no such file or function, it raises, or returns something else.
+        UserError: If :func:`extract` raises it, the file or the function does not exist, or the function raises or returns
+            anything but a module and example inputs.
     """
     from .userfile import load_model
 

@@ -1,4 +1,4 @@
-"""What the pass over the operators works on: the layers made so far, and where each tensor's elements are."""
+"""State of the pass that groups operators into layers: the layers so far, and the layer that holds each tensor's elements."""
 
 from __future__ import annotations
 
@@ -16,22 +16,24 @@ __all__ = ["Assembly"]
 
 
 class Assembly:
-    """Layers in the making, in topological order."""
+    """Collects the drafts of layers, in topological order."""
 
     def __init__(self, graph: OperatorGraph):
         self.graph = graph
         self.drafts: list[LayerDraft] = []
+        #: By tensor name: which layer's output holds the elements of the tensor.  Raw tensors have no entry.
         self.views: dict[str, View] = {}
 
     # ---- Layers and views ---------------------------------------------------------------------------------------------
 
     def _add(self, draft: LayerDraft, *tensors: str) -> None:
+        """Append a layer; ``tensors`` are its outputs, with their features last."""
         self.drafts.append(draft)
         draft.output = tensors[0] if tensors else ""
         for tensor in tensors:
-            self.views[tensor] = self._plain(draft, tensor)
+            self.views[tensor] = self._plain_view(draft, tensor)
 
-    def _plain(self, draft: LayerDraft, tensor: str) -> View:
+    def _plain_view(self, draft: LayerDraft, tensor: str) -> View:
         return View(draft, tuple(range(len(self.graph.shapes[tensor]))))
 
     def _view(self, tensor: str) -> View:
@@ -39,7 +41,7 @@ class Assembly:
 
     @staticmethod
     def _has_features(view: View) -> bool:
-        """Whether the layer's output can be split along its features."""
+        """Return whether the layer's output can be split along its features."""
         return view.draft is not None and kind_of(view.draft.layer.kind).splitting is not Splitting.SAMPLES
 
     def _is_leaf(self, path: str) -> bool:
@@ -50,31 +52,34 @@ class Assembly:
         return f"{path}.{name}" if path else name
 
     def _parameters(self, tensors: Iterable[str], path: str) -> list[tuple[str, str]]:
-        """The parameters that learned tensors are made from, each with its name in the module at ``path``."""
+        """Return the parameters that learned tensors depend on, as pairs of variable and name in the module at ``path``."""
         variables = dict.fromkeys(v for tensor in tensors for v in self.graph.trained_variables(tensor))
         return [(variable, self._parameter_name(variable, path)) for variable in variables]
 
     def _parameter_name(self, variable: str, path: str) -> str:
-        """A parameter's name in the module at ``path`` or, where it has none there, its first."""
+        """Return the name of a parameter in the module at ``path``, or its first name if that module does not have it."""
         aliases = self.graph.aliases.get(variable, ())
         for holder, attribute in aliases:
             if holder == path:
                 return self._join(holder, attribute)
         return self._join(*aliases[0]) if aliases else self.graph.variables[variable].name
 
-    def _owners(self, tensors: Sequence[str]) -> list[LayerDraft]:
-        """The layers that tensors are the outputs of, each once; elements out of order are put in order by a layer."""
+    def _source_layers(self, tensors: Sequence[str]) -> list[LayerDraft]:
+        """Return the layers whose outputs hold the tensors, each once.
+
+        If the features of a tensor are not its last dimension, a layer that reorders the elements is added and returned.
+        """
         owners: dict[int, LayerDraft] = {}
         for tensor in tensors:
             view = self._view(tensor)
             if not view.is_plain:
-                view = self._reorder(tensor, view)
+                view = self._add_reordering(tensor, view)
             if view.draft is not None:
                 owners.setdefault(id(view.draft), view.draft)
         return list(owners.values())
 
-    def _reorder(self, tensor: str, view: View) -> View:
-        """A layer for a view whose features are not those of the layer that it looks at."""
+    def _add_reordering(self, tensor: str, view: View) -> View:
+        """Add an opaque layer that puts the elements of a view in order, and return the view of its output."""
         assert view.draft is not None
         op = self.graph.producer[tensor]
         shape = self.graph.sample_shape(tensor)

@@ -1,35 +1,48 @@
-"""Attention: softmax(q k^T) v, found from its softmax.
+"""Finds attention cores: softmax(q k^T) v.
 
-From the softmax up through masks and scales to the product q k^T, down through dropout to the product with v; then up
-from q, k and v through views and element-wise operators (heads split, rotary positions, repeated key-value heads) to
-where they come from, and down through views to the tensor with the heads side by side.  All of it is one layer.
+Each softmax is a starting point.  From there the operators of the core are collected in five steps:
+
+1. Scores: upward from the softmax through masks and scales to the product q k^T.
+2. Weighted values: downward from the softmax through dropout to the product with v.
+3. Merged heads: downward from that product through views to the tensor (batch, rows, heads * head_dim).
+4. Sources: upward from q, k and v through views and element-wise operators (split heads, rotary positions, repeated key-value
+   heads) to the outputs of other layers.
+5. Feeders: operators that compute masks or angles for the operators of steps 1 to 4 alone.
+
+All these operators are one layer if nothing but its output is read elsewhere.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from .operators import ELEMENTWISE, UNARY, VIEWS, Operator, OperatorGraph
 
 __all__ = ["AttentionRegion", "find_attentions"]
 
+#: Matrix products of two activations.
 _MATMULS = frozenset({"batch_matmul", "broadcast_matmul", "matmul"})
+#: Operators that apply a mask, a bias or a scale to the scores.
 _MASKS = frozenset({"masked_fill", "where", "add_n", "broadcast_add", "broadcast_mul"})
-_MERGES = VIEWS | frozenset({"concat"})
+#: Operators between q, k or v and its source that rearrange elements (rotary positions concatenate two halves).
+_REARRANGEMENTS = VIEWS | frozenset({"concat"})
 
 
 @dataclass(frozen=True)
 class AttentionRegion:
-    """An attention core.
+    """One attention core.
 
     Attributes:
-        operators: all that belong to it.
-        path: of the module that calls the softmax.
-        sources: tensors that it reads, those of q first, then k, then v.
-        output: (batch, rows, heads * head_dim).
-        rows, heads, head_dim: of the queries.
-        causal: whether a mask that comes from no input leaves out what lies ahead; None where there is a mask of unknown values.
-        dropout: whether probabilities are dropped.
+        operators: All operators of the core, in execution order.
+        path: Path of the module that calls the softmax.
+        sources: Tensors that the core reads: those of q first, then k, then v.
+        output: Output tensor of shape (batch, rows, heads * head_dim).
+        rows: Query rows of one sample.
+        heads: Query heads.
+        head_dim: Features of one head.
+        causal: Whether a constant mask hides the later rows from each row.  None if there is a constant mask of unknown values.
+        dropout: Whether dropout is applied to the probabilities.
     """
 
     operators: tuple[Operator, ...]
@@ -44,39 +57,48 @@ class AttentionRegion:
 
 
 def find_attentions(graph: OperatorGraph, ends: set[str], passable: set[str]) -> list[AttentionRegion]:
-    """All attention cores.
+    """Return all attention cores of a graph.
 
     Args:
-        graph: the operators.
-        ends: outputs of other layers, such as dense ones: where the way up ends.
-        passable: names of operators that the way up goes through though they are no views and not element-wise: norms of heads.
+        graph: The traced operators.
+        ends: Outputs of other layers, such as dense layers.  The upward search for sources ends at them.
+        passable: Names of operators that belong to the core although they are neither views nor element-wise: the norms of
+            single heads.
     """
-    found = (_around(graph, op, ends, passable) for op in graph.operators if op.kind == "softmax")
-    return [region for region in found if region is not None]
+    regions = (_region_around(graph, op, ends, passable) for op in graph.operators if op.kind == "softmax")
+    return [region for region in regions if region is not None]
 
 
-def _around(graph: OperatorGraph, softmax: Operator, ends: set[str], passable: set[str]) -> AttentionRegion | None:
+def _region_around(
+    graph: OperatorGraph, softmax: Operator, ends: set[str], passable: set[str]
+) -> AttentionRegion | None:
+    """Return the attention core of a softmax, or None if the softmax is not part of one."""
     members: dict[str, Operator] = {softmax.name: softmax}
-    scores, masks = _up_to_scores(graph, softmax, members)
-    weighted, dropout = _down_to_values(graph, softmax, members)
+    # 1. Scores.
+    scores, masks = _find_scores(graph, softmax, members)
+    # 2. Weighted values.
+    weighted, dropout = _find_weighted_values(graph, softmax, members)
     if scores is None or weighted is None:
         return None
-    query, key = scores.arguments["a"][0], scores.arguments["b"][0]
-    value = weighted.arguments["b"][0]
     sizes = _sizes(graph, scores, weighted)
     if sizes is None:
         return None
     rows, heads, head_dim = sizes
+    # 3. Merged heads.
     output = _merge_heads(graph, weighted, rows, heads * head_dim, members)
     if output is None:
         return None
+    # 4. Sources.
+    query, key = scores.arguments["a"][0], scores.arguments["b"][0]
+    value = weighted.arguments["b"][0]
     sources: dict[str, None] = {}
     for tensor in (query, key, value):
-        found, between = _up_to_sources(graph, tensor, ends, passable)
-        sources.update(dict.fromkeys(found))
-        members.update(between)
+        tensor_sources, operators = _find_sources(graph, tensor, ends, passable)
+        sources.update(dict.fromkeys(tensor_sources))
+        members.update(operators)
+    # 5. Feeders.
     _add_feeders(graph, members)
-    if not _closed(graph, members, output):
+    if not _is_closed(graph, members, output):
         return None
     return AttentionRegion(
         operators=tuple(sorted(members.values(), key=lambda op: graph.position[op.name])),
@@ -91,10 +113,13 @@ def _around(graph: OperatorGraph, softmax: Operator, ends: set[str], passable: s
     )
 
 
-def _up_to_scores(
+def _find_scores(
     graph: OperatorGraph, softmax: Operator, members: dict[str, Operator]
 ) -> tuple[Operator | None, list[str]]:
-    """The product q k^T, and the masks on the way to it."""
+    """Return the product q k^T (None if there is none) and the masks and scales between it and the softmax.
+
+    The operators between them are added to ``members``.
+    """
     masks: list[str] = []
     tensor = softmax.inputs[0]
     while True:
@@ -112,10 +137,13 @@ def _up_to_scores(
         tensor = active[0]
 
 
-def _down_to_values(
+def _find_weighted_values(
     graph: OperatorGraph, softmax: Operator, members: dict[str, Operator]
 ) -> tuple[Operator | None, bool]:
-    """The product with v, and whether a dropout comes before it."""
+    """Return the product with v (None if there is none), and whether a dropout precedes it.
+
+    The operators between the softmax and the product are added to ``members``.
+    """
     tensor, dropout = softmax.output, False
     while True:
         op = graph.sole_consumer(tensor)
@@ -132,32 +160,37 @@ def _down_to_values(
 
 
 def _sizes(graph: OperatorGraph, scores: Operator, weighted: Operator) -> tuple[int, int, int] | None:
-    """Rows, heads and features per head; None where queries and keys differ in number, or samples are not in front."""
-    *front, rows, columns = graph.shapes[scores.output]
-    *others, weighted_rows, head_dim = graph.shapes[weighted.output]
-    count = 1
-    for length in front:
-        count *= length
-    if rows != columns or front != others or weighted_rows != rows or count % graph.batch:
+    """Return rows, heads and features per head.
+
+    Returns:
+        None if the numbers of queries and keys differ, or if the first dimension is not the batch (or batch * heads).
+    """
+    *leading, rows, columns = graph.shapes[scores.output]
+    *weighted_leading, weighted_rows, head_dim = graph.shapes[weighted.output]
+    num_matrices = math.prod(leading)
+    if rows != columns or leading != weighted_leading or weighted_rows != rows or num_matrices % graph.batch:
         return None
-    if front and front[0] % graph.batch:
+    if leading and leading[0] % graph.batch:
         return None
-    return rows, count // graph.batch, head_dim
+    return rows, num_matrices // graph.batch, head_dim
 
 
 def _merge_heads(
     graph: OperatorGraph, weighted: Operator, rows: int, features: int, members: dict[str, Operator]
 ) -> str | None:
-    """Down through views to the tensor that has the heads side by side."""
+    """Return the tensor that holds the features of all heads in its last dimension, or None if there is none.
+
+    The views between the product with v and this tensor are added to ``members``.  A single head needs no view.
+    """
     tensor = weighted.output
-    wanted = graph.batch * rows
+    num_elements = graph.batch * rows * features
     while True:
         shape = graph.shapes[tensor]
-        one_head = weighted.output == tensor and features == shape[-1] and graph.elements(tensor) == wanted * features
+        is_single_head = tensor == weighted.output and shape[-1] == features and graph.elements(tensor) == num_elements
         op = graph.sole_consumer(tensor)
         if op is None or op.kind not in VIEWS:
-            return tensor if one_head else None
-        if one_head and op.kind == "reshape" and graph.shapes[op.output][-1] != features:
+            return tensor if is_single_head else None
+        if is_single_head and op.kind == "reshape" and graph.shapes[op.output][-1] != features:
             return tensor
         members[op.name] = op
         tensor = op.output
@@ -165,62 +198,61 @@ def _merge_heads(
             return tensor
 
 
-def _up_to_sources(
+def _find_sources(
     graph: OperatorGraph, tensor: str, ends: set[str], passable: set[str]
 ) -> tuple[list[str], dict[str, Operator]]:
-    """Where an operand comes from, and the operators on the way.
+    """Return the tensors that q, k or v is computed from, and the operators between them.
 
-    Where the ways from several layers meet (a residual, say), their meeting place is the source.
+    If an operator joins several sources (a residual sum, for example), its output is taken as the source.
     """
     op = graph.producer.get(tensor)
     active = graph.active_inputs(op) if op is not None else ()
-    if op is None or not active or tensor in ends or not (op.kind in _MERGES | ELEMENTWISE or op.name in passable):
+    if op is None or not active or tensor in ends or not (op.kind in _REARRANGEMENTS | ELEMENTWISE or op.name in passable):
         return [tensor], {}
     sources: dict[str, None] = {}
     members = {op.name: op}
     for other in active:
-        found, between = _up_to_sources(graph, other, ends, passable)
-        sources.update(dict.fromkeys(found))
-        members.update(between)
+        other_sources, operators = _find_sources(graph, other, ends, passable)
+        sources.update(dict.fromkeys(other_sources))
+        members.update(operators)
     return (list(sources), members) if len(sources) == 1 else ([tensor], {})
 
 
 def _add_feeders(graph: OperatorGraph, members: dict[str, Operator]) -> None:
-    """Add operators that only make masks, angles of rotary positions and the like for the region."""
-    todo = [tensor for op in members.values() for tensor in op.inputs if not graph.is_active(tensor)]
-    while todo:
-        op = graph.producer.get(todo.pop())
+    """Add operators that compute masks, angles of rotary positions and the like for ``members`` alone."""
+    pending = [tensor for op in members.values() for tensor in op.inputs if not graph.is_active(tensor)]
+    while pending:
+        op = graph.producer.get(pending.pop())
         if op is None or op.name in members:
             continue
         if all(reader.name in members for tensor in op.outputs for reader in graph.consumers.get(tensor, ())):
             members[op.name] = op
-            todo.extend(op.inputs)
+            pending.extend(op.inputs)
 
 
-def _closed(graph: OperatorGraph, members: dict[str, Operator], output: str) -> bool:
-    """Whether nobody outside reads anything of it but the output."""
-    for op in members.values():
-        for tensor in op.outputs:
-            if tensor != output and graph.is_active(tensor):
-                readers = graph.consumers.get(tensor, ())
-                if tensor in graph.outputs or any(reader.name not in members for reader in readers):
-                    return False
-    return True
+def _is_closed(graph: OperatorGraph, members: dict[str, Operator], output: str) -> bool:
+    """Return whether ``output`` is the only active tensor of ``members`` that is read outside of ``members``."""
+    tensors = (tensor for op in members.values() for tensor in op.outputs)
+    return not any(
+        tensor != output and graph.is_active(tensor) and graph.is_read_outside(tensor, members) for tensor in tensors
+    )
 
 
 def _is_causal(graph: OperatorGraph, masks: list[str], rows: int) -> bool | None:
-    """Whether one of the masks leaves out what lies ahead."""
-    verdicts: list[bool | None] = []
+    """Return whether one of the masks is causal; None if none is, but the values of at least one mask are unknown."""
+    is_unknown = False
     for mask in masks:
+        # A padding mask depends on the inputs, an additive bias is learned, and a scale has a single element.
         if not graph.is_fixed(mask) or graph.is_learned(mask) or graph.elements(mask) < rows * rows:
-            continue  # a mask of padding comes from the inputs, a bias is learned, a scale has one element
+            continue
         kinds = {op.kind for op in graph.ancestors(mask)}
-        held = [graph.variables[t].lower_triangular for t in _leaves(graph, mask) if t in graph.variables]
-        if kinds & {"tril", "triu", "fused_tril"} or True in held:
+        triangular = [graph.variables[t].lower_triangular for t in _roots(graph, mask) if t in graph.variables]
+        if kinds & {"tril", "triu", "fused_tril"} or True in triangular:
             return True
-        verdicts.append(None if None in held or not held else False)
-    return None if None in verdicts else False
+        is_unknown |= None in triangular or not triangular
+    return None if is_unknown else False
 
 
-def _leaves(graph: OperatorGraph, tensor: str) -> set[str]:
+def _roots(graph: OperatorGraph, tensor: str) -> set[str]:
+    """Return the tensors without a producer that a tensor depends on; the tensor itself is always among them."""
     return {t for op in graph.ancestors(tensor) for t in op.inputs if t not in graph.producer} | {tensor}

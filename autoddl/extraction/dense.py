@@ -1,8 +1,10 @@
-"""Dense layers: products with a learned matrix, their biases, and which of them are one layer.
+"""Finds dense layers (products with a learned matrix, and their biases), and groups of them that become one layer.
 
-Horizontal fusion: products of one tensor with several matrices are one product with the matrices side by side.  It is done
-where all results go into one attention core (queries, keys, values), and where two results are multiplied with each other,
-one of them through an activation function (a gated MLP).
+Horizontal fusion: the products of one tensor with several matrices are one product with the concatenated matrices.  Two cases
+are fused:
+
+- Projections: all products are read by one attention core alone (queries, keys, values).
+- Gates: two products are multiplied with each other, one of them after an activation function (a gated MLP).
 """
 
 from __future__ import annotations
@@ -16,20 +18,23 @@ from .operators import PRODUCTS, SUMS, UNARY, Operator, OperatorGraph
 
 __all__ = ["Dense", "DenseGroup", "find_dense", "find_loops", "fuse_gates", "fuse_projections"]
 
-_KINDS = frozenset({"matmul", "broadcast_matmul", "fused_matmul_bias"})
+#: Operators that may be a product with a learned matrix.
+_PRODUCT_KINDS = frozenset({"matmul", "broadcast_matmul", "fused_matmul_bias"})
 
 
 @dataclass(frozen=True)
 class Dense:
-    """A product with a learned matrix and, where there is one, the addition of its bias.
+    """A product with a learned matrix, and the addition of its bias, if any.
 
     Attributes:
-        product: the matrix product.
-        operators: product and bias.
-        source: what it reads.
-        output: what it makes, bias added.
-        weight, bias: learned tensors; no bias: empty.
-        in_features, out_features: of the product.
+        product: The matrix product.
+        operators: The product, and the addition of the bias unless the product includes it.
+        source: Input tensor.
+        output: Output tensor, including the bias.
+        weight: Learned matrix.
+        bias: Learned bias vector.  "" without a bias.
+        in_features: Length of the last dimension of the source.
+        out_features: Length of the last dimension of the output.
     """
 
     product: Operator
@@ -44,13 +49,13 @@ class Dense:
 
 @dataclass(frozen=True)
 class DenseGroup:
-    """Dense layers of one source that make one layer.
+    """Dense layers with the same source that become one layer.
 
     Attributes:
-        parts: in the order of their features.
-        activations: of a gate, in order; empty without one.
-        gate: the operators from the parts' outputs up to their product; empty without one.
-        output: of the gate; empty without one.
+        parts: The dense layers, in the order of their features.
+        activations: For a gate: kinds of the activation functions, in order.
+        gate: For a gate: operators between the outputs of the parts and their product, and the product.
+        output: For a gate: output tensor of the product.  "" otherwise.
     """
 
     parts: tuple[Dense, ...]
@@ -60,12 +65,13 @@ class DenseGroup:
 
 
 def find_dense(graph: OperatorGraph) -> list[Dense]:
-    """All products of an active or raw tensor with a learned matrix."""
-    return [dense for op in graph.operators if (dense := _dense(graph, op)) is not None]
+    """Return all dense layers: products of an active or raw tensor with a learned matrix."""
+    return [dense for op in graph.operators if (dense := _dense_of(graph, op)) is not None]
 
 
-def _dense(graph: OperatorGraph, op: Operator) -> Dense | None:
-    if op.kind not in _KINDS:
+def _dense_of(graph: OperatorGraph, op: Operator) -> Dense | None:
+    """Return the dense layer of a matrix product, or None if the operator is not a product with a learned matrix."""
+    if op.kind not in _PRODUCT_KINDS:
         return None
     keys = ("x", "weight") if op.kind == "fused_matmul_bias" else ("a", "b")
     source, weight = (op.arguments[key][0] for key in keys)
@@ -79,15 +85,15 @@ def _dense(graph: OperatorGraph, op: Operator) -> Dense | None:
     if op.kind == "fused_matmul_bias":
         bias = op.arguments["bias"][0]
     else:
-        follower = graph.sole_consumer(output)
-        found = _bias(graph, follower, output) if follower is not None else None
-        if follower is not None and found is not None:
-            operators, output, bias = (op, follower), follower.output, found
+        consumer = graph.sole_consumer(output)
+        added = _added_bias(graph, consumer, output) if consumer is not None else None
+        if consumer is not None and added is not None:
+            operators, output, bias = (op, consumer), consumer.output, added
     return Dense(op, operators, source, output, weight, bias, graph.shapes[source][-1], shape[-1])
 
 
-def _bias(graph: OperatorGraph, op: Operator, output: str) -> str | None:
-    """The vector that an operator adds to a product; None where it does something else."""
+def _added_bias(graph: OperatorGraph, op: Operator, output: str) -> str | None:
+    """Return the learned vector that an operator adds to ``output``, or None if it does anything else."""
     others = [tensor for tensor in op.inputs if tensor != output]
     if op.kind not in (SUMS - {"broadcast_sub"}) | {"bias_add"} or len(others) != 1:
         return None
@@ -96,32 +102,33 @@ def _bias(graph: OperatorGraph, op: Operator, output: str) -> str | None:
 
 
 def find_loops(graph: OperatorGraph, dense: Iterable[Dense]) -> list[list[Operator]]:
-    """Calls of modules without modules in them that multiply with one matrix again and again: recurrent ones.
+    """Return the operators of each call of a recurrent module.
 
-    (A dense layer that is called twice in a row does nothing but that.)
+    A recurrent module contains no other module, and multiplies with the same matrix several times.  It also has operators other
+    than the dense layers, which distinguishes it from a dense layer that is called twice in a row.
     """
     weights = {op.name: part.weight for part in dense for op in part.operators}
     loops = []
     for path, group in itertools.groupby(graph.operators, key=lambda op: op.path):
-        run = list(group)
-        products = [weights[op.name] for op in run if op.kind in _KINDS and op.name in weights]
-        if path in graph.leaves and len(set(products)) < len(products) and any(op.name not in weights for op in run):
-            loops.append(run)
+        operators = list(group)
+        factors = [weights[op.name] for op in operators if op.kind in _PRODUCT_KINDS and op.name in weights]
+        has_repeated_factor = len(set(factors)) < len(factors)
+        if path in graph.leaves and has_repeated_factor and any(op.name not in weights for op in operators):
+            loops.append(operators)
     return loops
 
 
 def fuse_projections(
     graph: OperatorGraph, dense: Iterable[Dense], attentions: Sequence[AttentionRegion]
 ) -> list[DenseGroup]:
-    """Groups of dense layers that read one tensor and feed nothing but one attention core."""
+    """Return groups of dense layers that read the same tensor and are read by one attention core alone."""
     by_output = {part.output: part for part in dense}
     groups = []
     for region in attentions:
-        inside = {op.name for op in region.operators}
+        names = {op.name for op in region.operators}
         by_source: dict[str, list[Dense]] = {}
         for tensor in region.sources:
-            readers = graph.consumers.get(tensor, ())
-            if tensor in by_output and tensor not in graph.outputs and all(op.name in inside for op in readers):
+            if tensor in by_output and not graph.is_read_outside(tensor, names):
                 part = by_output[tensor]
                 by_source.setdefault(part.source, []).append(part)
         groups += [DenseGroup(tuple(parts)) for parts in by_source.values() if len(parts) > 1]
@@ -129,47 +136,56 @@ def fuse_projections(
 
 
 def fuse_gates(graph: OperatorGraph, dense: Iterable[Dense]) -> list[DenseGroup]:
-    """Groups of two dense layers (or the halves of one) whose results are multiplied with each other."""
+    """Return groups of two dense layers (or of the two halves of one) whose results are multiplied with each other."""
     by_output = {part.output: part for part in dense}
     groups: list[DenseGroup] = []
     used: set[str] = set()
     for op in graph.operators:
-        group = _gate(graph, op, by_output) if op.kind in PRODUCTS else None
+        group = _gate_of(graph, op, by_output) if op.kind in PRODUCTS else None
         if group is not None and used.isdisjoint(part.output for part in group.parts):
             groups.append(group)
             used.update(part.output for part in group.parts)
     return groups
 
 
-def _gate(graph: OperatorGraph, product: Operator, by_output: dict[str, Dense]) -> DenseGroup | None:
+def _gate_of(graph: OperatorGraph, product: Operator, by_output: dict[str, Dense]) -> DenseGroup | None:
+    """Return the gate that ends at an element-wise product, or None if the product is not the end of a gate."""
     factors = graph.active_inputs(product)
     if len(factors) != 2 or len(product.inputs) != 2:
         return None
-    sides = [_up_to_dense(graph, factor, by_output) for factor in factors]
+    sides = [_side_of(graph, factor, by_output) for factor in factors]
     if sides[0] is None or sides[1] is None:
         return None
-    # The gate is the side with the activation; where neither or both have one, the first side.
+    # The gate is the side with the activation; if neither side or both sides have one, the first side.
     gate, up = sorted((sides[0], sides[1]), key=lambda side: not side.activations)
     operators = (*gate.operators, *up.operators, product)
     activations = (*gate.activations, *up.activations)
+    # The two halves of one dense layer.
     if gate.dense is up.dense:
         width = gate.dense.out_features // 2
-        halves = {gate.start, up.start} == {0, width} and graph.shapes[product.output][-1] == width
-        readers = {op.name for op in graph.consumers[gate.dense.output]}
-        if not halves or not readers <= {op.name for op in operators} or gate.dense.output in graph.outputs:
+        are_halves = {gate.start, up.start} == {0, width} and graph.shapes[product.output][-1] == width
+        if not are_halves or graph.is_read_outside(gate.dense.output, {op.name for op in operators}):
             return None
         return DenseGroup((gate.dense,), activations, operators, product.output)
-    whole = gate.start is None and up.start is None
-    same = gate.dense.source == up.dense.source and gate.dense.out_features == up.dense.out_features
-    alone = all(graph.sole_consumer(side.dense.output) is not None for side in (gate, up))
-    if not (whole and same and alone):
+    # Two dense layers of the same source.
+    are_whole = gate.start is None and up.start is None
+    are_alike = gate.dense.source == up.dense.source and gate.dense.out_features == up.dense.out_features
+    have_one_reader = all(graph.sole_consumer(side.dense.output) is not None for side in (gate, up))
+    if not (are_whole and are_alike and have_one_reader):
         return None
     return DenseGroup((gate.dense, up.dense), activations, operators, product.output)
 
 
 @dataclass(frozen=True)
 class _Side:
-    """The way from a dense layer to a product: activations, and where a slice of its features begins."""
+    """One factor of a gate's product: a dense layer and the operators between it and the product.
+
+    Attributes:
+        dense: The dense layer.
+        operators: Operators between the dense layer and the product, the last one first.
+        activations: Kinds of the activation functions, in execution order.
+        start: First feature of the slice of the dense layer's output.  None if the whole output is used.
+    """
 
     dense: Dense
     operators: tuple[Operator, ...]
@@ -177,7 +193,8 @@ class _Side:
     start: int | None
 
 
-def _up_to_dense(graph: OperatorGraph, tensor: str, by_output: dict[str, Dense]) -> _Side | None:
+def _side_of(graph: OperatorGraph, tensor: str, by_output: dict[str, Dense]) -> _Side | None:
+    """Return the side of a gate that ends at ``tensor``, or None if other operators are on the way to a dense layer."""
     operators: list[Operator] = []
     activations: list[str] = []
     start = None
@@ -188,7 +205,7 @@ def _up_to_dense(graph: OperatorGraph, tensor: str, by_output: dict[str, Dense])
         if op.kind in UNARY:
             activations.append(op.kind)
         elif op.kind in ("narrow", "slice") and start is None:
-            start = _start_of_features(graph, op)
+            start = _first_feature(graph, op)
             if start is None:
                 return None
         else:
@@ -198,8 +215,8 @@ def _up_to_dense(graph: OperatorGraph, tensor: str, by_output: dict[str, Dense])
     return _Side(by_output[tensor], tuple(operators), tuple(reversed(activations)), start)
 
 
-def _start_of_features(graph: OperatorGraph, op: Operator) -> int | None:
-    """Where a slice of the last dimension begins; None where other dimensions are cut, or elements are left out."""
+def _first_feature(graph: OperatorGraph, op: Operator) -> int | None:
+    """Return the first feature of a slice of features; None if other dimensions are sliced, or the step is not 1."""
     whole, part = graph.shapes[op.inputs[0]], graph.shapes[op.output]
     if whole[:-1] != part[:-1]:
         return None

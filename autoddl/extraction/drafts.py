@@ -1,4 +1,8 @@
-"""Layers in the making: what names them, ties their parameters and counts what follows them when all are known."""
+"""Drafts of layers, and the layer graph that is made from all drafts.
+
+Three properties of a layer depend on the other layers, so they are set when all drafts exist: its unique name, whether its
+parameters are tied to another layer's, and its epilogue (the element-wise operators that follow it).
+"""
 
 from __future__ import annotations
 
@@ -13,26 +17,26 @@ from .operators import OperatorGraph
 
 __all__ = ["LayerDraft", "View", "finish", "listed"]
 
-#: What a difference, and what is made of it, is as a loss.
+#: Name of the loss that consists of a difference and the operator given as key, before the mean.
 LOSSES_OF_DIFFERENCES = {"square": "mse_loss", "abs": "l1_loss"}
-#: How many names a note lists.
-SHOWN = 4
+#: Names that a note lists; the others are counted.
+MAX_LISTED_NAMES = 4
 
 
 @dataclass(eq=False)
 class LayerDraft:
-    """A layer in the making: its name, its ties and its readers' epilogues are known at the end only.
+    """A layer whose unique name, tied parameters and epilogue are not known yet.
 
     Attributes:
-        layer: without name, parameters and epilogue.
-        name: wanted; a number is appended where several layers want it.
-        path: of the module that made it.
-        inputs: what it reads.
-        variables: (tensor, parameter name) of its parameters.
-        epilogue: (operation, elements per sample) of what follows.
-        kinds: operators of an opaque layer.
-        mixes: whether a sample's result depends on the other samples of the batch.
-        output: the tensor that it made first (before any epilogue).
+        layer: The layer, without name, parameters and epilogue.
+        name: Requested name.  If several drafts request the same name, numbers are appended.
+        path: Path of the module that calls the layer's operators.
+        inputs: Layers whose outputs the layer reads.
+        variables: Pairs (tensor, parameter name) of the layer's parameters.
+        epilogue: Pairs (operation, elements per sample) of the element-wise operators that follow.
+        kinds: For an opaque layer: kinds of its operators.
+        mixes_samples: Whether the result of one sample depends on the other samples of the batch.
+        output: First output tensor of the layer, before its epilogue.  "" if the draft was added without one.
     """
 
     layer: Layer
@@ -42,17 +46,18 @@ class LayerDraft:
     variables: list[tuple[str, str]] = field(default_factory=list)
     epilogue: list[tuple[str, int]] = field(default_factory=list)
     kinds: list[str] = field(default_factory=list)
-    mixes: bool = False
+    mixes_samples: bool = False
     output: str = ""
 
 
 @dataclass(frozen=True)
 class View:
-    """Where a tensor's elements are: in a layer's output, its features last, or in some other order.
+    """The layer whose output holds the elements of a tensor, and the order of the tensor's dimensions.
 
     Attributes:
-        draft: the layer; None for raw data.
-        dims: the order of dimensions, compared with a tensor that has its features last; None where it is unknown.
+        draft: Layer that computes the elements.  None for raw data.
+        dims: Permutation of the dimensions, relative to the layer's output, whose features are last: ``dims[i]`` is the
+            dimension there of dimension i of the tensor.  None if the order is unknown.
     """
 
     draft: LayerDraft | None
@@ -60,86 +65,111 @@ class View:
 
     @property
     def is_plain(self) -> bool:
-        """Whether the features come last (or there is but one number)."""
+        """Whether the features are the last dimension of the tensor, or the tensor is a scalar."""
         return self.draft is None or self.dims == () or (self.dims is not None and self.dims[-1] == len(self.dims) - 1)
 
 
 def finish(drafts: Sequence[LayerDraft], graph: OperatorGraph, name: str, notes: Sequence[str]) -> LayerGraph:
-    """The layer graph of drafts in topological order.
+    """Return the layer graph of drafts.
 
-    A parameter belongs to the first layer that has it; to the others it is tied.
+    A parameter that several layers use belongs to the first of them; the other layers have it as a tied parameter.
+
+    Args:
+        drafts: All layers, in topological order.
+        graph: The traced operators.
+        name: Name of the layer graph.
+        notes: Notes of the layer graph; notes about opaque layers and unused parameters are appended.
     """
-    names = _unique_names([draft.name for draft in drafts])
-    named = {id(draft): unique for draft, unique in zip(drafts, names)}
+    # Unique names.
+    unique_names = _unique_names([draft.name for draft in drafts])
+    name_of_draft = {id(draft): unique for draft, unique in zip(drafts, unique_names)}
     owners: dict[str, str] = {}
     layers, edges = [], []
     for draft in drafts:
-        own = named[id(draft)]
+        layer_name = name_of_draft[id(draft)]
+        # Tied parameters.
         parameters = []
         for variable, parameter in dict(draft.variables).items():
-            owner = owners.setdefault(variable, own)
-            parameters.append(Parameter(parameter, graph.variables[variable].shape, None if owner == own else owner))
+            owner = owners.setdefault(variable, layer_name)
+            tied_to = None if owner == layer_name else owner
+            parameters.append(Parameter(parameter, graph.variables[variable].shape, tied_to))
+        # Epilogue.
         epilogue = _with_losses(draft.epilogue)
         kept = sum(kept_by_epilogue((operation,), elements) for operation, elements in epilogue)
         layers.append(
             replace(
                 draft.layer,
-                name=own,
+                name=layer_name,
                 parameters=tuple(parameters),
                 epilogue=tuple(operation for operation, _ in epilogue),
                 kept_elements=draft.layer.kept_elements + kept,
             )
         )
-        edges += [(named[id(source)], own) for source in draft.inputs]
+        edges += [(name_of_draft[id(source)], layer_name) for source in draft.inputs]
     layers = mark_blocks(layers, edges, graph.containers)
-    all_notes = [*notes, *_opaque_notes(drafts, named), *_unused_notes(graph, owners)]
+    all_notes = [*notes, *_opaque_notes(drafts, name_of_draft), *_unused_notes(graph, owners)]
     return LayerGraph(name, _sample_name(drafts, graph), tuple(layers), tuple(edges), tuple(all_notes))
 
 
-def _opaque_notes(drafts: Sequence[LayerDraft], named: dict[int, str]) -> list[str]:
-    places: dict[str, list[str]] = {}
+def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -> list[str]:
+    """Return notes that name the opaque layers and the layers that mix the samples of a batch."""
+    opaque_layers: dict[str, list[str]] = {}
     for draft in drafts:
         if draft.layer.kind == "opaque":
-            places.setdefault("+".join(dict.fromkeys(draft.kinds)), []).append(named[id(draft)])
-    notes = [f"{kinds} ({listed(layers)}): can be split along the batch only" for kinds, layers in places.items()]
-    mixing = [named[id(draft)] for draft in drafts if draft.mixes]
+            kinds = "+".join(dict.fromkeys(draft.kinds))
+            opaque_layers.setdefault(kinds, []).append(name_of_draft[id(draft)])
+    notes = [
+        f"{kinds} ({listed(names)}): can be split along the batch only" for kinds, names in opaque_layers.items()
+    ]
+    mixing = [name_of_draft[id(draft)] for draft in drafts if draft.mixes_samples]
     if mixing:
-        notes.append(f"{listed(mixing)}: mix the samples of a batch, so that they see a part of it where it is split")
+        notes.append(f"{listed(mixing)}: mix the samples of a batch; if the batch is split, each part is mixed by itself")
     return notes
 
 
 def _unused_notes(graph: OperatorGraph, owners: dict[str, str]) -> list[str]:
+    """Return a note that names the parameters which no layer uses, if there are any."""
     used = {graph.variables[tensor].name for tensor in owners}
     unused = [name for name in graph.parameters if name not in used]
     return [f"parameters that no layer uses: {listed(unused)}"] if unused else []
 
 
 def listed(names: Sequence[str]) -> str:
-    """The first few names, and how many more there are."""
-    more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
-    return ", ".join(names[:SHOWN]) + more
+    """Return the first names as a list in text, with the number of the others.
+
+    >>> listed(["a", "b", "c", "d", "e", "f"])
+    'a, b, c, d and 2 more'
+    """
+    num_more = len(names) - MAX_LISTED_NAMES
+    return ", ".join(names[:MAX_LISTED_NAMES]) + (f" and {num_more} more" if num_more > 0 else "")
 
 
 def _sample_name(drafts: Sequence[LayerDraft], graph: OperatorGraph) -> str:
+    """Return what one sample of the model is called: ``image``, ``sequence`` or ``row``."""
     kinds = {draft.layer.kind for draft in drafts}
     if "conv2d" in kinds:
         return "image"
-    rank = len(graph.shapes[graph.inputs[0]]) if graph.inputs else 0
-    return "sequence" if "embedding" in kinds or rank > 2 else "row"
+    num_dims = len(graph.shapes[graph.inputs[0]]) if graph.inputs else 0
+    return "sequence" if "embedding" in kinds or num_dims > 2 else "row"
 
 
-def _unique_names(wanted: Sequence[str]) -> list[str]:
-    """Numbers appended to names that occur more than once: ``add_1``, ``add_2``; to modules called again: ``fc``, ``fc_2``."""
-    counts = {name: wanted.count(name) for name in set(wanted)} if len(set(wanted)) < len(wanted) else {}
-    seen: dict[str, int] = {}
-    taken = set(wanted)
+def _unique_names(requested: Sequence[str]) -> list[str]:
+    """Append numbers to names that are requested more than once.
+
+    >>> _unique_names(["add", "fc", "add", "norm", "fc"])
+    ['add_1', 'fc', 'add_2', 'norm', 'fc_2']
+    """
+    has_duplicates = len(set(requested)) < len(requested)
+    counts = {name: requested.count(name) for name in set(requested)} if has_duplicates else {}
+    num_used: dict[str, int] = {}
+    taken = set(requested)
     names = []
-    for name in wanted:
+    for name in requested:
         if counts.get(name, 1) == 1:
             names.append(name)
             continue
-        number = seen[name] = seen.get(name, 0) + 1
-        is_functional = name.rpartition(".")[2] in ("add", "embed")
+        number = num_used[name] = num_used.get(name, 0) + 1
+        is_functional = name.rpartition(".")[2] in ("add", "embed")  # not the name of a module
         unique = name if number == 1 and not is_functional else f"{name}_{number}"
         while unique in taken and unique != name:
             unique += "_"
@@ -149,12 +179,16 @@ def _unique_names(wanted: Sequence[str]) -> list[str]:
 
 
 def _with_losses(epilogue: Sequence[tuple[str, int]]) -> list[tuple[str, int]]:
-    """An epilogue in which a difference's square (or absolute value) and its mean are the loss that they are."""
-    named = list(epilogue)
-    for i in range(len(named) - 1):
-        operation, following = named[i][0], named[i + 1][0]
+    """Replace a difference, its square or absolute value and the following mean by the loss that they compute.
+
+    >>> _with_losses([("relu", 8), ("sub", 8), ("square", 8), ("reduce_sum", 1), ("scalar_mul", 1)])
+    [('relu', 8), ('mse_loss', 8)]
+    """
+    operations = list(epilogue)
+    for i in range(len(operations) - 1):
+        operation, following = operations[i][0], operations[i + 1][0]
         if operation == "sub" and following in LOSSES_OF_DIFFERENCES:
-            rest = [name for name, _ in named[i + 2 :]]
+            rest = [name for name, _ in operations[i + 2 :]]
             if all(name in ("reduce_sum", "scalar_mul", "scalar_div") for name in rest):
-                return [*named[:i], (LOSSES_OF_DIFFERENCES[following], named[i][1])]
-    return named
+                return [*operations[:i], (LOSSES_OF_DIFFERENCES[following], operations[i][1])]
+    return operations

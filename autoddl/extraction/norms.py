@@ -1,13 +1,16 @@
-"""Norms over the last dimension, whatever they are written with.
+"""Finds norms over the last dimension, whichever operators they are written with.
 
-A norm reads one tensor x and takes *statistics* of each row: reductions over the last dimension that keep it (length 1).  Its
-operators are found by growing a region: from a first reduction up to x, then, in the order of execution, every element-wise
-operator or reduction that reads nothing but x and the region, until all that the region hands on is one tensor of x's
-shape; then the scale and the shift, products and sums with learned vectors.  Layer norm (nine operators on CPU) and RMS norm
-come out alike, in any of the ways in which people write them.
+A norm reads one tensor x and computes *statistics* of each row: reductions over the last dimension that keep it with length 1.
+The operators of a norm are found by growing a region, for each statistic:
 
-Where x begins is not known beforehand: in ``mean(x * x)`` the reduction reads a product.  So the reduction's input and its
-element-wise ancestors are tried, nearest first; a wrong one never closes.
+1. Choose x.  The statistic may read x or a tensor computed from x: in ``mean(x * x)`` it reads a product.  The candidates for x
+   are therefore the statistic's input and its element-wise ancestors, the nearest ones first.
+2. Add, in execution order, every element-wise operator and every statistic that reads nothing but x and the region.
+3. Stop when the region is *closed*: only one of its tensors is read outside of it, and this tensor has the shape of x.
+   A region of a wrong x never closes.
+4. Add the scale and the shift that follow: products and sums with learned vectors.
+
+This finds layer norm (nine operators on CPU) and RMS norm in all their usual spellings.
 """
 
 from __future__ import annotations
@@ -19,15 +22,25 @@ from .operators import ELEMENTWISE, PRODUCTS, REDUCTIONS, SUMS, UNARY, Operator,
 
 __all__ = ["NormRegion", "find_norms"]
 
-#: Operators that a norm may have between its first and its last; longer regions are something else.
-LONGEST = 24
-#: Element-wise steps from x to what the first statistic is taken of.
-DEEPEST = 3
+#: Operators of a norm without its scale and shift; a larger region is not a norm.
+MAX_NORM_OPERATORS = 24
+#: Operators after the first reader of x that are examined, those of other layers included.
+MAX_EXAMINED_OPERATORS = 4 * MAX_NORM_OPERATORS
+#: Element-wise operators between x and a statistic.
+MAX_ELEMENTWISE_DEPTH = 3
 
 
 @dataclass(frozen=True)
 class NormRegion:
-    """A norm: the operators, what it reads and makes, its learned vectors and how many statistics it takes of a row."""
+    """The operators of one norm.
+
+    Attributes:
+        operators: All operators of the norm.
+        source: Tensor x that the norm reads.
+        output: Tensor that the norm computes; it has the shape of x.
+        learned: Learned vectors (scale and shift).
+        statistics: Number of statistics of a row: 2 for layer norm, 1 for RMS norm.
+    """
 
     operators: tuple[Operator, ...]
     source: str
@@ -37,7 +50,10 @@ class NormRegion:
 
 
 def find_norms(graph: OperatorGraph) -> list[NormRegion]:
-    """All norms (but of raw data without learned scales), none sharing an operator with another."""
+    """Return all norms of a graph; they share no operator.
+
+    A norm of raw data is returned only if it has a learned scale or shift.
+    """
     regions: list[NormRegion] = []
     taken: set[str] = set()
     for op in graph.operators:
@@ -47,7 +63,8 @@ def find_norms(graph: OperatorGraph) -> list[NormRegion]:
             continue
         if op.name in taken or not _is_statistic(graph, op):
             continue
-        region = next(filter(None, (_grow(graph, op, source) for source in _sources(graph, op))), None)
+        candidates = (_grow(graph, op, source) for source in _possible_sources(graph, op))
+        region = next((candidate for candidate in candidates if candidate is not None), None)
         if (
             region is not None
             and graph.is_active(region.output)
@@ -55,11 +72,11 @@ def find_norms(graph: OperatorGraph) -> list[NormRegion]:
         ):
             regions.append(region)
             taken.update(member.name for member in region.operators)
-    return _with_centring(graph, regions)
+    return _join_centered(graph, regions)
 
 
-def _with_centring(graph: OperatorGraph, regions: list[NormRegion]) -> list[NormRegion]:
-    """Join ``x - mean`` with the norm of it that follows: together they are a layer norm written by hand."""
+def _join_centered(graph: OperatorGraph, regions: list[NormRegion]) -> list[NormRegion]:
+    """Join a region ``x - mean`` with the norm that reads its output: together they are a layer norm."""
     joined: list[NormRegion] = []
     for region in regions:
         before = joined[-1] if joined else None
@@ -84,23 +101,22 @@ def _with_centring(graph: OperatorGraph, regions: list[NormRegion]) -> list[Norm
 
 
 def _is_statistic(graph: OperatorGraph, op: Operator) -> bool:
-    """A reduction of a tensor made from data over its last dimension, which it keeps."""
+    """Return whether an operator reduces a data-dependent tensor over its last dimension and keeps the dimension."""
     if op.kind not in REDUCTIONS or graph.is_fixed(op.inputs[0]):
         return False
     shape = graph.shapes[op.inputs[0]]
-    kept = (*shape[:-1], 1)
     return (
         len(shape) > 1
         and shape[-1] > 1
         and graph.reduced_dims(op) == (len(shape) - 1,)
-        and graph.shapes[op.output] == kept
+        and graph.shapes[op.output] == (*shape[:-1], 1)
     )
 
 
-def _sources(graph: OperatorGraph, statistic: Operator) -> Iterator[str]:
-    """What x may be: the statistic's input, and what that is made from, element by element."""
+def _possible_sources(graph: OperatorGraph, statistic: Operator) -> Iterator[str]:
+    """Yield the candidates for x: the statistic's input and its element-wise ancestors, the nearest ones first."""
     source = statistic.inputs[0]
-    for _ in range(DEEPEST + 1):
+    for _ in range(MAX_ELEMENTWISE_DEPTH + 1):
         yield source
         op = graph.producer.get(source)
         if op is None or op.kind not in ELEMENTWISE:
@@ -112,36 +128,40 @@ def _sources(graph: OperatorGraph, statistic: Operator) -> Iterator[str]:
 
 
 def _grow(graph: OperatorGraph, statistic: Operator, source: str) -> NormRegion | None:
-    """The region of a norm of ``source`` that contains the statistic; None where it does not close."""
+    """Return the norm of ``source`` that contains a statistic, or None if the region does not close."""
     members: dict[str, Operator] = {}
     inside = {source}
     start = graph.position[graph.consumers[source][0].name]
     shape = graph.shapes[source]
-    small = (*shape[:-1], 1)
-    for op in graph.operators[start : start + 4 * LONGEST]:
-        active = graph.data_inputs(op)
-        # What reads x alone belongs here where a statistic comes of it; it is taken in when that is met.
-        if not active or not inside.issuperset(active) or not (_is_statistic(graph, op) or op.kind in ELEMENTWISE):
+    statistic_shape = (*shape[:-1], 1)
+    for op in graph.operators[start : start + MAX_EXAMINED_OPERATORS]:
+        data_inputs = graph.data_inputs(op)
+        if not data_inputs or not inside.issuperset(data_inputs):
             continue
-        if set(active) == {source} and not _is_statistic(graph, op) and not _leads_to_statistic(graph, op):
+        if not (_is_statistic(graph, op) or op.kind in ELEMENTWISE):
             continue
-        if graph.shapes[op.output] not in (shape, small):
+        # An element-wise operator that reads x alone is part of the norm only if a statistic is taken of its result.
+        if set(data_inputs) == {source} and not _is_statistic(graph, op) and not _leads_to_statistic(graph, op):
             continue
+        if graph.shapes[op.output] not in (shape, statistic_shape):
+            continue
+        # A learned tensor is a vector; if it has several dimensions, it has one element for each feature.
         if any(len(graph.shapes[t]) > 1 and graph.elements(t) != shape[-1] for t in graph.learned_inputs(op)):
             continue
         members[op.name] = op
         inside.update(op.outputs)
-        if len(members) > LONGEST:
+        if len(members) > MAX_NORM_OPERATORS:
             return None
-        output = _closed(graph, members, shape)
-        if output is not None and statistic.name in members:
-            return _with_affine(graph, members, source, output)
+        results = graph.results_of(members.values())
+        is_closed = len(results) == 1 and graph.shapes[results[0]] == shape
+        if is_closed and statistic.name in members:
+            return _with_affine(graph, members, source, results[0])
     return None
 
 
 def _leads_to_statistic(graph: OperatorGraph, op: Operator) -> bool:
-    """Whether every reader of an element-wise operator takes statistics of it (through further element-wise ones)."""
-    for _ in range(DEEPEST):
+    """Return whether only statistics read an element-wise operator, directly or through a chain of element-wise operators."""
+    for _ in range(MAX_ELEMENTWISE_DEPTH):
         readers = graph.consumers.get(op.output, ())
         if len(readers) != 1:
             return bool(readers) and all(_is_statistic(graph, reader) for reader in readers)
@@ -153,21 +173,8 @@ def _leads_to_statistic(graph: OperatorGraph, op: Operator) -> bool:
     return False
 
 
-def _closed(graph: OperatorGraph, members: dict[str, Operator], shape: tuple[int, ...]) -> str | None:
-    """The one tensor that a region hands on, of x's shape; None where there are others, or none."""
-    live = [
-        tensor
-        for op in members.values()
-        for tensor in op.outputs
-        if tensor in graph.outputs or any(r.name not in members for r in graph.consumers.get(tensor, ()))
-    ]
-    if len(live) == 1 and graph.shapes[live[0]] == shape:
-        return live[0]
-    return None
-
-
 def _with_affine(graph: OperatorGraph, members: dict[str, Operator], source: str, output: str) -> NormRegion:
-    """The region with the scale and the shift that follow it."""
+    """Return the norm of a closed region, including the scale and the shift that follow the region."""
     features = graph.shapes[source][-1]
     while True:
         op = graph.sole_consumer(output)

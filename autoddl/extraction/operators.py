@@ -1,17 +1,23 @@
-"""A traced model as a graph of operators: plain data, free of OneFlow.
+"""The operator graph of a traced model: plain data that needs no OneFlow.
 
-A tensor is one of
+Every tensor belongs to one of four classes, by what it is computed from:
 
-- *raw*: made from the model's inputs alone (token numbers, masks, images);
-- *learned*: made from parameters and constants alone (a weight, its transpose, a table of positions);
-- *constant*: made from neither (a causal mask, the numbers 0 to S - 1);
-- *active*: made from inputs and parameters: what flows through the model.
+=========  ==============  ==============  ===================================================
+class      model inputs    parameters      examples
+=========  ==============  ==============  ===================================================
+raw        yes             no              token numbers, padding masks, images
+learned    no              yes             a weight, its transpose, a table of positions
+constant   no              no              a causal mask, the numbers 0 to S - 1
+active     yes             yes             activations, logits, the loss
+=========  ==============  ==============  ===================================================
+
+A tensor is called *fixed* if it is learned or constant.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -38,7 +44,7 @@ def _names(table: str) -> frozenset[str]:
     return frozenset(table.split())
 
 
-#: Element by element, of one tensor.
+#: Element-wise operators of one tensor.
 UNARY = _names(
     """
     abs cast celu clip_by_scalar clip_by_scalar_max clip_by_scalar_min copy cos dropout elu erf exp
@@ -48,9 +54,11 @@ UNARY = _names(
     square tanh threshold
     """
 )
-#: Element by element, of several tensors, where the result grows and shrinks with each of them.
+#: Element-wise sums and differences of several tensors.
 SUMS = frozenset({"add_n", "broadcast_add", "broadcast_sub"})
+#: Element-wise products of several tensors.
 PRODUCTS = frozenset({"broadcast_mul"})
+#: All element-wise operators.
 ELEMENTWISE = (
     UNARY
     | SUMS
@@ -62,33 +70,35 @@ ELEMENTWISE = (
         """
     )
 )
-#: Losses element by element, in one operator.
+#: Element-wise losses that are a single operator.
 ELEMENTWISE_LOSSES = _names(
     """
     binary_cross_entropy binary_cross_entropy_with_logits binary_cross_entropy_with_logits_reduce_mean kl_div_loss
     smooth_l1_loss
     """
 )
-#: Cross entropy in one operator.
+#: Cross entropies that are a single operator.
 CROSS_ENTROPIES = frozenset({"sparse_softmax_cross_entropy", "sparse_cross_entropy"})
-#: Rows of a table by their numbers (with a row for padding, which is not trained: the latter).
+#: Lookups of table rows by index.  ``embedding`` has a padding row, which is not trained.
 LOOKUPS = frozenset({"gather", "embedding"})
-#: The same elements in another shape or order, or some of them.
+#: Operators that reshape, reorder or select elements and compute nothing.
 VIEWS = frozenset({"expand", "expand_dims", "narrow", "reshape", "slice", "squeeze", "transpose"})
+#: Reductions over some of a tensor's dimensions.
 REDUCTIONS = frozenset({"reduce_sum", "reduce_mean", "reduce_max", "reduce_min", "var"})
-#: Where their operators' attributes hold the dimensions.
-_REDUCED = ("axis", "dim")
+#: Names of the attribute that lists the reduced dimensions.
+_REDUCED_DIMS_ATTRIBUTES = ("axis", "dim")
 
 
 @dataclass(frozen=True)
 class ModelTensor:
-    """A tensor that the model owns.
+    """A parameter, a buffer or another tensor that the model reads as a variable.
 
     Attributes:
-        name: module path and attribute.
-        shape: of the whole tensor.
-        trained: a parameter; otherwise a buffer, or a tensor that the model does not know of.
-        lower_triangular: whether what is not zero lies on and below the diagonal; None where that is not known.
+        name: Module path and attribute name.
+        shape: Shape of the whole tensor.
+        trained: Whether the tensor is a parameter.  Otherwise it is a buffer, or a tensor that is not registered in the model.
+        lower_triangular: For a buffer of square matrices: whether all elements above the diagonal are zero, or all elements on
+            and below it, as in a causal mask.  None if unknown.
     """
 
     name: str
@@ -99,7 +109,16 @@ class ModelTensor:
 
 @dataclass(frozen=True)
 class Operator:
-    """One operator: its kind is OneFlow's name of it, its path that of the module that called it."""
+    """One operator of the trace.
+
+    Attributes:
+        name: Unique name of the operator.
+        kind: OneFlow's name of the operator type, such as ``matmul``.
+        path: Path of the module that called the operator.
+        arguments: Input tensors by OneFlow's argument name.
+        results: Output tensors by OneFlow's result name.
+        attributes: OneFlow's attributes of the operator, such as ``transpose_a``.
+    """
 
     name: str
     kind: str
@@ -110,38 +129,38 @@ class Operator:
 
     @cached_property
     def inputs(self) -> tuple[str, ...]:
-        """Tensors that it reads; those called a, in, x (and so on) before b, y."""
+        """Input tensors, in alphabetical order of their argument names (``a`` before ``b``, ``x`` before ``y``)."""
         return tuple(tensor for key in sorted(self.arguments) for tensor in self.arguments[key])
 
     @cached_property
     def outputs(self) -> tuple[str, ...]:
-        """Tensors that it makes, the main one first."""
+        """Output tensors; the main output comes first."""
         order = sorted(self.results, key=lambda key: (key not in ("out", "y", "z", "output"), key))
         return tuple(tensor for key in order for tensor in self.results[key])
 
     @property
     def output(self) -> str:
-        """The main result."""
+        """The main output tensor."""
         return self.outputs[0]
 
 
 @dataclass(frozen=True)
 class OperatorGraph:
-    """A traced model.
+    """The operators, tensors and modules of a traced model.
 
     Attributes:
-        operators: in the order of execution.
-        shapes: of every tensor, for the whole example batch.
-        inputs: the model's inputs, as far as they have the batch in front.
-        variables: tensors that the model owns.
-        outputs: what the model returns.
-        batch: samples in the example.
-        aliases: all names of each parameter, (module path, attribute), by the name of its variable.
-        parameters: names of all parameters of the model, traced or not.
-        containers: paths of module lists, with the paths of their children in order.
-        leaves: paths of modules without modules in them.
-        modules: the model's modules by their paths, without the model itself.
-        notes: what users should know about the trace.
+        operators: Operators, in execution order.
+        shapes: Shape of every tensor, by tensor name, for the whole example batch.
+        inputs: Model inputs whose first dimension is the batch, and index tensors that count as such inputs.
+        variables: Tensors that the model owns, by tensor name.
+        outputs: Tensors that the model returns.
+        batch: Number of samples in the example inputs.
+        aliases: For each parameter, by tensor name: all its (module path, attribute) pairs.  Tied parameters have several.
+        parameters: Names of all parameters of the model, including those that the trace does not read.
+        containers: Paths of module lists and sequences, with the paths of their children in order.
+        leaves: Paths of the modules that contain no other module.
+        modules: Modules by path, without the model itself.
+        notes: Notes about the trace for the user.
     """
 
     operators: tuple[Operator, ...]
@@ -159,12 +178,12 @@ class OperatorGraph:
 
     @cached_property
     def producer(self) -> Mapping[str, Operator]:
-        """Who makes a tensor; inputs and variables are nobody's."""
+        """The operator that computes each tensor.  Model inputs and variables have none."""
         return {tensor: op for op in self.operators for tensor in op.outputs}
 
     @cached_property
     def consumers(self) -> Mapping[str, tuple[Operator, ...]]:
-        """Who reads a tensor (each reader once)."""
+        """The operators that read each tensor, each operator once."""
         table: dict[str, list[Operator]] = {}
         for op in self.operators:
             for tensor in dict.fromkeys(op.inputs):
@@ -173,18 +192,19 @@ class OperatorGraph:
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Place of an operator in the order of execution, by name."""
+        """Index of each operator in execution order, by operator name."""
         return {op.name: i for i, op in enumerate(self.operators)}
 
     @cached_property
-    def _from_data(self) -> frozenset[str]:
-        return self._reached(self.inputs)
+    def _depend_on_inputs(self) -> frozenset[str]:
+        return self._descendants(self.inputs)
 
     @cached_property
-    def _from_parameters(self) -> frozenset[str]:
-        return self._reached(tensor for tensor, variable in self.variables.items() if variable.trained)
+    def _depend_on_parameters(self) -> frozenset[str]:
+        return self._descendants(tensor for tensor, variable in self.variables.items() if variable.trained)
 
-    def _reached(self, tensors: Iterable[str]) -> frozenset[str]:
+    def _descendants(self, tensors: Iterable[str]) -> frozenset[str]:
+        """Return the tensors and all tensors that are computed from them."""
         reached = set(tensors)
         for op in self.operators:
             if not reached.isdisjoint(op.inputs):
@@ -192,87 +212,104 @@ class OperatorGraph:
         return frozenset(reached)
 
     def is_active(self, tensor: str) -> bool:
-        """Made from inputs and parameters."""
-        return tensor in self._from_data and tensor in self._from_parameters
+        """Return whether a tensor depends on model inputs and on parameters."""
+        return tensor in self._depend_on_inputs and tensor in self._depend_on_parameters
 
     def is_raw(self, tensor: str) -> bool:
-        """Made from inputs alone."""
-        return tensor in self._from_data and tensor not in self._from_parameters
+        """Return whether a tensor depends on model inputs but on no parameter."""
+        return tensor in self._depend_on_inputs and tensor not in self._depend_on_parameters
 
     def is_learned(self, tensor: str) -> bool:
-        """Made from parameters, and from no input."""
-        return tensor in self._from_parameters and tensor not in self._from_data
+        """Return whether a tensor depends on parameters but on no model input."""
+        return tensor in self._depend_on_parameters and tensor not in self._depend_on_inputs
 
     def is_fixed(self, tensor: str) -> bool:
-        """Made from no input: learned, or constant."""
-        return tensor not in self._from_data
+        """Return whether a tensor depends on no model input: it is learned or constant."""
+        return tensor not in self._depend_on_inputs
 
     def active_inputs(self, op: Operator) -> tuple[str, ...]:
-        """Those of an operator's inputs that are active, each once."""
+        """Return the active inputs of an operator, each once."""
         return tuple(dict.fromkeys(tensor for tensor in op.inputs if self.is_active(tensor)))
 
     def data_inputs(self, op: Operator) -> tuple[str, ...]:
-        """Those of an operator's inputs that are active or raw, each once."""
+        """Return the active and raw inputs of an operator, each once."""
         return tuple(dict.fromkeys(tensor for tensor in op.inputs if not self.is_fixed(tensor)))
 
     def learned_inputs(self, op: Operator) -> tuple[str, ...]:
-        """Those of an operator's inputs that are learned, each once."""
+        """Return the learned inputs of an operator, each once."""
         return tuple(dict.fromkeys(tensor for tensor in op.inputs if self.is_learned(tensor)))
 
     def sole_consumer(self, tensor: str) -> Operator | None:
-        """The one reader of a tensor that is not an output of the model; None where there are none or more."""
-        readers = self.consumers.get(tensor, ())
-        return readers[0] if len(readers) == 1 and tensor not in self.outputs else None
+        """Return the only operator that reads a tensor.
+
+        Returns:
+            None if no operator or several operators read the tensor, or if the model returns it.
+        """
+        consumers = self.consumers.get(tensor, ())
+        return consumers[0] if len(consumers) == 1 and tensor not in self.outputs else None
+
+    def is_read_outside(self, tensor: str, names: Container[str]) -> bool:
+        """Return whether the model returns a tensor, or an operator that is not in ``names`` reads it."""
+        return tensor in self.outputs or any(reader.name not in names for reader in self.consumers.get(tensor, ()))
+
+    def results_of(self, operators: Iterable[Operator]) -> list[str]:
+        """Return the tensors that a group of operators computes and that are read outside of the group."""
+        members = list(operators)
+        names = {op.name for op in members}
+        return [tensor for op in members for tensor in op.outputs if self.is_read_outside(tensor, names)]
 
     def ancestors(self, tensor: str) -> list[Operator]:
-        """All operators that a tensor is made by."""
-        found: dict[str, Operator] = {}
-        todo = [tensor]
-        while todo:
-            op = self.producer.get(todo.pop())
-            if op is not None and op.name not in found:
-                found[op.name] = op
-                todo.extend(op.inputs)
-        return list(found.values())
+        """Return all operators that a tensor depends on, depth first, beginning with the tensor's producer."""
+        ancestors: dict[str, Operator] = {}
+        pending = [tensor]
+        while pending:
+            op = self.producer.get(pending.pop())
+            if op is not None and op.name not in ancestors:
+                ancestors[op.name] = op
+                pending.extend(op.inputs)
+        return list(ancestors.values())
 
     def trained_variables(self, tensor: str) -> list[str]:
-        """The parameters that a learned tensor is made from, in the order of their use."""
+        """Return the parameters that a learned tensor is computed from, in the order of their use."""
         tensors = [tensor, *(t for op in reversed(self.ancestors(tensor)) for t in op.inputs)]
         return list(dict.fromkeys(t for t in tensors if t in self.variables and self.variables[t].trained))
 
     def elements(self, tensor: str) -> int:
-        """Elements of a tensor, the whole batch."""
+        """Return the number of elements of a tensor, for the whole batch."""
         return math.prod(self.shapes[tensor])
 
     def rows_and_features(self, tensor: str) -> tuple[int, int]:
-        """Of one sample, its features being the last dimension."""
+        """Return the number of rows and of features of one sample; features are the last dimension of the tensor."""
         shape = self.shapes[tensor]
         features = shape[-1] if shape else 1
         return max(self.elements(tensor) // (self.batch * features), 1), features
 
     def sample_shape(self, tensor: str) -> tuple[int, ...]:
-        """The shape of one sample's share: (rows, features), or (channels, height, width) where there are four dimensions."""
+        """Return the shape of one sample: (channels, height, width) if the tensor has four dimensions, else (rows, features)."""
         shape = self.shapes[tensor]
         if len(shape) > 3 and shape[0] == self.batch:
             return shape[1:]
         return self.rows_and_features(tensor)
 
     def has_batch(self, tensor: str) -> bool:
-        """Whether a tensor can be cut into samples."""
+        """Return whether a tensor can be split into samples along its first dimension."""
         shape = self.shapes[tensor]
         return bool(shape) and shape[0] % self.batch == 0 and not self.is_fixed(tensor)
 
     def reduced_dims(self, op: Operator) -> tuple[int, ...]:
-        """The dimensions that a reduction sums over, counted from the front."""
-        rank = len(self.shapes[op.inputs[0]])
-        for key in _REDUCED:
+        """Return the dimensions that a reduction reduces, as numbers from 0 in ascending order."""
+        num_dims = len(self.shapes[op.inputs[0]])
+        for key in _REDUCED_DIMS_ATTRIBUTES:
             if key in op.attributes:
-                return tuple(sorted(dim % rank for dim in op.attributes[key])) if rank else ()
-        return tuple(range(rank))
+                return tuple(sorted(dim % num_dims for dim in op.attributes[key])) if num_dims else ()
+        return tuple(range(num_dims))
 
 
 def flops(graph: OperatorGraph, op: Operator) -> float:
-    """Forward FLOPs of an operator on the whole batch, as far as it is a product (a multiply-add counts as two)."""
+    """Return the forward FLOPs of a matrix product or a convolution on the whole batch; 0 for other operators.
+
+    A multiply-add counts as two FLOPs.
+    """
     if op.kind in ("matmul", "batch_matmul", "broadcast_matmul"):
         left = graph.shapes[op.arguments["a"][0]]
         return 2.0 * graph.elements(op.output) * left[-2 if op.attributes.get("transpose_a") else -1]
@@ -286,6 +323,6 @@ def flops(graph: OperatorGraph, op: Operator) -> float:
 
 
 def lookup_arguments(op: Operator) -> tuple[str, str]:
-    """The table and the indices of a lookup."""
+    """Return the table and the index tensor of a lookup."""
     table = "weight" if op.kind == "embedding" else "in"
     return op.arguments[table][0], op.arguments["indices"][0]

@@ -1,4 +1,4 @@
-"""From a OneFlow module to its operators, by tracing it lazily: nothing executes, no activation is allocated."""
+"""Traces a OneFlow module lazily into an operator graph: no operator executes, no activation is allocated."""
 
 from __future__ import annotations
 
@@ -21,33 +21,41 @@ from .operators import ELEMENTWISE, LOOKUPS, VIEWS, ModelTensor, Operator, Opera
 
 __all__ = ["trace"]
 
-#: The traced module's attribute in the graph: every module path begins with it.
+#: Attribute of the lazy graph that holds the traced module.  OneFlow's module paths begin with this name.
 _ROOT = "traced"
-_COLOURS = re.compile("\x1b\\[[0-9;]*m")
-_HIDDEN_VALUE = re.compile(r"not allowed to be called in nn\.Graph|Only eager scalar tensor")
-_NOT_USERS = re.compile(r"[/\\](site-packages|dist-packages|extraction)[/\\]|^<")
+#: Escape sequences for terminal colors in OneFlow's messages.
+_COLOR_CODES = re.compile("\x1b\\[[0-9;]*m")
+#: OneFlow's messages for a forward pass that reads the value of a tensor, which does not exist during lazy tracing.
+_VALUE_READ = re.compile(r"not allowed to be called in nn\.Graph|Only eager scalar tensor")
+#: Files that are not the user's code: installed packages, this package, and code that is in no file.
+_FOREIGN_FILE = re.compile(r"[/\\](site-packages|dist-packages|extraction)[/\\]|^<")
+#: Characters of OneFlow's message that an error quotes.
+_MAX_MESSAGE_LENGTH = 200
 
 
 def trace(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
-    """The operators of ``module(*inputs)``.
+    """Return the operator graph of ``module(*inputs)``.
 
     Args:
-        module: any ``oneflow.nn.Module``; its mode (training or evaluation) is kept.
-        inputs: example tensors, the batch as their first dimension.
+        module: Any ``oneflow.nn.Module``.  Its mode (training or evaluation) is not changed.
+        inputs: Example tensors; their first dimension is the batch.
 
     Raises:
-        UserError: the first input has no dimension, or the module cannot be traced (its forward raises, or looks at values).
+        UserError: If the first input has no dimension, or if the module cannot be traced because its forward pass raises an
+            exception or reads the values of tensors.
     """
     if not inputs or not inputs[0].shape:
         raise UserError("the example inputs should begin with a tensor whose first dimension is the batch")
     with _tensors_as_buffers(module):
-        return _with_constant_lookups(_operators(module, inputs))
+        return _with_constant_indices_as_inputs(_trace_operators(module, inputs))
 
 
-def _operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
+def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
+    """Build the lazy graph of a module and read its operators, tensors and variables from OneFlow's job description."""
     graph = _lazy_graph(module, inputs)
     forward, full = graph._forward_job_proto, graph._full_job_proto
     shapes = {name: tuple(blob.shape.dim) for name, blob in full.helper.lbn2logical_blob_desc.items()}
+    # Sort the operators of the job by their type.
     operators, data, returned, variables = [], [], [], {}
     for conf in forward.net.op:
         kind = conf.WhichOneof("op_type")
@@ -60,10 +68,12 @@ def _operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
         elif kind == "variable_conf":
             variables[f"{conf.name}/{conf.variable_conf.out}"] = conf.name
         else:
-            raise UserError(f"the trace holds a {kind} operator ({conf.name}), which is not understood")
+            raise UserError(f"the trace contains the operator {conf.name} of type {kind}, which is not supported")
+    # Remove operators that are not part of the model or whose results are not used.
     operators, outputs = _without_wrapper(operators, returned)
-    operators = _without_dead(operators, outputs)
-    _complete_shapes(operators, shapes)
+    operators = _without_unused(operators, outputs)
+    _infer_missing_shapes(operators, shapes)
+    # Inputs without the batch dimension are constants.
     batch = int(inputs[0].shape[0])
     notes = []
     batched = []
@@ -72,11 +82,12 @@ def _operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
             batched.append(tensor)
         else:
             notes.append(
-                f"example input {i} of shape {shapes[tensor]} does not begin with the batch of {batch}: taken as a constant"
+                f"the first dimension of example input {i} (shape {shapes[tensor]}) is not the batch of {batch}: "
+                "the input is taken as a constant"
             )
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     if frozen:
-        notes.append(f"{len(frozen)} frozen parameters ({frozen[0]}, ...) are counted as trained ones")
+        notes.append(f"{len(frozen)} frozen parameters ({frozen[0]}, ...) are treated as trained")
     return OperatorGraph(
         operators=tuple(operators),
         shapes=shapes,
@@ -95,50 +106,56 @@ def _operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
 
 @contextlib.contextmanager
 def _tensors_as_buffers(module: Any) -> Iterator[None]:
-    """Register tensors that are plain attributes (masks, tables of angles) as buffers, for as long as the context lasts.
+    """Register tensors that are plain attributes (masks, tables of angles) as buffers while the context is active.
 
-    Otherwise their values could not be looked at, and OneFlow aborts the process where a second graph meets them.
+    Values of tensors that are not registered cannot be read, and OneFlow aborts the process when a second graph uses them.
     """
     flow: Any = load_oneflow()
-    found = [
+    attributes = [
         (part, name, value)
         for part in module.modules()
         for name, value in vars(part).items()
         if isinstance(value, flow.Tensor)
     ]
-    for part, name, value in found:
+    for part, name, value in attributes:
         del part.__dict__[name]
         part.register_buffer(name, value)
     try:
         yield
     finally:
-        for part, name, value in found:
+        for part, name, value in attributes:
             del part._buffers[name]
             part.__dict__[name] = value
 
 
-def _with_constant_lookups(graph: OperatorGraph) -> OperatorGraph:
-    """Count indices as data where a table is looked up at the same place for all tokens of the batch.
+def _with_constant_indices_as_inputs(graph: OperatorGraph) -> OperatorGraph:
+    """Add index tensors that hold one constant for all tokens of the batch to the inputs of the graph.
 
-    Token types that are not given are such zeros.  (Positions, which count up, are none.)
+    A model makes such indices for token types that the caller does not pass, for example.  The lookup then is an embedding
+    layer like that of indices which are passed.  Positions count up, so they are no such indices.
     """
-    constant = []
+    constant_indices = []
     for op in graph.operators:
         if op.kind in LOOKUPS and graph.is_fixed(lookup_arguments(op)[1]):
             _, indices = lookup_arguments(op)
             shape = graph.shapes[indices]
-            makers = {maker.kind for maker in graph.ancestors(indices)}
+            ancestor_kinds = {ancestor.kind for ancestor in graph.ancestors(indices)}
             if (
                 len(shape) > 1
                 and shape[0] == graph.batch
-                and "constant" in makers
-                and makers <= {"constant", *VIEWS, "cast"}
+                and "constant" in ancestor_kinds
+                and ancestor_kinds <= {"constant", *VIEWS, "cast"}
             ):
-                constant.append(indices)
-    return replace(graph, inputs=(*graph.inputs, *constant))
+                constant_indices.append(indices)
+    return replace(graph, inputs=(*graph.inputs, *constant_indices))
 
 
 def _lazy_graph(module: Any, inputs: Sequence[Any]) -> Any:
+    """Build a ``flow.nn.Graph`` that calls the module.
+
+    Raises:
+        UserError: If the module cannot be traced.
+    """
     flow: Any = load_oneflow()
 
     class Traced(flow.nn.Graph):
@@ -147,13 +164,13 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> Any:
             setattr(self, _ROOT, module)
 
         def build(self, *args: Any) -> Any:
-            # Outputs are allocated: a number stands for each.
+            # OneFlow allocates the outputs of a graph, so the graph returns one sum for each output of the module.
             outputs = list(_tensors(getattr(self, _ROOT)(*args), flow))
             if not outputs:
-                raise UserError("the module returns no tensor, it should return its loss or its output")
+                raise UserError("the module returns no tensor; it should return its loss or its output")
             return tuple(flow.sum(output.to(flow.float32)) for output in outputs)
 
-    with _quiet():
+    with _silenced():
         graph = Traced()
         try:
             graph.build_graph(*inputs)
@@ -165,8 +182,8 @@ def _lazy_graph(module: Any, inputs: Sequence[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """OneFlow prints its view of an error, and warns of modules that it has not met before."""
+def _silenced() -> Iterator[None]:
+    """Discard what OneFlow prints about errors, and its warnings about unknown modules."""
     with (
         warnings.catch_warnings(),
         contextlib.redirect_stdout(io.StringIO()),
@@ -177,26 +194,26 @@ def _quiet() -> Iterator[None]:
 
 
 def describe(error: BaseException) -> str:
-    """An exception as one line: its type and message, and the line of the user's code that led to it.
+    """Return an exception as one line: its type, its message, and the last line of the user's code in its traceback.
 
-    OneFlow's messages are the fault, its own stack, and the type of the error; the fault is often told by two numbers alone,
-    so that the function which found it is told with them.
+    The first line of an OneFlow message states the fault, often with nothing but two numbers.  The lines of OneFlow's own stack
+    follow.  The name of the innermost function on this stack is therefore added to the message.
     """
-    lines = [_COLOURS.sub("", line).strip() for line in str(error).splitlines()]
+    lines = [_COLOR_CODES.sub("", line).strip() for line in str(error).splitlines()]
     lines = [line for line in lines if line]
-    text = lines[0].removeprefix("Error: ")[:200] if lines else ""
-    if _HIDDEN_VALUE.search(text):
-        text = f"a tensor's value is looked at, which a plan cannot depend on ({text})"
+    text = lines[0].removeprefix("Error: ")[:_MAX_MESSAGE_LENGTH] if lines else ""
+    if _VALUE_READ.search(text):
+        text = f"the module reads the value of a tensor, which a plan cannot depend on ({text})"
     functions = [line.rpartition(", in ")[2] for line in lines[1:] if line.startswith("File ") and ", in " in line]
     if functions:
         text = f"{text} in {functions[-1]}"
     message = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _NOT_USERS.search(f.filename)]
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not _FOREIGN_FILE.search(f.filename)]
     return f"{message} ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else message
 
 
 def _tensors(value: Any, flow: Any) -> Iterator[Any]:
-    """All tensors in nested tuples, lists and dictionaries."""
+    """Yield all tensors in nested tuples, lists and dictionaries."""
     if isinstance(value, flow.Tensor):
         yield value
     elif isinstance(value, dict):
@@ -208,6 +225,7 @@ def _tensors(value: Any, flow: Any) -> Iterator[Any]:
 
 
 def _operator(conf: Any) -> Operator:
+    """Return the operator that OneFlow describes by ``conf``; its name is ``<module path>-<operator type>-<number>``."""
     user = conf.user_conf
     pieces = conf.name.rsplit("-", 2)
     path = pieces[0] if len(pieces) == 3 else ""
@@ -230,65 +248,73 @@ def _attribute(value: Any) -> Any:
 
 
 def _relative(path: str) -> str:
-    """A module path, seen from the traced module."""
+    """Return a module path relative to the traced module."""
     return path[len(_ROOT) + 1 :] if path.startswith(f"{_ROOT}.") else ""
 
 
 def _without_wrapper(operators: list[Operator], returned: Sequence[str]) -> tuple[list[Operator], list[str]]:
-    """The model's own operators and outputs, without the sums (and casts) that stand for them."""
+    """Return the model's operators and outputs without the casts and sums that `_lazy_graph` adds to each output."""
     producer = {tensor: op for op in operators for tensor in op.outputs}
     wrapper, outputs = set(), []
     for tensor in returned:
         while tensor in producer and not producer[tensor].name.startswith(_ROOT):
             wrapper.add(producer[tensor].name)
             tensor = producer[tensor].inputs[0]
-        # A sum over a sole number can be left away by OneFlow, and stands in the module's name where it is not.
+        # OneFlow may omit the sum of a single number.  If it does not, the name of the sum begins with the module's path.
         outputs.append(tensor)
     return [op for op in operators if op.name not in wrapper], outputs
 
 
-def _without_dead(operators: Sequence[Operator], outputs: Sequence[str]) -> list[Operator]:
-    """The operators that some output is made of."""
-    live = set(outputs)
-    kept = []
+def _without_unused(operators: Sequence[Operator], outputs: Sequence[str]) -> list[Operator]:
+    """Return the operators that at least one output depends on."""
+    used_tensors = set(outputs)
+    used_operators = []
     for op in reversed(operators):
-        if not live.isdisjoint(op.outputs):
-            kept.append(op)
-            live.update(op.inputs)
-    return kept[::-1]
+        if not used_tensors.isdisjoint(op.outputs):
+            used_operators.append(op)
+            used_tensors.update(op.inputs)
+    return used_operators[::-1]
 
 
-def _complete_shapes(operators: Sequence[Operator], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Add shapes that OneFlow has no more: it joins sums of sums, and forgets the inner ones.
+def _infer_missing_shapes(operators: Sequence[Operator], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Add the shapes of the inner tensors of nested sums, which OneFlow merges into one sum.
 
     Raises:
-        UserError: another tensor has no shape.
+        UserError: If the output of an operator that is not element-wise has no shape.
     """
     for op in operators:
         for tensor in op.outputs:
             if tensor in shapes:
                 continue
             if op.kind not in ELEMENTWISE:
-                raise UserError(f"the shape of what {op.name} makes is not known to OneFlow")
+                raise UserError(f"OneFlow does not know the shape of the output of {op.name}")
             shapes[tensor] = tuple(np.broadcast_shapes(*(shapes[source] for source in op.inputs)))
 
 
 def _variables(module: Any, names: dict[str, str], shapes: dict[str, tuple[int, ...]]) -> dict[str, ModelTensor]:
+    """Return the variables of the trace by tensor name.
+
+    Args:
+        module: The traced module.
+        names: OneFlow's name of each variable, by tensor name.
+        shapes: Shapes of all tensors.
+    """
     parameters = {name for name, _ in module.named_parameters()}
     buffers = dict(module.named_buffers())
-    found = {}
+    variables = {}
     for tensor, name in names.items():
-        own = _relative(name)
-        found[tensor] = ModelTensor(
-            name=own or name,
+        relative = _relative(name)
+        variables[tensor] = ModelTensor(
+            name=relative or name,
             shape=shapes[tensor],
-            trained=own in parameters,
-            lower_triangular=_lower_triangular(buffers[own]) if own in buffers else None,
+            trained=relative in parameters,
+            lower_triangular=_is_lower_triangular(buffers[relative]) if relative in buffers else None,
         )
-    return found
+    return variables
 
 
-def _lower_triangular(buffer: Any) -> bool | None:
+def _is_lower_triangular(buffer: Any) -> bool | None:
+    """Return `ModelTensor.lower_triangular` of a buffer; of several matrices the first one counts."""
     value = buffer.numpy()
     if value.ndim < 2 or value.shape[-1] != value.shape[-2]:
         return None
@@ -297,7 +323,7 @@ def _lower_triangular(buffer: Any) -> bool | None:
 
 
 def _aliases(module: Any, names: dict[str, str]) -> dict[str, tuple[tuple[str, str], ...]]:
-    """Every (module path, attribute) under which a parameter is known, by its tensor in the trace."""
+    """Return all (module path, attribute) pairs of each parameter, by tensor name."""
     holders: dict[int, list[tuple[str, str]]] = {}
     identity: dict[str, int] = {}
     for path, part in module.named_modules():
@@ -313,7 +339,7 @@ def _aliases(module: Any, names: dict[str, str]) -> dict[str, tuple[tuple[str, s
 
 
 def _containers(module: Any) -> dict[str, tuple[str, ...]]:
-    """Module lists and sequences with their children."""
+    """Return the paths of module lists and sequences, with the paths of their children in order."""
     flow: Any = load_oneflow()
     kinds = (flow.nn.ModuleList, flow.nn.Sequential)
     return {

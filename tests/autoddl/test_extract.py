@@ -469,8 +469,8 @@ def test_replaced_functions_are_put_back():
 # ---- What users get wrong -----------------------------------------------------------------------------------------------------
 
 FAULTS = [
-    ("looks_at_values", "a tensor's value is looked at"),
-    ("looks_at_arrays", "a tensor's value is looked at"),
+    ("looks_at_values", "the module reads the value of a tensor"),
+    ("looks_at_arrays", "the module reads the value of a tensor"),
     ("raises_in_forward", "KeyError: 'first"),
     ("returns_no_tensor", "returns no tensor"),
     ("wrong_shape", "(9 vs 8) in InferTensorDesc4Matmul"),

@@ -102,7 +102,7 @@ def test_a_kind_has_the_shapes_of_its_module() -> None:
         patch.setattr(planned, "_KINDS", dict(planned._KINDS))
         assert find_registered(traced) == []
         planned.register(Wrong())
-        with pytest.raises(UserError, match=r"unit: kind 'wrong' makes a layer of \(1, 4\) -> \(1, 3\) of it"):
+        with pytest.raises(UserError, match=r"unit: kind 'wrong' returns a layer of shape \(1, 4\) -> \(1, 3\)"):
             find_registered(traced)
 
 
