@@ -207,7 +207,12 @@ def _find_sources(
     """
     op = graph.producer.get(tensor)
     active = graph.active_inputs(op) if op is not None else ()
-    if op is None or not active or tensor in ends or not (op.kind in _REARRANGEMENTS | ELEMENTWISE or op.name in passable):
+    if (
+        op is None
+        or not active
+        or tensor in ends
+        or not (op.kind in _REARRANGEMENTS | ELEMENTWISE or op.name in passable)
+    ):
         return [tensor], {}
     sources: dict[str, None] = {}
     members = {op.name: op}

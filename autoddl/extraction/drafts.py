@@ -118,12 +118,12 @@ def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -
         if draft.layer.kind == "opaque":
             kinds = "+".join(dict.fromkeys(draft.kinds))
             opaque_layers.setdefault(kinds, []).append(name_of_draft[id(draft)])
-    notes = [
-        f"{kinds} ({listed(names)}): can be split along the batch only" for kinds, names in opaque_layers.items()
-    ]
+    notes = [f"{kinds} ({listed(names)}): can be split along the batch only" for kinds, names in opaque_layers.items()]
     mixing = [name_of_draft[id(draft)] for draft in drafts if draft.mixes_samples]
     if mixing:
-        notes.append(f"{listed(mixing)}: mix the samples of a batch; if the batch is split, each part is mixed by itself")
+        notes.append(
+            f"{listed(mixing)}: mix the samples of a batch; if the batch is split, each part is mixed by itself"
+        )
     return notes
 
 

@@ -1,9 +1,15 @@
-"""From operators to layers.
+"""Groups the operators of a traced model into the layers of a layer graph.
 
-First the regions that are one layer each are found: norms, dense layers, attention cores, fused projections, gates.  Then
-the operators are taken in the order of execution.  One that ends a region makes the region's layer.  An element-wise one
-joins the layer whose output it works on; a view only says where its elements are.  What is left over becomes an opaque
-layer, which can be split along the batch only, and is named in the graph's notes.
+1. Find the *regions*, groups of operators that are one layer each: modules of registered kinds, recurrent modules, norms, dense
+   layers, attention cores, fused projections and gates.
+2. Visit the operators in execution order:
+
+   - The operator that ends a region adds the region's layer; the other operators of a region add nothing.
+   - An embedding lookup, a convolution or a cross entropy adds a layer.
+   - A view adds no layer, it changes the order of a tensor's dimensions only.
+   - A residual sum adds a layer of kind ``add``.
+   - Any other element-wise operator, and a reduction over rows, joins the epilogue of the layer whose output it reads.
+   - Every other operator adds an opaque layer, which can be split along the batch only.  The notes of the graph name it.
 """
 
 from __future__ import annotations
@@ -39,7 +45,7 @@ from .registered import RegisteredRegion, find_registered
 
 __all__ = ["gather"]
 
-#: OneFlow's operators by the name that an epilogue gives them, where it is another.
+#: Names of operators in an epilogue, by OneFlow's operator name, if the two differ.
 EPILOGUE_NAMES = {
     "fast_gelu": "gelu",
     "sigmoid_v2": "sigmoid",
@@ -53,108 +59,111 @@ EPILOGUE_NAMES = {
 
 
 def gather(graph: OperatorGraph, name: str) -> LayerGraph:
-    """The layer graph of traced operators.
+    """Return the layer graph of traced operators.
+
+    Args:
+        graph: The traced operators.
+        name: Name of the layer graph.
 
     Raises:
-        UserError: no operator depends on both inputs and parameters.
+        UserError: If no operator depends on both inputs and parameters.
     """
     return _Gathering(graph).run(name)
 
 
 class _Gathering(Assembly):
-    """One pass over the operators."""
+    """One pass over the operators of a graph."""
 
     def __init__(self, graph: OperatorGraph):
         super().__init__(graph)
         #: Modules whose attention has a mask of unknown values.
-        self.masked: list[str] = []
-        self.blocks = {child for children in graph.containers.values() for child in children}
-        #: What to do at the operator of that name; None: nothing, since it belongs to a layer made elsewhere.
+        self.unknown_masks: list[str] = []
+        #: Paths of the children of module lists and sequences.
+        self.container_children = {child for children in graph.containers.values() for child in children}
+        #: By operator name, for the operators of regions: adds the region's layer.  None if another operator of the region does.
         self.actions: dict[str, Callable[[], None] | None] = {}
 
     def run(self, name: str) -> LayerGraph:
-        """All layers."""
+        """Return the layer graph."""
+        # 1. Regions.
         self._find_regions()
+        # 2. Layers, in execution order.
         for op in self.graph.operators:
             if op.name in self.actions:
                 action = self.actions[op.name]
                 if action is not None:
                     action()
             elif any(self.graph.is_active(tensor) for tensor in op.outputs):
-                self._operator(op)
+                self._add_operator(op)
         if not self.drafts:
             raise UserError(
-                f"nothing in {name} depends on both its inputs and its parameters: there is nothing to plan"
+                f"no operator of {name} depends on both its inputs and its parameters: there is nothing to plan"
             )
         notes = list(self.graph.notes)
-        if self.masked:
+        if self.unknown_masks:
             notes.append(
-                f"{listed(self.masked)}: the values of the attention's mask are unknown, it is taken as causal"
+                f"{listed(self.unknown_masks)}: the values of the attention mask are unknown; it is taken as causal"
             )
         return finish(self.drafts, self.graph, name, notes)
 
     # ---- Regions ----------------------------------------------------------------------------------------------------
 
     def _find_regions(self) -> None:
+        """Find all regions and assign an action to each of their operators."""
         graph = self.graph
         dense, norms = find_dense(graph), find_norms(graph)
         loops = find_loops(graph, dense)
         registered = find_registered(graph)
-        for own in registered:
-            self._claim(own.operators, own.output, partial(self._registered, own))
-        own_operators = {op.name for own in registered for op in own.operators}
-        loops = [loop for loop in loops if own_operators.isdisjoint(op.name for op in loop)]
-        taken = own_operators | {op.name for loop in loops for op in loop}
-        dense = [part for part in dense if part.product.name not in taken]
-        norms = [norm for norm in norms if norm.operators[0].name not in taken]
-        # Norms of single heads are part of the attention that they lie in.
-        inner = [norm for norm in norms if len(graph.shapes[norm.source]) > 3]
-        ends = {part.output for part in dense} | {norm.output for norm in norms if norm not in inner}
-        attentions = find_attentions(graph, ends, {op.name for norm in inner for op in norm.operators})
-        attentions = [region for region in attentions if own_operators.isdisjoint(op.name for op in region.operators)]
-        for loop in loops:
-            output = max(self._handed_on(loop), key=graph.elements, default=loop[-1].output)
-            self._claim(loop, loop[-1].output, partial(self._opaque, loop, output, "a recurrent module"))
-        inside = {op.name for region in attentions for op in region.operators}
+        # Registered modules take precedence over all other regions, recurrent modules over dense layers and norms.
+        registered_operators = {op.name for region in registered for op in region.operators}
+        loops = [loop for loop in loops if registered_operators.isdisjoint(op.name for op in loop)]
+        assigned = registered_operators | {op.name for loop in loops for op in loop}
+        dense = [part for part in dense if part.product.name not in assigned]
+        norms = [norm for norm in norms if norm.operators[0].name not in assigned]
+        # The norms of single heads are part of the attention core that contains them.
+        head_norms = [norm for norm in norms if len(graph.shapes[norm.source]) > 3]
+        ends = {part.output for part in dense} | {norm.output for norm in norms if norm not in head_norms}
+        attentions = find_attentions(graph, ends, {op.name for norm in head_norms for op in norm.operators})
+        attentions = [
+            region for region in attentions if registered_operators.isdisjoint(op.name for op in region.operators)
+        ]
+        attention_operators = {op.name for region in attentions for op in region.operators}
+        # Dense layers that are not fused are groups of one.
         groups = [*fuse_projections(graph, dense, attentions), *fuse_gates(graph, dense)]
-        grouped = {part.output for group in groups for part in group.parts}
-        groups += [DenseGroup((part,)) for part in dense if part.output not in grouped]
+        fused = {part.output for group in groups for part in group.parts}
+        groups += [DenseGroup((part,)) for part in dense if part.output not in fused]
+        # Later assignments replace earlier ones.
+        for own_region in registered:
+            self._assign(own_region.operators, own_region.output, partial(self._add_registered, own_region))
+        for loop in loops:
+            output = max(graph.results_of(loop), key=graph.elements, default=loop[-1].output)
+            self._assign(loop, loop[-1].output, partial(self._add_opaque, loop, output, "a recurrent module"))
         for norm in norms:
-            if inside.isdisjoint(op.name for op in norm.operators):
-                self._claim(norm.operators, norm.output, partial(self._norm, norm))
+            if attention_operators.isdisjoint(op.name for op in norm.operators):
+                self._assign(norm.operators, norm.output, partial(self._add_norm, norm))
         for region in attentions:
-            self._claim(region.operators, region.output, partial(self._attention, region))
+            self._assign(region.operators, region.output, partial(self._add_attention, region))
         for group in groups:
             first = min((part.product for part in group.parts), key=lambda op: graph.position[op.name])
             members = [op for part in group.parts for op in part.operators]
-            self._claim([*members, *group.gate], first.output, partial(self._dense, group))
+            self._assign([*members, *group.gate], first.output, partial(self._add_dense, group))
 
-    def _handed_on(self, operators: Sequence[Operator]) -> list[str]:
-        """The tensors that others read, or that are outputs of the model."""
-        graph, names = self.graph, {op.name for op in operators}
-        return [
-            tensor
-            for op in operators
-            for tensor in op.outputs
-            if tensor in graph.outputs or any(r.name not in names for r in graph.consumers.get(tensor, ()))
-        ]
-
-    def _claim(self, operators: Sequence[Operator], last: str, action: Callable[[], None]) -> None:
-        """Act at the operator that makes the tensor ``last``; the others belong to the same layer."""
+    def _assign(self, operators: Sequence[Operator], tensor: str, action: Callable[[], None]) -> None:
+        """Assign an action to the operator that computes ``tensor``, and no action to the others of the region."""
         for op in operators:
-            self.actions[op.name] = action if last in op.outputs else None
+            self.actions[op.name] = action if tensor in op.outputs else None
 
-    def _registered(self, region: RegisteredRegion) -> None:
+    def _add_registered(self, region: RegisteredRegion) -> None:
         learned = [tensor for op in region.operators for tensor in self.graph.learned_inputs(op)]
         layer = replace(region.layer, name="", parameters=(), modules=(region.path,))
-        variables = self._parameters(learned, region.path)
-        self._add(LayerDraft(layer, region.path, region.path, self._owners(region.sources), variables), region.output)
+        inputs, variables = self._source_layers(region.sources), self._parameters(learned, region.path)
+        self._add(LayerDraft(layer, region.path, region.path, inputs, variables), region.output)
 
-    def _norm(self, norm: NormRegion) -> None:
+    def _add_norm(self, norm: NormRegion) -> None:
         first = norm.operators[0]
         if not self._view(norm.source).is_plain:
-            # Over something else than a layer's features, such as groups of channels.
-            self._opaque(norm.operators, norm.output)
+            # The norm is not taken over the features of a layer, but over groups of channels, for example.
+            self._add_opaque(norm.operators, norm.output)
             return
         rows, features = self.graph.rows_and_features(norm.source)
         is_module = self._is_leaf(first.path)
@@ -162,35 +171,36 @@ class _Gathering(Assembly):
         layer = replace(layer, modules=(first.path,) if is_module else ())
         name = first.path if is_module else self._join(first.path, "norm")
         variables = self._parameters(norm.learned, first.path)
-        self._add(LayerDraft(layer, name, first.path, self._owners([norm.source]), variables), norm.output)
+        self._add(LayerDraft(layer, name, first.path, self._source_layers([norm.source]), variables), norm.output)
 
-    def _attention(self, region: AttentionRegion) -> None:
+    def _add_attention(self, region: AttentionRegion) -> None:
         graph = self.graph
-        total = sum(graph.elements(tensor) for tensor in region.sources) // (graph.batch * region.rows)
-        kv_heads, rest = divmod(total - region.heads * region.head_dim, 2 * region.head_dim)
+        # A row of the sources has (heads + 2 kv_heads) * head_dim features.
+        features = sum(graph.elements(tensor) for tensor in region.sources) // (graph.batch * region.rows)
+        kv_heads, rest = divmod(features - region.heads * region.head_dim, 2 * region.head_dim)
         if rest or kv_heads < 1 or region.heads % kv_heads:
             kv_heads = region.heads
         if region.causal is None:
-            self.masked.append(region.path or "attention")
+            self.unknown_masks.append(region.path or "attention")
         layer = make.attention(
             "", region.rows, region.heads, region.head_dim, kv_heads=kv_heads, causal=region.causal is not False
         )
         kept = layer.kept_elements
-        if region.dropout:  # the probabilities before, those after, and the mask
+        if region.dropout:  # the probabilities before and after the dropout, and its mask
             kept = 2 * kept + make.kept_by_epilogue(("dropout",), kept)
-        own_module = region.path and region.path not in self.blocks
+        is_own_module = region.path and region.path not in self.container_children
         layer = replace(
             layer,
-            input_shape=(region.rows, total),
+            input_shape=(region.rows, features),
             kept_elements=kept,
             modules=(region.path,) if region.path else (),
         )
         learned = [t for op in region.operators for t in graph.learned_inputs(op)]
         variables = self._parameters(learned, region.path)
-        name = region.path if own_module else self._join(region.path, "attention")
-        self._add(LayerDraft(layer, name, region.path, self._owners(region.sources), variables), region.output)
+        name = region.path if is_own_module else self._join(region.path, "attention")
+        self._add(LayerDraft(layer, name, region.path, self._source_layers(region.sources), variables), region.output)
 
-    def _dense(self, group: DenseGroup) -> None:
+    def _add_dense(self, group: DenseGroup) -> None:
         first = group.parts[0]
         rows, in_features = self.graph.rows_and_features(first.source)
         names = [self._dense_name(part) for part in group.parts]
@@ -207,15 +217,16 @@ class _Gathering(Assembly):
             layer=replace(layer, epilogue=(), kept_elements=0, modules=modules),
             name=_fused_name(names),
             path=first.product.path,
-            inputs=self._owners([first.source]),
+            inputs=self._source_layers([first.source]),
             variables=variables,
             epilogue=[(operation, rows * layer.features) for operation in epilogue],
         )
         self._add(draft, *(part.output for part in group.parts))
         if group.output:
-            self.views[group.output] = self._plain(draft, group.output)
+            self.views[group.output] = self._plain_view(draft, group.output)
 
     def _dense_name(self, part: Dense) -> str:
+        """Return the path of the layer's module or, in a larger module, the name of the weight or ``linear``."""
         path = part.product.path
         if self._is_leaf(path):
             return path
@@ -227,19 +238,21 @@ class _Gathering(Assembly):
 
     # ---- Single operators -------------------------------------------------------------------------------------------
 
-    def _operator(self, op: Operator) -> None:
-        if op.kind in LOOKUPS and self._embedding(op):
+    def _add_operator(self, op: Operator) -> None:
+        """Add the layer or the view of an operator outside of all regions, or add the operator to the layer that it follows."""
+        if op.kind in LOOKUPS and self._add_embedding(op):
             return
-        if op.kind == "conv2d" and self._conv2d(op):
+        if op.kind == "conv2d" and self._add_conv2d(op):
             return
         if op.kind in CROSS_ENTROPIES or (op.kind == "log_softmax" and self._is_read_by_nll(op)):
-            self._loss(op)
+            self._add_loss(op)
         elif op.kind in VIEWS and len(self.graph.active_inputs(op)) == 1:
-            self._view_operator(op)
-        elif not self._joins_layer(op):
-            self._opaque([op], op.output)
+            self._add_view(op)
+        elif not self._join_layer(op):
+            self._add_opaque([op], op.output)
 
-    def _embedding(self, op: Operator) -> bool:
+    def _add_embedding(self, op: Operator) -> bool:
+        """Add the layer of a lookup in a learned table by raw indices; return False for other lookups."""
         graph = self.graph
         table, indices = lookup_arguments(op)
         if not graph.is_learned(table) or not graph.is_raw(indices) or len(graph.shapes[table]) != 2:
@@ -249,17 +262,23 @@ class _Gathering(Assembly):
         self._add(self._module_draft(op, layer, "embedding", [table]), op.output)
         return True
 
-    def _conv2d(self, op: Operator) -> bool:
-        graph, given = self.graph, op.attributes
+    def _add_conv2d(self, op: Operator) -> bool:
+        """Add the layer of a convolution; return False for convolutions that have no kind of layer.
+
+        A layer of kind ``conv2d`` has one group, no dilation, and the same kernel size, stride and padding in both directions.
+        """
+        graph, attributes = self.graph, op.attributes
         source, weight = op.arguments["in"][0], op.arguments["weight"][0]
-        squares = [set(given[key]) for key in ("kernel_size", "strides", "padding_before", "dilation_rate")]
-        regular = all(len(lengths) == 1 for lengths in squares) and given["groups"] == 1 and squares[3] == {1}
-        if not regular or given["data_format"] != "channels_first" or not graph.is_learned(weight):
+        lengths = [set(attributes[key]) for key in ("kernel_size", "strides", "padding_before", "dilation_rate")]
+        is_square = all(len(values) == 1 for values in lengths)
+        if not is_square or attributes["groups"] != 1 or lengths[3] != {1}:
+            return False
+        if attributes["data_format"] != "channels_first" or not graph.is_learned(weight):
             return False
         channels, height, width = graph.shapes[source][1:]
-        kernel, stride, padding = (lengths.pop() for lengths in squares[:3])
+        kernel, stride, padding = (values.pop() for values in lengths[:3])
         layer = make.conv2d(
-            "", (channels, height, width), given["filters"], kernel_size=kernel, stride=stride, padding=padding
+            "", (channels, height, width), attributes["filters"], kernel_size=kernel, stride=stride, padding=padding
         )
         if (graph.batch, *layer.output_shape) != graph.shapes[op.output]:
             return False
@@ -270,17 +289,18 @@ class _Gathering(Assembly):
     def _module_draft(
         self, op: Operator, layer: Layer, kind: str, learned: Sequence[str], sources: Sequence[str] = ()
     ) -> LayerDraft:
-        """The draft of an operator that is a module of its own, or else is named by its kind."""
+        """Return the draft of an operator; its name is the path of its module or, in a larger module, its kind."""
         is_module = self._is_leaf(op.path)
         return LayerDraft(
             layer=replace(layer, modules=(op.path,) if is_module else ()),
             name=op.path if is_module else self._join(op.path, kind),
             path=op.path,
-            inputs=self._owners(sources),
+            inputs=self._source_layers(sources),
             variables=self._parameters(learned, op.path),
         )
 
     def _is_read_by_nll(self, op: Operator) -> bool:
+        """Return whether a negative log-likelihood reads the output of an operator, directly or through views."""
         tensor = op.output
         while (reader := self.graph.sole_consumer(tensor)) is not None:
             if reader.kind == "nll":
@@ -290,7 +310,7 @@ class _Gathering(Assembly):
             tensor = reader.output
         return False
 
-    def _loss(self, op: Operator) -> None:
+    def _add_loss(self, op: Operator) -> None:
         logits = op.arguments.get("prediction", op.arguments.get("in", op.inputs[:1]))[0]
         rows, vocabulary = self.graph.rows_and_features(logits)
         layer = make.loss("", rows, vocabulary)
@@ -299,11 +319,12 @@ class _Gathering(Assembly):
             layer=replace(layer, modules=(op.path,) if is_module else ()),
             name=op.path if is_module else self._join(op.path, "loss"),
             path=op.path,
-            inputs=self._owners([logits]),
+            inputs=self._source_layers([logits]),
         )
         self._add(draft, *op.outputs)
 
-    def _view_operator(self, op: Operator) -> None:
+    def _add_view(self, op: Operator) -> None:
+        """Set the order of the dimensions of a view's output."""
         graph = self.graph
         (source,) = graph.active_inputs(op)
         view = self._view(source)
@@ -313,14 +334,18 @@ class _Gathering(Assembly):
         elif before == after:
             dims = view.dims
         elif view.is_plain and (before[-1:] == after[-1:] or (len(after) == 2 and not self._has_features(view))):
-            dims = tuple(range(len(after)))  # an image's flattened channels can be split as an image can: not at all
+            dims = tuple(range(len(after)))  # flattened channels cannot be split, like those of an image
         else:
             dims = None
         for tensor in op.outputs:
             self.views[tensor] = View(view.draft, dims)
 
-    def _joins_layer(self, op: Operator) -> bool:
-        """Let an operator be part of the layer it follows (or be a residual sum); False where it cannot."""
+    def _join_layer(self, op: Operator) -> bool:
+        """Add an operator to the layer that it follows, or add the layer of a residual sum.
+
+        Returns:
+            False if the operator is neither; nothing is changed then.
+        """
         graph = self.graph
         active = graph.active_inputs(op)
         owners = list({id(d): d for t in active if (d := self._view(t).draft) is not None}.values())
@@ -329,16 +354,16 @@ class _Gathering(Assembly):
         elements = max(graph.elements(tensor) for tensor in active)
         if op.kind in ELEMENTWISE and graph.elements(op.output) == elements:
             if len(owners) > 1:
-                return op.kind in SUMS and self._sum(op, active)
-            return self._elementwise(op, owners[0], active)
+                return op.kind in SUMS and self._add_sum(op, active)
+            return self._join_elementwise(op, owners[0], active)
         is_loss = owners[0].layer.kind == "loss" and len(owners) == 1
         if op.kind in ELEMENTWISE_LOSSES or is_loss or (len(owners) == 1 and self._is_row_reduction(op)):
-            self._follow(op, owners[0], active)
+            self._append_to_epilogue(op, owners[0], active)
             return True
         return False
 
     def _is_row_reduction(self, op: Operator) -> bool:
-        """A reduction over rows, or over everything: not over the features alone."""
+        """Return whether an operator reduces all dimensions of a tensor, or its rows but neither the batch nor the features."""
         if op.kind not in REDUCTIONS:
             return False
         shape, dims = self.graph.shapes[op.inputs[0]], self.graph.reduced_dims(op)
@@ -347,16 +372,17 @@ class _Gathering(Assembly):
             view.is_plain and self._has_features(view) and not {0, len(shape) - 1} & set(dims)
         )
 
-    def _elementwise(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> bool:
+    def _join_elementwise(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> bool:
+        """Add an element-wise operator to a layer's epilogue; a sum with a table adds a layer instead."""
         tables = [tensor for tensor in op.inputs if tensor not in active and self._is_table(tensor, active[0])]
         if len(active) == 1 and tables and op.kind in SUMS - {"broadcast_sub"} and self._view(active[0]).is_plain:
-            return self._sum(op, active)
+            return self._add_sum(op, active)
         owner.variables += self._parameters(self.graph.learned_inputs(op), op.path)
-        self._follow(op, owner, active)
+        self._append_to_epilogue(op, owner, active)
         return True
 
-    def _follow(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> None:
-        """Let an operator be part of a layer's epilogue."""
+    def _append_to_epilogue(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> None:
+        """Append an operator to a layer's epilogue, and set the order of the dimensions of its outputs."""
         graph = self.graph
         is_bias = op.kind in (*SUMS, "bias_add") and len(active) == 1 and bool(graph.learned_inputs(op))
         if owner.layer.kind != "loss" and not is_bias:
@@ -376,41 +402,48 @@ class _Gathering(Assembly):
             self.views[tensor] = View(owner, dims)
 
     def _is_table(self, tensor: str, active: str) -> bool:
-        """Whether a learned tensor has a value for each row and feature of a sample (and is no bias), or data do."""
+        """Return whether a tensor has one element for each row and feature of an active tensor, so that it is not a bias.
+
+        A raw tensor must have the whole shape; a learned one may have the shape of one sample.
+        """
         graph = self.graph
-        rows, features = self.graph.rows_and_features(active)
+        rows, features = graph.rows_and_features(active)
         if graph.is_raw(tensor):
             return graph.shapes[tensor] == graph.shapes[active]
         is_whole = graph.elements(tensor) in (rows * features, graph.elements(active))
         return graph.is_learned(tensor) and rows > 1 and is_whole
 
-    def _sum(self, op: Operator, active: Sequence[str]) -> bool:
-        """A residual sum; tables that are added are layers too."""
+    def _add_sum(self, op: Operator, active: Sequence[str]) -> bool:
+        """Add the layer of a residual sum, and a layer for each learned table that it adds.
+
+        Returns:
+            False if the operator is not such a sum; no layer is added then.
+        """
         graph = self.graph
-        shapes = {graph.elements(tensor) for tensor in active}
-        if len(shapes) > 1 or any(not self._view(tensor).is_plain for tensor in active):
+        sizes = {graph.elements(tensor) for tensor in active}
+        if len(sizes) > 1 or any(not self._view(tensor).is_plain for tensor in active):
             return False
         learned = graph.learned_inputs(op)
         tables = [tensor for tensor in learned if self._is_table(tensor, active[0])]
         if len(tables) < len(learned):
             return False
         sources: list[LayerDraft] = []
-        for draft in self._owners(active):
-            # A sum that nothing else reads is continued: three tables, or parallel branches.
+        for draft in self._source_layers(active):
+            # A sum that only this sum reads becomes part of it (three tables, or parallel branches).
             if draft.layer.kind == "add" and draft.output in active and graph.sole_consumer(draft.output) is op:
                 self.drafts.remove(draft)
                 sources += draft.inputs
             else:
                 sources.append(draft)
-        sources += [self._position(tensor, active[0]) for tensor in tables]
-        shape = self.graph.sample_shape(op.output)
+        sources += [self._add_position(tensor, active[0]) for tensor in tables]
+        shape = graph.sample_shape(op.output)
         only_tables = all(draft.layer.kind in ("embedding", "position") for draft in sources)
         name = self._join(op.path, "embed" if only_tables else "add")
         self._add(LayerDraft(make.add("", shape), name, op.path, sources), op.output)
         return True
 
-    def _position(self, table: str, active: str) -> LayerDraft:
-        """The layer of a learned table that is added to every sample."""
+    def _add_position(self, table: str, active: str) -> LayerDraft:
+        """Add and return the layer of a learned table that is added to every sample."""
         graph = self.graph
         op = graph.producer.get(table)
         variable = graph.trained_variables(table)[0]
@@ -424,26 +457,34 @@ class _Gathering(Assembly):
         self._add(draft)
         return draft
 
-    # ---- What is not understood -------------------------------------------------------------------------------------
+    # ---- Opaque layers ----------------------------------------------------------------------------------------------
 
-    def _opaque(self, operators: Sequence[Operator], output: str, what: str = "") -> None:
-        """One layer of operators that can be split along the batch only; ``what`` they are called in the notes."""
+    def _add_opaque(self, operators: Sequence[Operator], output: str, description: str = "") -> None:
+        """Add an opaque layer, which can be split along the batch only.
+
+        An operator that follows an opaque layer of the same module becomes part of this layer instead.
+
+        Args:
+            operators: Operators of the layer, in execution order.
+            output: Output tensor of the layer.
+            description: What the notes call the operators.  Default: their kinds.
+        """
         graph, op = self.graph, operators[-1]
-        inside = {tensor for member in operators for tensor in member.outputs}
-        active = list(dict.fromkeys(t for m in operators for t in graph.active_inputs(m) if t not in inside))
+        computed = {tensor for member in operators for tensor in member.outputs}
+        active = list(dict.fromkeys(t for m in operators for t in graph.active_inputs(m) if t not in computed))
         learned = [t for member in operators for t in graph.learned_inputs(member)]
         variables = self._parameters(learned, op.path)
-        inputs = self._owners(active)
-        cost = sum(flops(graph, member) for member in operators) / graph.batch
-        extra = [t for m in operators for t in m.outputs if t != output and graph.has_batch(t)]
-        kept = sum(graph.elements(tensor) for tensor in extra) // graph.batch
-        if self._continues(op, inputs, active):
+        inputs = self._source_layers(active)
+        sample_flops = sum(flops(graph, member) for member in operators) / graph.batch
+        intermediate = [t for m in operators for t in m.outputs if t != output and graph.has_batch(t)]
+        kept = sum(graph.elements(tensor) for tensor in intermediate) // graph.batch
+        if self._continues_opaque(op, inputs, active):
             draft = inputs[0]
             kept += draft.layer.output_elements
             draft.layer = replace(
                 draft.layer,
-                output_shape=self.graph.sample_shape(output),
-                flops=draft.layer.flops + cost,
+                output_shape=graph.sample_shape(output),
+                flops=draft.layer.flops + sample_flops,
                 kept_elements=draft.layer.kept_elements + kept,
             )
             draft.variables += variables
@@ -453,28 +494,28 @@ class _Gathering(Assembly):
             is_module = self._is_leaf(op.path)
             layer = make.opaque(
                 "",
-                self.graph.sample_shape(source),
-                self.graph.sample_shape(output),
-                flops=cost,
+                graph.sample_shape(source),
+                graph.sample_shape(output),
+                flops=sample_flops,
                 kept_elements=kept,
                 modules=(op.path,) if is_module else (),
             )
             name = op.path if is_module else self._join(op.path, op.kind)
             draft = LayerDraft(layer, name, op.path, inputs, variables)
             self._add(draft)
-        draft.kinds += [what] if what else [member.kind for member in operators]
-        draft.mixes |= any(self._mixes_samples(member) for member in operators)
-        for tensor in self._handed_on(operators):
-            self.views[tensor] = self._plain(draft, tensor)
+        draft.kinds += [description] if description else [member.kind for member in operators]
+        draft.mixes_samples |= any(self._mixes_samples(member) for member in operators)
+        for tensor in graph.results_of(operators):
+            self.views[tensor] = self._plain_view(draft, tensor)
 
     def _mixes_samples(self, op: Operator) -> bool:
-        """Whether what an operator makes of a sample depends on the others, as far as one can see."""
+        """Return whether an operator is known to mix samples: it reduces the batch, or is a batch norm in training mode."""
         if op.kind in REDUCTIONS and 0 in self.graph.reduced_dims(op):
             return True
         return bool(op.attributes.get("training")) and op.kind.startswith("normalization")
 
-    def _continues(self, op: Operator, inputs: Sequence[LayerDraft], active: Sequence[str]) -> bool:
-        """Whether an operator goes on with the opaque layer of its own module."""
+    def _continues_opaque(self, op: Operator, inputs: Sequence[LayerDraft], active: Sequence[str]) -> bool:
+        """Return whether an operator is the only reader of an opaque layer of its own module."""
         return (
             len(inputs) == 1
             and inputs[0].layer.kind == "opaque"
@@ -485,7 +526,13 @@ class _Gathering(Assembly):
 
 
 def _fused_name(names: Sequence[str]) -> str:
-    """``attn.query``, ``attn.key``, ``attn.value`` as ``attn.query+key+value``."""
+    """Return one name for fused layers.
+
+    >>> _fused_name(["attn.query", "attn.key", "attn.value"])
+    'attn.query+key+value'
+    >>> _fused_name(["attn.query", "cross.key"])
+    'attn.query+cross.key'
+    """
     prefix = names[0].rpartition(".")[0]
     if all(name.rpartition(".")[0] == prefix for name in names):
         return ".".join(filter(None, [prefix, "+".join(name.rpartition(".")[2] for name in names)]))

@@ -1,11 +1,12 @@
-"""Making modules far larger than memory.
+"""Constructs modules whose parameters are far larger than memory.
 
-While a model is made for its shapes alone, its large parameters need no memory of their own: they are views of one array
-that nobody writes to, and that therefore never gets a page of memory.  OneFlow has no such tensors; here the functions
-that make tensors, initialise them and convert them are replaced for as long as the context lasts.
+A model that is only traced needs the shapes of its large parameters, but no memory for them.  All large parameters of one type are
+views of one array that is never written to, so that the operating system never assigns a page of memory to it.  OneFlow has no
+such tensors.  `untouched_parameters` therefore replaces the functions that create, initialize and convert tensors while its context
+is active.
 
-Values of the parameters are meaningless.  Tables of zeros and ones are left alone up to :data:`MAX_TABLE` elements,
-since masks are made of them, whose values are looked at.
+The values of these parameters are undefined.  Tensors of zeros, ones and other constants are created as usual up to
+:data:`MAX_CONSTANT_ELEMENTS` elements, since masks are made of them, and the extraction reads the values of masks.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from autoddl.pipelines.runtime.load import load_oneflow
 
 __all__ = ["untouched_parameters"]
 
-#: Tensors of fewer elements are made as usual.
-SMALLEST = 2**16
-#: Zeros, ones and other constants of up to as many elements are made as usual.
-MAX_TABLE = 2**26
+#: Elements of the smallest tensor without memory; smaller ones are created as usual.
+MIN_UNTOUCHED_ELEMENTS = 2**16
+#: Elements of the largest tensor of zeros, ones or another constant that is created as usual.
+MAX_CONSTANT_ELEMENTS = 2**26
+#: Methods of ``flow.Tensor`` that convert the type.
 _CONVERSIONS = ("bfloat16", "double", "float", "half", "to")
+#: Methods of ``flow.Tensor`` whose result has the shape of the tensor.
 _ARITHMETIC = (
     "__add__",
     "__mul__",
@@ -40,11 +43,12 @@ _ARITHMETIC = (
     "mul",
     "sub",
 )
-_NOT_FILLING = ("contiguous_", "requires_grad_")
+#: Methods of ``flow.Tensor`` that end in an underscore and write no elements.
+_NOT_WRITING = ("contiguous_", "requires_grad_")
 
 
-class _Buffers:
-    """Arrays that are never written to, one for each type, and the shapes that were cut out of them."""
+class _UntouchedArrays:
+    """Creates tensors without memory: views of arrays that are never written to, one array for each type."""
 
     def __init__(self, flow: Any):
         self._flow = flow
@@ -54,28 +58,28 @@ class _Buffers:
         self.active = True
 
     def tensor(self, shape: tuple[int, ...], dtype: Any = None) -> Any:
-        """A tensor without memory of its own; bfloat16, which numpy does not know, as float16."""
-        kind = np.dtype(self._types.get(dtype, np.float32))
-        count = math.prod(shape)
-        if kind not in self._arrays or self._arrays[kind].size < count:
-            self._arrays[kind] = np.empty(count, kind)
+        """Return a tensor without memory of its own.  float16 stands for bfloat16, which numpy does not have."""
+        array_type = np.dtype(self._types.get(dtype, np.float32))
+        num_elements = math.prod(shape)
+        if array_type not in self._arrays or self._arrays[array_type].size < num_elements:
+            self._arrays[array_type] = np.empty(num_elements, array_type)
         self._shapes.add(shape)
-        return self._flow.from_numpy(self._arrays[kind][:count].reshape(shape))
+        return self._flow.from_numpy(self._arrays[array_type][:num_elements].reshape(shape))
 
-    def holds(self, value: Any) -> bool:
-        """Whether a value may be one of these tensors (another one of the same shape is taken for one)."""
+    def may_have_created(self, value: Any) -> bool:
+        """Return whether a value has the shape of a tensor that was created here; any such tensor is taken for one."""
         return self.active and isinstance(value, self._flow.Tensor) and tuple(value.shape) in self._shapes
 
-    def replaces(self, dtype: Any) -> bool:
-        """Whether tensors of a type are made here: floating point only, since token numbers may be looked at."""
+    def can_create(self, dtype: Any) -> bool:
+        """Return whether tensors of a type are created here: floating-point ones only, since values of integers may be read."""
         return self.active and (dtype is None or dtype in self._types or dtype == self._flow.float32)
 
 
 @contextlib.contextmanager
 def untouched_parameters() -> Iterator[None]:
-    """Let large tensors that are made inside the context take no memory."""
+    """Give no memory to large tensors that are created while the context is active."""
     flow: Any = load_oneflow()
-    buffers = _Buffers(flow)
+    arrays = _UntouchedArrays(flow)
     replaced: list[tuple[Any, str, Any]] = []
 
     def replace(owner: Any, name: str, wrap: Callable[[Callable], Callable]) -> None:
@@ -84,108 +88,122 @@ def untouched_parameters() -> Iterator[None]:
             replaced.append((owner, name, original))
             setattr(owner, name, functools.wraps(original)(wrap(original)))
 
-    replace(type(flow.Tensor), "__call__", lambda original: _constructor(original, buffers, flow))
+    # Functions that create tensors.
+    replace(type(flow.Tensor), "__call__", lambda original: _constructor(original, arrays, flow))
     for name in ("empty", "rand", "randn"):
-        replace(flow, name, lambda original: _creator(original, buffers, SMALLEST))
+        replace(flow, name, lambda original: _creator(original, arrays, MIN_UNTOUCHED_ELEMENTS))
     for name in ("zeros", "ones", "full"):
-        replace(flow, name, lambda original: _creator(original, buffers, MAX_TABLE + 1))
-    replace(flow, "normal", lambda original: _normal(original, buffers))
+        replace(flow, name, lambda original: _creator(original, arrays, MAX_CONSTANT_ELEMENTS + 1))
+    replace(flow, "normal", lambda original: _normal(original, arrays))
+    # Functions that write to tensors.
     for name in dir(flow.nn.init):
         if name.endswith("_") and not name.startswith("_"):
-            replace(flow.nn.init, name, lambda original: _filler(original, buffers))
+            replace(flow.nn.init, name, lambda original: _filler(original, arrays))
     for name in ("__setitem__", *dir(flow.Tensor)):
-        filling = name.endswith("_") and not name.startswith("_") and name not in _NOT_FILLING
-        if filling or name == "__setitem__":
-            replace(flow.Tensor, name, lambda original: _filler(original, buffers))
+        is_writing = name.endswith("_") and not name.startswith("_") and name not in _NOT_WRITING
+        if is_writing or name == "__setitem__":
+            replace(flow.Tensor, name, lambda original: _filler(original, arrays))
+    # Functions that make a tensor of the same shape.
     for name in (*_CONVERSIONS, *_ARITHMETIC):
-        kind = getattr(flow, {"double": "float64", "float": "float32", "half": "float16"}.get(name, name), None)
-        replace(flow.Tensor, name, functools.partial(_converter, buffers=buffers, flow=flow, kind=kind))
+        result_type = getattr(flow, {"double": "float64", "float": "float32", "half": "float16"}.get(name, name), None)
+        replace(flow.Tensor, name, functools.partial(_converter, arrays=arrays, flow=flow, result_type=result_type))
     try:
         yield
     finally:
-        buffers.active = False  # whoever imported a replaced function keeps it
+        arrays.active = False  # modules that imported a replaced function by name still call it
         for owner, name, original in reversed(replaced):
             setattr(owner, name, original)
 
 
 def _shape(arguments: tuple[Any, ...], named: dict[str, Any]) -> tuple[int, ...]:
-    """The shape that a tensor is made with; empty where there is none."""
-    given = named.get("size", named.get("shape", arguments))
-    if isinstance(given, int):
-        given = (given,)
-    if given and isinstance(given[0], (tuple, list)):
-        given = given[0]
+    """Return the shape in the arguments of a function that creates a tensor; empty if there is none."""
+    dims = named.get("size", named.get("shape", arguments))
+    if isinstance(dims, int):
+        dims = (dims,)
+    if dims and isinstance(dims[0], (tuple, list)):
+        dims = dims[0]
     lengths = []
-    for length in given:
+    for length in dims:
         if not isinstance(length, int) or isinstance(length, bool):
             break
         lengths.append(length)
     return tuple(lengths)
 
 
-def _constructor(original: Callable, buffers: _Buffers, flow: Any) -> Callable:
-    """``flow.Tensor(2, 3)``: the metaclass's call, so that ``flow.Tensor`` stays a class."""
+def _constructor(original: Callable, arrays: _UntouchedArrays, flow: Any) -> Callable:
+    """Replace the call ``flow.Tensor(2, 3)``, in the metaclass, so that ``flow.Tensor`` remains a class."""
 
     def call(cls: Any, *arguments: Any, **named: Any) -> Any:
-        if buffers.active and cls is flow.Tensor and not named:
+        if arrays.active and cls is flow.Tensor and not named:
             of_lengths = all(isinstance(a, int) for a in arguments) or isinstance(arguments[0], flow.Size)
             shape = _shape(arguments, {}) if of_lengths else ()
-            if math.prod(shape) >= SMALLEST:
-                return buffers.tensor(shape)
+            if math.prod(shape) >= MIN_UNTOUCHED_ELEMENTS:
+                return arrays.tensor(shape)
         return original(cls, *arguments, **named)
 
     return call
 
 
-def _creator(original: Callable, buffers: _Buffers, smallest: int) -> Callable:
-    """``flow.empty(2, 3)`` and the like."""
+def _creator(original: Callable, arrays: _UntouchedArrays, min_elements: int) -> Callable:
+    """Replace a function like ``flow.empty(2, 3)`` for tensors of at least ``min_elements`` elements."""
 
     def create(*arguments: Any, **named: Any) -> Any:
         shape = _shape(arguments, named)
-        if math.prod(shape) >= smallest and buffers.replaces(named.get("dtype")) and named.get("placement") is None:
-            return buffers.tensor(shape, named.get("dtype")).requires_grad_(bool(named.get("requires_grad")))
+        if (
+            math.prod(shape) >= min_elements
+            and arrays.can_create(named.get("dtype"))
+            and named.get("placement") is None
+        ):
+            return arrays.tensor(shape, named.get("dtype")).requires_grad_(bool(named.get("requires_grad")))
         return original(*arguments, **named)
 
     return create
 
 
-def _normal(original: Callable, buffers: _Buffers) -> Callable:
-    """``flow.normal(mean, std, size, out=...)``."""
+def _normal(original: Callable, arrays: _UntouchedArrays) -> Callable:
+    """Replace ``flow.normal(mean, std, size, out=...)``."""
 
     def normal(*arguments: Any, **named: Any) -> Any:
-        if buffers.holds(named.get("out")):
+        if arrays.may_have_created(named.get("out")):
             return named["out"]
         shape = _shape(arguments[2:], named)
-        if math.prod(shape) >= SMALLEST and buffers.replaces(named.get("dtype")) and named.get("placement") is None:
-            return buffers.tensor(shape, named.get("dtype"))
+        if (
+            math.prod(shape) >= MIN_UNTOUCHED_ELEMENTS
+            and arrays.can_create(named.get("dtype"))
+            and named.get("placement") is None
+        ):
+            return arrays.tensor(shape, named.get("dtype"))
         return original(*arguments, **named)
 
     return normal
 
 
-def _filler(original: Callable, buffers: _Buffers) -> Callable:
-    """What writes to its first argument and returns it."""
+def _filler(original: Callable, arrays: _UntouchedArrays) -> Callable:
+    """Replace a function that writes to its first argument and returns it."""
 
     def fill(*arguments: Any, **named: Any) -> Any:
         target = arguments[0] if arguments else named.get("tensor")
-        return target if buffers.holds(target) else original(*arguments, **named)
+        return target if arrays.may_have_created(target) else original(*arguments, **named)
 
     return fill
 
 
-def _converter(original: Callable, buffers: _Buffers, flow: Any, kind: Any) -> Callable:
-    """What makes a tensor of the same shape, maybe of another type."""
+def _converter(original: Callable, arrays: _UntouchedArrays, flow: Any, result_type: Any) -> Callable:
+    """Replace a method that returns a tensor of the same shape.
+
+    The type of the result is that among the arguments, else ``result_type`` if it is a type, else that of the tensor.
+    """
 
     def convert(tensor: Any, *arguments: Any, **named: Any) -> Any:
         shape = tuple(tensor.shape)
         operands = [value for value in (*arguments, *named.values()) if isinstance(value, flow.Tensor)]
         same_shape = all(math.prod(tuple(operand.shape)) <= 1 or tuple(operand.shape) == shape for operand in operands)
-        if not buffers.holds(tensor) or not same_shape:
+        if not arrays.may_have_created(tensor) or not same_shape:
             return original(tensor, *arguments, **named)
         types = [value for value in (*arguments, *named.values()) if isinstance(value, flow.dtype)]
-        wanted = types[0] if types else kind if isinstance(kind, flow.dtype) else tensor.dtype
+        wanted = types[0] if types else result_type if isinstance(result_type, flow.dtype) else tensor.dtype
         if wanted == tensor.dtype and original.__name__ in _CONVERSIONS:
             return tensor
-        return buffers.tensor(shape, wanted)
+        return arrays.tensor(shape, wanted)
 
     return convert

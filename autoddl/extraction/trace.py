@@ -82,8 +82,8 @@ def _trace_operators(module: Any, inputs: Sequence[Any]) -> OperatorGraph:
             batched.append(tensor)
         else:
             notes.append(
-                f"the first dimension of example input {i} (shape {shapes[tensor]}) is not the batch of {batch}: "
-                "the input is taken as a constant"
+                f"example input {i} of shape {shapes[tensor]}: its first dimension is not the batch of {batch}; "
+                "it is taken as a constant"
             )
     frozen = [name for name, parameter in module.named_parameters() if not parameter.requires_grad]
     if frozen:

@@ -1,4 +1,4 @@
-"""FILE.py:FUNCTION: loading a user's file and calling its function."""
+"""Loads a user's model: imports FILE.py and calls its FUNCTION."""
 
 from __future__ import annotations
 
@@ -20,20 +20,26 @@ from .trace import describe
 
 __all__ = ["load_model"]
 
-WHAT_IS_RETURNED = "a oneflow.nn.Module and its example inputs, as in `return model, (tokens, targets)`"
+#: Functions of a user's file that an error message lists.
+MAX_LISTED_FUNCTIONS = 8
+
+#: What a user's function must return, for error messages.
+EXPECTED_RESULT = "a oneflow.nn.Module and its example inputs, as in `return model, (tokens, targets)`"
 
 
 def load_model(text: str, *, with_values: bool = False) -> tuple[Any, tuple[Any, ...]]:
-    """The module and the example inputs that FUNCTION of FILE.py returns.
+    """Return the module and the example inputs that a user's function returns.
 
-    The folder of the file is importable while its code runs.  What it prints goes to stderr.
+    The user's code can import modules from the folder of the file.  Its output to stdout is redirected to stderr.
 
     Args:
         text: ``FILE.py:FUNCTION``.
-        with_values: make the module to be run.  Otherwise its large parameters have neither memory nor values: it is to be traced.
+        with_values: Whether the module will be executed.  If False, it can only be traced: its large parameters have neither
+            memory nor values.
 
     Raises:
-        UserError: there is no such file or function, it raises, or it returns something else.
+        UserError: If the file or the function does not exist, or if the function raises, requires arguments, or returns anything
+            but a module and example inputs.
     """
     file, colon, name = text.rpartition(":")
     path = Path(file)
@@ -47,24 +53,26 @@ def load_model(text: str, *, with_values: bool = False) -> tuple[Any, tuple[Any,
         module = _import(path)
         function = getattr(module, name, None)
         if not callable(function):
-            raise UserError(f"{file}: there is no function {name!r}{_others(module)}")
+            raise UserError(f"{file}: there is no function {name!r}{_available_functions(module)}")
         required = _required_arguments(function)
         if required:
-            raise UserError(f"{text}: needs arguments ({', '.join(required)}), it should be callable without any")
-        with _faults_of_users(text, path):
+            raise UserError(
+                f"{text}: the function requires the arguments {', '.join(required)}; it should be callable without arguments"
+            )
+        with _errors_as_user_errors(text, path):
             returned = function()
-        return _checked(text, returned)
+        return _module_and_inputs(text, returned)
 
 
 def _import(path: Path) -> ModuleType:
-    """Execute a file as a module of its own, whatever others are called."""
+    """Execute a file as a module whose name cannot clash with that of another module."""
     name = f"_autoddl_model_{path.stem}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickle look for it there
+    sys.modules[name] = module  # dataclasses and pickle look the module up there
     try:
-        with _faults_of_users(str(path), path):
+        with _errors_as_user_errors(str(path), path):
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
@@ -74,6 +82,7 @@ def _import(path: Path) -> ModuleType:
 
 @contextlib.contextmanager
 def _importable(folder: Path) -> Iterator[None]:
+    """Allow imports from a folder while the context is active."""
     sys.path.insert(0, str(folder))
     try:
         yield
@@ -83,8 +92,8 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _faults_of_users(what: str, path: Path) -> Iterator[None]:
-    """Whatever a user's code raises as one line, with the last line of the file that was reached."""
+def _errors_as_user_errors(what: str, path: Path) -> Iterator[None]:
+    """Turn an exception of the user's code into a one-line UserError, with the last line of the file that was executed."""
     try:
         yield
     except UserError:
@@ -97,39 +106,44 @@ def _faults_of_users(what: str, path: Path) -> Iterator[None]:
         raise UserError(f"{what} raises {describe(error)}{where}") from error
 
 
-def _others(module: ModuleType) -> str:
-    """The functions that there are."""
+def _available_functions(module: ModuleType) -> str:
+    """Return the names of a module's public functions, as the end of an error message."""
     names = [name for name, value in vars(module).items() if inspect.isfunction(value) and not name.startswith("_")]
-    return f"; there are {', '.join(names[:8])}" if names else ""
+    return f"; there are {', '.join(names[:MAX_LISTED_FUNCTIONS])}" if names else ""
 
 
 def _required_arguments(function: Any) -> list[str]:
+    """Return the names of the parameters without default values; empty if the signature is unknown."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return []
-    flexible = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in flexible]
+    variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return [p.name for p in parameters if p.default is inspect.Parameter.empty and p.kind not in variadic]
 
 
-def _checked(text: str, returned: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(module, inputs), inputs being a tensor or several."""
+def _module_and_inputs(text: str, returned: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Check the result of a user's function and return its module and its inputs.
+
+    The function returns ``(module, tensor, ...)`` or ``(module, (tensor, ...))``.
+    """
     flow: Any = load_oneflow()
     if not isinstance(returned, tuple) or len(returned) < 2 or not isinstance(returned[0], flow.nn.Module):
-        raise UserError(f"{text} returns {_kind(returned)}, should return {WHAT_IS_RETURNED}")
+        raise UserError(f"{text} returns {_type_name(returned)}, should return {EXPECTED_RESULT}")
     module, *rest = returned
     inputs: Sequence[Any] = rest[0] if len(rest) == 1 and isinstance(rest[0], (tuple, list)) else rest
     for i, value in enumerate(inputs):
         if not isinstance(value, flow.Tensor):
-            raise UserError(f"{text}: example input {i} is {_kind(value)}, should be a oneflow.Tensor")
+            raise UserError(f"{text}: example input {i} is {_type_name(value)}, should be a oneflow.Tensor")
         if value.is_global:
             raise UserError(f"{text}: example input {i} is a global tensor, should be a local one")
     if not inputs:
-        raise UserError(f"{text} returns no example inputs, should return {WHAT_IS_RETURNED}")
+        raise UserError(f"{text} returns no example inputs, should return {EXPECTED_RESULT}")
     return module, tuple(inputs)
 
 
-def _kind(value: Any) -> str:
+def _type_name(value: Any) -> str:
+    """Return the type of a value with its article, such as ``a Linear``; for a tuple, the types of its parts."""
     if isinstance(value, tuple):
         return f"a tuple of {', '.join(type(part).__name__ for part in value) or 'nothing'}"
     return "nothing" if value is None else f"a {type(value).__name__}"

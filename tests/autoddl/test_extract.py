@@ -403,7 +403,7 @@ def test_two_losses():
 def test_mask_of_unknown_values():
     graph = resolve_model(f"{MODELS}:mask_in_list")
     assert graph["attn"].attributes["causal"] == 1
-    assert graph.notes == ("attn: the values of the attention's mask are unknown, it is taken as causal",)
+    assert graph.notes == ("attn: the values of the attention mask are unknown; it is taken as causal",)
 
 
 def test_computed_weights():
@@ -484,7 +484,7 @@ FAULTS = [
     ("an_array", "example input 0 is a list"),
     ("raises", "RuntimeError: no such (user_models.py, line"),
     ("leaves", "SystemExit: 3"),
-    ("wants_arguments", "needs arguments (width)"),
+    ("wants_arguments", "requires the arguments width"),
     ("not_callable", "there is no function 'not_callable'"),
     ("absent", "there is no function 'absent'; there are"),
 ]

@@ -1,4 +1,4 @@
-"""The doctests of `pipelines`, `launching` and `zoo`."""
+"""The doctests of `pipelines`, `extraction`, `launching` and `zoo`."""
 
 import doctest
 import importlib
@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import autoddl.extraction
 import autoddl.launching
 import autoddl.pipelines
 import autoddl.zoo
@@ -14,7 +15,7 @@ import autoddl.zoo
 NEEDS_ONEFLOW = "autoddl.pipelines.runtime.load"
 MODULES = [
     name
-    for package in (autoddl.pipelines, autoddl.launching, autoddl.zoo)
+    for package in (autoddl.pipelines, autoddl.extraction, autoddl.launching, autoddl.zoo)
     for folder in map(Path, package.__path__)
     for path in sorted(folder.rglob("*.py"))
     for name in [
