@@ -1,10 +1,22 @@
-"""Running a plan on local ranks against one device and against its price.
+"""Verifies a plan: runs it on local ranks and compares the results with a single-device reference and with its price.
 
-- `verify(plan, num_ranks)` -> `Verification`: loss, gradients, parameters after three optimizer steps, bytes per layer.
-- `fitting`: the plan on the ranks and the machine at hand; `scaling`: its model made smaller, with the strategies kept.
-- `prediction`: the steps that are priced; `comparing`: what ranks found beside them; `result`: the verdict; `documents`: its JSON
-  (its text: :mod:`autoddl.text`).
-- `rank_job`: what the ranks do, and `running`: what carries out a plan there; the only parts that need OneFlow, and only there.
+`verify(plan, num_ranks)` returns a `Verification`: the errors of the losses, of the gradients and of the parameters after three
+optimizer steps, and the bytes that each layer sent.  The steps of a verification, and their modules:
+
+=============  ===================================================================================================
+module         contents
+=============  ===================================================================================================
+`run`          `verify`: calls the other modules and starts the ranks
+`fitting`      fits a plan to the given number of ranks and to the memory of the machine
+`scaling`      reduces the sizes of the model, with unchanged strategies
+`prediction`   predicts the communication steps and the bytes of each layer
+`task`         the values that the launcher and the ranks exchange
+`rank_job`     the jobs that the ranks execute; imports OneFlow
+`running`      executes a plan on the ranks; imports OneFlow
+`comparing`    compares the results of the ranks with the reference and with the prediction
+`result`       the result of a verification: all comparisons and the verdict
+`documents`    the JSON document of a result (:mod:`autoddl.text` has its text)
+=============  ===================================================================================================
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""What ranks found, beside one device and beside the price; no OneFlow, no processes."""
+"""Compares the results of the ranks with the single-device reference and with the predicted traffic.
+
+This module needs neither OneFlow nor processes.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,7 @@ from ..planfile import PlanFile
 from .fitting import FittedPlan
 from .prediction import PHASES, Prediction, RankSteps, missing_steps
 from .result import LayerCheck, PhaseCheck, StageCheck, Tolerance, ValueCheck, Verification
-from .task import Counted, Reference, Shard, gradient_step
+from .task import ByteCounts, RankResult, ReferenceResult, gradient_step
 
 __all__ = ["compare", "with_recount"]
 
@@ -23,26 +26,28 @@ __all__ = ["compare", "with_recount"]
 def compare(
     plan: PlanFile,
     fitted: FittedPlan,
-    predicted: Prediction,
-    reference: Reference,
-    shards: Sequence[Shard],
+    prediction: Prediction,
+    reference: ReferenceResult,
+    results: Sequence[RankResult],
     *,
     tolerance: float,
     uncounted: str,
 ) -> Verification:
-    """All numbers side by side.
+    """Return the verification of a plan.
 
     Args:
-        plan, fitted: what was asked for, and what ran.
-        predicted: what that should send.
-        reference: one device; ``shards``: every rank.
-        tolerance: of values.
-        uncounted: why no bytes were counted.
+        plan: The plan that the user gave.
+        fitted: The plan that the ranks executed.
+        prediction: Predicted steps and bytes of the fitted plan.
+        reference: Results of the single-device reference.
+        results: Results of all ranks, by rank.
+        tolerance: Largest allowed relative error of losses, gradients and parameters.
+        uncounted: Why bytes were not counted; "" if they were.
     """
     schedule, ranks = fitted.schedule, RankMap(fitted.schedule.widths)
     workers = [
-        _Ran(steps, [shards[rank].run_steps for rank in ranks.ranks_of(worker)])
-        for worker, steps in enumerate(predicted.workers)
+        _RankGroup(steps, [results[rank].run_steps for rank in ranks.ranks_of(worker)])
+        for worker, steps in enumerate(prediction.workers)
     ]
     return Verification(
         model=plan.graph.name,
@@ -50,135 +55,157 @@ def compare(
         schedule=schedule,
         workload=fitted.scaled.workload,
         changes=fitted.scaled.changes,
-        tolerance=Tolerance(tolerance, NOISE_BYTES * len(shards)),
-        losses=_losses(reference.losses, shards),
+        tolerance=Tolerance(tolerance, NOISE_BYTES * len(results)),
+        losses=_losses(reference.losses, results),
         gradient_step=gradient_step(schedule) + 1,
-        stages=tuple(_stage(fitted, predicted, number, shards) for number in range(len(fitted.stages))),
-        gradients=_value_checks(reference.gradients, [shard.gradient_errors for shard in shards]),
-        parameters=_value_checks(reference.parameters, [shard.parameter_errors for shard in shards]),
-        between=PhaseCheck(sum(predicted.between), sum(shard.boundary_bytes for shard in shards)),
-        step=_phase_check(workers, shards[0].run_bytes, predicted.apart),
+        stages=tuple(_stage(fitted, prediction, number, results) for number in range(len(fitted.stages))),
+        gradients=_value_checks(reference.gradients, [result.gradient_errors for result in results]),
+        parameters=_value_checks(reference.parameters, [result.parameter_errors for result in results]),
+        between=PhaseCheck(sum(prediction.between), sum(result.boundary_bytes for result in results)),
+        step=_phase_check(workers, results[0].run_bytes, prediction.transfers),
         uncounted=uncounted,
         notes=_notes(plan, fitted),
     )
 
 
-def with_recount(shards: Sequence[Shard], again: Counted) -> list[Shard]:
-    """The shards with the smaller of both counts of each section, as the first rank read it: what else a machine does while bytes
-    are counted adds to them."""
-    result, first = list(shards), shards[0]
+def with_recount(results: Sequence[RankResult], recount: ByteCounts) -> list[RankResult]:
+    """Return the results with the smaller of two counts of each section and of the run.
+
+    Other traffic of the machine can only increase a count.  Rank 0's counts are the ones that are compared.
+    """
+    new_results, first = list(results), results[0]
     sections = [
-        replace(section, payload_bytes=_smaller(section.payload_bytes, counted))
-        for section, counted in zip(first.sections, again.section_bytes)
+        replace(section, payload_bytes=_smaller(section.payload_bytes, num_bytes))
+        for section, num_bytes in zip(first.sections, recount.section_bytes)
     ]
-    run_bytes = _smaller(first.run_bytes, again.run_bytes)
-    result[0] = replace(first, sections=tuple(sections), run_bytes=run_bytes)
-    return result
+    run_bytes = _smaller(first.run_bytes, recount.run_bytes)
+    new_results[0] = replace(first, sections=tuple(sections), run_bytes=run_bytes)
+    return new_results
 
 
-def _smaller(count: int | None, again: int) -> int | None:
-    return None if count is None else min(count, again)
+def _smaller(count: int | None, recount: int) -> int | None:
+    return None if count is None else min(count, recount)
 
 
 def _notes(plan: PlanFile, fitted: FittedPlan) -> tuple[str, ...]:
-    """What the reader should know of how a plan is run, at its model's size here."""
+    """Return the differences between the plan and its execution that the user should know of."""
     notes, delays = [], fitted.schedule.delays
     if plan.workload.precision != "float32":
         notes.append(
             f"the plan is for {plan.workload.precision} precision; CPU ranks run, and bytes are priced, in float32"
         )
     if any("dropout" in layer.epilogue for layer in fitted.scaled.graph.layers):
-        notes.append("dropout is off: it draws at random")
+        notes.append("dropout is off, since it is random")
     if not fitted.schedule.is_synchronous:
-        old = delays[0] if len(set(delays)) == 1 else ", ".join(map(str, delays))
-        notes.append(f"stages compute with weights that are {old} updates old; so does one device")
+        ages = delays[0] if len(set(delays)) == 1 else ", ".join(map(str, delays))
+        notes.append(f"stages compute with weights that are {ages} updates old; so does one device")
     return tuple(notes)
 
 
 # ---- Values ------------------------------------------------------------------------------------------------------------------
 
 
-def _losses(expected: Sequence[float], shards: Sequence[Shard]) -> tuple[tuple[float, float], ...]:
+def _losses(expected: Sequence[float], results: Sequence[RankResult]) -> tuple[tuple[float, float], ...]:
+    """Return for each step the expected loss and, of the losses of all ranks, the one that is farthest from it."""
     pairs = []
-    for step, value in enumerate(expected):
-        found = max((shard.losses[step] for shard in shards), key=lambda loss: _distance(loss, value))
-        pairs.append((value, found))
+    for step, loss in enumerate(expected):
+        farthest = max((result.losses[step] for result in results), key=lambda value: _distance(value, loss))
+        pairs.append((loss, farthest))
     return tuple(pairs)
 
 
-def _distance(found: float, expected: float) -> float:
-    distance = abs(found - expected)
-    return distance if distance == distance else math.inf
+def _distance(value: float, expected: float) -> float:
+    """Return |value - expected|, or infinity if the value is not a number."""
+    distance = abs(value - expected)
+    return math.inf if math.isnan(distance) else distance
 
 
 def _value_checks(names: Sequence[str], errors: Sequence[Mapping[str, float]]) -> tuple[ValueCheck, ...]:
-    """The worst rank for each parameter, of ``names`` and of all that ranks hold; one that no rank holds is infinitely far off."""
+    """Return the largest error of each parameter, and the rank that has it.
+
+    Args:
+        names: Parameters of the reference.  The error of a parameter that no rank holds is infinite.
+        errors: Relative errors of the parameters that each rank holds, by rank and by name.
+    """
     checks = []
-    for name in dict.fromkeys((*names, *(name for found in errors for name in found))):
-        held = {rank: found[name] for rank, found in enumerate(errors) if name in found} or {0: math.inf}
-        rank = max(held, key=lambda rank: held[rank])
-        checks.append(ValueCheck(name, held[rank], rank))
+    held_names = (name for rank_errors in errors for name in rank_errors)
+    for name in dict.fromkeys((*names, *held_names)):
+        error_of_rank = {rank: rank_errors[name] for rank, rank_errors in enumerate(errors) if name in rank_errors}
+        error_of_rank = error_of_rank or {0: math.inf}
+        worst_rank = max(error_of_rank, key=lambda rank: error_of_rank[rank])
+        checks.append(ValueCheck(name, error_of_rank[worst_rank], worst_rank))
     return tuple(checks)
 
 
 # ---- Bytes and steps -----------------------------------------------------------------------------------------------------------
 
 
-def _stage(fitted: FittedPlan, predicted: Prediction, number: int, shards: Sequence[Shard]) -> StageCheck:
-    """A stage, as the ranks of the first pipeline ran it by itself."""
+def _stage(fitted: FittedPlan, prediction: Prediction, number: int, results: Sequence[RankResult]) -> StageCheck:
+    """Compare the steps and bytes of one slot of a stage, on the ranks of the first pipeline."""
     graph, stage = fitted.scaled.graph, fitted.stages[number]
     ranks = RankMap(fitted.schedule.widths).ranks_of(fitted.schedule.placement[0][number])
-    ran: list[dict[tuple[str, str], list[Step]]] = []
+    # The steps of each rank, and the bytes of all ranks, by layer and phase.
+    executed_steps: list[dict[tuple[str, str], list[Step]]] = []
     for rank in ranks:
-        ran.append({})
-        for section in shards[rank].sections:
-            ran[-1].setdefault((section.layer, section.phase), []).extend(section.steps)
-    sent: dict[tuple[str, str], int] = {}
-    for section in shards[0].sections:
-        sent[section.layer, section.phase] = sent.get((section.layer, section.phase), 0) + (section.payload_bytes or 0)
-    is_counted = shards[0].run_bytes is not None
+        executed_steps.append({})
+        for section in results[rank].sections:
+            executed_steps[-1].setdefault((section.layer, section.phase), []).extend(section.steps)
+    payload_bytes: dict[tuple[str, str], int] = {}
+    for section in results[0].sections:
+        key = (section.layer, section.phase)
+        payload_bytes[key] = payload_bytes.get(key, 0) + (section.payload_bytes or 0)
+    is_counted = results[0].run_bytes is not None
     layers = []
     for layer in stage.layers(graph):
         phases = {}
         for phase in PHASES:
             key = (layer.name, phase)
-            if key in predicted.sections:
-                parts = [_Ran(predicted.sections[key], [steps.get(key, []) for steps in ran])]
-                phases[phase] = _phase_check(parts, sent.get(key, 0) if is_counted else None)
-        own = tuple(parameter.name for parameter in layer.parameters if parameter.tied_to is None)
+            if key in prediction.sections:
+                group = _RankGroup(prediction.sections[key], [steps.get(key, []) for steps in executed_steps])
+                phases[phase] = _phase_check([group], payload_bytes.get(key, 0) if is_counted else None)
+        own_parameters = tuple(parameter.name for parameter in layer.parameters if parameter.tied_to is None)
         strategy = stage.strategies[layer.name]
-        layers.append(LayerCheck(layer.name, layer.kind, layer.block, layer.role, strategy, phases, own))
-    return StageCheck(tuple(layers), predicted.inside[number], predicted.gradients[number])
+        layers.append(LayerCheck(layer.name, layer.kind, layer.block, layer.role, strategy, phases, own_parameters))
+    return StageCheck(tuple(layers), prediction.inside[number], prediction.gradients[number])
 
 
 @dataclass(frozen=True)
-class _Ran:
-    """Ranks that should all run the same steps, and what each of them ran."""
+class _RankGroup:
+    """Ranks that should all execute the same steps.
+
+    Attributes:
+        expected: Steps that each rank should execute.
+        executed: Steps that each rank executed, by rank.
+    """
 
     expected: RankSteps
-    ran: Sequence[Sequence[Step]]
+    executed: Sequence[Sequence[Step]]
 
 
-def _phase_check(parts: Sequence[_Ran], payload_bytes: float | None, apart: Sent | None = None) -> PhaseCheck:
-    """Steps and bytes of one phase, or of a whole run.
+def _phase_check(
+    groups: Sequence[_RankGroup], payload_bytes: float | None, transfers: Sent | None = None
+) -> PhaseCheck:
+    """Compare the steps and the bytes of one phase, or of a whole run.
 
     Args:
-        parts: of all ranks that take part.
-        payload_bytes: what all of them sent; None where it was not counted.
-        apart: what they send from rank to rank besides steps.
+        groups: All ranks that take part.
+        payload_bytes: Bytes that all ranks sent, without the headers of packets.  None if bytes were not counted.
+        transfers: Predicted point-to-point transfers, which are no communication steps.
     """
-    apart = apart or Sent()
+    transfers = transfers or Sent()
     missing: list[str] = []
     unexpected: list[str] = []
-    predicted, beside = apart.num_bytes, MESSAGE_BYTES * apart.num_messages
-    for part in parts:
-        expected = part.expected
-        for steps in part.ran:
-            lacking, beyond = missing_steps((*expected.priced, *expected.unpriced), steps)
-            missing += [str(step) for step in lacking if str(step) not in missing]
-            unexpected += [str(step) for step in beyond if str(step) not in unexpected]
-        predicted += len(part.ran) * sum(step.mean_sent_bytes for step in expected.priced)
-        beside += MESSAGE_BYTES * sum(sent_messages(step) for steps in part.ran for step in steps)
-        beside += len(part.ran) * sum(step.mean_sent_bytes for step in expected.unpriced)
-    sent = None if payload_bytes is None else payload_bytes - beside
-    return PhaseCheck(predicted, sent, tuple(missing), tuple(unexpected))
+    predicted_bytes = transfers.num_bytes
+    # Bytes without a price: OneFlow's own bytes in each message, and the steps that the cost model leaves out.
+    unpriced_bytes = MESSAGE_BYTES * transfers.num_messages
+    for group in groups:
+        expected = group.expected
+        for steps in group.executed:
+            not_executed, not_expected = missing_steps((*expected.priced, *expected.unpriced), steps)
+            missing += [str(step) for step in not_executed if str(step) not in missing]
+            unexpected += [str(step) for step in not_expected if str(step) not in unexpected]
+        predicted_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.priced)
+        unpriced_bytes += MESSAGE_BYTES * sum(sent_messages(step) for steps in group.executed for step in steps)
+        unpriced_bytes += len(group.executed) * sum(step.mean_sent_bytes for step in expected.unpriced)
+    sent_bytes = None if payload_bytes is None else payload_bytes - unpriced_bytes
+    return PhaseCheck(predicted_bytes, sent_bytes, tuple(missing), tuple(unexpected))

@@ -1,7 +1,7 @@
-"""Verifications as programs read them: JSON documents, in which numbers that are not finite are None.
+"""The JSON document of a verification.  Numbers that are not finite are null in the document.
 
-A plan without a pipeline has one stage; ``step`` is what all ranks send in a run of the schedule: ``steps_per_run`` steps, one of a
-synchronous schedule.
+A plan without a pipeline has one stage.  The field ``step`` holds the bytes that all ranks send in one run of the schedule, which
+consists of ``steps_per_run`` training steps (one, if the schedule is synchronous).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FORMAT, VERSION = "autoddl-verification", 2
 
 
 def verification_document(found: Verification) -> dict[str, Any]:
-    """What was found."""
+    """Return the document of a verification."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -60,7 +60,13 @@ def verification_document(found: Verification) -> dict[str, Any]:
 
 
 def failed_document(model: str, rank: int | None, error: str) -> dict[str, Any]:
-    """Where a rank failed."""
+    """Return the document of a verification that ended because a rank failed.
+
+    Args:
+        model: Name of the model.
+        rank: The rank that failed; None if it is unknown.
+        error: Message of the error.
+    """
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -85,7 +91,6 @@ def _layer(found: Verification, stage: int, layer: LayerCheck) -> dict[str, Any]
 
 
 def _losses(losses: Sequence[tuple[float, float]], errors: Sequence[float]) -> list[dict[str, float | None]]:
-    """Step by step."""
     return [
         {"one_device": expected, "ranks": _finite(value), "error": _finite(error)}
         for (expected, value), error in zip(losses, errors)
@@ -97,5 +102,5 @@ def _value(check: ValueCheck) -> dict[str, Any]:
 
 
 def _finite(value: float) -> float | None:
-    """JSON has no infinity."""
+    """Return a finite value, or None for infinity and NaN, which JSON does not have."""
     return value if abs(value) < float("inf") else None

@@ -1,11 +1,14 @@
-"""Making a plan small enough for the ranks and the machine at hand, with what its stages decide kept.
+"""Fits a plan to the given number of ranks and to the limits of the machine.
 
-1. *Ranks.*  Where there are fewer ranks than the plan has devices, stages in the middle are left out with their blocks, as few as
-   it takes: the first and the last one stay, with all layers that are in no block.  No stage changes its strategies, its
-   recomputation or its width.  A plan without a pipeline has one stage, which needs all of its ranks.
-2. *The schedule* is generated anew for the workers that are left; where time is short, of fewer micro-batches too, the fewest that
-   divide the plan's number and are twice as many as workers (of one stage: two).
-3. *Sizes* shrink (`scaling`).
+The strategies, the recomputation and the width of every remaining stage stay as they are.  Three things change, in this order:
+
+1. **Stages.**  If there are fewer ranks than devices in the plan, middle stages are removed with their blocks, as few as possible.
+   The first and the last stage remain, with all layers that are in no block.  A plan without a pipeline has a single stage, so it
+   needs as many ranks as devices.
+2. **Schedule.**  The schedule is generated again for the remaining workers.  If the limits require it, it also has fewer
+   micro-batches: the smallest divisor of the plan's number that is at least twice the number of workers (or two, for a single
+   worker).
+3. **Sizes.**  The sizes of the model are reduced to the limits (`scaling`).
 """
 
 from __future__ import annotations
@@ -23,78 +26,97 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
-from ..planfile import PlanFile
 from ..staging import make_schedule, scheduling, stage_plans
+from ..planfile import PlanFile
 from ..zoo.builtin import BuiltIn
-from .scaling import Change, Limits, Scaled, Staging, scale, without_stages
-from .task import NUM_STEPS
+from .scaling import Change, Limits, ScaledModel, StageConstraints, scale, without_stages
+from .task import MIN_STEPS
 
 __all__ = ["FittedPlan", "chosen_workers", "fit_plan", "in_float32"]
 
 
 @dataclass(frozen=True)
 class FittedPlan:
-    """What is run in a plan's place.
+    """A plan that fits the ranks and the limits.
 
     Attributes:
-        scaled: the model, its strategies and its workload, of one update.
-        stages, schedule: of a single update where the schedule is synchronous, else of `NUM_STEPS` at least.
-        is_applied: whether the plan has no pipeline, so that `autoddl.apply` runs it.
+        scaled: The model, its strategies, and the workload of one update.
+        stages: The stages, in order.
+        schedule: The schedule: of a single update if it is synchronous, else of at least `MIN_STEPS` updates.
+        is_applied: Whether the plan has no pipeline, so that `autoddl.apply` executes it.
     """
 
-    scaled: Scaled
+    scaled: ScaledModel
     stages: tuple[StagePlan, ...]
     schedule: Schedule
     is_applied: bool
 
 
 @dataclass(frozen=True)
-class _Workers:
-    """Which of the plan's stages are left, and what carries them out."""
+class _RemainingWorkers:
+    """The stages and workers of a plan that fit the ranks.
 
-    kept: tuple[int, ...]
-    of: PipelineSchedule
+    Attributes:
+        stages: Numbers of the remaining stages in the plan.
+        spec: Specification of the schedule of these stages.
+        widths: Number of ranks of each worker.
+        recomputing: Whether each stage recomputes its activations.
+    """
+
+    stages: tuple[int, ...]
+    spec: PipelineSchedule
     widths: tuple[int, ...]
     recomputing: tuple[bool, ...]
 
     def schedule(self, num_micro_batches: int) -> Schedule:
-        """Of one update where it is synchronous, else of `NUM_STEPS` or, where one iteration has more, of these."""
-        of = replace(self.of, num_micro_batches=num_micro_batches)
-        once = make_schedule(of, self.widths, self.recomputing, 1)
-        if once.is_synchronous or once.num_updates >= NUM_STEPS:
-            return once
-        return make_schedule(of, self.widths, self.recomputing, NUM_STEPS)
+        """Return the schedule: of one update if it is synchronous, else of at least `MIN_STEPS` updates."""
+        spec = replace(self.spec, num_micro_batches=num_micro_batches)
+        schedule = make_schedule(spec, self.widths, self.recomputing, 1)
+        if schedule.is_synchronous or schedule.num_updates >= MIN_STEPS:
+            return schedule
+        return make_schedule(spec, self.widths, self.recomputing, MIN_STEPS)
 
 
 def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn | None) -> FittedPlan:
-    """The plan on so many ranks, within the limits.
+    """Return a plan that fits the number of ranks and the limits.
+
+    Args:
+        plan: The plan.
+        num_ranks: Number of ranks.
+        limits: Memory and FLOPs that all ranks together may use.
+        built_in: The plan's model if it is a built-in one; None if a user's function returns it.
 
     Raises:
-        UserError: it cannot be brought to so many ranks, or is too large.
+        UserError: If the plan cannot be executed on this number of ranks with its strategies, or is too large for the limits.
     """
-    stages, workers = stage_plans(plan), _workers(plan, num_ranks, built_in)
-    num_micro_batches = workers.of.num_micro_batches
-    schedule = _fitting(workers, (num_micro_batches, *_multiples(num_micro_batches, len(workers.widths))))
+    # 1. Stages.
+    stages, workers = stage_plans(plan), _remaining_workers(plan, num_ranks)
+    # 2. Schedule: with the plan's number of micro-batches, and with the smallest one.
+    num_micro_batches = workers.spec.num_micro_batches
+    smaller_numbers = _smaller_numbers_of_micro_batches(num_micro_batches, len(workers.widths))
+    schedule = _first_schedule(workers, (num_micro_batches, *smaller_numbers))
     if schedule is None:
-        raise _not_on(plan, num_ranks, f"{workers.of.name} has no schedule of {len(workers.widths)} workers")
-    few = _fitting(workers, _multiples(num_micro_batches, len(workers.widths))) or schedule
-    graph, strategies, built_in, stage_of = _left(plan, stages, workers, num_ranks, built_in)
+        raise _cannot_fit(plan, num_ranks, f"{workers.spec.name} has no schedule of {len(workers.widths)} workers")
+    short_schedule = _first_schedule(workers, smaller_numbers) or schedule
+    # 3. Sizes of the model of the remaining stages.
+    graph, strategies, built_in, stage_of = _remaining_model(plan, stages, workers, num_ranks, built_in)
     size = plan.workload.micro_batch
     recompute = all(stage.recompute for stage in stages)
     workload = replace(in_float32(plan.workload), batch=size * schedule.update_period, recompute=recompute)
-    staging = Staging(
+    constraints = StageConstraints(
         stage_of,
-        _entries(stages, workers.kept),
+        _entries(stages, workers.stages),
         num_ranks,
-        max(slots_per_micro_batch(schedule), slots_per_micro_batch(few)),
-        min(few.update_period, schedule.update_period),
+        max(slots_per_micro_batch(schedule), slots_per_micro_batch(short_schedule)),
+        min(short_schedule.update_period, schedule.update_period),
     )
-    scaled = scale(graph, strategies, workload, limits, built_in, staging)
+    scaled = scale(graph, strategies, workload, limits, built_in, constraints)
     if scaled.workload.num_micro_batches != schedule.update_period:
-        schedule = few
+        schedule = short_schedule
+    # What has changed, relative to the plan.
     changes = list(scaled.changes)
-    if len(workers.kept) < len(stages):
-        changes.insert(0, Change("stages", str(len(stages)), str(len(workers.kept))))
+    if len(workers.stages) < len(stages):
+        changes.insert(0, Change("stages", str(len(stages)), str(len(workers.stages))))
         blocks = [len({layer.block_index for layer in g.layers if layer.block}) for g in (plan.graph, scaled.graph)]
         changes = [change for change in changes if change.what != "blocks"]
         changes.insert(1, Change("blocks", *map(str, blocks)))
@@ -103,25 +125,29 @@ def fit_plan(plan: PlanFile, num_ranks: int, limits: Limits, built_in: BuiltIn |
         changes.append(Change("micro-batches", str(before), str(after)))
     return FittedPlan(
         replace(scaled, changes=tuple(changes)),
-        _stages(scaled, [stages[number] for number in workers.kept]),
+        _scaled_stages(scaled, [stages[number] for number in workers.stages]),
         schedule,
         is_applied=not plan.has_pipeline,
     )
 
 
 def in_float32(workload: Workload) -> Workload:
-    """The workload that runs on CPU ranks."""
+    """Return the workload in float32, the precision of CPU ranks."""
     return replace(workload, precision="float32")
 
 
-# ---- Ranks -----------------------------------------------------------------------------------------------------------------
+# ---- Stages ----------------------------------------------------------------------------------------------------------------
 
 
-def _workers(plan: PlanFile, num_ranks: int, built_in: BuiltIn | None) -> _Workers:
-    """The plan's own, or as many of them as there are ranks for."""
-    of, widths, recomputing = scheduling(plan)
+def _remaining_workers(plan: PlanFile, num_ranks: int) -> _RemainingWorkers:
+    """Return all workers of a plan, or those that the ranks suffice for.
+
+    Raises:
+        UserError: If no part of the plan's workers has this number of ranks.
+    """
+    spec, widths, recomputing = scheduling(plan)
     if sum(widths) == num_ranks:
-        return _Workers(tuple(range(of.num_stages)), of, widths, recomputing)
+        return _RemainingWorkers(tuple(range(spec.num_stages)), spec, widths, recomputing)
     if len(widths) == 1 or not 0 < num_ranks <= sum(widths):
         nodes, per_node = plan.cluster.num_nodes, plan.cluster.devices_per_node
         raise UserError(
@@ -130,80 +156,108 @@ def _workers(plan: PlanFile, num_ranks: int, built_in: BuiltIn | None) -> _Worke
         )
     chosen = chosen_workers(widths, num_ranks)
     if chosen is None:
-        least = widths[0] + widths[-1]
-        raise _not_on(plan, num_ranks, f"two of its {len(widths)} workers take {least}" if least > num_ranks else "")
-    if of.groups > 1 or of.num_pipelines > 1:
-        # A worker has several stages, which have its width.
-        if len(set(widths)) > 1:
-            raise _not_on(plan, num_ranks, "its workers are of different widths and have several stages each")
-        kept = _spread(of.num_stages, of.groups * len(chosen))
-    else:
-        kept = chosen
-    fewer = replace(of, num_workers=len(chosen))
-    return _Workers(kept, fewer, tuple(widths[i] for i in chosen), tuple(recomputing[stage] for stage in kept))
-
-
-def chosen_workers(widths: tuple[int, ...], num_ranks: int) -> tuple[int, ...] | None:
-    """By number, the first and the last worker and as many between them as make up the ranks; None where none do."""
-    if len(widths) < 2:
-        return None
-    if len(set(widths)) == 1:
-        count = num_ranks // widths[0]
-        return _spread(len(widths), count) if 2 <= count <= len(widths) and num_ranks % widths[0] == 0 else None
-    most: dict[int, tuple[int, ...]] = {widths[0] + widths[-1]: ()}
-    for worker in range(1, len(widths) - 1):
-        for total, members in list(most.items()):
-            longer = (*members, worker)
-            if len(most.get(total + widths[worker], ())) < len(longer):
-                most[total + widths[worker]] = longer
-    return (0, *most[num_ranks], len(widths) - 1) if num_ranks in most else None
-
-
-def _spread(count: int, num_kept: int) -> tuple[int, ...]:
-    """So many of ``count`` numbers, evenly apart, the first and the last among them."""
-    return tuple(i * (count - 1) // (num_kept - 1) for i in range(num_kept))
-
-
-def _left(
-    plan: PlanFile, stages: tuple[StagePlan, ...], workers: _Workers, num_ranks: int, built_in: BuiltIn | None
-) -> tuple[LayerGraph, Mapping[str, Strategy], BuiltIn | None, Mapping[str, int]]:
-    """The model of the stages that are left: its graph, strategies, how it is built, and the stage of each layer."""
-    stage_of = {name: number for number, stage in enumerate(stages) for name in stage.strategies}
-    if len(workers.kept) == len(stages):
-        return plan.graph, plan.strategies, built_in, stage_of
-    staging = Staging(stage_of, _entries(stages, range(len(stages))), num_ranks)
-    found = built_in and without_stages(plan.graph, plan.strategies, plan.workload, built_in, staging, workers.kept)
-    if not found:
-        raise _not_on(
-            plan, num_ranks, "stages can be left out where the others are whole blocks of a built-in transformer"
+        smallest = widths[0] + widths[-1]
+        reason = (
+            f"the smallest part, two of its {len(widths)} workers, needs {smallest}" if smallest > num_ranks else ""
         )
-    return found.graph, found.strategies, found.built_in, found.stage_of
-
-
-def _not_on(plan: PlanFile, num_ranks: int, why: str) -> UserError:
-    widths = scheduling(plan)[1]
-    each = f"{len(widths)} workers of {', '.join(map(str, sorted(set(widths))))}"
-    reason = f" ({why})" if why else ""
-    return UserError(
-        f"the plan's pipeline has {counted(sum(widths), 'device')} in {each}, which cannot be brought to {num_ranks} ranks with "
-        f"the strategies kept{reason}; give ranks={sum(widths)}, or plan for fewer devices"
+        raise _cannot_fit(plan, num_ranks, reason)
+    if spec.groups > 1 or spec.num_pipelines > 1:
+        # Each worker has several stages of its own width.
+        if len(set(widths)) > 1:
+            raise _cannot_fit(plan, num_ranks, "its workers have different widths and several stages each")
+        stages = _evenly_spaced(spec.num_stages, spec.groups * len(chosen))
+    else:
+        stages = chosen
+    return _RemainingWorkers(
+        stages=stages,
+        spec=replace(spec, num_workers=len(chosen)),
+        widths=tuple(widths[worker] for worker in chosen),
+        recomputing=tuple(recomputing[stage] for stage in stages),
     )
 
 
-# ---- The schedule and the stages -----------------------------------------------------------------------------------------------
+def chosen_workers(widths: tuple[int, ...], num_ranks: int) -> tuple[int, ...] | None:
+    """Return the largest set of workers with ``num_ranks`` ranks that includes the first and the last worker.
+
+    >>> chosen_workers((2, 2, 2, 2), 6)
+    (0, 1, 3)
+    >>> chosen_workers((1, 4, 2, 1), 4)
+    (0, 2, 3)
+
+    Args:
+        widths: Number of ranks of each worker.
+        num_ranks: Number of ranks of all chosen workers together.
+
+    Returns:
+        Indices of the workers; None if there is no such set.  Workers of equal widths are evenly spaced.
+    """
+    if len(widths) < 2:
+        return None
+    if len(set(widths)) == 1:
+        count, rest = divmod(num_ranks, widths[0])
+        return _evenly_spaced(len(widths), count) if 2 <= count <= len(widths) and not rest else None
+    # Dynamic program over the middle workers: the largest set for each sum of widths.
+    largest: dict[int, tuple[int, ...]] = {widths[0] + widths[-1]: ()}
+    for worker in range(1, len(widths) - 1):
+        for total, members in list(largest.items()):
+            longer = (*members, worker)
+            if len(largest.get(total + widths[worker], ())) < len(longer):
+                largest[total + widths[worker]] = longer
+    return (0, *largest[num_ranks], len(widths) - 1) if num_ranks in largest else None
 
 
-def _multiples(num_micro_batches: int, num_workers: int) -> tuple[int, ...]:
-    """Divisors of the number of micro-batches from twice the number of workers on, the least first; one worker takes any number."""
+def _evenly_spaced(count: int, num_chosen: int) -> tuple[int, ...]:
+    """Return ``num_chosen`` evenly spaced numbers from 0 to ``count - 1``, including both."""
+    return tuple(i * (count - 1) // (num_chosen - 1) for i in range(num_chosen))
+
+
+def _remaining_model(
+    plan: PlanFile, stages: tuple[StagePlan, ...], workers: _RemainingWorkers, num_ranks: int, built_in: BuiltIn | None
+) -> tuple[LayerGraph, Mapping[str, Strategy], BuiltIn | None, Mapping[str, int]]:
+    """Return the model of the remaining stages: its graph, its strategies, the built-in model, and the stage of each layer.
+
+    Raises:
+        UserError: If the layers of the other stages are not whole blocks of a built-in transformer.
+    """
+    stage_of = {name: number for number, stage in enumerate(stages) for name in stage.strategies}
+    if len(workers.stages) == len(stages):
+        return plan.graph, plan.strategies, built_in, stage_of
+    constraints = StageConstraints(stage_of, _entries(stages, range(len(stages))), num_ranks)
+    smaller = built_in and without_stages(
+        plan.graph, plan.strategies, plan.workload, built_in, constraints, workers.stages
+    )
+    if not smaller:
+        reason = "a stage can be removed only if it consists of whole blocks of a built-in transformer"
+        raise _cannot_fit(plan, num_ranks, reason)
+    return smaller.graph, smaller.strategies, smaller.built_in, smaller.stage_of
+
+
+def _cannot_fit(plan: PlanFile, num_ranks: int, reason: str) -> UserError:
+    widths = scheduling(plan)[1]
+    workers = f"{len(widths)} workers of {', '.join(map(str, sorted(set(widths))))}"
+    because = f" ({reason})" if reason else ""
+    return UserError(
+        f"the plan's pipeline has {counted(sum(widths), 'device')} in {workers}; it cannot be reduced to {num_ranks} ranks with "
+        f"the same strategies{because}; give ranks={sum(widths)}, or plan for fewer devices"
+    )
+
+
+# ---- Schedule and sizes --------------------------------------------------------------------------------------------------------
+
+
+def _smaller_numbers_of_micro_batches(num_micro_batches: int, num_workers: int) -> tuple[int, ...]:
+    """Return the divisors of the number of micro-batches that are at least twice the number of workers, in ascending order.
+
+    For a single worker, return 2 (or 1 if there is a single micro-batch).
+    """
     if num_workers == 1:
         return (min(2, num_micro_batches),)
-    divisors = (n for n in range(2 * num_workers, num_micro_batches + 1) if num_micro_batches % n == 0)
-    return tuple(divisors)
+    return tuple(n for n in range(2 * num_workers, num_micro_batches + 1) if num_micro_batches % n == 0)
 
 
-def _fitting(workers: _Workers, numbers: Iterable[int]) -> Schedule | None:
-    """The schedule of the first of these numbers of micro-batches that there is one of."""
-    for number in numbers:
+def _first_schedule(workers: _RemainingWorkers, numbers_of_micro_batches: Iterable[int]) -> Schedule | None:
+    """Return the schedule of the first number of micro-batches that the schedule's generator accepts, or None."""
+    for number in numbers_of_micro_batches:
         try:
             return workers.schedule(number)
         except UserError:
@@ -211,14 +265,15 @@ def _fitting(workers: _Workers, numbers: Iterable[int]) -> Schedule | None:
     return None
 
 
-def _entries(stages: tuple[StagePlan, ...], kept: Iterable[int]) -> dict[int, Strategy]:
-    found = {place: stages[number].entry for place, number in enumerate(kept)}
-    return {place: entry for place, entry in found.items() if entry is not None}
+def _entries(stages: tuple[StagePlan, ...], remaining: Iterable[int]) -> dict[int, Strategy]:
+    """Return `StageConstraints.entries` of the remaining stages, which are numbered from 0."""
+    entries = {index: stages[number].entry for index, number in enumerate(remaining)}
+    return {index: entry for index, entry in entries.items() if entry is not None}
 
 
-def _stages(scaled: Scaled, planned: list[StagePlan]) -> tuple[StagePlan, ...]:
-    """The stages of the model as it is now."""
-    layers: list[dict[str, Strategy]] = [{} for _ in planned]
+def _scaled_stages(scaled: ScaledModel, planned: list[StagePlan]) -> tuple[StagePlan, ...]:
+    """Return the stages with the layers of the scaled model."""
+    strategies: list[dict[str, Strategy]] = [{} for _ in planned]
     for layer in scaled.graph.layers:
-        layers[scaled.stage_of[layer.name]][layer.name] = scaled.strategies[layer.name]
-    return tuple(replace(stage, strategies=own) for stage, own in zip(planned, layers))
+        strategies[scaled.stage_of[layer.name]][layer.name] = scaled.strategies[layer.name]
+    return tuple(replace(stage, strategies=own) for stage, own in zip(planned, strategies))

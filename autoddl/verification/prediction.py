@@ -1,12 +1,17 @@
-"""What the cost model says that a plan sends, phase by phase.
+"""Predicts the communication steps and the bytes of a plan with the cost model.
 
-    forward, backward   of one slot (a micro-batch, or half of one where the schedule works on halves), with the redistributions
-                        of the layer's inputs
-    gradient            once per update; of an applied module, which sums the gradients of each layer by themselves.  A stage of a
-                        pipeline sums those of all its layers as one vector, which is a part of a run alone
+A layer has up to three phases:
 
-Ranks run in float32 (CPU ranks have no half precision that communicates), so bytes are those of a plan in float32, whatever
-precision it was made for.
+==================  =================================================================================================
+phase               traffic
+==================  =================================================================================================
+forward, backward   the steps of one slot (a micro-batch, or half of one if the schedule divides micro-batches into
+                    halves), including the redistributions of the layer's inputs
+gradient            the sum of the layer's gradients, once per update.  Only an applied module has this phase.  A
+                    stage of a pipeline sums the gradients of all its layers as one vector, outside of the layers
+==================  =================================================================================================
+
+All bytes are those of float32, whatever precision the plan is for: CPU ranks cannot communicate tensors of half precision.
 """
 
 from __future__ import annotations
@@ -42,16 +47,23 @@ __all__ = [
     "unpriced_steps",
 ]
 
+#: Phases of a layer, in the order of execution.
 PHASES = ("forward", "backward", "gradient")
 Steps = tuple[Step, ...]
-#: Epilogues that end a model.
+#: Losses that are the epilogue of a model's last layer.
 ELEMENTWISE_LOSSES = frozenset({"mse_loss", "l1_loss"})
+#: Bytes of one float32 element.
 _ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
 class RankSteps:
-    """The steps that each of some ranks takes part in, with a price and without."""
+    """The communication steps that a rank takes part in.
+
+    Attributes:
+        priced: Steps that the cost model predicts.
+        unpriced: Steps that the ranks execute but the cost model leaves out.
+    """
 
     priced: Steps = ()
     unpriced: Steps = ()
@@ -65,14 +77,16 @@ class RankSteps:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a plan sends.
+    """The predicted traffic of a plan.
 
     Attributes:
-        sections: per layer and phase, by each rank of the layer's stage; no phase ``gradient`` in pipelines.
-        inside, gradients: bytes of a run of the schedule per stage, on all its ranks: while it computes, and in sums.
-        between: bytes of a run per boundary between stages, in both directions.
-        workers: of a run, by each rank of each worker.
-        apart: what goes from rank to rank besides these steps, in a run.
+        sections: Steps of each rank of a layer's stage, by (layer, phase), for one slot or one update.  Pipelines have no phase
+            ``gradient``.
+        inside: Bytes that all ranks of each stage send in forward and backward passes during one run of the schedule.
+        gradients: Bytes that all ranks of each stage send to sum gradients during one run.
+        between: Bytes that cross each boundary between stages during one run, in both directions.
+        workers: Steps of each rank of each worker during one run.
+        transfers: All point-to-point transfers of one run: those between stages, and those of gradient sums.
     """
 
     sections: Mapping[tuple[str, str], RankSteps]
@@ -80,111 +94,131 @@ class Prediction:
     gradients: tuple[float, ...]
     between: tuple[float, ...]
     workers: tuple[RankSteps, ...]
-    apart: Sent
+    transfers: Sent
 
 
 def predict(fitted: FittedPlan, cluster: Cluster) -> Prediction:
-    """What ranks send that run a plan.
+    """Predict the traffic of a fitted plan.
 
     Args:
-        cluster: any: only steps are asked for, which do not depend on how fast they are.
+        fitted: The plan that the ranks execute.
+        cluster: Any cluster; steps and bytes do not depend on its speed.
     """
     graph, stages, schedule, workload = fitted.scaled.graph, fitted.stages, fitted.schedule, fitted.scaled.workload
     sections = _sections(fitted, cluster)
     between = stage_traffic(schedule, graph, stages, workload.micro_batch, cluster).between
     inside, gradients = [0.0] * len(stages), [0.0] * len(stages)
     workers = [RankSteps()] * schedule.num_workers
-    apart = sum(between, Sent())
+    transfers = sum(between, Sent())
     for worker in range(schedule.num_workers):
         for _, number in schedule.stages_on(worker):
             stage = stages[number]
-            computing, summing, between_ranks = RankSteps(), RankSteps(), Sent()
-            # Forward and backward, as often as the schedule has them here.
+            pass_steps, gradient_steps, gradient_transfers = RankSteps(), RankSteps(), Sent()
+            # Forward and backward passes, as many as the schedule has for this stage on this worker.
             slots = slots_per_micro_batch(schedule)
             counts = [round(slots * count) for count in passes(schedule, number, worker)]
             for layer in stage.layers(graph):
                 for phase, count in zip(PHASES, counts):
-                    computing += sections[layer.name, phase] * count
-            # Sums of gradients, layer by layer or all as one.
+                    pass_steps += sections[layer.name, phase] * count
+            # Sums of gradients: one for each layer of an applied module, one for a whole stage of a pipeline.
             if fitted.is_applied:
                 for layer in stage.layers(graph):
-                    summing += sections[layer.name, "gradient"]
+                    gradient_steps += sections[layer.name, "gradient"]
                 outputs = output_steps(graph, fitted.scaled.strategies, workload)
-                computing += RankSteps(unpriced=outputs) * workload.num_micro_batches
+                pass_steps += RankSteps(unpriced=outputs) * workload.num_micro_batches
             else:
-                steps, between_ranks = gradient_sums(graph, stages, number, schedule.num_pipelines)
-                summing = RankSteps(_moving(steps)) * schedule.num_updates
-            workers[worker] += computing + summing
-            inside[number] += _sent_bytes(computing, stage.num_ranks)
-            gradients[number] += _sent_bytes(summing, stage.num_ranks) + between_ranks.num_bytes * schedule.num_updates
-            apart += between_ranks * schedule.num_updates
+                steps, update_transfers = gradient_sums(graph, stages, number, schedule.num_pipelines)
+                gradient_steps = RankSteps(_without_idle(steps)) * schedule.num_updates
+                gradient_transfers = update_transfers * schedule.num_updates
+            workers[worker] += pass_steps + gradient_steps
+            inside[number] += _sent_bytes(pass_steps, stage.num_ranks)
+            gradients[number] += _sent_bytes(gradient_steps, stage.num_ranks) + gradient_transfers.num_bytes
+            transfers += gradient_transfers
     between_bytes = tuple(sent.num_bytes for sent in between)
-    return Prediction(sections, tuple(inside), tuple(gradients), between_bytes, tuple(workers), apart)
+    return Prediction(sections, tuple(inside), tuple(gradients), between_bytes, tuple(workers), transfers)
 
 
 def _sections(fitted: FittedPlan, cluster: Cluster) -> dict[tuple[str, str], RankSteps]:
+    """Return `Prediction.sections`."""
     graph, schedule, strategies = fitted.scaled.graph, fitted.schedule, fitted.scaled.strategies
     priced = layer_steps(schedule, graph, fitted.stages, fitted.scaled.workload.micro_batch, cluster)
     return {
-        (name, phase): RankSteps(_moving(steps), unpriced_steps(graph[name], strategies[name], phase))
+        (name, phase): RankSteps(_without_idle(steps), unpriced_steps(graph[name], strategies[name], phase))
         for (name, phase), steps in priced.items()
         if phase != "gradient" or fitted.is_applied
     }
 
 
 def _sent_bytes(steps: RankSteps, num_ranks: int) -> float:
+    """Return the priced bytes that ``num_ranks`` ranks send together."""
     return num_ranks * sum(step.mean_sent_bytes for step in steps.priced)
 
 
 def unpriced_steps(layer: Layer, strategy: Strategy, phase: str) -> Steps:
-    """What runs though nobody prices it: the sum of the loss's mean, one number; the gradients of a Summa layer's biases."""
+    """Return the steps of a layer's phase that the cost model leaves out.
+
+    These are the all-reduce of the mean loss, which is a single number, and the gradients of the biases of a Summa layer.
+    """
     if phase == "forward" and layer.kind == "loss":
-        return _moving([Step(Collective.ALL_REDUCE, axis, _ITEMSIZE) for axis in strategy.axes(0)])
+        return _without_idle([Step(Collective.ALL_REDUCE, axis, _ITEMSIZE) for axis in strategy.axes(0)])
     if phase == "forward" and ELEMENTWISE_LOSSES & set(layer.epilogue):
-        return _moving([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), _ITEMSIZE)])
+        return _without_idle([Step(Collective.ALL_REDUCE, Axis(strategy.num_devices, 1), _ITEMSIZE)])
     if phase == "gradient" and strategy.summa:
         biases = sum(p.num_elements for p in layer.parameters if len(p.shape) == 1)
-        return _moving(all_reduce_steps(strategy.axes(0), _ITEMSIZE * biases / strategy.p1)) if biases else ()
+        return _without_idle(all_reduce_steps(strategy.axes(0), _ITEMSIZE * biases / strategy.p1)) if biases else ()
     return ()
 
 
 def output_steps(graph: LayerGraph, strategies: Mapping[str, Strategy], workload: Workload) -> Steps:
-    """What brings the output of a model without a loss to every rank, which nobody prices: what is done with it is the user's."""
+    """Return the steps that gather the output of a model without a loss on every rank, for one micro-batch.
+
+    The cost model leaves these steps out, since the use of the output is not part of the plan.
+    """
     last = graph.layers[-1]
     if last.kind == "loss" or ELEMENTWISE_LOSSES & set(last.epilogue):
         return ()
-    lying = strategies[last.name].activations
-    everywhere = Distribution(lying.axes, (Broadcast(),) * len(lying.axes))
+    layout = strategies[last.name].activations
+    gathered = Distribution(layout.axes, (Broadcast(),) * len(layout.axes))
     shape = edge_shape(last, workload.micro_batch)
-    return _moving(
-        steps_of(redistribute(lying, everywhere, shape), _ITEMSIZE * workload.micro_batch * last.output_elements)
-    )
+    num_bytes = _ITEMSIZE * workload.micro_batch * last.output_elements
+    return _without_idle(steps_of(redistribute(layout, gathered, shape), num_bytes))
 
 
 def missing_steps(expected: Sequence[Step], ran: Sequence[Step]) -> tuple[list[Step], list[Step]]:
-    """(expected steps that did not run, steps that ran unexpectedly); steps are equal up to the padding of all-reduces."""
-    counts, unmatched = Counter(_moving(ran)), []
+    """Match expected steps with the steps that ran; the order of the steps does not matter.
+
+    Returns:
+        The expected steps that did not run, and the steps that ran but were not expected.
+    """
+    # 1. Equal steps.
+    num_unmatched, unmatched = Counter(_without_idle(ran)), []
     for step in expected:
-        if counts[step]:
-            counts[step] -= 1
+        if num_unmatched[step]:
+            num_unmatched[step] -= 1
         else:
             unmatched.append(step)
-    left, missing = list(counts.elements()), []
+    # 2. Steps that are equal up to the padding of a vector.
+    unexpected, missing = list(num_unmatched.elements()), []
     for step in unmatched:
-        found = next((other for other in left if _alike(step, other)), None)
-        if found is None:
+        match = next((other for other in unexpected if _equal_up_to_padding(step, other)), None)
+        if match is None:
             missing.append(step)
         else:
-            left.remove(found)
-    return missing, left
+            unexpected.remove(match)
+    return missing, unexpected
 
 
-def _alike(step: Step, other: Step) -> bool:
-    same = (step.collective, step.axis.size, step.axis.stride) == (other.collective, other.axis.size, other.axis.stride)
+def _equal_up_to_padding(step: Step, other: Step) -> bool:
+    if (step.collective, step.axis.size, step.axis.stride) != (other.collective, other.axis.size, other.axis.stride):
+        return False
     # A vector that is summed over several levels is padded to a whole number of elements per rank.
-    slack = _ITEMSIZE * step.axis.size
-    return same and abs(step.nbytes - other.nbytes) <= slack and abs(step.sent_bytes - other.sent_bytes) <= 2 * slack
+    padding_bytes = _ITEMSIZE * step.axis.size
+    return (
+        abs(step.nbytes - other.nbytes) <= padding_bytes
+        and abs(step.sent_bytes - other.sent_bytes) <= 2 * padding_bytes
+    )
 
 
-def _moving(steps: Sequence[Step]) -> Steps:
+def _without_idle(steps: Sequence[Step]) -> Steps:
+    """Return the steps along axes with more than one rank; the others send nothing."""
     return tuple(step for step in steps if step.axis.size > 1)

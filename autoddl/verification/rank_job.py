@@ -1,16 +1,21 @@
-"""What ranks do for ``autoddl verify``; imported by ranks only, since it needs OneFlow.
+"""The jobs that the ranks of a verification execute.  Only ranks import this module, since it imports OneFlow.
 
-`run_reference` runs on one rank, with plain local tensors: that is the one device.  Its initial values, gradients and final
-parameters go to a file.  `run_plan` runs on all ranks at the plan's layouts and compares with that file, every rank what it
-gathers itself: copies that differ are found on the rank that has them.  `count_again` counts bytes once more.
+- `run_reference` trains the model with local tensors on one rank: this is the single-device reference.  It saves the initial
+  values, the gradients and the final parameters in a file.
+- `run_plan` executes the plan on all ranks and compares the results with this file.  Every rank compares the tensors that it holds
+  itself, so that copies which differ are attributed to the rank that holds them.
+- `count_again` only counts the bytes of the plan again.
 
-One device has the schedule's delays: where that is asynchronous, the parameters of a stage with delay d take part in step t as
-they were d updates before, and the gradients update the newest values.  That is all of an asynchronous schedule's semantics, since
-the micro-batches of one update share their versions; how weights are stashed and in which order stages compute is not compared.
+**Asynchronous schedules.**  A stage with delay d computes step t with the parameters that its first max(0, t - d) updates have
+produced, and its gradients update the newest parameters.  The reference does the same.  This describes an asynchronous schedule
+completely, since all micro-batches of one update use the same version; how weights are stashed, and in which order the stages
+compute, makes no difference to the values.
 
-Dropout draws at random, so its probability is set to 0 on both sides.  Adam's epsilon is not the usual 1e-8 but a tenth of the
-gradients' root mean square: else entries that are zero but for rounding (a key's bias) make steps of full length, with the sign of
-the rounding.
+**Randomness.**  The probability of dropout is set to 0 in the reference and in the plan.
+
+**Adam.**  Epsilon is a tenth of the root mean square of all gradients instead of the usual 1e-8.  Some gradients are zero up to
+rounding (that of a key's bias, for example).  With the usual epsilon they would cause updates of full length, with the sign of the
+rounding error.
 """
 
 from __future__ import annotations
@@ -34,7 +39,7 @@ from autoddl.pipelines.runtime.wire import Meter
 from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from ..zoo.transformers import Transformer
 from .running import Arrays, PlanRun, loss_of, make_optimizer, start_run
-from .task import Counted, MeasuredSection, Reference, Shard, VerificationTask, gradient_step, num_steps
+from .task import ByteCounts, MeasuredSection, RankResult, ReferenceResult, VerificationTask, gradient_step, num_steps
 
 __all__ = ["build_module", "count_again", "make_batch", "relative_errors", "run_plan", "run_reference"]
 
@@ -44,74 +49,80 @@ flow: Any = load_oneflow()
 # ---- Jobs --------------------------------------------------------------------------------------------------------------------
 
 
-def run_reference(task: VerificationTask) -> Reference | None:
-    """One device, on the first rank; the others return at once."""
+def run_reference(task: VerificationTask) -> ReferenceResult | None:
+    """Train the single-device reference on rank 0 and save its results; the other ranks return None at once."""
     if flow.env.get_rank():
         return None
     module, examples = make_model(task)
-    history = _History(module, _delays(task, module))
-    values: Arrays = {f"initial/{name}": _copied(tensor) for name, tensor in module.state_dict().items()}
+    versions = _ParameterVersions(module, _delays(task, module))
+    values: Arrays = {f"initial/{name}": _to_array(tensor) for name, tensor in module.state_dict().items()}
     optimizer, losses = None, []
     for step in range(num_steps(task.schedule)):
         data = step_data(task, examples, step)
-        history.go_back(step)
+        # Forward and backward with delayed parameters, update of the newest parameters.
+        versions.load_delayed(step)
         loss = loss_of(module(*map(flow.tensor, data)))
         loss.backward()
-        history.go_on()
-        gradients = {name: _copied(p.grad) for name, p in module.named_parameters() if p.grad is not None}
+        versions.load_newest()
+        gradients = {name: _to_array(p.grad) for name, p in module.named_parameters() if p.grad is not None}
         if step == gradient_step(task.schedule):
             values.update({f"gradient/{name}": value for name, value in gradients.items()})
         if optimizer is None:
-            values["epsilon"] = np.array(_epsilon(gradients))
+            values["epsilon"] = np.array(_adam_epsilon(gradients))
             optimizer = make_optimizer(task, module.parameters(), float(values["epsilon"]))
         optimizer.step()
-        history.add()
+        versions.save()
         optimizer.zero_grad(set_to_none=True)
         losses.append(float(loss.numpy()))
-    values.update({f"final/{name}": _copied(tensor) for name, tensor in module.named_parameters()})
-    np.savez(_file(task), **values)
-    return Reference(tuple(losses), tuple(_under("gradient", values)), tuple(_under("final", values)))
+    values.update({f"final/{name}": _to_array(tensor) for name, tensor in module.named_parameters()})
+    np.savez(_reference_file(task), **values)
+    return ReferenceResult(
+        losses=tuple(losses),
+        gradients=tuple(_with_prefix("gradient", values)),
+        parameters=tuple(_with_prefix("final", values)),
+    )
 
 
 def _delays(task: VerificationTask, module: Any) -> dict[str, int]:
-    """By how many updates the values that a step computes with lag behind, by the parameter's name: step t takes those that t less
-    the delay updates have made (the initial ones at first)."""
+    """Return the delay of each parameter in updates, by parameter name; empty if the schedule has no delays."""
     if not any(task.schedule.delays):
         return {}
     holders = PlannedModel(module, task.graph, task.stages).holders()
     return {name: task.schedule.delays[stages[0]] for name, stages in holders.items()}
 
 
-class _History:
-    """The values that each update has made of the parameters that are read with a delay."""
+class _ParameterVersions:
+    """All versions of the parameters that have a delay; version t is the result of t updates."""
 
     def __init__(self, module: Any, delays: Mapping[str, int]) -> None:
         self._delays = {name: delay for name, delay in delays.items() if delay}
         self._parameters = {name: p for name, p in module.named_parameters() if name in self._delays}
         self._versions = {name: [p.detach().clone()] for name, p in self._parameters.items()}
 
-    def go_back(self, step: int) -> None:
-        """To what a step computes with."""
+    def load_delayed(self, step: int) -> None:
+        """Set the parameters to the versions that a step computes with."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._versions[name][max(0, step - self._delays[name])])
 
-    def go_on(self) -> None:
-        """To the newest values."""
+    def load_newest(self) -> None:
+        """Set the parameters to their newest versions."""
         for name, parameter in self._parameters.items():
             parameter.data.copy_(self._versions[name][-1])
 
-    def add(self) -> None:
-        """An update has been made."""
+    def save(self) -> None:
+        """Save the parameters as a new version, after an update."""
         for name, parameter in self._parameters.items():
             self._versions[name].append(parameter.detach().clone())
 
 
-def run_plan(task: VerificationTask) -> Shard:
-    """The plan, on all ranks; the bytes of the first run are counted."""
-    values, run = _started(task)
+def run_plan(task: VerificationTask) -> RankResult:
+    """Execute the plan on all ranks, compare it with the reference, and count the bytes of the first run."""
+    reference, run = _load_reference_and_plan(task)
     meter = Meter() if task.counts_bytes else None
+    # One slot, layer by layer.
     report("tracing steps" if meter is None else "counting bytes, layer by layer")
-    sections = _sections(run, meter)
+    sections = _measure_sections(run, meter)
+    # Whole runs of the schedule.
     total, losses = num_steps(task.schedule), list[float]()
     gradient_errors: dict[str, float] = {}
     run_steps: tuple[Step, ...] = ()
@@ -129,74 +140,81 @@ def run_plan(task: VerificationTask) -> Shard:
             run_steps, boundary_bytes = tuple(log), run.boundary_bytes
         for update, loss in enumerate(run.losses()):
             if len(losses) == gradient_step(task.schedule):
-                gradient_errors = _errors(run.gradients(update), _under("gradient", values))
+                gradient_errors = _errors_of_held(run.gradients(update), _with_prefix("gradient", reference))
             losses.append(loss)
-    parameter_errors = _errors(run.parameters(), _under("final", values))
-    return Shard(tuple(losses), gradient_errors, parameter_errors, sections, run_steps, boundary_bytes, run_bytes)
+    parameter_errors = _errors_of_held(run.parameters(), _with_prefix("final", reference))
+    return RankResult(tuple(losses), gradient_errors, parameter_errors, sections, run_steps, boundary_bytes, run_bytes)
 
 
-def count_again(task: VerificationTask) -> Counted:
-    """Bytes alone, once more, on all ranks."""
-    _, run = _started(task)
+def count_again(task: VerificationTask) -> ByteCounts:
+    """Count the bytes of all sections and of one run again, on all ranks."""
+    _, run = _load_reference_and_plan(task)
     meter = Meter()
-    sections = _sections(run, meter)
+    sections = _measure_sections(run, meter)
     _, traffic = meter(run.run)
-    return Counted(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes)
+    return ByteCounts(tuple(section.payload_bytes or 0 for section in sections), traffic.payload_bytes)
 
 
-def _started(task: VerificationTask) -> tuple[Arrays, PlanRun]:
-    """What one device found, and the plan at its initial values."""
-    with np.load(_file(task)) as file:
-        values = {name: file[name] for name in file.files}
+def _load_reference_and_plan(task: VerificationTask) -> tuple[Arrays, PlanRun]:
+    """Return the saved values of the reference, and the plan with the same initial values."""
+    with np.load(_reference_file(task)) as file:
+        reference = {name: file[name] for name in file.files}
     module, examples = make_model(task)
-    module.load_state_dict({name: flow.tensor(value) for name, value in _under("initial", values).items()})
-    return values, start_run(task, module, functools.partial(step_data, task, examples), float(values["epsilon"]))
+    initial = _with_prefix("initial", reference)
+    module.load_state_dict({name: flow.tensor(value) for name, value in initial.items()})
+    data = functools.partial(step_data, task, examples)
+    return reference, start_run(task, module, data, float(reference["epsilon"]))
 
 
-def _sections(run: PlanRun, meter: Meter | None) -> tuple[MeasuredSection, ...]:
+def _measure_sections(run: PlanRun, meter: Meter | None) -> tuple[MeasuredSection, ...]:
     return tuple(
         MeasuredSection(s.layer, s.phase, s.steps, None if s.traffic is None else s.traffic.payload_bytes)
         for s in run.trace(meter)
     )
 
 
-def _errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """Of the tensors that a rank holds; parameters that nothing reaches have a gradient of zero."""
-    zeros = {name: np.zeros_like(value) for name, value in found.items()}
-    errors = relative_errors(found, {**zeros, **expected})
-    return {name: errors[name] for name in found}
+def _errors_of_held(held: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return the relative errors of the tensors that this rank holds.
+
+    A parameter that the loss does not depend on has no gradient in the reference; zero is expected.
+    """
+    zeros = {name: np.zeros_like(value) for name, value in held.items()}
+    errors = relative_errors(held, {**zeros, **expected})
+    return {name: errors[name] for name in held}
 
 
-def relative_errors(found: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
-    """|found - expected| / |expected| of every tensor, in the Euclidean norm; infinite where one is missing or not finite.
+def relative_errors(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """Return |actual - expected| / max(|expected|, m / 1000) for every expected tensor.
 
-    A norm counts as a thousandth of the largest one at least: some gradients are zero but for rounding.
+    |.| is the Euclidean norm, and m is the largest norm of all expected tensors.  The lower limit of the denominator is for
+    gradients that are zero up to rounding.  The error of a tensor that is missing or not finite is infinite.
     """
     norms = {name: float(np.linalg.norm(value.astype(np.float64))) for name, value in expected.items()}
-    floor = 1e-3 * max(norms.values(), default=0.0)
+    min_norm = 1e-3 * max(norms.values(), default=0.0)
     errors = {}
     for name, value in expected.items():
-        if name not in found:
+        if name not in actual:
             errors[name] = math.inf
             continue
-        difference = float(np.linalg.norm(found[name].astype(np.float64) - value))
-        scale = max(norms[name], floor)
-        error = difference / scale if scale else difference
+        difference = float(np.linalg.norm(actual[name].astype(np.float64) - value))
+        norm = max(norms[name], min_norm)
+        error = difference / norm if norm else difference
         errors[name] = error if math.isfinite(error) else math.inf
     return errors
 
 
-def _epsilon(gradients: Mapping[str, np.ndarray]) -> float:
-    count = sum(value.size for value in gradients.values())
-    square = sum(float(np.square(value, dtype=np.float64).sum()) for value in gradients.values())
-    return 0.1 * math.sqrt(square / max(count, 1)) or 1e-8
+def _adam_epsilon(gradients: Mapping[str, np.ndarray]) -> float:
+    """Return a tenth of the root mean square of all gradients, or 1e-8 if all of them are zero."""
+    num_elements = sum(value.size for value in gradients.values())
+    sum_of_squares = sum(float(np.square(value, dtype=np.float64).sum()) for value in gradients.values())
+    return 0.1 * math.sqrt(sum_of_squares / max(num_elements, 1)) or 1e-8
 
 
 # ---- Models and data -------------------------------------------------------------------------------------------------------
 
 
 def make_model(task: VerificationTask) -> tuple[Any, tuple[np.ndarray, ...]]:
-    """The module, and the example inputs that a user's function gave."""
+    """Return the model and the example inputs of the user's function (none for a built-in model)."""
     if task.built_in is not None:
         return initialize(build_module(task.built_in), task.seed), ()
     from ..extraction.userfile import load_model
@@ -210,7 +228,7 @@ def make_model(task: VerificationTask) -> tuple[Any, tuple[np.ndarray, ...]]:
 
 
 def build_module(built_in: BuiltIn) -> Any:
-    """The OneFlow module of a built-in model."""
+    """Return the OneFlow module of a built-in model."""
     sizes = built_in.sizes
     if isinstance(sizes, MLPSizes):
         return MLP(sizes.widths)
@@ -227,7 +245,7 @@ def build_module(built_in: BuiltIn) -> Any:
 
 
 def step_data(task: VerificationTask, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
-    """The data of a step, the same on every rank."""
+    """Return the inputs (and targets) of a step, which are the same on every rank."""
     rng = np.random.default_rng([task.seed, step])
     if task.built_in is not None:
         return make_batch(task.built_in, task.workload.batch, rng)
@@ -235,7 +253,7 @@ def step_data(task: VerificationTask, examples: tuple[np.ndarray, ...], step: in
 
 
 def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Random inputs and targets."""
+    """Return random inputs and targets of a built-in model for ``num_samples`` samples."""
     sizes = built_in.sizes
     if isinstance(sizes, Transformer):
         tokens = rng.integers(sizes.vocabulary, size=(2, num_samples, sizes.sequence))
@@ -249,14 +267,14 @@ def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) ->
     return first, last
 
 
-def _under(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
-    """The values of one kind, by their own names."""
+def _with_prefix(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:
+    """Return the values whose names begin with ``prefix/``, by the rest of their names."""
     return {name[len(prefix) + 1 :]: value for name, value in values.items() if name.startswith(f"{prefix}/")}
 
 
-def _copied(tensor: Any) -> np.ndarray:
+def _to_array(tensor: Any) -> np.ndarray:
     return tensor.detach().numpy().copy()
 
 
-def _file(task: VerificationTask) -> Path:
+def _reference_file(task: VerificationTask) -> Path:
     return Path(task.folder) / "reference.npz"

@@ -1,12 +1,18 @@
-"""What a verification found: numbers beside the numbers that they should be, and the verdict.
+"""The result of a verification: measured and expected values, and the verdict.
 
-Layers send while they compute: that is counted layer by layer, of one slot (a micro-batch, or half of one where the schedule works
-on halves), one stage after the other.  What goes between stages is counted by those that send it, boundaries together; everything
-in a whole run of the schedule, on the wire.
+Bytes are compared at three levels:
 
-Bytes on the wire are judged to `wire.BYTES_TOLERANCE` and, since barriers are not quite constant, `wire.NOISE_BYTES` per rank and
-reading.  The steps that ran are judged exactly: they are recorded by what executes them, the bytes are counted by the network; both
-have to agree with the price.
+==================  ==============================================================================================
+level               measured
+==================  ==============================================================================================
+layer               by the network, phase by phase, for one slot (a micro-batch, or half of one if the schedule
+                    divides micro-batches into halves), one stage after the other
+between stages      by the ranks that send tensors to other stages, all boundaries together
+run                 by the network, for a whole run of the schedule
+==================  ==============================================================================================
+
+The network's counts may deviate from the prediction by `wire.BYTES_TOLERANCE` (relative) plus `wire.NOISE_BYTES` for each rank and
+reading, since the bytes of barriers vary.  The communication steps that the ranks record must be exactly the predicted ones.
 """
 
 from __future__ import annotations
@@ -38,33 +44,40 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far a plan may be off: ``values`` relative to one device, bytes relative to the prediction and in all."""
+    """The largest allowed errors.
+
+    Attributes:
+        values: Relative error of losses, gradients and parameters.
+        noise_bytes: Absolute error of the bytes of one reading.
+        relative_bytes: Error of bytes relative to the prediction, in addition to ``noise_bytes``.
+    """
 
     values: float
     noise_bytes: float
     relative_bytes: float = BYTES_TOLERANCE
 
     def allows(self, phase: PhaseCheck) -> bool:
-        """Whether the bytes that were sent count as those that are predicted."""
+        """Return whether the bytes that were sent agree with the prediction; True if bytes were not counted."""
         if phase.sent_bytes is None:
             return True
-        slack = self.relative_bytes * phase.predicted_bytes + self.noise_bytes * phase.num_readings
-        return abs(phase.sent_bytes - phase.predicted_bytes) <= slack
+        allowed = self.relative_bytes * phase.predicted_bytes + self.noise_bytes * phase.num_readings
+        return abs(phase.sent_bytes - phase.predicted_bytes) <= allowed
 
     def resolves(self, phase: PhaseCheck) -> bool:
-        """Whether so few bytes can be told from their prediction to `relative_bytes`, for all the noise."""
+        """Return whether a phase sends enough bytes that the noise of the readings is within `relative_bytes`."""
         return self.relative_bytes * phase.predicted_bytes >= self.noise_bytes * phase.num_readings
 
 
 @dataclass(frozen=True)
 class PhaseCheck:
-    """What all ranks together send in one phase.
+    """The traffic of all ranks in one phase.
 
     Attributes:
-        predicted_bytes: the price.
-        sent_bytes: counted, less the headers; None where nothing was counted.
-        missing, unexpected: steps that should have run and did not, and the other way round, on any rank.
-        num_readings: how many readings of the counters ``sent_bytes`` is the sum of; each has its noise.
+        predicted_bytes: Bytes that the cost model predicts.
+        sent_bytes: Bytes that were counted, less those that have no price.  None if bytes were not counted.
+        missing: Predicted steps that did not run on at least one rank.
+        unexpected: Steps that ran on at least one rank and were not predicted.
+        num_readings: Number of readings of the counters whose sum ``sent_bytes`` is.  Each reading has its own noise.
     """
 
     predicted_bytes: float
@@ -75,24 +88,26 @@ class PhaseCheck:
 
     @property
     def deviation(self) -> float | None:
-        """Sent over predicted, less one; None where there is nothing to compare."""
+        """Relative deviation of the sent bytes from the predicted ones; None if none were counted or none are predicted."""
         if self.sent_bytes is None or not self.predicted_bytes:
             return None
         return self.sent_bytes / self.predicted_bytes - 1
 
     def faults(self, where: str, tolerance: Tolerance) -> list[str]:
-        """What is off, in sentences."""
-        found = []
+        """Return one sentence for each disagreement; ``where`` names the phase in these sentences."""
+        sentences = []
         if self.missing:
-            found.append(f"{where}: {self.missing[0]} is priced but did not run" + _more(self.missing))
+            sentences.append(f"{where}: {self.missing[0]} is priced but did not run" + _more(self.missing))
         if self.unexpected:
-            found.append(f"{where}: {self.unexpected[0]} ran but is not priced" + _more(self.unexpected))
+            sentences.append(f"{where}: {self.unexpected[0]} ran but is not priced" + _more(self.unexpected))
         if not tolerance.allows(self):
-            found.append(f"{where}: {self.sent_bytes:,.0f} bytes were sent, {self.predicted_bytes:,.0f} are predicted")
-        return found
+            sentences.append(
+                f"{where}: {self.sent_bytes:,.0f} bytes were sent, {self.predicted_bytes:,.0f} are predicted"
+            )
+        return sentences
 
     def document(self) -> dict[str, Any]:
-        """As JSON."""
+        """Return the check as part of a JSON document."""
         return {
             "predicted_bytes": self.predicted_bytes,
             "sent_bytes": self.sent_bytes,
@@ -102,7 +117,7 @@ class PhaseCheck:
 
 
 def together(phases: Sequence[PhaseCheck]) -> PhaseCheck:
-    """The bytes of several phases, as one."""
+    """Return the sum of the bytes of several phases, without their steps."""
     sent = [phase.sent_bytes for phase in phases]
     return PhaseCheck(
         sum(phase.predicted_bytes for phase in phases),
@@ -117,25 +132,36 @@ def _more(steps: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ValueCheck:
-    """A tensor against one device's: the largest relative error of all ranks, and the rank that has it."""
+    """The comparison of one parameter, or of its gradient, with the single-device reference.
+
+    Attributes:
+        name: Name of the parameter.
+        error: Largest relative error of all ranks.
+        rank: Rank that has this error.
+    """
 
     name: str
     error: float
     rank: int
 
     def is_off(self, tolerance: Tolerance) -> bool:
-        """Whether it differs, or is no number."""
+        """Return whether the error is above the tolerance or not a number."""
         return not self.error <= tolerance.values
 
 
 @dataclass(frozen=True)
 class LayerCheck:
-    """One layer.
+    """The traffic of one layer.
 
     Attributes:
-        phases: forward and backward of one slot, gradient of one step; without the last one in pipelines, whose stages sum the
-            gradients of all their layers as one vector.
-        parameters: the names of its own parameters.
+        name: Name of the layer.
+        kind: Kind of the layer.
+        block: Name of the repeated block that the layer is part of, or "".
+        role: Name of the layer within its block, or "".
+        strategy: Strategy of the layer.
+        phases: ``forward`` and ``backward`` of one slot, and ``gradient`` of one step.  Pipelines have no phase ``gradient``, since
+            their stages sum the gradients of all layers as one vector.
+        parameters: Names of the layer's parameters, without those that are tied to another layer's.
     """
 
     name: str
@@ -152,16 +178,22 @@ class LayerCheck:
         return together(list(self.phases.values()))
 
     def faults(self, where: str, tolerance: Tolerance) -> list[str]:
-        """What is off in what it sends, in sentences."""
-        found = []
+        """Return one sentence for each disagreement of the layer's traffic; ``where`` names the layer in these sentences."""
+        sentences = []
         for name, phase in self.phases.items():
-            found += phase.faults(f"{where}, {name}", tolerance)
-        return found + self.total.faults(f"{where}, in all", tolerance)
+            sentences += phase.faults(f"{where}, {name}", tolerance)
+        return sentences + self.total.faults(f"{where}, in all", tolerance)
 
 
 @dataclass(frozen=True)
 class StageCheck:
-    """One stage: its layers, and the bytes that it is predicted to send in a run, while it computes and in sums of gradients."""
+    """The traffic of one stage.
+
+    Attributes:
+        layers: The layers of the stage.
+        inside_bytes: Bytes that the stage is predicted to send in forward and backward passes during one run.
+        gradient_bytes: Bytes that the stage is predicted to send to sum gradients during one run.
+    """
 
     layers: tuple[LayerCheck, ...]
     inside_bytes: float
@@ -170,21 +202,27 @@ class StageCheck:
 
 @dataclass(frozen=True)
 class Verification:
-    """A plan that ran; one without a pipeline is one stage, whose schedule is one micro-batch after the other.
+    """The result of a verification.
+
+    A plan without a pipeline has one stage, whose schedule executes the micro-batches one after the other.
 
     Attributes:
-        model, levels: what the plan is for; (name, size) of each network level of its cluster.
-        schedule, workload, changes: as they ran, and what was scaled down for it; the workload is of one update.
-        tolerance: what counts as equal.
-        losses: of each step: one device's, and of all ranks the one that is farthest from it.
-        gradient_step: the one whose gradients were compared, counted from 1.
-        stages: in order.
-        gradients, parameters: of all parameters, the worst rank of each.
-        between: what goes between stages in a run.
-        step: all bytes of a run: of a training step, or of `num_updates` of an asynchronous schedule.
-        uncounted: why bytes were not counted; "" where they were.
-        notes: for the reader.
-        seconds: how long everything took.
+        model: Name of the model.
+        levels: (name, size) of each network level of the plan's cluster.
+        schedule: Schedule that the ranks executed.
+        workload: Workload of one update, as the ranks executed it.
+        changes: Sizes that were reduced for the verification.
+        tolerance: Largest allowed errors.
+        losses: For each step: the loss of the reference and, of the losses of all ranks, the one that is farthest from it.
+        gradient_step: Number of the step whose gradients were compared, counted from 1.
+        stages: Stages, in order.
+        gradients: Largest error of the gradient of each parameter.
+        parameters: Largest error of each parameter after the last step.
+        between: Traffic between stages during one run.
+        step: All traffic of one run: of one training step, or of `num_updates` steps of an asynchronous schedule.
+        uncounted: Why bytes were not counted.  "" if they were counted.
+        notes: Differences between the plan and its execution.
+        seconds: Duration of the verification.
     """
 
     model: str
@@ -206,24 +244,24 @@ class Verification:
 
     @property
     def num_ranks(self) -> int:
-        """How many ranks it ran on."""
+        """Number of ranks that executed the plan."""
         return sum(self.schedule.widths)
 
     @property
     def layers(self) -> tuple[LayerCheck, ...]:
-        """Of all stages."""
+        """The layers of all stages."""
         return tuple(layer for stage in self.stages for layer in stage.layers)
 
     def gradients_of(self, layers: Sequence[LayerCheck]) -> tuple[ValueCheck, ...]:
-        """Those of some layers' own parameters."""
-        return _of(layers, self.gradients)
+        """Return the gradient errors of the parameters of some layers."""
+        return _checks_of(layers, self.gradients)
 
     def parameters_of(self, layers: Sequence[LayerCheck]) -> tuple[ValueCheck, ...]:
-        """Some layers' own parameters."""
-        return _of(layers, self.parameters)
+        """Return the errors of the parameters of some layers."""
+        return _checks_of(layers, self.parameters)
 
     def is_off(self, layers: Sequence[LayerCheck]) -> bool:
-        """Whether anything of some layers is off."""
+        """Return whether the traffic, a gradient or a parameter of some layers is outside of the tolerance."""
         values = (*self.gradients_of(layers), *self.parameters_of(layers))
         return any(layer.faults("", self.tolerance) for layer in layers) or any(
             check.is_off(self.tolerance) for check in values
@@ -231,50 +269,53 @@ class Verification:
 
     @property
     def loss_errors(self) -> tuple[float, ...]:
-        """Of each step, relative."""
-        return tuple(abs(found - expected) / max(abs(expected), 1e-30) for expected, found in self.losses)
+        """Relative error of the loss of each step."""
+        return tuple(abs(loss - expected) / max(abs(expected), 1e-30) for expected, loss in self.losses)
 
     @cached_property
     def faults(self) -> tuple[str, ...]:
-        """What is off, in sentences; empty where the plan keeps its promises."""
-        found = []
-        for step, ((expected, value), error) in enumerate(zip(self.losses, self.loss_errors)):
+        """One sentence for each disagreement; empty if the values and the traffic of the plan are right."""
+        sentences = []
+        # Losses.
+        for step, ((expected, loss), error) in enumerate(zip(self.losses, self.loss_errors)):
             if not error <= self.tolerance.values:
-                found.append(f"loss of step {step + 1}: {value:.8g}, should be {expected:.8g} (off by {error:.1e})")
+                sentences.append(f"loss of step {step + 1}: {loss:.8g}, should be {expected:.8g} (off by {error:.1e})")
+        # Gradients and parameters.
         of_step, after = f"the gradient of step {self.gradient_step}", f"the value after {len(self.losses)} steps"
         for what, checks in ((of_step, self.gradients), (after, self.parameters)):
-            found += [
+            sentences += [
                 f"{check.name}: {what} on rank {check.rank} is off by {check.error:.1e}"
                 for check in checks
                 if check.is_off(self.tolerance)
             ]
+        # Traffic of layers, between stages, and of the whole run.
         for number, stage in enumerate(self.stages):
             for layer in stage.layers:
                 where = f"stage {number}, {layer.name}" if len(self.stages) > 1 else layer.name
-                found += layer.faults(where, self.tolerance)
-        found += self.between.faults("between stages", self.tolerance)
-        num = self.schedule.num_updates
-        whole = "a whole step" if num == 1 else f"a run of {counted(num, 'step')}"
-        found += self.step.faults(whole, self.tolerance)
-        return tuple(found)
+                sentences += layer.faults(where, self.tolerance)
+        sentences += self.between.faults("between stages", self.tolerance)
+        num_steps = self.schedule.num_updates
+        run = "a whole step" if num_steps == 1 else f"a run of {counted(num_steps, 'step')}"
+        sentences += self.step.faults(run, self.tolerance)
+        return tuple(sentences)
 
     @property
     def are_bytes_off(self) -> bool:
-        """Whether anything that was counted on the wire is not what was predicted."""
+        """Whether a count of the network disagrees with the prediction."""
         phases = [phase for layer in self.layers for phase in (*layer.phases.values(), layer.total)]
         return not all(map(self.tolerance.allows, (*phases, self.step)))
 
     @property
     def is_right(self) -> bool:
-        """Whether nothing is off."""
+        """Whether all values and the traffic of the plan are right."""
         return not self.faults
 
 
-def _of(layers: Sequence[LayerCheck], checks: Sequence[ValueCheck]) -> tuple[ValueCheck, ...]:
+def _checks_of(layers: Sequence[LayerCheck], checks: Sequence[ValueCheck]) -> tuple[ValueCheck, ...]:
     names = {name for layer in layers for name in layer.parameters}
     return tuple(check for check in checks if check.name in names)
 
 
 def worst(checks: Sequence[ValueCheck]) -> ValueCheck | None:
-    """The largest error."""
+    """Return the check with the largest error, or None if there is none."""
     return max(checks, key=lambda check: check.error, default=None)

@@ -1,19 +1,18 @@
-"""Verifying a plan: one device, then the ranks with the plan's schedule, then the comparison.
+"""Runs a verification: the single-device reference, then the plan on all ranks, then the comparison of the two.
 
-Of a synchronous schedule the gradients of the first step are compared. An asynchronous one runs its steps in one go, against one
-device that computes with weights as old as the schedule says; its last step's gradients are compared, which are those of stale
-weights.
+The reference of an asynchronous schedule computes with weights that are as stale as those of the schedule.  See
+`task.gradient_step` for the step whose gradients are compared.
 """
 
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.launcher import RankPool
@@ -33,15 +32,15 @@ from .task import VerificationTask
 
 __all__ = ["NUM_RECOUNTS", "VerifyOptions", "verify"]
 
-#: How often bytes are counted again before they are called off.
+#: Further counts of the bytes, if a count deviates from the prediction, before the deviation is reported.
 NUM_RECOUNTS = 4
-#: How long a rank may wait for another one: one that stalls is found within this, and the command ends within 20 s.
+#: Seconds that a rank waits for another one.  A stalled rank is detected within this time, and the command ends within 20 s.
 STALL_SECONDS = 10.0
-#: What a process with OneFlow takes before it does anything.
+#: Bytes of memory of a process that has imported OneFlow and done nothing else.
 RANK_BYTES = 350e6
-#: Of free memory.
+#: Fraction of the available memory that a verification may use.
 USABLE_MEMORY = 0.5
-#: About ten seconds on every core.
+#: FLOPs of a verification for each core of the machine: about ten seconds.
 FLOPS_PER_CORE = 2e11
 _JOBS = "autoddl.verification.rank_job"
 
@@ -50,13 +49,13 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """How to verify.
+    """Options of a verification.
 
     Attributes:
-        tolerance: of values, relative to one device.
-        timeout_s: for everything.
-        seed: of initial values and data.
-        limits: what the ranks may take; the machine's where it is None.
+        tolerance: Largest allowed relative error of losses, gradients and parameters.
+        timeout_s: Time limit of the whole verification, in seconds.
+        seed: Seed of the initial values and the data.
+        limits: Memory and FLOPs of all ranks together.  None: what the machine can provide (`machine_limits`).
     """
 
     tolerance: float = 1e-5
@@ -74,59 +73,64 @@ def verify(
     pool: RankPool | None = None,
     progress: Progress | None = None,
 ) -> Verification:
-    """Run a plan on local ranks, and compare it with one device and with its price.
+    """Run a plan on local ranks, and compare the results with a single-device reference and with the plan's price.
 
     Args:
-        plan: with or without a pipeline.
-        num_ranks: how many ranks to start: as many as the plan has devices. Of a plan with a pipeline fewer will do: stages in the
-            middle are left out then (see `fitting`).
-        model: what makes the model, such as ``FILE.py:FUNCTION``; needed where it is none that is built in.  Refused where its
-            graph is not the plan's.
-        options: tolerance, timeout, seed, limits.
-        pool: ranks to use in place of new ones.
-        progress: told what is going on.
+        plan: A plan with or without a pipeline.
+        num_ranks: Number of ranks: the number of the plan's devices.  A plan with a pipeline can run on fewer ranks, without some
+            of its middle stages (see `fitting`).
+        model: The model of the plan, such as ``FILE.py:FUNCTION``.  Required unless the plan's model is a built-in one.
+        options: Tolerance, timeout, seed and limits.
+        pool: Ranks to use.  None: new ranks are started.
+        progress: Called with a short text when a new phase of the verification begins.
 
     Raises:
-        UserError: the plan cannot be brought to so many ranks or is for another model, the model cannot be made or is too large,
-            OneFlow is not there.
-        RankError: a rank failed; it is named, and none is left.
+        UserError: If the plan cannot be fitted to this number of ranks, ``model`` is not the plan's model, the model cannot be
+            created or is too large for the limits, or OneFlow is not installed.
+        RankError: If a rank fails.  The error names the rank; all ranks have ended.
     """
     options = options or VerifyOptions()
     deadline = _Deadline(options.timeout_s)
     if not (available := is_available()):
         raise UserError(f"cannot verify: {available.reason}")
+    # Fit the plan to the ranks, and predict what they send.
     built_in, function = _built_in_or_function(plan, model)
     fitted = fit_plan(plan, num_ranks, options.limits or machine_limits(num_ranks), built_in)
-    predicted = predict(fitted, plan.cluster)
-    uncounted = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
-    say = progress or (lambda text: None)
+    prediction = predict(fitted, plan.cluster)
+    # Bytes are counted in a network namespace of the ranks' own.
+    not_counted_because = namespace_available().reason if num_ranks > 1 else "one rank sends nothing"
+    show_progress = progress or (lambda text: None)
 
     def on_report(rank: int, value: str) -> None:
         if rank == 0:
-            say(value)
+            show_progress(value)
 
     with WorkFolder("verify") as folder:
-        task = _task(fitted, function, options.seed, str(folder), uncounted)
-        say(f"starting {num_ranks} ranks")
-        with contextlib.nullcontext(pool) if pool else _started(num_ranks, task.counts_bytes, deadline) as ranks:
-            say("running on one device")
-            reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.left_s)[0]
-            say(f"running on {num_ranks} ranks")
-            shards = ranks.run(f"{_JOBS}:run_plan", task, timeout_s=deadline.left_s, on_report=on_report)
-            asked: dict[str, Any] = {"tolerance": options.tolerance, "uncounted": uncounted}
-            found = compare(plan, fitted, predicted, reference, shards, **asked)
+        task = _make_task(fitted, function, options.seed, folder=str(folder), counts_bytes=not not_counted_because)
+        show_progress(f"starting {num_ranks} ranks")
+        with contextlib.nullcontext(pool) if pool else _start_ranks(num_ranks, task.counts_bytes, deadline) as ranks:
+            # The single-device reference.
+            show_progress("running on one device")
+            reference = ranks.run(f"{_JOBS}:run_reference", task, timeout_s=deadline.remaining_s)[0]
+            # The plan on all ranks.
+            show_progress(f"running on {num_ranks} ranks")
+            results = ranks.run(f"{_JOBS}:run_plan", task, timeout_s=deadline.remaining_s, on_report=on_report)
+            compare_with = functools.partial(
+                compare, plan, fitted, prediction, reference, tolerance=options.tolerance, uncounted=not_counted_because
+            )
+            verification = compare_with(results)
+            # Other processes on the machine may disturb a count; count again before a deviation is reported.
             for _ in range(NUM_RECOUNTS):
-                if not found.are_bytes_off:
+                if not verification.are_bytes_off:
                     break
-                say("counting bytes again")
-                again = ranks.run(f"{_JOBS}:count_again", task, timeout_s=deadline.left_s)[0]
-                shards = with_recount(shards, again)
-                found = compare(plan, fitted, predicted, reference, shards, **asked)
-    return replace(found, seconds=deadline.passed_s)
+                show_progress("counting bytes again")
+                recount = ranks.run(f"{_JOBS}:count_again", task, timeout_s=deadline.remaining_s)[0]
+                results = with_recount(results, recount)
+                verification = compare_with(results)
+    return replace(verification, seconds=deadline.elapsed_s)
 
 
-def _task(fitted: FittedPlan, function: str, seed: int, folder: str, uncounted: str) -> VerificationTask:
-    """What ranks and one device are to run."""
+def _make_task(fitted: FittedPlan, function: str, seed: int, *, folder: str, counts_bytes: bool) -> VerificationTask:
     return VerificationTask(
         graph=fitted.scaled.graph,
         workload=fitted.scaled.workload,
@@ -137,29 +141,29 @@ def _task(fitted: FittedPlan, function: str, seed: int, folder: str, uncounted: 
         function=function,
         seed=seed,
         folder=folder,
-        counts_bytes=not uncounted,
+        counts_bytes=counts_bytes,
     )
 
 
 def machine_limits(num_ranks: int) -> Limits:
-    """What this machine can give to a verification."""
-    available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    memory = Path("/proc/meminfo")
-    if memory.exists():  # free memory alone would leave out what caches hold
-        fields = dict(line.split(":", 1) for line in memory.read_text().splitlines())
-        available = int(fields["MemAvailable"].split()[0]) * 1024
-    usable = USABLE_MEMORY * available - RANK_BYTES * num_ranks
-    return Limits(max(usable, 0.0), FLOPS_PER_CORE * len(os.sched_getaffinity(0)))
+    """Return the memory and the FLOPs that this machine can provide for a verification."""
+    available_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    meminfo = Path("/proc/meminfo")
+    if meminfo.exists():  # on Linux, the memory of caches is available too
+        fields = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+        available_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+    usable_bytes = USABLE_MEMORY * available_bytes - RANK_BYTES * num_ranks
+    return Limits(max(usable_bytes, 0.0), FLOPS_PER_CORE * len(os.sched_getaffinity(0)))
 
 
 # ---- The model -------------------------------------------------------------------------------------------------------------
 
 
 def _built_in_or_function(plan: PlanFile, model: str) -> tuple[BuiltIn | None, str]:
-    """How the plan's model is made: one that is built in, or a function (see `function_of_plan`).
+    """Return the built-in model of a plan (None if it is not built in) and the user's function that returns it ("" without one).
 
     Raises:
-        UserError: it is another model, or there is no way to make it.
+        UserError: If ``model`` is not the plan's model, or if the plan's model is not built in and no function is given.
     """
     function = function_of_plan(plan, model)
     built_in = None if function else recognise(plan.graph)
@@ -173,27 +177,26 @@ def _built_in_or_function(plan: PlanFile, model: str) -> tuple[BuiltIn | None, s
 # ---- Ranks and time --------------------------------------------------------------------------------------------------------
 
 
-def _started(num_ranks: int, private_network: bool, deadline: _Deadline) -> RankPool:
-    """Ranks that notice soon when one of them stalls."""
+def _start_ranks(num_ranks: int, private_network: bool, deadline: _Deadline) -> RankPool:
     return RankPool(
         num_ranks,
         private_network=private_network,
         stall_timeout_s=STALL_SECONDS,
-        start_timeout_s=deadline.left_s,
+        start_timeout_s=deadline.remaining_s,
     )
 
 
 class _Deadline:
-    """When everything has to be done."""
+    """The time limit of a verification."""
 
     def __init__(self, timeout_s: float):
-        self._started = time.monotonic()
+        self._start = time.monotonic()
         self._timeout_s = timeout_s
 
     @property
-    def passed_s(self) -> float:
-        return time.monotonic() - self._started
+    def elapsed_s(self) -> float:
+        return time.monotonic() - self._start
 
     @property
-    def left_s(self) -> float:
-        return max(self._timeout_s - self.passed_s, 0.0)
+    def remaining_s(self) -> float:
+        return max(self._timeout_s - self.elapsed_s, 0.0)

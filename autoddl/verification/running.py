@@ -1,7 +1,9 @@
-"""What carries out a plan on ranks, as the verification needs it; imported by ranks only, since it needs OneFlow.
+"""Executes a plan on the ranks of a verification.  Only ranks import this module, since it imports OneFlow.
 
-There are two kinds, since users have two: `AppliedRun`, the module of `autoddl.apply`, which users call, and which models without
-a loss are allowed in; and `PipelineRun`, a `PipelineTrainer`, which trains by the plan's schedule.
+Users can execute a plan in two ways, and both are verified:
+
+- `AppliedRun`: the module of `autoddl.apply`, for plans without a pipeline.  The model need not compute a loss.
+- `PipelineRun`: a `PipelineTrainer`, which executes the plan's schedule.
 """
 
 from __future__ import annotations
@@ -28,49 +30,56 @@ __all__ = ["AppliedRun", "Arrays", "Data", "PipelineRun", "PlanRun", "loss_of", 
 flow: Any = load_oneflow()
 
 Arrays = dict[str, np.ndarray]
-#: The inputs of a step, and its targets where the model takes them.
+#: Returns the inputs of a step, and its targets if the model takes targets.
 Data = Callable[[int], tuple[np.ndarray, ...]]
 
 
 class PlanRun(Protocol):
-    """A plan at its initial values; all ranks make the same calls in the same order."""
+    """A plan in training, beginning with its initial values.
+
+    All ranks must make the same calls in the same order.
+    """
 
     def trace(self, measure: Measure | None) -> Sequence[TracedSection]:
-        """One slot through all stages, phase by phase; nothing is updated."""
+        """Execute one slot in all stages, phase by phase, without a parameter update."""
 
     def logging(self) -> AbstractContextManager[list[Step]]:
-        """A list that grows by every step inside stages that this rank takes part in."""
+        """Return a context with a list, to which every communication step of this rank inside its stages is appended."""
 
     def run(self) -> None:
-        """Carry out the schedule once, on the data that follows, with its updates."""
+        """Execute the schedule once on the next batches, including the parameter updates."""
 
     def losses(self) -> list[float]:
-        """The mean loss of each update of the last run, on every rank."""
+        """Return the mean loss of each update of the last run; it is the same on every rank."""
 
     @property
     def boundary_bytes(self) -> int:
-        """What this rank sent to other stages in the last run."""
+        """Bytes that this rank sent to other stages during the last run."""
 
     def gradients(self, update: int) -> Arrays:
-        """What an update of the last run was made with, of the parameters that this rank holds, by their first names."""
+        """Return the gradients of an update of the last run, for the parameters that this rank holds.
+
+        A tied parameter is included once, by its first name.
+        """
 
     def parameters(self) -> Arrays:
-        """The newest values, named so."""
+        """Return the newest values of the parameters that this rank holds, by the same names as the gradients."""
 
 
 def start_run(task: VerificationTask, module: Any, data: Data, epsilon: float) -> PlanRun:
-    """The run that a plan is for.
+    """Return an `AppliedRun` or a `PipelineRun` of the task's plan.
 
     Args:
-        module: the plain model at its initial values, the same on every rank.
-        data: of each step.
-        epsilon: of the optimizer.
+        task: The task of the verification.
+        module: The model as a local module, with the same initial values on every rank.
+        data: Returns the data of a step.
+        epsilon: Epsilon of Adam.
     """
     return (AppliedRun if task.is_applied else PipelineRun)(task, module, data, epsilon)
 
 
 class AppliedRun:
-    """The module of `autoddl.apply`; a run is a step."""
+    """Executes the module of `autoddl.apply`; a run is one step."""
 
     boundary_bytes = 0
 
@@ -82,8 +91,8 @@ class AppliedRun:
         self._num_steps, self._loss = 0, 0.0
 
     def trace(self, measure: Measure | None) -> Sequence[TracedSection]:
-        part = tuple(array[: self._task.workload.micro_batch] for array in self._data(0))
-        _, sections = self._applied.trace(*part, measure=measure)
+        micro_batch = tuple(array[: self._task.workload.micro_batch] for array in self._data(0))
+        _, sections = self._applied.trace(*micro_batch, measure=measure)
         self._optimizer.zero_grad(set_to_none=True)
         return sections
 
@@ -91,7 +100,7 @@ class AppliedRun:
         return self._applied.stepper.logging()
 
     def run(self) -> None:
-        self._optimizer.zero_grad(set_to_none=True)  # kept until now for `gradients`
+        self._optimizer.zero_grad(set_to_none=True)  # of the previous step; `gradients` reads them after that step
         self._loss = self._applied.train_step(*self._data(self._num_steps), loss_of=loss_of)
         self._optimizer.step()
         self._num_steps += 1
@@ -100,33 +109,36 @@ class AppliedRun:
         return [self._loss]
 
     def gradients(self, update: int) -> Arrays:
-        return self._named(self._applied.logical_gradients())
+        return self._of_parameters(self._applied.logical_gradients())
 
     def parameters(self) -> Arrays:
-        return self._named({name: tensor.numpy() for name, tensor in self._applied.state_dict().items()})
+        return self._of_parameters({name: tensor.numpy() for name, tensor in self._applied.state_dict().items()})
 
-    def _named(self, values: Mapping[str, np.ndarray]) -> Arrays:
+    def _of_parameters(self, values: Mapping[str, np.ndarray]) -> Arrays:
+        """Return the values of parameters, in the order of the module; tied parameters are included once."""
         return {name: values[name] for name in self._names if name in values}
 
 
 class PipelineRun:
-    """A `PipelineTrainer`; a run is a run of the schedule."""
+    """Executes a `PipelineTrainer`; a run is one run of the schedule."""
 
     def __init__(self, task: VerificationTask, module: Any, data: Data, epsilon: float) -> None:
         self._schedule = task.schedule
-        size, per_step = task.workload.micro_batch, task.workload.num_micro_batches
+        size, num_micro_batches = task.workload.micro_batch, task.workload.num_micro_batches
         data = functools.lru_cache(maxsize=2)(data)
 
-        def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
-            step, place = divmod(number, per_step)
+        def micro_batch(number: int) -> tuple[np.ndarray, np.ndarray]:
+            """Return the inputs and targets of a micro-batch; ``number`` counts the micro-batches of all steps."""
+            step, index = divmod(number, num_micro_batches)
             inputs, targets = data(step)
-            return inputs[place * size : (place + 1) * size], targets[place * size : (place + 1) * size]
+            samples = slice(index * size, (index + 1) * size)
+            return inputs[samples], targets[samples]
 
         self._trainer = PipelineTrainer(
             PlannedModel(module, task.graph, task.stages),
             task.schedule,
             lambda parameters: make_optimizer(task, parameters, epsilon),
-            batch,
+            micro_batch,
             keep_gradients=True,
         )
         self._report: RankReport | None = None
@@ -142,14 +154,15 @@ class PipelineRun:
 
     def losses(self) -> list[float]:
         assert self._report is not None
-        parts = []
+        # Each rank has its own part of the mean loss of a micro-batch; sum the parts over all ranks.
+        own_parts = []
         for update in range(self._schedule.num_updates):
             numbers = self._schedule.micro_batches_of(update)
-            parts.append(sum(self._report.losses.get(number, 0.0) for number in numbers) / len(numbers))
-        whole = flow.tensor(parts, dtype=flow.float64)
+            own_parts.append(sum(self._report.losses.get(number, 0.0) for number in numbers) / len(numbers))
+        losses = flow.tensor(own_parts, dtype=flow.float64)
         if flow.env.get_world_size() > 1:
-            flow.comm.all_reduce(whole)
-        return [float(loss) for loss in whole.numpy()]
+            flow.comm.all_reduce(losses)
+        return [float(loss) for loss in losses.numpy()]
 
     @property
     def boundary_bytes(self) -> int:
@@ -163,16 +176,16 @@ class PipelineRun:
         return self._trainer.parameters()
 
 
-# ---- What one device does too --------------------------------------------------------------------------------------------
+# ---- Shared with the single-device reference -----------------------------------------------------------------------------
 
 
 def loss_of(output: Any) -> Any:
-    """The model's own loss; of a model without one the mean square of its output."""
+    """Return the output of a model if it is a scalar, its loss; else the mean square of the output."""
     return output if output.ndim == 0 else (output * output).mean()
 
 
 def make_optimizer(task: VerificationTask, parameters: Any, epsilon: float) -> Any:
-    """The workload's."""
+    """Return the optimizer of the task's workload, for the parameters that require gradients."""
     trained = [p for p in parameters if p.requires_grad]
     if task.workload.optimizer == "adam":
         return flow.optim.Adam(trained, lr=1e-3, eps=epsilon)

@@ -1,25 +1,26 @@
-"""Making a planned model small enough for the machine at hand, with the strategies kept.
+"""Reduces the sizes of a planned model to the limits of the machine, with unchanged strategies.
 
-Nothing that a strategy decides changes: every layer keeps its (p0, p1, p2) per level, and every pair of neighbours that the plan
-has is still there.  What shrinks are lengths, one after the other, each only as far as it is needed:
+Every layer keeps its (p0, p1, p2) for each network level, and every pair of strategies of two adjacent layers in the plan remains.
+Sizes are reduced one after the other, in the order of this table, each only as far as necessary:
 
-==================  =================================================  ================  =================================
-length              becomes                                            for the sake of   as long as
-==================  =================================================  ================  =================================
-repeated blocks     two of every run of blocks with equal strategies   memory
-vocabulary          half, a multiple of the number of devices          memory            it has 128 entries
-heads, head size    half as many, then half as wide; the width of the  memory            the strategies divide
-                    model and of its MLP follow
-micro-batches       two                                                time
-samples             half as many                                       time              every p0 divides them
-sequence            half as long                                       time              it has 16 tokens
-==================  =================================================  ================  =================================
+==================  =================================================  ========  =========================================
+size                reduction                                          saves     lower limit
+==================  =================================================  ========  =========================================
+repeated blocks     two of every run of blocks with equal strategies   memory    none
+vocabulary          half, rounded to a multiple of the number of       memory    128 entries
+                    devices
+heads, head size    half the heads, then half the head size; the       memory    8 features per head; the strategies
+                    widths of the model and of its MLP follow                    divide the layers
+micro-batches       two                                                time      none
+samples             half                                               time      every p0 divides the samples
+sequence            half                                               time      16 tokens
+==================  =================================================  ========  =========================================
 
-(Where that does not save time enough, the first three are shortened once more.)  Of a perceptron the widest layers are halved, of
-VGG the images and the dense layers.  Models that are not built in keep their sizes: only the batch shrinks.
+If the time is still too long, the first three sizes are reduced further.  Of a perceptron, the widest layers are halved; of a VGG,
+the image and the dense layers.  A model that is not built in keeps its sizes: only its batch is reduced.
 
-In a pipeline (`Staging`) a run of equal blocks ends where its stage does, so that every stage keeps some, and what stages take in
-has to divide like everything else.
+In a pipeline (`StageConstraints`), a run of equal blocks ends at the end of a stage, so that every stage keeps some blocks.  The
+layouts of the stages' inputs also have to divide their tensors.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Union
 
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.graph import LayerGraph
@@ -38,24 +40,47 @@ from autoddl.costmodel.workload import Workload
 from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
 from ..zoo.transformers import Transformer
 
-__all__ = ["Change", "Limits", "Scaled", "Staging", "needed_flops", "needed_memory_bytes", "scale", "without_stages"]
+__all__ = [
+    "Change",
+    "Limits",
+    "ScaledModel",
+    "StageConstraints",
+    "needed_flops",
+    "needed_memory_bytes",
+    "scale",
+    "without_stages",
+]
 
-MAX_MICRO_BATCHES = 2
-LONGEST_RUN = 2
+_Sizes = Union[Transformer, MLPSizes, VGGSizes]
+
+#: Micro-batches of a step after the reduction.
+REDUCED_MICRO_BATCHES = 2
+#: Blocks that remain of a run of blocks with equal strategies.
+REDUCED_RUN_LENGTH = 2
+#: Tokens of the shortest sequence.
 MIN_SEQUENCE = 16
+#: Entries of the smallest vocabulary.
 MIN_VOCABULARY = 128
-MIN_HEAD = 8
+#: Features of the smallest head.
+MIN_HEAD_DIM = 8
+#: Pixels of the shortest side of an image; sides are multiples of it.
 MIN_IMAGE = 32
-#: Copies of all parameters on every rank: the module, its gradients, what they are compared with, what was gathered for it.
+#: Copies of all parameters on every rank: the module, the gradients, the expected values of both, and the gathered values of both.
 COPIES_PER_RANK = 6
-#: Passes over a batch, forward and backward, on all ranks and on one device together.
+#: Forward and backward passes over a batch, those of the plan and of the reference together.
 NUM_PASSES = 9
-_FLOAT32 = 4
+#: Bytes of one float32 element.
+_ITEMSIZE = 4
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What all ranks together may take: bytes of memory, FLOPs of the whole verification."""
+    """The resources that all ranks together may use.
+
+    Attributes:
+        memory_bytes: Bytes of memory.
+        flops: FLOPs of the whole verification.
+    """
 
     memory_bytes: float = math.inf
     flops: float = math.inf
@@ -63,7 +88,13 @@ class Limits:
 
 @dataclass(frozen=True)
 class Change:
-    """One length that was changed."""
+    """A size that was reduced.
+
+    Attributes:
+        what: Name of the size.
+        before: Value in the plan.
+        after: Value in the verification.
+    """
 
     what: str
     before: str
@@ -74,32 +105,36 @@ class Change:
 
 
 @dataclass(frozen=True)
-class Staging:
-    """What a pipeline says of how a model may be made smaller.
+class StageConstraints:
+    """The constraints of a pipeline on the sizes of its model.
 
     Attributes:
-        stage_of: the stage of each layer, by name; ascending in the order of layers.
-        entries: the layout, as a strategy, of what a stage takes in, by stage; those without follow their layers.
-        num_ranks: of all stages and replicas.
-        row_parts: every micro-batch is divided in a multiple of so many parts, besides what strategies say.
-        num_micro_batches: that a step has at least.
+        stage_of: Stage of each layer, by layer name.  Stages ascend in the order of layers.
+        entries: Strategy whose layout the input of a stage has, by stage.  Stages without an entry use the layout of their first
+            layer.
+        num_ranks: Number of ranks of all stages and replicas.
+        num_sample_parts: The samples of each part of a micro-batch (as the strategies divide it) are a multiple of this number.
+        min_micro_batches: Smallest number of micro-batches of a step.
     """
 
     stage_of: Mapping[str, int]
     entries: Mapping[int, Strategy]
     num_ranks: int
-    row_parts: int = 1
-    num_micro_batches: int = MAX_MICRO_BATCHES
+    num_sample_parts: int = 1
+    min_micro_batches: int = REDUCED_MICRO_BATCHES
 
 
 @dataclass(frozen=True)
-class Scaled:
-    """A model, its strategies and its workload, perhaps made smaller.
+class ScaledModel:
+    """A model with its strategies and its workload, after the reduction of its sizes.
 
     Attributes:
-        built_in: how the model is built; None where a user's function makes it.
-        changes: what was changed; empty where nothing was.
-        stage_of: the stage of each layer; all in the first one without a pipeline.
+        graph: Layer graph of the model.
+        strategies: Strategies, by layer name.
+        workload: Workload of one update.
+        built_in: The built-in model.  None if a user's function returns the model.
+        changes: Sizes that were reduced.
+        stage_of: Stage of each layer, by layer name; 0 for all layers without a pipeline.
     """
 
     graph: LayerGraph
@@ -111,13 +146,13 @@ class Scaled:
 
 
 def needed_memory_bytes(graph: LayerGraph, workload: Workload, num_ranks: int) -> float:
-    """About how much memory ``num_ranks`` ranks and one device take to be compared."""
+    """Estimate the memory of a verification: the parameters of ``num_ranks`` ranks, and the activations of plan and reference."""
     kept = sum(layer.kept_elements + layer.input_elements for layer in graph.layers)
-    return _FLOAT32 * (COPIES_PER_RANK * num_ranks * graph.num_parameters + 2 * workload.batch * kept)
+    return _ITEMSIZE * (COPIES_PER_RANK * num_ranks * graph.num_parameters + 2 * workload.batch * kept)
 
 
 def needed_flops(graph: LayerGraph, workload: Workload) -> float:
-    """About how many FLOPs that takes."""
+    """Estimate the FLOPs of a verification; a backward pass counts as two forward passes."""
     return 3 * NUM_PASSES * graph.flops * workload.batch
 
 
@@ -127,31 +162,34 @@ def scale(
     workload: Workload,
     limits: Limits,
     built_in: BuiltIn | None,
-    staging: Staging | None = None,
-) -> Scaled:
-    """The model within the limits, as large as halving allows.
+    constraints: StageConstraints | None = None,
+) -> ScaledModel:
+    """Reduce the sizes of a model until it is within the limits.
 
     Args:
-        built_in: the model that the graph is of (see :func:`autoddl.zoo.builtin.recognise`); None where it cannot be resized.
-        staging: of a pipeline.
+        graph: Layer graph of the model.
+        strategies: Strategies, by layer name.
+        workload: Workload of one update.
+        limits: Memory and FLOPs that all ranks together may use.
+        built_in: The built-in model of the graph (see :func:`autoddl.zoo.builtin.recognise`).  None if its sizes cannot be
+            changed.
+        constraints: Constraints of the pipeline; None without a pipeline.
 
     Raises:
-        UserError: the smallest that can be made of it is still too large.
+        UserError: If the model is not within the limits even with the smallest sizes.
     """
-    given = shape = _shape(graph, strategies, workload, built_in, staging)
-    for candidate in _smaller_ones(shape, limits):
-        shape = candidate
-    if not shape.fits(limits):
-        memory = needed_memory_bytes(shape.graph, shape.workload, shape.num_ranks)
+    original = model = _model(graph, strategies, workload, built_in, constraints)
+    for smaller in _reductions(model, limits):
+        model = smaller
+    if not model.fits(limits):
+        memory = needed_memory_bytes(model.graph, model.workload, model.num_ranks)
         raise UserError(
-            f"{graph.name} is too large to be verified here: {shape.num_ranks} ranks need about {format_bytes(memory)} "
-            f"(there are {format_bytes(limits.memory_bytes)}) and {needed_flops(shape.graph, shape.workload):.2g} FLOPs "
-            f"(allowed are {limits.flops:.2g}); "
+            f"{graph.name} is too large to be verified here: {model.num_ranks} ranks need about {format_bytes(memory)} "
+            f"({format_bytes(limits.memory_bytes)} are available) and {needed_flops(model.graph, model.workload):.2g} FLOPs "
+            f"({limits.flops:.2g} are allowed); "
             + ("plan for fewer devices" if built_in else "only built-in models can be scaled down: plan a smaller one")
         )
-    return Scaled(
-        shape.graph, shape.strategies, shape.workload, shape.built_in, _changes(given, shape), shape.staging.stage_of
-    )
+    return model.scaled(_changes(original, model))
 
 
 def without_stages(
@@ -159,228 +197,260 @@ def without_stages(
     strategies: Mapping[str, Strategy],
     workload: Workload,
     built_in: BuiltIn,
-    staging: Staging,
-    kept: Sequence[int],
-) -> Scaled | None:
-    """The model with the blocks of some stages alone, the first and the last one among them; they are numbered anew, from 0 on.
+    constraints: StageConstraints,
+    remaining: Sequence[int],
+) -> ScaledModel | None:
+    """Remove the blocks of some stages from a transformer.
 
-    None where the other stages have something else than whole blocks of a transformer.
+    Args:
+        graph: Layer graph of the model.
+        strategies: Strategies, by layer name.
+        workload: Workload of one update.
+        built_in: The built-in model of the graph.
+        constraints: Constraints of all stages of the pipeline.
+        remaining: Numbers of the remaining stages, including the first and the last one.  They are numbered from 0 in the result.
+
+    Returns:
+        None if a removed stage consists of anything but whole blocks of a transformer.
     """
-    shape = _shape(graph, strategies, workload, built_in, staging)
-    sizes = _transformer(shape)
-    is_lost = {layer.name: staging.stage_of[layer.name] not in kept for layer in graph.layers}
-    blocks = {layer.block_index for layer in graph.layers if is_lost[layer.name]}
+    model = _model(graph, strategies, workload, built_in, constraints)
+    sizes = _transformer_sizes(model)
+    is_removed = {layer.name: constraints.stage_of[layer.name] not in remaining for layer in graph.layers}
+    removed_blocks = {layer.block_index for layer in graph.layers if is_removed[layer.name]}
+    # All layers of a removed block are removed, and no layer outside of blocks.
     if sizes is None or any(
-        is_lost[layer.name] != (layer.block_index in blocks) for layer in graph.layers if layer.block
+        is_removed[layer.name] != (layer.block_index in removed_blocks) for layer in graph.layers if layer.block
     ):
         return None
-    if any(is_lost[layer.name] for layer in graph.layers if not layer.block):
+    if any(is_removed[layer.name] for layer in graph.layers if not layer.block):
         return None
-    kept_blocks = tuple(index for index in range(sizes.layers) if index not in blocks)
-    entries = {kept.index(stage): entry for stage, entry in staging.entries.items() if stage in kept}
-    stage_of = {name: (kept.index(stage) if stage in kept else -1) for name, stage in staging.stage_of.items()}
-    shape = replace(shape, staging=replace(staging, stage_of=stage_of, entries=entries))
-    found = shape.rebuilt(_with(shape, replace(sizes, layers=len(kept_blocks))), kept_blocks)
-    if found is None:
-        return None
-    return Scaled(found.graph, found.strategies, found.workload, found.built_in, (), found.staging.stage_of)
+    blocks = tuple(index for index in range(sizes.layers) if index not in removed_blocks)
+    # Number the remaining stages from 0.
+    new_number = {stage: number for number, stage in enumerate(remaining)}
+    entries = {new_number[stage]: entry for stage, entry in constraints.entries.items() if stage in new_number}
+    stage_of = {name: new_number.get(stage, -1) for name, stage in constraints.stage_of.items()}
+    model = replace(model, constraints=replace(constraints, stage_of=stage_of, entries=entries))
+    smaller = model.resized(replace(sizes, layers=len(blocks)), blocks)
+    return None if smaller is None else smaller.scaled(())
 
 
-def _shape(
+def _model(
     graph: LayerGraph,
     strategies: Mapping[str, Strategy],
     workload: Workload,
     built_in: BuiltIn | None,
-    staging: Staging | None,
-) -> _Shape:
-    if staging is None:
+    constraints: StageConstraints | None,
+) -> _Model:
+    if constraints is None:
         num_ranks = next(iter(strategies.values())).num_devices
-        staging = Staging({layer.name: 0 for layer in graph.layers}, {}, num_ranks)
-    return _Shape(graph, dict(strategies), workload, built_in, staging)
+        constraints = StageConstraints({layer.name: 0 for layer in graph.layers}, {}, num_ranks)
+    return _Model(graph, dict(strategies), workload, built_in, constraints)
 
 
 @dataclass(frozen=True)
-class _Shape:
-    """A state on the way down."""
+class _Model:
+    """A model between two reductions of its sizes; see `ScaledModel` and `StageConstraints` for the attributes."""
 
     graph: LayerGraph
     strategies: dict[str, Strategy]
     workload: Workload
     built_in: BuiltIn | None
-    staging: Staging
+    constraints: StageConstraints
 
     @property
     def num_ranks(self) -> int:
-        return self.staging.num_ranks
+        return self.constraints.num_ranks
 
     @property
     def num_parts(self) -> int:
-        """What lengths are multiples of: as many parts as any layer may be cut in."""
+        """Reduced sizes are multiples of this number, so that every strategy divides them."""
         return math.lcm(*{strategy.num_devices for strategy in self.strategies.values()})
 
+    def scaled(self, changes: tuple[Change, ...]) -> ScaledModel:
+        """Return the model as the result of the reductions."""
+        stage_of = self.constraints.stage_of
+        return ScaledModel(self.graph, self.strategies, self.workload, self.built_in, changes, stage_of)
+
     def parameters_fit(self, limits: Limits) -> bool:
-        """Whether they take half of the memory at most: the rest is for activations."""
-        return _FLOAT32 * COPIES_PER_RANK * self.num_ranks * self.graph.num_parameters <= limits.memory_bytes / 2
+        """Return whether the parameters use at most half of the memory; the other half is for activations."""
+        return _ITEMSIZE * COPIES_PER_RANK * self.num_ranks * self.graph.num_parameters <= limits.memory_bytes / 2
 
     def fits(self, limits: Limits) -> bool:
-        """Whether everything is within the limits."""
+        """Return whether the memory and the FLOPs are within the limits."""
         memory_bytes = needed_memory_bytes(self.graph, self.workload, self.num_ranks)
         return memory_bytes <= limits.memory_bytes and needed_flops(self.graph, self.workload) <= limits.flops
 
-    def rebuilt(self, built_in: BuiltIn, kept_blocks: tuple[int, ...] | None = None) -> _Shape | None:
-        """With other sizes; None where a strategy would not divide them.  ``kept_blocks``: which blocks are left."""
+    def resized(self, sizes: _Sizes, blocks: tuple[int, ...] | None = None) -> _Model | None:
+        """Return the model with other sizes.
+
+        Args:
+            sizes: The new sizes of the built-in model.
+            blocks: Index in this model of each block of the new model.  None: all blocks remain.
+
+        Returns:
+            None if the sizes are invalid, or if a strategy or an entry of a stage does not divide them.
+        """
+        assert self.built_in is not None
+        built_in = replace(self.built_in, sizes=sizes)
         try:
             graph = built_in.graph()
         except UserError:
             return None
-        sources = {
-            (layer.block, layer.block_index, layer.role): layer.name for layer in self.graph.layers if layer.block
-        }
+        names = {(layer.block, layer.block_index, layer.role): layer.name for layer in self.graph.layers if layer.block}
         strategies, stage_of = {}, {}
         for layer in graph.layers:
-            index = layer.block_index if kept_blocks is None else kept_blocks[layer.block_index]
-            name = sources[layer.block, index, layer.role] if layer.block else layer.name
-            strategies[layer.name], stage_of[layer.name] = self.strategies[name], self.staging.stage_of[name]
+            index = layer.block_index if blocks is None else blocks[layer.block_index]
+            name = names[layer.block, index, layer.role] if layer.block else layer.name
+            strategies[layer.name], stage_of[layer.name] = self.strategies[name], self.constraints.stage_of[name]
             if not self.strategies[name].divides(layer):
                 return None
-        staging = replace(self.staging, stage_of=stage_of)
-        if not _entries_divide(graph, staging):
+        constraints = replace(self.constraints, stage_of=stage_of)
+        if not _entries_divide(graph, constraints):
             return None
-        return _Shape(graph, strategies, self.workload, built_in, staging)
+        return _Model(graph, strategies, self.workload, built_in, constraints)
 
 
-def _entries_divide(graph: LayerGraph, staging: Staging) -> bool:
-    """Whether what passes between stages can lie as they want it."""
+def _entries_divide(graph: LayerGraph, constraints: StageConstraints) -> bool:
+    """Return whether the entry of every stage divides the features of the tensor that enters the stage."""
     for before, layer in zip(graph.layers, graph.layers[1:]):
-        entry = staging.entries.get(staging.stage_of[layer.name])
-        if entry is not None and staging.stage_of[before.name] != staging.stage_of[layer.name]:
-            parts = math.prod(features for _, features in entry.rows_and_features)
-            if edge_shape(before, 1)[1] % parts:
+        entry = constraints.entries.get(constraints.stage_of[layer.name])
+        if entry is not None and constraints.stage_of[before.name] != constraints.stage_of[layer.name]:
+            num_parts = math.prod(features for _, features in entry.rows_and_features)
+            if edge_shape(before, 1)[1] % num_parts:
                 return False
     return True
 
 
-def _smaller_ones(shape: _Shape, limits: Limits) -> Iterator[_Shape]:
-    """Ever smaller shapes, ending with the first that is within the limits (or the smallest)."""
-    of_parameters = (_fewer_blocks, _smaller_vocabulary, _narrower)
-    of_passes = (_fewer_micro_batches, _fewer_blocks, _fewer_samples, _shorter_sequence)
-    for reduce in of_parameters:
-        while not shape.parameters_fit(limits) and (smaller := reduce(shape)) is not None:
-            shape = smaller
-            yield shape
-    for reduce in (*of_passes, *of_parameters):
-        while not shape.fits(limits) and (smaller := reduce(shape)) is not None:
-            shape = smaller
-            yield shape
+def _reductions(model: _Model, limits: Limits) -> Iterator[_Model]:
+    """Yield smaller and smaller models; the last one is the first that is within the limits, or the smallest one."""
+    parameter_reductions = (_fewer_blocks, _smaller_vocabulary, _narrower)
+    pass_reductions = (_fewer_micro_batches, _fewer_blocks, _fewer_samples, _shorter_sequence)
+    # Reduce the parameters to half of the memory.
+    for reduce in parameter_reductions:
+        while not model.parameters_fit(limits) and (smaller := reduce(model)) is not None:
+            model = smaller
+            yield model
+    # Reduce the activations and the FLOPs; if that does not suffice, the parameters again.
+    for reduce in (*pass_reductions, *parameter_reductions):
+        while not model.fits(limits) and (smaller := reduce(model)) is not None:
+            model = smaller
+            yield model
 
 
-# ---- One length after the other ------------------------------------------------------------------------------------------
+# ---- Reductions: each returns None if it is not possible --------------------------------------------------------------------
 
 
-def _fewer_micro_batches(shape: _Shape) -> _Shape | None:
-    workload = shape.workload
-    if workload.num_micro_batches <= shape.staging.num_micro_batches:
+def _fewer_micro_batches(model: _Model) -> _Model | None:
+    workload, num_micro_batches = model.workload, model.constraints.min_micro_batches
+    if workload.num_micro_batches <= num_micro_batches:
         return None
-    fewer = replace(workload, batch=shape.staging.num_micro_batches * workload.micro_batch)
-    return replace(shape, workload=fewer)
+    return replace(model, workload=replace(workload, batch=num_micro_batches * workload.micro_batch))
 
 
-def _fewer_samples(shape: _Shape) -> _Shape | None:
-    workload = shape.workload
-    entries = shape.staging.entries.values()
-    slices = math.lcm(*(strategy.p0 for strategy in (*shape.strategies.values(), *entries))) * shape.staging.row_parts
-    per_slice = workload.micro_batch // slices // 2
-    if not per_slice:
+def _fewer_samples(model: _Model) -> _Model | None:
+    """Halve the micro-batch, rounded to a multiple of the parts that it is divided into."""
+    workload, constraints = model.workload, model.constraints
+    p0s = (strategy.p0 for strategy in (*model.strategies.values(), *constraints.entries.values()))
+    num_parts = math.lcm(*p0s) * constraints.num_sample_parts
+    samples_per_part = workload.micro_batch // num_parts // 2
+    if not samples_per_part:
         return None
-    micro_batch = per_slice * slices
+    micro_batch = samples_per_part * num_parts
     smaller = replace(workload, micro_batch=micro_batch, batch=micro_batch * workload.num_micro_batches)
-    return replace(shape, workload=smaller)
+    return replace(model, workload=smaller)
 
 
-def _fewer_blocks(shape: _Shape) -> _Shape | None:
-    sizes = _transformer(shape)
+def _fewer_blocks(model: _Model) -> _Model | None:
+    """Keep the first `REDUCED_RUN_LENGTH` blocks of every run of blocks with equal strategies in one stage."""
+    sizes = _transformer_sizes(model)
     if sizes is None:
         return None
-    chosen: list[dict[str, tuple[int, Strategy]]] = [{} for _ in range(sizes.layers)]
-    for layer in shape.graph.layers:
+    # Stage and strategy of each role, by block.
+    by_role: list[dict[str, tuple[int, Strategy]]] = [{} for _ in range(sizes.layers)]
+    for layer in model.graph.layers:
         if layer.block:
-            chosen[layer.block_index][layer.role] = shape.staging.stage_of[layer.name], shape.strategies[layer.name]
-    kept: list[int] = []
-    for index, strategies in enumerate(chosen):
-        if [chosen[before] for before in kept[-LONGEST_RUN:]] != [strategies] * LONGEST_RUN:
-            kept.append(index)
-    if len(kept) == sizes.layers:
+            stage = model.constraints.stage_of[layer.name]
+            by_role[layer.block_index][layer.role] = stage, model.strategies[layer.name]
+    blocks: list[int] = []
+    for index, own in enumerate(by_role):
+        if [by_role[before] for before in blocks[-REDUCED_RUN_LENGTH:]] != [own] * REDUCED_RUN_LENGTH:
+            blocks.append(index)
+    if len(blocks) == sizes.layers:
         return None
-    return shape.rebuilt(_with(shape, replace(sizes, layers=len(kept))), tuple(kept))
+    return model.resized(replace(sizes, layers=len(blocks)), tuple(blocks))
 
 
-def _shorter_sequence(shape: _Shape) -> _Shape | None:
-    sizes = _transformer(shape)
+def _shorter_sequence(model: _Model) -> _Model | None:
+    sizes = _transformer_sizes(model)
     if sizes is None or sizes.sequence // 2 < MIN_SEQUENCE:
         return None
-    sequence = sizes.sequence // 2
-    return shape.rebuilt(_with(shape, replace(sizes, sequence=sequence, positions=sizes.positions // 2)))
+    return model.resized(replace(sizes, sequence=sizes.sequence // 2, positions=sizes.positions // 2))
 
 
-def _smaller_vocabulary(shape: _Shape) -> _Shape | None:
-    sizes = _transformer(shape)
+def _smaller_vocabulary(model: _Model) -> _Model | None:
+    sizes = _transformer_sizes(model)
     if sizes is None:
         return None
-    vocabulary = _half(sizes.vocabulary, shape.num_parts)
+    vocabulary = _half(sizes.vocabulary, model.num_parts)
     if vocabulary < min(MIN_VOCABULARY, sizes.vocabulary):
         return None
-    return shape.rebuilt(_with(shape, replace(sizes, vocabulary=vocabulary)))
+    return model.resized(replace(sizes, vocabulary=vocabulary))
 
 
-def _narrower(shape: _Shape) -> _Shape | None:
-    candidates: Iterator[Transformer | MLPSizes | VGGSizes] = iter(())
-    if shape.built_in is not None:
-        sizes = shape.built_in.sizes
-        if isinstance(sizes, Transformer):
-            candidates = _narrower_transformers(sizes, shape.num_parts)
-        elif isinstance(sizes, MLPSizes):
-            candidates = _narrower_perceptrons(sizes, shape.num_parts)
-        else:
-            candidates = _smaller_pictures(sizes, shape.num_parts)
-    return next((found for sizes in candidates if (found := shape.rebuilt(_with(shape, sizes)))), None)
+def _narrower(model: _Model) -> _Model | None:
+    """Return the first narrower model that the strategies divide."""
+    if model.built_in is None:
+        return None
+    sizes = model.built_in.sizes
+    candidates: Iterator[_Sizes]
+    if isinstance(sizes, Transformer):
+        candidates = _narrower_transformers(sizes, model.num_parts)
+    elif isinstance(sizes, MLPSizes):
+        candidates = _narrower_perceptrons(sizes, model.num_parts)
+    else:
+        candidates = _smaller_vggs(sizes, model.num_parts)
+    resized_models = (model.resized(candidate) for candidate in candidates)
+    return next((resized for resized in resized_models if resized is not None), None)
 
 
 def _narrower_transformers(sizes: Transformer, num_parts: int) -> Iterator[Transformer]:
-    """At most half as wide, by fewer heads first."""
+    """Yield transformers of at most half the width: with fewer heads first, then with smaller heads."""
     kv_heads, head_dim = sizes.kv_heads or sizes.heads, sizes.head_dim or sizes.width // sizes.heads
-    group = sizes.heads // kv_heads
+    heads_per_group = sizes.heads // kv_heads
+    heads_width = sizes.heads * head_dim
 
     def resized(kv_heads: int, head_dim: int) -> Transformer:
-        heads = kv_heads * group
-        factor = heads * head_dim / (sizes.heads * (sizes.head_dim or sizes.width // sizes.heads))
+        heads = kv_heads * heads_per_group
         width = heads * head_dim
-        if sizes.width != sizes.heads * (sizes.head_dim or sizes.width // sizes.heads):
-            width = _multiple(sizes.width * factor, num_parts)  # heads that do not make up the width
+        factor = width / heads_width
+        if sizes.width != heads_width:  # the width of the model is not that of its heads
+            width = _rounded(sizes.width * factor, num_parts)
         return replace(
             sizes,
             width=width,
             heads=heads,
             kv_heads=kv_heads if sizes.kv_heads else 0,
             head_dim=head_dim if sizes.head_dim else 0,
-            intermediate=_multiple(sizes.mlp_width * factor, num_parts),
+            intermediate=_rounded(sizes.mlp_width * factor, num_parts),
         )
 
     for fewer in range(kv_heads // 2, 0, -1):
         yield resized(fewer, head_dim)
-    while head_dim // 2 >= MIN_HEAD:
+    while head_dim // 2 >= MIN_HEAD_DIM:
         head_dim //= 2
         yield resized(kv_heads, head_dim)
 
 
 def _narrower_perceptrons(sizes: MLPSizes, num_parts: int) -> Iterator[MLPSizes]:
-    """With every layer of the largest width halved."""
+    """Yield perceptrons in which all layers of one width are halved, beginning with the largest width."""
     for width in sorted(set(sizes.widths), reverse=True):
         half = _half(width, num_parts)
         if half >= num_parts:
             yield MLPSizes(tuple(half if other == width else other for other in sizes.widths))
 
 
-def _smaller_pictures(sizes: VGGSizes, num_parts: int) -> Iterator[VGGSizes]:
+def _smaller_vggs(sizes: VGGSizes, num_parts: int) -> Iterator[VGGSizes]:
+    """Yield VGGs with a smaller image, then with narrower dense layers."""
     image = sizes.image // 2 // MIN_IMAGE * MIN_IMAGE
     if image:
         yield replace(sizes, image=image)
@@ -388,43 +458,41 @@ def _smaller_pictures(sizes: VGGSizes, num_parts: int) -> Iterator[VGGSizes]:
         yield replace(sizes, hidden=_half(sizes.hidden, num_parts))
 
 
-def _half(length: int, multiple: int) -> int:
-    return length // 2 // multiple * multiple
+def _half(size: int, multiple: int) -> int:
+    """Return half of a size, rounded down to a multiple; may be 0."""
+    return size // 2 // multiple * multiple
 
 
-def _multiple(length: float, multiple: int) -> int:
-    return max(1, round(length / multiple)) * multiple
+def _rounded(size: float, multiple: int) -> int:
+    """Return the multiple that is nearest to a size; at least one times."""
+    return max(1, round(size / multiple)) * multiple
 
 
-def _transformer(shape: _Shape) -> Transformer | None:
-    sizes = shape.built_in.sizes if shape.built_in else None
+def _transformer_sizes(model: _Model) -> Transformer | None:
+    sizes = model.built_in.sizes if model.built_in else None
     return sizes if isinstance(sizes, Transformer) else None
 
 
-def _with(shape: _Shape, sizes: Transformer | MLPSizes | VGGSizes) -> BuiltIn:
-    assert shape.built_in is not None
-    return replace(shape.built_in, sizes=sizes)
+# ---- Changes -----------------------------------------------------------------------------------------------------------------
 
 
-# ---- What was changed --------------------------------------------------------------------------------------------------------
+def _changes(before: _Model, after: _Model) -> tuple[Change, ...]:
+    pairs = zip(_named_sizes(before), _named_sizes(after))
+    return tuple(Change(name, old, new) for (name, old), (_, new) in pairs if old != new)
 
 
-def _changes(before: _Shape, after: _Shape) -> tuple[Change, ...]:
-    lengths = zip(_lengths(before), _lengths(after))
-    return tuple(Change(what, old, new) for (what, old), (_, new) in lengths if old != new)
-
-
-def _lengths(shape: _Shape) -> list[tuple[str, str]]:
-    workload, sizes = shape.workload, shape.built_in.sizes if shape.built_in else None
-    found: list[tuple[str, object]] = []
+def _named_sizes(model: _Model) -> list[tuple[str, str]]:
+    """Return the sizes of a model and of its workload, with the names that users see."""
+    workload, sizes = model.workload, model.built_in.sizes if model.built_in else None
+    named: list[tuple[str, object]] = []
     if isinstance(sizes, Transformer):
-        found += [("blocks", sizes.layers), ("width", sizes.width), ("MLP width", sizes.mlp_width)]
-        found += [("heads", sizes.heads), *([("key-value heads", sizes.kv_heads)] if sizes.kv_heads else [])]
-        found += [("head size", sizes.head_dim or sizes.width // sizes.heads)]
-        found += [("sequence", sizes.sequence), ("positions", sizes.num_positions), ("vocabulary", sizes.vocabulary)]
+        named += [("blocks", sizes.layers), ("width", sizes.width), ("MLP width", sizes.mlp_width)]
+        named += [("heads", sizes.heads), *([("key-value heads", sizes.kv_heads)] if sizes.kv_heads else [])]
+        named += [("head size", sizes.head_dim or sizes.width // sizes.heads)]
+        named += [("sequence", sizes.sequence), ("positions", sizes.num_positions), ("vocabulary", sizes.vocabulary)]
     elif isinstance(sizes, MLPSizes):
-        found += [("widths", ",".join(map(str, sizes.widths)))]
+        named += [("widths", ",".join(map(str, sizes.widths)))]
     elif isinstance(sizes, VGGSizes):
-        found += [("image", sizes.image), ("dense width", sizes.hidden)]
-    found += [("batch", workload.batch), ("micro-batch", workload.micro_batch)]
-    return [(what, str(value)) for what, value in found]
+        named += [("image", sizes.image), ("dense width", sizes.hidden)]
+    named += [("batch", workload.batch), ("micro-batch", workload.micro_batch)]
+    return [(name, str(value)) for name, value in named]

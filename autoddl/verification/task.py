@@ -1,4 +1,7 @@
-"""What the launcher gives to ranks and what they give back; plain values, made and read without OneFlow."""
+"""The task that the launcher sends to the ranks, and the results that the ranks return.
+
+These are plain values, which the launcher can create and read without OneFlow.
+"""
 
 from __future__ import annotations
 
@@ -15,32 +18,35 @@ from autoddl.pipelines.schedule import Schedule
 from ..zoo.builtin import BuiltIn
 
 __all__ = [
-    "NUM_STEPS",
-    "Counted",
+    "MIN_STEPS",
+    "ByteCounts",
     "MeasuredSection",
-    "Reference",
-    "Shard",
+    "RankResult",
+    "ReferenceResult",
     "VerificationTask",
     "gradient_step",
     "num_steps",
 ]
 
-#: Steps of the optimizer that are taken at least.
-NUM_STEPS = 3
+#: Optimizer steps that a verification takes at least.
+MIN_STEPS = 3
 
 
 @dataclass(frozen=True)
 class VerificationTask:
-    """What is to be run.
+    """A fitted plan, and how the ranks run it.
 
     Attributes:
-        graph, workload, stages, schedule: the plan, as it fits the machine; the workload is that of one update.
-        is_applied: whether the module of `autoddl.apply` runs it; otherwise a `PipelineTrainer` does.
-        built_in: the model; None where ``function`` makes it.
-        function: ``FILE.py:FUNCTION``, with an absolute path, which returns a module and example inputs; "" without one.
-        seed: of initial values (of a built-in model) and data.
-        folder: where one device's results are kept for the ranks.
-        counts_bytes: whether the ranks have a network of their own.
+        graph: Layer graph of the model, after scaling.
+        workload: Workload of one parameter update, after scaling.
+        stages: Stages of the plan, in order; a single stage without a pipeline.
+        schedule: Schedule that the ranks execute.
+        is_applied: Whether the module of `autoddl.apply` executes the plan.  Otherwise a `PipelineTrainer` does.
+        built_in: The built-in model.  None if ``function`` returns the model.
+        function: ``FILE.py:FUNCTION`` with an absolute path, which returns a module and example inputs.  "" for a built-in model.
+        seed: Seed of the data and, for a built-in model, of the initial values.
+        folder: Folder of the file with the results of the single-device reference.
+        counts_bytes: Whether the ranks count the bytes that they send, which requires a network namespace of their own.
     """
 
     graph: LayerGraph
@@ -56,24 +62,32 @@ class VerificationTask:
 
     @property
     def strategies(self) -> Mapping[str, Strategy]:
-        """Of all layers, by name."""
+        """The strategies of all layers, by layer name."""
         return {name: strategy for stage in self.stages for name, strategy in stage.strategies.items()}
 
 
 def num_steps(schedule: Schedule) -> int:
-    """The steps after which parameters are compared: `NUM_STEPS`, or as many more as the last run of the schedule has."""
-    return -(-NUM_STEPS // schedule.num_updates) * schedule.num_updates
+    """Return the number of optimizer steps of a verification: the smallest multiple of a run's updates of at least `MIN_STEPS`."""
+    return -(-MIN_STEPS // schedule.num_updates) * schedule.num_updates
 
 
 def gradient_step(schedule: Schedule) -> int:
-    """The step, counted from 0, whose gradients are compared: of an asynchronous schedule the last one, whose weights are the most
-    stale."""
+    """Return the index, from 0, of the step whose gradients are compared.
+
+    It is the first step of a synchronous schedule, and the last one of an asynchronous schedule, whose weights are the most stale.
+    """
     return 0 if schedule.is_synchronous else num_steps(schedule) - 1
 
 
 @dataclass(frozen=True)
-class Reference:
-    """One device: the loss of each step, and the names of the parameters, of those with gradients too."""
+class ReferenceResult:
+    """The results of the single-device reference.
+
+    Attributes:
+        losses: Loss of each step.
+        gradients: Names of the parameters that have gradients.
+        parameters: Names of all parameters.
+    """
 
     losses: tuple[float, ...]
     gradients: tuple[str, ...]
@@ -82,11 +96,13 @@ class Reference:
 
 @dataclass(frozen=True)
 class MeasuredSection:
-    """One phase of one layer on one rank.
+    """One phase of one layer, as one rank measured it.
 
     Attributes:
-        steps: those that ran, in order.
-        payload_bytes: what all ranks sent; None where nothing was counted.
+        layer: Name of the layer.
+        phase: ``forward``, ``backward`` or ``gradient``.
+        steps: Communication steps that the rank executed, in order.
+        payload_bytes: Bytes that all ranks sent, without headers.  None if bytes were not counted.
     """
 
     layer: str
@@ -96,20 +112,20 @@ class MeasuredSection:
 
 
 @dataclass(frozen=True)
-class Shard:
-    """One rank's findings.
+class RankResult:
+    """The results of one rank.
 
-    A *run* carries out the schedule once: one step, or some of them where the schedule is asynchronous.
+    A *run* executes the schedule once: one step of a synchronous schedule, or several steps of an asynchronous one.  A *slot* is
+    the work of a stage on one micro-batch, or on half of one if the schedule divides micro-batches into halves.
 
     Attributes:
-        losses: of each step, the mean over its batch as this rank knows it.
-        gradient_errors: of the parameters that this rank holds, in the step that is compared; relative to one device's.
-        parameter_errors: after the last step.
-        sections: the phases of all layers of all stages, for one slot (a micro-batch, or half of one where the schedule works on
-            halves); those of other stages without steps.
-        run_steps: the communication inside stages that this rank took part in, in the first run.
-        boundary_bytes: what it sent to other stages in that run.
-        run_bytes: what all ranks sent in it; None where nothing was counted.
+        losses: Mean loss over the batch of each step, as this rank computes it.
+        gradient_errors: Relative errors of the gradients that this rank holds, by parameter name, in the compared step.
+        parameter_errors: Relative errors of the parameters that this rank holds, by name, after the last step.
+        sections: Phases of the layers of all stages, for one slot.  Phases of stages that the rank does not hold have no steps.
+        run_steps: Communication steps inside stages that this rank took part in during the first run.
+        boundary_bytes: Bytes that this rank sent to other stages during the first run.
+        run_bytes: Bytes that all ranks sent during the first run.  None if bytes were not counted.
     """
 
     losses: tuple[float, ...]
@@ -122,8 +138,13 @@ class Shard:
 
 
 @dataclass(frozen=True)
-class Counted:
-    """What all ranks sent: in each section of a slot, in the order of `Shard.sections`, and in a run."""
+class ByteCounts:
+    """The bytes that all ranks sent, in another count.
+
+    Attributes:
+        section_bytes: Bytes of each section, in the order of `RankResult.sections`.
+        run_bytes: Bytes of one run of the schedule.
+    """
 
     section_bytes: tuple[int, ...]
     run_bytes: int

@@ -1,4 +1,4 @@
-"""The doctests of `pipelines`, `extraction`, `launching` and `zoo`."""
+"""The doctests of `pipelines`, `extraction`, `launching`, `verification` and `zoo`."""
 
 import doctest
 import importlib
@@ -9,13 +9,14 @@ import pytest
 import autoddl.extraction
 import autoddl.launching
 import autoddl.pipelines
+import autoddl.verification
 import autoddl.zoo
 
 #: Its doctest imports OneFlow, which no process of the tests should hold.
 NEEDS_ONEFLOW = "autoddl.pipelines.runtime.load"
 MODULES = [
     name
-    for package in (autoddl.pipelines, autoddl.extraction, autoddl.launching, autoddl.zoo)
+    for package in (autoddl.pipelines, autoddl.extraction, autoddl.launching, autoddl.verification, autoddl.zoo)
     for folder in map(Path, package.__path__)
     for path in sorted(folder.rglob("*.py"))
     for name in [

@@ -287,8 +287,8 @@ def test_plans_that_cannot_be_brought_to_so_many_ranks_say_so():
     for num_ranks, said in (
         (16, "the plan is for 8 devices (1 node of 8), not for ranks=16; give ranks=8, or plan for fewer devices"),
         (0, "the plan is for 8 devices (1 node of 8), not for ranks=0; give ranks=8"),
-        (7, "8 devices in 4 workers of 2, which cannot be brought to 7 ranks with the strategies kept; give ranks=8"),
-        (2, "cannot be brought to 2 ranks with the strategies kept (two of its 4 workers take 4); give ranks=8"),
+        (7, "8 devices in 4 workers of 2; it cannot be reduced to 7 ranks with the same strategies; give ranks=8"),
+        (2, "the same strategies (the smallest part, two of its 4 workers, needs 4); give ranks=8"),
     ):
         with pytest.raises(UserError) as refused:
             fit_plan(plan, num_ranks, Limits(), recognise(plan.graph))

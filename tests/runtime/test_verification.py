@@ -25,7 +25,7 @@ from autoddl.search.baselines import baselines
 from autoddl.search.planner import Options, make_plan
 from autoddl.verification import Limits, VerifyOptions, comparing, prediction, run, verify
 from autoddl.verification.prediction import PHASES
-from autoddl.verification.task import Counted
+from autoddl.verification.task import ByteCounts
 from autoddl.zoo import Transformer, gpt, llama, mlp
 
 from ..processes import is_running
@@ -176,7 +176,7 @@ class Replay:
 
     def __init__(self, reference, shards):
         first = shards[0]
-        counted = Counted(tuple(section.payload_bytes for section in first.sections), first.run_bytes)
+        counted = ByteCounts(tuple(section.payload_bytes for section in first.sections), first.run_bytes)
         self._results = {"run_reference": [reference], "run_plan": shards, "count_again": [counted]}
 
     def run(self, job, *_arguments, **_options):
@@ -352,7 +352,7 @@ def test_a_users_model_without_a_loss(counted_ranks, capsys, monkeypatch, users_
     path, model = users_plan, users_model(tmp_path)
     code, document = verified_json(capsys, monkeypatch, counted_ranks(2), path, 2, "--model", model)
     assert code == 0 and document["verdict"] == "right"
-    assert "dropout is off: it draws at random" in document["notes"]
+    assert "dropout is off, since it is random" in document["notes"]
     assert {layer["name"] for layer in document["layers"]} >= {"first", "last"}
     wanted = "is not a built-in one; give --model FILE.py:FUNCTION, which makes it"
     assert wanted in refused(capsys, path, "--ranks", 2)
