@@ -1,4 +1,4 @@
-"""A user's own model beside a plan that was made for it."""
+"""Checks a user's own model against the plan that was made for it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ __all__ = ["function_of_plan"]
 
 
 def function_of_plan(plan: PlanFile, model: str) -> str:
-    """The function that makes a plan's module, ``FILE.py:FUNCTION`` with an absolute path; "" where ``model`` names no file.
+    """Return the user's function that returns the plan's module.
+
+    Args:
+        plan: The plan.
+        model: The model as the user named it: ``FILE.py:FUNCTION``, the name of another model, or "".
+
+    Returns:
+        ``FILE.py:FUNCTION`` with an absolute path.  "" if ``model`` does not name a function.
 
     Raises:
-        UserError: there is no such model, or its graph is not the plan's; needs OneFlow where it is a file's.
+        UserError: If the model does not exist, or its layer graph is not the plan's.  ``FILE.py:FUNCTION`` requires OneFlow.
     """
     if not model:
         return ""

@@ -1,4 +1,8 @@
-"""How far a plan can be trusted on a calibrated cluster: its rivals, and what the doubt about the parameters makes of them."""
+"""Trust in a plan for a calibrated cluster: collects the rivals of the plan and compares their costs.
+
+:mod:`autoddl.calib.trust` computes the probability that the plan is the best of these plans, given the uncertainty of the cluster's
+parameters.
+"""
 
 from __future__ import annotations
 
@@ -21,66 +25,83 @@ from autoddl.search import solve
 
 __all__ = ["PlanTrust", "trust_document", "trust_notes", "trust_of"]
 
-#: Under how many draws of the parameters the best plan is searched for, to find rivals.
-SEARCHES = 8
+#: Draws of the parameters for each of which the best plan is searched, as a rival.
+NUM_SEARCHED_DRAWS = 8
+#: Seconds that each of these searches may take.
+MAX_SEARCH_S = 5.0
 
 
 @dataclass(frozen=True)
 class PlanTrust:
-    """What is known of a plan's trustworthiness: the doubt, and where it lies outside of what was calibrated."""
+    """The trust in a plan.
+
+    Attributes:
+        calibration: Calibration of the plan's cluster.
+        trust: Probability that the plan is the best one, its rivals, and the measurement that would reduce the uncertainty.
+        notes: Where the plan uses the cluster outside of the range of the calibration's measurements.
+    """
 
     calibration: Calibration
     trust: Trust
     notes: tuple[str, ...]
 
 
-def trust_of(found: PlanResult, stop: Stop | None = None) -> PlanTrust | None:
-    """How sure a plan is; None where its cluster was not calibrated.
+def trust_of(result: PlanResult, stop: Stop | None = None) -> PlanTrust | None:
+    """Return the trust in the plan of a search, or None if its cluster is not calibrated.
 
     Args:
-        stop: where it is requested, no more rivals are searched for.
+        result: Result of the search for the plan.
+        stop: Ends the search for rivals when it is requested.
     """
-    calibration, objective = found.cluster.calibration, found.options.base.objective
+    calibration, objective = result.cluster.calibration, result.options.base.objective
     if calibration is None or not calibration.replicates:
         return None
     candidates = [
-        RivalPlan(name, usage_of_step(evaluation, objective)) for name, evaluation in _candidates(found, stop or Stop())
+        RivalPlan(name, usage_of_step(evaluation, objective))
+        for name, evaluation in _candidates(result, stop or Stop())
     ]
-    known = trust(candidates, found.cluster, objective == "communication")
-    return PlanTrust(calibration, known, trust_notes(found.evaluation))
+    computed = trust(candidates, result.cluster, objective == "communication")
+    return PlanTrust(calibration, computed, trust_notes(result.evaluation))
 
 
 def trust_notes(evaluation: Evaluation) -> tuple[str, ...]:
-    """Where a plan lies outside of what its cluster was calibrated for."""
+    """Return notes on where a plan uses its cluster outside of the range of the calibration's measurements."""
     return tuple(outside_notes(usage_of_all(evaluation), evaluation.cluster))
 
 
-def _candidates(found: PlanResult, stop: Stop) -> Iterator[tuple[str, Evaluation]]:
-    """The plan; its rivals; and without a pipeline the best plans under some draws of the parameters, at the plan's micro-batch."""
-    graph, cluster, options, workload = found.graph, found.cluster, found.options.base, found.workload
-    chain = chain_of(graph)
-    yield "this plan", found.evaluation
-    for rival in found.rivals:
+def _candidates(result: PlanResult, stop: Stop) -> Iterator[tuple[str, Evaluation]]:
+    """Yield the plan and its rivals with their names.
+
+    For a search without pipelines, the rivals include the best plans for some draws of the parameters, with the plan's micro-batch.
+    """
+    chain = chain_of(result.graph)
+    yield "this plan", result.evaluation
+    for rival in result.rivals:
         if rival.configuration is not None:
-            yield rival.name, evaluate(chain, cluster, rival.configuration)
-    if found.options.pipeline is not None:
-        return
-    seen = {tuple(found.strategies.items())}
-    number = 0
-    for k in _spread(_num_draws(cluster), SEARCHES):
+            yield rival.name, evaluate(chain, result.cluster, rival.configuration)
+    if result.options.pipeline is None:
+        for number, strategies in enumerate(_best_for_draws(result, stop), 1):
+            name = f"alternative {number} ({_difference(result.strategies, strategies)})"
+            yield name, evaluate_unpipelined(chain, result.cluster, result.workload, strategies)
+
+
+def _best_for_draws(result: PlanResult, stop: Stop) -> Iterator[Mapping[str, Strategy]]:
+    """Yield the strategies of the best plans for some draws of the parameters; each plan differs from all previous ones."""
+    options, workload = result.options.base, result.workload
+    known = {tuple(result.strategies.items())}
+    for draw in _evenly_spaced(_num_draws(result.cluster), NUM_SEARCHED_DRAWS):
         if stop.is_requested:
             return
-        book = PriceBook(graph, drawn_cluster(cluster, k), workload, options.untied, options.summa)
+        cluster = drawn_cluster(result.cluster, draw)
+        book = PriceBook(result.graph, cluster, workload, options.untied, options.summa)
         problem = book.problem(workload.batch, workload.micro_batch, options.objective)
-        result = solve(problem.table, memory_limit=found.memory_limit_bytes, time_limit=5.0, stop=stop)
-        if result.choice is None or not math.isfinite(result.cost):
+        best = solve(problem.table, memory_limit=result.memory_limit_bytes, time_limit=MAX_SEARCH_S, stop=stop)
+        if best.choice is None or not math.isfinite(best.cost):
             continue
-        strategies = problem.strategies(result.choice)
-        if tuple(strategies.items()) not in seen:
-            seen.add(tuple(strategies.items()))
-            number += 1
-            name = f"alternative {number} ({_difference(found.strategies, strategies)})"
-            yield name, evaluate_unpipelined(chain, cluster, workload, strategies)
+        strategies = problem.strategies(best.choice)
+        if tuple(strategies.items()) not in known:
+            known.add(tuple(strategies.items()))
+            yield strategies
 
 
 def _num_draws(cluster: Cluster) -> int:
@@ -88,30 +109,32 @@ def _num_draws(cluster: Cluster) -> int:
     return len(cluster.calibration.replicates[0].values)
 
 
-def _spread(num: int, wanted: int) -> Sequence[int]:
-    return sorted({round(i * (num - 1) / max(wanted - 1, 1)) for i in range(wanted)})
+def _evenly_spaced(num: int, num_chosen: int) -> Sequence[int]:
+    """Return up to ``num_chosen`` evenly spaced numbers from 0 to ``num - 1``, in ascending order."""
+    return sorted({round(i * (num - 1) / max(num_chosen - 1, 1)) for i in range(num_chosen)})
 
 
 def _difference(chosen: Mapping[str, Strategy], other: Mapping[str, Strategy]) -> str:
+    """Return a short text that names the first layer with another strategy, and the number of the other such layers."""
     changed = [name for name in chosen if chosen[name] != other[name]]
     first = f"{changed[0]} at {other[changed[0]]}"
     return first if len(changed) == 1 else f"{first} and {len(changed) - 1} more"
 
 
-# ---- As programs read it -----------------------------------------------------------------------------------------------------
+# ---- JSON --------------------------------------------------------------------------------------------------------------------
 
 
-def trust_document(known: PlanTrust | None) -> dict[str, Any] | None:
-    """The field of the plan's JSON."""
-    if known is None:
+def trust_document(plan_trust: PlanTrust | None) -> dict[str, Any] | None:
+    """Return the field ``trust`` of a plan's JSON document; None for a cluster that is not calibrated."""
+    if plan_trust is None:
         return None
-    found, measurement = known.trust, known.trust.measurement
+    computed, measurement = plan_trust.trust, plan_trust.trust.measurement
     return {
-        "calibrated": known.calibration.date,
-        "probability": found.probability,
-        "expected_regret": found.expected_regret,
-        "draws": found.num_draws,
-        "rivals": [{"name": name, "probability": probability} for name, probability in found.rivals],
+        "calibrated": plan_trust.calibration.date,
+        "probability": computed.probability,
+        "expected_regret": computed.expected_regret,
+        "draws": computed.num_draws,
+        "rivals": [{"name": name, "probability": probability} for name, probability in computed.rivals],
         "measurement": None
         if measurement is None
         else {
@@ -122,5 +145,5 @@ def trust_document(known: PlanTrust | None) -> dict[str, Any] | None:
             "bytes": measurement.num_bytes,
             "share": measurement.share,
         },
-        "notes": list(known.notes),
+        "notes": list(plan_trust.notes),
     }

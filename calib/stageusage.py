@@ -1,13 +1,16 @@
-"""What a step of a plan uses, with a pipeline or without: what lies on the longest path through the tasks of its schedule.
+"""The usage of a training step: the collectives, messages and local work on the critical path of a plan's schedule.
 
-As long as no other path is the longest one, a step is the sum over this path, and linear in the parameters of the cluster:
+The critical path is the longest path through the tasks of the schedule, and its length is the step time.  As long as this path
+remains the longest one, the step time is linear in the parameters of the cluster:
 
-    step = sum over stages of  n_F forward + n_B backward + n_R recomputation + n_A all-reduce
-         + sum over boundaries of  n_+ transfer forward + n_- transfer backward
+    step = sum over stages of      n_F forward + n_B backward + n_R recomputation + n_A all-reduce
+         + sum over boundaries of  n_+ forward transfer + n_- backward transfer
 
-With other parameters another path may be the longest: then the step is underestimated, the plan's like its rivals'.  A stage that
-has no other beside it has one path, of all its tasks.  Of an asynchronous schedule it is the path of all simulated updates, a
-step's share of it.
+where each n is the number of times that the path contains the task.  With other parameters another path may be the longest one.
+The sum then underestimates the step time, of the plan as well as of its rivals.
+
+The path of a plan without a pipeline contains all tasks.  For an asynchronous schedule, the path of all simulated updates is
+computed, and scaled to one step.
 """
 
 from __future__ import annotations
@@ -30,17 +33,30 @@ __all__ = ["usage_of_all", "usage_of_step"]
 
 
 def usage_of_step(evaluation: Evaluation, objective: str = "step") -> Usage:
-    """What the longest path of a step uses; of the step in which nothing is computed where the objective is communication."""
-    return _usage(evaluation, _on_longest_path(evaluation, objective))
+    """Return the usage of the critical path of a step.
+
+    Args:
+        evaluation: The plan.
+        objective: ``step`` or ``communication``.  For ``communication``, it is the critical path of a step without computation.
+    """
+    return _usage(evaluation, _critical_path_counts(evaluation, objective))
 
 
 def usage_of_all(evaluation: Evaluation) -> Usage:
-    """What all stages use, each of them for all micro-batches."""
-    return _usage(evaluation, _all_tasks(evaluation))
+    """Return the usage of all stages for all micro-batches, whether on the critical path or not."""
+    return _usage(evaluation, _counts_of_all_tasks(evaluation))
 
 
 class _Counts(NamedTuple):
-    """How often each stage is passed, and each boundary is crossed; arrays over stages or boundaries."""
+    """Numbers of passes, all-reduces and transfers.
+
+    Attributes:
+        forward: Forward passes (with recomputations) through each stage, in micro-batches.
+        backward: Backward passes through each stage, in micro-batches.
+        all_reduce: All-reduces of the gradients of each stage.
+        crossing_forward: Forward transfers across each boundary, in micro-batches.
+        crossing_backward: Backward transfers across each boundary, in micro-batches.
+    """
 
     forward: np.ndarray
     backward: np.ndarray
@@ -49,7 +65,7 @@ class _Counts(NamedTuple):
     crossing_backward: np.ndarray
 
 
-def _all_tasks(evaluation: Evaluation) -> _Counts:
+def _counts_of_all_tasks(evaluation: Evaluation) -> _Counts:
     num, stages = evaluation.configuration.schedule.num_micro_batches, evaluation.stages
     forward = np.array([num * stage.forward_passes for stage in stages], dtype=float)
     backward = np.array([num * stage.backward_passes for stage in stages], dtype=float)
@@ -57,9 +73,9 @@ def _all_tasks(evaluation: Evaluation) -> _Counts:
     return _Counts(forward, backward, np.ones(len(stages)), crossing, crossing)
 
 
-def _on_longest_path(evaluation: Evaluation, objective: str) -> _Counts:
+def _critical_path_counts(evaluation: Evaluation, objective: str) -> _Counts:
     if not evaluation.has_pipeline:
-        return _all_tasks(evaluation)
+        return _counts_of_all_tasks(evaluation)
     spec, timeline = evaluation.configuration.schedule, evaluation.timeline_of(objective)
     forward, backward, all_reduce = np.zeros((3, len(evaluation.stages)))
     crossing_forward, crossing_backward = np.zeros((2, len(evaluation.stages) - 1))
@@ -81,57 +97,62 @@ def _on_longest_path(evaluation: Evaluation, objective: str) -> _Counts:
             crossing_forward[task.stage] += task.part.size
         else:
             crossing_backward[task.stage - 1] += task.part.size
-    share = evaluation.cost(objective) / timeline.makespan if timeline.makespan else 1.0
-    found = _Counts(forward, backward, all_reduce, crossing_forward, crossing_backward)
-    return found if spec.synchronous else _Counts(*(share * counts for counts in found))
+    counts = _Counts(forward, backward, all_reduce, crossing_forward, crossing_backward)
+    if spec.synchronous:
+        return counts
+    # The timeline of an asynchronous schedule contains several updates: scale to one step.
+    step_share = evaluation.cost(objective) / timeline.makespan if timeline.makespan else 1.0
+    return _Counts(*(step_share * count for count in counts))
 
 
 def _usage(evaluation: Evaluation, counts: _Counts) -> Usage:
-    configuration = evaluation.configuration
-    found = UsageSum(evaluation.cluster, configuration.workload.precision)
+    """Return the usage of the stages, the boundaries and the shared weights."""
+    usage = UsageSum(evaluation.cluster, evaluation.configuration.workload.precision)
     for number in range(len(evaluation.stages)):
-        _add_stage(found, evaluation, number, counts)
+        _add_stage(usage, evaluation, number, counts)
     for number, boundary in enumerate(evaluation.boundaries):
         for load, times in (
             (boundary.forward, counts.crossing_forward[number]),
             (boundary.backward, counts.crossing_backward[number]),
         ):
-            found.add_messages(LEVEL_NAMES[load.is_inside], load.messages, load.nbytes, times)
-    _add_shared(found, evaluation, counts)
-    return found.usage
+            usage.add_messages(LEVEL_NAMES[load.is_inside], load.messages, load.nbytes, times)
+    _add_shared_weights(usage, evaluation, counts)
+    return usage.usage
 
 
-def _add_stage(found: UsageSum, evaluation: Evaluation, number: int, counts: _Counts) -> None:
-    """The passes through a stage, and the all-reduce of its gradients."""
+def _add_stage(usage: UsageSum, evaluation: Evaluation, number: int, counts: _Counts) -> None:
+    """Add the passes through a stage and the all-reduce of its gradients."""
     configuration, cluster = evaluation.configuration, evaluation.cluster
     names = [level.name for level in configuration.mesh_of(number).devices(cluster).levels]
     workers = tuple(replica.worker for replica in evaluation.schedule.replicas_of(number))
     for layer in evaluation.stages[number].assessment.layers:
-        found.add_steps(layer.forward_steps, names, counts.forward[number])
-        found.add_work(layer.work.forward_work, counts.forward[number])
-        found.add_steps(layer.backward_steps, names, counts.backward[number])
-        found.add_work(layer.work.backward_work, counts.backward[number])
-        inside = layer.work.gradient
+        usage.add_steps(layer.forward_steps, names, counts.forward[number])
+        usage.add_work(layer.work.forward_work, counts.forward[number])
+        usage.add_steps(layer.backward_steps, names, counts.backward[number])
+        usage.add_work(layer.work.backward_work, counts.backward[number])
+        steps_in_stage = layer.work.gradient
         if len(workers) > 1:
             nbytes = own_gradient_bytes(layer, configuration.workload)
-            between, inside = replicated_all_reduce_steps(layer.layer, layer.strategy, len(workers), nbytes)
-            _add_between(found, evaluation, between, workers, counts.all_reduce[number])
-        found.add_steps(inside, names, counts.all_reduce[number])
+            steps_between_workers, steps_in_stage = replicated_all_reduce_steps(
+                layer.layer, layer.strategy, len(workers), nbytes
+            )
+            _add_steps_between(usage, evaluation, steps_between_workers, workers, counts.all_reduce[number])
+        usage.add_steps(steps_in_stage, names, counts.all_reduce[number])
 
 
-def _add_shared(found: UsageSum, evaluation: Evaluation, counts: _Counts) -> None:
-    """The exchange of gradients of weights that several stages have."""
+def _add_shared_weights(usage: UsageSum, evaluation: Evaluation, counts: _Counts) -> None:
+    """Add the sums of the gradients of weights that several stages share."""
     graphs = [stage.graph for stage in evaluation.stages]
     layers = {layer.layer.name: layer for layer in evaluation.layers}
     stage_of = {layer.name: number for number, graph in enumerate(graphs) for layer in graph.layers}
     workload = evaluation.configuration.workload
     for number, workers, step in shared_steps(evaluation.schedule, graphs, stage_of, layers, workload):
-        _add_between(found, evaluation, (step,), workers, counts.all_reduce[number])
+        _add_steps_between(usage, evaluation, (step,), workers, counts.all_reduce[number])
 
 
-def _add_between(
-    found: UsageSum, evaluation: Evaluation, steps: Sequence[Step], workers: tuple[int, ...], times: float
+def _add_steps_between(
+    usage: UsageSum, evaluation: Evaluation, steps: Sequence[Step], workers: tuple[int, ...], times: float
 ) -> None:
-    """Steps between equal ranks of workers, over one link."""
-    name = LEVEL_NAMES[evaluation.configuration.mesh.share_nodes(evaluation.cluster, workers)]
-    found.add_steps(steps, (name, name), times)
+    """Add steps between the corresponding ranks of several workers, over one network level."""
+    level = LEVEL_NAMES[evaluation.configuration.mesh.share_nodes(evaluation.cluster, workers)]
+    usage.add_steps(steps, (level, level), times)
