@@ -1,33 +1,38 @@
-"""What is checked of a plan's document when it is read, so that an edited plan is not believed.
+"""Checks a plan's document when it is loaded, so that changes to it are detected.
 
-**Facts** (:mod:`autoddl.plandocument`) are compared with their recomputation, field by field.
+**Facts** (see :mod:`autoddl.plandocument`) are computed again from the plan and compared field by field.
 
-**Claims** of the search would take the search to be made again.  Of them is checked what follows from the rest of the plan:
+**Claims** of the search cannot be computed again without repeating the search.  They are compared with the rest of the plan:
 
 =====================  =============================================================================================================
-member                 what is checked
+member                 checks
 =====================  =============================================================================================================
-options, workload      the options give the workload, method, objective, memory limit and hash of the plan; without a pipeline its
-                       strategies are in the space that they open
-status, optimal, gap   they say the same: proven where the lower bound reaches the cost, and only there; the gap is theirs
-lower_bound_s          not above the cost; without a pipeline the least bound of all candidates
-space_size             without a pipeline counted again
-candidates             without a pipeline every setting of the options once, with a known outcome; none is cheaper than the plan,
-                       which is one of them
-search                 no more settings are ruled out than there are; without a pipeline they are those of the candidates
-rivals                 the parts of a step add up to it, its bound and its paper's are on either side; it fits the memory limit;
-                       figures of baselines are computed again from mesh, micro-batch and recomputation, and are not below the
-                       plan's lower bound
-trust                  there where the cluster is calibrated, with its date and number of draws; probabilities add up; its notes
-notes                  those of the graph, and of trust; without a pipeline of a plan for the step one more, that one is faster
-memory_limit_bytes     that of the options, or the usual part of the device's memory; the plan needs no more
+options, workload      The options result in the workload, method, objective, memory limit and hash of the plan.  Without a
+                       pipeline, the plan's strategies are in the search space of the options.
+status, optimal, gap   The plan is optimal if and only if its status says so; its lower bound then equals its cost.  The gap
+                       follows from the cost and the lower bound.
+lower_bound_s          It is at most the cost.  Without a pipeline, it is the smallest lower bound of all candidates.
+space_size             Without a pipeline, it is counted again.
+candidates             Without a pipeline, every setting of the options occurs once, with a known outcome.  None has a lower cost
+                       than the plan, and the setting of the plan is one of them.
+search                 At most as many settings are ruled out as there are.  Without a pipeline, the counts are those of the
+                       candidates.
+rivals                 The parts of a step add up to the step.  The lower bound is at most the step, and the step of the plan of
+                       the paper's own planner is at least the step.  The plan is within the memory limit.  The figures of
+                       baselines are computed again from mesh, micro-batch and recomputation; their cost is at least the plan's
+                       lower bound.
+trust                  It is present if and only if the cluster is calibrated.  Its date, its number of draws and its notes are
+                       those of the calibration.  The probabilities add up to 1.
+notes                  They are those of the graph and of the trust.  For a search for the step without pipelines, one more note
+                       may follow: that a pipeline is faster.
+memory_limit_bytes     It is that of the options, or the default part of the device's memory; the plan needs at most this memory.
 =====================  =============================================================================================================
 
-**What is left** is protected by the hashes alone, and a forger who makes the hashes anew can say what he wants of it: the seconds
-and evaluations that a search took; the bounds of the single candidates, as far as they stay below their costs; why a rival is
-infeasible; the figures of rivals that are no baselines within their sums; the probabilities of trust within theirs; the space in
-words; with a pipeline the lower bound, the counts of the search, and notes; without one how much faster a pipeline is.  `autoddl
-plan` proves a bound again.
+**Not checked** are the following members; only the hashes protect them, so somebody who also computes new hashes can change them:
+the seconds and evaluations of the search; the lower bounds of single candidates, as long as they are at most the costs; the
+reason why a rival is infeasible; the figures of rivals other than baselines, as long as their sums are right; the probabilities
+of the trust, as long as they add up to 1; the description of the search space; for plans with a pipeline the lower bound, the
+counts of the search, and the notes; for plans without one, how much faster a pipeline is.  `autoddl plan` proves the bound again.
 """
 
 from __future__ import annotations
@@ -64,41 +69,46 @@ if TYPE_CHECKING:
 
 __all__ = ["check_claims", "check_facts", "edited_member"]
 
-#: Sums of the same floats in another order differ by less than this part.
+#: Allowed relative error of recomputed numbers: sums of the same floats in another order differ by less.
 _TOLERANCE = 1e-9
-#: Figures that are differences of sums as large as the step: they keep the step's absolute precision.
+#: Figures that are differences of two sums as large as the step.  The step's absolute precision applies to them.
 _DIFFERENCES = frozenset(("exposed_transfer_s", "exposed_all_reduce_s", "bubble_s", "bubble_ratio"))
-#: How a search ends that found a plan.
+#: Statuses of a search that found a plan.
 _STATUSES = tuple(str(status) for status in Status if status is not Status.INFEASIBLE)
 
 
-# ---- The seal ------------------------------------------------------------------------------------------------------------------
+# ---- Hashes --------------------------------------------------------------------------------------------------------------------
 
 
 def edited_member(fields: Fields) -> str | None:
-    """The member of a document that its hashes say was edited; None where they are right.
+    """Return the first member of a document whose hash differs from the recorded one, or None if all hashes are right.
 
     Raises:
-        UserError: the document has no hashes.
+        UserError: If the document has no hashes, or if its content cannot be hashed.
     """
-    said, content = fields.object("hashes").value, fields.text("content_hash")
+    recorded, content_hash = fields.object("hashes").value, fields.text("content_hash")
     try:
         hashes = hashes_of(fields.value)
-    except (ValueError, RecursionError):  # numbers or nesting that no writer makes
+    except (ValueError, RecursionError):  # numbers or nesting that `autoddl` never writes
         raise UserError(f"{fields.where}: its content has no hash; it was edited") from None
-    if canonical_hash(said) != content:
-        return "content_hash" if said == hashes else "hashes"
-    return next((name for name in (*hashes, *said) if hashes.get(name) != said.get(name)), None)
+    if canonical_hash(recorded) != content_hash:
+        return "content_hash" if recorded == hashes else "hashes"
+    return next((name for name in (*hashes, *recorded) if hashes.get(name) != recorded.get(name)), None)
 
 
 # ---- Facts ---------------------------------------------------------------------------------------------------------------------
 
 
 def check_facts(fields: Fields, facts: Mapping[str, Any], first: str | None = None) -> None:
-    """Compare a document with what its inputs make it; the member ``first`` before all others.
+    """Compare the facts of a document with recomputed ones.
+
+    Args:
+        fields: The document.
+        facts: The recomputed facts, by member.
+        first: Member to compare first, so that an error names it.
 
     Raises:
-        UserError: naming the first field that is missing, unknown, or something else.
+        UserError: If a field is missing, unknown or different; the error names the first such field.
     """
     unknown = next((name for name in fields.value if name not in MEMBERS), None)
     if unknown is not None:
@@ -110,7 +120,15 @@ def check_facts(fields: Fields, facts: Mapping[str, Any], first: str | None = No
 
 
 def _compare(where: str, name: str, given: Any, expected: Any, scale: float) -> None:
-    """Refuse a value that is not as expected, but for rounding; differences (above) to the precision of ``scale``."""
+    """Raise a UserError if a value differs from the expected one by more than rounding errors.
+
+    Args:
+        where: Name of the document, for errors.
+        name: Name of the field.
+        given: Value in the document.
+        expected: Recomputed value.
+        scale: The absolute error of figures in `_DIFFERENCES` may be `_TOLERANCE` times this value.
+    """
     inner = f"{where}: {name}"
     if isinstance(expected, dict) and isinstance(given, dict):
         for key in given:
@@ -122,14 +140,15 @@ def _compare(where: str, name: str, given: Any, expected: Any, scale: float) -> 
             _compare(inner, key, given[key], value, scale)
     elif isinstance(expected, (list, tuple)) and isinstance(given, list):
         if len(given) != len(expected):
-            raise UserError(f"{where}: {name} has {len(given)} entries, its plan makes it {len(expected)}")
-        for i, (one, other) in enumerate(zip(given, expected)):
-            _compare(where, f"{name}[{i}]", one, other, scale)
+            raise UserError(f"{where}: {name} has {len(given)} entries, should have {len(expected)}")
+        for i, (given_entry, expected_entry) in enumerate(zip(given, expected)):
+            _compare(where, f"{name}[{i}]", given_entry, expected_entry, scale)
     elif not _is_equal(given, expected, scale if name in _DIFFERENCES else 0.0):
-        raise UserError(f"{where}: {name} is {show_json(given)}, its plan makes it {show_json(expected)}")
+        raise UserError(f"{where}: {name} is {show_json(given)}, should be {show_json(expected)}")
 
 
 def _is_equal(given: Any, expected: Any, scale: float) -> bool:
+    """Return whether two values are equal: floats up to `_TOLERANCE`, relative or times ``scale``; others in type and value."""
     if isinstance(expected, float) and isinstance(given, (int, float)) and not isinstance(given, bool):
         try:
             return math.isclose(given, expected, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE * scale)
@@ -142,19 +161,19 @@ def _is_equal(given: Any, expected: Any, scale: float) -> bool:
 
 
 def check_claims(plan: PlanFile, fields: Fields, facts: Mapping[str, Any]) -> None:
-    """Check what a search says of a plan whose facts are right (see the module's docstring).
+    """Check the claims of a document whose facts are right (see the module's docstring).
 
     Raises:
-        UserError: naming the field that cannot be.
+        UserError: If a claim contradicts the rest of the document; the error names the field.
     """
-    objective = _one_of(fields, "objective", OBJECTIVES)
+    objective = _read_choice(fields, "objective", OBJECTIVES)
     limit = fields.number("memory_limit_bytes", exclusive=True)
     if fields.number("memory_bytes") > limit * (1 + _TOLERANCE):
         raise UserError(
             f"{fields.where}: memory_limit_bytes is {limit:g}, less than its memory_bytes {facts['memory_bytes']:g}"
         )
     if fields.get("status") == EDITED:
-        _check_unclaimed(fields, facts, unclaimed_document(facts, objective, limit))
+        _check_without_claims(fields, facts, unclaimed_document(facts, objective, limit))
         return
     claims = _Claims(plan, fields, objective, limit)
     claims.check_certificate()
@@ -164,42 +183,55 @@ def check_claims(plan: PlanFile, fields: Fields, facts: Mapping[str, Any]) -> No
     claims.check_trust()
 
 
-def _check_unclaimed(fields: Fields, facts: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
-    """A plan that was edited claims nothing."""
+def _check_without_claims(fields: Fields, facts: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Check that the document of a plan that was edited contains no claims."""
     for name, value in expected.items():
         if name not in facts and name not in SEAL:
             _compare(fields.where, name, fields.get(name), value, 0.0)
 
 
 class _Claims:
-    """The claims of one document."""
+    """The claims of one document.
+
+    Attributes:
+        plan: The plan of the document.
+        fields: The document.
+        objective: ``step`` or ``communication``.
+        limit: Memory limit in bytes.
+        cost: Cost of the plan for the objective, in seconds.
+        lower_bound: Recorded lower bound, in seconds.
+        optimal: Whether the document says that the plan is optimal.
+        joint_options: Recorded options of the search.
+        candidate_cost: Cost of the plan's own candidate.  It may differ from ``cost`` by rounding errors, since the search added it
+            up in another order, and the search decided by it whether the plan is optimal.
+    """
 
     def __init__(self, plan: PlanFile, fields: Fields, objective: str, limit: float):
         self.plan, self.fields, self.objective, self.limit = plan, fields, objective, limit
         self.cost = plan.evaluation.cost(objective)
         self.lower_bound, self.optimal = fields.number("lower_bound_s"), fields.boolean("optimal")
         options = fields.object("options")
-        self.asked = _read_options(options)
-        #: As the search added it up: in its last digit it may differ from the cost, and it decided what is optimal.
-        self.chosen_cost = self.cost
+        self.joint_options = _read_options(options)
+        self.candidate_cost = self.cost
 
     @property
     def options(self) -> Options:
-        return self.asked.base
+        return self.joint_options.base
 
     def fault(self, text: str, where: str = "") -> UserError:
+        """Return an error about the document, or about a part of it."""
         return UserError(f"{where or self.fields.where}: {text}")
 
-    def same(self, name: str, expected: Any, fields: Fields | None = None) -> None:
-        """Refuse a field that is not as expected."""
+    def check_field(self, name: str, expected: Any, fields: Fields | None = None) -> None:
+        """Raise a UserError if a field differs from the expected value."""
         fields = fields or self.fields
         _compare(fields.where, name, fields.get(name), expected, 0.0)
 
     # ---- The certificate
 
     def check_certificate(self) -> None:
-        """Status, optimality, bound and gap say the same; counts are numbers."""
-        status = _one_of(self.fields, "status", _STATUSES)
+        """Check the status, the lower bound and the gap, and that counts are numbers."""
+        status = _read_choice(self.fields, "status", _STATUSES)
         if self.lower_bound > self.cost * (1 + _TOLERANCE):
             what = "communication_s" if self.objective == "communication" else "step_s"
             raise self.fault(f"lower_bound_s is {self.lower_bound!r}, more than its {what} {self.cost!r}")
@@ -210,119 +242,128 @@ class _Claims:
             raise self.fault(f"status is {status!r}, but optimal is {show_json(self.optimal)}")
         gap = 0.0 if self.optimal or not self.cost else (self.cost - self.lower_bound) / self.cost
         if abs(self.fields.number("gap") - gap) > _TOLERANCE:
-            raise self.fault(f"gap is {self.fields.number('gap')!r}, its lower_bound_s makes it {gap!r}")
+            raise self.fault(f"gap is {self.fields.number('gap')!r}, should be {gap!r} with its lower_bound_s")
         self.fields.number("search_s")
         self.fields.integer("evaluations")
 
     # ---- The options
 
     def check_options(self) -> None:
-        """They are what the plan was made for."""
-        plan, asked, options = self.plan, self.asked, self.fields.object("options")
+        """Check that the options agree with the plan, its workload and its memory limit."""
+        plan, joint_options, options = self.plan, self.joint_options, self.fields.object("options")
         stages = plan.evaluation.configuration.stages
-        _one_of(options, "method", tuple(METHODS))
-        if asked.pipeline is not None:
-            _one_of(options, "pipeline", ("auto", *PLANNERS))
-        elif plan.has_pipeline or asked.allow_stale:
-            raise self.fault("pipeline is null, but its plan has one, or allow_stale is true", options.where)
-        self.same("method", method_of(asked))
-        self.same("objective", self.objective, options)
-        if asked.pipeline is None and stages[0].recompute == "stage":
-            raise self.fault("stages: recompute is 'stage', which is of plans with a pipeline")
+        _read_choice(options, "method", tuple(METHODS))
+        if joint_options.pipeline is not None:
+            _read_choice(options, "pipeline", ("auto", *PLANNERS))
+        elif plan.has_pipeline or joint_options.allow_stale:
+            raise self.fault("pipeline is null, but the plan has a pipeline, or allow_stale is true", options.where)
+        self.check_field("method", method_of(joint_options))
+        self.check_field("objective", self.objective, options)
+        if joint_options.pipeline is None and stages[0].recompute == "stage":
+            raise self.fault("stages: recompute is 'stage', which requires a plan with a pipeline")
         for stage in stages:
-            if asked.base.recompute is not None and asked.base.recompute != (stage.recompute != "none"):
-                said = show_json(asked.base.recompute)
-                raise self.fault(f"recompute is {said}, its stages' is other", options.where)
-        if not plan.evaluation.configuration.schedule.synchronous and not asked.allow_stale:
-            raise self.fault("allow_stale is false, its schedule is asynchronous", options.where)
-        self._check_asked(options, by_paper=asked.pipeline in PLANNERS)
+            if joint_options.base.recompute is not None and joint_options.base.recompute != (stage.recompute != "none"):
+                recompute = show_json(joint_options.base.recompute)
+                raise self.fault(f"recompute is {recompute}, which differs from that of its stages", options.where)
+        if not plan.evaluation.configuration.schedule.synchronous and not joint_options.allow_stale:
+            raise self.fault("allow_stale is false, but the schedule is asynchronous", options.where)
+        self._check_workload(options, by_paper_planner=joint_options.pipeline in PLANNERS)
 
-    def _check_asked(self, options: Fields, by_paper: bool = False) -> None:
-        """The workload and the memory limit; ``by_paper`` of a plan that a paper's planner chose."""
+    def _check_workload(self, options: Fields, by_paper_planner: bool) -> None:
+        """Check the workload, the memory limit and the hash of the options.
+
+        Args:
+            options: The recorded options.
+            by_paper_planner: Whether the planner of a paper chose the plan.
+        """
         workload, cluster = self.plan.workload, self.plan.cluster
-        asked = base_workload(cluster, self.options, workload.recompute)
+        requested = base_workload(cluster, self.options, workload.recompute)
         size = self.options.micro_batch
-        # Papers count the samples of one of the replicas of a worker, which their plans decide the number of.
-        if size is not None and (not by_paper or size < 1 or workload.micro_batch % size):
-            self.same("micro_batch", workload.micro_batch, options)
-        asked = replace(asked, micro_batch=workload.micro_batch)
-        if asked != workload:
-            raise self.fault(f"options ask for {asked}, its workload is {workload}")
+        # The micro-batch of a paper's planner is that of one replica of a worker; the planner chooses the number of replicas.
+        if size is not None and (not by_paper_planner or size < 1 or workload.micro_batch % size):
+            self.check_field("micro_batch", workload.micro_batch, options)
+        requested = replace(requested, micro_batch=workload.micro_batch)
+        if requested != workload:
+            raise self.fault(f"options ask for {requested}, its workload is {workload}")
         limit = self.options.memory_limit_bytes
-        self.same("memory_limit_bytes", USABLE_MEMORY * cluster.device.memory_bytes if limit is None else limit)
-        self.same("options_hash", canonical_hash(self.fields.get("options")))
+        self.check_field("memory_limit_bytes", USABLE_MEMORY * cluster.device.memory_bytes if limit is None else limit)
+        self.check_field("options_hash", canonical_hash(self.fields.get("options")))
 
-    # ---- Space and candidates
+    # ---- Search space and candidates
 
     def check_search(self) -> None:
-        """The counts are of settings; what can be counted again is."""
+        """Check the counts of the search, the candidates and the size of the search space."""
         search = self.fields.object("search")
         search.text("space")
-        settings, misfits, ruled_out, _ = (
-            search.integer(name) for name in ("settings", "ruled_out_by_memory", "ruled_out_by_bound", "stage_searches")
-        )
-        for what, count in (("ruled_out_by_memory", misfits), ("ruled_out_by_bound", ruled_out)):
-            if count > settings:
-                raise self.fault(f"{what} is {count}, more than its settings {settings}", search.where)
+        num_settings = search.integer("settings")
+        for name in ("ruled_out_by_memory", "ruled_out_by_bound"):
+            count = search.integer(name)
+            if count > num_settings:
+                raise self.fault(f"{name} is {count}, more than its settings {num_settings}", search.where)
+        search.integer("stage_searches")
         search.finish()
-        if self.asked.pipeline is None:
+        if self.joint_options.pipeline is None:
             self._check_candidates()
             outcomes = [entry.text("outcome") for entry in self.fields.objects("candidates")]
-            self.same("settings", len(outcomes), search)
-            self.same("ruled_out_by_memory", outcomes.count(NOT_FITTING), search)
-            self.same("ruled_out_by_bound", outcomes.count(NOT_BETTER), search)
-            self.same("stage_searches", 0, search)
+            self.check_field("settings", len(outcomes), search)
+            self.check_field("ruled_out_by_memory", outcomes.count(NOT_FITTING), search)
+            self.check_field("ruled_out_by_bound", outcomes.count(NOT_BETTER), search)
+            self.check_field("stage_searches", 0, search)
             return
-        self.same("candidates", [])
+        self.check_field("candidates", [])
         size = self.fields.get("space_size")
         if type(size) is not int or size < 0:
             raise self.fault(f"space_size is {show_json(size)}, should be a whole number of at least 0")
         reached = self.lower_bound >= self.cost * (1 - _TOLERANCE)
-        self.same("optimal", self.asked.pipeline == "auto" and reached)
+        self.check_field("optimal", self.joint_options.pipeline == "auto" and reached)
 
     def _check_candidates(self) -> None:
-        """Every setting once; the plan is the best of them; their bounds are the plan's; the space is as large as it says."""
+        """Check the size of the search space, that every setting is a candidate once, and the lower bound of all candidates."""
         plan, options = self.plan, self.options
+        # Search space.
         book = PriceBook(plan.graph, plan.cluster, plan.workload, options.untied, options.summa)
         _check_in_space(self, book)
-        kept = [int(np.sum(plan.workload.micro_batch % v.option_set.p0 == 0)) for v in book.variables]
-        self.same("space_size", math.prod(kept))
-        offers = list({id(v.option_set): v.option_set for v in book.variables}.values())
-        whole = base_workload(plan.cluster, options, False)
-        settings = {
+        num_options = [int(np.sum(plan.workload.micro_batch % v.option_set.p0 == 0)) for v in book.variables]
+        self.check_field("space_size", math.prod(num_options))
+        # Settings of the search: micro-batches that every option set has an option for, with and without recomputation.
+        option_sets = list({id(v.option_set): v.option_set for v in book.variables}.values())
+        whole_workload = base_workload(plan.cluster, options, False)
+        missing = {
             (size, recompute)
             for recompute in ((False, True) if options.recompute is None else (options.recompute,))
-            for size in micro_batches(whole, options)
-            if all(np.any(size % offer.p0 == 0) for offer in offers)
+            for size in micro_batches(whole_workload, options)
+            if all(np.any(size % option_set.p0 == 0) for option_set in option_sets)
         }
-        chosen, least = (plan.workload.micro_batch, plan.workload.recompute), math.inf
+        # Each setting is a candidate.
+        chosen, lower_bound = (plan.workload.micro_batch, plan.workload.recompute), math.inf
         for entry in self.fields.objects("candidates"):
             setting = (entry.integer("micro_batch", 1), entry.boolean("recompute"))
-            if setting not in settings:
-                raise self.fault(f"micro_batch {setting[0]} stands twice or is none of the options'", entry.where)
-            settings.remove(setting)
-            least = min(least, self._bound_of(entry, setting == chosen))
-        if settings and self.fields.get("status") != "interrupted":
-            raise self.fault(f"candidates lack micro_batch {min(settings)[0]}")
-        if chosen in settings:
+            if setting not in missing:
+                raise self.fault(f"micro_batch {setting[0]} occurs twice or is not one of the options'", entry.where)
+            missing.remove(setting)
+            lower_bound = min(lower_bound, self._candidate_bound(entry, setting == chosen))
+        if missing and self.fields.get("status") != "interrupted":
+            raise self.fault(f"candidates lack micro_batch {min(missing)[0]}")
+        if chosen in missing:
             raise self.fault(f"candidates lack the plan's own micro_batch {chosen[0]}")
-        self.same("lower_bound_s", min(least, self.cost))
-        self.same("optimal", least >= self.chosen_cost * (1 - _TOLERANCE))
+        self.check_field("lower_bound_s", min(lower_bound, self.cost))
+        self.check_field("optimal", lower_bound >= self.candidate_cost * (1 - _TOLERANCE))
 
-    def _bound_of(self, entry: Fields, is_chosen: bool) -> float:
-        """The lower bound of a candidate, once its entry is checked."""
-        outcome = _one_of(entry, "outcome", (*_STATUSES, NOT_BETTER, NOT_FITTING))
+    def _candidate_bound(self, entry: Fields, is_chosen: bool) -> float:
+        """Check the entry of a candidate and return its lower bound; ``is_chosen``: whether it is the setting of the plan."""
+        outcome = _read_choice(entry, "outcome", (*_STATUSES, NOT_BETTER, NOT_FITTING))
         bound = math.inf if entry.get("lower_bound_s") is None else entry.number("lower_bound_s")
         cost = math.inf if entry.get("cost_s") is None else entry.number("cost_s")
         entry.finish()
         if is_chosen:
-            self.same("cost_s", self.cost, entry)
-            self.chosen_cost = cost
+            self.check_field("cost_s", self.cost, entry)
+            self.candidate_cost = cost
         if outcome == NOT_FITTING and min(bound, cost) < math.inf:
-            raise self.fault(f"outcome is {outcome!r}, but it has figures", entry.where)
-        # Better than what: a plan that is known to exist, a baseline say, which is not always the one that was found.
+            raise self.fault(f"outcome is {outcome!r}, but it has a cost or a lower bound", entry.where)
+        # The setting has no plan better than a known one (a baseline, for example).  The known plan need not be the document's, so
+        # the lower bound is not compared with the plan's cost.
         if outcome == NOT_BETTER and not cost == math.inf > bound:
-            raise self.fault(f"outcome is {outcome!r}, but it has a cost, or no bound", entry.where)
+            raise self.fault(f"outcome is {outcome!r}, but it has a cost, or no lower bound", entry.where)
         if outcome == "optimal" and cost < math.inf and bound < cost * (1 - 2 * _TOLERANCE):
             raise self.fault(f"outcome is 'optimal', but lower_bound_s {bound!r} is below cost_s {cost!r}", entry.where)
         if cost < self.cost * (1 - _TOLERANCE):
@@ -334,53 +375,54 @@ class _Claims:
     # ---- Rivals
 
     def check_rivals(self) -> None:
-        """Each once; figures of baselines are those of their meshes, of others the parts of their steps add up."""
+        """Check that rivals differ, that the figures of baselines are right, and that those of other rivals add up."""
         entries = self.fields.objects("rivals")
         names = [entry.text("name") for entry in entries]
-        twice = next((name for number, name in enumerate(names) if name in names[:number]), None)
-        if twice is not None:
-            raise self.fault(f"rivals: name {show_json(twice)} stands twice")
-        if self.asked.pipeline is None and names and sorted(names) != sorted(BASELINES):
+        duplicate = next((name for number, name in enumerate(names) if name in names[:number]), None)
+        if duplicate is not None:
+            raise self.fault(f"rivals: name {show_json(duplicate)} occurs twice")
+        if self.joint_options.pipeline is None and names and sorted(names) != sorted(BASELINES):
             raise self.fault(f"rivals are {show_json(names)}, should be {', '.join(BASELINES)}")
         members = list(baselines(self.plan.graph, self.plan.cluster.level_sizes)) if names else []
         for name, entry in zip(names, entries):
             if "infeasible" in entry:
                 entry.text("infeasible")
             else:
-                if self.asked.pipeline is None:
+                if self.joint_options.pipeline is None:
                     self._check_baseline(name, entry, members)
                 self._check_figures(entry)
             entry.finish()
 
     def _check_baseline(self, name: str, entry: Fields, members: Sequence[Baseline]) -> None:
-        """Its figures follow from its mesh, and what the search could have chosen does not cost less than the bound."""
+        """Check that the figures of a baseline follow from its mesh, and that its cost is at least the plan's lower bound."""
         mesh, size, recompute = entry.text("mesh"), entry.integer("micro_batch", 1), entry.boolean("recompute")
-        member = next((one for one in members if (one.name, one.mesh) == (name, mesh)), None)
+        member = next((member for member in members if (member.name, member.mesh) == (name, mesh)), None)
         if member is None:
-            raise self.fault(f"mesh {show_json(mesh)} is none of {name}", entry.where)
+            raise self.fault(f"mesh {show_json(mesh)} is not a mesh of {name}", entry.where)
         if self.options.micro_batch not in (None, size) or self.options.recompute not in (None, recompute):
             raise self.fault("micro_batch or recompute is not what the options ask for", entry.where)
         workload = replace(self.plan.workload, micro_batch=size, recompute=recompute)
         try:
-            truth = evaluate_unpipelined(chain_of(self.plan.graph), self.plan.cluster, workload, member.strategies)
+            evaluation = evaluate_unpipelined(chain_of(self.plan.graph), self.plan.cluster, workload, member.strategies)
         except UserError as error:
             raise self.fault(str(error), entry.where) from None
         for figure in RIVAL_FIGURES:
-            _compare(entry.where, figure, entry.get(figure), getattr(truth, figure), truth.step_s)
+            _compare(entry.where, figure, entry.get(figure), getattr(evaluation, figure), evaluation.step_s)
         for figure, value in (("how", baseline_how(mesh, workload)), ("lower_bound_s", None), ("paper_step_s", None)):
-            self.same(figure, value, entry)
+            self.check_field(figure, value, entry)
         is_in_space = name != "summa" or self.options.summa
-        if is_in_space and truth.cost(self.objective) < self.lower_bound * (1 - _TOLERANCE):
+        if is_in_space and evaluation.cost(self.objective) < self.lower_bound * (1 - _TOLERANCE):
             raise self.fault(f"its cost is below the plan's lower_bound_s {self.lower_bound!r}", entry.where)
 
     def _check_figures(self, entry: Fields) -> None:
+        """Check that the parts of a rival's step add up to it, its bounds, and its memory."""
         entry.text("how")
         step_s = entry.number("step_s")
         parts = [entry.number(part) for part in ("compute_s", "communication_s", "bubble_s")]
-        # Of an asynchronous schedule the steady state is measured, and what exposed parts take from it may overlap.
-        is_exact = entry.text("name") not in ("PipeDream", "PipeDream-2BW", PLANNERS["wpipe"])
-        if sum(parts) < step_s * (1 - 1e-6) or (is_exact and sum(parts) > step_s * (1 + 1e-6)):
-            raise self.fault(f"step_s is {step_s!r}, its parts make it {sum(parts)!r}", entry.where)
+        # The step of an asynchronous schedule is that of its steady state, in which the parts may overlap.
+        is_synchronous = entry.text("name") not in ("PipeDream", "PipeDream-2BW", PLANNERS["wpipe"])
+        if sum(parts) < step_s * (1 - 1e-6) or (is_synchronous and sum(parts) > step_s * (1 + 1e-6)):
+            raise self.fault(f"step_s is {step_s!r}, but its parts add up to {sum(parts)!r}", entry.where)
         if entry.number("exposed_communication_s") > parts[1] + _TOLERANCE * step_s:
             raise self.fault(f"exposed_communication_s is more than its communication_s {parts[1]!r}", entry.where)
         bound, paper = entry.get("lower_bound_s"), entry.get("paper_step_s")
@@ -395,63 +437,66 @@ class _Claims:
     # ---- Trust
 
     def check_trust(self) -> None:
-        """It is there where the cluster is calibrated, and of its calibration; the notes are its, and the graph's."""
+        """Check that trust is present if and only if the cluster is calibrated, and check its figures and all notes."""
         plan, calibration = self.plan, self.plan.cluster.calibration
-        own: list[str] = []
+        of_trust: list[str] = []
         if self.fields.get("trust") is not None:
             trust = self.fields.object("trust")
             if calibration is None or not calibration.replicates:
                 raise self.fault("trust is given, but its cluster is not calibrated")
-            own = list(trust_notes(plan.evaluation))
-            self.same("calibrated", calibration.date, trust)
-            self.same("draws", len(calibration.replicates[0].values), trust)
-            self.same("notes", own, trust)
-            self._check_odds(trust)
+            of_trust = list(trust_notes(plan.evaluation))
+            self.check_field("calibrated", calibration.date, trust)
+            self.check_field("draws", len(calibration.replicates[0].values), trust)
+            self.check_field("notes", of_trust, trust)
+            self._check_probabilities(trust)
             trust.finish()
         elif calibration is not None and calibration.replicates:
             raise self.fault("trust is null, but its cluster is calibrated")
-        given, own = self.fields.texts("notes"), [*plan.graph.notes, *own]
-        if list(given[: len(own)]) != own:
-            raise self.fault(f"notes are {show_json(list(given))}, should begin with {show_json(own)}")
-        more = given[len(own) :]
-        if self.asked.pipeline is None and more and not (len(more) == 1 and self._is_of_a_glance(more[0])):
-            raise self.fault(f"notes hold {show_json(more[0])}, which is neither of its graph nor of its trust")
+        notes, expected = self.fields.texts("notes"), [*plan.graph.notes, *of_trust]
+        if list(notes[: len(expected)]) != expected:
+            raise self.fault(f"notes are {show_json(list(notes))}, should begin with {show_json(expected)}")
+        more = notes[len(expected) :]
+        if self.joint_options.pipeline is None and more and not (len(more) == 1 and self._is_pipeline_note(more[0])):
+            raise self.fault(f"notes contain {show_json(more[0])}, which is neither of its graph nor of its trust")
 
-    def _is_of_a_glance(self, note: str) -> bool:
-        """Whether a note is what is found when pipelines are looked at beside the plan without one."""
-        is_asked = self.objective == "step" and self.options.method == "exact"
-        return is_asked and self.plan.cluster.num_devices > 1 and note.startswith(NOTE)
+    def _is_pipeline_note(self, note: str) -> bool:
+        """Return whether a note says that a pipeline is faster; a search without pipelines adds it after trying some of them."""
+        tries_pipelines = self.objective == "step" and self.options.method == "exact"
+        return tries_pipelines and self.plan.cluster.num_devices > 1 and note.startswith(NOTE)
 
-    def _check_odds(self, trust: Fields) -> None:
-        """Probabilities are parts of a whole; what is to be measured concerns a rival."""
+    def _check_probabilities(self, trust: Fields) -> None:
+        """Check that the probabilities are fractions of the draws and add up to 1, and that a measurement concerns a rival."""
         probability, draws = trust.number("probability"), trust.integer("draws")
         trust.number("expected_regret")
         rivals = {}
         for rival in trust.objects("rivals"):
             rivals[rival.text("name")] = rival.number("probability")
             rival.finish()
-        odds = [probability, *rivals.values()]
-        if abs(sum(odds) - 1) > _TOLERANCE or len(rivals) != len(trust.objects("rivals")):
+        probabilities = [probability, *rivals.values()]
+        if abs(sum(probabilities) - 1) > _TOLERANCE or len(rivals) != len(trust.objects("rivals")):
             raise self.fault("probabilities of the plan and its rivals should add up to 1", trust.where)
         compared = [entry.text("name") for entry in self.fields.objects("rivals") if "infeasible" not in entry]
         missing = [name for name in compared if name not in rivals]
         if missing:
             raise self.fault(f"rivals lack {missing[0]}, which the plan is compared with", trust.where)
-        if any(abs(one * draws - round(one * draws)) > 1e-6 for one in odds):
+        if any(abs(value * draws - round(value * draws)) > 1e-6 for value in probabilities):
             raise self.fault(f"probabilities should be multiples of 1 / {draws}", trust.where)
         if trust.get("measurement") is None:
             return
         if probability >= SURE:
             raise self.fault(f"measurement is given, but its probability is {probability:g}", trust.where)
-        best = trust.object("measurement")
-        _one_of(best, "rival", tuple(rivals))
-        _one_of(best, "level", ("device", *(level.name for level in self.plan.cluster.levels)))
-        best.text("collective"), best.integer("ranks"), best.number("bytes"), best.number("share")
-        best.finish()
+        measurement = trust.object("measurement")
+        _read_choice(measurement, "rival", tuple(rivals))
+        _read_choice(measurement, "level", ("device", *(level.name for level in self.plan.cluster.levels)))
+        measurement.text("collective")
+        measurement.integer("ranks")
+        measurement.number("bytes")
+        measurement.number("share")
+        measurement.finish()
 
 
 def _check_in_space(claims: _Claims, book: PriceBook) -> None:
-    """The options open a space that has the plan's strategies."""
+    """Check that the search space of the options contains the plan's strategies."""
     strategies = claims.plan.strategies
     for variable in book.variables:
         option = variable.option_set.index.get(strategies[variable.layers[0]])
@@ -460,13 +505,15 @@ def _check_in_space(claims: _Claims, book: PriceBook) -> None:
                 raise claims.fault(f"options do not offer {strategies[name]} to {name}")
 
 
-def _one_of(fields: Fields, name: str, known: Iterable[str]) -> str:
-    value, known = fields.text(name), tuple(known)
-    if value not in known:
-        raise UserError(f"{fields.where}: {name} is {show_json(value)}, should be one of {', '.join(known)}")
+def _read_choice(fields: Fields, name: str, choices: Iterable[str]) -> str:
+    """Return a text field, which must be one of some choices."""
+    value, choices = fields.text(name), tuple(choices)
+    if value not in choices:
+        raise UserError(f"{fields.where}: {name} is {show_json(value)}, should be one of {', '.join(choices)}")
     return value
 
 
+#: Methods that read a field of a type, by the type's annotation.
 _READERS: dict[str, Callable[[Fields, str], Any]] = {
     "int": Fields.integer,
     "float": Fields.number,
@@ -476,7 +523,7 @@ _READERS: dict[str, Callable[[Fields, str], Any]] = {
 
 
 def _read_options(fields: Fields) -> JointOptions:
-    """The options as :func:`.plandocument.option_fields` wrote them."""
+    """Return the options that :func:`.plandocument.option_fields` has written."""
     values: dict[str, Any] = {}
     for option in dataclass_fields(Options):
         if option.name == "quiet":
