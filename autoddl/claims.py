@@ -233,8 +233,8 @@ class _Claims:
         """Check the status, the lower bound and the gap, and that counts are numbers."""
         status = _read_choice(self.fields, "status", _STATUSES)
         if self.lower_bound > self.cost * (1 + _TOLERANCE):
-            what = "communication_s" if self.objective == "communication" else "step_s"
-            raise self.fault(f"lower_bound_s is {self.lower_bound!r}, more than its {what} {self.cost!r}")
+            cost_name = "communication_s" if self.objective == "communication" else "step_s"
+            raise self.fault(f"lower_bound_s is {self.lower_bound!r}, more than its {cost_name} {self.cost!r}")
         reached = self.lower_bound >= self.cost * (1 - _TOLERANCE)
         if self.optimal and not reached:
             raise self.fault(f"optimal is true, but lower_bound_s {self.lower_bound!r} is below its cost {self.cost!r}")

@@ -92,18 +92,18 @@ def _importable(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _errors_as_user_errors(what: str, path: Path) -> Iterator[None]:
+def _errors_as_user_errors(name: str, path: Path) -> Iterator[None]:
     """Turn an exception of the user's code into a one-line UserError, with the last line of the file that was executed."""
     try:
         yield
     except UserError:
         raise
     except SyntaxError as error:
-        raise UserError(f"{what}: line {error.lineno}: {error.msg}") from error
+        raise UserError(f"{name}: line {error.lineno}: {error.msg}") from error
     except (Exception, SystemExit) as error:
         frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).name == path.name]
         where = f" (line {frames[-1].lineno})" if frames else ""
-        raise UserError(f"{what} raises {describe(error)}{where}") from error
+        raise UserError(f"{name} raises {describe(error)}{where}") from error
 
 
 def _available_functions(module: ModuleType) -> str:

@@ -16,46 +16,50 @@ __all__ = ["FORMAT", "VERSION", "failed_document", "verification_document"]
 FORMAT, VERSION = "autoddl-verification", 2
 
 
-def verification_document(found: Verification) -> dict[str, Any]:
+def verification_document(verification: Verification) -> dict[str, Any]:
     """Return the document of a verification."""
     return {
         "format": FORMAT,
         "version": VERSION,
-        "model": found.model,
-        "verdict": "right" if found.is_right else "off",
-        "faults": list(found.faults),
-        "schedule": found.schedule.name,
-        "num_stages": found.schedule.num_stages,
-        "num_ranks": found.num_ranks,
-        "widths": list(found.schedule.widths),
-        "levels": [{"name": name, "size": size} for name, size in found.levels],
-        "workload": found.workload.document(),
-        "scaled": [{"what": c.what, "before": c.before, "after": c.after} for c in found.changes],
-        "notes": list(found.notes),
-        "bytes_not_counted": found.uncounted or None,
+        "model": verification.model,
+        "verdict": "right" if verification.is_right else "off",
+        "faults": list(verification.faults),
+        "schedule": verification.schedule.name,
+        "num_stages": verification.schedule.num_stages,
+        "num_ranks": verification.num_ranks,
+        "widths": list(verification.schedule.widths),
+        "levels": [{"name": name, "size": size} for name, size in verification.levels],
+        "workload": verification.workload.document(),
+        "scaled": [{"what": c.what, "before": c.before, "after": c.after} for c in verification.changes],
+        "notes": list(verification.notes),
+        "bytes_not_counted": verification.uncounted or None,
         "tolerance": {
-            "values": found.tolerance.values,
-            "relative_bytes": found.tolerance.relative_bytes,
-            "noise_bytes": found.tolerance.noise_bytes,
+            "values": verification.tolerance.values,
+            "relative_bytes": verification.tolerance.relative_bytes,
+            "noise_bytes": verification.tolerance.noise_bytes,
         },
-        "losses": _losses(found.losses, found.loss_errors),
-        "gradient_step": found.gradient_step,
-        "gradients": [_value(check) for check in found.gradients],
-        "parameters": [_value(check) for check in found.parameters],
-        "largest_gradient_error": _finite(max((check.error for check in found.gradients), default=0.0)),
-        "largest_parameter_error": _finite(max((check.error for check in found.parameters), default=0.0)),
-        "steps_per_run": found.schedule.num_updates,
-        "step": found.step.document(),
-        "between_stages": found.between.document(),
+        "losses": _losses(verification.losses, verification.loss_errors),
+        "gradient_step": verification.gradient_step,
+        "gradients": [_value(check) for check in verification.gradients],
+        "parameters": [_value(check) for check in verification.parameters],
+        "largest_gradient_error": _finite(max((check.error for check in verification.gradients), default=0.0)),
+        "largest_parameter_error": _finite(max((check.error for check in verification.parameters), default=0.0)),
+        "steps_per_run": verification.schedule.num_updates,
+        "step": verification.step.document(),
+        "between_stages": verification.between.document(),
         "stages": [
             {
                 "layers": [layer.name for layer in stage.layers],
                 "predicted_bytes": {"inside": stage.inside_bytes, "gradients": stage.gradient_bytes},
             }
-            for stage in found.stages
+            for stage in verification.stages
         ],
-        "layers": [_layer(found, number, layer) for number, stage in enumerate(found.stages) for layer in stage.layers],
-        "seconds": found.seconds,
+        "layers": [
+            _layer(verification, number, layer)
+            for number, stage in enumerate(verification.stages)
+            for layer in stage.layers
+        ],
+        "seconds": verification.seconds,
     }
 
 
@@ -77,7 +81,7 @@ def failed_document(model: str, rank: int | None, error: str) -> dict[str, Any]:
     }
 
 
-def _layer(found: Verification, stage: int, layer: LayerCheck) -> dict[str, Any]:
+def _layer(verification: Verification, stage: int, layer: LayerCheck) -> dict[str, Any]:
     return {
         "name": layer.name,
         "stage": stage,
@@ -85,8 +89,8 @@ def _layer(found: Verification, stage: int, layer: LayerCheck) -> dict[str, Any]
         "strategy": [list(split) for split in layer.strategy.splits],
         **({"summa": True} if layer.strategy.summa else {}),
         **{name: phase.document() for name, phase in layer.phases.items()},
-        "gradients": [_value(check) for check in found.gradients_of([layer])],
-        "parameters": [_value(check) for check in found.parameters_of([layer])],
+        "gradients": [_value(check) for check in verification.gradients_of([layer])],
+        "parameters": [_value(check) for check in verification.parameters_of([layer])],
     }
 
 

@@ -26,8 +26,8 @@ from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 from autoddl.pipelines.runtime.stage.plan import StagePlan
 from autoddl.pipelines.schedule import Schedule
 
-from ..staging import make_schedule, scheduling, stage_plans
 from ..planfile import PlanFile
+from ..staging import make_schedule, scheduling, stage_plans
 from ..zoo.builtin import BuiltIn
 from .scaling import Change, Limits, ScaledModel, StageConstraints, scale, without_stages
 from .task import MIN_STEPS

@@ -282,9 +282,9 @@ class Verification:
                 sentences.append(f"loss of step {step + 1}: {loss:.8g}, should be {expected:.8g} (off by {error:.1e})")
         # Gradients and parameters.
         of_step, after = f"the gradient of step {self.gradient_step}", f"the value after {len(self.losses)} steps"
-        for what, checks in ((of_step, self.gradients), (after, self.parameters)):
+        for description, checks in ((of_step, self.gradients), (after, self.parameters)):
             sentences += [
-                f"{check.name}: {what} on rank {check.rank} is off by {check.error:.1e}"
+                f"{check.name}: {description} on rank {check.rank} is off by {check.error:.1e}"
                 for check in checks
                 if check.is_off(self.tolerance)
             ]
