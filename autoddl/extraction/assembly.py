@@ -31,9 +31,9 @@ class Assembly:
         self.drafts.append(draft)
         draft.output = tensors[0] if tensors else ""
         for tensor in tensors:
-            self.views[tensor] = self._plain_view(draft, tensor)
+            self.views[tensor] = self._output_view(draft, tensor)
 
-    def _plain_view(self, draft: LayerDraft, tensor: str) -> View:
+    def _output_view(self, draft: LayerDraft, tensor: str) -> View:
         return View(draft, tuple(range(len(self.graph.shapes[tensor]))))
 
     def _view(self, tensor: str) -> View:
@@ -72,7 +72,7 @@ class Assembly:
         owners: dict[int, LayerDraft] = {}
         for tensor in tensors:
             view = self._view(tensor)
-            if not view.is_plain:
+            if not view.has_features_last:
                 view = self._add_reordering(tensor, view)
             if view.draft is not None:
                 owners.setdefault(id(view.draft), view.draft)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from .attention import AttentionRegion
 from .operators import PRODUCTS, SUMS, UNARY, Operator, OperatorGraph
 
-__all__ = ["Dense", "DenseGroup", "find_dense", "find_loops", "fuse_gates", "fuse_projections"]
+__all__ = ["Dense", "DenseGroup", "find_dense", "find_recurrent_calls", "fuse_gates", "fuse_projections"]
 
 #: Operators that may be a product with a learned matrix.
 _PRODUCT_KINDS = frozenset({"matmul", "broadcast_matmul", "fused_matmul_bias"})
@@ -101,7 +101,7 @@ def _added_bias(graph: OperatorGraph, op: Operator, output: str) -> str | None:
     return others[0] if is_vector and graph.shapes[op.output] == graph.shapes[output] else None
 
 
-def find_loops(graph: OperatorGraph, dense: Iterable[Dense]) -> list[list[Operator]]:
+def find_recurrent_calls(graph: OperatorGraph, dense: Iterable[Dense]) -> list[list[Operator]]:
     """Return the operators of each call of a recurrent module.
 
     A recurrent module contains no other module, and multiplies with the same matrix several times.  It also has operators other

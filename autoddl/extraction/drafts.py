@@ -15,7 +15,7 @@ from ..zoo.layers import kept_by_epilogue
 from .blocks import mark_blocks
 from .operators import OperatorGraph
 
-__all__ = ["LayerDraft", "View", "finish", "listed"]
+__all__ = ["LayerDraft", "View", "build_layer_graph", "join_names"]
 
 #: Name of the loss that consists of a difference and the operator given as key, before the mean.
 LOSSES_OF_DIFFERENCES = {"square": "mse_loss", "abs": "l1_loss"}
@@ -64,12 +64,14 @@ class View:
     dims: tuple[int, ...] | None
 
     @property
-    def is_plain(self) -> bool:
+    def has_features_last(self) -> bool:
         """Whether the features are the last dimension of the tensor, or the tensor is a scalar."""
         return self.draft is None or self.dims == () or (self.dims is not None and self.dims[-1] == len(self.dims) - 1)
 
 
-def finish(drafts: Sequence[LayerDraft], graph: OperatorGraph, name: str, notes: Sequence[str]) -> LayerGraph:
+def build_layer_graph(
+    drafts: Sequence[LayerDraft], graph: OperatorGraph, name: str, notes: Sequence[str]
+) -> LayerGraph:
     """Return the layer graph of drafts.
 
     A parameter that several layers use belongs to the first of them; the other layers have it as a tied parameter.
@@ -118,11 +120,13 @@ def _opaque_notes(drafts: Sequence[LayerDraft], name_of_draft: dict[int, str]) -
         if draft.layer.kind == "opaque":
             kinds = "+".join(dict.fromkeys(draft.kinds))
             opaque_layers.setdefault(kinds, []).append(name_of_draft[id(draft)])
-    notes = [f"{kinds} ({listed(names)}): can be split along the batch only" for kinds, names in opaque_layers.items()]
+    notes = [
+        f"{kinds} ({join_names(names)}): can be split along the batch only" for kinds, names in opaque_layers.items()
+    ]
     mixing = [name_of_draft[id(draft)] for draft in drafts if draft.mixes_samples]
     if mixing:
         notes.append(
-            f"{listed(mixing)}: mix the samples of a batch; if the batch is split, each part is mixed by itself"
+            f"{join_names(mixing)}: mix the samples of a batch; if the batch is split, each part is mixed by itself"
         )
     return notes
 
@@ -131,13 +135,13 @@ def _unused_notes(graph: OperatorGraph, owners: dict[str, str]) -> list[str]:
     """Return a note that names the parameters which no layer uses, if there are any."""
     used = {graph.variables[tensor].name for tensor in owners}
     unused = [name for name in graph.parameters if name not in used]
-    return [f"parameters that no layer uses: {listed(unused)}"] if unused else []
+    return [f"parameters that no layer uses: {join_names(unused)}"] if unused else []
 
 
-def listed(names: Sequence[str]) -> str:
+def join_names(names: Sequence[str]) -> str:
     """Return the first names as a list in text, with the number of the others.
 
-    >>> listed(["a", "b", "c", "d", "e", "f"])
+    >>> join_names(["a", "b", "c", "d", "e", "f"])
     'a, b, c, d and 2 more'
     """
     num_more = len(names) - MAX_LISTED_NAMES

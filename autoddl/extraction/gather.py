@@ -2,7 +2,7 @@
 
 1. Find the *regions*, groups of operators that are one layer each: modules of registered kinds, recurrent modules, norms, dense
    layers, attention cores, fused projections and gates.
-2. Visit the operators in execution order:
+2. Visit the operators in execution order.  An operator outside of all regions is skipped if none of its outputs is active.
 
    - The operator that ends a region adds the region's layer; the other operators of a region add nothing.
    - An embedding lookup, a convolution or a cross entropy adds a layer.
@@ -24,8 +24,8 @@ from autoddl.costmodel.graph import Layer, LayerGraph
 from ..zoo import layers as make
 from .assembly import Assembly
 from .attention import AttentionRegion, find_attentions
-from .dense import Dense, DenseGroup, find_dense, find_loops, fuse_gates, fuse_projections
-from .drafts import LayerDraft, View, finish, listed
+from .dense import Dense, DenseGroup, find_dense, find_recurrent_calls, fuse_gates, fuse_projections
+from .drafts import LayerDraft, View, build_layer_graph, join_names
 from .norms import NormRegion, find_norms
 from .operators import (
     CROSS_ENTROPIES,
@@ -102,9 +102,9 @@ class _Gathering(Assembly):
         notes = list(self.graph.notes)
         if self.unknown_masks:
             notes.append(
-                f"{listed(self.unknown_masks)}: the values of the attention mask are unknown; it is taken as causal"
+                f"{join_names(self.unknown_masks)}: the values of the attention mask are unknown; it is taken as causal"
             )
-        return finish(self.drafts, self.graph, name, notes)
+        return build_layer_graph(self.drafts, self.graph, name, notes)
 
     # ---- Regions ----------------------------------------------------------------------------------------------------
 
@@ -112,7 +112,7 @@ class _Gathering(Assembly):
         """Find all regions and assign an action to each of their operators."""
         graph = self.graph
         dense, norms = find_dense(graph), find_norms(graph)
-        loops = find_loops(graph, dense)
+        loops = find_recurrent_calls(graph, dense)
         registered = find_registered(graph)
         # Registered modules take precedence over all other regions, recurrent modules over dense layers and norms.
         registered_operators = {op.name for region in registered for op in region.operators}
@@ -161,7 +161,7 @@ class _Gathering(Assembly):
 
     def _add_norm(self, norm: NormRegion) -> None:
         first = norm.operators[0]
-        if not self._view(norm.source).is_plain:
+        if not self._view(norm.source).has_features_last:
             # The norm is not taken over the features of a layer, but over groups of channels, for example.
             self._add_opaque(norm.operators, norm.output)
             return
@@ -223,7 +223,7 @@ class _Gathering(Assembly):
         )
         self._add(draft, *(part.output for part in group.parts))
         if group.output:
-            self.views[group.output] = self._plain_view(draft, group.output)
+            self.views[group.output] = self._output_view(draft, group.output)
 
     def _dense_name(self, part: Dense) -> str:
         """Return the path of the layer's module or, in a larger module, the name of the weight or ``linear``."""
@@ -333,7 +333,9 @@ class _Gathering(Assembly):
             dims = None if view.dims is None else tuple(view.dims[dim] for dim in op.attributes["perm"])
         elif before == after:
             dims = view.dims
-        elif view.is_plain and (before[-1:] == after[-1:] or (len(after) == 2 and not self._has_features(view))):
+        elif view.has_features_last and (
+            before[-1:] == after[-1:] or (len(after) == 2 and not self._has_features(view))
+        ):
             dims = tuple(range(len(after)))  # flattened channels cannot be split, like those of an image
         else:
             dims = None
@@ -369,13 +371,18 @@ class _Gathering(Assembly):
         shape, dims = self.graph.shapes[op.inputs[0]], self.graph.reduced_dims(op)
         view = self._view(op.inputs[0])
         return len(dims) == len(shape) or (
-            view.is_plain and self._has_features(view) and not {0, len(shape) - 1} & set(dims)
+            view.has_features_last and self._has_features(view) and not {0, len(shape) - 1} & set(dims)
         )
 
     def _join_elementwise(self, op: Operator, owner: LayerDraft, active: Sequence[str]) -> bool:
         """Add an element-wise operator to a layer's epilogue; a sum with a table adds a layer instead."""
         tables = [tensor for tensor in op.inputs if tensor not in active and self._is_table(tensor, active[0])]
-        if len(active) == 1 and tables and op.kind in SUMS - {"broadcast_sub"} and self._view(active[0]).is_plain:
+        if (
+            len(active) == 1
+            and tables
+            and op.kind in SUMS - {"broadcast_sub"}
+            and self._view(active[0]).has_features_last
+        ):
             return self._add_sum(op, active)
         owner.variables += self._parameters(self.graph.learned_inputs(op), op.path)
         self._append_to_epilogue(op, owner, active)
@@ -394,7 +401,7 @@ class _Gathering(Assembly):
         same_shape = all(graph.shapes[tensor] == graph.shapes[op.output] for tensor in active)
         if same_shape and len({view.dims for view in views}) == 1:
             dims = views[0].dims
-        elif all(view.is_plain for view in views):
+        elif all(view.has_features_last for view in views):
             dims = tuple(range(len(graph.shapes[op.output])))
         else:
             dims = None
@@ -421,7 +428,7 @@ class _Gathering(Assembly):
         """
         graph = self.graph
         sizes = {graph.elements(tensor) for tensor in active}
-        if len(sizes) > 1 or any(not self._view(tensor).is_plain for tensor in active):
+        if len(sizes) > 1 or any(not self._view(tensor).has_features_last for tensor in active):
             return False
         learned = graph.learned_inputs(op)
         tables = [tensor for tensor in learned if self._is_table(tensor, active[0])]
@@ -506,7 +513,7 @@ class _Gathering(Assembly):
         draft.kinds += [description] if description else [member.kind for member in operators]
         draft.mixes_samples |= any(self._mixes_samples(member) for member in operators)
         for tensor in graph.results_of(operators):
-            self.views[tensor] = self._plain_view(draft, tensor)
+            self.views[tensor] = self._output_view(draft, tensor)
 
     def _mixes_samples(self, op: Operator) -> bool:
         """Return whether an operator is known to mix samples: it reduces the batch, or is a batch norm in training mode."""

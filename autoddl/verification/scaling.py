@@ -113,7 +113,7 @@ class StageConstraints:
         entries: Strategy whose layout the input of a stage has, by stage.  Stages without an entry use the layout of their first
             layer.
         num_ranks: Number of ranks of all stages and replicas.
-        num_sample_parts: The samples of each part of a micro-batch (as the strategies divide it) are a multiple of this number.
+        num_sample_parts: A micro-batch is a multiple of the least common multiple of all p0, times this number.
         min_micro_batches: Smallest number of micro-batches of a step.
     """
 
