@@ -121,10 +121,10 @@ def _possible_sources(graph: OperatorGraph, statistic: Operator) -> Iterator[str
         op = graph.producer.get(source)
         if op is None or op.kind not in ELEMENTWISE:
             return
-        active = graph.data_inputs(op)
-        if len(active) != 1 or graph.shapes[active[0]] != graph.shapes[source]:
+        data_inputs = graph.data_inputs(op)
+        if len(data_inputs) != 1 or graph.shapes[data_inputs[0]] != graph.shapes[source]:
             return
-        source = active[0]
+        source = data_inputs[0]
 
 
 def _grow(graph: OperatorGraph, statistic: Operator, source: str) -> NormRegion | None:

@@ -309,6 +309,12 @@ def flops(graph: OperatorGraph, op: Operator) -> float:
     """Return the forward FLOPs of a matrix product or a convolution on the whole batch; 0 for other operators.
 
     A multiply-add counts as two FLOPs.
+
+    >>> product = Operator("fc-matmul-0", "matmul", "fc", {"a": ("x",), "b": ("w",)}, {"out": ("y",)})
+    >>> shapes = {"x": (4, 8), "w": (8, 16), "y": (4, 16)}
+    >>> graph = OperatorGraph((product,), shapes, inputs=("x",), variables={}, outputs=("y",), batch=4)
+    >>> flops(graph, product)
+    1024.0
     """
     if op.kind in ("matmul", "batch_matmul", "broadcast_matmul"):
         left = graph.shapes[op.arguments["a"][0]]

@@ -57,7 +57,14 @@ class Tolerance:
     relative_bytes: float = BYTES_TOLERANCE
 
     def allows(self, phase: PhaseCheck) -> bool:
-        """Return whether the bytes that were sent agree with the prediction; True if bytes were not counted."""
+        """Return whether the bytes that were sent agree with the prediction; True if bytes were not counted.
+
+        >>> tolerance = Tolerance(values=1e-5, noise_bytes=400, relative_bytes=0.03)
+        >>> tolerance.allows(PhaseCheck(predicted_bytes=10_000, sent_bytes=10_700))
+        True
+        >>> tolerance.allows(PhaseCheck(predicted_bytes=10_000, sent_bytes=10_800))
+        False
+        """
         if phase.sent_bytes is None:
             return True
         allowed = self.relative_bytes * phase.predicted_bytes + self.noise_bytes * phase.num_readings
