@@ -196,7 +196,7 @@ class PlanProblem:
         from autoddl.pipelines.runtime.models import initialize
         from autoddl.pipelines.runtime.stage.model import PlannedModel
 
-        from .verification.rank_job import build_module
+        from .zoo.modules import build_module
 
         module = initialize(build_module(self.built_in), seed)
         return PlannedModel(module, self.graph, self.stages), self.text_model.batches(micro_batch, seed)

@@ -27,6 +27,7 @@ THIRD_PARTY = {"numpy", "scipy", "networkx", "shtab", "tqdm", "matplotlib", "pan
 ONEFLOW_AREAS = (
     *("pipelines/runtime/", "calib/", "autoddl/extract", "autoddl/apply", "autoddl/verification/rank_job.py"),
     "autoddl/verification/running.py",
+    "autoddl/zoo/modules.py",
     "autoddl/export/parts/",
 )
 #: Where texts may be imported: nothing that plans, prices or runs knows how it is shown.

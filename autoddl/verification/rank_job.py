@@ -30,18 +30,17 @@ import numpy as np
 
 from autoddl.costmodel.collectives import Step
 from autoddl.pipelines.runtime.load import load_oneflow
-from autoddl.pipelines.runtime.models import GPT, MLP, VGG, Bert, Llama, LlamaBiases, initialize
+from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.rank import report
 from autoddl.pipelines.runtime.samples import like
 from autoddl.pipelines.runtime.stage.model import PlannedModel
 from autoddl.pipelines.runtime.wire import Meter
 
-from ..zoo.builtin import BuiltIn, MLPSizes, VGGSizes
-from ..zoo.transformers import Transformer
+from ..zoo.modules import build_module, make_batch
 from .running import Arrays, PlanRun, loss_of, make_optimizer, start_run
 from .task import ByteCounts, MeasuredSection, RankResult, ReferenceResult, VerificationTask, gradient_step, num_steps
 
-__all__ = ["build_module", "count_again", "make_batch", "relative_errors", "run_plan", "run_reference"]
+__all__ = ["count_again", "relative_errors", "run_plan", "run_reference"]
 
 flow: Any = load_oneflow()
 
@@ -227,44 +226,12 @@ def make_model(task: VerificationTask) -> tuple[Any, tuple[np.ndarray, ...]]:
     return module, tuple(tensor.numpy() for tensor in examples)
 
 
-def build_module(built_in: BuiltIn) -> Any:
-    """Return the OneFlow module of a built-in model."""
-    sizes = built_in.sizes
-    if isinstance(sizes, MLPSizes):
-        return MLP(sizes.widths)
-    if isinstance(sizes, VGGSizes):
-        return VGG(sizes.depth, sizes.image, sizes.classes, sizes.hidden)
-    common: dict[str, Any] = {"inner": sizes.mlp_width, "activation": sizes.activation, "tied": sizes.tied}
-    shape = (sizes.layers, sizes.width, sizes.heads, sizes.vocabulary)
-    if built_in.family == "gpt":
-        return GPT(*shape, sizes.num_positions, **common)
-    if built_in.family == "bert":
-        return Bert(*shape, sizes.num_positions, types=sizes.types, **common)
-    biases = LlamaBiases(sizes.qkv_bias, sizes.output_bias, sizes.mlp_bias)
-    return Llama(*shape, kv_heads=sizes.kv_heads or None, head_dim=sizes.head_dim or None, biases=biases, **common)
-
-
 def step_data(task: VerificationTask, examples: tuple[np.ndarray, ...], step: int) -> tuple[np.ndarray, ...]:
     """Return the inputs (and targets) of a step, which are the same on every rank."""
     rng = np.random.default_rng([task.seed, step])
     if task.built_in is not None:
         return make_batch(task.built_in, task.workload.batch, rng)
     return tuple(like(example, task.workload.batch, rng) for example in examples)
-
-
-def make_batch(built_in: BuiltIn, num_samples: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Return random inputs and targets of a built-in model for ``num_samples`` samples."""
-    sizes = built_in.sizes
-    if isinstance(sizes, Transformer):
-        tokens = rng.integers(sizes.vocabulary, size=(2, num_samples, sizes.sequence))
-        return tokens[0], tokens[1]
-    if isinstance(sizes, VGGSizes):
-        images = rng.standard_normal((num_samples, 3, sizes.image, sizes.image), dtype=np.float32)
-        return images, rng.integers(sizes.classes, size=num_samples)
-    first, last = (
-        rng.standard_normal((num_samples, width), dtype=np.float32) for width in (sizes.widths[0], sizes.widths[-1])
-    )
-    return first, last
 
 
 def _with_prefix(prefix: str, values: Mapping[str, np.ndarray]) -> Arrays:

@@ -15,8 +15,8 @@ def trainer_of(plan: Any, make: Callable[..., Any]) -> Any:
     import oneflow as flow
 
     from autoddl.pipelines.runtime.models import initialize
-    from autoddl.verification.rank_job import build_module, make_batch
     from autoddl.zoo.builtin import recognise
+    from autoddl.zoo.modules import build_module, make_batch
 
     built_in = recognise(plan.graph)
     assert built_in is not None

@@ -23,8 +23,8 @@ from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.wire import measure, measure_baseline, synchronize
-from autoddl.verification.rank_job import build_module, make_batch
 from autoddl.zoo.builtin import BuiltIn
+from autoddl.zoo.modules import build_module, make_batch
 
 flow: Any = load_oneflow()
 functional: Any = flow.nn.functional

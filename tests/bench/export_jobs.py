@@ -17,8 +17,8 @@ from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
 from autoddl.planfile import PlanFile
 from autoddl.staging import planned_model
-from autoddl.verification.rank_job import build_module, make_batch
 from autoddl.zoo.builtin import BuiltIn
+from autoddl.zoo.modules import build_module, make_batch
 
 flow: Any = load_oneflow()
 RATE = 0.01

@@ -16,8 +16,9 @@ from autoddl.pipelines.runtime.applied import AppliedModule
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import initialize
 from autoddl.pipelines.runtime.wire import Meter
-from autoddl.verification.rank_job import build_module, make_batch, relative_errors
+from autoddl.verification.rank_job import relative_errors
 from autoddl.zoo.builtin import BuiltIn
+from autoddl.zoo.modules import build_module, make_batch
 
 flow = load_oneflow()
 SEED = 3

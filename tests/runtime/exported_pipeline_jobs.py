@@ -21,8 +21,8 @@ from autoddl.pipelines.runtime.pipeline.transport import _communication_thread
 from autoddl.pipelines.runtime.wire import Meter
 from autoddl.planfile import PlanFile
 from autoddl.staging import planned_model
-from autoddl.verification.rank_job import build_module, make_batch
 from autoddl.zoo.builtin import BuiltIn
+from autoddl.zoo.modules import build_module, make_batch
 
 flow: Any = load_oneflow()
 SEED, RATE = 3, 0.05
