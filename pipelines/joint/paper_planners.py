@@ -126,7 +126,11 @@ def paper_plans(
     inputs = _Inputs(chain, cluster, workload, micro_batch, clock)
     plans: list[PaperPlan] = []
     first_error: UserError | None = None
-    for recomputes in (False, True) if recompute is None else (recompute,):
+    if recompute is not None:
+        settings: tuple[bool, ...] = (recompute,)
+    else:
+        settings = (False,) if name in _TRY_RECOMPUTATION else (False, True)
+    for recomputes in settings:
         profiled = ProfiledWorkload(profile, cluster, workload.batch, recomputes, state_per_weight, limit_bytes)
         try:
             plans += _PLANS[name](inputs, profiled)
@@ -192,8 +196,6 @@ def _units_per_stage(cuts: Sequence[int]) -> list[int]:
 
 
 def _chimera(inputs: _Inputs, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
-    if profiled.recompute:
-        return  # the call without recomputation also tries recomputation
     for plan in plan_chimera(profiled, inputs.micro_batch, clock=inputs.clock).configurations:
         mesh = _mesh_of_inner_pipelines(inputs.cluster, plan.depth)
         if mesh is None:
@@ -208,8 +210,6 @@ def _chimera(inputs: _Inputs, profiled: ProfiledWorkload) -> Iterator[PaperPlan]
 
 
 def _wpipe(inputs: _Inputs, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
-    if profiled.recompute:
-        return  # the call without recomputation also tries recomputation
     for plan in plan_wpipe(profiled, inputs.micro_batch, clock=inputs.clock).configurations:
         if plan.placement == "A":
             mesh = _mesh_of_inner_pipelines(inputs.cluster, plan.depth)
@@ -223,6 +223,8 @@ def _wpipe(inputs: _Inputs, profiled: ProfiledWorkload) -> Iterator[PaperPlan]:
         yield PaperPlan(_data_parallel_stages(inputs, mesh, spec, size, cut, recompute), plan.period_s)
 
 
+#: Planners that try recomputation too, unless the workload demands it.
+_TRY_RECOMPUTATION = ("chimera", "wpipe")
 _PLANS = {"dapple": _dapple, "chimera": _chimera, "wpipe": _wpipe}
 
 
