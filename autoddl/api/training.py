@@ -57,33 +57,33 @@ class Training(Result):
     """The result of a training.
 
     Attributes:
-        found: Losses, throughput and measurements that the ranks reported.
+        result: Losses, throughput and measurements that the ranks reported.
         options: Problem, schedule and options of the training.
     """
 
-    found: TrainingResult
+    result: TrainingResult
     options: TrainingOptions
 
     @property
     def losses(self) -> tuple[float, ...]:
         """Loss of each step after :attr:`first_step`: the mean over the micro-batches of the step."""
-        return self.found.losses
+        return self.result.losses
 
     @property
     def first_step(self) -> int:
         """Number of steps before the checkpoint from which the training resumed; 0 without a checkpoint."""
-        return self.found.first_step
+        return self.result.first_step
 
     @property
     def timeline(self) -> Timeline | None:
         """Measured start and end of each task in the last run of the schedule [s]; None if no step was left to run."""
         from .schedules import timeline_of
 
-        return None if self.found.last_run is None else timeline_of(self.found.last_run.timeline)
+        return None if self.result.last_run is None else timeline_of(self.result.last_run.timeline)
 
     @property
     def document(self) -> dict[str, Any]:
-        options, found = self.options, self.found
+        options, found = self.options, self.result
         document: dict[str, Any] = {
             "format": "autoddl-training",
             "version": 1,
@@ -110,7 +110,7 @@ class Training(Result):
     def text(self) -> Text:
         from ..text.runs import training_text
 
-        return training_text(self.options, self.found)
+        return training_text(self.options, self.result)
 
     def __repr__(self) -> str:
         name, first, last = self.options.schedule.name, self.first_step, self.first_step + len(self.losses)

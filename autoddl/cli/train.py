@@ -145,9 +145,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print_document(training.document)
     else:
-        show(training_text(training.options, training.found, arguments.timeline), arguments)
-    if unsaved := training.found.unsaved:
+        show(training_text(training.options, training.result, arguments.timeline), arguments)
+    if unsaved := training.result.unsaved:
         raise UserError(
-            f"the last checkpoint could not be written: {unsaved}; steps after step {training.found.last_saved} are not saved"
+            f"the last checkpoint could not be written: {unsaved}; steps after step {training.result.last_saved} are not saved"
         )
     return 0

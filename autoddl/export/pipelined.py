@@ -19,7 +19,7 @@ from autoddl.costmodel.distribution import Axis
 from autoddl.costmodel.units import format_bytes, format_seconds
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.joint.partition import ENTRY
-from autoddl.pipelines.runtime.pipeline.holding import hold
+from autoddl.pipelines.runtime.pipeline.holding import make_holding
 from autoddl.pipelines.runtime.pipeline.slots import RankMap, slots_per_micro_batch
 from autoddl.pipelines.runtime.pipeline.stage_plans import entry_strategy, stage_layouts
 from autoddl.pipelines.schedule import Schedule
@@ -75,7 +75,7 @@ class _PipelineWriter:
         self.stages = stage_plans(plan)
         self.layouts = stage_layouts(plan.graph, self.stages)
         self.ranks = RankMap(self.schedule.widths)
-        hold(
+        make_holding(
             self.schedule, plan.workload.micro_batch, self.layouts
         )  # raises UserError if rows or columns do not divide
         self.shared = SharedWeights(plan.graph, self.stages)

@@ -18,7 +18,7 @@ from autoddl.pipelines.draw import to_text
 from autoddl.pipelines.joint.evaluation import Evaluation
 from autoddl.pipelines.runtime.layouts import Layout
 from autoddl.pipelines.runtime.pipeline.holding import Holding, StageLayout, rows_over
-from autoddl.pipelines.runtime.pipeline.lowering import lower_along
+from autoddl.pipelines.runtime.pipeline.lowering import lower_with_timeline
 from autoddl.pipelines.runtime.pipeline.stage_plans import StagePlan, entry_strategy
 from autoddl.pipelines.runtime.pipeline.words import word_of
 from autoddl.pipelines.schedule import Schedule
@@ -135,5 +135,5 @@ def _programs(
     one_rank = rows_over(1)
     schedule = replace(priced.schedule, widths=(1,) * priced.schedule.num_workers)
     layouts = tuple(StageLayout(one_rank, one_rank, 1, 1, joint) for joint in is_joint)
-    lowered = lower_along(Holding(schedule, 1, layouts), priced.timeline, tied=sharing_stages)
+    lowered = lower_with_timeline(Holding(schedule, 1, layouts), priced.timeline, tied=sharing_stages)
     return [[word_of(action) for action in program] for program in lowered.programs]

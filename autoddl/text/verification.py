@@ -10,7 +10,7 @@ from autoddl.costmodel.units import counted, format_bytes
 from autoddl.pipelines.runtime.pipeline.slots import slots_per_micro_batch
 
 from ..verification.prediction import PHASES
-from ..verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification, together, worst
+from ..verification.result import LayerCheck, PhaseCheck, Tolerance, ValueCheck, Verification, largest_error, total_of
 from .layers import legend, place, repeated
 from .tables import Block, Column, Section, Table, Text
 
@@ -39,8 +39,8 @@ def _heading(found: Verification) -> Section:
         changes = tuple((c.what, c.before, "->", c.after) for c in found.changes)
         lines.append(Table(_CHANGES, changes, indent="    "))
     lines += [f"  {note}" for note in found.notes]
-    if found.uncounted:
-        lines.append(f"  bytes were not counted: {found.uncounted}")
+    if found.not_counted_because:
+        lines.append(f"  bytes were not counted: {found.not_counted_because}")
         lines.append("  (the steps that ran are compared with the steps that are priced all the same)")
     return lines
 
@@ -67,12 +67,12 @@ class _Row:
 
     def phase(self, name: str) -> str:
         """The bytes of a phase, of all members."""
-        return _bytes_text(together([member.phases[name] for member in self.members]), self.tolerance)
+        return _bytes_text(total_of([member.phases[name] for member in self.members]), self.tolerance)
 
 
 def _columns(found: Verification) -> tuple[Column[_Row], ...]:
     def to_price(row: _Row) -> str:
-        return _deviation_text(together([member.total for member in row.members]), found.tolerance)
+        return _deviation_text(total_of([member.total for member in row.members]), found.tolerance)
 
     def mark(row: _Row) -> str:
         return "<- off" if found.is_off(row.members) else ""
@@ -95,7 +95,7 @@ def _phases(found: Verification) -> Sequence[str]:
 
 
 def _layers(found: Verification) -> Section:
-    what = "sent" if not found.uncounted else "predicted, not counted"
+    what = "sent" if not found.not_counted_because else "predicted, not counted"
     where = "by all ranks" if len(found.stages) == 1 else "inside the stage by its ranks"
     of = "half a micro-batch" if slots_per_micro_batch(found.schedule) > 1 else "one micro-batch"
     once = "; gradients once per step" if "gradient" in _phases(found) else ""
@@ -143,7 +143,7 @@ def _deviation_text(phase: PhaseCheck, tolerance: Tolerance) -> str:
 
 def _error_text(checks: Sequence[ValueCheck]) -> str:
     """The worst one."""
-    check = worst(checks)
+    check = largest_error(checks)
     return "" if check is None else f"{check.error:.1e}"
 
 
@@ -161,7 +161,7 @@ def _errors(found: Verification) -> Section:
         (f"gradients of step {found.gradient_step}{stale}", found.gradients),
         (f"parameters after {len(found.losses)} {found.workload.optimizer} steps", found.parameters),
     ):
-        check = worst(checks)
+        check = largest_error(checks)
         whose = "none" if check is None else f"{len(checks)} tensors; {check.name} on rank {check.rank}"
         rows.append((what, _error_text(checks), whose))
     heading = f"Largest errors relative to {_as_what(found)} (allowed: {found.tolerance.values:g})"
@@ -189,7 +189,7 @@ def _traffic(found: Verification) -> Section:
     lines: list[Block] = [
         ("A training step" if num_steps == 1 else f"{num_steps} training steps")
         + ", all ranks together"
-        + ("" if found.uncounted else f" (allowed: {allowed})"),
+        + ("" if found.not_counted_because else f" (allowed: {allowed})"),
         Table(_TRAFFIC, tuple(rows)),
     ]
     largest = _largest_deviation(found)
@@ -213,7 +213,7 @@ def _verdict(found: Verification) -> Section:
     took = f"({found.seconds:.0f} s)"
     if found.faults:
         return [f"Off in {counted(len(found.faults), 'place')} {took}", *(f"  {fault}" for fault in found.faults)]
-    promised = "takes the steps that it promised" if found.uncounted else "sends what it promised"
+    promised = "takes the steps that it promised" if found.not_counted_because else "sends what it promised"
     return [f"Right: the plan computes what {_as_what(found)} computes, and {promised} {took}"]
 
 

@@ -31,7 +31,7 @@ def compare(
     results: Sequence[RankResult],
     *,
     tolerance: float,
-    uncounted: str,
+    not_counted_because: str,
 ) -> Verification:
     """Return the verification of a plan.
 
@@ -42,7 +42,7 @@ def compare(
         reference: Results of the single-device reference.
         results: Results of all ranks, by rank.
         tolerance: Largest allowed relative error of losses, gradients and parameters.
-        uncounted: Why bytes were not counted; "" if they were.
+        not_counted_because: Why bytes were not counted; "" if they were.
     """
     schedule, ranks = fitted.schedule, RankMap(fitted.schedule.widths)
     workers = [
@@ -63,7 +63,7 @@ def compare(
         parameters=_value_checks(reference.parameters, [result.parameter_errors for result in results]),
         between=PhaseCheck(sum(prediction.between), sum(result.boundary_bytes for result in results)),
         step=_phase_check(workers, results[0].run_bytes, prediction.transfers),
-        uncounted=uncounted,
+        not_counted_because=not_counted_because,
         notes=_notes(plan, fitted),
     )
 

@@ -32,7 +32,7 @@ def verification_document(verification: Verification) -> dict[str, Any]:
         "workload": verification.workload.document(),
         "scaled": [{"what": c.what, "before": c.before, "after": c.after} for c in verification.changes],
         "notes": list(verification.notes),
-        "bytes_not_counted": verification.uncounted or None,
+        "bytes_not_counted": verification.not_counted_because or None,
         "tolerance": {
             "values": verification.tolerance.values,
             "relative_bytes": verification.tolerance.relative_bytes,

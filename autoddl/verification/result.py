@@ -37,8 +37,8 @@ __all__ = [
     "Tolerance",
     "ValueCheck",
     "Verification",
-    "together",
-    "worst",
+    "largest_error",
+    "total_of",
 ]
 
 
@@ -123,7 +123,7 @@ class PhaseCheck:
         }
 
 
-def together(phases: Sequence[PhaseCheck]) -> PhaseCheck:
+def total_of(phases: Sequence[PhaseCheck]) -> PhaseCheck:
     """Return the sum of the bytes of several phases, without their steps."""
     sent = [phase.sent_bytes for phase in phases]
     return PhaseCheck(
@@ -182,7 +182,7 @@ class LayerCheck:
     @property
     def total(self) -> PhaseCheck:
         """All phases together."""
-        return together(list(self.phases.values()))
+        return total_of(list(self.phases.values()))
 
     def faults(self, where: str, tolerance: Tolerance) -> list[str]:
         """Return one sentence for each disagreement of the layer's traffic; ``where`` names the layer in these sentences."""
@@ -227,7 +227,7 @@ class Verification:
         parameters: Largest error of each parameter after the last step.
         between: Traffic between stages during one run.
         step: All traffic of one run: of one training step, or of `num_updates` steps of an asynchronous schedule.
-        uncounted: Why bytes were not counted.  "" if they were counted.
+        not_counted_because: Why bytes were not counted.  "" if they were counted.
         notes: Differences between the plan and its execution.
         seconds: Duration of the verification.
     """
@@ -245,7 +245,7 @@ class Verification:
     parameters: tuple[ValueCheck, ...]
     between: PhaseCheck
     step: PhaseCheck
-    uncounted: str
+    not_counted_because: str
     notes: tuple[str, ...]
     seconds: float = 0.0
 
@@ -323,6 +323,6 @@ def _checks_of(layers: Sequence[LayerCheck], checks: Sequence[ValueCheck]) -> tu
     return tuple(check for check in checks if check.name in names)
 
 
-def worst(checks: Sequence[ValueCheck]) -> ValueCheck | None:
+def largest_error(checks: Sequence[ValueCheck]) -> ValueCheck | None:
     """Return the check with the largest error, or None if there is none."""
     return max(checks, key=lambda check: check.error, default=None)

@@ -116,7 +116,13 @@ def verify(
             show_progress(f"running on {num_ranks} ranks")
             results = ranks.run(f"{_JOBS}:run_plan", task, timeout_s=deadline.remaining_s, on_report=on_report)
             compare_with = functools.partial(
-                compare, plan, fitted, prediction, reference, tolerance=options.tolerance, uncounted=not_counted_because
+                compare,
+                plan,
+                fitted,
+                prediction,
+                reference,
+                tolerance=options.tolerance,
+                not_counted_because=not_counted_because,
             )
             verification = compare_with(results)
             # Other processes on the machine may disturb a count; count again before a deviation is reported.

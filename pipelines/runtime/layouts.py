@@ -48,7 +48,7 @@ __all__ = [
     "Layout",
     "ParameterLayout",
     "ProductOrder",
-    "are_apart",
+    "are_stored_separately",
     "attention_sections",
     "blocks",
     "coarsest_mesh",
@@ -546,7 +546,7 @@ def attention_sections(layer: Layer) -> tuple[int, tuple[int, int, int]]:
     return attributes["kv_heads"], (attributes["heads"] * attributes["head_dim"], keys, keys)
 
 
-def are_apart(order: ProductOrder, strategy: Strategy) -> bool:
+def are_stored_separately(order: ProductOrder, strategy: Strategy) -> bool:
     """Return `stores_modules_separately` for a linear layer under its strategy."""
     return stores_modules_separately(len(order.widths), order.num_groups, strategy.p1 * strategy.p2)
 

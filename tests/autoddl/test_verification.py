@@ -207,7 +207,7 @@ def a_verification(sent=(1e6, 1e6, 1e6), gradient=1e-7, parameter=1e-7, loss=2.0
         parameters=tuple(ValueCheck(f"h.{i}.fc.weight", parameter, 1) for i in range(2)),
         between=PhaseCheck(0.0, 0.0),
         step=PhaseCheck(3e6, whole),
-        uncounted="" if whole is not None else "no network",
+        not_counted_because="" if whole is not None else "no network",
         notes=(),
         seconds=1.0,
     )
@@ -251,7 +251,7 @@ def test_the_document_of_a_plan_without_a_pipeline_has_one_stage():
 def test_repeated_blocks_are_one_line_and_uncounted_bytes_are_said_to_be():
     text = str(verification_text(a_verification()))
     assert "  h.*.fc x 2  (2,1,2)     1.91 MiB  1.91 MiB  1.91 MiB     +0.0%    1.0e-07     1.0e-07" in text
-    uncounted = replace(a_verification(sent=(None,) * 3, whole=None), uncounted="no namespaces")
+    uncounted = replace(a_verification(sent=(None,) * 3, whole=None), not_counted_because="no namespaces")
     text = str(verification_text(uncounted))
     assert uncounted.is_right and "bytes were not counted: no namespaces" in text
     assert "takes the steps that it promised" in text

@@ -15,7 +15,7 @@ from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.strategy import Strategy, enumerate_strategies, transposed
 from autoddl.pipelines.runtime.layouts import (
     Layout,
-    are_apart,
+    are_stored_separately,
     gathered,
     group,
     parameter_layouts,
@@ -136,7 +136,9 @@ def test_heads_of_query_key_and_value_stand_together():
     assert list(order.rows) == [0, 1, 2, 3, 8, 9, 12, 13, 4, 5, 6, 7, 10, 11, 14, 15]
     assert (order.num_groups, order.group_width) == (2, 8)
     # On two ranks every module keeps its own weight; on four a block is half a group, and they are stored as one.
-    assert are_apart(order, Strategy(((1, 2, 1),))) and not are_apart(order, Strategy(((1, 4, 1),)))
+    assert are_stored_separately(order, Strategy(((1, 2, 1),))) and not are_stored_separately(
+        order, Strategy(((1, 4, 1),))
+    )
     apart = parameter_layouts(graph, graph["qkv"], Strategy(((1, 2, 1),)))
     assert [layout.name for layout in apart] == ["q.weight", "k.weight", "v.weight", "q.bias", "k.bias", "v.bias"]
     assert [list(layout.indices[0][1]) for layout in apart[:3]] == [[4, 5, 6, 7], [2, 3], [2, 3]]

@@ -92,7 +92,7 @@ def test_loss_gradients_training_and_bytes_are_as_promised(counted_ranks, name):
 
     found = run_plan()
     assert found.faults == ()
-    assert found.changes == () and found.uncounted == ""
+    assert found.changes == () and found.not_counted_because == ""
     assert max(found.loss_errors) < 1e-5
     names = {p.name for layer in plan.graph.layers for p in layer.parameters if p.tied_to is None}
     for checks in (found.gradients, found.parameters):

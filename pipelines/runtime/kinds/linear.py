@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from ..layouts import are_apart, product_order
+from ..layouts import are_stored_separately, product_order
 from ..statements import (
     ALL_STEPS,
     LOSSES,
@@ -27,7 +27,7 @@ __all__ = ["program"]
 def program(frame: LayerContext) -> LayerProgram:
     layer, layout = frame.layer, frame.layout
     order = product_order(frame.graph, layer)
-    count = len(order.widths) if are_apart(order, frame.strategy) else 1
+    count = len(order.widths) if are_stored_separately(order, frame.strategy) else 1
     has_bias = any(len(p.shape) == 1 for p in layer.parameters)
     weights, biases = _numbered("weight", count), _numbered("bias", count) if has_bias else ()
     widths = [width // order.num_groups for width in order.section_widths]

@@ -31,10 +31,10 @@ __all__ = [
     "ModuleChain",
     "ParameterPlace",
     "StageModule",
-    "boundaries",
+    "boundary_tensors",
     "chain_of",
-    "cut",
-    "even_sizes",
+    "cut_into_stages",
+    "even_stage_sizes",
     "tied_stages",
 ]
 
@@ -183,7 +183,7 @@ def _mlp(model: MLP) -> ModuleChain:
 # ---- Stages ------------------------------------------------------------------------------------------------------------
 
 
-def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
+def even_stage_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, as even as possible.
 
     Later stages have the additional layers, because the first stage has the embedding.
@@ -197,7 +197,7 @@ def even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
     return tuple(each + (stage >= num_stages - extra) for stage in range(num_stages))
 
 
-def cut(chain: ModuleChain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
+def cut_into_stages(chain: ModuleChain, sizes: Sequence[int]) -> tuple[StageModule, ...]:
     """Cut a chain into stages.
 
     Args:
@@ -237,7 +237,7 @@ def tied_stages(stages: Sequence[StageModule]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(numbers) for name, numbers in holders.items() if len(numbers) > 1}
 
 
-def boundaries(stages: Sequence[StageModule], row: Tensor) -> tuple[BoundaryTensor, ...]:
+def boundary_tensors(stages: Sequence[StageModule], row: Tensor) -> tuple[BoundaryTensor, ...]:
     """Return the tensor at each boundary between two stages, by running one sample through all stages but the last.
 
     Args:

@@ -58,8 +58,8 @@ __all__ = [
     "discard_unfinished",
     "open_checkpoint",
     "prepare_directory",
-    "unwritable",
     "write_complete",
+    "write_error_message",
     "write_part",
 ]
 
@@ -131,7 +131,7 @@ def checkpoints_in(directory: Path) -> list[tuple[int, Path]]:
     return sorted(((int(match[1]), directory / match[0]) for match in matches if match), reverse=True)
 
 
-def unwritable(error: OSError, path: Path) -> str:
+def write_error_message(error: OSError, path: Path) -> str:
     """Return the message of an error that occurred while ``path`` was written, such as ``PATH: No space left on device``."""
     return f"{error.filename or path}: {_cause(error)}"
 

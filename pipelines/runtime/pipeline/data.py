@@ -66,7 +66,7 @@ class SlotData:
         rows = range(self.slot_rows) if rows is None else rows
         return self.batch(self.first_micro_batch + micro_batch)[which][first + rows.start : first + rows.stop]
 
-    def number(self, slot: int) -> int:
+    def global_number(self, slot: int) -> int:
         """Return the number of a slot over all runs."""
         return self.first_micro_batch * self._per_micro_batch + slot
 

@@ -205,7 +205,7 @@ class GradientSums:
         received: dict[tuple[int, int, Sources], np.ndarray] = {}
         for source_stage, destination_stage, sources, source, destination, piece in self._messages[action.stages]:
             if self._rank == source:
-                elements = shards[source_stage, sources][np.ix_(*piece.places_there)]
+                elements = shards[source_stage, sources][np.ix_(*piece.source_places)]
                 if source != destination:
                     transport.send_sum(flow.tensor(np.ascontiguousarray(elements)), destination)
             if self._rank == destination:
@@ -213,7 +213,7 @@ class GradientSums:
                     elements = transport.receive_sum(piece.shape, flow.float32, source).numpy()
                 shard = shards[destination_stage, sources]
                 part = received.setdefault((source_stage, destination_stage, sources), np.zeros_like(shard))
-                part[np.ix_(*piece.places_here)] = elements
+                part[np.ix_(*piece.destination_places)] = elements
         sums = []
         for (stage, sources), shard in shards.items():
             # All ranks add in the order of the stages, so that all of them get bitwise the same sum.

@@ -23,7 +23,7 @@ from autoddl.costmodel.sbp import Split
 from ...schedule import Kind, Schedule, Task
 from .slots import HeldBlock, RankMap, slots_per_micro_batch
 
-__all__ = ["Holding", "StageLayout", "hold", "rows_over"]
+__all__ = ["Holding", "StageLayout", "make_holding", "rows_over"]
 
 
 @dataclass(frozen=True)
@@ -34,14 +34,14 @@ class StageLayout:
         arriving: Distribution of the stage's input over its ranks. It is not used for the first stage.
         leaving: Distribution of the stage's output over its ranks. For the last stage, only its number of ranks is used.
         columns: Columns of the stage's output.
-        row_parts: Number that the rows of a slot must be a multiple of.
+        row_multiple: Number that the rows of a slot must be a multiple of.
         is_joint: Whether the ranks of the stage communicate with each other during its computations.
     """
 
     arriving: Distribution
     leaving: Distribution
     columns: int
-    row_parts: int
+    row_multiple: int
     is_joint: bool
 
 
@@ -134,7 +134,7 @@ def rows_over(width: int) -> Distribution:
     return Distribution((Axis(width, 1),), (Split(0),))
 
 
-def hold(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[StageLayout] | None = None) -> Holding:
+def make_holding(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[StageLayout] | None = None) -> Holding:
     """Return the blocks that the ranks of a schedule hold.
 
     Args:
@@ -156,7 +156,7 @@ def hold(schedule: Schedule, micro_batch_rows: int, layouts: Sequence[StageLayou
     per_micro_batch = slots_per_micro_batch(schedule)
     for worker, width in enumerate(schedule.widths):
         stages = [stage for _, stage in schedule.stages_on(worker)]
-        divisors = [width] if layouts is None else [layouts[stage].row_parts for stage in stages]
+        divisors = [width] if layouts is None else [layouts[stage].row_multiple for stage in stages]
         for divisor in divisors:
             if micro_batch_rows < 1 or micro_batch_rows % (per_micro_batch * divisor):
                 halves = "half micro-batches over " if per_micro_batch == 2 else ""

@@ -24,12 +24,12 @@ from ...times import Times
 from ...validate import validate
 from .actions import Action, Program
 from .dryrun import check_programs
-from .holding import Holding, StageLayout, hold
+from .holding import Holding, StageLayout, make_holding
 from .local import local_actions
 from .order import OrderEntry, communication, participants, rank_program
 from .slots import RankMap
 
-__all__ = ["Lowered", "lower", "lower_along"]
+__all__ = ["Lowered", "lower", "lower_with_timeline"]
 
 
 @dataclass(frozen=True)
@@ -115,15 +115,15 @@ def lower(
     update 0U0
     """
     validate(schedule)
-    holding = hold(schedule, micro_batch_rows, layouts)
+    holding = make_holding(schedule, micro_batch_rows, layouts)
     if times is None:
         times = Times.of(
             schedule.num_stages, forward=1, backward=1, backward_input=0.5, transfer=0.125, all_reduce=0.125
         )
-    return lower_along(holding, simulate(schedule, _positive_durations(times)), tied=tied, compress=compress)
+    return lower_with_timeline(holding, simulate(schedule, _positive_durations(times)), tied=tied, compress=compress)
 
 
-def lower_along(
+def lower_with_timeline(
     holding: Holding, timeline: Timeline, *, tied: Collection[tuple[int, ...]] = (), compress: bool = False
 ) -> Lowered:
     """Compile a schedule into programs, with its communication in the order of a given timeline.

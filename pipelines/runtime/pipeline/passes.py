@@ -126,21 +126,21 @@ class StagePasses:
             The output (in the last stage the weighted loss), without its autograd graph.
         """
         replica = self._replicas[run.task.pipeline, run.task.stage]
-        self._count(num_slots)
+        self._count_live_slots(num_slots)
         if x is not None:
             x = detached(x)
             x.requires_grad_(key is not None)
         y, losses = self._evaluate_stage(run, x, replica.version(run.version), first_slot, num_slots)
         if run.task.kind is Kind.FORWARD:
             for part in losses:
-                self._note_loss(part)
+                self._record_loss(part)
         if key is None:
-            self._count(-num_slots)
+            self._count_live_slots(-num_slots)
         else:
             self._saved[key] = _SavedPiece(x, y)
         return detached(y)
 
-    def _note_loss(self, part: LossPart) -> None:
+    def _record_loss(self, part: LossPart) -> None:
         """Add a part of a micro-batch's mean loss."""
         self.losses[part.micro_batch] = self.losses.get(part.micro_batch, 0.0) + part.value
 
@@ -156,7 +156,7 @@ class StagePasses:
         for result in (input_gradient, last_weight_gradient):
             if result is not None:
                 wait_for(result)
-        self._count(-run.num_slots)
+        self._count_live_slots(-run.num_slots)
         return input_gradient if run.task.kind is Kind.BACKWARD else None
 
     def _backward_input(self, run: Run, gradient: Tensor | None) -> Tensor | None:
@@ -171,7 +171,7 @@ class StagePasses:
         wait_for(input_gradient)
         return input_gradient
 
-    def _count(self, num_slots: int) -> None:
+    def _count_live_slots(self, num_slots: int) -> None:
         """Add a number of slots (negative to subtract) to those whose activations are alive. Does nothing here."""
 
 

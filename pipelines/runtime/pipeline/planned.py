@@ -116,7 +116,7 @@ class PlannedStages:
     def _batch(self, stage: Stage, slot: int, is_last: bool) -> Batch:
         """Return the data of a slot that the stage reads."""
         inputs = [self._data.rows(slot, 0)] if stage.feeds else []
-        step = self._data.number(slot) + 1 if self._model.module.training else None
+        step = self._data.global_number(slot) + 1 if self._model.module.training else None
         return stage.batch(inputs, self._data.rows(slot, 1) if is_last else None, self._slot_rows, step)
 
     def _with_frozen(self, stage: int, weights: Sequence[Tensor]) -> Sequence[Tensor]:

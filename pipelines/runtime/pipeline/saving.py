@@ -34,8 +34,8 @@ from .checkpoint import (
     checkpoints_in,
     discard_unfinished,
     open_checkpoint,
-    unwritable,
     write_complete,
+    write_error_message,
     write_part,
 )
 
@@ -207,7 +207,7 @@ def save(
     try:
         part = write_part(directory, num_updates, member.rank, entries)
     except OSError as error:
-        failure = unwritable(error, directory)
+        failure = write_error_message(error, directory)
     gathered = member.gather([failure, part and [part.name, part.num_bytes, part.sha256]])
     failures = [f"{text} (on rank {rank})" for rank, (text, _) in enumerate(gathered) if text]
     if member.rank == 0:
@@ -217,7 +217,7 @@ def save(
                 parts = [CheckpointFile(*fields) for _, fields in gathered if fields]
                 write_complete(directory, num_updates, num_micro_batches, schedule, parts, damaged)
             except OSError as error:
-                failure = unwritable(error, directory)
+                failure = write_error_message(error, directory)
         if failure:
             discard_unfinished(directory)
             member.warn(

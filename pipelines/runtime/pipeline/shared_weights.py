@@ -25,19 +25,19 @@ class WeightPiece:
     Attributes:
         source: Sending rank, counted within its stage.
         destination: Receiving rank, counted within its stage.
-        places_there: For each dimension, the positions of the piece in the sender's shard.
-        places_here: For each dimension, the positions of the piece in the receiver's shard.
+        source_places: For each dimension, the positions of the piece in the sender's shard.
+        destination_places: For each dimension, the positions of the piece in the receiver's shard.
     """
 
     source: int
     destination: int
-    places_there: tuple[np.ndarray, ...]
-    places_here: tuple[np.ndarray, ...]
+    source_places: tuple[np.ndarray, ...]
+    destination_places: tuple[np.ndarray, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Shape of the piece."""
-        return tuple(map(len, self.places_here))
+        return tuple(map(len, self.destination_places))
 
     @property
     def size(self) -> int:

@@ -30,8 +30,8 @@ def stage_layouts(graph: LayerGraph, stages: Sequence[StagePlan]) -> tuple[Stage
         entry = [entry_strategy(graph, stages, number)] if number else []
         arriving = entry[0].activations if entry else leaving
         # Every layer splits the rows of a slot evenly, by its own p0.
-        row_parts = lcm(*(strategy.p0 for strategy in [*stage.strategies.values(), *entry]))
-        result.append(StageLayout(arriving, leaving, columns, row_parts, _is_joint(graph, stage, entry)))
+        row_multiple = lcm(*(strategy.p0 for strategy in [*stage.strategies.values(), *entry]))
+        result.append(StageLayout(arriving, leaving, columns, row_multiple, _is_joint(graph, stage, entry)))
     return tuple(result)
 
 

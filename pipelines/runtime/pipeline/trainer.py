@@ -17,7 +17,7 @@ from ...times import Times
 from ..load import load_oneflow
 from ..stage.model import PlannedModel
 from ..stage.tracing import Measure, TracedSection
-from .chain import ModuleChain, StageModule, boundaries, cut, even_sizes, tied_stages
+from .chain import ModuleChain, StageModule, boundary_tensors, cut_into_stages, even_stage_sizes, tied_stages
 from .chain_stages import ChainStages
 from .checkpoint import Entry
 from .data import BatchSource, LossListener
@@ -99,10 +99,10 @@ class PipelineTrainer:
             self._stages: TrainableStages = PlannedStages(self.lowered, self.rank, model, batch)
         else:
             stages = _cut_chain(model, schedule, sizes)
-            boundary_tensors = boundaries(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
+            tensors = boundary_tensors(stages, flow.tensor(np.ascontiguousarray(inputs[:1])))
             tied = set(tied_stages(stages).values())
             self.lowered = lower(schedule, len(inputs), times=times, tied=tied, compress=compress)
-            self._stages = ChainStages(self.lowered, self.rank, stages, boundary_tensors, batch)
+            self._stages = ChainStages(self.lowered, self.rank, stages, tensors, batch)
         self._program = self.lowered.program(self.rank)
         self._replicas = {
             (pipeline, stage): ReplicaWeights(self._stages.initial_values(stage), make_optimizer)
@@ -225,7 +225,9 @@ def _check_optimizers(replicas: Iterable[ReplicaWeights]) -> None:
 
 def _cut_chain(chain: ModuleChain, schedule: Schedule, sizes: Sequence[int] | None) -> tuple[StageModule, ...]:
     """Divide a chain into the stages of a schedule, evenly if no sizes are given."""
-    stages = cut(chain, even_sizes(len(chain.layers), schedule.num_stages) if sizes is None else sizes)
+    stages = cut_into_stages(
+        chain, even_stage_sizes(len(chain.layers), schedule.num_stages) if sizes is None else sizes
+    )
     if len(stages) != schedule.num_stages:
         raise UserError(f"{len(stages)} sizes were given, schedule {schedule.name} has {schedule.num_stages} stages")
     return stages

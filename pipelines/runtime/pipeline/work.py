@@ -163,12 +163,12 @@ class ModelWork(StagePasses):
         for replica in self.replicas.values():
             replica.begin()
 
-    def _note_loss(self, part: LossPart) -> None:
-        super()._note_loss(part)
+    def _record_loss(self, part: LossPart) -> None:
+        super()._record_loss(part)
         if self.on_loss is not None:
             self.on_loss(self.stages.first_micro_batch + part.micro_batch, part.value, part.share)
 
-    def _count(self, num_slots: int) -> None:
+    def _count_live_slots(self, num_slots: int) -> None:
         self._alive_slots += num_slots
         self.peak_activations = max(self.peak_activations, self._alive_slots / self._per_micro_batch)
 

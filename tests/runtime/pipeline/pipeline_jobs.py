@@ -15,7 +15,13 @@ import numpy as np
 from autoddl.costmodel.errors import UserError
 from autoddl.pipelines.runtime.load import load_oneflow
 from autoddl.pipelines.runtime.models import GPT, MLP, Bert, Llama, initialize
-from autoddl.pipelines.runtime.pipeline.chain import ModuleChain, chain_of, cut, even_sizes, tied_stages
+from autoddl.pipelines.runtime.pipeline.chain import (
+    ModuleChain,
+    chain_of,
+    cut_into_stages,
+    even_stage_sizes,
+    tied_stages,
+)
 from autoddl.pipelines.runtime.pipeline.trainer import PipelineTrainer
 from autoddl.pipelines.runtime.pipeline.training_job import train_on_rank
 from autoddl.pipelines.runtime.wire import measure, measure_baseline
@@ -308,7 +314,7 @@ def chains_and_models() -> list[tuple[float, float, bool, dict[str, tuple[int, .
     for model, x in families:
         initialize(model, seed=2)
         names = {id(parameter): name for name, parameter in reversed(list(model.named_parameters()))}
-        stages = cut(chain_of(model), even_sizes(len(chain_of(model).layers), 3))
+        stages = cut_into_stages(chain_of(model), even_stage_sizes(len(chain_of(model).layers), 3))
         wanted = float(model(x, x).numpy())
         y = x
         for stage in stages:

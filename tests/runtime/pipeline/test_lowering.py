@@ -16,7 +16,7 @@ from autoddl.pipelines.communication import Transfer
 from autoddl.pipelines.memory import weight_versions
 from autoddl.pipelines.runtime.pipeline.actions import Drop, Message, Receive, Reduce, Rest, Run, Send, Update
 from autoddl.pipelines.runtime.pipeline.dryrun import ProgramError, check_programs
-from autoddl.pipelines.runtime.pipeline.holding import hold
+from autoddl.pipelines.runtime.pipeline.holding import make_holding
 from autoddl.pipelines.runtime.pipeline.local import local_actions
 from autoddl.pipelines.runtime.pipeline.lowering import lower
 from autoddl.pipelines.runtime.pipeline.order import communication, messages
@@ -128,7 +128,7 @@ def test_as_many_copies_as_the_memory_model_says(schedule):
 
 def test_split_and_concatenation():
     def of(widths, task, source, destination):
-        holding = hold(generate("1f1b", num_stages=2, num_micro_batches=4, width=widths), 4)
+        holding = make_holding(generate("1f1b", num_stages=2, num_micro_batches=4, width=widths), 4)
         transfer = Transfer(parse_task(task), source, destination, 0.0)
         return [str(Send(m)) for m in messages(transfer, holding)]
 
@@ -142,7 +142,7 @@ def test_split_and_concatenation():
 def test_every_row_goes_once_to_where_it_is_wanted(left, right, factor):
     rows = left * right * factor
     ranks = RankMap((left, right))
-    holding = hold(generate("1f1b", num_stages=2, num_micro_batches=1, width=(left, right)), rows)
+    holding = make_holding(generate("1f1b", num_stages=2, num_micro_batches=1, width=(left, right)), rows)
     sent = messages(Transfer(parse_task("0F0"), 0, 1, 0.0), holding)
     arrived = Counter((m.destination, row) for m in sent for row in range(m.first_row, m.first_row + m.num_rows))
     assert arrived == Counter((rank, row) for rank in ranks.ranks_of(1) for row in ranks.rows_of(rank, rows))

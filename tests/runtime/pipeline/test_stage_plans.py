@@ -209,7 +209,10 @@ def test_layouts_of_stages():
     layouts = stage_layouts(graph, [first, second])
     assert [str(layout.leaving) for layout in layouts] == ["(S1:2@1, S1:2@2)", "(S1:2)"]
     assert str(layouts[1].arriving) == "(S0:2)"
-    assert [(layout.columns, layout.row_parts, layout.is_joint) for layout in layouts] == [(24, 2, True), (24, 2, True)]
+    assert [(layout.columns, layout.row_multiple, layout.is_joint) for layout in layouts] == [
+        (24, 2, True),
+        (24, 2, True),
+    ]
     alone = StagePlan(dict.fromkeys(("fc1", "fc2"), strategy_of(2, 1, 1)))
     assert not stage_layouts(graph, [alone, second])[0].is_joint
     chosen = replace(second, entry=strategy_of(1, 2, 1))
@@ -256,9 +259,9 @@ def test_every_element_of_a_shared_weight_is_sent_once(num_sources, num_destinat
         shards = [source.take(whole, rank) for rank in range(source.num_ranks)]
         found = [np.full(destination.local_shape(), -1) for _ in range(destination.num_ranks)]
         for piece in weight_pieces(source, destination):
-            places = np.ix_(*piece.places_here)
+            places = np.ix_(*piece.destination_places)
             assert (found[piece.destination][places] == -1).all()
-            found[piece.destination][places] = shards[piece.source][np.ix_(*piece.places_there)]
+            found[piece.destination][places] = shards[piece.source][np.ix_(*piece.source_places)]
         for rank, shard in enumerate(found):
             np.testing.assert_array_equal(shard, destination.take(whole, rank))
 

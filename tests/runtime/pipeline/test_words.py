@@ -13,8 +13,8 @@ from autoddl.costmodel.errors import UserError
 from autoddl.pipelines import Schedule, Times, generate, simulate
 from autoddl.pipelines.runtime.pipeline.actions import Action, Receive, Reduce, Send
 from autoddl.pipelines.runtime.pipeline.dryrun import check_programs
-from autoddl.pipelines.runtime.pipeline.holding import Holding, StageLayout, hold, rows_over
-from autoddl.pipelines.runtime.pipeline.lowering import Lowered, lower_along
+from autoddl.pipelines.runtime.pipeline.holding import Holding, StageLayout, make_holding, rows_over
+from autoddl.pipelines.runtime.pipeline.lowering import Lowered, lower_with_timeline
 from autoddl.pipelines.runtime.pipeline.words import Crossing, WorkerWords, word_of
 
 from .test_lowering import schedules
@@ -31,7 +31,7 @@ def of_workers(schedule: Schedule, joint: bool, tied: tuple[tuple[int, ...], ...
     alone = rows_over(1)
     single = replace(schedule, widths=(1,) * schedule.num_workers)
     holding = Holding(single, 1, (StageLayout(alone, alone, 1, 1, joint),) * schedule.num_stages)
-    return lower_along(holding, simulate(schedule, times_of(schedule)), tied=tied)
+    return lower_with_timeline(holding, simulate(schedule, times_of(schedule)), tied=tied)
 
 
 def reader(holding: Holding, joint: bool) -> WorkerWords:
@@ -76,8 +76,8 @@ def test_every_rank_has_its_share_of_a_word(schedule, joint):
     own = [StageLayout(layout, layout, 4, 2, joint) for layout in layouts]
     if any((p, s + 1) in schedule.stages_on(w) for w in range(schedule.num_workers) for p, s in schedule.stages_on(w)):
         own = [replace(one, leaving=layouts[0], arriving=layouts[0]) for one in own]
-    holding = hold(schedule, 8, own)
-    lowered = lower_along(holding, simulate(schedule, times_of(schedule)), tied=tied)
+    holding = make_holding(schedule, 8, own)
+    lowered = lower_with_timeline(holding, simulate(schedule, times_of(schedule)), tied=tied)
     texts = [text_of(program) for program in of_workers(schedule, joint, tied).programs]
     words = reader(holding, joint)
     programs = []
