@@ -1,33 +1,46 @@
-"""Lower bounds on the step of a setting, over all its cuts and all ways to run their stages; cheap ones first.
+"""Linear lower bounds on the step of a setting, valid for all its cuts and all ways to run their stages.
 
-Every bound is a *linear* one: numbers w >= 0 per stage for its forward, backward, recomputation and all-reduce, and per
-boundary for its transfers, such that no plan's step is less than their sum of products.  The least of such a sum over all cuts
-is found by dynamic programming over stages and units, where every stage takes at least what its units do at its weights
+A *linear bound* has a weight w >= 0 for each term of the step (:class:`autoddl.pipelines.stepgraph.Terms`: forward, backward,
+recomputation and all-reduce of each stage, forward and backward transfer over each boundary), such that the sum of weights times
+seconds is at most the step of every plan of the setting.  :func:`least_of_cuts` minimises such a sum over all cuts, by dynamic
+programming over stages and units.  A stage takes at least the sum of what each of its units takes at the bound's weights
 (:mod:`.unit_bounds`).
 
-**Balance.**  Some worker has at least the mean of all work.  Let worker s of D put N micro-batches through its stages (whatever is
-done by which replica): N (F + B).  In a scheme of one pipeline its first micro-batch has come through the stages t < s before, and
-its last one's gradient goes back through them behind.  A mean over all workers, of shares q >= 0 that sum to 1:
+**Balance.**  The step is at least the mean of all workers' loads, with any shares q(s) >= 0 of sum 1.  Let a pipeline have the
+workers 0 to D - 1, one stage on each, and N micro-batches per step, and let F(s) and B(s) be the seconds of one forward and one
+backward pass through stage s.  Worker s spends N (F(s) + B(s)) on its own stage.  Before its first task a micro-batch passes
+forward through all stages t < s, and after its last task a gradient passes backward through them.  So in the mean of all workers
+F(s) and B(s) have the weight
 
-    N q(s) + sum of q(t) over the workers t > s, where s < D      for F(s) and B(s)                                            (1)
+    w(s) = N q(s) + sum over t > s of q(t)                                                                                    (1)
 
-It is highest where a unit counts as much on every worker.  From the last worker on, with a constant c,
+The bound is best if a unit adds the same to it on every worker.  Its seconds are inversely proportional to the devices of the
+worker, so w(s) = c devices(s) with a constant c, and from the last worker to the first
 
-    q(s) = (c devices(s) - sum of q(t) over t > s) / N
+    q(s) = (c devices(s) - sum over t > s of q(t)) / N
 
-so that D equal workers take at least 1 / (1 - (1 - 1/N)^D) times the whole chain's work of one micro-batch.  Where weight parts may
-come last the way back does not count, nor do ways in and out in schemes of several pipelines.  With several groups of stages the
-ways in are those of the first group alone, and q is the share of the devices.  GEMS has one micro-batch of each pipeline under way:
-as many whole ways there and back as it has in one.
+For D workers of equal size, a step takes at least 1 / (1 - (1 - 1/N)^D) times the work of one micro-batch on the whole chain.
 
-**Long paths.**  A path of the schedule's graph (:mod:`autoddl.pipelines.stepgraph`): how often it passes each term.           (2)
+=====================================  =======================================================================================
+schedule                               difference from (1)
+=====================================  =======================================================================================
+split backward passes                  weight parts may come last, so that only forward passes count before the first task
+several pipelines                      q(s) is the worker's share of the devices; neither fill nor drain counts
+several groups of stages               q(s) is the worker's share of the devices; fill and drain are those of the first group
+GEMS                                   one micro-batch of each pipeline in flight: w(s) is the most micro-batches of a pipeline
+=====================================  =======================================================================================
 
-**Memory.**  For any prices mu >= 0 of a byte on each worker, the sum of (1) or (2) and of mu (bytes - limit) over all workers is a
-bound, too: what does not fit costs.  Recomputing a whole stage takes at least what it does without redistributions.          (3)
+**Long paths.**  For any path of the schedule's graph, the weight of a term is how often the path passes it
+(:mod:`autoddl.pipelines.stepgraph`).                                                                                         (2)
 
-**Level.**  A cut takes the greatest of the paths of which (1) is the mean; the least of that over all cuts is in :mod:`.levels`.
+**Memory.**  For any prices mu >= 0 [s per byte], one per worker, (1) or (2) plus the sum over the workers of mu (bytes - limit) is
+a lower bound on the steps of all plans within the memory limit.  Recomputation of a whole stage takes at least the sum of its
+layers' forward passes, without redistributions.                                                                              (3)
 
-**Period.**  Of an asynchronous schedule: N (F + B) of a stage, the mean over the workers: N / D as above.
+**Bottleneck.**  A cut takes at least the largest of the paths whose mean is (1); :mod:`.levels` minimises that over all cuts.
+
+**Period.**  A step of an asynchronous schedule is at least N (F + B) of each stage, and so at least the mean of that over the
+workers.
 """
 
 from __future__ import annotations
@@ -44,22 +57,28 @@ from .configuration import PipelineSchedule
 __all__ = [
     "balance",
     "bound_class",
+    "fill_and_drain",
     "homes",
     "least_of_cuts",
-    "loads",
-    "micro_batches_of",
+    "micro_batches_per_pipeline",
     "placement_of",
     "promise",
-    "way_in",
+    "worker_loads",
 ]
 
-#: About what the forward pass is of all work.
-_FORWARD = 1 / 3
+#: Assumed part of the forward pass in the work of a micro-batch.
+_FORWARD_PART = 1 / 3
 
 
 @lru_cache(maxsize=512)
 def homes(num_workers: int, groups: int, num_pipelines: int) -> tuple[tuple[tuple[int, int], ...], ...]:
-    """Per worker its (pipeline, stage) pairs."""
+    """Return the (pipeline, stage) pairs of each worker.
+
+    >>> homes(2, 2, 1)  # two groups of stages
+    (((0, 0), (0, 2)), ((0, 1), (0, 3)))
+    >>> homes(2, 1, 2)  # two pipelines of opposite directions
+    (((0, 0), (1, 1)), ((0, 1), (1, 0)))
+    """
     placement = placement_of(num_workers, groups, num_pipelines)
     return tuple(
         tuple((p, s) for p, workers in enumerate(placement) for s, owner in enumerate(workers) if owner == worker)
@@ -68,50 +87,71 @@ def homes(num_workers: int, groups: int, num_pipelines: int) -> tuple[tuple[tupl
 
 
 def placement_of(num_workers: int, groups: int, num_pipelines: int) -> tuple[tuple[int, ...], ...]:
-    """``[pipeline][stage] -> worker``, as the generators have it."""
+    """Return the worker of each stage of each pipeline, ``[pipeline][stage]``, as the generators of schedules place them.
+
+    >>> placement_of(2, 2, 1)
+    ((0, 1, 0, 1),)
+    """
     return placements(num_workers, num_pipelines) if num_pipelines > 1 else (tuple(range(num_workers)) * groups,)
 
 
-def micro_batches_of(num_workers: int, num_micro_batches: int, num_pipelines: int) -> tuple[int, ...]:
-    """How many micro-batches each pipeline gets: whole rounds evenly, and what is left over as evenly as can be."""
-    left = num_micro_batches % num_workers if num_pipelines > 1 else num_micro_batches
-    each, extra = divmod(left, num_pipelines)
-    whole = (num_micro_batches - left) // num_pipelines
-    return tuple(whole + each + (pipeline < extra) for pipeline in range(num_pipelines))
+def micro_batches_per_pipeline(num_workers: int, num_micro_batches: int, num_pipelines: int) -> tuple[int, ...]:
+    """Return the number of micro-batches of each pipeline.
+
+    Whole rounds of ``num_workers`` micro-batches are divided evenly; the rest is divided as evenly as possible.
+
+    >>> micro_batches_per_pipeline(4, 9, 2)
+    (5, 4)
+    """
+    rest = num_micro_batches % num_workers if num_pipelines > 1 else num_micro_batches
+    each, extra = divmod(rest, num_pipelines)
+    in_rounds = (num_micro_batches - rest) // num_pipelines
+    return tuple(in_rounds + each + (pipeline < extra) for pipeline in range(num_pipelines))
 
 
 def balance(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
-    """The weights of (1) in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+    """Return the weights of the balance bound (1).
 
     Args:
-        widths: devices of every stage's worker.
+        spec: The schedule.
+        widths: Per stage the number of devices of its worker.
+
+    Returns:
+        One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
     """
     terms, count, depth = Terms(spec.num_stages), spec.num_micro_batches, spec.num_workers
     weights = np.zeros(terms.count)
     if spec.name == "gems":
-        rounds = max(micro_batches_of(depth, count, spec.num_pipelines))
+        rounds = max(micro_batches_per_pipeline(depth, count, spec.num_pipelines))
         for part in (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward):
             weights[part] = rounds
         return weights
     share = np.array(widths) / sum(widths[:depth])
-    before = np.zeros(spec.num_stages)
+    # Per stage the sum of the shares of the workers behind it.
+    behind = np.zeros(spec.num_stages)
     if spec.synchronous and spec.num_pipelines == 1:
         if spec.groups == 1:
-            share = _levelled(share, count, _FORWARD if spec.splits_backward else 1.0)
-        before[:depth] = np.maximum(1.0 - np.cumsum(share[:depth]), 0.0)
-        # On the way to a worker the boundary behind each stage before it is crossed, and back.
-        weights[terms.transfer_forward][: depth - 1] = before[: depth - 1]
-        weights[terms.transfer_backward][: depth - 1] = 0.0 if spec.splits_backward else before[: depth - 1]
+            share = _balanced_shares(share, count, _FORWARD_PART if spec.splits_backward else 1.0)
+        behind[:depth] = np.maximum(1.0 - np.cumsum(share[:depth]), 0.0)
+        # A micro-batch on its way to a worker, and its gradient on the way back, cross all boundaries before the worker.
+        weights[terms.transfer_forward][: depth - 1] = behind[: depth - 1]
+        weights[terms.transfer_backward][: depth - 1] = 0.0 if spec.splits_backward else behind[: depth - 1]
     passes = np.array([spec.backward_passes(stage) for stage in range(spec.num_stages)])
-    weights[terms.forward] = count * share + before
-    weights[terms.backward] = count * share * passes + (0.0 if spec.splits_backward else before)
-    # The way back of the last micro-batch may do without recomputation: that need not wait for the gradient.
+    weights[terms.forward] = count * share + behind
+    weights[terms.backward] = count * share * passes + (0.0 if spec.splits_backward else behind)
+    # The stages that the last gradient passes can recompute before it arrives, so recomputation is not part of the drain.
     weights[terms.recompute] = count * share
     return weights
 
 
-def _levelled(devices: np.ndarray, count: int, part: float) -> np.ndarray:
-    """The shares of (1) where every unit counts as much on each worker; ``part`` of the work counts on the way to a worker."""
+def _balanced_shares(devices: np.ndarray, count: int, part: float) -> np.ndarray:
+    """Return the shares q of (1) at which a unit adds the same to the bound on every worker.
+
+    Args:
+        devices: Per worker its part of all devices.
+        count: Number of micro-batches.
+        part: Part of a stage's work that delays the first task of later workers, or follows their last task.
+    """
     shares, behind = np.zeros(len(devices)), 0.0
     for worker in reversed(range(len(devices))):
         shares[worker] = max(0.0, devices[worker] - part * behind) / count
@@ -119,8 +159,13 @@ def _levelled(devices: np.ndarray, count: int, part: float) -> np.ndarray:
     return np.asarray(shares / behind)
 
 
-def way_in(spec: PipelineSchedule) -> np.ndarray:
-    """What a stage adds to the path of one behind it in (1): passes of one micro-batch; weights as :func:`balance`."""
+def fill_and_drain(spec: PipelineSchedule) -> np.ndarray:
+    """Return what each stage adds to the load of a worker behind it, because the pipeline fills and drains through the stage.
+
+    Returns:
+        One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`: one forward pass, and one backward pass
+        unless backward passes are split.
+    """
     terms = Terms(spec.num_stages)
     weights = np.zeros(terms.count)
     weights[terms.forward] = weights[terms.transfer_forward] = 1.0
@@ -130,65 +175,87 @@ def way_in(spec: PipelineSchedule) -> np.ndarray:
 
 
 def promise(spec: PipelineSchedule, widths: Sequence[int]) -> np.ndarray:
-    """About what plans of a setting take where workers are level, no bound: weights as :func:`balance`, with what schedules of the
-    kind have to wait while the pipeline fills and drains."""
+    """Return weights that estimate the step of a plan whose workers have equal loads; they are no bound.
+
+    The estimate is the work of one worker, and its idle time while a schedule of this kind fills and drains.
+
+    Args:
+        spec: The schedule.
+        widths: Per stage the number of devices of its worker.
+
+    Returns:
+        One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+    """
     terms, count, depth = Terms(spec.num_stages), spec.num_micro_batches, spec.num_workers
-    waiting = (depth - 1) / spec.groups
+    # Idle time of a worker, as a number of micro-batches.
+    idle = (depth - 1) / spec.groups
     if spec.num_pipelines > 1:
-        waiting = depth / spec.num_pipelines - 1
+        idle = depth / spec.num_pipelines - 1
     if spec.name == "gems":
-        waiting = count * (depth / 2 - 1)
+        idle = count * (depth / 2 - 1)
     elif spec.splits_backward:
-        waiting /= 2
+        idle /= 2
     elif spec.groups > 1:
-        # Of fewer micro-batches than workers each group of stages begins anew.
-        waiting += max(0, depth - count) * (1 - 1 / spec.groups)
+        # With fewer micro-batches than workers the pipeline fills anew for each group of stages.
+        idle += max(0, depth - count) * (1 - 1 / spec.groups)
     share = np.array(widths) / sum(widths[:depth])
     weights = np.zeros(terms.count)
     for part in (terms.forward, terms.backward, terms.recompute):
-        weights[part] = (count + waiting) * share
+        weights[part] = (count + idle) * share
     weights[terms.backward] *= [spec.backward_passes(stage) for stage in range(spec.num_stages)]
     weights[terms.all_reduce] = share
     return weights
 
 
-def loads(spec: PipelineSchedule) -> list[np.ndarray]:
-    """What each worker puts through its stages: the simplest of (2); in the order of :class:`autoddl.pipelines.stepgraph.Terms`."""
-    terms, found = Terms(spec.num_stages), []
-    counts = micro_batches_of(spec.num_workers, spec.num_micro_batches, spec.num_pipelines)
+def worker_loads(spec: PipelineSchedule) -> list[np.ndarray]:
+    """Return the compute load of each worker, the simplest path of (2): all passes through its stages.
+
+    Returns:
+        Per worker one weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+    """
+    terms, loads = Terms(spec.num_stages), []
+    counts = micro_batches_per_pipeline(spec.num_workers, spec.num_micro_batches, spec.num_pipelines)
     for held in homes(spec.num_workers, spec.groups, spec.num_pipelines):
         weights = np.zeros(terms.count)
         for pipeline, stage in held:
             weights[terms.forward.start + stage] += counts[pipeline]
             weights[terms.backward.start + stage] += counts[pipeline] * spec.backward_passes(stage)
             weights[terms.recompute.start + stage] += counts[pipeline]
-        found.append(weights)
-    return found
+        loads.append(weights)
+    return loads
 
 
 def bound_class(spec: PipelineSchedule) -> tuple[object, ...]:
-    """Schedules of one class, of as many micro-batches, have the same :func:`balance`."""
+    """Return a key of the kind of schedule: :func:`balance` depends on the key, the numbers of micro-batches and devices alone."""
     return spec.name == "gems", spec.synchronous, spec.splits_backward, spec.groups, spec.num_pipelines
 
 
 def least_of_cuts(of_units: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """The least sum over all cuts of a chain in stages of one unit or more.
+    """Return the least sum over all cuts of a chain in stages of one unit or more.
+
+    The dynamic programme over stages and units takes O(stages * units) steps for each element of the leading dimensions.
 
     Args:
-        of_units: what each unit would add to every stage; shape (..., stages, units).
-        after: what the boundary behind each stage but the last adds where the next one begins with a unit; shape
+        of_units: What each unit adds to each stage, shape (..., stages, units).
+        after: What the boundary behind each stage but the last adds, by the first unit behind the boundary; shape
             (stages - 1, units + 1).
 
     Returns:
-        shape (...).
+        The least sums, shape (...).
+
+    >>> of_units = np.array([[1.0, 2.0, 4.0], [1.0, 1.0, 1.0]])  # two stages, three units
+    >>> float(least_of_cuts(of_units, np.array([[0.0, 3.0, 0.5, 0.0]])))  # units 0 and 1 in the first stage: 3 + 0.5 + 1
+    4.5
     """
     num_stages, num_units = of_units.shape[-2:]
     sums = np.zeros((*of_units.shape[:-1], num_units + 1))
     np.cumsum(of_units, axis=-1, out=sums[..., 1:])
+    # best[j]: the least sum of the stages so far with the units 0 to j - 1, and of the boundaries behind them.
     best = np.full((*of_units.shape[:-2], num_units + 1), np.inf)
     best[..., 0] = 0.0
     for stage in range(num_stages):
         own = sums[..., stage, :]
+        # A stage with the units i to j - 1 adds own[j] - own[i]; the minimum over i < j is a running one.
         begun = np.minimum.accumulate(best - own, axis=-1)
         best[..., 1:] = begun[..., :-1] + own[..., 1:]
         best[..., 0] = np.inf

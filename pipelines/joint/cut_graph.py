@@ -1,9 +1,17 @@
-"""What the cuts of one setting cost at least: a layered graph of *arcs*, of which a way through is a cut.
+"""The cut graph of a setting: a layered graph whose paths are cuts, with lower bounds on the cost of every arc.
 
-An arc (s, i, j) is stage s with the units i to j - 1.  For every bound of the setting (a long path of its schedule, with prices of
-memory, see :mod:`.bounds`) it has the least that any way to run the stage takes, and what crosses the boundary behind it: what
-its units take, redistributions for nothing; or, where they are worked out, the least of its rows, its front within the memory
-limit as far as that can be of use (:mod:`.stage_search`).
+An *arc* (s, i, j) is stage s with the units i to j - 1.  A path through one arc of each stage is a cut (:mod:`.cut_regions`).  A
+:class:`Bound` is a linear lower bound on the step: weights of the schedule's terms, and prices of memory (:mod:`.bounds`).  For
+each bound an arc costs at least
+
+    cost(s, i, j) = least over the ways to run the stage of [ weights . seconds + price (bytes - share of the limit) ]
+                    + weight of the transfers over the boundary behind the stage * their least seconds
+
+The least over the ways to run a stage comes from one of two sources:
+
+-   its *units*: the sum of what each unit adds at least, with free redistributions (:mod:`.unit_bounds`); known for all arcs;
+-   its *rows*, after :meth:`CutGraph.load_rows`: the front of the stage's ways to run, as far as it is within the memory limit and
+    within thresholds (:mod:`.stage_search`); expensive, so only for the arcs of single cuts.
 """
 
 from __future__ import annotations
@@ -22,7 +30,7 @@ from autoddl.search.fronts import TooManyError
 from ..stepgraph import Terms
 from .boundary import boundary_of
 from .bounds import least_of_cuts, placement_of
-from .cut_regions import closed_arcs
+from .cut_regions import impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .meshes import StageMesh
@@ -30,7 +38,7 @@ from .stage_search import Passes, RowFilter, StageDemand, StageFront, StageSearc
 
 __all__ = ["PRICES", "Arc", "Bound", "CutGraph", "TooManyError"]
 
-#: Prices of a byte at which memory is bounded: this part of a step per limit, at a stage of mean weight.
+#: Prices of a byte that bounds try, for a stage of mean weight: as parts of a step per memory limit.
 PRICES = (0.03, 0.1, 0.3, 1.0, 3.0)
 
 
@@ -39,22 +47,29 @@ class Bound:
     """A linear lower bound on steps.
 
     Attributes:
-        weights: in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
-        prices: of a byte on the workers of each stage [s]; of several every arc takes the best one by itself, in each way of
-            recomputation, which holds where each worker has one stage alone; none: memory is for nothing.
+        weights: One weight per term, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+        prices: Vectors of prices of a byte on the workers of each stage [s per byte], shape (stages,) each.  Empty: memory is free.
+            With several vectors every arc takes, for each way of recomputation, the vector at which it costs the most; this is
+            valid only if each worker has a single stage.
     """
 
     weights: np.ndarray
     prices: tuple[np.ndarray, ...] = ()
 
     def is_path(self, path: np.ndarray) -> bool:
-        """Whether it is a path alone, memory for nothing."""
+        """Return whether the bound consists of this path alone, without prices of memory."""
         return not self.prices and np.array_equal(self.weights, path)
 
 
 @dataclass(frozen=True, eq=False)
 class Arc:
-    """The rows of one stage of some units, with the numbers of the layouts at both sides in the whole setting."""
+    """The rows of an arc: ways to run one stage of given units.
+
+    Attributes:
+        rows: The rows.
+        entry, exit: Per row the numbers of the layouts in which the stage takes and leaves its tensors (numbers of
+            :meth:`CutGraph.side_layouts`); -1 where the layout does not matter.
+    """
 
     rows: StageFront
     entry: np.ndarray
@@ -63,12 +78,16 @@ class Arc:
 
 @dataclass(frozen=True, eq=False)
 class UnitRuns:
-    """Runs of equal units.
+    """The runs of a chain (equal units that follow each other), and linear lower bounds on the transfers over boundaries.
+
+    The transfer over boundary b in one direction takes at least ``base[b]`` + the sum, over all units before the boundary, of
+    ``slopes[b, run of the unit]`` seconds.
 
     Attributes:
-        first, sizes: the first unit and the number of units of each.
-        base, slopes: of what crosses every boundary at least, each way: base + the sum over the units before it of its run's slope;
-            shapes (stages - 1,) and (stages - 1, runs).
+        first: First unit of each run.
+        sizes: Number of units of each run.
+        base: Shape (stages - 1,).
+        slopes: Shape (stages - 1, runs).
     """
 
     first: np.ndarray
@@ -76,70 +95,96 @@ class UnitRuns:
     base: np.ndarray
     slopes: np.ndarray
 
-    def may_be_in(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
-        """Whether a stage may have units of a run where boundaries are within ranges; shape (stages, runs)."""
+    def possible_in(self, ranges: Sequence[tuple[int, int]]) -> np.ndarray:
+        """Return whether a stage may have units of a run if the boundaries are within ``ranges``; shape (stages, runs)."""
         begins = np.array([0, *(low for low, _ in ranges)])[:, None]
         ends = np.array([*(high for _, high in ranges), int(self.sizes.sum())])[:, None]
         return np.asarray(np.maximum(begins, self.first) < np.minimum(ends, self.first + self.sizes))
 
-    def crossing(self, weights: np.ndarray) -> tuple[np.ndarray, float]:
-        """Where what crosses each boundary counts so often, shape (..., stages - 1): what each unit of a run at a stage adds, shape
-        (..., stages, runs), and what is there without."""
+    def transfer_coefficients(self, weights: np.ndarray) -> tuple[np.ndarray, float]:
+        """Return the weighted sum of the transfers as a linear function of the numbers of units n(stage, run).
+
+        Args:
+            weights: Weight of the transfer over each boundary, shape (..., stages - 1).
+
+        Returns:
+            The coefficients of n, shape (..., stages, runs), and the constant.
+        """
         by_boundary = weights[..., None] * self.slopes
+        # A unit of stage s is before the boundaries s, s + 1, ...: sums from the last boundary on.
         none = np.zeros((*by_boundary.shape[:-2], 1, len(self.sizes)))
         sums = np.concatenate([np.cumsum(by_boundary[..., ::-1, :], axis=-2)[..., ::-1, :], none], axis=-2)
         return sums, weights @ self.base
 
 
 class CutGraph:
-    """The arcs of one setting.
+    """The arcs of one setting, and what they cost at least in a bound.
 
     Args:
-        ways: of recomputation that are on offer.
-        demand: what its schedule asks of memory.
+        explorer: Searches of stages on each rectangle of devices.
+        setting: The setting.
+        recomputations: The ways of recomputation on offer (:data:`.configuration.RECOMPUTATIONS`).
+        demand: The micro-batches in flight and the weight versions of the setting's schedule.
+
+    Attributes:
+        stage_searches, stage_demands, passes: Per stage the search of its rows, its memory demand, and its passes.
+        is_alone: Whether each worker has a single stage.
+        limit: Memory limit of a device [bytes].
+        arcs: The arcs whose rows are loaded.
     """
 
-    def __init__(self, explorer: Explorer, setting: Setting, ways: Sequence[str], demand: MemoryDemand):
-        self.explorer, self.setting, self.ways, self.demand = explorer, setting, tuple(ways), demand
+    def __init__(self, explorer: Explorer, setting: Setting, recomputations: Sequence[str], demand: MemoryDemand):
+        self.explorer, self.setting, self.recomputations, self.demand = explorer, setting, tuple(recomputations), demand
         self.spec = setting.schedule
         self.num_stages, self.num_units = self.spec.num_stages, explorer.chain.num_units
         self.passes: tuple[Passes, ...] = explorer.passes(setting)
-        self.stages: tuple[StageSearch, ...] = tuple(explorer.stages(mesh) for mesh in setting.meshes)
-        self.need = [StageDemand(k, v) for k, v in zip(demand.in_flight, demand.versions)]
+        self.stage_searches: tuple[StageSearch, ...] = tuple(explorer.stages(mesh) for mesh in setting.meshes)
+        self.stage_demands = [StageDemand(k, v) for k, v in zip(demand.in_flight, demand.versions)]
         self.is_alone = all(len(held) == 1 for held in demand.homes)
         self.terms = Terms(self.num_stages)
         self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)
         self.limit = explorer.limit_bytes
-        self._shares = np.ones(self.num_stages)
+        #: Per stage the number of stages on its worker (the largest of them if several workers hold the stage).
+        self._stages_on_worker = np.ones(self.num_stages)
         for held in demand.homes:
             for _, stage in held:
-                self._shares[stage] = max(self._shares[stage], float(len(held)))
+                self._stages_on_worker[stage] = max(self._stages_on_worker[stage], float(len(held)))
         self._in_flight = np.array(demand.in_flight)
-        self._copies = np.array([1 + (v - 1) * one.per_version for v, one in zip(demand.versions, self.stages)])
-        self._alike: dict[tuple[int, Passes], list[int]] = {}
+        #: Per stage its bytes of state with all weight versions, as a multiple of the state with one version.
+        self._state_factors = np.array(
+            [1 + (v - 1) * one.per_version for v, one in zip(demand.versions, self.stage_searches)]
+        )
+        #: Stages of equal rectangles and passes, by (first stage on the rectangle, passes).
+        self._equal_stages: dict[tuple[int, Passes], list[int]] = {}
         first: dict[StageMesh, int] = {}
         for stage, (mesh, passes) in enumerate(zip(setting.meshes, self.passes)):
-            self._alike.setdefault((first.setdefault(mesh, stage), passes), []).append(stage)
-        self._layouts: dict[Layout, int] = {}
-        self._layout: list[Layout] = []
+            self._equal_stages.setdefault((first.setdefault(mesh, stage), passes), []).append(stage)
+        self._layout_numbers: dict[Layout, int] = {}
+        self._layouts: list[Layout] = []
         self._crossings: dict[tuple[int, int, int, int], tuple[float, float]] = {}
         self.arcs: dict[tuple[int, int, int], Arc] = {}
 
-    def again(self) -> CutGraph:
-        """The same setting, without rows."""
-        found = copy(self)
-        found.arcs = {}
-        return found
+    def without_rows(self) -> CutGraph:
+        """Return a cut graph of the same setting without loaded rows; it shares layouts and transfers with this one."""
+        graph = copy(self)
+        graph.arcs = {}
+        return graph
 
-    # -------------------------------------------------------------------------------------------------- what passes between
+    # ------------------------------------------------------------------------------------------- transfers between stages
 
     @cached_property
     def _transfers(self) -> np.ndarray:
-        """The least seconds of every boundary where the stage behind it begins with a unit; shape (stages - 1, units + 1)."""
+        """Least seconds of a transfer over each boundary, by the first unit behind the boundary; shape (stages - 1, units + 1)."""
         return self.explorer.least_transfers(self.setting)
 
     def crossing(self, boundary: int, unit: int, source: int, target: int) -> tuple[float, float]:
-        """Seconds forward and back of what crosses a boundary before a unit, between two layouts (by number)."""
+        """Return the seconds of the forward and of the backward transfer over a boundary.
+
+        Args:
+            boundary: The boundary.
+            unit: The first unit behind the boundary.
+            source, target: Numbers of the layouts before and behind the boundary.
+        """
         key = (boundary, unit, source, target)
         if key not in self._crossings:
             explorer, setting = self.explorer, self.setting
@@ -150,233 +195,309 @@ class CutGraph:
                 self.placement,
                 boundary,
                 chain.graph.layers[chain.starts[unit] - 1],
-                self._layout[source],
-                self._layout[target],
+                self._layouts[source],
+                self._layouts[target],
                 replace(explorer.workload, micro_batch=setting.micro_batch),
             )
             self._crossings[key] = between.forward_s, between.backward_s
         return self._crossings[key]
 
     def has_crossing(self, boundary: int, unit: int, source: int, target: int) -> bool:
-        """Whether it is worked out."""
+        """Return whether :meth:`crossing` was already called with these arguments."""
         return (boundary, unit, source, target) in self._crossings
 
-    def share(self, stage: int) -> float:
-        """The bytes of a device that are a stage's where all stages of its worker have as many."""
-        return float(self.limit / self._shares[stage])
+    def known_extra_crossings(self, boundary: int, unit: int, source: int, targets: np.ndarray) -> np.ndarray:
+        """Return by how many seconds transfers take longer than the least; 0 for those that :meth:`crossing` has not computed.
 
-    def known_crossings(self, boundary: int, unit: int, source: int, targets: np.ndarray) -> np.ndarray:
-        """By how much those that are worked out are above the least, forward and back; shape (targets, 2)."""
+        Args:
+            boundary, unit, source: As :meth:`crossing`.
+            targets: Numbers of the layouts behind the boundary, shape (targets,).
+
+        Returns:
+            Seconds forward and backward, shape (targets, 2).
+        """
         least = self._transfers[boundary, unit]
-        found = np.zeros((len(targets), 2))
+        extra = np.zeros((len(targets), 2))
         for target in np.unique(targets).tolist():
             known = self._crossings.get((boundary, unit, source, target))
             if known is not None:
-                found[targets == target] = max(0.0, known[0] - least), max(0.0, known[1] - least)
-        return found
+                extra[targets == target] = max(0.0, known[0] - least), max(0.0, known[1] - least)
+        return extra
 
     def least_transfers_at(self, boundary: int) -> np.ndarray:
-        """Forward, and as much back, wherever a boundary is; shape (units + 1,)."""
+        """Return the least seconds of a transfer over a boundary in one direction, by the first unit behind it; shape
+        (units + 1,)."""
         return np.asarray(self._transfers[boundary])
 
     def least_transfer(self, boundary: int, unit: int) -> float:
-        """Forward, and as much back."""
+        """Return the least seconds of a transfer in one direction over a boundary before ``unit``."""
         return float(self._transfers[boundary, unit])
 
-    def _numbered(self, layouts: Sequence[Layout], classes: np.ndarray) -> np.ndarray:
-        """Numbers of layouts in the whole setting for their classes in one table."""
+    def _numbers_of(self, layouts: Sequence[Layout], classes: np.ndarray) -> np.ndarray:
+        """Return the numbers, in this setting, of layouts that are given by their indices in the list of one table."""
         numbers = []
         for layout in layouts:
-            if layout not in self._layouts:
-                self._layouts[layout] = len(self._layout)
-                self._layout.append(layout)
-            numbers.append(self._layouts[layout])
+            if layout not in self._layout_numbers:
+                self._layout_numbers[layout] = len(self._layouts)
+                self._layouts.append(layout)
+            numbers.append(self._layout_numbers[layout])
         return np.array(numbers, dtype=np.intp)[classes] if layouts else np.full(len(classes), -1)
 
-    def sides(self, rows: StageFront) -> tuple[np.ndarray, np.ndarray]:
-        """The numbers of the layouts at both sides of a stage that is run by each of some rows; -1 for none."""
+    def side_layouts(self, rows: StageFront) -> tuple[np.ndarray, np.ndarray]:
+        """Return, for each row of a stage, the numbers of its entry and exit layouts; -1 for none."""
         entry, exit_, begin = [], [], 0
         for table, _, choices in rows.origin:
             end = begin + len(choices)
-            entry.append(self._numbered(table.entries, rows.entry[begin:end]))
-            exit_.append(self._numbered(table.exits, rows.exit[begin:end]))
+            entry.append(self._numbers_of(table.entries, rows.entry[begin:end]))
+            exit_.append(self._numbers_of(table.exits, rows.exit[begin:end]))
             begin = end
         return np.concatenate(entry), np.concatenate(exit_)
 
-    # ------------------------------------------------------------------------------------------------------- separable
+    # ------------------------------------------------------------------------------------------- bounds of arcs by units
 
-    def _vectors(self, weights: np.ndarray, way: str, price: np.ndarray) -> np.ndarray:
-        """What a stage's components count for in a bound, at a price of a byte for every stage; shape (stages, 5)."""
+    def _vector_weights(self, weights: np.ndarray, recompute: str, price: np.ndarray) -> np.ndarray:
+        """Return the weight of each component of a stage's vector (:data:`.stage_cost.COMPONENTS`); shape (stages, 5).
+
+        Args:
+            weights: Weights of the terms.
+            recompute: Way of recomputation.
+            price: Price of a byte for each stage.
+        """
         terms = self.terms
-        forward = weights[terms.forward] + (weights[terms.recompute] if way == "stage" else 0.0)
-        alive = np.ones(self.num_stages) if way == "stage" else self._in_flight
+        forward = weights[terms.forward] + (weights[terms.recompute] if recompute == "stage" else 0.0)
+        in_flight = np.ones(self.num_stages) if recompute == "stage" else self._in_flight
         return np.column_stack(
-            [forward, weights[terms.backward], weights[terms.all_reduce], price * self._copies, price * alive]
+            [
+                forward,
+                weights[terms.backward],
+                weights[terms.all_reduce],
+                price * self._state_factors,
+                price * in_flight,
+            ]
         )
 
     @property
-    def _cheapest(self) -> tuple[str, ...]:
-        """The ways that can be the least where memory is for nothing: nothing is gained by recomputation then."""
-        return ("none",) if "none" in self.ways else self.ways
+    def _recomputations_if_memory_is_free(self) -> tuple[str, ...]:
+        """The ways of recomputation that can be the cheapest if a byte costs nothing: no recomputation, if that is allowed."""
+        return ("none",) if "none" in self.recomputations else self.recomputations
 
-    def grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
-        """Prices of a byte on the workers of each stage, from nothing to what a step of so many seconds makes it worth."""
-        # A byte is worth more where a second is.
-        busy = weights[self.terms.forward] + weights[self.terms.backward]
-        whole = step_s / self.limit * busy / (busy.mean() or 1.0)
-        return (0.0 * whole, *(part * whole for part in PRICES))
-
-    def _of_units(self, way: str, vectors: np.ndarray) -> np.ndarray | None:
-        """The least of every unit at every stage's vector, shape (..., stages, 5) -> (..., stages, units); None where some layer
-        has no strategy."""
-        found = np.empty((*vectors.shape[:-1], self.num_units))
-        for (number, passes), stages in self._alike.items():
-            own, units = vectors[..., stages, :], self.stages[number].units
-            weights = own.reshape(-1, own.shape[-1])
-            least = units.least(way == "layers", passes.replicas, passes.micro_batch, passes.part, weights)
-            if least is None:
-                return None
-            found[..., stages, :] = least.reshape(*own.shape[:-1], self.num_units)
-        return found
-
-    def quick(self, bound: Bound, threshold: float, parts: Sequence[float] = (0.0, *PRICES)) -> float:
-        """The least of a bound over all cuts, stages by their units; inf where some layer has no strategy.
+    def price_grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
+        """Return vectors of prices of a byte for each stage, from 0 to the largest of :data:`PRICES`.
 
         Args:
-            parts: the prices of a byte to take the best of, in thresholds per limit.
+            weights: Weights of the terms; a byte costs more at a stage whose seconds have more weight.
+            step_s: Seconds that a step takes, approximately.
+        """
+        busy = weights[self.terms.forward] + weights[self.terms.backward]
+        unit_price = step_s / self.limit * busy / (busy.mean() or 1.0)
+        return (0.0 * unit_price, *(part * unit_price for part in PRICES))
+
+    def _least_of_units(self, recompute: str, vector_weights: np.ndarray) -> np.ndarray | None:
+        """Return the least weighted sum of each unit at each stage.
+
+        Args:
+            recompute: Way of recomputation.
+            vector_weights: Shape (..., stages, 5).
+
+        Returns:
+            Shape (..., stages, units); None if some layer has no strategy.
+        """
+        least = np.empty((*vector_weights.shape[:-1], self.num_units))
+        for (number, passes), stages in self._equal_stages.items():
+            own, units = vector_weights[..., stages, :], self.stage_searches[number].units
+            rows = own.reshape(-1, own.shape[-1])
+            values = units.least(recompute == "layers", passes.replicas, passes.micro_batch, passes.part, rows)
+            if values is None:
+                return None
+            least[..., stages, :] = values.reshape(*own.shape[:-1], self.num_units)
+        return least
+
+    def quick(self, bound: Bound, threshold: float, parts: Sequence[float] = (0.0, *PRICES)) -> float:
+        """Return the least of a bound over all cuts, from units alone and with one price of a byte for all stages.
+
+        Args:
+            bound: The bound; its own prices are not used.
+            threshold: Seconds that a step takes, approximately.
+            parts: The prices of a byte to try, as parts of ``threshold`` per memory limit; the best one counts.
+
+        Returns:
+            The least value [s]; infinite if some layer has no strategy.
         """
         terms = self.terms
         crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
         prices = np.array([part * threshold / self.limit if part else 0.0 for part in parts])
         least = np.full((len(prices), self.num_stages, self.num_units), np.inf)
-        for way in self.ways if any(parts) else self._cheapest:
-            vectors = [self._vectors(bound.weights, way, np.full(self.num_stages, price)) for price in prices]
-            of_way = self._of_units(way, np.array(vectors))
-            if of_way is None:
+        for recompute in self.recomputations if any(parts) else self._recomputations_if_memory_is_free:
+            vector_weights = np.array(
+                [self._vector_weights(bound.weights, recompute, np.full(self.num_stages, price)) for price in prices]
+            )
+            values = self._least_of_units(recompute, vector_weights)
+            if values is None:
                 return np.inf
-            least = np.minimum(least, of_way)
-        constants = prices * float((self.limit / self._shares).sum())
+            least = np.minimum(least, values)
+        constants = prices * float((self.limit / self._stages_on_worker).sum())
         return max(0.0, float((least_of_cuts(least, crossing * self._transfers) - constants).max()))
 
-    def _entering(self, stage: int) -> np.ndarray:
-        """Bytes of what enters a stage that begins with each unit, of one micro-batch; shape (units,)."""
+    def _entering_bytes(self, stage: int) -> np.ndarray:
+        """Bytes per device of the tensor that enters a stage, for one micro-batch, by the stage's first unit; shape (units,)."""
         size, devices = self.setting.micro_batch, self.setting.meshes[stage].num_devices
         return np.asarray(size * self.explorer.workload.itemsize / devices * self.explorer.chain.entering[:-1])
 
-    def costs(self, bound: Bound) -> list[np.ndarray]:
-        """For every stage the bound's part of every arc, with what crosses behind it; shape (units + 1, units + 1) each."""
+    def arc_costs(self, bound: Bound) -> list[np.ndarray]:
+        """Return what every arc costs at least in a bound, with the transfers over the boundary behind it.
+
+        Returns:
+            Per stage the costs by first unit and by the unit behind the last one, shape (units + 1, units + 1); infinite for arcs
+            that are in no cut, or cannot be run.
+        """
         terms, size = self.terms, self.num_units + 1
         prices = bound.prices or (np.zeros(self.num_stages),)
-        found = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
-        for way in self.ways if any(price.any() for price in prices) else self._cheapest:
-            # What does not need its share of memory has a negative part in a bound with a price.
-            best = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
-            for price in prices:
-                least = self._of_units(way, self._vectors(bound.weights, way, price))
-                if least is None:
-                    return [np.full((size, size), np.inf) for _ in range(self.num_stages)]
-                sums = np.zeros((self.num_stages, size))
-                np.cumsum(least, axis=1, out=sums[:, 1:])
-                known: dict[bytes, np.ndarray] = {}
-                for stage, line in enumerate(sums):
-                    key = line.tobytes()
-                    if key not in known:
-                        known[key] = line[None, :] - line[:, None]
-                    cost = known[key]
-                    if way == "stage" and price[stage]:
-                        cost = cost.copy()
-                        cost[:-1] += (price[stage] * self._in_flight[stage] * self._entering(stage))[:, None]
-                    best[stage] = np.maximum(best[stage], cost - price[stage] * self.limit / self._shares[stage])
+        is_priced = any(price.any() for price in prices)
+        costs = [np.full((size, size), np.inf) for _ in range(self.num_stages)]
+        for recompute in self.recomputations if is_priced else self._recomputations_if_memory_is_free:
+            dearest = self._dearest_arcs(bound.weights, prices, recompute)
+            if dearest is None:
+                return [np.full((size, size), np.inf) for _ in range(self.num_stages)]
             for stage in range(self.num_stages):
-                found[stage] = np.minimum(found[stage], best[stage])
+                costs[stage] = np.minimum(costs[stage], dearest[stage])
         crossing = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
         for stage in range(self.num_stages):
             if stage < self.num_stages - 1:
-                found[stage] += crossing[stage] * self._transfers[stage][None, :]
-            found[stage][self._closed[stage]] = np.inf
+                costs[stage] += crossing[stage] * self._transfers[stage][None, :]
+            costs[stage][self._impossible[stage]] = np.inf
         for (stage, first, stop), arc in self.arcs.items():
-            if np.isfinite(found[stage][first, stop]):
-                own = self._arc_cost(bound, stage, stop, arc)
-                found[stage][first, stop] = max(found[stage][first, stop], own)
-        return found
+            if np.isfinite(costs[stage][first, stop]):
+                by_rows = self._arc_cost_by_rows(bound, stage, stop, arc)
+                costs[stage][first, stop] = max(costs[stage][first, stop], by_rows)
+        return costs
+
+    def _dearest_arcs(
+        self, weights: np.ndarray, prices: Sequence[np.ndarray], recompute: str
+    ) -> list[np.ndarray] | None:
+        """Return what every arc costs with one way of recomputation, at the vector of prices at which it costs the most.
+
+        Transfers are left out.  Costs are negative for stages that need less than their share of memory.
+
+        Returns:
+            Per stage an array of shape (units + 1, units + 1); None if some layer has no strategy.
+        """
+        size = self.num_units + 1
+        dearest = [np.full((size, size), -np.inf) for _ in range(self.num_stages)]
+        for price in prices:
+            least = self._least_of_units(recompute, self._vector_weights(weights, recompute, price))
+            if least is None:
+                return None
+            sums = np.zeros((self.num_stages, size))
+            np.cumsum(least, axis=1, out=sums[:, 1:])
+            # Stages with equal units share an array of differences.
+            differences: dict[bytes, np.ndarray] = {}
+            for stage, line in enumerate(sums):
+                key = line.tobytes()
+                if key not in differences:
+                    differences[key] = line[None, :] - line[:, None]
+                cost = differences[key]
+                if recompute == "stage" and price[stage]:
+                    cost = cost.copy()
+                    cost[:-1] += (price[stage] * self._in_flight[stage] * self._entering_bytes(stage))[:, None]
+                with_limit = cost - price[stage] * self.limit / self._stages_on_worker[stage]
+                dearest[stage] = np.maximum(dearest[stage], with_limit)
+        return dearest
 
     @cached_property
-    def _closed(self) -> list[np.ndarray]:
-        """Arcs of every stage that leave no unit for some other one."""
-        return [closed_arcs(stage, self.num_stages, self.num_units) for stage in range(self.num_stages)]
+    def _impossible(self) -> list[np.ndarray]:
+        """Per stage the arcs that are in no cut."""
+        return [impossible_arcs(stage, self.num_stages, self.num_units) for stage in range(self.num_stages)]
 
-    # ------------------------------------------------------------------------------------------------------ finer grades
+    # ------------------------------------------------------------------------------------ linear functions of unit counts
 
     @cached_property
     def runs(self) -> UnitRuns:
-        """The equal units that follow each other."""
+        """The runs of equal units, with linear lower bounds on transfers."""
         sizes = np.array([len(list(units)) for _, units in groupby(self.explorer.chain.kinds)])
         first = np.cumsum(sizes) - sizes
         base, slopes = np.zeros(self.num_stages - 1), np.zeros((self.num_stages - 1, len(sizes)))
         for boundary, transfers in enumerate(self._transfers):
-            before = 0.0
+            previous = 0.0
             for run, unit in enumerate(first.tolist()):
-                # Behind any unit of a run as much crosses.  What is more counts as the run fills, what is less as soon as it may
-                # have begun: when the one before is complete.  A single unit is there or not.
-                behind = float(transfers[unit + 1])
-                of = run if behind >= before or sizes[run] == 1 else run - 1
+                # Behind every unit of a run tensors of equal size cross.  If they are larger than those of the run before, the
+                # difference is added while this run fills; if they are smaller, it is subtracted while the run before fills.
+                # Both are at most the truth.  For a single unit both are exact.
+                current = float(transfers[unit + 1])
+                filling = run if current >= previous or sizes[run] == 1 else run - 1
                 if run == 0:
-                    base[boundary] = behind
+                    base[boundary] = current
                 else:
-                    slopes[boundary, of] += (behind - before) / sizes[of]
-                before = behind
+                    slopes[boundary, filling] += (current - previous) / sizes[filling]
+                previous = current
         return UnitRuns(first, sizes, base, slopes)
 
-    def cheapest(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-        """What every unit comes to at least at every stage, at prices of a byte on its workers, and the way to run it: seconds
-        forward, backward, recompute, all-reduce, and bytes; shapes (stages, units) and (stages, units, 5).
+    def cheapest_units(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what every unit costs at least at every stage, and a way to run the unit that costs that much.
 
-        None where some layer has no strategy.
+        Args:
+            weights: Weights of the terms.
+            price: Price of a byte for each stage, shape (stages,).
+
+        Returns:
+            The costs, shape (stages, units), and the vectors (seconds forward, backward, of recomputation, of all-reduce; bytes),
+            shape (stages, units, 5); None if some layer has no strategy.
         """
-        best = np.full((self.num_stages, self.num_units), np.inf)
-        found = np.zeros((self.num_stages, self.num_units, 5))
-        for way in self.ways:
-            vectors = self._vectors(weights, way, price)
-            # Of what a stage that is recomputed keeps, and of what else it does, no more than one micro-batch's is alive.
-            bytes_of = np.column_stack([self._copies, np.ones(self.num_stages) if way == "stage" else self._in_flight])
-            for (number, passes), stages in self._alike.items():
-                own, units = vectors[stages], self.stages[number].units
-                each = units.vectors(way == "layers", passes.replicas, passes.micro_batch, passes.part, own)
+        costs = np.full((self.num_stages, self.num_units), np.inf)
+        vectors = np.zeros((self.num_stages, self.num_units, 5))
+        for recompute in self.recomputations:
+            vector_weights = self._vector_weights(weights, recompute, price)
+            # A stage that is recomputed as a whole keeps the activations of one micro-batch at a time.
+            in_flight = np.ones(self.num_stages) if recompute == "stage" else self._in_flight
+            bytes_factors = np.column_stack([self._state_factors, in_flight])
+            for (number, passes), stages in self._equal_stages.items():
+                own, units = vector_weights[stages], self.stage_searches[number].units
+                each = units.least_vectors(recompute == "layers", passes.replicas, passes.micro_batch, passes.part, own)
                 if each is None:
                     return None
                 value = np.einsum("suc,sc->su", each, own)
-                again = each[:, :, 0] if way == "stage" else np.zeros_like(value)
-                nbytes = np.einsum("suc,sc->su", each[:, :, 3:], bytes_of[stages])
-                vector = np.stack([each[:, :, 0], each[:, :, 1], again, each[:, :, 2], nbytes], axis=2)
-                less = value < best[stages]
-                best[stages] = np.where(less, value, best[stages])
-                found[stages] = np.where(less[:, :, None], vector, found[stages])
-        return best, found
+                recompute_s = each[:, :, 0] if recompute == "stage" else np.zeros_like(value)
+                nbytes = np.einsum("suc,sc->su", each[:, :, 3:], bytes_factors[stages])
+                vector = np.stack([each[:, :, 0], each[:, :, 1], recompute_s, each[:, :, 2], nbytes], axis=2)
+                is_less = value < costs[stages]
+                costs[stages] = np.where(is_less, value, costs[stages])
+                vectors[stages] = np.where(is_less[:, :, None], vector, vectors[stages])
+        return costs, vectors
 
     def crossing_costs(self, weights: np.ndarray) -> np.ndarray:
-        """What crosses every boundary at least in a bound, where the stage behind it begins with a unit; shape (stages - 1, units +
-        1)."""
+        """Return what the transfers over each boundary cost at least in a bound, by the first unit behind the boundary.
+
+        Returns:
+            Shape (stages - 1, units + 1).
+        """
         terms = self.terms
         crossing = (weights[terms.transfer_forward] + weights[terms.transfer_backward])[:, None]
         return np.asarray(crossing * self._transfers)
 
-    def worth_of_limits(self, price: np.ndarray) -> float:
-        """Of all workers' bytes, at prices on the workers of each stage [s]."""
-        return float((price * self.limit / self._shares).sum())
+    def price_of_limits(self, price: np.ndarray) -> float:
+        """Return the sum over all workers of price times memory limit [s], for the price of a byte of each stage."""
+        return float((price * self.limit / self._stages_on_worker).sum())
 
-    def least_of_region(self, bound: Bound, of_units: np.ndarray, ranges: Sequence[tuple[int, int]]) -> float:
-        """The least of a bound over the cuts whose boundaries are within ranges, where units come to so much at its price.
+    def memory_share(self, stage: int) -> float:
+        """Return a stage's share of the memory limit [bytes], if all stages of its worker have equal shares."""
+        return float(self.limit / self._stages_on_worker[stage])
+
+    def least_in_region(self, bound: Bound, of_units: np.ndarray, ranges: Sequence[tuple[int, int]]) -> float:
+        """Return the least of a bound over the cuts whose boundaries are within ranges.
 
         Args:
-            of_units: shape (stages, units).
+            bound: The bound.
+            of_units: What units cost in it at least (:meth:`cheapest_units`), shape (stages, units).
+            ranges: Smallest and largest unit of each boundary.
         """
         after = self.crossing_costs(bound.weights)
         for boundary, (first, last) in enumerate(ranges):
             after[boundary, :first] = after[boundary, last + 1 :] = np.inf
-        return float(least_of_cuts(of_units, after)) - sum(self.worth_of_limits(price) for price in bound.prices)
+        return float(least_of_cuts(of_units, after)) - sum(self.price_of_limits(price) for price in bound.prices)
 
-    def _arc_cost(self, bound: Bound, stage: int, stop: int, arc: Arc) -> float:
-        """A bound's part of an arc whose rows are known, with the least that crosses behind it."""
+    # --------------------------------------------------------------------------------------------- bounds of arcs by rows
+
+    def _arc_cost_by_rows(self, bound: Bound, stage: int, stop: int, arc: Arc) -> float:
+        """Return the least cost of an arc's rows in a bound, with the least transfers over the boundary behind it."""
         terms, weights = self.terms, bound.weights
         after = 0.0
         if stage < self.num_stages - 1:
@@ -384,49 +505,55 @@ class CutGraph:
             after = float(crossing * self._transfers[stage, stop])
         return float(self.row_costs(bound, stage, arc).min(initial=np.inf)) + after
 
-    def work(self, weights: np.ndarray, times: np.ndarray) -> np.ndarray:
-        """What each stage's terms come to; shape (stages,)."""
+    def stage_work(self, weights: np.ndarray, times: np.ndarray) -> np.ndarray:
+        """Return the weighted sum of each stage's terms, without transfers; shape (stages,)."""
         terms, products = self.terms, weights * times
         parts = terms.of_stages
         return np.asarray(sum(products[part] for part in parts))
 
     def row_costs(self, bound: Bound, stage: int, arc: Arc) -> np.ndarray:
-        """A bound's part of every row of an arc, without what crosses behind it."""
+        """Return what each row of an arc costs in a bound, without the transfers over the boundary behind it."""
         rows, terms, weights = arc.rows, self.terms, bound.weights
         own = [weights[part][stage] for part in terms.of_stages]
-        found = rows.times @ np.array(own)
+        costs = rows.times @ np.array(own)
         if not bound.prices:
-            return np.asarray(found)
-        at = [price[stage] * (rows.memory - self.limit / self._shares[stage]) for price in bound.prices]
-        return np.asarray(found + np.max(at, axis=0))
+            return np.asarray(costs)
+        of_memory = [
+            price[stage] * (rows.memory - self.limit / self._stages_on_worker[stage]) for price in bound.prices
+        ]
+        return np.asarray(costs + np.max(of_memory, axis=0))
 
-    def load(
+    def load_rows(
         self, stage: int, first: int, stop: int, wanted: Sequence[RowFilter], limit: float, has_sides: bool
     ) -> None:
-        """Work out an arc's rows.
+        """Search the rows of an arc and store them in :attr:`arcs`.
 
         Args:
-            has_sides: with the layouts at both sides; else everything is as if the least crossed there.
+            stage, first, stop: The arc.
+            wanted: Thresholds that the rows must be within.
+            limit: Largest bytes of a row.
+            has_sides: Whether rows of different entry and exit layouts are distinguished.  If not, the arc has fewer rows, and its
+                transfers count as the least.
 
         Raises:
-            TooManyError
+            TooManyError: The stage has too many rows.
         """
-        found, passes, need = self.stages[stage], self.passes[stage], self.need[stage]
+        search, passes, demand = self.stage_searches[stage], self.passes[stage], self.stage_demands[stage]
         parts: list[StageFront] = []
-        for way in self.ways:
-            mine = found.rows(first, stop, way, passes, need, wanted, limit, not self.is_alone, has_sides)
-            if mine is not None and len(mine):
-                parts.append(mine)
-        rows = joined(parts) if parts else found_nothing
-        any_side = np.full(len(rows), -1)
-        entry = exit_ = any_side
+        for recompute in self.recomputations:
+            part = search.rows(first, stop, recompute, passes, demand, wanted, limit, not self.is_alone, has_sides)
+            if part is not None and len(part):
+                parts.append(part)
+        rows = joined(parts) if parts else _NO_ROWS
+        any_layout = np.full(len(rows), -1)
+        entry = exit_ = any_layout
         if parts and has_sides:
-            entry, exit_ = self.sides(rows)
+            entry, exit_ = self.side_layouts(rows)
             if stage == self.num_stages - 1:
-                exit_ = any_side  # nothing follows
+                exit_ = any_layout  # no stage follows
         self.arcs[stage, first, stop] = Arc(rows, entry, exit_)
 
 
 _NONE = np.zeros(0)
-#: No way to run a stage.
-found_nothing = StageFront(np.zeros((0, 4)), _NONE, _NONE, np.zeros((0, 0)), _NONE, _NONE, ())
+#: The rows of a stage that cannot be run.
+_NO_ROWS = StageFront(np.zeros((0, 4)), _NONE, _NONE, np.zeros((0, 0)), _NONE, _NONE, ())

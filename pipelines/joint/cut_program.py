@@ -1,18 +1,28 @@
-"""The best cut of a setting by the linear bounds that are known: an integer program.
+"""The best cut of a setting according to the known linear bounds: an integer program.
 
-Let n(s, r) be how many of the units of run r (equal units that follow each other) stage s has.  With v(k, s, r) what one of them
-comes to at least in bound k, the least that the bounds let a cut take is
+A chain consists of runs of equal units that follow each other.  The variable n(s, r) is the number of units of run r at stage s.
+With v(k, s, r) the least that such a unit costs in bound k, the program is
 
-    minimise  theta   over   theta  >=  sum of v(k, s, r) n(s, r) + what crosses the boundaries in k          for every bound k
-                             every unit is somewhere, every stage has one, and no unit is in a stage before that of another one
-                             which it follows
+    minimise  theta  subject to
+        theta  >=  sum over s, r of v(k, s, r) n(s, r)  +  transfers over the boundaries in bound k      for every bound k
+        sum over s of n(s, r)  =  units of r                                                             for every run r
+        sum over r of n(s, r)  >=  1                                                                     for every stage s
+        the units are in the order of the chain: n is a cut
 
-A stage has units of the next run only behind all of the one before: with c(b, r) = n(0, r) + ... + n(b, r) units up to boundary b
+Its optimum is the least, over all cuts, of the largest bound.
 
-    c(b, r + 1) > 0   only where   c(b, r) = units of r
+**Order of the units.**  A stage has units of the next run only if all units of this run are at the stage or before it.  With
+c(b, r) = n(0, r) + ... + n(b, r), the number of units of run r before boundary b,
 
-which is linear where one of the two runs is a single unit, and else takes a binary for every boundary.  What crosses a boundary
-depends on the last unit before it, so that it is a sum over the runs that have begun by then.
+    c(b, r + 1) > 0   only if   c(b, r) = units of r
+
+This is linear if one of the two runs is a single unit.  Otherwise it needs a binary variable z(b, r), which is 1 if run r is
+complete before boundary b:
+
+    c(b, r + 1) / (units of r + 1)   <=   z(b, r)   <=   c(b, r) / (units of r)
+
+**Transfers.**  A transfer depends on the last unit before its boundary.  It is bounded by a sum over all units before the boundary
+(:class:`.cut_graph.UnitRuns`), which is linear in n.
 """
 
 from __future__ import annotations
@@ -24,14 +34,20 @@ from .cut_regions import Cut, Region
 
 __all__ = ["TOLERANCE", "CutProgram"]
 
-#: The solver's tolerance, relative: what it tells of a threshold is true of one that is smaller by this.
+#: Relative tolerance of the solver: an answer for a threshold is certain only for a threshold that is smaller by this.
 TOLERANCE = 2e-6
-#: How near to the best cut an answer has to be, relative.
+#: Relative gap between the solver's cut and its bound at which the solver ends.
 _GAP = 1e-4
+#: Status of SciPy's `milp` for an infeasible program.
+_INFEASIBLE = 2
 
 
 class CutProgram:
-    """The program of one setting; bounds are added as they are found."""
+    """The integer program of one setting; bounds are added between solutions.
+
+    Args:
+        cut_graph: The cut graph of the setting.
+    """
 
     def __init__(self, cut_graph: CutGraph):
         self.cut_graph = cut_graph
@@ -39,61 +55,72 @@ class CutProgram:
         self.first, self.sizes = cut_graph.runs.first, cut_graph.runs.sizes
         self.runs = len(self.sizes)
         self.bounds: list[Bound] = []
+        #: Per bound the coefficients v(k, s, r) with transfers, as one row, and the constant.
         self._rows: list[np.ndarray] = []
         self._constants: list[float] = []
-        #: Boundaries and runs at which an own binary tells whether the run is complete.
+        #: The boundaries and runs (b, r) that have a binary variable z(b, r).
         pairs = [r for r in range(self.runs - 1) if self.sizes[r] > 1 and self.sizes[r + 1] > 1]
         self._binaries = [(b, r) for b in range(self.stages - 1) for r in pairs]
-        self._count = self.stages * self.runs
+        #: Number of variables n(s, r).
+        self._num_counts = self.stages * self.runs
 
     def knows(self, path: np.ndarray) -> bool:
-        """Whether a path is among the bounds, memory for nothing."""
+        """Return whether a path, without prices of memory, is one of the bounds."""
         return any(bound.is_path(path) for bound in self.bounds)
 
     def add(self, bound: Bound) -> None:
-        """A further bound, at one price of memory."""
+        """Add a bound; of its vectors of prices only the first counts."""
         price = bound.prices[0] if bound.prices else np.zeros(self.stages)
-        found = self.cut_graph.cheapest(bound.weights, price)
-        assert found is not None
+        cheapest = self.cut_graph.cheapest_units(bound.weights, price)
+        assert cheapest is not None
         terms = self.cut_graph.terms
         weights = bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward]
-        crossing, constant = self.cut_graph.runs.crossing(weights)
-        row = found[0][:, self.first] + crossing
-        constant = float(constant) - self.cut_graph.worth_of_limits(price)
+        crossing, constant = self.cut_graph.runs.transfer_coefficients(weights)
+        row = cheapest[0][:, self.first] + crossing
+        constant = float(constant) - self.cut_graph.price_of_limits(price)
         self.bounds.append(bound)
         self._rows.append(row.ravel())
         self._constants.append(constant)
 
     def value(self, number: int, cut: Cut) -> float:
-        """What a bound comes to at a cut."""
-        return float(self._rows[number] @ self._amounts(cut).ravel()) + self._constants[number]
+        """Return the value of a bound, given by its number, at a cut [s]."""
+        return float(self._rows[number] @ self._unit_counts(cut).ravel()) + self._constants[number]
 
-    def _amounts(self, cut: Cut) -> np.ndarray:
+    def _unit_counts(self, cut: Cut) -> np.ndarray:
+        """Return n of a cut, shape (stages, runs)."""
         ends = self.first + self.sizes
         return np.array([np.maximum(np.minimum(stop, ends) - np.maximum(first, self.first), 0) for first, stop in cut])
 
     def solve(self, region: Region, threshold: float, seconds: float) -> tuple[float, Cut] | None:
-        """No cut of a region is below the first figure in all bounds, and a cut that is about there; None where none is below the
-        threshold.
+        """Find the cut of a region whose largest bound is the least.
+
+        Args:
+            region: The region.
+            threshold: Cuts whose largest bound is above it are not searched [s].
+            seconds: Time limit of the solver.
+
+        Returns:
+            A lower bound on the optimum, and a cut whose value is close to it; None if no cut is below the threshold.
 
         Raises:
-            TimeoutError: no answer was found in so many seconds.
+            TimeoutError: The solver found no cut within the time limit.
         """
-        # Only here: loading SciPy's optimizers takes longer than most searches.
+        # Imported here because loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
         limit = threshold * (1 + TOLERANCE)
-        extra = len(self._binaries)
-        size = self._count + extra + 1
+        num_binaries = len(self._binaries)
+        # The variables: n(s, r), z(b, r), theta.  Costs are scaled so that theta is at most 1.
+        size = self._num_counts + num_binaries + 1
         rows, constants = np.array(self._rows) / limit, np.array(self._constants) / limit
-        of_bounds = np.hstack([rows, np.zeros((len(rows), extra)), -np.ones((len(rows), 1))])
-        matrix, low, high = self._order(region)
+        of_bounds = np.hstack([rows, np.zeros((len(rows), num_binaries)), -np.ones((len(rows), 1))])
+        matrix, low, high = self._cut_constraints(region)
         upper = np.append(
-            np.where(self.cut_graph.runs.may_be_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
-            np.ones(extra + 1),
+            np.where(self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
+            np.ones(num_binaries + 1),
         )
-        found = milp(
+        solution = milp(
             np.append(np.zeros(size - 1), 1.0),
             constraints=[
                 LinearConstraint(csr_matrix(of_bounds), -np.inf, -constants),
@@ -103,51 +130,55 @@ class CutProgram:
             bounds=Bounds(np.append(np.zeros(size - 1), -np.inf), upper),
             options={"mip_rel_gap": _GAP, "time_limit": max(seconds, 0.01)},
         )
-        if found.status == 2:
+        if solution.status == _INFEASIBLE:
             return None
-        if found.x is None:
+        if solution.x is None:
             raise TimeoutError
-        amounts = np.round(found.x[: self._count]).astype(int).reshape(self.stages, self.runs)
-        stops = np.cumsum(amounts.sum(axis=1)).tolist()
-        return float(found.mip_dual_bound) * limit * (1 - TOLERANCE), list(zip((0, *stops[:-1]), stops))
+        counts = np.round(solution.x[: self._num_counts]).astype(int).reshape(self.stages, self.runs)
+        stops = np.cumsum(counts.sum(axis=1)).tolist()
+        return float(solution.mip_dual_bound) * limit * (1 - TOLERANCE), list(zip((0, *stops[:-1]), stops))
 
-    def _order(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The constraints that make numbers of units a cut of the region: coefficients, least and most."""
-        size = self._count + len(self._binaries) + 1
+    def _cut_constraints(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the constraints by which n is a cut of the region: coefficients, least values and largest values."""
+        size = self._num_counts + len(self._binaries) + 1
         rows: list[np.ndarray] = []
         low: list[float] = []
         high: list[float] = []
 
-        def put(amounts: np.ndarray, least: float, most: float, binary: tuple[int, float] | None = None) -> None:
+        def put(coefficients: np.ndarray, least: float, most: float, binary: tuple[int, float] | None = None) -> None:
             row = np.zeros(size)
-            row[: self._count] = amounts.ravel()
+            row[: self._num_counts] = coefficients.ravel()
             if binary is not None:
-                row[self._count + binary[0]] = binary[1]
+                row[self._num_counts + binary[0]] = binary[1]
             rows.append(row)
             low.append(least)
             high.append(most)
 
         shape = (self.stages, self.runs)
+        # Every unit is at one stage.
         for run, units in enumerate(self.sizes.tolist()):
-            whole = np.zeros(shape)
-            whole[:, run] = 1.0
-            put(whole, units, units)
+            of_run = np.zeros(shape)
+            of_run[:, run] = 1.0
+            put(of_run, units, units)
+        # Every stage has a unit.
         for stage in range(self.stages):
-            whole = np.zeros(shape)
-            whole[stage] = 1.0
-            put(whole, 1.0, np.inf)
+            of_stage = np.zeros(shape)
+            of_stage[stage] = 1.0
+            put(of_stage, 1.0, np.inf)
         for boundary, (least, most) in enumerate(region.ranges):
-            until = np.zeros(shape)
-            until[: boundary + 1] = 1.0
-            put(until, least, most)
+            # The boundary is within its range.
+            before = np.zeros(shape)
+            before[: boundary + 1] = 1.0
+            put(before, least, most)
+            # Units of the next run are before the boundary only if this run is complete there.
             for run in range(self.runs - 1):
-                here, there = np.zeros(shape), np.zeros(shape)
-                here[: boundary + 1, run] = 1.0 / self.sizes[run]
-                there[: boundary + 1, run + 1] = 1.0 / self.sizes[run + 1]
+                this, following = np.zeros(shape), np.zeros(shape)
+                this[: boundary + 1, run] = 1.0 / self.sizes[run]
+                following[: boundary + 1, run + 1] = 1.0 / self.sizes[run + 1]
                 if self.sizes[run] == 1 or self.sizes[run + 1] == 1:
-                    put(here - there, 0.0, np.inf)
+                    put(this - following, 0.0, np.inf)
                 else:
                     number = self._binaries.index((boundary, run))
-                    put(here, 0.0, np.inf, (number, -1.0))
-                    put(-there, 0.0, np.inf, (number, 1.0))
+                    put(this, 0.0, np.inf, (number, -1.0))
+                    put(-following, 0.0, np.inf, (number, 1.0))
         return np.array(rows), np.array(low), np.array(high)

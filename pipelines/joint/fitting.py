@@ -1,4 +1,10 @@
-"""Rows for the stages of a given cut, so that all fit their workers: good ones, quickly."""
+"""A heuristic that selects a row for every stage of a cut, so that all workers fit the memory limit and the step is short.
+
+1.  *Candidates.*  For each stage the rows of the least weighted sum of seconds and bytes, at several prices of a byte.
+2.  *Fit.*  All stages begin with their fastest row.  While a worker does not fit, its stage that loses the fewest seconds per byte
+    takes its next smaller row.  Then stages go back to faster rows where there is room, those that gain most first.
+3.  *Exchange.*  The row of a single stage is exchanged as long as this shortens the step of the schedule.
+"""
 
 from __future__ import annotations
 
@@ -13,197 +19,228 @@ from .stage_search import StageFront, joined
 
 __all__ = ["fitting_rows"]
 
-#: By how much more, or less, all-reduces count in some of these rows.
-_ALL_REDUCES = (0.1, 4.0, 16.0)
-#: Rows that are exchanged for a shorter step.
-_MAX_EXCHANGES = 30
-
-#: Prices of a byte at which rows of stages that share workers are tried, in steps per limit.
+#: Factors of the weight of all-reduces, for further candidates.
+_ALL_REDUCE_FACTORS = (0.1, 4.0, 16.0)
+#: Prices of a byte for candidates, in steps per memory limit.
 _PRICES = np.array([0.0, 0.01, 0.03, 0.1, 0.2, 0.4, 1.0, 3.0, 30.0])
+#: Largest number of exchanged rows.
+_MAX_EXCHANGES = 30
 
 
 def fitting_rows(
     cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: float, steps: Callable[[np.ndarray], np.ndarray] | None
 ) -> tuple[list[StageFront], np.ndarray] | None:
-    """A row for every stage of a cut, so that all fit their workers, and what every term takes then; None where none was found.
+    """Select a row for every stage of a cut, so that all workers fit the memory limit.
 
     Args:
-        weights: of seconds forward, backward, recompute and all-reduce of every stage; shape (stages, 4).
-        step_s: about what a step takes.
-        steps: what steps take where terms take so long, shape (terms, many) -> (many,); rows are then exchanged, one at a time,
-            as long as that makes the step shorter.
+        cut_graph: The cut graph of the setting.
+        cut: The cut.
+        weights: Weights of the seconds forward, backward, of recomputation and of all-reduce of each stage; shape (stages, 4).
+        step_s: Seconds that a step takes, approximately; it scales the prices of memory.
+        steps: Computes the steps for vectors of all terms, shape (terms, vectors) -> (vectors,).  None: rows are not exchanged.
+
+    Returns:
+        Per stage a front of one row, and the seconds of every term; None if no selection was found that fits.
     """
-    hulls = _hulls(cut_graph, cut, weights, step_s)
-    if hulls is None:
+    candidates = _candidates(cut_graph, cut, weights, step_s)
+    if candidates is None:
         return None
     if cut_graph.is_alone:
+        # The worker has the whole memory for this stage, so its best row that fits is a candidate, too.
         for stage, (first, stop) in enumerate(cut):
-            row = _alone(cut_graph, stage, first, stop, weights[stage].tolist())
+            row = _cheapest_row(cut_graph, stage, first, stop, weights[stage].tolist())
             if row is None:
                 return None
-            hulls[stage] = joined([hulls[stage], row])
-    choice = _Choice(cut_graph, cut, hulls, weights)
-    if not choice.fit():
+            candidates[stage] = joined([candidates[stage], row])
+    selection = _RowSelection(cut_graph, cut, candidates, weights)
+    if not selection.fit():
         return None
-    times = choice.times()
+    times = selection.times()
     if steps is not None:
-        choice.exchange(times, steps)
-    return [rows.only(np.array([row])) for rows, row in zip(hulls, choice.rows)], times
+        selection.exchange(times, steps)
+    return [rows.only(np.array([row])) for rows, row in zip(candidates, selection.rows)], times
 
 
-def _alone(cut_graph: CutGraph, stage: int, first: int, stop: int, weights: Sequence[float]) -> StageFront | None:
-    """The row of the least weighted seconds that fits the worker of a stage that has it for itself."""
+def _cheapest_row(
+    cut_graph: CutGraph, stage: int, first: int, stop: int, weights: Sequence[float]
+) -> StageFront | None:
+    """Return the row of the least weighted seconds within the memory limit; None if there is none."""
     best: tuple[float, StageFront] | None = None
-    for way in cut_graph.ways:
+    for recompute in cut_graph.recomputations:
         most = math.inf if best is None else best[0]
-        found = cut_graph.stages[stage].cheapest(
-            first, stop, way, cut_graph.passes[stage], cut_graph.need[stage], weights, cut_graph.limit, most
+        cheapest = cut_graph.stage_searches[stage].cheapest(
+            first,
+            stop,
+            recompute,
+            cut_graph.passes[stage],
+            cut_graph.stage_demands[stage],
+            weights,
+            cut_graph.limit,
+            most,
         )
-        best = found or best
+        best = cheapest or best
     return None if best is None else best[1]
 
 
-def _hulls(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: float) -> list[StageFront] | None:
-    """Of every stage the rows that are the cheapest at some price of a byte.
+def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: float) -> list[StageFront] | None:
+    """Return, for each stage, the rows of the least weighted sum at several prices of a byte; None if a stage has none.
 
-    All stages are weighed alike: those of one shape have the same rows, then, which are worked out once.
+    All stages have the mean of all weights, so that stages of equal shape share a search.
     """
-    alike = weights.mean(axis=0)
+    mean = weights.mean(axis=0)
     prices = step_s / cut_graph.limit * _PRICES
-    wanted = np.vstack(
+    priced = np.vstack(
         [
-            np.column_stack([np.tile(alike, (len(prices), 1)), prices]),
-            *((*(alike * (1.0, 1.0, 1.0, more)), prices[0]) for more in _ALL_REDUCES),
+            np.column_stack([np.tile(mean, (len(prices), 1)), prices]),
+            *((*(mean * (1.0, 1.0, 1.0, factor)), prices[0]) for factor in _ALL_REDUCE_FACTORS),
         ]
     )
-    hulls: list[StageFront] = []
+    candidates: list[StageFront] = []
     for stage, (first, stop) in enumerate(cut):
-        passes, need = cut_graph.passes[stage], cut_graph.need[stage]
-        of_ways = [cut_graph.stages[stage].hull(first, stop, way, passes, need, wanted) for way in cut_graph.ways]
-        parts = [rows for rows in of_ways if rows is not None]
+        search, passes, demand = (
+            cut_graph.stage_searches[stage],
+            cut_graph.passes[stage],
+            cut_graph.stage_demands[stage],
+        )
+        hulls = [search.hull(first, stop, recompute, passes, demand, priced) for recompute in cut_graph.recomputations]
+        parts = [rows for rows in hulls if rows is not None]
         if not parts:
             return None
-        hulls.append(joined(parts))
-    return hulls
+        candidates.append(joined(parts))
+    return candidates
 
 
-class _Choice:
-    """A row of each of several stages: all begin with their fastest one.
+class _RowSelection:
+    """One row of each stage of a cut, and the steps of the heuristic that change them.
 
-    On workers whose stages do not fit those give way that lose the fewest seconds by a byte; what room is then left is taken back
-    by those that gain most.
+    Args:
+        cut_graph: The cut graph of the setting.
+        cut: The cut.
+        candidates: Per stage the rows to select from.
+        weights: Weights of the seconds of each stage, shape (stages, 4).
     """
 
-    def __init__(self, cut_graph: CutGraph, cut: Cut, hulls: Sequence[StageFront], weights: np.ndarray):
-        self.cut_graph, self.cut, self.limit, self.hulls = cut_graph, cut, cut_graph.limit, hulls
-        self.sides = [cut_graph.sides(rows) for rows in hulls]
-        self.homes = [[stage for _, stage in held] for held in cut_graph.demand.homes]
-        self.holders: list[list[int]] = [[] for _ in hulls]
-        for worker, held in enumerate(self.homes):
+    def __init__(self, cut_graph: CutGraph, cut: Cut, candidates: Sequence[StageFront], weights: np.ndarray):
+        self.cut_graph, self.cut, self.limit, self.candidates = cut_graph, cut, cut_graph.limit, candidates
+        self.sides = [cut_graph.side_layouts(rows) for rows in candidates]
+        self.stages_of_worker = [[stage for _, stage in held] for held in cut_graph.demand.homes]
+        self.workers_of_stage: list[list[int]] = [[] for _ in candidates]
+        for worker, held in enumerate(self.stages_of_worker):
             for stage in held:
-                self.holders[stage].append(worker)
-        self.costs = [rows.times @ own for rows, own in zip(hulls, weights)]
-        self.lines = [self._line(rows, cost) for rows, cost in zip(hulls, self.costs)]
-        self.at = [0] * len(hulls)
+                self.workers_of_stage[stage].append(worker)
+        self.costs = [rows.times @ own for rows, own in zip(candidates, weights)]
+        #: Per stage the undominated rows, and the index of the current one among them.
+        self.ladders = [self._ladder(rows, cost) for rows, cost in zip(candidates, self.costs)]
+        self.rungs = [0] * len(candidates)
+        #: Per stage the selected row; empty before :meth:`fit`.
         self.rows: list[int] = []
 
     @staticmethod
-    def _line(rows: StageFront, cost: np.ndarray) -> list[int]:
-        """From the fastest row to the smallest, each smaller than the one before."""
-        line: list[int] = []
+    def _ladder(rows: StageFront, cost: np.ndarray) -> list[int]:
+        """Return the rows from the fastest to the smallest, each slower and smaller than the one before."""
+        ladder: list[int] = []
         nbytes = rows.memory + rows.buffer
         for row in np.lexsort((nbytes, cost)).tolist():
-            if not line or nbytes[row] < nbytes[line[-1]]:
-                line.append(row)
-        return line
+            if not ladder or nbytes[row] < nbytes[ladder[-1]]:
+                ladder.append(row)
+        return ladder
 
     def fit(self) -> bool:
-        """Choose rows; whether all workers' stages fit."""
-        for worker, held in enumerate(self.homes):
-            while self._room(worker) < 0:
-                left = [stage for stage in held if self.at[stage] + 1 < len(self.lines[stage])]
-                if not left:
+        """Select rows so that all workers fit the memory limit; return whether this is possible."""
+        for worker, held in enumerate(self.stages_of_worker):
+            while self._free_bytes(worker) < 0:
+                reducible = [stage for stage in held if self.rungs[stage] + 1 < len(self.ladders[stage])]
+                if not reducible:
                     return False
-                self.at[min(left, key=self._loss)] += 1
-        for stage in sorted(range(len(self.hulls)), key=self._gain):
-            while self.at[stage]:
-                self.at[stage] -= 1
-                if any(self._room(worker) < 0 for worker in self.holders[stage]):
-                    self.at[stage] += 1
+                self.rungs[min(reducible, key=self._loss)] += 1
+        # Room that is left over is used for faster rows.
+        for stage in sorted(range(len(self.candidates)), key=self._gain):
+            while self.rungs[stage]:
+                self.rungs[stage] -= 1
+                if any(self._free_bytes(worker) < 0 for worker in self.workers_of_stage[stage]):
+                    self.rungs[stage] += 1
                     break
-        self.rows = [line[place] for line, place in zip(self.lines, self.at)]
+        self.rows = [ladder[rung] for ladder, rung in zip(self.ladders, self.rungs)]
         return True
 
     def times(self) -> np.ndarray:
-        """What every term takes."""
+        """Return the seconds of every term at the selected rows."""
         times = np.zeros(self.cut_graph.terms.count)
         for stage, row in enumerate(self.rows):
-            self._put(times, stage, row)
+            self._set_times(times, stage, row)
         return times
 
-    def _put(self, times: np.ndarray, stage: int, row: int) -> None:
-        """What a stage takes at a row, with what crosses at both sides."""
+    def _set_times(self, times: np.ndarray, stage: int, row: int) -> None:
+        """Set the times of a stage's terms to those of a row, with the transfers at both sides."""
         terms = self.cut_graph.terms
-        for part, value in zip(terms.of_stages, self.hulls[stage].times[row]):
+        for part, value in zip(terms.of_stages, self.candidates[stage].times[row]):
             times[part.start + stage] = value
-        ends = []
+        crossings = []
         if stage:
-            ends.append((stage - 1, self.sides[stage - 1][1][self.rows[stage - 1]], self.sides[stage][0][row]))
-        if stage < len(self.hulls) - 1:
-            ends.append((stage, self.sides[stage][1][row], self.sides[stage + 1][0][self.rows[stage + 1]]))
-        for boundary, source, target in ends:
+            crossings.append((stage - 1, self.sides[stage - 1][1][self.rows[stage - 1]], self.sides[stage][0][row]))
+        if stage < len(self.candidates) - 1:
+            crossings.append((stage, self.sides[stage][1][row], self.sides[stage + 1][0][self.rows[stage + 1]]))
+        for boundary, source, target in crossings:
             forward, backward = self.cut_graph.crossing(boundary, self.cut[boundary][1], int(source), int(target))
             times[terms.transfer_forward.start + boundary] = forward
             times[terms.transfer_backward.start + boundary] = backward
 
     def exchange(self, times: np.ndarray, steps: Callable[[np.ndarray], np.ndarray]) -> None:
-        """Take another row for one stage, as long as the step gets shorter; ``times`` are then what terms take."""
+        """Exchange the row of one stage at a time, as long as the step gets shorter.
+
+        Args:
+            times: Seconds of every term; updated.
+            steps: As in :func:`fitting_rows`.
+        """
         best_s = float(steps(times[:, None])[0])
         for _ in range(_MAX_EXCHANGES):
-            others = [
+            exchanges = [
                 (stage, row)
-                for stage, rows in enumerate(self.hulls)
+                for stage, rows in enumerate(self.candidates)
                 for row in range(len(rows))
                 if row != self.rows[stage] and self._fits(stage, row)
             ]
-            if not others:
+            if not exchanges:
                 return
-            changed = np.repeat(times[:, None], len(others), axis=1)
-            for place, (stage, row) in enumerate(others):
-                self._put(changed[:, place], stage, row)
-            found = steps(changed)
-            least = int(found.argmin())
-            if found[least] >= best_s * (1 - 1e-9):
+            changed = np.repeat(times[:, None], len(exchanges), axis=1)
+            for column, (stage, row) in enumerate(exchanges):
+                self._set_times(changed[:, column], stage, row)
+            changed_s = steps(changed)
+            least = int(changed_s.argmin())
+            if changed_s[least] >= best_s * (1 - 1e-9):
                 return
-            stage, row = others[least]
-            best_s, self.rows[stage] = float(found[least]), row
+            stage, row = exchanges[least]
+            best_s, self.rows[stage] = float(changed_s[least]), row
             times[:] = changed[:, least]
 
     def _fits(self, stage: int, row: int) -> bool:
-        """Whether a stage's workers have the room for another row of it."""
-        for worker in self.holders[stage]:
-            own = [(self.hulls[s], row if s == stage else self.rows[s]) for s in self.homes[worker]]
-            if self._left(own) < 0:
+        """Return whether the workers of a stage fit the memory limit with another row of the stage."""
+        for worker in self.workers_of_stage[stage]:
+            own = [(self.candidates[s], row if s == stage else self.rows[s]) for s in self.stages_of_worker[worker]]
+            if self._free_bytes_with(own) < 0:
                 return False
         return True
 
-    def _room(self, worker: int) -> float:
-        """Bytes that are left on a worker."""
-        return self._left([(self.hulls[stage], self.lines[stage][self.at[stage]]) for stage in self.homes[worker]])
+    def _free_bytes(self, worker: int) -> float:
+        """Return the bytes of a worker's devices that its stages leave free; negative if they do not fit."""
+        stages = self.stages_of_worker[worker]
+        return self._free_bytes_with([(self.candidates[s], self.ladders[s][self.rungs[s]]) for s in stages])
 
-    def _left(self, own: Sequence[tuple[StageFront, int]]) -> float:
-        memory = sum(float(rows.memory[row]) for rows, row in own)
-        return self.limit - memory - max(float(rows.buffer[row]) for rows, row in own)
+    def _free_bytes_with(self, selected: Sequence[tuple[StageFront, int]]) -> float:
+        memory = sum(float(rows.memory[row]) for rows, row in selected)
+        return self.limit - memory - max(float(rows.buffer[row]) for rows, row in selected)
 
     def _loss(self, stage: int) -> float:
-        """Seconds for a byte that a stage's next row takes."""
-        here, there = self.lines[stage][self.at[stage]], self.lines[stage][self.at[stage] + 1]
-        seconds = float(self.costs[stage][there] - self.costs[stage][here])
-        return seconds / max(float(self.hulls[stage].memory[here] - self.hulls[stage].memory[there]), 1.0)
+        """Return the seconds that a stage loses for each byte that its next smaller row saves."""
+        current, smaller = self.ladders[stage][self.rungs[stage]], self.ladders[stage][self.rungs[stage] + 1]
+        seconds = float(self.costs[stage][smaller] - self.costs[stage][current])
+        return seconds / max(
+            float(self.candidates[stage].memory[current] - self.candidates[stage].memory[smaller]), 1.0
+        )
 
     def _gain(self, stage: int) -> float:
-        """Seconds, below 0, that a stage's row before takes less."""
-        if not self.at[stage]:
+        """Return the seconds that a stage's next faster row adds: a negative number; 0 if its row is the fastest."""
+        if not self.rungs[stage]:
             return 0.0
-        here, there = self.lines[stage][self.at[stage]], self.lines[stage][self.at[stage] - 1]
-        return float(self.costs[stage][there] - self.costs[stage][here])
+        current, faster = self.ladders[stage][self.rungs[stage]], self.ladders[stage][self.rungs[stage] - 1]
+        return float(self.costs[stage][faster] - self.costs[stage][current])

@@ -1,10 +1,16 @@
-"""The least memory per device that any plan of the space would do with, for the error that nothing fits.
+"""The least memory per device that any plan of the space needs; the error message says so if no plan fits.
 
-A cut of a setting would do with M = the most, over its workers, of what their stages need at least: what stays, and the largest
-buffer. What the units of a stage keep at least (:mod:`.unit_bounds`) is a bound on that. So settings are gone through by their
-least bounds; in each the cut is taken whose neediest stage needs the least, its stages are worked out, and so on until the same
-cut is taken again: no other one does with less. Where workers have several stages, which need together what a cut needs, the
-neediest stage and the mean worker are bounds alone, and what was found may not be the least.
+A cut of a setting needs the largest, over its workers, of the resident bytes of the worker's stages plus its largest buffer.  The
+bytes of a stage are at least the sum of what its units keep at least (:mod:`.unit_bounds`).  The search goes through the settings
+in the order of their bounds.  In each setting it repeats
+
+1.  take the cut whose neediest stage needs the least (a bottleneck path of the cut graph),
+2.  search the stages of this cut, and replace their bounds by what they need,
+
+until the stages of the cut it takes are known: no other cut needs less.
+
+If workers have several stages, the neediest stage and the mean of all workers are only bounds on the fullest worker.  Then the
+result may not be the least.
 """
 
 from __future__ import annotations
@@ -16,7 +22,7 @@ import numpy as np
 
 from autoddl.costmodel.stopping import Deadline
 
-from .cut_regions import Cut, closed_arcs, least_cut, level_cut
+from .cut_regions import Cut, bottleneck_cut, cheapest_cut, impossible_arcs
 from .explorer import Explorer, Setting
 from .memory_demand import MemoryDemand
 from .stage_search import StageDemand
@@ -25,104 +31,129 @@ __all__ = ["least_memory"]
 
 
 def least_memory(explorer: Explorer, settings: Iterable[Setting], deadline: Deadline) -> tuple[float, bool]:
-    """The bytes, infinite where no cut has a strategy for each of its layers; and whether nothing would do with less.
+    """Return the least memory per device that any plan of these settings needs.
 
     Args:
-        deadline: after which the least so far is given.
+        explorer: Searches of the model's stages.
+        settings: The settings.
+        deadline: After it the least known so far is returned.
+
+    Returns:
+        The bytes, infinite if every cut has a layer without a strategy; and whether it is proven that no plan needs less.
 
     Raises:
-        StopRequestedError: a stop was requested before the least was known.
+        StopRequestedError: A stop was requested before the result was known.
     """
-    bounds: list[tuple[float, int, _Bytes]] = []
-    is_whole = True
+    bounds: list[tuple[float, int, _SettingMemory]] = []
+    is_proven = True
     for number, setting in enumerate(settings):
         deadline.stop.check()
         if deadline.is_over:
-            is_whole = False
+            is_proven = False
             break
         demand = explorer.demand(setting.schedule)
-        own = None if demand is None else _Bytes(explorer, setting, demand)
-        bound = math.inf if own is None else own.bound()
-        if own is not None and math.isfinite(bound):
-            bounds.append((bound, number, own))
+        search = None if demand is None else _SettingMemory(explorer, setting, demand)
+        bound = math.inf if search is None else search.bound_by_units()
+        if search is not None and math.isfinite(bound):
+            bounds.append((bound, number, search))
     best = math.inf
-    for bound, _, own in sorted(bounds, key=lambda row: row[:2]):
+    for bound, _, search in sorted(bounds, key=lambda row: row[:2]):
         if bound >= best:
             break
         deadline.stop.check()
         if deadline.is_over and math.isfinite(best):
             return best, False
-        least, found = own.least(best)
+        setting_bound, found = search.least(best)
         best = min(best, found)
-        is_whole &= least >= best or found <= least
-    return best, is_whole
+        is_proven &= setting_bound >= best or found <= setting_bound
+    return best, is_proven
 
 
-class _Bytes:
-    """What the stages of one setting need."""
+class _SettingMemory:
+    """What the stages of one setting need, by arc: bounds by units at first, later what the searched stages need."""
 
     def __init__(self, explorer: Explorer, setting: Setting, demand: MemoryDemand):
         self.explorer, self.setting, self.demand = explorer, setting, demand
         self.passes = explorer.passes(setting)
         spec = setting.schedule
-        # Plans without a pipeline recompute layer by layer.
-        self.ways = [way for way in explorer.recomputations if spec.num_workers > 1 or way != "stage"]
+        # Without a pipeline stages are never recomputed as a whole.
+        self.recomputations = [way for way in explorer.recomputations if spec.num_workers > 1 or way != "stage"]
+        #: Per stage the bytes that each arc counts with in the bounds.
         self._costs: list[np.ndarray] = []
+        #: The bytes of searched stages (stage, first unit, unit behind the last one).
         self._known: dict[tuple[int, int, int], float] = {}
 
-    def bound(self) -> float:
-        """The least that the neediest stage of any cut needs, by its units; inf where some layer has no strategy."""
+    def bound_by_units(self) -> float:
+        """Return a lower bound on what any cut needs, by its units; infinite if some layer has no strategy."""
         explorer, num_units, num_stages = self.explorer, self.explorer.chain.num_units, self.setting.schedule.num_stages
         for stage, (mesh, passes) in enumerate(zip(self.setting.meshes, self.passes)):
-            stages = explorer.stages(mesh)
+            search, demand = explorer.stages(mesh), self._stage_demand(stage)
             best = np.full((num_units + 1, num_units + 1), np.inf)
-            for way in self.ways:
-                counts, _ = stages.memory_of(0, 1, way, passes, self._need(stage))
+            for recompute in self.recomputations:
+                counts, _ = search.memory_of(0, 1, recompute, passes, demand)
                 weights = np.array([[0.0, 0.0, 0.0, *counts]])
-                found = stages.units.least(way == "layers", passes.replicas, passes.micro_batch, passes.part, weights)
-                if found is None:
+                is_by_layer = recompute == "layers"
+                least = search.units.least(is_by_layer, passes.replicas, passes.micro_batch, passes.part, weights)
+                if least is None:
                     return math.inf
-                sums = np.concatenate([[0.0], np.cumsum(found[0])])
-                constants = [stages.memory_of(u, u + 1, way, passes, self._need(stage))[1] for u in range(num_units)]
+                sums = np.concatenate([[0.0], np.cumsum(least[0])])
+                constants = [search.memory_of(u, u + 1, recompute, passes, demand)[1] for u in range(num_units)]
                 best = np.minimum(best, sums[None, :] - sums[:, None] + np.append(constants, 0.0)[:, None])
-            self._costs.append(np.where(closed_arcs(stage, num_stages, num_units), np.inf, best))
+            self._costs.append(np.where(impossible_arcs(stage, num_stages, num_units), np.inf, best))
         return self._bound()[0]
 
     def _bound(self) -> tuple[float, Cut]:
-        """The most of what the neediest stage and the mean worker of a cut need at least; and the cut of the neediest stage."""
-        neediest, cut = level_cut(self._costs)
+        """Return the larger of the least neediest stage and the least mean of all workers, and the cut of the neediest stage."""
+        neediest, cut = bottleneck_cut(self._costs)
         held = [
             sum(stage == one for homes in self.demand.homes for _, one in homes) for stage in range(len(self._costs))
         ]
-        mean = least_cut([cost * count for cost, count in zip(self._costs, held)])[0] / len(self.demand.homes)
+        mean = cheapest_cut([cost * count for cost, count in zip(self._costs, held)])[0] / len(self.demand.homes)
         return max(neediest, mean), cut
 
     def least(self, most: float) -> tuple[float, float]:
-        """(a bound on, the least found of) what the fullest worker of a cut needs; no more work where that is ``most`` or more."""
-        found = math.inf
+        """Search the least that the fullest worker of a cut needs.
+
+        Args:
+            most: The search ends when the bound reaches this many bytes.
+
+        Returns:
+            A lower bound, and the least that was found.
+        """
+        best = math.inf
         while True:
             bound, cut = self._bound()
             if bound >= most or not cut:
-                return bound, found
-            fresh = [(s, *ends) for s, ends in enumerate(cut) if (s, *ends) not in self._known]
-            for stage, first, stop in fresh:
+                return bound, best
+            new = [(s, *ends) for s, ends in enumerate(cut) if (s, *ends) not in self._known]
+            for stage, first, stop in new:
                 self.explorer.stop.check()
-                self._known[stage, first, stop] = self._of_stage(stage, first, stop)
-                # Stages that share a worker share a buffer: of all of them together what stays is a bound, and no buffer.
-                own = self._known[stage, first, stop] if self._is_alone else self._of_stage(stage, first, stop, False)
-                self._costs[stage][first, stop] = own
+                self._known[stage, first, stop] = self._bytes_of(stage, first, stop)
+                # Stages that share a worker share its buffer, so in a sum over stages only their resident bytes count.
+                in_bound = (
+                    self._known[stage, first, stop] if self._is_alone else self._bytes_of(stage, first, stop, False)
+                )
+                self._costs[stage][first, stop] = in_bound
             needed = [self._known[s, first, stop] for s, (first, stop) in enumerate(cut)]
-            found = min(found, max(sum(needed[stage] for _, stage in held) for held in self.demand.homes))
-            if not fresh:
-                return bound, found
+            best = min(best, max(sum(needed[stage] for _, stage in held) for held in self.demand.homes))
+            if not new:
+                return bound, best
 
-    def _need(self, stage: int) -> StageDemand:
+    def _stage_demand(self, stage: int) -> StageDemand:
         return StageDemand(self.demand.in_flight[stage], self.demand.versions[stage])
 
     @property
     def _is_alone(self) -> bool:
+        """Whether each worker has a single stage."""
         return all(len(held) == 1 for held in self.demand.homes)
 
-    def _of_stage(self, stage: int, first: int, stop: int, has_buffer: bool = True) -> float:
-        stages, need = self.explorer.stages(self.setting.meshes[stage]), self._need(stage)
-        return min(stages.least_memory(first, stop, way, self.passes[stage], need, has_buffer) for way in self.ways)
+    def _bytes_of(self, stage: int, first: int, stop: int, has_buffer: bool = True) -> float:
+        """Return the least bytes of a stage, with or without its largest buffer."""
+        search, passes, demand = (
+            self.explorer.stages(self.setting.meshes[stage]),
+            self.passes[stage],
+            self._stage_demand(stage),
+        )
+        return min(
+            search.least_memory(first, stop, recompute, passes, demand, has_buffer) for recompute in self.recomputations
+        )

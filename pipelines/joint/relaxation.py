@@ -1,17 +1,24 @@
-"""The best cut of a setting where units may be divided, and run in several ways at once: a linear program.
+"""The linear relaxation of a setting: the best fractional cut, whose units may be divided between stages and ways to run them.
 
-Its *columns* are ways to run a unit of run r (equal units that follow each other) at stage s: seconds t(k) forward, backward, of
-running forward again, of the all-reduce, and bytes m.  Let x(k) be how many units are run so, in parts.  With n(P) what a path P of
-the schedule counts for each of these, the step is the largest of the sums over the paths known:
+A *column* c is a way to run one unit of a run r(c) (equal units that follow each other) at a stage s(c): the seconds t(c, k) of its
+forward pass, backward pass, recomputation and all-reduce (k = 1, ..., 4), and the bytes m(c) that it needs.  The variable x(c) >= 0
+is the number of units that are run so; it may be fractional.  A path P of the schedule passes term k of stage s n(P, s, k) times.
+With the step theta, the program is
 
-    minimise  theta  over  sum of n(P) t(k) x(k) + transfers of P  <=  theta    for every path P                    share of P
-                           sum over the columns of r of x(k)        =  units of r
-                           sum over the columns of s of x(k)        >=  1,  boundaries within their ranges
-                           sum over the stages of w of m(k) x(k)    <=  limit    for every worker w                 price on w
+    minimise  theta  subject to                                                                                      dual value
+        sum over c, k of n(P, s(c), k) t(c, k) x(c)  +  transfers of P  <=  theta       for every path P             share of P
+        sum over the columns of run r of x(c)  =  units of r                            for every run r
+        sum over the columns of stage s of x(c)  >=  1                                  for every stage s
+        sum over the columns of stages 0 to b of x(c)  within its range                 for every boundary b
+        sum over the columns of w's stages of m(c) x(c)  <=  limit                      for every worker w           price on w
 
-Both grow as they are needed: the schedule's longest path at the best x joins the paths (Kelley's cutting planes), and what is the
-cheapest of all ways to run a unit at these shares and prices joins the columns.  The mean of the paths, at the shares, with bytes
-at these prices, is the *linear bound* that is as sharp for all cuts together as one can be.
+The transfers over a boundary are the linear lower bounds of :class:`.cut_graph.UnitRuns`.
+
+Paths and columns are generated as they are needed.  The longest path of the schedule at the best x becomes a new row (Kelley's
+cutting planes).  The cheapest way to run a unit at the dual values becomes a new column, if its reduced cost is negative.
+
+The dual values make the best linear bound over all cuts together: the mean of the paths at their shares, which sum to 1, with bytes
+at their prices.
 """
 
 from __future__ import annotations
@@ -26,42 +33,42 @@ from .cut_graph import UnitRuns
 
 __all__ = ["Relaxation", "Relaxed", "UnsolvedError"]
 
-#: Columns for each run at each stage that are held at a time, on the mean.
+#: Mean number of columns per run and stage that are kept.  Columns are dropped when there are twice as many.
 _MAX_COLUMNS = 6
-#: SciPy's status of a program that has no solution.
+#: Status of SciPy's `linprog` for an infeasible program.
 _INFEASIBLE = 2
 
 
 class UnsolvedError(Exception):
-    """The solver had numerical difficulties."""
+    """The linear program was not solved, because of numerical difficulties."""
 
 
 @dataclass(frozen=True, eq=False)
 class Relaxed:
-    """A solution.
+    """A solution of the linear program.
 
     Attributes:
-        step_s: the longest of the paths known at the best divided cut, of the columns known.
-        shares: of the paths in the mean.
-        price: of a byte on the workers of each stage [s]; shape (stages,).
-        times: what every term takes at the best divided cut, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
-        places: where its boundaries are, in units.
+        step_s: The optimum: the longest of the known paths at the best fractional cut, for the known columns.
+        shares: Weight of each path in the mean, shape (paths,); the sum is 1.
+        price: Price of a byte on the workers of each stage [s per byte], shape (stages,).
+        times: Seconds of each term at the best fractional cut, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+        boundaries: Number of units before each boundary at the best fractional cut, shape (stages - 1,).
     """
 
     step_s: float
     shares: np.ndarray
     price: np.ndarray
     times: np.ndarray
-    places: np.ndarray
+    boundaries: np.ndarray
 
 
 class Relaxation:
-    """The program of one setting.
+    """The linear program of one setting; paths and columns are added between solutions.
 
     Args:
-        runs: of the chain, with what crosses boundaries.
-        homes: the stages of every worker.
-        limit: bytes of each worker's devices.
+        runs: The runs of equal units, with their transfers.
+        homes: Per worker its stages.
+        limit: Memory limit of a device [bytes].
     """
 
     def __init__(self, runs: UnitRuns, homes: Sequence[Sequence[int]], limit: float):
@@ -69,149 +76,169 @@ class Relaxation:
         self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
         self.terms = Terms(self.num_stages)
         self.limit = limit
-        held = sorted({tuple(sorted(stages)) for stages in homes})
-        #: Which stages a worker has; workers that have the same ones count once.
-        self._holds = np.zeros((len(held), self.num_stages))
-        for worker, stages in enumerate(held):
+        stage_sets = sorted({tuple(sorted(stages)) for stages in homes})
+        #: How often a worker holds each stage; workers of equal stages count once.  Shape (workers, stages).
+        self._holds = np.zeros((len(stage_sets), self.num_stages))
+        for worker, stages in enumerate(stage_sets):
             np.add.at(self._holds[worker], list(stages), 1.0)
+        self._num_solved = 0
         self._paths = np.zeros((0, self.terms.count))
-        self._used = np.zeros(0, dtype=np.intp)
-        self._stage = self._run = self._column_used = np.zeros(0, dtype=np.intp)
+        #: Per path the number of the latest solution in which it had a share.
+        self._path_last_used = np.zeros(0, dtype=np.intp)
+        #: Per column its stage, its run, the number of the latest solution that used it, and its vector (t(c, .), m(c)).
+        self._stage = self._run = self._column_last_used = np.zeros(0, dtype=np.intp)
         self._vectors = np.zeros((0, 5))
-        self._solved = 0
 
     # ------------------------------------------------------------------------------------------------- paths and columns
 
     @property
     def paths(self) -> np.ndarray:
-        """Those that are held; shape (paths, terms)."""
+        """The known paths, shape (paths, terms)."""
         return self._paths
 
     def add_path(self, path: np.ndarray) -> None:
-        """A further path."""
+        """Add a path of the schedule: how often it passes each term."""
         self._paths = np.vstack([self._paths, path])
-        self._used = np.append(self._used, self._solved)
+        self._path_last_used = np.append(self._path_last_used, self._num_solved)
 
-    def latest(self, most: int) -> list[np.ndarray]:
-        """The paths that had a share the latest."""
-        return [self._paths[number] for number in np.argsort(-self._used, kind="stable")[:most].tolist()]
+    def latest_paths(self, count: int) -> list[np.ndarray]:
+        """Return up to ``count`` paths, those first that had a share in the latest solutions."""
+        order = np.argsort(-self._path_last_used, kind="stable")
+        return [self._paths[number] for number in order[:count].tolist()]
 
-    def forget(self, count: int) -> None:
-        """Drop so many paths that have had no share for the longest time."""
-        kept = np.sort(np.argsort(self._used, kind="stable")[count:])
-        self._paths, self._used = self._paths[kept], self._used[kept]
+    def drop_paths(self, count: int) -> None:
+        """Drop the ``count`` paths that have had no share for the most solutions."""
+        remaining = np.sort(np.argsort(self._path_last_used, kind="stable")[count:])
+        self._paths, self._path_last_used = self._paths[remaining], self._path_last_used[remaining]
 
-    def add_columns(self, vectors: np.ndarray, reduced: np.ndarray | None = None) -> bool:
-        """A way to run a unit of every run at every stage: seconds forward, backward, recompute, all-reduce, bytes; shape (stages,
-        runs, 5); whether one is new.
+    def add_columns(self, vectors: np.ndarray, reduced_costs: np.ndarray | None = None) -> bool:
+        """Add a way to run a unit of every run at every stage.
 
         Args:
-            reduced: of each what it would take away from the step; those alone that would.
+            vectors: Seconds forward, backward, of recomputation and of all-reduce, and bytes; shape (stages, runs, 5).
+            reduced_costs: Shape (stages, runs); columns are added only where it is negative.  By default all are added.
+
+        Returns:
+            Whether a column is new.
         """
-        wanted = np.ones(vectors.shape[:2], dtype=bool) if reduced is None else reduced < 0
+        wanted = np.ones(vectors.shape[:2], dtype=bool) if reduced_costs is None else reduced_costs < 0
         stage, run = np.nonzero(wanted)
-        fresh = vectors[stage, run]
-        if not len(fresh):
+        candidates = vectors[stage, run]
+        if not len(candidates):
             return False
+        # Columns that are equal to 9 digits of the largest value count as equal.
         scale = np.maximum(vectors.max(axis=(0, 1)), 1e-30)
         known = {(s, r, *row) for s, r, row in zip(self._stage, self._run, np.round(self._vectors / scale, 9).tolist())}
-        rounded = np.round(fresh / scale, 9).tolist()
+        rounded = np.round(candidates / scale, 9).tolist()
         new = np.array([(s, r, *row) not in known for s, r, row in zip(stage, run, rounded)])
         self._stage, self._run = np.append(self._stage, stage[new]), np.append(self._run, run[new])
-        self._vectors = np.vstack([self._vectors, fresh[new]])
-        self._column_used = np.append(self._column_used, np.full(int(new.sum()), self._solved))
+        self._vectors = np.vstack([self._vectors, candidates[new]])
+        self._column_last_used = np.append(self._column_last_used, np.full(int(new.sum()), self._num_solved))
+        # Drop the columns that have not been used for the most solutions.
         most = _MAX_COLUMNS * vectors.shape[0] * vectors.shape[1]
         if len(self._stage) > 2 * most:
-            kept = np.sort(np.argsort(-self._column_used, kind="stable")[:most])
-            self._stage, self._run = self._stage[kept], self._run[kept]
-            self._vectors, self._column_used = self._vectors[kept], self._column_used[kept]
+            remaining = np.sort(np.argsort(-self._column_last_used, kind="stable")[:most])
+            self._stage, self._run = self._stage[remaining], self._run[remaining]
+            self._vectors, self._column_last_used = self._vectors[remaining], self._column_last_used[remaining]
         return bool(new.any())
 
     # --------------------------------------------------------------------------------------------------------- solutions
 
     def solve(self, ranges: Sequence[tuple[int, int]]) -> Relaxed | None:
-        """The best divided cut whose boundaries are within ranges; None where no one fits.
+        """Find the best fractional cut for the known paths and columns.
 
-        :meth:`reduced` tells of ways to run units what they would change.
+        Afterwards :meth:`reduced_costs` refers to this solution.
+
+        Args:
+            ranges: Least and largest number of units before each boundary.
+
+        Returns:
+            The solution; None if no fractional cut of the known columns is within the ranges and the memory limit.
 
         Raises:
-            UnsolvedError
+            UnsolvedError: The solver had numerical difficulties.
         """
-        # Only here: loading SciPy's optimizers takes longer than most searches.
+        # Imported here because loading SciPy's optimizers takes longer than most searches.
         from scipy.optimize import linprog
         from scipy.sparse import csr_matrix
 
         terms, stages, count = self.terms, self.num_stages, len(self._stage)
+        # Coefficients of x in the rows of paths, transfers included, and the paths' constant transfers.
         weights = np.stack([self._paths[:, part] for part in terms.of_stages])
         of_paths = np.einsum("kpc,ck->pc", weights[:, :, self._stage], self._vectors[:, :4])
         of_boundaries = self._paths[:, terms.transfer_forward] + self._paths[:, terms.transfer_backward]
-        crossing, constants = self.runs.crossing(of_boundaries)
+        crossing, constants = self.runs.transfer_coefficients(of_boundaries)
         of_paths = of_paths + crossing[:, self._stage, self._run]
         scale = max(float(of_paths.max(initial=0.0)), 1e-30)
-        at = self._stage[None] == np.arange(stages)[:, None]
-        bounded = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
-        before = np.cumsum(at, axis=0)[bounded].astype(float)
+        # The rows of stages, of boundaries that are restricted by the ranges, and of workers' memory.
+        of_stages = self._stage[None] == np.arange(stages)[:, None]
+        restricted = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
+        before = np.cumsum(of_stages, axis=0)[restricted].astype(float)
         memory = self._holds[:, self._stage] * self._vectors[:, 4] / self.limit
-        held = np.vstack([of_paths / scale, -1.0 * at, before, -before, memory])
-        limits = np.concatenate(
+        rows = np.vstack([of_paths / scale, -1.0 * of_stages, before, -before, memory])
+        upper = np.concatenate(
             [
                 -constants / scale,
                 np.full(stages, -1.0),
-                [ranges[b][1] for b in bounded],
-                [-ranges[b][0] for b in bounded],
+                [ranges[b][1] for b in restricted],
+                [-ranges[b][0] for b in restricted],
                 np.ones(len(memory)),
             ]
         )
-        theta = np.zeros((len(held), 1))
+        theta = np.zeros((len(rows), 1))
         theta[: len(of_paths)] = -1.0
-        is_open = self.runs.may_be_in(ranges)[self._stage, self._run]
-        whole = (self._run[None] == np.arange(len(self.sizes))[:, None]).astype(float)
-        found = linprog(
+        is_possible = self.runs.possible_in(ranges)[self._stage, self._run]
+        of_runs = (self._run[None] == np.arange(len(self.sizes))[:, None]).astype(float)
+        solution = linprog(
             np.append(np.zeros(count), 1.0),
-            A_ub=csr_matrix(np.hstack([held, theta])),
-            b_ub=limits,
-            A_eq=csr_matrix(np.hstack([whole, np.zeros((len(whole), 1))])),
+            A_ub=csr_matrix(np.hstack([rows, theta])),
+            b_ub=upper,
+            A_eq=csr_matrix(np.hstack([of_runs, np.zeros((len(of_runs), 1))])),
             b_eq=self.sizes.astype(float),
-            bounds=np.column_stack([np.zeros(count + 1), np.append(np.where(is_open, np.inf, 0.0), np.inf)]),
+            bounds=np.column_stack([np.zeros(count + 1), np.append(np.where(is_possible, np.inf, 0.0), np.inf)]),
             method="highs-ds",
         )
-        if found.status == _INFEASIBLE:
+        if solution.status == _INFEASIBLE:
             return None
-        if found.status != 0:
-            raise UnsolvedError(found.message)
-        self._solved += 1
-        duals = -found.ineqlin.marginals
+        if solution.status != 0:
+            raise UnsolvedError(solution.message)
+        self._num_solved += 1
+        # The shares of paths and the prices of bytes, normalised so that the shares sum to 1.
+        duals = -solution.ineqlin.marginals
         shares = np.maximum(duals[: len(of_paths)], 0.0)
         total = float(shares.sum()) or 1.0
-        self._used[shares > 0] = self._solved
-        amounts = found.x[:count]
-        self._column_used[amounts > 0] = self._solved
+        self._path_last_used[shares > 0] = self._num_solved
+        amounts = solution.x[:count]
+        self._column_last_used[amounts > 0] = self._num_solved
         prices = np.maximum(duals[len(duals) - len(memory) :], 0.0) * scale / self.limit / total
-        # What a unit at a stage is worth: of its run, of its stage, and of the boundaries behind it.
-        worth = np.zeros((stages, len(self.sizes))) + found.eqlin.marginals[None]
-        worth += duals[len(of_paths) : len(of_paths) + stages, None]
-        ups = duals[len(of_paths) + stages : len(of_paths) + stages + 2 * len(bounded)].reshape(2, -1)
-        for b, up, down in zip(bounded, *ups.tolist()):
-            worth[: b + 1] += down - up
-        self._worth = worth * scale / total - np.einsum("p,psr->sr", shares / total, crossing)
+        # The dual value of a unit at a stage: of its run, of its stage, and of the restricted boundaries behind the stage.
+        values = np.zeros((stages, len(self.sizes))) + solution.eqlin.marginals[None]
+        values += duals[len(of_paths) : len(of_paths) + stages, None]
+        of_ranges = duals[len(of_paths) + stages : len(of_paths) + stages + 2 * len(restricted)].reshape(2, -1)
+        for b, at_high, at_low in zip(restricted, *of_ranges.tolist()):
+            values[: b + 1] += at_low - at_high
+        self._unit_values = values * scale / total - np.einsum("p,psr->sr", shares / total, crossing)
         return Relaxed(
-            step_s=float(found.x[-1]) * scale,
+            step_s=float(solution.x[-1]) * scale,
             shares=shares / total,
             price=prices @ self._holds,
             times=self._times(amounts),
-            places=np.cumsum(at @ amounts)[:-1],
+            boundaries=np.cumsum(of_stages @ amounts)[:-1],
         )
 
-    def reduced(self, values: np.ndarray) -> np.ndarray:
-        """What units that come to so much at the last solution's shares and prices would change; below 0: they make the step
-        shorter.
+    def reduced_costs(self, costs: np.ndarray) -> np.ndarray:
+        """Return the reduced costs of ways to run units at the latest solution; a negative one shortens the step.
 
         Args:
-            values: shape (stages, runs).
+            costs: What a unit of each run costs at each stage, at the solution's shares and prices [s]; shape (stages, runs).
+
+        Returns:
+            Shape (stages, runs).
         """
-        return np.asarray(values - self._worth)
+        return np.asarray(costs - self._unit_values)
 
     def _times(self, amounts: np.ndarray) -> np.ndarray:
+        """Return the seconds of each term if ``amounts`` of units are run as each column."""
         terms, times = self.terms, np.zeros(self.terms.count)
         parts = terms.of_stages
         for number, part in enumerate(parts):

@@ -1,153 +1,70 @@
-"""The search for a way through a graph of cuts: a cut with a row for every stage that is below a threshold on all its bounds.
+"""The search for a selection: a path through the cut graph with a row for every arc, below a threshold on every bound.
 
-It goes stage by stage, least first; what is still to come is at least what the way back over the arcs tells for each bound by
-itself. A state (stage, unit, layout) that led to nothing at some sums leads to nothing at sums which are nowhere less.  Sums
-are of all bounds, of the bytes on each worker that holds several stages, and the gradients' bytes of shared weights that
-another stage waits for.
+A *row* is one way to run a stage (:mod:`.stage_search`).  A *selection* has one arc of each stage and one of its rows.  The search
+extends selections stage by stage, from the first stage to the last.  Its *state* before stage s is
+
+    (s, unit, layout, sums)        the first unit of stage s, the exit layout of stage s - 1, and a vector of sums:
+
+==========================  ==========================================================================================
+columns of the sums         content
+==========================  ==========================================================================================
+one per bound               value of the stages so far, with the transfers between them
+one per shared weight       bytes of its gradient at its first stage, until its last stage is chosen
+one per crowded worker      resident bytes of its stages so far; a worker is crowded if it holds several stages
+one per crowded worker      largest buffer of its stages so far
+==========================  ==========================================================================================
+
+Three rules keep the search small:
+
+-   *Bounding.*  A pass from the last stage to the first gives, for each bound by itself, the least value of all remaining stages.
+    A state is dropped if its sum plus this value reaches the threshold for some bound.
+-   *Failed states.*  If a state has no selection below the threshold, no state of the same (s, unit, layout) whose sums are all at
+    least as large has one.
+-   *Order.*  :meth:`RowSearch.find` goes depth first, the extension of the least bound first.  If this finds no selection within
+    some hundred states, it goes breadth first: it extends all states of a stage together, and drops dominated ones.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from autoddl.costmodel.cluster import Link
 from autoddl.costmodel.collectives import Collective, Step
 from autoddl.costmodel.distribution import Axis
-from autoddl.search.fronts import undominated
 
 from .cut_graph import Bound, CutGraph
 from .cut_regions import Region
+from .row_states import Extensions, FailedStates, States, groups_of
 
 __all__ = ["RowSearch", "Selection", "TooManyStatesError"]
 
-#: States that a search holds at a time before it is given up.
+#: Largest number of states of one stage in the breadth-first search.
 _MAX_STATES = 300_000
-#: Steps of a descent before all states are spread.
-_MAX_STEPS = 300
-#: Ways on that are looked at in one go.
+#: Number of states that the depth-first search visits before the breadth-first search begins.
+_MAX_DEPTH_FIRST = 300
+#: Number of extensions that the breadth-first search computes at once.
 _CHUNK = 1 << 17
 
-#: (stage, first unit, unit behind it, row or -1) of every stage.
+#: Per stage (stage, first unit, unit behind the last one, row); the row is -1 if the rows of the arc are not loaded.
 Selection = list[tuple[int, int, int, int]]
 
 
 class TooManyStatesError(Exception):
-    """A search for a way has come to its limit, or cannot treat the model."""
-
-
-@dataclass(frozen=True, eq=False)
-class _Candidates:
-    """The ways on from (stage, unit): one entry each.
-
-    Attributes:
-        stop: where the arc ends.
-        row: of the arc; -1 where it has none yet.
-        costs: its part of every bound; shape (entries, bounds).
-        memory, buffer: bytes.
-        shared: bytes of shared weights' gradients; shape (entries, weights of the stage).
-        entry, exit: numbers of layouts, -1 for any.
-    """
-
-    stop: np.ndarray
-    row: np.ndarray
-    costs: np.ndarray
-    memory: np.ndarray
-    buffer: np.ndarray
-    shared: np.ndarray
-    entry: np.ndarray
-    exit: np.ndarray
-
-
-@dataclass(frozen=True, eq=False)
-class _States:
-    """States of one (unit, layout): sums, and where each came from.
-
-    Attributes:
-        sums: shape (states, columns).
-        origin, row: the state before, and the way on from it.
-        key: of the states before; one for all, or several of which ``number`` tells the right one.
-    """
-
-    sums: np.ndarray
-    origin: np.ndarray
-    row: np.ndarray
-    came: tuple[int, int]
-    key: tuple[tuple[int, int], ...] = ()
-    number: np.ndarray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
-
-    @classmethod
-    def first(cls, sums: np.ndarray) -> _States:
-        none = np.zeros(1, dtype=np.intp)
-        return cls(sums[None], none, none, (0, -1))
-
-    @classmethod
-    def joined(cls, parts: Sequence[_States]) -> _States:
-        """All of them, those left out that another one is nowhere above."""
-        sums = np.concatenate([part.sums for part in parts])
-        number = np.repeat(np.arange(len(parts)), [len(part.sums) for part in parts])
-        kept = undominated(np.zeros(len(sums), dtype=np.intp), sums - sums.min(axis=0, initial=0.0))
-        return cls(
-            sums[kept],
-            np.concatenate([part.origin for part in parts])[kept],
-            np.concatenate([part.row for part in parts])[kept],
-            (0, -1),
-            tuple(part.came for part in parts),
-            number[kept],
-        )
-
-
-class _Failures:
-    """Sums of states that led to nothing.  With more bounds, which come before other columns, they still do.
-
-    Args:
-        others: columns that are no bounds'.
-    """
-
-    def __init__(self, others: int) -> None:
-        self.others = others
-        self._sums: np.ndarray | None = None
-
-    def add(self, sums: np.ndarray) -> None:
-        """A state that led to nothing."""
-        if self._sums is None:
-            self._sums = sums[None]
-            return
-        known = self._widened(len(sums))
-        self._sums = np.vstack([known[~(sums <= known).all(axis=1)], sums])
-
-    def is_beaten(self, sums: np.ndarray) -> bool:
-        """Whether one of them was nowhere above a state."""
-        return self._sums is not None and bool((self._widened(len(sums)) <= sums).all(axis=1).any())
-
-    def _widened(self, columns: int) -> np.ndarray:
-        """All of them, as if they had come to nothing at bounds that were not known then."""
-        assert self._sums is not None
-        new = columns - self._sums.shape[1]
-        if new:
-            bounds = self._sums.shape[1] - self.others
-            parts = self._sums[:, :bounds], np.full((len(self._sums), new), -np.inf), self._sums[:, bounds:]
-            self._sums = np.hstack(parts)
-        return self._sums
-
-
-def _grouped(*columns: np.ndarray) -> Iterator[tuple[tuple[int, ...], np.ndarray]]:
-    """Equal rows of several columns of whole numbers, and where they are."""
-    if not len(columns[0]):
-        return
-    rows = np.stack(columns, axis=1)
-    distinct, number = np.unique(rows, axis=0, return_inverse=True)
-    number = number.ravel()
-    for place, row in enumerate(distinct.tolist()):
-        yield tuple(row), np.flatnonzero(number == place)
+    """The search has too many states, or does not support the model's shared weights."""
 
 
 @dataclass(frozen=True)
 class _SharedWeight:
-    """A weight that two stages hold: (stage, place among what it shares) of the earlier and of the later one."""
+    """A weight that two stages of different workers hold.
+
+    Attributes:
+        early, late: The (stage, index among the shared weights of the stage) of the earlier and of the later stage.
+        link: The link between the two workers.
+    """
 
     early: tuple[int, int]
     late: tuple[int, int]
@@ -155,258 +72,285 @@ class _SharedWeight:
 
 
 class RowSearch:
-    """Searches of one region below one threshold.
+    """Searches selections in one region of cuts, below a threshold on every bound.
 
     Args:
-        threshold: what the sums of a way have to be below.
-        check: called now and then; it may raise.
+        cut_graph: The cut graph; arcs whose rows are not loaded count with their bounds by units.
+        region: The region.
+        threshold: Value that a selection must be below in every bound [s]; may be lowered later.
+        check: Called from time to time; it may raise an exception that ends the search.
+
+    Raises:
+        TooManyStatesError: The model shares weights between other units than the first and the last one.
     """
 
     def __init__(self, cut_graph: CutGraph, region: Region, threshold: float, check: Callable[[], None]) -> None:
         self.cut_graph, self.region, self.threshold, self.check = cut_graph, region, threshold, check
         self.bounds: list[Bound] = []
+        #: Per bound the costs of all arcs, shape (stages, units + 1, units + 1).
         self._costs: list[np.ndarray] = []
-        #: Arcs that are on no way below the threshold are not allowed; shape (stages, units + 1, units + 1).
+        #: Whether an arc may be on a path below the threshold, shape (stages, units + 1, units + 1); empty until it is computed.
         self._allowed = np.zeros((0, 0, 0), dtype=bool)
-        #: Bounds that have had their say in that, at which threshold.
-        self._closed, self._closed_below = 0, math.nan
-        self._behind = np.zeros(0)
-        self._states = 0
-        self._candidates: dict[tuple[int, int], _Candidates] = {}
-        self._failed: dict[tuple[int, int, int], _Failures] = {}
+        #: Number of bounds, and the threshold, that `_allowed` accounts for.
+        self._num_pruned, self._pruned_threshold = 0, math.nan
+        #: Least value of the stages from each one on, by their first unit; shape (stages + 1, units + 1, bounds).
+        self._remaining = np.zeros(0)
+        #: Number of states that the depth-first search has visited.
+        self._num_visited = 0
+        self._extensions: dict[tuple[int, int], Extensions] = {}
+        self._failed: dict[tuple[int, int, int], FailedStates] = {}
         self._shared = self._shared_weights()
+        #: The workers that hold several stages; others need no column, because the rows of their stage are within the limit.
         homes = cut_graph.demand.homes
         self._workers = [worker for worker, held in enumerate(homes) if len(held) > 1]
-        place = {worker: number for number, worker in enumerate(self._workers)}
-        #: Of every stage the places of its workers among those that hold several.
-        self._worker_of: list[list[int]] = [[] for _ in range(cut_graph.num_stages)]
+        index = {worker: number for number, worker in enumerate(self._workers)}
+        #: Per stage the indices, in `_workers`, of the workers that hold it.
+        self._workers_of_stage: list[list[int]] = [[] for _ in range(cut_graph.num_stages)]
         for worker in self._workers:
             for _, stage in homes[worker]:
-                self._worker_of[stage].append(place[worker])
+                self._workers_of_stage[stage].append(index[worker])
+
+    @property
+    def _num_other_columns(self) -> int:
+        """Number of columns of the sums behind those of the bounds."""
+        return len(self._shared) + 2 * len(self._workers)
+
+    # --------------------------------------------------------------------------------------------------- bounds and arcs
 
     def add(self, bound: Bound) -> None:
-        """A further bound."""
+        """Add a bound."""
         self.bounds.append(bound)
-        self._costs.append(np.stack(self.cut_graph.costs(bound)))
-        self._candidates.clear()
+        self._costs.append(np.stack(self.cut_graph.arc_costs(bound)))
+        self._extensions.clear()
 
     def knows(self, path: np.ndarray) -> bool:
-        """Whether a path is among the bounds, memory for nothing."""
+        """Return whether a path, without prices of memory, is one of the bounds."""
         return any(bound.is_path(path) for bound in self.bounds)
 
-    def renew(self) -> None:
-        """Take in what has become known of the graph of cuts."""
-        self._costs = [np.stack(self.cut_graph.costs(bound)) for bound in self.bounds]
+    def update_arcs(self) -> None:
+        """Compute the costs of all arcs again, after rows were loaded into the cut graph."""
+        self._costs = [np.stack(self.cut_graph.arc_costs(bound)) for bound in self.bounds]
         self._allowed = np.zeros((0, 0, 0), dtype=bool)
-        self._candidates.clear()
+        self._extensions.clear()
         self._failed.clear()
 
-    def is_open(self) -> bool:
-        """Close the arcs that are on no way below the threshold; whether there is a way left."""
+    def prune(self) -> bool:
+        """Exclude arcs that are on no path below the threshold; return whether there may be a path left."""
         if not len(self._allowed):
-            self._allowed = np.stack([np.isfinite(cost) for cost in self.region.among(list(self._costs[0]))])
-            self._closed = 0
-        if self._closed_below != self.threshold:
-            self._closed, self._closed_below = 0, self.threshold
+            self._allowed = np.stack([np.isfinite(cost) for cost in self.region.restrict(list(self._costs[0]))])
+            self._num_pruned = 0
+        if self._pruned_threshold != self.threshold:
+            self._num_pruned, self._pruned_threshold = 0, self.threshold
             self._failed.clear()
-        # What is new closes arcs; those of all others that this leaves without a way go with the next threshold.
-        for costs in self._costs[self._closed :]:
+        # Only new bounds exclude arcs.  Older bounds, which might then exclude more, are applied again at the next threshold.
+        for costs in self._costs[self._num_pruned :]:
             before, behind = self._least_before(costs), self._least_behind(costs)
-            whole = before[:, :, None] + costs + behind[1:, None, :]
-            self._allowed &= whole < self.threshold
+            through = before[:, :, None] + costs + behind[1:, None, :]
+            self._allowed &= through < self.threshold
             if not self._allowed.any(axis=(1, 2)).all():
                 return False
-        if self._closed < len(self._costs):
-            self._candidates.clear()
-            self._behind = np.stack([self._least_behind(costs) for costs in self._costs], axis=2)
-            self._closed = len(self._costs)
-        return bool((self._behind[0, 0] < self.threshold).all())
+        if self._num_pruned < len(self._costs):
+            self._extensions.clear()
+            self._remaining = np.stack([self._least_behind(costs) for costs in self._costs], axis=2)
+            self._num_pruned = len(self._costs)
+        return bool((self._remaining[0, 0] < self.threshold).all())
 
     def _least_before(self, costs: np.ndarray) -> np.ndarray:
-        """For every stage and unit the least of a bound on the way there; shape (stages, units + 1)."""
-        found = np.full(costs.shape[:2], np.inf)
-        found[0, 0] = 0.0
+        """Return the least cost of the stages before each one, by the unit behind them; shape (stages, units + 1)."""
+        least = np.full(costs.shape[:2], np.inf)
+        least[0, 0] = 0.0
         for stage in range(len(costs) - 1):
-            held = np.where(self._allowed[stage], costs[stage], np.inf)
-            found[stage + 1] = (found[stage][:, None] + held).min(axis=0)
-        return found
+            allowed_costs = np.where(self._allowed[stage], costs[stage], np.inf)
+            least[stage + 1] = (least[stage][:, None] + allowed_costs).min(axis=0)
+        return least
 
     def _least_behind(self, costs: np.ndarray) -> np.ndarray:
-        """For every stage and unit the least of a bound that is still to come; shape (stages + 1, units + 1)."""
-        found = np.full((len(costs) + 1, costs.shape[1]), np.inf)
-        found[-1, -1] = 0.0
+        """Return the least cost of the stages from each one on, by their first unit; shape (stages + 1, units + 1)."""
+        least = np.full((len(costs) + 1, costs.shape[1]), np.inf)
+        least[-1, -1] = 0.0
         for stage in range(len(costs) - 1, -1, -1):
-            held = np.where(self._allowed[stage], costs[stage], np.inf)
-            found[stage] = (held + found[stage + 1][None, :]).min(axis=1)
-        return found
+            allowed_costs = np.where(self._allowed[stage], costs[stage], np.inf)
+            least[stage] = (allowed_costs + least[stage + 1][None, :]).min(axis=1)
+        return least
 
-    # ---------------------------------------------------------------------------------------------------- looking for a way
+    # -------------------------------------------------------------------------------------------- searches for a selection
 
     def find(self) -> Selection | None:
-        """(stage, first unit, unit behind it, row or -1) of every stage of a way that is below the threshold on all bounds.
+        """Return a selection that is below the threshold on every bound and within the memory limit; None if there is none.
+
+        Transfers count as long as is known: as their least time if :meth:`price_crossings` has not computed them.
 
         Raises:
-            TooManyStatesError, UnsettledError
+            TooManyStatesError: There are too many states.
+            UnsettledError: Raised by ``check``.
         """
-        self._states = 0
-        chosen: Selection = []
-        sums = np.zeros(len(self.bounds) + len(self._shared) + 2 * len(self._workers))
+        self._num_visited = 0
+        selection: Selection = []
+        sums = np.zeros(len(self.bounds) + self._num_other_columns)
         try:
-            return chosen[::-1] if self._descend(0, 0, -1, sums, chosen) else None
+            return selection[::-1] if self._depth_first(0, 0, -1, sums, selection) else None
         except TooManyStatesError:
-            return self._spread(sums)
+            return self._breadth_first(sums)
 
-    def _descend(self, stage: int, unit: int, layout: int, sums: np.ndarray, chosen: Selection) -> bool:
-        """Depth first: a way on from a state, if it has one."""
+    def _depth_first(self, stage: int, unit: int, layout: int, sums: np.ndarray, selection: Selection) -> bool:
+        """Return whether a state has a selection; if so, append its stages to ``selection``, the last one first."""
         if stage == self.cut_graph.num_stages:
             return True
-        self._states += 1
-        if self._states > _MAX_STEPS:
+        self._num_visited += 1
+        if self._num_visited > _MAX_DEPTH_FIRST:
             raise TooManyStatesError
-        failed = self._failed.setdefault((stage, unit, layout), _Failures(len(self._shared) + 2 * len(self._workers)))
-        if failed.is_beaten(sums):
+        failed = self._failed.setdefault((stage, unit, layout), FailedStates(self._num_other_columns))
+        if failed.implies(sums):
             return False
-        found = self._ways_on(stage, unit)
-        new, row, score = self._on(stage, unit, layout, sums[None], found)
-        for place in np.argsort(score, kind="stable").tolist():
-            at = int(row[place])
-            if self._descend(stage + 1, int(found.stop[at]), int(found.exit[at]), new[place], chosen):
-                chosen.append((stage, unit, int(found.stop[at]), int(found.row[at])))
+        extensions = self._extensions_from(stage, unit)
+        new, pair, score = self._extend(stage, unit, layout, sums[None], extensions)
+        for number in np.argsort(score, kind="stable").tolist():
+            at = int(pair[number])
+            stop, exit_ = int(extensions.stop[at]), int(extensions.exit[at])
+            if self._depth_first(stage + 1, stop, exit_, new[number], selection):
+                selection.append((stage, unit, stop, int(extensions.row[at])))
                 return True
         failed.add(sums)
         return False
 
-    def _spread(self, sums: np.ndarray) -> Selection | None:
-        """Breadth first: all states of a stage at once, without those that another one is nowhere above."""
-        level: dict[tuple[int, int], _States] = {(0, -1): _States.first(sums)}
-        trail: list[dict[tuple[int, int], _States]] = []
+    def _breadth_first(self, sums: np.ndarray) -> Selection | None:
+        """Return a selection from the first state on, by extending all undominated states of each stage; None if there is none."""
+        level: dict[tuple[int, int], States] = {(0, -1): States.initial(sums)}
+        trail: list[dict[tuple[int, int], States]] = []
         for stage in range(self.cut_graph.num_stages):
             trail.append(level)
-            parts: dict[tuple[int, int], list[_States]] = {}
+            parts: dict[tuple[int, int], list[States]] = {}
             total = 0
             for (unit, layout), states in level.items():
-                found = self._ways_on(stage, unit)
-                chunk = max(1, _CHUNK // max(1, len(found.stop)))
+                extensions = self._extensions_from(stage, unit)
+                chunk = max(1, _CHUNK // max(1, len(extensions)))
                 for begin in range(0, len(states.sums), chunk):
                     self.check()
-                    new, fitting, _ = self._on(stage, unit, layout, states.sums[begin : begin + chunk], found)
-                    origin, row = np.divmod(fitting, max(1, len(found.stop)))
-                    for key, mine in _grouped(found.stop[row], found.exit[row]):
-                        part = _States(new[mine], origin[mine] + begin, row[mine], (unit, layout))
-                        parts.setdefault((key[0], key[1]), []).append(part)
-                        total += len(mine)
+                    new, pairs, _ = self._extend(stage, unit, layout, states.sums[begin : begin + chunk], extensions)
+                    origin, extension = np.divmod(pairs, max(1, len(extensions)))
+                    for key, members in groups_of(extensions.stop[extension], extensions.exit[extension]):
+                        part = States.of_one_source(
+                            new[members], origin[members] + begin, extension[members], (unit, layout)
+                        )
+                        parts.setdefault(key, []).append(part)
+                        total += len(members)
                 if total > 4 * _MAX_STATES:
                     raise TooManyStatesError
-            level = {key: _States.joined(several) for key, several in parts.items()}
+            level = {key: States.merged(several) for key, several in parts.items()}
             if sum(len(states.sums) for states in level.values()) > _MAX_STATES:
                 raise TooManyStatesError
         ends = [key for key in level if len(level[key].sums)]
-        if not ends:
-            return None
-        at, place = ends[0], 0
-        chosen: Selection = []
-        for stage in range(self.cut_graph.num_stages - 1, -1, -1):
-            states = level[at]
-            at, way = states.key[int(states.number[place])], int(states.row[place])
-            found = self._ways_on(stage, at[0])
-            chosen.append((stage, at[0], int(found.stop[way]), int(found.row[way])))
-            place, level = int(states.origin[place]), trail[stage]
-        return chosen[::-1]
+        return self._traced(ends[0], level, trail) if ends else None
 
-    def _on(
-        self, stage: int, unit: int, layout: int, sums: np.ndarray, found: _Candidates
-    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Every way on from states: (sums behind it, number of the state * ways + way, score), those that are below the threshold.
+    def _traced(
+        self,
+        end: tuple[int, int],
+        level: dict[tuple[int, int], States],
+        trail: Sequence[dict[tuple[int, int], States]],
+    ) -> Selection:
+        """Return the selection of the first state of ``end``.
 
         Args:
-            sums: shape (states, columns).
+            end: The (unit, layout) behind the last stage.
+            level: The states behind the last stage.
+            trail: The states before each stage.
         """
-        num = len(self.bounds)
-        if not len(found.stop):
-            return sums[:0], np.zeros(0, dtype=np.intp), np.zeros(0)
-        costs = found.costs + self._extra_crossing(stage, unit, layout, found)
-        with np.errstate(invalid="ignore"):
-            ahead = costs + self._behind[stage + 1][found.stop]
-            room = self.threshold - sums[:, :num]
-            fits = (ahead[None] < room[:, None]).all(axis=2)
-        at = np.flatnonzero(fits)
-        state, way = np.divmod(at, len(found.stop))
-        new = sums[state]
-        new[:, :num] += costs[way]
-        self._carry(stage, found, way, new)
-        first, count = num + len(self._shared), len(self._workers)
-        good = (new[:, :num] + self._behind[stage + 1][found.stop[way]] < self.threshold).all(axis=1)
-        for worker in self._worker_of[stage]:
-            resident, buffer = first + worker, first + count + worker
-            new[:, resident] += found.memory[way]
-            new[:, buffer] = np.maximum(new[:, buffer], found.buffer[way])
-            good &= new[:, resident] + new[:, buffer] <= self.cut_graph.limit * (1 + 1e-12)
-        new, at, way = new[good], at[good], way[good]
-        score = (new[:, :num] + self._behind[stage + 1][found.stop[way]]).max(axis=1, initial=0.0)
-        return new, at, score
+        key, index = end, 0
+        selection: Selection = []
+        for stage in range(self.cut_graph.num_stages - 1, -1, -1):
+            states = level[key]
+            key, extension = states.sources[int(states.source[index])], int(states.extension[index])
+            extensions = self._extensions_from(stage, key[0])
+            selection.append((stage, key[0], int(extensions.stop[extension]), int(extensions.row[extension])))
+            index, level = int(states.origin[index]), trail[stage]
+        return selection[::-1]
 
-    def _extra_crossing(self, stage: int, unit: int, layout: int, found: _Candidates) -> np.ndarray:
-        """What arriving from a layout takes beyond the least, as far as it is known; shape (ways, bounds)."""
-        extra = np.zeros((len(found.stop), len(self.bounds)))
-        known = found.entry >= 0
-        if layout < 0 or not stage or not known.any():
+    # --------------------------------------------------------------------------------------------------------- extensions
+
+    def _extend(
+        self, stage: int, unit: int, layout: int, sums: np.ndarray, extensions: Extensions
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Extend states of one (stage, unit, layout) by each extension; leave out what is not below the threshold or does not fit.
+
+        Args:
+            stage, unit, layout: What the states have in common.
+            sums: Shape (states, columns).
+            extensions: The extensions from (stage, unit).
+
+        Returns:
+            For each remaining pair its sums, its index state * number of extensions + extension, and its score: the largest lower
+            bound on a selection with it.
+        """
+        num_bounds = len(self.bounds)
+        if not len(extensions):
+            return sums[:0], np.zeros(0, dtype=np.intp), np.zeros(0)
+        costs = extensions.costs + self._extra_crossing_costs(stage, unit, layout, extensions)
+        with np.errstate(invalid="ignore"):
+            least = costs + self._remaining[stage + 1][extensions.stop]
+            room = self.threshold - sums[:, :num_bounds]
+            is_below = (least[None] < room[:, None]).all(axis=2)
+        pair = np.flatnonzero(is_below)
+        state, extension = np.divmod(pair, len(extensions))
+        new = sums[state]
+        new[:, :num_bounds] += costs[extension]
+        self._add_shared_weights(stage, extensions, extension, new)
+        remaining = self._remaining[stage + 1][extensions.stop[extension]]
+        fits = (new[:, :num_bounds] + remaining < self.threshold).all(axis=1)
+        first, count = num_bounds + len(self._shared), len(self._workers)
+        for worker in self._workers_of_stage[stage]:
+            resident, buffer = first + worker, first + count + worker
+            new[:, resident] += extensions.memory[extension]
+            new[:, buffer] = np.maximum(new[:, buffer], extensions.buffer[extension])
+            fits &= new[:, resident] + new[:, buffer] <= self.cut_graph.limit * (1 + 1e-12)
+        new = new[fits]
+        score = (new[:, :num_bounds] + remaining[fits]).max(axis=1, initial=0.0)
+        return new, pair[fits], score
+
+    def _extra_crossing_costs(self, stage: int, unit: int, layout: int, extensions: Extensions) -> np.ndarray:
+        """Return what the known transfers from a layout to each extension cost beyond the least; shape (extensions, bounds)."""
+        extra = np.zeros((len(extensions), len(self.bounds)))
+        has_entry = extensions.entry >= 0
+        if layout < 0 or not stage or not has_entry.any():
             return extra
         terms = self.cut_graph.terms
-        seconds = self.cut_graph.known_crossings(stage - 1, unit, layout, found.entry[known])
+        seconds = self.cut_graph.known_extra_crossings(stage - 1, unit, layout, extensions.entry[has_entry])
         forward = [bound.weights[terms.transfer_forward][stage - 1] for bound in self.bounds]
         backward = [bound.weights[terms.transfer_backward][stage - 1] for bound in self.bounds]
-        extra[known] = seconds @ np.array([forward, backward])
+        extra[has_entry] = seconds @ np.array([forward, backward])
         return extra
 
-    def _carry(self, stage: int, found: _Candidates, way: np.ndarray, new: np.ndarray) -> None:
-        """Bytes of shared weights, from the first stage that holds them to the last."""
-        for place, weight in enumerate(self._shared):
-            column = len(self.bounds) + place
-            if stage == weight.early[0]:
-                new[:, column] = found.shared[way, weight.early[1]]
-            elif stage == weight.late[0]:
-                self._reduce_shared(weight, found.shared[way, weight.late[1]], new, column)
-
-    def _reduce_shared(self, weight: _SharedWeight, late: np.ndarray, new: np.ndarray, column: int) -> None:
-        """Both stages of a shared weight reduce its gradient as far as the one with more of it has it."""
-        seconds = self._shared_seconds(weight, np.maximum(new[:, column], late))
-        reduce = self.cut_graph.terms.all_reduce
-        for number, bound in enumerate(self.bounds):
-            weights = bound.weights[reduce]
-            new[:, number] += (weights[weight.early[0]] + weights[weight.late[0]]) * seconds
-        new[:, column] = 0.0
-
-    def _ways_on(self, stage: int, unit: int) -> _Candidates:
+    def _extensions_from(self, stage: int, unit: int) -> Extensions:
+        """Return the extensions by all allowed arcs that begin with ``unit``."""
         key = (stage, unit)
-        if key not in self._candidates:
-            parts = [self._of_arc(stage, unit, stop) for stop in np.flatnonzero(self._allowed[stage][unit]).tolist()]
-            columns = zip(*([getattr(part, name) for name in _Candidates.__dataclass_fields__] for part in parts))
-            if not parts:
-                none = np.zeros(0, dtype=np.intp)
-                shared = np.zeros((0, self._num_shared(stage)))
-                self._candidates[key] = _Candidates(
-                    none, none, np.zeros((0, len(self.bounds))), none, none, shared, none, none
-                )
-            else:
-                self._candidates[key] = _Candidates(*(np.concatenate(column) for column in columns))
-        return self._candidates[key]
+        if key not in self._extensions:
+            stops = np.flatnonzero(self._allowed[stage][unit]).tolist()
+            parts = [self._extensions_by_arc(stage, unit, stop) for stop in stops]
+            self._extensions[key] = Extensions.joined(parts) if parts else self._no_extensions(stage)
+        return self._extensions[key]
+
+    def _no_extensions(self, stage: int) -> Extensions:
+        none = np.zeros(0, dtype=np.intp)
+        shared = np.zeros((0, self._num_shared(stage)))
+        return Extensions(none, none, np.zeros((0, len(self.bounds))), none, none, shared, none, none)
 
     def _num_shared(self, stage: int) -> int:
-        return sum(stage in (one.early[0], one.late[0]) for one in self._shared)
+        """Return the number of shared weights that a stage holds."""
+        return sum(stage in (weight.early[0], weight.late[0]) for weight in self._shared)
 
-    def _of_arc(self, stage: int, unit: int, stop: int) -> _Candidates:
+    def _extensions_by_arc(self, stage: int, unit: int, stop: int) -> Extensions:
         arc = self.cut_graph.arcs.get((stage, unit, stop))
         if arc is None:
-            one = np.zeros(1)
-            return _Candidates(
-                np.array([stop]),
-                np.array([-1]),
-                np.array([[costs[stage][unit, stop] for costs in self._costs]]),
-                one,
-                one,
-                np.zeros((1, self._num_shared(stage))),
-                np.array([-1]),
-                np.array([-1]),
+            # The rows are not loaded: one row of unknown layouts that takes the arc's least, and no memory.
+            none = np.zeros(1)
+            return Extensions(
+                stop=np.array([stop]),
+                row=np.array([-1]),
+                costs=np.array([[costs[stage][unit, stop] for costs in self._costs]]),
+                memory=none,
+                buffer=none,
+                shared=np.zeros((1, self._num_shared(stage))),
+                entry=np.array([-1]),
+                exit=np.array([-1]),
             )
         rows = arc.rows
         costs = np.column_stack([self.cut_graph.row_costs(bound, stage, arc) for bound in self.bounds])
@@ -414,35 +358,95 @@ class RowSearch:
             terms = self.cut_graph.terms
             crossing = np.array(
                 [
-                    b.weights[terms.transfer_forward][stage] + b.weights[terms.transfer_backward][stage]
-                    for b in self.bounds
+                    bound.weights[terms.transfer_forward][stage] + bound.weights[terms.transfer_backward][stage]
+                    for bound in self.bounds
                 ]
             )
             costs = costs + crossing * self.cut_graph.least_transfer(stage, stop)
-        return _Candidates(
-            np.full(len(rows), stop),
-            np.arange(len(rows)),
-            costs,
-            rows.memory,
-            rows.buffer,
-            rows.shared,
-            arc.entry,
-            arc.exit,
+        return Extensions(
+            stop=np.full(len(rows), stop),
+            row=np.arange(len(rows)),
+            costs=costs,
+            memory=rows.memory,
+            buffer=rows.buffer,
+            shared=rows.shared,
+            entry=arc.entry,
+            exit=arc.exit,
         )
 
-    # ------------------------------------------------------------------------------------------------------ a way's step
+    # ----------------------------------------------------------------------------------------------------- shared weights
 
-    def times(self, way: Selection, instead: np.ndarray) -> tuple[np.ndarray, bool]:
-        """The least that every term takes on a way, and whether nothing takes more.
+    def _shared_weights(self) -> tuple[_SharedWeight, ...]:
+        """Return the weights that stages of different workers share.
+
+        Only weights of the first and the last unit (tied embeddings of transformers) are supported: their stages are known without
+        the cut.
+        """
+        chain, setting = self.cut_graph.explorer.chain, self.cut_graph.setting
+        if not chain.shares_weights:
+            return ()
+        weights: list[_SharedWeight] = []
+        last = self.cut_graph.num_stages - 1
+        placement = self.cut_graph.placement[0]
+        for first_unit, last_unit in chain.ends_of_ties():
+            if (first_unit, last_unit) != (0, chain.num_units - 1):
+                raise TooManyStatesError
+            workers = placement[0], placement[last]
+            if workers[0] != workers[1]:
+                link = setting.mesh.link_between(self.cut_graph.explorer.cluster, workers)
+                number = len(weights)
+                weights.append(_SharedWeight((0, number), (last, number), link))
+        return tuple(weights)
+
+    def _add_shared_weights(self, stage: int, extensions: Extensions, extension: np.ndarray, sums: np.ndarray) -> None:
+        """Update the sums of extended states for the shared weights of a stage.
+
+        The bytes of a gradient are a column of the sums between the weight's two stages.  At the later stage both stages reduce as
+        many bytes as the one with more of them has.
+        """
+        for number, weight in enumerate(self._shared):
+            column = len(self.bounds) + number
+            if stage == weight.early[0]:
+                sums[:, column] = extensions.shared[extension, weight.early[1]]
+            elif stage == weight.late[0]:
+                late_bytes = extensions.shared[extension, weight.late[1]]
+                self._add_shared_all_reduce(weight, np.maximum(sums[:, column], late_bytes), sums)
+                sums[:, column] = 0.0
+
+    def _add_shared_all_reduce(self, weight: _SharedWeight, nbytes: np.ndarray, sums: np.ndarray) -> None:
+        """Add the all-reduce of a shared weight at both of its stages to the sums of every bound."""
+        seconds = self._shared_seconds(weight, nbytes)
+        all_reduce = self.cut_graph.terms.all_reduce
+        for number, bound in enumerate(self.bounds):
+            weights = bound.weights[all_reduce]
+            sums[:, number] += (weights[weight.early[0]] + weights[weight.late[0]]) * seconds
+
+    def _shared_seconds(self, weight: _SharedWeight, nbytes: np.ndarray) -> np.ndarray:
+        """Return the seconds of the all-reduce between the two workers of a shared weight, for each number of bytes."""
+        times = {}
+        for value in np.unique(nbytes).tolist():
+            step = Step(Collective.ALL_REDUCE, Axis(2, 1), value)
+            times[value] = weight.link.time(step)
+        return np.array([times[value] for value in nbytes.tolist()])
+
+    # ------------------------------------------------------------------------------------------------ times of a selection
+
+    def times(self, selection: Selection, unit_times: np.ndarray) -> tuple[np.ndarray, bool]:
+        """Return the least seconds of every term for a selection, and whether they are exact.
 
         Args:
-            instead: what the terms of stages take whose rows are not known.
+            selection: The selection.
+            unit_times: Least seconds of every term by units, for stages whose rows are not loaded.
+
+        Returns:
+            The seconds, in the order of :class:`autoddl.pipelines.stepgraph.Terms`.  They are exact if the rows of all stages are
+            loaded and the transfers between the stages' layouts are computed.
         """
         terms, cut_graph = self.cut_graph.terms, self.cut_graph
-        times, is_exact = instead.copy(), True
+        times, is_exact = unit_times.copy(), True
         shared: dict[tuple[int, int], float] = {}
-        before = -1
-        for stage, first, stop, row in way:
+        previous_exit = -1
+        for stage, first, stop, row in selection:
             entry = exit_ = -1
             arc = cut_graph.arcs.get((stage, first, stop))
             if arc is None:
@@ -455,49 +459,24 @@ class RowSearch:
             if stage:
                 least = cut_graph.least_transfer(stage - 1, first)
                 extra = np.zeros(2)
-                if before >= 0 and entry >= 0:
-                    extra = cut_graph.known_crossings(stage - 1, first, before, np.array([entry]))[0]
-                    is_exact &= cut_graph.has_crossing(stage - 1, first, before, entry)
+                if previous_exit >= 0 and entry >= 0:
+                    entries = np.array([entry])
+                    extra = cut_graph.known_extra_crossings(stage - 1, first, previous_exit, entries)[0]
+                    is_exact &= cut_graph.has_crossing(stage - 1, first, previous_exit, entry)
                 times[terms.transfer_forward.start + stage - 1] = least + extra[0]
                 times[terms.transfer_backward.start + stage - 1] = least + extra[1]
-            before = exit_
+            previous_exit = exit_
         for weight in self._shared:
-            held = [shared.get(end, 0.0) for end in (weight.early, weight.late)]
-            seconds = float(self._shared_seconds(weight, np.array([max(held)]))[0]) if max(held) else 0.0
+            nbytes = max(shared.get(end, 0.0) for end in (weight.early, weight.late))
+            seconds = float(self._shared_seconds(weight, np.array([nbytes]))[0]) if nbytes else 0.0
             for stage, _ in (weight.early, weight.late):
                 times[terms.all_reduce.start + stage] += seconds
         return times, is_exact
 
-    def work_out_crossings(self, way: Selection) -> None:
-        """What the layouts on a way really take to pass from stage to stage."""
-        for (stage, first, stop, row), (_, begin, end, other) in zip(way, way[1:]):
+    def price_crossings(self, selection: Selection) -> None:
+        """Compute the transfers between the layouts of a selection, for later searches."""
+        for (stage, first, stop, row), (_, next_first, next_stop, next_row) in zip(selection, selection[1:]):
             source = int(self.cut_graph.arcs[stage, first, stop].exit[row])
-            target = int(self.cut_graph.arcs[stage + 1, begin, end].entry[other])
-            self.cut_graph.crossing(stage, begin, source, target)
+            target = int(self.cut_graph.arcs[stage + 1, next_first, next_stop].entry[next_row])
+            self.cut_graph.crossing(stage, next_first, source, target)
         self._failed.clear()
-
-    def _shared_weights(self) -> tuple[_SharedWeight, ...]:
-        """Those whose stages are run by different workers; which depends on the cut alone where it has several units (the first and
-        the last one hold it in transformers)."""
-        chain, setting = self.cut_graph.explorer.chain, self.cut_graph.setting
-        if not chain.shares_weights:
-            return ()
-        found: list[_SharedWeight] = []
-        last = self.cut_graph.num_stages - 1
-        placement = self.cut_graph.placement[0]
-        for here, there in chain.ends_of_ties():
-            if (here, there) != (0, chain.num_units - 1):
-                raise TooManyStatesError
-            workers = placement[0], placement[last]
-            if workers[0] != workers[1]:
-                link = setting.mesh.link_between(self.cut_graph.explorer.cluster, workers)
-                number = len(found)
-                found.append(_SharedWeight((0, number), (last, number), link))
-        return tuple(found)
-
-    def _shared_seconds(self, weight: _SharedWeight, nbytes: np.ndarray) -> np.ndarray:
-        times = {}
-        for value in np.unique(nbytes).tolist():
-            step = Step(Collective.ALL_REDUCE, Axis(2, 1), value)
-            times[value] = weight.link.time(step)
-        return np.array([times[value] for value in nbytes.tolist()])

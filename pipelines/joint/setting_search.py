@@ -1,17 +1,44 @@
-"""The best plan of one setting, or that none is better than what is known: all its cuts, all ways to run their stages.
+"""The search of one setting: finds a plan that is better than the incumbent, or proves that the setting has none.
 
-A plan is a way through a graph of cuts (:mod:`.cut_graph`) with a row for every arc on it.  Its step is the longest path of the
-schedule's graph, so that *every* path is a lower bound, linear in what the stages take.  Of the paths that matter there are few,
-and they are found as they are needed:
+**The problem.**  A *setting* is a division of the devices into workers, a schedule and a micro-batch size.  A *plan* of the setting
+is a cut of the model into stages, and a *row* for each stage: a way to run it, with its seconds and bytes (:mod:`.stage_search`).
+The rows and the boundaries between them give the seconds t(k) of every *term* k: forward pass, backward pass, recomputation and
+all-reduce of each stage, forward and backward transfer over each boundary.  Let n(P, k) count how often path P of the schedule's
+graph passes term k (:mod:`autoddl.pipelines.stepgraph`).  Then
 
-1. **All cuts together.**  A linear program over divided units (:mod:`.relaxation`) has the mean of paths, and the prices of
-   memory, that bound all cuts best.  Most settings are settled by this bound.
-2. **Cut by cut.**  Look for a cut that is below the threshold on all bounds known so far (:mod:`.row_search`), with what its units
-   take.  There is none: the setting is settled.  Else work out its step: if that is at or above the threshold, its longest path
-   joins the bounds, and this cut, with all that are like it, is out of the question.  If not, the program for this cut alone may
-   bound it.
-3. **Row by row.**  A cut that is left is tried, and searched through with all rows of its stages that can be of use; with that, it
-   is out of the question, too.
+    step(t)  =  max over paths P of  sum over k of n(P, k) t(k)
+
+A plan must also fit: the bytes of each worker w are at most the memory limit.  The *threshold* is the step of the incumbent (the
+best plan so far of any setting), reduced by a relative 1e-9.  A setting is *settled* when no plan of it is below the threshold.
+
+**Linear bounds.**  Every path is a lower bound on the step that is linear in t.  So is every mean of paths with shares lambda(P) >=
+0 of sum 1, also if bytes beyond the limit have prices mu(w) >= 0:
+
+    bound(t)  =  sum over P, k of lambda(P) n(P, k) t(k)  +  sum over w of mu(w) (bytes(w) - limit)
+
+is at most step(t) for every plan that fits.  A linear bound is a sum over stages.  With free redistributions it is a sum over
+units, so that dynamic programming finds its least value over all cuts and all ways to run units.  There are many paths, but only
+few matter. They are found as they are needed: the longest path at some times t is the bound that is exact at t.
+
+**Three phases**, each for what the one before leaves open:
+
+1.  *All cuts together.*  The linear program of :mod:`.relaxation` finds the shares and prices whose bound is best over all cuts.
+    It generates paths (cutting planes) and ways to run units (columns) until the bound reaches the threshold or rises no more.
+    This settles most settings.
+2.  *Cut by cut.*  The integer program of :mod:`.cut_program` finds a cut that is below the threshold on all known bounds.  If there
+    is none, the setting is settled.  Otherwise let the units of the cut be run as in phase 1.  If the longest path is at least the
+    threshold, it becomes a bound.  If not, the linear program bounds this cut alone.  Either excludes the cut, and often many
+    similar ones.
+3.  *Row by row.*  A cut that remains is searched with all rows of its stages that can be of use (:mod:`.row_search`).  This finds
+    its best plan, if that is below the threshold.  Afterwards the cut is excluded.
+
+Heuristics provide incumbents: the even cut and the cut nearest to the best fractional one are improved by moving units between
+stages, and get rows that fit (:mod:`.fitting`).  Every incumbent is priced by the full evaluation (:mod:`.evaluation`), not by the
+bounds.
+
+Long schedules that repeat themselves are replaced by short ones in phase 1, whose steps are lower bounds (*condensed* graphs,
+:mod:`autoddl.pipelines.periods`).  The period of an asynchronous schedule is not a longest path.  It is bounded by the loads of the
+workers only.
 """
 
 from __future__ import annotations
@@ -27,10 +54,11 @@ from autoddl.costmodel.stopping import Deadline
 from autoddl.costmodel.strategy import Strategy
 
 from ..stepgraph import StepGraph
-from .bounds import balance, loads
+from .bounds import balance, worker_loads
 from .cut_graph import Bound, CutGraph, TooManyError
 from .cut_program import TOLERANCE, CutProgram
-from .cut_regions import Cut, Region, least_cut, level_cut
+from .cut_regions import Cut, Region, bottleneck_cut, cheapest_cut, cut_at
+from .cut_times import MAX_NODES, locally_improved, times_of_cuts, times_of_even_cut
 from .evaluation import Evaluation
 from .explorer import SAME, Explorer, Setting
 from .fitting import fitting_rows
@@ -40,55 +68,64 @@ from .stage_search import RowFilter
 
 __all__ = ["SettingSearch", "UnsettledError"]
 
-#: Rounds of an ascent over all cuts, and over those of a region.
-_ROUNDS, _FEW_ROUNDS = 40, 8
-#: Runs of equal units up to which an even cut is a good one; rounds of an ascent that tell about what a plan takes.
-_FEW_RUNS, _GLANCES = 4, 4
-#: How near the bound has to come to what a divided cut takes, of what is missing: more would not settle anything.
-_NEAR = 0.1
-#: The part of the best step within which a divided cut has to be for a quick search to make a plan of it.
-_WORTH = 0.97
-#: Units that a cut is improved by, and the nodes of graphs that are worth it.
-_MAX_MOVES, _MAX_NODES = 12, 2_000_000
-#: Long paths that are held at a time.
+#: Largest number of linear programs that are solved for the bound of all cuts, of one cut, and for an estimate of the step.
+_MAX_ROUNDS, _MAX_CUT_ROUNDS, _MAX_ESTIMATE_ROUNDS = 40, 8, 4
+#: Largest number of runs of equal units for which the even cut is a good estimate of the best one.
+_MAX_RUNS_OF_EVEN_CUT = 4
+#: The bound of a region is not raised further if its distance from the step of the best fractional cut is less than this part of
+#: the distance from there to the threshold: it would stay below the threshold.
+_CLOSE = 0.1
+#: A quick search tries cuts only if the step of the best fractional cut is below this part of the threshold.
+_PROMISING = 0.97
+#: Largest number of paths in the linear program.
 _MAX_PATHS = 80
-#: Paths that rows are wanted by.
-_MAX_GUIDES = 5
-#: Paths that a search for cuts is guided by.
-_MAX_BOUNDS = 60
-#: Sums of the same terms in another order differ by less: what is at the threshold is not below it.
-ROUNDING = 1 - 1e-12
+#: Largest number of paths that restrict the rows of a stage.
+_MAX_ROW_PATHS = 5
+#: Largest number of paths that the integer program starts with.
+_MAX_CUT_PATHS = 60
+#: Factor that lowers the threshold by more than a sum of floats changes with the order of its terms.
+_ROUNDING = 1 - 1e-12
 
 
 class UnsettledError(Exception):
-    """The work on a setting was given up."""
+    """The search ended before the setting was settled."""
 
 
 @dataclass(frozen=True, eq=False)
 class _RegionBound:
-    """The best linear bound that was found over some cuts.
+    """The best known linear bound over the cuts of a region.
 
     Attributes:
-        least_s: no cut is below it; infinite where none has a plan.
-        bound: the mean of paths, with prices of memory.
-        places: where the boundaries of the best divided cut are.
-        vectors: how units are run at the bound; shape (stages, units, 5).
-        divided_s: what the best divided cut takes that was met.
+        least_s: No plan with a cut of the region is below it; infinite if the region has no plan.
+        bound: The mean of paths, with prices of memory.
+        boundaries: Boundaries of the best fractional cut, in units; shape (stages - 1,).
+        vectors: The cheapest way to run each unit at the bound: seconds forward, backward, of recomputation and of all-reduce, and
+            bytes; shape (stages, units, 5).
+        fractional_s: The least step of a fractional cut that was met.
     """
 
     least_s: float
     bound: Bound
-    places: np.ndarray
+    boundaries: np.ndarray
     vectors: np.ndarray
-    divided_s: float
+    fractional_s: float
 
 
 class SettingSearch:
-    """One setting.
+    """The search of one setting.
 
     Args:
-        known_s: the step to be below.
-        is_quick: all cuts together alone; the cut that looks best is tried where divided units take much less than ``known_s``.
+        explorer: Searches of stages, and schedules, that all settings share.
+        setting: The setting.
+        known_s: Step of the incumbent; only plans below it are searched.
+        deadline: When the search is given up.
+        is_quick: Stop after phase 1, and try cuts only if the best fractional cut is well below ``known_s``.
+
+    Attributes:
+        best: The best plan of the setting below ``known_s``; None if none was found.
+        best_s: Step of ``best``, or ``known_s``.
+        bound_s: No plan of the setting is below it.
+        simulated: Number of plans that were evaluated.
     """
 
     def __init__(
@@ -101,445 +138,443 @@ class SettingSearch:
         self.is_condensed = condensed is not None
         self.schedule_graph = condensed or explorer.schedule_graph(setting)
         self.cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
-        homes = [[stage for _, stage in held] for held in demand.homes]
-        self.relaxation = Relaxation(self.cut_graph.runs, homes, self.cut_graph.limit)
+        stages_of_workers = [[stage for _, stage in held] for held in demand.homes]
+        self.relaxation = Relaxation(self.cut_graph.runs, stages_of_workers, self.cut_graph.limit)
         self.simulated = 0
         self.best: Evaluation | None = None
         self.best_s = known_s
-        #: No plan of the setting is below it.
         self.bound_s = 0.0
-        self._tried: set[tuple[int, ...]] = set()
-        self._level: np.ndarray | None = None
-        #: What cuts whose rows are too many take at least.
-        self._left_open_s = math.inf
+        self._tried_cuts: set[tuple[int, ...]] = set()
+        #: Times of the even fractional cut with its units run so that they fit; None if it does not fit.
+        self._even_times: np.ndarray | None = None
+        #: Least bound of the cuts that were given up because they have too many rows.
+        self._given_up_s = math.inf
 
     @property
     def graph(self) -> StepGraph:
-        """Of the schedule, which is a synchronous one."""
+        """The graph of the schedule, which must be synchronous."""
         assert self.schedule_graph.graph is not None
         return self.schedule_graph.graph
 
     @property
     def threshold(self) -> float:
+        """Steps that are not below it are not better than the incumbent."""
         return self.best_s * (1 - SAME)
 
-    # -------------------------------------------------------------------------------------------------------- the loop
+    def _is_settled(self, bound_s: float) -> bool:
+        """Return whether plans with this lower bound are not better than the incumbent."""
+        return bound_s >= self.threshold * _ROUNDING
+
+    # --------------------------------------------------------------------------------------------------------- the search
 
     def run(self) -> None:
-        """Settle it: then no plan is below :attr:`best_s`.
+        """Settle the setting: afterwards none of its plans is below :attr:`best_s`.
 
         Raises:
-            UnsettledError: the deadline came first, or it is too large.
+            UnsettledError: The deadline was over, or the setting is too large.
+            StopRequestedError: A stop was requested.
         """
-        if self._begin():
+        if self._initialise():
             self._settle(Region.whole(self.cut_graph.num_stages, self.cut_graph.num_units))
         self.bound_s = self.best_s
 
     def _settle(self, whole: Region) -> None:
         if not self.setting.schedule.synchronous:
-            self._drifting(whole)
+            self._settle_asynchronous(whole)
             return
-        ascent = self._of_all_cuts(whole)
-        if self.is_condensed and not self.is_quick and ascent.least_s < self.threshold * ROUNDING:
-            # What the short schedule leaves open is looked at as it is.
+        # Phase 1: all cuts together, first with the condensed schedule.
+        region_bound = self._bound_all_cuts(whole)
+        if self.is_condensed and not self.is_quick and not self._is_settled(region_bound.least_s):
             self.schedule_graph, self.is_condensed = self.explorer.schedule_graph(self.setting), False
-            ascent = self._of_all_cuts(whole)
-        if ascent.least_s < self.threshold * ROUNDING:
+            region_bound = self._bound_all_cuts(whole)
+        if not self._is_settled(region_bound.least_s):
             if self.is_quick:
                 raise UnsettledError
-            self._search(whole, ascent)
+            # Phases 2 and 3.
+            self._search_cuts(whole, region_bound)
 
-    def _of_all_cuts(self, whole: Region) -> _RegionBound:
-        """The bound of all cuts, and a plan of the one that looks best, whatever the time is.
-
-        Raises:
-            UnsettledError: the time was over.
-        """
-        for path in self.schedule_graph.paths:
-            self._learn(path, is_from_schedule=True)
-        if self._level is not None:
-            self._learn(self.graph.step(self._level)[1])
-        ascent = self._sharpened(whole, self._ascend(whole, _ROUNDS))
-        self.bound_s = max(self.bound_s, min(ascent.least_s, self.best_s))
-        if ascent.least_s < self.threshold * ROUNDING:
-            if not self.is_quick or ascent.divided_s < _WORTH * self.threshold:
-                self._propose(whole, ascent)
-            self._check()
-        return ascent
-
-    def _sharpened(self, region: Region, ascent: _RegionBound) -> _RegionBound:
-        """The bound of a region with one way of recomputation for each stage, at the price of memory that is best for its arc,
-        where every worker has one stage; else as it is."""
-        if not self.cut_graph.is_alone or not ascent.least_s < self.threshold * ROUNDING:
-            return ascent
-        weights, (price,) = ascent.bound.weights, ascent.bound.prices
-        prices = (*self.cut_graph.grid(weights, self._about_s()), price / 2, price, 2 * price)
-        least_s, _ = least_cut(region.among(self.cut_graph.costs(Bound(weights, prices))))
-        return replace(ascent, least_s=max(ascent.least_s, least_s))
-
-    def level_s(self) -> float:
-        """About what a plan of the setting takes, of divided units that fit; infinite where nothing was found to fit.
-
-        Where most units are alike every stage has as many as its devices want; else a few rounds of an ascent tell.
-        """
-        self._begin()
-        if len(self.cut_graph.runs.sizes) > _FEW_RUNS:
-            return self._ascend(Region.whole(self.cut_graph.num_stages, self.cut_graph.num_units), _GLANCES).divided_s
-        return math.inf if self._level is None else self.graph.step(self._level)[0]
-
-    def _begin(self) -> bool:
-        """The first paths and columns; whether there is a way to run every unit."""
-        balanced = balance(self.setting.schedule, self.setting.widths)
-        for path in (balanced, *loads(self.setting.schedule)):
-            self._learn(path, is_from_schedule=True)
-        weights = np.maximum(balanced, 1e-3)
-        prices = self.cut_graph.grid(weights, self._about_s())
-        for price in (*prices, 1e6 * prices[-1]):
-            found = self.cut_graph.cheapest(weights, price)
-            if found is None:
-                return False
-            self.relaxation.add_columns(found[1][:, self.relaxation.first])
-            times, fits = self._divided_evenly(found[1])
-            if self._level is None and fits:
-                self._level = times
-        return True
-
-    def _divided_evenly(self, vectors: np.ndarray) -> tuple[np.ndarray, bool]:
-        """What terms take where every stage has as many units as its devices want, in parts, that are run so; whether that fits."""
-        cut_graph, terms = self.cut_graph, self.cut_graph.terms
-        ends = np.concatenate([[0.0], np.cumsum(self.setting.widths)]) / sum(self.setting.widths) * cut_graph.num_units
-        units = np.arange(cut_graph.num_units)
-        overlap = np.minimum(ends[1:, None], units + 1) - np.maximum(ends[:-1, None], units)
-        of_stages = np.einsum("su,suc->sc", np.maximum(overlap, 0.0), vectors)
-        times = np.zeros(terms.count)
-        for number, part in enumerate(terms.of_stages):
-            times[part] = of_stages[:, number]
-        places = np.clip(np.round(ends[1:-1]).astype(int), 1, cut_graph.num_units - 1)
-        crossing = [cut_graph.least_transfer(boundary, unit) for boundary, unit in enumerate(places.tolist())]
-        times[terms.transfer_forward] = times[terms.transfer_backward] = crossing
-        most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in cut_graph.demand.homes)
-        return times, most <= cut_graph.limit
-
-    def _about_s(self) -> float:
-        """Seconds that a step may take."""
-        if math.isfinite(self.best_s):
-            return self.best_s
-        return float(self.cut_graph.quick(Bound(np.maximum.reduce(loads(self.setting.schedule))), 0.0, (0.0,)))
-
-    def _drifting(self, whole: Region) -> None:
-        """An asynchronous schedule's period is no longest path: bounded by what its workers put through, and tried.
+    def _settle_asynchronous(self, whole: Region) -> None:
+        """Settle a setting with an asynchronous schedule by the loads of its workers, and try two cuts.
 
         Raises:
-            UnsettledError: its bound is below the threshold, whatever was tried.
+            UnsettledError: The bound is below the threshold.
         """
-        ascent = self._ascend(whole, _FEW_ROUNDS)
-        self.bound_s = min(ascent.least_s, self.best_s)
+        region_bound = self._raise_bound(whole, _MAX_CUT_ROUNDS)
+        self.bound_s = min(region_bound.least_s, self.best_s)
         if self.bound_s < self.threshold:
-            self._try(ends_of(whole.nearest(ascent.places), self.cut_graph.num_units), ascent.bound.weights)
-            self._try_level()
+            nearest = whole.nearest_boundaries(region_bound.boundaries)
+            self._try_cut(cut_at(nearest, self.cut_graph.num_units), region_bound.bound.weights)
+            self._try_bottleneck_cut()
             if self.bound_s < self.threshold:
                 raise UnsettledError
 
-    def _check(self) -> None:
-        """Whether to go on.
+    def level_s(self) -> float:
+        """Return an estimate of the step of a good plan of the setting; infinite if no fractional cut was found that fits.
+
+        It is the step of a fractional cut with free redistributions: of the even cut if most units are equal, else of the best one
+        after a few rounds of phase 1.
+        """
+        self._initialise()
+        if len(self.cut_graph.runs.sizes) > _MAX_RUNS_OF_EVEN_CUT:
+            whole = Region.whole(self.cut_graph.num_stages, self.cut_graph.num_units)
+            return self._raise_bound(whole, _MAX_ESTIMATE_ROUNDS).fractional_s
+        return math.inf if self._even_times is None else self.graph.step(self._even_times)[0]
+
+    def _initialise(self) -> bool:
+        """Add the first paths and columns; return whether every unit can be run.
+
+        The paths are the balance bound and the workers' loads.  The columns are the cheapest ways to run units at several prices of
+        memory, the last of which counts memory alone.
+        """
+        balanced = balance(self.setting.schedule, self.setting.widths)
+        for path in (balanced, *worker_loads(self.setting.schedule)):
+            self._add_path(path, is_from_schedule=True)
+        weights = np.maximum(balanced, 1e-3)
+        prices = self.cut_graph.price_grid(weights, self._approximate_step_s())
+        for price in (*prices, 1e6 * prices[-1]):
+            cheapest = self.cut_graph.cheapest_units(weights, price)
+            if cheapest is None:
+                return False
+            _, vectors = cheapest
+            self.relaxation.add_columns(vectors[:, self.relaxation.first])
+            times, fits = times_of_even_cut(self.cut_graph, vectors)
+            if self._even_times is None and fits:
+                self._even_times = times
+        return True
+
+    def _approximate_step_s(self) -> float:
+        """Return about how many seconds a step takes, to scale prices of memory."""
+        if math.isfinite(self.best_s):
+            return self.best_s
+        return float(self.cut_graph.quick(Bound(np.maximum.reduce(worker_loads(self.setting.schedule))), 0.0, (0.0,)))
+
+    def _check_time(self) -> None:
+        """Raise if the search should end.
 
         Raises:
-            StopRequestedError, UnsettledError
+            StopRequestedError: A stop was requested.
+            UnsettledError: The deadline is over.
         """
         self.explorer.stop.check()
         if self.deadline.is_over:
             raise UnsettledError
 
-    def _learn(self, path: np.ndarray, is_from_schedule: bool = False) -> bool:
-        """Take a path in; whether it is a new one."""
+    def _add_path(self, path: np.ndarray, is_from_schedule: bool = False) -> bool:
+        """Add a path to the linear program; return whether it is new.
+
+        Args:
+            path: How often the path passes each term.
+            is_from_schedule: Whether other settings of the schedule know the path already.
+        """
         if (self.relaxation.paths == path).all(axis=1).any():
             return False
         self.relaxation.add_path(path)
         if not is_from_schedule:
             self.schedule_graph.remember(path)
         if len(self.relaxation.paths) > _MAX_PATHS:
-            self.relaxation.forget(_MAX_PATHS // 2)
+            self.relaxation.drop_paths(_MAX_PATHS // 2)
         return True
 
-    # ------------------------------------------------------------------------------------------------ all cuts together
+    # ---------------------------------------------------------------------------------------- phase 1: all cuts together
 
-    def _ascend(self, region: Region, rounds: int) -> _RegionBound:
-        """Take in longest paths, and ways to run units, until the bound of all cuts of a region is at the threshold or gets no
-        higher, or the time is over.
+    def _bound_all_cuts(self, whole: Region) -> _RegionBound:
+        """Bound all cuts together; if that does not settle the setting, try the most promising cuts.
 
         Raises:
-            UnsettledError: the program was not solved.
+            UnsettledError: The deadline is over, and the setting is not settled.
+        """
+        for path in self.schedule_graph.paths:
+            self._add_path(path, is_from_schedule=True)
+        if self._even_times is not None:
+            self._add_path(self.graph.step(self._even_times)[1])
+        region_bound = self._sharpened(whole, self._raise_bound(whole, _MAX_ROUNDS))
+        self.bound_s = max(self.bound_s, min(region_bound.least_s, self.best_s))
+        if not self._is_settled(region_bound.least_s):
+            if not self.is_quick or region_bound.fractional_s < _PROMISING * self.threshold:
+                self._try_promising_cuts(whole, region_bound)
+            self._check_time()
+        return region_bound
+
+    def _raise_bound(self, region: Region, max_rounds: int) -> _RegionBound:
+        """Raise the linear bound of a region by paths and columns, until it settles the region, rises no more, or the time is over.
+
+        Raises:
+            UnsettledError: A linear program was not solved.
         """
         cut_graph, relaxation = self.cut_graph, self.relaxation
-        nothing = _RegionBound(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
+        infeasible = _RegionBound(math.inf, Bound(relaxation.paths[0]), np.zeros(0), np.zeros(0), math.inf)
         best: _RegionBound | None = None
-        middle_s, middle = math.inf, self._level
-        for _ in range(rounds):
+        # The best fractional cut so far: its step, and its times.
+        center_s, center = math.inf, self._even_times
+        for _ in range(max_rounds):
             self.explorer.stop.check()
             if best is not None and self.deadline.is_over:
                 break
+            # Solve the linear program.  Its dual values give a bound over the cuts of the region.
             try:
                 relaxed = relaxation.solve(region.ranges)
             except UnsolvedError as error:
                 raise UnsettledError from error
             if relaxed is None:
-                return nothing
+                return infeasible
             bound = Bound(relaxed.shares @ relaxation.paths, (relaxed.price,))
-            found = cut_graph.cheapest(bound.weights, relaxed.price)
-            assert found is not None
-            values, vectors = found
-            least_s = cut_graph.least_of_region(bound, values, region.ranges)
+            cheapest = cut_graph.cheapest_units(bound.weights, relaxed.price)
+            assert cheapest is not None
+            costs, vectors = cheapest
+            least_s = cut_graph.least_in_region(bound, costs, region.ranges)
             if best is None or least_s > best.least_s:
-                best = _RegionBound(least_s, bound, relaxed.places, vectors, middle_s)
-            if least_s >= self.threshold * ROUNDING:
+                best = _RegionBound(least_s, bound, relaxed.boundaries, vectors, center_s)
+            if self._is_settled(least_s):
                 return best
-            reduced = relaxation.reduced(values[:, relaxation.first]) + 1e-9 * relaxed.step_s
-            is_new = relaxation.add_columns(vectors[:, relaxation.first], reduced)
+            # Add columns of negative reduced cost.
+            reduced_costs = relaxation.reduced_costs(costs[:, relaxation.first]) + 1e-9 * relaxed.step_s
+            is_new = relaxation.add_columns(vectors[:, relaxation.first], reduced_costs)
             if not self.setting.schedule.synchronous:
                 if not is_new:
                     break
                 continue
-            # Halfway to the best divided cut so far, too: the best one of the program alone swings from one extreme to another.
-            middle = relaxed.times if middle is None else middle
-            for times in ((relaxed.times + middle) / 2, relaxed.times):
+            # Add the longest path at the program's solution, and at the point halfway to the best fractional cut so far: the
+            # solutions alone swing from one extreme to another.
+            center = relaxed.times if center is None else center
+            for times in ((relaxed.times + center) / 2, relaxed.times):
                 step, path = self.graph.step(times)
-                is_new |= self._learn(path)
-                if step < middle_s:
-                    middle_s, middle = step, times
-            if not is_new or middle_s - best.least_s < _NEAR * (self.threshold - middle_s):
+                is_new |= self._add_path(path)
+                if step < center_s:
+                    center_s, center = step, times
+            if not is_new or center_s - best.least_s < _CLOSE * (self.threshold - center_s):
                 break
         assert best is not None
-        return replace(best, divided_s=middle_s)
+        return replace(best, fractional_s=center_s)
 
-    def _unit_times(self, cuts: Sequence[Cut], vectors: np.ndarray) -> np.ndarray:
-        """What every term takes at least on cuts where units are run so (shape (stages, units, 5)); shape (terms, cuts)."""
-        cut_graph, terms = self.cut_graph, self.cut_graph.terms
-        sums = np.concatenate([np.zeros((cut_graph.num_stages, 1, 5)), np.cumsum(vectors, axis=1)], axis=1)
-        ends, stages = np.array(cuts), np.arange(cut_graph.num_stages)
-        of_stages = sums[stages, ends[:, :, 1]] - sums[stages, ends[:, :, 0]]
-        times = np.zeros((terms.count, len(cuts)))
-        for number, part in enumerate(terms.of_stages):
-            times[part] = of_stages[:, :, number].T
-        for boundary in stages[1:] - 1:
-            transfer = cut_graph.least_transfers_at(boundary)[ends[:, boundary, 1]]
-            times[terms.transfer_forward.start + boundary] = transfer
-            times[terms.transfer_backward.start + boundary] = transfer
-        return times
+    def _sharpened(self, region: Region, region_bound: _RegionBound) -> _RegionBound:
+        """Raise the bound of a region by the costs of arcs, if each worker has one stage.
 
-    # ------------------------------------------------------------------------------------------------------ cut by cut
+        An arc has one way of recomputation for all its units, and counts with the price of memory at which it costs the most.
+        """
+        if not self.cut_graph.is_alone or self._is_settled(region_bound.least_s):
+            return region_bound
+        weights, (price,) = region_bound.bound.weights, region_bound.bound.prices
+        prices = (*self.cut_graph.price_grid(weights, self._approximate_step_s()), price / 2, price, 2 * price)
+        least_s, _ = cheapest_cut(region.restrict(self.cut_graph.arc_costs(Bound(weights, prices))))
+        return replace(region_bound, least_s=max(region_bound.least_s, least_s))
 
-    def _search(self, whole: Region, ascent: _RegionBound) -> None:
-        """Search all cuts through, those that the bounds let take the least first.
+    # ----------------------------------------------------------------------------------------------- phase 2: cut by cut
+
+    def _search_cuts(self, whole: Region, region_bound: _RegionBound) -> None:
+        """Search all cuts, best first: branch and bound over regions, each bounded by the integer program.
 
         Raises:
-            UnsettledError
+            UnsettledError: The deadline was over, or some cut has too many rows and was not settled.
         """
-        cuts = CutProgram(self.cut_graph)
-        for bound in self._bounds(ascent):
-            cuts.add(bound)
+        program = CutProgram(self.cut_graph)
+        for bound in self._first_cut_bounds(region_bound):
+            program.add(bound)
         queue = [(self.bound_s, 0, whole)]
         number = 0
-        while queue and queue[0][0] < self.threshold * ROUNDING:
-            self._check()
-            self.bound_s = max(self.bound_s, min(queue[0][0], self._left_open_s, self.best_s))
+        while queue and not self._is_settled(queue[0][0]):
+            self._check_time()
+            self.bound_s = max(self.bound_s, min(queue[0][0], self._given_up_s, self.best_s))
             _, _, region = heapq.heappop(queue)
             try:
-                solved = cuts.solve(region, self.threshold, self.deadline.left_s)
+                solved = program.solve(region, self.threshold, self.deadline.left_s)
             except TimeoutError:
                 raise UnsettledError from None
             if solved is None:
-                continue
+                continue  # no cut of the region is below the threshold
             least_s, cut = solved
-            for part in self._narrowed(cuts, region, cut, ascent):
+            for part in self._explore_cut(program, region, cut, region_bound):
                 number += 1
                 heapq.heappush(queue, (least_s, number, part))
-        if self._left_open_s < self.threshold * ROUNDING:
-            self.bound_s = max(self.bound_s, self._left_open_s)
+        if not self._is_settled(self._given_up_s):
+            self.bound_s = max(self.bound_s, self._given_up_s)
             raise UnsettledError
 
-    def _narrowed(self, cuts: CutProgram, region: Region, cut: Cut, ascent: _RegionBound) -> list[Region]:
-        """Learn of a cut that is below the threshold in all bounds; what of the region is left to be searched."""
-        step, path = self.graph.step(self._unit_times([cut], ascent.vectors)[:, 0])
-        if step >= self.threshold and not cuts.knows(path):
-            self._learn(path)
-            cuts.add(Bound(path))
+    def _explore_cut(self, program: CutProgram, region: Region, cut: Cut, region_bound: _RegionBound) -> list[Region]:
+        """Exclude a cut that is below the threshold on all bounds of the program: by a new bound, or by searching it.
+
+        Returns:
+            Regions that contain all remaining cuts: the same region if a new bound excludes the cut, else regions without the cut.
+        """
+        # A path that is at least the threshold at the cheapest units of the bound of all cuts.
+        step, path = self.graph.step(times_of_cuts(self.cut_graph, [cut], region_bound.vectors)[:, 0])
+        if step >= self.threshold and not program.knows(path):
+            self._add_path(path)
+            program.add(Bound(path))
             return [region]
-        own = self._sharpened(Region.only(cut), self._ascend(Region.only(cut), _FEW_ROUNDS))
-        if own.least_s < self.threshold * ROUNDING:
+        # The linear program for this cut alone.
+        only = Region.of_cut(cut)
+        cut_bound = self._sharpened(only, self._raise_bound(only, _MAX_CUT_ROUNDS))
+        if not self._is_settled(cut_bound.least_s):
             try:
-                self._settle_cut(cut, own)
+                self._settle_cut(cut, cut_bound)
             except (TooManyError, TooManyStatesError):
-                self._left_open_s = min(self._left_open_s, own.least_s)
-        elif math.isfinite(own.least_s):
-            cuts.add(own.bound)
-            if cuts.value(-1, cut) >= self.threshold * (1 + 2 * TOLERANCE):
+                self._given_up_s = min(self._given_up_s, cut_bound.least_s)
+        elif math.isfinite(cut_bound.least_s):
+            program.add(cut_bound.bound)
+            if program.value(-1, cut) >= self.threshold * (1 + 2 * TOLERANCE):
                 return [region]
         return region.without(cut)
 
-    def _bounds(self, ascent: _RegionBound) -> list[Bound]:
-        """What a search for cuts is guided by: the best bound, at more and less memory, and the paths that are in it."""
-        (price,), mean = ascent.bound.prices, ascent.bound.weights
-        grid = self.cut_graph.grid(mean, self._about_s())
-        found = [ascent.bound, *(Bound(mean, (one,)) for one in (*grid, price / 2, 2 * price))]
-        return found + [Bound(path) for path in self.relaxation.latest(_MAX_BOUNDS)]
+    def _first_cut_bounds(self, region_bound: _RegionBound) -> list[Bound]:
+        """Return the bounds that the integer program starts with: the best bound at several prices of memory, and its paths."""
+        (price,), mean = region_bound.bound.prices, region_bound.bound.weights
+        grid = self.cut_graph.price_grid(mean, self._approximate_step_s())
+        bounds = [region_bound.bound, *(Bound(mean, (one,)) for one in (*grid, price / 2, 2 * price))]
+        return bounds + [Bound(path) for path in self.relaxation.latest_paths(_MAX_CUT_PATHS)]
 
-    # ------------------------------------------------------------------------------------------------------ row by row
+    # ----------------------------------------------------------------------------------------------- phase 3: row by row
 
-    def _settle_cut(self, cut: Cut, ascent: _RegionBound) -> None:
-        """Find the best plan of one cut, if one is below the threshold.
+    def _settle_cut(self, cut: Cut, cut_bound: _RegionBound) -> None:
+        """Find the best plan of one cut, if that is below the threshold.
 
         Raises:
-            UnsettledError, TooManyError, TooManyStatesError
+            UnsettledError: The deadline was over.
+            TooManyError: A stage has too many rows.
+            TooManyStatesError: There are too many selections of rows.
         """
-        self._try(cut, ascent.bound.weights)
-        # Of all layouts at the sides together there are fewer rows; that mostly does.
-        if not self._is_settled_by_rows(cut, ascent, has_sides=False):
-            self._is_settled_by_rows(cut, ascent, has_sides=True)
+        self._try_cut(cut, cut_bound.bound.weights)
+        # Without the layouts at the sides of stages there are fewer rows; this settles most cuts.
+        if not self._is_settled_by_rows(cut, cut_bound, has_sides=False):
+            self._is_settled_by_rows(cut, cut_bound, has_sides=True)
 
-    def _is_settled_by_rows(self, cut: Cut, ascent: _RegionBound, has_sides: bool) -> bool:
-        """Whether a search through rows of a cut's stages tells that no plan is below the threshold, or the best one was found; it
-        may not without the layouts at the sides.
+    def _is_settled_by_rows(self, cut: Cut, cut_bound: _RegionBound, has_sides: bool) -> bool:
+        """Search the rows of a cut's stages; return whether this settled the cut, which is certain with the layouts at the sides.
 
-        The rows are those that can be of use, worked out stage by stage, where a second counts most first, until that is enough.
+        Rows are loaded stage by stage, first the stage whose seconds count most, as long as the stages without rows leave the cut
+        open.
         """
-        cut_graph = self.cut_graph.again()
-        bounds = [ascent.bound, *(Bound(path) for path in self.relaxation.latest(_MAX_GUIDES))]
-        ways = RowSearch(cut_graph, Region.only(cut), self.threshold * ROUNDING, self._check)
+        cut_graph = self.cut_graph.without_rows()
+        bounds = [cut_bound.bound, *(Bound(path) for path in self.relaxation.latest_paths(_MAX_ROW_PATHS))]
+        search = RowSearch(cut_graph, Region.of_cut(cut), self.threshold * _ROUNDING, self._check_time)
         for bound in bounds:
-            ways.add(bound)
-        busy = cut_graph.work(ascent.bound.weights, self._unit_times([cut], ascent.vectors)[:, 0])
-        lacking = np.argsort(-busy, kind="stable").tolist()
-        while ways.is_open():
-            self._check()
-            way = ways.find()
-            if way is None:
+            search.add(bound)
+        unit_times = times_of_cuts(cut_graph, [cut], cut_bound.vectors)[:, 0]
+        work = cut_graph.stage_work(cut_bound.bound.weights, unit_times)
+        stages_to_load = np.argsort(-work, kind="stable").tolist()
+        while search.prune():
+            self._check_time()
+            selection = search.find()
+            if selection is None:
                 return True
-            times, is_exact = ways.times(way, self._unit_times([cut], ascent.vectors)[:, 0])
+            # The selection is below the threshold on all bounds.  Refine what is known, in the order of the effort.
+            times, is_exact = search.times(selection, unit_times)
             step, path = self.graph.step(times)
-            before = self.best_s
-            if step >= self.threshold and not ways.knows(path):
-                self._learn(path)
-                ways.add(Bound(path))
-            elif lacking:
-                self._load(cut_graph, bounds, cut, lacking.pop(0), has_sides)
-                ways.renew()
+            previous_best_s = self.best_s
+            if step >= self.threshold and not search.knows(path):
+                self._add_path(path)
+                search.add(Bound(path))
+            elif stages_to_load:
+                self._load_rows(cut_graph, bounds, cut, stages_to_load.pop(0), has_sides)
+                search.update_arcs()
             elif not is_exact:
-                ways.work_out_crossings(way)
+                search.price_crossings(selection)
             else:
-                self._found(cut_graph, way)
-                if not self.best_s < before:
+                self._evaluate_selection(cut_graph, selection)
+                if not self.best_s < previous_best_s:
+                    # Without the layouts the transfers may take longer than the least.  With them the times were exact, so that
+                    # nothing more can be learnt here.
                     if has_sides:
                         raise UnsettledError
                     return False
-                ways.threshold = self.threshold * ROUNDING
+                search.threshold = self.threshold * _ROUNDING
         return True
 
-    def _load(self, cut_graph: CutGraph, bounds: Sequence[Bound], cut: Cut, stage: int, has_sides: bool) -> None:
-        """Work out the rows of one stage of a cut.
+    def _load_rows(self, cut_graph: CutGraph, bounds: Sequence[Bound], cut: Cut, stage: int, has_sides: bool) -> None:
+        """Load the rows of one stage of a cut that can be in a plan below the threshold on all of ``bounds``.
 
         Raises:
-            TooManyError, UnsettledError
+            TooManyError: The stage has too many rows.
+            UnsettledError: The deadline was over.
         """
-        costs = [[float(cost[ends]) for cost, ends in zip(cut_graph.costs(bound), cut)] for bound in bounds]
         first, stop = cut[stage]
-        rooms = [self.threshold - (sum(of_stages) - of_stages[stage]) for of_stages in costs]
-        wanted = [self._wanted(cut_graph, bound, stage, stop, room) for bound, room in zip(bounds, rooms)]
-        self._check()
-        cut_graph.load(stage, first, stop, wanted, cut_graph.limit, has_sides)
+        wanted = []
+        for bound in bounds:
+            costs = [float(cost[ends]) for cost, ends in zip(cut_graph.arc_costs(bound), cut)]
+            wanted.append(self._row_filter(cut_graph, bound, stage, stop, self.threshold - (sum(costs) - costs[stage])))
+        self._check_time()
+        cut_graph.load_rows(stage, first, stop, wanted, cut_graph.limit, has_sides)
 
-    def _wanted(self, cut_graph: CutGraph, bound: Bound, stage: int, stop: int, room: float) -> RowFilter:
-        """What rows of a stage have to be within, where a bound leaves so much room for it."""
+    def _row_filter(self, cut_graph: CutGraph, bound: Bound, stage: int, stop: int, room_s: float) -> RowFilter:
+        """Return the filter for the rows of a stage that a bound allows.
+
+        Args:
+            cut_graph: The cut graph.
+            bound: The bound.
+            stage: The stage.
+            stop: The unit behind the last one of the stage.
+            room_s: The threshold minus the least value of all other stages.
+        """
         terms, weights = cut_graph.terms, bound.weights
         if stage < cut_graph.num_stages - 1:
             crossing = weights[terms.transfer_forward][stage] + weights[terms.transfer_backward][stage]
-            room -= float(crossing) * cut_graph.least_transfer(stage, stop)
+            room_s -= float(crossing) * cut_graph.least_transfer(stage, stop)
         price = float(bound.prices[0][stage]) if bound.prices else 0.0
-        parts = terms.of_stages
-        own = tuple(float(weights[part][stage]) for part in parts)
-        return RowFilter((*own, price), room + price * cut_graph.share(stage))  # type: ignore[arg-type]
+        forward, backward, recompute, all_reduce = (float(weights[part][stage]) for part in terms.of_stages)
+        threshold = room_s + price * cut_graph.memory_share(stage)
+        return RowFilter((forward, backward, recompute, all_reduce, price), threshold)
 
-    # ---------------------------------------------------------------------------------------------------------- plans
+    # --------------------------------------------------------------------------------------------------------- incumbents
 
-    def _propose(self, region: Region, ascent: _RegionBound) -> None:
-        """Try what looks best: the even cut, and the one near the best divided cut; each moved to where it takes the least."""
+    def _try_promising_cuts(self, region: Region, region_bound: _RegionBound) -> None:
+        """Try the even cut and the cut nearest to the best fractional one, after a local search, the one of the shorter step
+        first."""
         widths, num_units = self.setting.widths, self.cut_graph.num_units
         even = np.cumsum(widths)[:-1] / sum(widths) * num_units
-        near = [ends_of(region.nearest(places), num_units) for places in (even, ascent.places)]
-        steps = self.graph.steps(self._unit_times(near, ascent.vectors))
-        for place in np.argsort(steps, kind="stable").tolist():
-            self._try(self._improved(near[place], ascent.vectors), ascent.bound.weights)
+        starts = [cut_at(region.nearest_boundaries(ends), num_units) for ends in (even, region_bound.boundaries)]
+        steps = self.graph.steps(times_of_cuts(self.cut_graph, starts, region_bound.vectors))
+        for number in np.argsort(steps, kind="stable").tolist():
+            improved = locally_improved(self.cut_graph, self.graph, starts[number], region_bound.vectors)
+            self._try_cut(improved, region_bound.bound.weights)
 
-    def _improved(self, cut: Cut, vectors: np.ndarray) -> Cut:
-        """A cut from which no unit that goes from one stage to another makes the step shorter; of many stages to the next one."""
-        stages = self.cut_graph.num_stages
-        pairs = [(giver, taker) for giver in range(stages) for taker in range(stages) if giver != taker]
-        if len(pairs) * self.graph.num_nodes > _MAX_NODES:
-            pairs = [(giver, taker) for giver, taker in pairs if abs(giver - taker) == 1]
-        best_s = float(self.graph.steps(self._unit_times([cut], vectors))[0])
-        sizes = np.array([stop - first for first, stop in cut])
-        for _ in range(max(1, min(_MAX_MOVES, 4 * _MAX_NODES // (len(pairs) * self.graph.num_nodes + 1)))):
-            units = np.eye(stages, dtype=int)
-            moved = [sizes - units[giver] + units[taker] for giver, taker in pairs if sizes[giver] > 1]
-            if not moved:
-                break
-            stops = np.cumsum(moved, axis=1)
-            cuts = np.stack([stops - moved, stops], axis=2)
-            steps = self.graph.steps(self._unit_times(cuts.tolist(), vectors))
-            least = int(steps.argmin())
-            if steps[least] >= best_s * (1 - SAME):
-                break
-            best_s, sizes = float(steps[least]), np.array(moved[least])
-        return ends_of(np.cumsum(sizes).tolist()[:-1], self.cut_graph.num_units)
-
-    def _try_level(self) -> None:
-        """Try the cut whose most loaded stage has the least to do, memory at a price."""
+    def _try_bottleneck_cut(self) -> None:
+        """Try the cut whose most loaded stage has the least load, with a price of memory."""
         terms = self.cut_graph.terms
-        weights = np.maximum.reduce(loads(self.setting.schedule))
-        prices = self.cut_graph.grid(weights, self._about_s())
-        _, cut = level_cut(self.cut_graph.costs(Bound(weights, prices if self.cut_graph.is_alone else prices[:1])))
+        weights = np.maximum.reduce(worker_loads(self.setting.schedule))
+        prices = self.cut_graph.price_grid(weights, self._approximate_step_s())
+        bound = Bound(weights, prices if self.cut_graph.is_alone else prices[:1])
+        _, cut = bottleneck_cut(self.cut_graph.arc_costs(bound))
         weights[terms.all_reduce] = 1.0
         if cut:
-            self._try(cut, weights)
+            self._try_cut(cut, weights)
 
-    def _try(self, cut: Cut, path: np.ndarray) -> None:
-        """A plan with a cut, rows that are good on a path for its stages, if they fit."""
+    def _try_cut(self, cut: Cut, path: np.ndarray) -> None:
+        """Evaluate a plan with a cut, and with rows that fit and are good for a path, if such rows are found."""
         key = tuple(stop for _, stop in cut)
-        if key in self._tried:
+        if key in self._tried_cuts:
             return
-        self._tried.add(key)
+        self._tried_cuts.add(key)
         self.explorer.stop.check()
         terms, cut_graph = self.cut_graph.terms, self.cut_graph
-        parts = terms.of_stages
-        weights = np.maximum(np.column_stack([path[part] for part in parts]), 1e-3)
+        weights = np.maximum(np.column_stack([path[part] for part in terms.of_stages]), 1e-3)
         steps = None
-        if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < _MAX_NODES // 10:
+        if self.setting.schedule.synchronous and self.graph.num_nodes * len(cut) < MAX_NODES // 10:
             steps = self.graph.steps
-        found = fitting_rows(cut_graph, cut, weights, self._about_s(), steps)
-        if found is None:
+        fitting = fitting_rows(cut_graph, cut, weights, self._approximate_step_s(), steps)
+        if fitting is None:
             return
-        rows, times = found
+        rows, times = fitting
         if self.setting.schedule.synchronous:
+            # If the graph is condensed, this step is only a lower bound on that of the plan.
             step, longest = self.graph.step(times)
-            self._learn(longest)
+            self._add_path(longest)
             if step >= self.threshold:
                 return
-            # The graph of a long schedule may be that of a short one, whose step is a bound.
-        self._consider([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
+        self._evaluate([stop - first for first, stop in cut], [row.strategies(0) for row in rows])
 
-    def _found(self, cut_graph: CutGraph, way: Selection) -> None:
-        """A way of which everything is known is below the threshold: the best plan so far, if all its layouts are."""
-        chosen = [cut_graph.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in way]
-        self._consider([stop - first for _, first, stop, _ in way], chosen)
+    def _evaluate_selection(self, cut_graph: CutGraph, selection: Selection) -> None:
+        """Evaluate the plan of a selection of rows."""
+        stages = [cut_graph.arcs[stage, first, stop].rows.strategies(row) for stage, first, stop, row in selection]
+        self._evaluate([stop - first for _, first, stop, _ in selection], stages)
 
-    def _consider(self, cut: Sequence[int], chosen: Sequence[tuple[str, Mapping[str, Strategy]]]) -> None:
-        """A plan, with all its figures from the layer graph."""
-        found = self.explorer.evaluation(self.explorer.configuration(self.setting, cut, chosen))
+    def _evaluate(self, sizes: Sequence[int], stages: Sequence[tuple[str, Mapping[str, Strategy]]]) -> None:
+        """Evaluate a plan from the layer graph; it becomes the incumbent if it fits and is better.
+
+        Args:
+            sizes: Number of units of each stage.
+            stages: Per stage its way of recomputation and the strategies of its layers.
+        """
+        evaluation = self.explorer.evaluation(self.explorer.configuration(self.setting, sizes, stages))
         self.simulated += 1
-        cost = found.cost(self.explorer.pricing.objective)
-        if found.memory_bytes <= self.explorer.limit_bytes and cost < self.best_s:
-            self.best, self.best_s = found, cost
-
-
-def ends_of(places: Sequence[int], num_units: int) -> Cut:
-    """The cut whose boundaries are before these units."""
-    return list(zip((0, *places), (*places, num_units)))
+        cost = evaluation.cost(self.explorer.pricing.objective)
+        if evaluation.memory_bytes <= self.explorer.limit_bytes and cost < self.best_s:
+            self.best, self.best_s = evaluation, cost

@@ -1,11 +1,13 @@
-"""What the units of a model take at least on one rectangle, before any stage is searched: the first terms of the bounds.
+"""The least that the units of a model take on one rectangle of devices: the basis of all bounds, before any stage is searched.
 
-A *weight* prices the vector of a stage (:data:`.stagetables.COMPONENTS`): seconds forward and backward of a micro-batch, of the
-gradients' all-reduce, bytes of state, bytes that a micro-batch keeps.  With redistributions for nothing, and every layer at its own
-cheapest strategy for that weight, the layers of a unit add up to no more than they do in any stage; and so do the units of a stage.
+The *vector* of a stage (:data:`.stage_cost.COMPONENTS`) holds the seconds of the forward and of the backward pass of a micro-batch,
+the seconds of the all-reduce of gradients, the bytes of state, and the bytes that a micro-batch keeps.  A *weight* prices each of
+these.  Let every layer have the option that is cheapest for a weight, and let redistributions be free.  Then the layers of a unit
+sum to a lower bound on the unit's part of any stage, and the units of a stage sum to a lower bound on the stage.
 
-The options of all layers of all kinds of units stand behind each other in one array, so that a least value is few operations; of
-those at one micro-batch only options stay that no other one of the layer is nowhere above.
+The options of all layers of all kinds of units are columns of one array, so that a few numpy operations minimise over all of them.
+For each micro-batch size only options are kept that no other option of the same layer dominates (is at most as large in every
+component).
 """
 
 from __future__ import annotations
@@ -23,93 +25,99 @@ from .stage_cost import COMPONENTS, Replicas, StageTables
 
 __all__ = ["ROUNDING", "UnitBounds"]
 
-#: Bounds are taken down by this, so that sums in another order do not exclude what is equal.
+#: Factor that lowers a bound by more than a sum of floats changes with the order of its terms.
 ROUNDING = 1 - 1e-9
 
 
 @dataclass(frozen=True, eq=False)
 class _Options:
-    """The options of all layers of all kinds of units, one behind the other.
+    """The options of all layers of all kinds of units, for any micro-batch size; options of a layer are adjacent.
+
+    The vector of an option is ``fixed + micro_batch * slope``.
 
     Attributes:
-        fixed, slope: the vectors of options are fixed + samples * slope; shape (components, options).
-        p0: into how many slices they cut the samples.
-        layers: where the options of each layer begin.
-        kinds: where the layers of each kind begin.
+        fixed, slope: Shape (components, options).
+        sample_slices: Number of slices into which each option divides the samples (p0), shape (options,).
+        first_of_layer: Index of the first option of each layer.
+        first_of_kind: Index of the first layer of each kind of unit.
     """
 
     fixed: np.ndarray
     slope: np.ndarray
-    p0: np.ndarray
-    layers: np.ndarray
-    kinds: np.ndarray
+    sample_slices: np.ndarray
+    first_of_layer: np.ndarray
+    first_of_kind: np.ndarray
 
     @property
     def num_layers(self) -> int:
-        return len(self.layers)
+        return len(self.first_of_layer)
 
-    def at(self, micro_batch: int, part: int) -> _Offered | None:
-        """What divides ``part`` samples of a micro-batch and is nowhere above another option of its layer; None where a layer
-        has nothing."""
+    def for_micro_batch(self, micro_batch: int, part: int) -> _MicroBatchOptions | None:
+        """Return the undominated options that divide ``part`` samples of a micro-batch; None if some layer has no such option."""
         vectors = np.maximum(self.fixed + micro_batch * self.slope, 0.0)
-        layer = np.repeat(np.arange(self.num_layers), np.diff(np.append(self.layers, vectors.shape[1])))
-        offered = np.flatnonzero((part % self.p0 == 0) & np.isfinite(vectors).all(axis=0))
-        kept = offered[undominated(layer[offered], vectors[:, offered].T)]
-        sizes = np.bincount(layer[kept], minlength=self.num_layers)
+        layer = np.repeat(np.arange(self.num_layers), np.diff(np.append(self.first_of_layer, vectors.shape[1])))
+        usable = np.flatnonzero((part % self.sample_slices == 0) & np.isfinite(vectors).all(axis=0))
+        selected = usable[undominated(layer[usable], vectors[:, usable].T)]
+        sizes = np.bincount(layer[selected], minlength=self.num_layers)
         if not sizes.all():
             return None
-        return _Offered(vectors[:, kept], sizes, self.kinds)
+        return _MicroBatchOptions(vectors[:, selected], sizes, self.first_of_kind)
 
 
 @dataclass(frozen=True, eq=False)
-class _Offered:
-    """What is on offer at a micro-batch.
+class _MicroBatchOptions:
+    """The undominated options of all layers of all kinds of units at one micro-batch size; options of a layer are adjacent.
 
     Attributes:
-        vectors: of options, those of one layer behind those of another; shape (components, options).
-        sizes: options of each layer.
-        kinds: where the layers of each kind begin.
+        vectors: Vector of each option, shape (components, options).
+        sizes: Number of options of each layer.
+        first_of_kind: Index of the first layer of each kind of unit.
     """
 
     vectors: np.ndarray
     sizes: np.ndarray
-    kinds: np.ndarray
+    first_of_kind: np.ndarray
 
     @cached_property
-    def layers(self) -> np.ndarray:
-        """Where the options of each layer begin."""
+    def first_of_layer(self) -> np.ndarray:
+        """Index of the first option of each layer."""
         return np.cumsum(self.sizes) - self.sizes
 
 
 class UnitBounds:
-    """The least that every unit takes and keeps on one rectangle."""
+    """Lower bounds on what each unit of a model adds to a stage on one rectangle of devices.
+
+    Args:
+        chain: The units of the model.
+        tables: Tables of stages on the rectangle.
+    """
 
     def __init__(self, chain: Chain, tables: StageTables):
         self.chain, self.tables = chain, tables
-        self._first = [chain.kinds.index(kind) for kind in range(max(chain.kinds) + 1)]
+        self._first_units = [chain.kinds.index(kind) for kind in range(max(chain.kinds) + 1)]
         self._kinds = np.array(chain.kinds)
         self._options: dict[tuple[bool, Replicas], _Options | None] = {}
-        self._offered: dict[tuple[bool, Replicas, int, int], _Offered | None] = {}
+        self._micro_batch_options: dict[tuple[bool, Replicas, int, int], _MicroBatchOptions | None] = {}
 
-    def _of(self, layers_again: bool, replicas: Replicas) -> _Options | None:
-        """None where some layer has no strategy on so many devices."""
-        key = (layers_again, replicas)
+    def _options_of(self, recompute_layers: bool, replicas: Replicas) -> _Options | None:
+        """Return the options for any micro-batch size; None if some layer has no strategy on so many devices."""
+        key = (recompute_layers, replicas)
         if key not in self._options:
             try:
-                self._options[key] = self._collected(layers_again, replicas)
+                self._options[key] = self._collect_options(recompute_layers, replicas)
             except UserError:
                 self._options[key] = None
         return self._options[key]
 
-    def _collected(self, layers_again: bool, replicas: Replicas) -> _Options:
+    def _collect_options(self, recompute_layers: bool, replicas: Replicas) -> _Options:
         fixed: list[np.ndarray] = []
         slope: list[np.ndarray] = []
-        p0: list[np.ndarray] = []
-        kinds: list[int] = []
-        for unit in self._first:
-            book = self.tables.book(unit, unit + 1, layers_again)
+        slices: list[np.ndarray] = []
+        first_of_kind: list[int] = []
+        for unit in self._first_units:
+            book = self.tables.book(unit, unit + 1, recompute_layers)
             stage = self.tables.graph(unit, unit + 1)
-            kinds.append(len(fixed))
+            first_of_kind.append(len(fixed))
             for variable, each in zip(book.variables, book.coefficients(self.tables.pricing.objective)):
                 if variable.layers == (ENTRY,):
                     continue
@@ -117,51 +125,72 @@ class UnitBounds:
                 gradient = each.gradient if replicas.count == 1 else self.tables.replicated(stage, variable, replicas)
                 fixed.append(np.stack([each.forward[0], each.backward[0], gradient, each.state, none]))
                 slope.append(np.stack([each.forward[1], each.backward[1], none, none, each.kept]))
-                p0.append(each.option_set.p0)
-        # Those that another one which cuts the samples as often is nowhere above, at any micro-batch.
-        layer, cuts = np.repeat(np.arange(len(p0)), [len(one) for one in p0]), np.concatenate(p0)
+                slices.append(each.option_set.p0)
+        # Drop options that another option of the layer with as many slices dominates in both parts: it does so for every
+        # micro-batch size.  Options with negative or infinite coefficients are not compared.
+        layer, num_slices = np.repeat(np.arange(len(slices)), [len(one) for one in slices]), np.concatenate(slices)
         both = np.concatenate([np.concatenate(fixed, axis=1), np.concatenate(slope, axis=1)])
-        finite = np.flatnonzero(np.isfinite(both).all(axis=0) & (both >= 0).all(axis=0))
-        other = np.setdiff1d(np.arange(len(layer)), finite)
-        alike = np.unique(np.column_stack([layer, cuts]), axis=0, return_inverse=True)[1].ravel()
-        kept = np.sort(np.concatenate([finite[undominated(alike[finite], both[:, finite].T)], other]))
+        comparable = np.flatnonzero(np.isfinite(both).all(axis=0) & (both >= 0).all(axis=0))
+        others = np.setdiff1d(np.arange(len(layer)), comparable)
+        group = np.unique(np.column_stack([layer, num_slices]), axis=0, return_inverse=True)[1].ravel()
+        best = comparable[undominated(group[comparable], both[:, comparable].T)]
+        selected = np.sort(np.concatenate([best, others]))
         num = len(COMPONENTS)
-        sizes = np.bincount(layer[kept], minlength=len(p0))
-        return _Options(both[:num, kept], both[num:, kept], cuts[kept], np.cumsum(sizes) - sizes, np.array(kinds))
+        sizes = np.bincount(layer[selected], minlength=len(slices))
+        return _Options(
+            fixed=both[:num, selected],
+            slope=both[num:, selected],
+            sample_slices=num_slices[selected],
+            first_of_layer=np.cumsum(sizes) - sizes,
+            first_of_kind=np.array(first_of_kind),
+        )
 
     def least(
-        self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
+        self, recompute_layers: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
     ) -> np.ndarray | None:
-        """For each weight the least of every unit, shape (weights, components) -> (weights, units).
+        """Return the least weighted sum of each unit's vector, for each weight.
 
-        None where some layer has no strategy that divides ``part`` samples of the micro-batch.
+        Args:
+            recompute_layers: Whether every layer is recomputed by itself.
+            replicas: The workers that hold the stage's weights.
+            micro_batch: Samples of a micro-batch.
+            part: Samples of the smallest pass, which strategies must divide.
+            weights: Shape (weights, components).
+
+        Returns:
+            Shape (weights, units); None if some layer has no strategy that divides ``part`` samples.
         """
-        offered = self._at(layers_again, replicas, micro_batch, part)
-        if offered is None:
+        options = self._options_at(recompute_layers, replicas, micro_batch, part)
+        if options is None:
             return None
-        of_layers = np.minimum.reduceat(weights @ offered.vectors, offered.layers, axis=1)
-        of_kinds = np.add.reduceat(of_layers, offered.kinds, axis=1)
+        of_layers = np.minimum.reduceat(weights @ options.vectors, options.first_of_layer, axis=1)
+        of_kinds = np.add.reduceat(of_layers, options.first_of_kind, axis=1)
         return np.asarray(of_kinds[:, self._kinds])
 
-    def vectors(
-        self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
+    def least_vectors(
+        self, recompute_layers: bool, replicas: Replicas, micro_batch: int, part: int, weights: np.ndarray
     ) -> np.ndarray | None:
-        """For each weight the vector of every unit where its layers are at their least, shape (weights, components) -> (weights,
-        units, components); None as :meth:`least`."""
-        offered = self._at(layers_again, replicas, micro_batch, part)
-        if offered is None:
+        """Return a vector of each unit that has the least weighted sum, for each weight; arguments as :meth:`least`.
+
+        Returns:
+            Shape (weights, units, components); None if some layer has no strategy that divides ``part`` samples.
+        """
+        options = self._options_at(recompute_layers, replicas, micro_batch, part)
+        if options is None:
             return None
-        values = weights @ offered.vectors
-        least = np.repeat(np.minimum.reduceat(values, offered.layers, axis=1), offered.sizes, axis=1)
-        places = np.where(values <= least, np.arange(values.shape[1]), values.shape[1])
-        chosen = np.minimum.reduceat(places, offered.layers, axis=1)
-        of_kinds = np.add.reduceat(offered.vectors[:, chosen], offered.kinds, axis=2)
+        values = weights @ options.vectors
+        least = np.repeat(np.minimum.reduceat(values, options.first_of_layer, axis=1), options.sizes, axis=1)
+        # The first option of each layer that has the least value.
+        indices = np.where(values <= least, np.arange(values.shape[1]), values.shape[1])
+        chosen = np.minimum.reduceat(indices, options.first_of_layer, axis=1)
+        of_kinds = np.add.reduceat(options.vectors[:, chosen], options.first_of_kind, axis=2)
         return np.asarray(np.moveaxis(of_kinds[:, :, self._kinds], 0, 2))
 
-    def _at(self, layers_again: bool, replicas: Replicas, micro_batch: int, part: int) -> _Offered | None:
-        """What is on offer."""
-        key = (layers_again, replicas, micro_batch, part)
-        if key not in self._offered:
-            options = self._of(layers_again, replicas)
-            self._offered[key] = None if options is None else options.at(micro_batch, part)
-        return self._offered[key]
+    def _options_at(
+        self, recompute_layers: bool, replicas: Replicas, micro_batch: int, part: int
+    ) -> _MicroBatchOptions | None:
+        key = (recompute_layers, replicas, micro_batch, part)
+        if key not in self._micro_batch_options:
+            options = self._options_of(recompute_layers, replicas)
+            self._micro_batch_options[key] = None if options is None else options.for_micro_batch(micro_batch, part)
+        return self._micro_batch_options[key]

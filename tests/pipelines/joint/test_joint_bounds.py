@@ -14,10 +14,17 @@ from hypothesis import strategies as st
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.generators import GeneratorError
-from autoddl.pipelines.joint.bounds import balance, homes, least_of_cuts, loads, micro_batches_of, way_in
+from autoddl.pipelines.joint.bounds import (
+    balance,
+    fill_and_drain,
+    homes,
+    least_of_cuts,
+    micro_batches_per_pipeline,
+    worker_loads,
+)
 from autoddl.pipelines.joint.configuration import PipelineSchedule
 from autoddl.pipelines.joint.cut_graph import PRICES, Bound, CutGraph
-from autoddl.pipelines.joint.cut_regions import closed_arcs
+from autoddl.pipelines.joint.cut_regions import impossible_arcs
 from autoddl.pipelines.joint.explorer import Explorer
 from autoddl.pipelines.joint.levels import least_level
 from autoddl.pipelines.joint.memory_demand import demand_of_schedule, memory_demand_of
@@ -137,7 +144,7 @@ def test_first_bounds_are_below_the_simulation(depth: int, count: int, again: bo
         for _ in range(3):
             times = random_times(dice, spec.num_stages, again)
             most = makespan(spec, schedule, times) * (1 + 1e-9)
-            for bound in (balance(spec, widths), *loads(spec), *reaches(spec)):
+            for bound in (balance(spec, widths), *worker_loads(spec), *reaches(spec)):
                 assert (bound >= 0).all() and bound @ times <= most, spec
         compared += 1
     assert compared >= 5
@@ -150,7 +157,7 @@ def test_the_balance_of_even_1f1b_by_hand() -> None:
     times[terms.forward], times[terms.backward] = 1.0, 2.0
     assert balance(spec, (2,) * 4) @ times == pytest.approx(12 * 1296 / 671)
     assert balance(spec, (2,) * 4)[terms.forward].tolist() == pytest.approx([1296 / 671] * 4)
-    assert [load @ times for load in loads(spec)] == [18.0] * 4
+    assert [load @ times for load in worker_loads(spec)] == [18.0] * 4
     # Devices 1, 3, 2, 2: shares of 2/6, (2 - 1/3)/6 = 5/18 and (3 - 11/18)/6 = 43/108 from the last one on, where (1 - 109/108)/6
     # is below 0; the first stage counts where it is on the way alone.  Of 109/108 in all.
     assert balance(spec, (1, 3, 2, 2))[terms.forward].tolist() == pytest.approx([1, 324 / 109, 216 / 109, 216 / 109])
@@ -158,9 +165,9 @@ def test_the_balance_of_even_1f1b_by_hand() -> None:
 
 def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
     """What each worker puts through, behind the ways in and out of its first stage."""
-    through, terms, found = way_in(spec), Terms(spec.num_stages), []
+    through, terms, found = fill_and_drain(spec), Terms(spec.num_stages), []
     parts = (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward)
-    for load in loads(spec):
+    for load in worker_loads(spec):
         first = int(load[terms.forward].argmax() if not load.any() else np.flatnonzero(load[terms.forward])[0])
         for part in parts:
             load[part][:first] += through[part][:first]
@@ -178,18 +185,18 @@ class _Units:
         self.setting = SimpleNamespace(schedule=spec, widths=(1,) * self.num_stages)
         self.is_alone = spec.num_workers == spec.num_stages and spec.num_pipelines == 1
 
-    def grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
+    def price_grid(self, weights: np.ndarray, step_s: float) -> tuple[np.ndarray, ...]:
         return ()
 
-    def cheapest(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    def cheapest_units(self, weights: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         return weights[self.terms.forward][:, None] * self.forward, np.zeros(0)
 
-    def costs(self, bound: Bound) -> list[np.ndarray]:
+    def arc_costs(self, bound: Bound) -> list[np.ndarray]:
         sums = np.concatenate([np.zeros((self.num_stages, 1)), np.cumsum(self.forward, axis=1)], axis=1)
         found = []
         for stage, (weight, line) in enumerate(zip(bound.weights[self.terms.forward], sums)):
             arc = weight * (line[None, :] - line[:, None])
-            arc[closed_arcs(stage, self.num_stages, self.num_units)] = np.inf
+            arc[impossible_arcs(stage, self.num_stages, self.num_units)] = np.inf
             found.append(arc)
         return found
 
@@ -258,7 +265,7 @@ def test_pipelines_get_the_micro_batches_of_the_generated_schedule() -> None:
                     task for tasks in schedule.workers for task in tasks if task.kind.letter == "F" and task.stage == 0
                 ]
                 done = [sum(t.part.size for t in forwards if t.pipeline == p) for p in range(spec.num_pipelines)]
-                assert done == list(micro_batches_of(depth, count, spec.num_pipelines)), spec
+                assert done == list(micro_batches_per_pipeline(depth, count, spec.num_pipelines)), spec
 
 
 @settings(max_examples=8, deadline=None)
@@ -275,8 +282,8 @@ def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
     # As much as a unit needs at every stage where it is run in the way that needs the least, or somewhat more.
     graph = CutGraph(explorer, setting, explorer.recomputations, demand)
     least_bytes = [
-        min(one.least_memory(first, first + 1, way, passes, need) for way in graph.ways)
-        for one, passes, need in zip(graph.stages, graph.passes, graph.need)
+        min(one.least_memory(first, first + 1, recompute, passes, demand) for recompute in graph.recomputations)
+        for one, passes, demand in zip(graph.stage_searches, graph.passes, graph.stage_demands)
         for first in range(chain.num_units)
     ]
     # Fewer samples than devices do not divide over any strategy of some layer.
@@ -287,9 +294,9 @@ def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
     price = dice.exponential(1.0, graph.num_stages) / graph.limit
     bound = Bound(weights, tuple(part * price for part in (0.0, *PRICES)))
     compared = 0
-    for stage, costs in enumerate(graph.costs(bound)):
+    for stage, costs in enumerate(graph.arc_costs(bound)):
         for first, stop in zip(*np.nonzero(np.isfinite(costs))):
-            graph.load(stage, int(first), int(stop), (), graph.limit, has_sides=False)
+            graph.load_rows(stage, int(first), int(stop), (), graph.limit, has_sides=False)
             arc = graph.arcs.pop((stage, int(first), int(stop)))
             own = np.column_stack([weights[part] for part in graph.terms.of_stages])[stage]
             least = float((arc.rows.times @ own).min(initial=np.inf))

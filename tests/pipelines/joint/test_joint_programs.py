@@ -113,8 +113,8 @@ def test_the_best_cut_by_all_bounds(
         num_units=units,
         terms=terms,
         runs=runs_of(kinds, crossing),
-        cheapest=lambda path, price: (values[path.tobytes()], None),
-        worth_of_limits=lambda price: float(price.sum()),
+        cheapest_units=lambda path, price: (values[path.tobytes()], None),
+        price_of_limits=lambda price: float(price.sum()),
     )
     cuts = CutProgram(cut_graph)  # type: ignore[arg-type]
     prices = [np.zeros(stages), dice.uniform(0.0, 0.2, stages)]

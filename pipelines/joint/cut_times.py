@@ -1,0 +1,104 @@
+"""The times of cuts by their units, with free redistributions, and a local search for a cut of a short step.
+
+Here *vectors* say how each unit is run at each stage: the seconds of its forward pass, backward pass, recomputation and all-reduce,
+and its bytes; shape (stages, units, 5) (:meth:`.cut_graph.CutGraph.cheapest_units`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from ..stepgraph import StepGraph
+from .cut_graph import CutGraph
+from .cut_regions import Cut, cut_at
+from .explorer import SAME
+
+__all__ = ["MAX_NODES", "locally_improved", "times_of_cuts", "times_of_even_cut"]
+
+#: Number of nodes of schedule graphs that may be evaluated at once to compare cuts, or rows.
+MAX_NODES = 2_000_000
+#: Largest number of units that the local search moves.
+_MAX_MOVES = 12
+
+
+def times_of_cuts(cut_graph: CutGraph, cuts: Sequence[Cut], vectors: np.ndarray) -> np.ndarray:
+    """Return the least seconds of every term at each cut.
+
+    Args:
+        cut_graph: The cut graph of the setting.
+        cuts: The cuts.
+        vectors: How each unit is run.
+
+    Returns:
+        Shape (terms, cuts), terms in the order of :class:`autoddl.pipelines.stepgraph.Terms`.
+    """
+    terms = cut_graph.terms
+    sums = np.concatenate([np.zeros((cut_graph.num_stages, 1, 5)), np.cumsum(vectors, axis=1)], axis=1)
+    ends, stages = np.array(cuts), np.arange(cut_graph.num_stages)
+    of_stages = sums[stages, ends[:, :, 1]] - sums[stages, ends[:, :, 0]]
+    times = np.zeros((terms.count, len(cuts)))
+    for number, part in enumerate(terms.of_stages):
+        times[part] = of_stages[:, :, number].T
+    for boundary in stages[1:] - 1:
+        transfer = cut_graph.least_transfers_at(boundary)[ends[:, boundary, 1]]
+        times[terms.transfer_forward.start + boundary] = transfer
+        times[terms.transfer_backward.start + boundary] = transfer
+    return times
+
+
+def times_of_even_cut(cut_graph: CutGraph, vectors: np.ndarray) -> tuple[np.ndarray, bool]:
+    """Return the times of all terms at the even fractional cut, and whether this cut fits the memory limit.
+
+    At the even cut every stage has units, also parts of units, in proportion to the devices of its worker.
+
+    Args:
+        cut_graph: The cut graph of the setting.
+        vectors: How each unit is run.
+    """
+    terms, widths = cut_graph.terms, cut_graph.setting.widths
+    ends = np.concatenate([[0.0], np.cumsum(widths)]) / sum(widths) * cut_graph.num_units
+    units = np.arange(cut_graph.num_units)
+    overlap = np.minimum(ends[1:, None], units + 1) - np.maximum(ends[:-1, None], units)
+    of_stages = np.einsum("su,suc->sc", np.maximum(overlap, 0.0), vectors)
+    times = np.zeros(terms.count)
+    for number, part in enumerate(terms.of_stages):
+        times[part] = of_stages[:, number]
+    boundaries = np.clip(np.round(ends[1:-1]).astype(int), 1, cut_graph.num_units - 1)
+    crossing = [cut_graph.least_transfer(boundary, unit) for boundary, unit in enumerate(boundaries.tolist())]
+    times[terms.transfer_forward] = times[terms.transfer_backward] = crossing
+    most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in cut_graph.demand.homes)
+    return times, most <= cut_graph.limit
+
+
+def locally_improved(cut_graph: CutGraph, graph: StepGraph, cut: Cut, vectors: np.ndarray) -> Cut:
+    """Improve a cut by local search: move one unit at a time from a stage to another one, as long as the step gets shorter.
+
+    Args:
+        cut_graph: The cut graph of the setting.
+        graph: The graph of its schedule.
+        cut: The cut to begin with.
+        vectors: How each unit is run.
+    """
+    stages = cut_graph.num_stages
+    pairs = [(giver, taker) for giver in range(stages) for taker in range(stages) if giver != taker]
+    if len(pairs) * graph.num_nodes > MAX_NODES:
+        # With many stages only neighbours exchange units.
+        pairs = [(giver, taker) for giver, taker in pairs if abs(giver - taker) == 1]
+    best_s = float(graph.steps(times_of_cuts(cut_graph, [cut], vectors))[0])
+    sizes = np.array([stop - first for first, stop in cut])
+    max_moves = min(_MAX_MOVES, 4 * MAX_NODES // (len(pairs) * graph.num_nodes + 1))
+    for _ in range(max(1, max_moves)):
+        units = np.eye(stages, dtype=int)
+        moved = [sizes - units[giver] + units[taker] for giver, taker in pairs if sizes[giver] > 1]
+        if not moved:
+            break
+        stops = np.cumsum(moved, axis=1)
+        cuts = np.stack([stops - moved, stops], axis=2)
+        steps = graph.steps(times_of_cuts(cut_graph, cuts.tolist(), vectors))
+        least = int(steps.argmin())
+        if steps[least] >= best_s * (1 - SAME):
+            break
+        best_s, sizes = float(steps[least]), np.array(moved[least])
+    return cut_at(np.cumsum(sizes).tolist()[:-1], cut_graph.num_units)
