@@ -21,11 +21,19 @@ complete before boundary b:
 
     c(b, r + 1) / (units of r + 1)   <=   z(b, r)   <=   c(b, r) / (units of r)
 
+**Memory.**  Prices of memory make cuts that do not fit expensive.  Without an incumbent no cut is too expensive.  Then memory
+limits are constraints, with m(s, r) the least bytes of a unit of run r at stage s:
+
+    sum over w's stages s and over r of m(s, r) n(s, r)  <=  limit                                           for every worker w
+
 **Transfers.**  A transfer depends on the last unit before its boundary.  It is bounded by a sum over all units before the boundary
 (:class:`.cut_graph.UnitRuns`), which is linear in n.
 """
 
 from __future__ import annotations
+
+import math
+from functools import cached_property
 
 import numpy as np
 
@@ -96,7 +104,7 @@ class CutProgram:
 
         Args:
             region: The region.
-            threshold: Cuts whose largest bound is above it are not searched [s].
+            threshold: Cuts whose largest bound is above it are not searched [s]; may be infinite.
             seconds: Time limit of the solver.
 
         Returns:
@@ -109,23 +117,29 @@ class CutProgram:
         from scipy.optimize import Bounds, LinearConstraint, milp
         from scipy.sparse import csr_matrix
 
-        limit = threshold * (1 + TOLERANCE)
         num_binaries = len(self._binaries)
-        # The variables: n(s, r), z(b, r), theta.  Costs are scaled so that theta is at most 1.
+        # The variables: n(s, r), z(b, r), theta.  Costs are scaled so that theta is 1 at the threshold.
         size = self._num_counts + num_binaries + 1
-        rows, constants = np.array(self._rows) / limit, np.array(self._constants) / limit
+        scale, most = threshold * (1 + TOLERANCE), 1.0
+        if math.isinf(threshold):
+            scale, most = max(float(np.abs(row).max()) for row in self._rows) * self.num_units or 1.0, np.inf
+        rows, constants = np.array(self._rows) / scale, np.array(self._constants) / scale
         of_bounds = np.hstack([rows, np.zeros((len(rows), num_binaries)), -np.ones((len(rows), 1))])
         matrix, low, high = self._cut_constraints(region)
+        constraints = [
+            LinearConstraint(csr_matrix(of_bounds), -np.inf, -constants),
+            LinearConstraint(csr_matrix(matrix), low, high),
+        ]
+        if math.isinf(threshold):
+            memory = np.hstack([self._memory_rows, np.zeros((len(self._memory_rows), num_binaries + 1))])
+            constraints.append(LinearConstraint(csr_matrix(memory), -np.inf, 1 + TOLERANCE))
         upper = np.append(
             np.where(self.cut_graph.runs.possible_in(region.ranges), self.sizes[None], 0).ravel().astype(float),
-            np.ones(num_binaries + 1),
+            np.append(np.ones(num_binaries), most),
         )
         solution = milp(
             np.append(np.zeros(size - 1), 1.0),
-            constraints=[
-                LinearConstraint(csr_matrix(of_bounds), -np.inf, -constants),
-                LinearConstraint(csr_matrix(matrix), low, high),
-            ],
+            constraints=constraints,
             integrality=np.append(np.ones(size - 1), 0.0),
             bounds=Bounds(np.append(np.zeros(size - 1), -np.inf), upper),
             options={"mip_rel_gap": _GAP, "time_limit": max(seconds, 0.01)},
@@ -136,7 +150,20 @@ class CutProgram:
             raise TimeoutError
         counts = np.round(solution.x[: self._num_counts]).astype(int).reshape(self.stages, self.runs)
         stops = np.cumsum(counts.sum(axis=1)).tolist()
-        return float(solution.mip_dual_bound) * limit * (1 - TOLERANCE), list(zip((0, *stops[:-1]), stops))
+        return float(solution.mip_dual_bound) * scale * (1 - TOLERANCE), list(zip((0, *stops[:-1]), stops))
+
+    @cached_property
+    def _memory_rows(self) -> np.ndarray:
+        """Coefficients of n in the least bytes on each worker, in memory limits; workers of equal stages count once."""
+        stages_of_workers = sorted({tuple(stage for _, stage in held) for held in self.cut_graph.demand.homes})
+        least = self.cut_graph.cheapest_units(np.zeros(self.cut_graph.terms.count), np.ones(self.stages))
+        assert least is not None
+        nbytes = least[0][:, self.first]
+        rows = np.zeros((len(stages_of_workers), *nbytes.shape))
+        for row, stages in zip(rows, stages_of_workers):
+            for stage in stages:
+                row[stage] += nbytes[stage]
+        return rows.reshape(len(rows), -1) / self.cut_graph.limit
 
     def _cut_constraints(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the constraints by which n is a cut of the region: coefficients, least values and largest values."""

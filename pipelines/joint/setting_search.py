@@ -83,6 +83,8 @@ _MAX_PATHS = 80
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
 _MAX_CUT_PATHS = 60
+#: Number of cuts without a plan after which the search is given up if there is no incumbent: then each cut excludes only itself.
+_MAX_CUTS_WITHOUT_PLAN = 10
 #: Factor that lowers the threshold by more than a sum of floats changes with the order of its terms.
 _ROUNDING = 1 - 1e-12
 
@@ -364,13 +366,13 @@ class SettingSearch:
         """Search all cuts, best first: branch and bound over regions, each bounded by the integer program.
 
         Raises:
-            UnsettledError: The deadline was over, or some cut has too many rows and was not settled.
+            UnsettledError: The deadline was over, some cut has too many rows and was not settled, or no plan was found that fits.
         """
         program = CutProgram(self.cut_graph)
         for bound in self._first_cut_bounds(region_bound):
             program.add(bound)
         queue = [(self.bound_s, 0, whole)]
-        number = 0
+        number = num_without_plan = 0
         while queue and not self._is_settled(queue[0][0]):
             self._check_time()
             self.bound_s = max(self.bound_s, min(queue[0][0], self._given_up_s, self.best_s))
@@ -385,6 +387,9 @@ class SettingSearch:
             for part in self._explore_cut(program, region, cut, region_bound):
                 number += 1
                 heapq.heappush(queue, (least_s, number, part))
+            num_without_plan += math.isinf(self.best_s)
+            if num_without_plan > _MAX_CUTS_WITHOUT_PLAN:
+                raise UnsettledError
         if not self._is_settled(self._given_up_s):
             self.bound_s = max(self.bound_s, self._given_up_s)
             raise UnsettledError

@@ -10,11 +10,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from autoddl.costmodel.cluster import load_cluster
+from autoddl.costmodel.stopping import Deadline
+from autoddl.costmodel.workload import Workload
 from autoddl.pipelines.joint.cut_graph import Bound, UnitRuns
 from autoddl.pipelines.joint.cut_program import TOLERANCE, CutProgram
 from autoddl.pipelines.joint.cut_regions import Cut, Region
+from autoddl.pipelines.joint.explorer import Explorer
+from autoddl.pipelines.joint.partition import chain_of
 from autoddl.pipelines.joint.relaxation import Relaxation
+from autoddl.pipelines.joint.setting_search import SettingSearch
 from autoddl.pipelines.stepgraph import Terms
+from autoddl.zoo import mlp
 
 kinds_of_units = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
@@ -113,7 +120,9 @@ def test_the_best_cut_by_all_bounds(
         num_units=units,
         terms=terms,
         runs=runs_of(kinds, crossing),
-        cheapest_units=lambda path, price: (values[path.tobytes()], None),
+        cheapest_units=lambda path, price: (values.get(path.tobytes(), np.ones((stages, units))), None),
+        demand=SimpleNamespace(homes=[((0, stage),) for stage in range(stages)]),
+        limit=units,
         price_of_limits=lambda price: float(price.sum()),
     )
     cuts = CutProgram(cut_graph)  # type: ignore[arg-type]
@@ -142,6 +151,10 @@ def test_the_best_cut_by_all_bounds(
     assert solved is not None
     bound, cut = solved
     assert tuple(cut) in costs and bound <= least + 1e-5
+    # Without a threshold the program has a finite bound, too.
+    unlimited = cuts.solve(region, np.inf, 60.0)
+    assert unlimited is not None
+    assert tuple(unlimited[1]) in costs and np.isfinite(unlimited[0]) and unlimited[0] <= least + 1e-5
     if not crosses or all(size == 1 for size in cut_graph.runs.sizes):
         assert bound >= least - 1e-3 * max(1.0, abs(least)) and costs[tuple(cut)] <= least + 1e-3 * max(1.0, abs(least))
         assert max(cuts.value(number, cut) for number in range(count)) == pytest.approx(costs[tuple(cut)])
@@ -157,3 +170,15 @@ def test_every_other_cut_is_in_one_region(data: st.DataObject, stages: int, furt
     cut = data.draw(st.sampled_from(cuts))
     parts = [tuple(one) for part in region.without(cut) for one in all_cuts(stages, part)]
     assert sorted(parts) == sorted(tuple(one) for one in cuts if one != cut)
+
+
+def test_a_search_without_an_incumbent_finds_the_plans_that_fit() -> None:
+    """The memory limit excludes the first cuts that the integer program proposes, but not all cuts."""
+    chain, cluster = chain_of(mlp((256, 64, 256, 64, 128, 64))), load_cluster("gcp-a100").resized(2, 2)
+    explorer = Explorer(chain, cluster, Workload(8, 8, "mixed", "adam"), limit_bytes=289_000)
+    offered = explorer.settings(8, False, lambda spec: spec.name == "gpipe" and spec.num_workers == 4, uneven=False)
+    (setting,) = offered
+    search = SettingSearch(explorer, setting, np.inf, Deadline())
+    search.run()
+    assert search.best is not None and search.best.memory_bytes == 266_240
+    assert search.bound_s == search.best_s == pytest.approx(169.6394e-6, rel=1e-6)
