@@ -165,7 +165,7 @@ class SettingSearch:
 
     def _is_settled(self, bound_s: float) -> bool:
         """Return whether plans with this lower bound are not better than the incumbent."""
-        return not bound_s < self.threshold * _ROUNDING
+        return bound_s >= self.threshold * _ROUNDING
 
     # --------------------------------------------------------------------------------------------------------- the search
 
