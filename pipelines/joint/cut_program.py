@@ -5,7 +5,7 @@ With v(k, s, r) the least that such a unit costs in bound k, the program is
 
     minimise  theta  subject to
         theta  >=  sum over s, r of v(k, s, r) n(s, r)  +  transfers over the boundaries in bound k      for every bound k
-        sum over s of n(s, r)  =  units of r                                                             for every run r
+        sum over s of n(s, r)  =  size(r), the units of run r                                            for every run r
         sum over r of n(s, r)  >=  1                                                                     for every stage s
         the units are in the order of the chain: n is a cut
 
@@ -14,12 +14,12 @@ Its optimum is the least, over all cuts, of the largest bound.
 **Order of the units.**  A stage has units of the next run only if all units of this run are at the stage or before it.  With
 c(b, r) = n(0, r) + ... + n(b, r), the number of units of run r before boundary b,
 
-    c(b, r + 1) > 0   only if   c(b, r) = units of r
+    c(b, r + 1) > 0   only if   c(b, r) = size(r)
 
 This is linear if one of the two runs is a single unit.  Otherwise it needs a binary variable z(b, r), which is 1 if run r is
 complete before boundary b:
 
-    c(b, r + 1) / (units of r + 1)   <=   z(b, r)   <=   c(b, r) / (units of r)
+    c(b, r + 1) / size(r + 1)   <=   z(b, r)   <=   c(b, r) / size(r)
 
 **Memory.**  Prices of memory make cuts that do not fit expensive.  Without an incumbent no cut is too expensive.  Then memory
 limits are constraints, with m(s, r) the least bytes of a unit of run r at stage s:

@@ -83,7 +83,8 @@ _MAX_PATHS = 80
 _MAX_ROW_PATHS = 5
 #: Largest number of paths that the integer program starts with.
 _MAX_CUT_PATHS = 60
-#: Number of cuts without a plan after which the search is given up if there is no incumbent: then each cut excludes only itself.
+#: Largest number of cuts that are explored before there is an incumbent.  Without one a bound excludes no other cut, so that the
+#: search of a setting without a plan might go through all cuts.
 _MAX_CUTS_WITHOUT_PLAN = 10
 #: Factor that lowers the threshold by more than a sum of floats changes with the order of its terms.
 _ROUNDING = 1 - 1e-12
@@ -400,7 +401,7 @@ class SettingSearch:
         Returns:
             Regions that contain all remaining cuts: the same region if a new bound excludes the cut, else regions without the cut.
         """
-        # A path that is at least the threshold at the cheapest units of the bound of all cuts.
+        # The longest path, if units are run as at the bound of all cuts.
         step, path = self.graph.step(times_of_cuts(self.cut_graph, [cut], region_bound.vectors)[:, 0])
         if step >= self.threshold and not program.knows(path):
             self._add_path(path)
@@ -443,10 +444,23 @@ class SettingSearch:
             self._is_settled_by_rows(cut, cut_bound, has_sides=True)
 
     def _is_settled_by_rows(self, cut: Cut, cut_bound: _RegionBound, has_sides: bool) -> bool:
-        """Search the rows of a cut's stages; return whether this settled the cut, which is certain with the layouts at the sides.
+        """Search the rows of a cut's stages.
 
-        Rows are loaded stage by stage, first the stage whose seconds count most, as long as the stages without rows leave the cut
-        open.
+        Rows are loaded stage by stage, first the stage whose seconds count most, until the bounds by rows exclude the cut.
+
+        Args:
+            cut: The cut.
+            cut_bound: The linear bound of this cut alone.
+            has_sides: Whether the rows distinguish the layouts at both sides of a stage.
+
+        Returns:
+            Whether the cut is settled.  False if the layouts are needed: the transfers of a selection may take longer than the
+            least.
+
+        Raises:
+            UnsettledError: The deadline was over.
+            TooManyError: A stage has too many rows.
+            TooManyStatesError: There are too many selections of rows.
         """
         cut_graph = self.cut_graph.without_rows()
         bounds = [cut_bound.bound, *(Bound(path) for path in self.relaxation.latest_paths(_MAX_ROW_PATHS))]

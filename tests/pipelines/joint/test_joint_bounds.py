@@ -1,4 +1,4 @@
-"""Long paths are what the simulator says; bounds of joint plans are below it; needs are what generated schedules need."""
+"""Longest paths equal the simulated makespan, bounds are below it, and memory demands are those of generated schedules."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ SIZES = [(2, 1), (2, 5), (3, 7), (4, 4), (4, 9), (4, 24), (8, 16)]
 def every_schedule(
     depth: int, count: int, stale: bool = False, again: bool = False, widths: tuple[int, ...] | int = 2
 ) -> Iterator[tuple[PipelineSchedule, Schedule]]:
-    """All that exist; ``again``: with tasks that recompute every stage."""
+    """Yield every schedule that exists; with ``again``, with tasks that recompute every stage."""
     for spec in schedules(depth, count, 64, stale, isinstance(widths, int)):
         try:
             yield spec, spec.schedule(widths, (again,) * spec.num_stages)
@@ -51,7 +51,7 @@ def every_schedule(
 
 
 def random_times(dice: np.random.Generator, num_stages: int, again: bool) -> np.ndarray:
-    """Of every term, some of them nothing, in the order of Terms."""
+    """Return random seconds of every term, some of them 0, in the order of `Terms`."""
     times = dice.exponential(1.0, Terms(num_stages).count) * dice.integers(0, 4, Terms(num_stages).count)
     if not again:
         times[Terms(num_stages).recompute] = 0.0
@@ -59,7 +59,7 @@ def random_times(dice: np.random.Generator, num_stages: int, again: bool) -> np.
 
 
 def makespan(spec: PipelineSchedule, schedule: Schedule, times: np.ndarray) -> float:
-    """By the simulator."""
+    """Return the makespan by the simulator."""
     terms, num_stages = Terms(spec.num_stages), spec.num_stages
     backward = times[terms.backward]
     return simulate(
@@ -164,7 +164,7 @@ def test_the_balance_of_even_1f1b_by_hand() -> None:
 
 
 def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
-    """What each worker puts through, behind the ways in and out of its first stage."""
+    """Return the load of each worker, with fill and drain through the stages before its first one."""
     through, terms, found = fill_and_drain(spec), Terms(spec.num_stages), []
     parts = (terms.forward, terms.backward, terms.transfer_forward, terms.transfer_backward)
     for load in worker_loads(spec):
@@ -176,7 +176,7 @@ def reaches(spec: PipelineSchedule) -> list[np.ndarray]:
 
 
 class _Units:
-    """A cut graph of units that take so long forward at each stage, and nothing else; shape (stages, units)."""
+    """A cut graph whose units only have forward passes, of given seconds at each stage; shape (stages, units)."""
 
     def __init__(self, spec: PipelineSchedule, forward: np.ndarray):
         self.forward = forward
@@ -205,7 +205,7 @@ class _Units:
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.integers(0, 4))
 def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) -> None:
-    """The least over all cuts, one by one, of the greatest load of a worker with its ways in and out."""
+    """It is the least over all cuts, enumerated, of the largest load of a worker with fill and drain."""
     dice, compared = np.random.default_rng(seed), 0
     for spec, _ in every_schedule(depth, count):
         forward = dice.integers(1, 9, (spec.num_stages, spec.num_stages + further)).astype(float)
@@ -219,7 +219,7 @@ def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) 
         if cut_graph.is_alone:
             assert least_level(cut_graph, least) == pytest.approx(least, rel=1e-12), spec
         else:
-            # Loads are rounded down, by a 4,000th for every stage.
+            # Loads are rounded down by up to 1/4000 of the threshold for every stage.
             assert least_level(cut_graph, least * (1 + 1e-9)) == 0.0, spec
             below = least * (1 - (spec.num_stages + 1) / 4000)
             assert least_level(cut_graph, below) == below, spec
@@ -231,7 +231,7 @@ def test_the_level_of_all_cuts(depth: int, count: int, seed: int, further: int) 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 4), st.integers(0, 4))
 def test_the_least_of_all_cuts(seed: int, stages: int, further: int) -> None:
     dice, units = np.random.default_rng(seed), stages + further
-    # What does not need its share of memory counts for less than nothing.
+    # Units that need less than their share of memory have negative costs.
     of_units = dice.normal(1.0, 1.0, (stages, units))
     after = dice.exponential(1.0, (stages - 1, units + 1))
     costs = []
@@ -271,7 +271,7 @@ def test_pipelines_get_the_micro_batches_of_the_generated_schedule() -> None:
 @settings(max_examples=8, deadline=None)
 @given(st.integers(0, 2**32 - 1))
 def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
-    """In a bound at several prices of memory, of all ways of recomputation, where each worker has one stage."""
+    """For a bound with several prices of memory and all ways of recomputation, where each worker has one stage."""
     dice = np.random.default_rng(seed)
     chain, cluster = chain_of(gpt(Transformer("small", 4, 64, 4, 8, 128))), load_cluster("dgx-a100").resized(1, 4)
     explorer = Explorer(chain, cluster, Workload(8, 8, "mixed", "adam"), np.inf)
@@ -279,7 +279,7 @@ def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
     setting = offered[dice.integers(len(offered))]
     demand = explorer.demand(setting.schedule)
     assert demand is not None
-    # As much as a unit needs at every stage where it is run in the way that needs the least, or somewhat more.
+    # The limit is between one and three times what the neediest unit needs at least.
     graph = CutGraph(explorer, setting, explorer.recomputations, demand)
     least_bytes = [
         min(one.least_memory(first, first + 1, recompute, passes, demand) for recompute in graph.recomputations)

@@ -1,4 +1,4 @@
-"""The linear and the integer program of a setting, against all cuts, one by one."""
+"""The linear and the integer program of a setting against an enumeration of all cuts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ kinds_of_units = st.lists(st.integers(0, 2), min_size=1, max_size=6)
 
 
 def all_cuts(num_stages: int, region: Region) -> list[Cut]:
-    """Those of a region."""
+    """Enumerate the cuts of a region."""
     units = region.num_units
     places = [
         places
@@ -38,7 +38,7 @@ def all_cuts(num_stages: int, region: Region) -> list[Cut]:
 
 
 def runs_of(kinds: list[int], crossing: np.ndarray) -> UnitRuns:
-    """By hand: what crosses behind the units of each run, and what it adds to what crossed before, as the run fills."""
+    """Compute `UnitRuns` by hand, from the transfers behind each unit; shape (stages - 1, units)."""
     first = [unit for unit in range(len(kinds)) if unit == 0 or kinds[unit] != kinds[unit - 1]]
     sizes = np.diff([*first, len(kinds)])
     behind = crossing[:, np.array(first)]
@@ -51,7 +51,7 @@ def runs_of(kinds: list[int], crossing: np.ndarray) -> UnitRuns:
 
 
 def region_of(data: st.DataObject, num_stages: int, num_units: int) -> Region:
-    """The whole, or a part of it."""
+    """Draw the region of all cuts, or a part of it."""
     region = Region.whole(num_stages, num_units)
     if data.draw(st.booleans()):
         return region
@@ -64,7 +64,7 @@ def region_of(data: st.DataObject, num_stages: int, num_units: int) -> Region:
 def test_a_divided_cut_takes_no_longer_than_any_other(
     data: st.DataObject, kinds: list[int], seed: int, stages: int, paths: int, share: bool
 ) -> None:
-    """Of all cuts with any way to run each of their units, that fit."""
+    """Compare the relaxation with all cuts and all ways to run their units that fit."""
     assume(stages <= len(kinds))
     dice, units, terms = np.random.default_rng(seed), len(kinds), Terms(stages)
     # What crosses behind units of one kind is the same.
@@ -132,7 +132,7 @@ def test_the_best_cut_by_all_bounds(
         cuts.add(bound)
 
     def cost(cut: Cut) -> float:
-        """Of the dearest bound."""
+        """Return the largest bound."""
         both = weights[:, terms.transfer_forward] + weights[:, terms.transfer_backward]
         across = np.array([crossing[b, stop - 1] for b, (_, stop) in enumerate(cut[:-1])])
         inside = [
