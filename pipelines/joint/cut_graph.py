@@ -129,7 +129,7 @@ class CutGraph:
     Attributes:
         stage_searches, stage_demands, passes: Per stage the search of its rows, its memory demand, and its passes.
         is_alone: Whether each worker has a single stage.
-        limit: Memory limit of a device [bytes].
+        limit_bytes: Memory limit of a device [bytes].
         arcs: The arcs whose rows are loaded.
     """
 
@@ -143,7 +143,7 @@ class CutGraph:
         self.is_alone = all(len(held) == 1 for held in demand.homes)
         self.terms = Terms(self.num_stages)
         self.placement = placement_of(self.spec.num_workers, self.spec.groups, self.spec.num_pipelines)
-        self.limit = explorer.limit_bytes
+        self.limit_bytes = explorer.limit_bytes
         #: Per stage the number of stages on its worker (the largest of them if several workers hold the stage).
         self._stages_on_worker = np.ones(self.num_stages)
         for held in demand.homes:
@@ -289,7 +289,7 @@ class CutGraph:
             step_s: Seconds that a step takes, approximately.
         """
         busy = weights[self.terms.forward] + weights[self.terms.backward]
-        unit_price = step_s / self.limit * busy / (busy.mean() or 1.0)
+        unit_price = step_s / self.limit_bytes * busy / (busy.mean() or 1.0)
         return (0.0 * unit_price, *(part * unit_price for part in PRICES))
 
     def _least_of_units(self, recompute: str, vector_weights: np.ndarray) -> np.ndarray | None:
@@ -325,7 +325,7 @@ class CutGraph:
         """
         terms = self.terms
         crossing = (bound.weights[terms.transfer_forward] + bound.weights[terms.transfer_backward])[:, None]
-        prices = np.array([part * threshold / self.limit if part else 0.0 for part in parts])
+        prices = np.array([part * threshold / self.limit_bytes if part else 0.0 for part in parts])
         least = np.full((len(prices), self.num_stages, self.num_units), np.inf)
         for recompute in self.recomputations if any(parts) else self._recomputations_if_memory_is_free:
             vector_weights = np.array(
@@ -335,7 +335,7 @@ class CutGraph:
             if values is None:
                 return np.inf
             least = np.minimum(least, values)
-        constants = prices * float((self.limit / self._stages_on_worker).sum())
+        constants = prices * float((self.limit_bytes / self._stages_on_worker).sum())
         return max(0.0, float((least_of_cuts(least, crossing * self._transfers) - constants).max()))
 
     def _entering_bytes(self, stage: int) -> np.ndarray:
@@ -399,7 +399,7 @@ class CutGraph:
                 if recompute == "stage" and price[stage]:
                     cost = cost.copy()
                     cost[:-1] += (price[stage] * self._in_flight[stage] * self._entering_bytes(stage))[:, None]
-                with_limit = cost - price[stage] * self.limit / self._stages_on_worker[stage]
+                with_limit = cost - price[stage] * self.limit_bytes / self._stages_on_worker[stage]
                 dearest[stage] = np.maximum(dearest[stage], with_limit)
         return dearest
 
@@ -475,11 +475,11 @@ class CutGraph:
 
     def price_of_limits(self, price: np.ndarray) -> float:
         """Return the sum over all workers of price times memory limit [s], for the price of a byte of each stage."""
-        return float((price * self.limit / self._stages_on_worker).sum())
+        return float((price * self.limit_bytes / self._stages_on_worker).sum())
 
     def memory_share(self, stage: int) -> float:
         """Return a stage's share of the memory limit [bytes], if all stages of its worker have equal shares."""
-        return float(self.limit / self._stages_on_worker[stage])
+        return float(self.limit_bytes / self._stages_on_worker[stage])
 
     def least_in_region(self, bound: Bound, of_units: np.ndarray, ranges: Sequence[tuple[int, int]]) -> float:
         """Return the least of a bound over the cuts whose boundaries are within ranges.
@@ -519,19 +519,16 @@ class CutGraph:
         if not bound.prices:
             return np.asarray(costs)
         of_memory = [
-            price[stage] * (rows.memory - self.limit / self._stages_on_worker[stage]) for price in bound.prices
+            price[stage] * (rows.memory - self.limit_bytes / self._stages_on_worker[stage]) for price in bound.prices
         ]
         return np.asarray(costs + np.max(of_memory, axis=0))
 
-    def load_rows(
-        self, stage: int, first: int, stop: int, wanted: Sequence[RowFilter], limit: float, has_sides: bool
-    ) -> None:
-        """Search the rows of an arc and store them in :attr:`arcs`.
+    def load_rows(self, stage: int, first: int, stop: int, wanted: Sequence[RowFilter], has_sides: bool) -> None:
+        """Search the rows of an arc within the memory limit, and store them in :attr:`arcs`.
 
         Args:
             stage, first, stop: The arc.
             wanted: Thresholds that the rows must be within.
-            limit: Largest bytes of a row.
             has_sides: Whether rows of different entry and exit layouts are distinguished.  If not, the arc has fewer rows, and its
                 transfers count as the least.
 
@@ -541,7 +538,9 @@ class CutGraph:
         search, passes, demand = self.stage_searches[stage], self.passes[stage], self.stage_demands[stage]
         parts: list[StageFront] = []
         for recompute in self.recomputations:
-            part = search.rows(first, stop, recompute, passes, demand, wanted, limit, not self.is_alone, has_sides)
+            part = search.rows(
+                first, stop, recompute, passes, demand, wanted, self.limit_bytes, not self.is_alone, has_sides
+            )
             if part is not None and len(part):
                 parts.append(part)
         rows = joined(parts) if parts else _NO_ROWS

@@ -163,7 +163,7 @@ class CutProgram:
         for row, stages in zip(rows, stages_of_workers):
             for stage in stages:
                 row[stage] += nbytes[stage]
-        return rows.reshape(len(rows), -1) / self.cut_graph.limit
+        return rows.reshape(len(rows), -1) / self.cut_graph.limit_bytes
 
     def _cut_constraints(self, region: Region) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Return the constraints by which n is a cut of the region: coefficients, least values and largest values."""

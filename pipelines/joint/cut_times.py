@@ -69,7 +69,7 @@ def times_of_even_cut(cut_graph: CutGraph, vectors: np.ndarray) -> tuple[np.ndar
     crossing = [cut_graph.least_transfer(boundary, unit) for boundary, unit in enumerate(boundaries.tolist())]
     times[terms.transfer_forward] = times[terms.transfer_backward] = crossing
     most = max(sum(float(of_stages[stage, 4]) for _, stage in held) for held in cut_graph.demand.homes)
-    return times, most <= cut_graph.limit
+    return times, most <= cut_graph.limit_bytes
 
 
 def locally_improved(cut_graph: CutGraph, graph: StepGraph, cut: Cut, vectors: np.ndarray) -> Cut:

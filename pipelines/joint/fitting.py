@@ -75,7 +75,7 @@ def _cheapest_row(
             cut_graph.passes[stage],
             cut_graph.stage_demands[stage],
             weights,
-            cut_graph.limit,
+            cut_graph.limit_bytes,
             most,
         )
         best = cheapest or best
@@ -88,7 +88,7 @@ def _candidates(cut_graph: CutGraph, cut: Cut, weights: np.ndarray, step_s: floa
     All stages have the mean of all weights, so that stages of equal shape share a search.
     """
     mean = weights.mean(axis=0)
-    prices = step_s / cut_graph.limit * _PRICES
+    prices = step_s / cut_graph.limit_bytes * _PRICES
     priced = np.vstack(
         [
             np.column_stack([np.tile(mean, (len(prices), 1)), prices]),
@@ -121,7 +121,7 @@ class _RowSelection:
     """
 
     def __init__(self, cut_graph: CutGraph, cut: Cut, candidates: Sequence[StageFront], weights: np.ndarray):
-        self.cut_graph, self.cut, self.limit, self.candidates = cut_graph, cut, cut_graph.limit, candidates
+        self.cut_graph, self.cut, self.limit_bytes, self.candidates = cut_graph, cut, cut_graph.limit_bytes, candidates
         self.sides = [cut_graph.side_layouts(rows) for rows in candidates]
         self.stages_of_worker = [[stage for _, stage in held] for held in cut_graph.demand.homes]
         self.workers_of_stage: list[list[int]] = [[] for _ in candidates]
@@ -228,7 +228,7 @@ class _RowSelection:
 
     def _free_bytes_with(self, selected: Sequence[tuple[StageFront, int]]) -> float:
         memory = sum(float(rows.memory[row]) for rows, row in selected)
-        return self.limit - memory - max(float(rows.buffer[row]) for rows, row in selected)
+        return self.limit_bytes - memory - max(float(rows.buffer[row]) for rows, row in selected)
 
     def _loss(self, stage: int) -> float:
         """Return the seconds that a stage loses for each byte that its next smaller row saves."""

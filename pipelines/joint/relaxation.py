@@ -68,14 +68,14 @@ class Relaxation:
     Args:
         runs: The runs of equal units, with their transfers.
         homes: Per worker its stages.
-        limit: Memory limit of a device [bytes].
+        limit_bytes: Memory limit of a device [bytes].
     """
 
-    def __init__(self, runs: UnitRuns, homes: Sequence[Sequence[int]], limit: float):
+    def __init__(self, runs: UnitRuns, homes: Sequence[Sequence[int]], limit_bytes: float):
         self.num_stages, self.num_units = len(runs.base) + 1, int(runs.sizes.sum())
         self.runs, self.first, self.sizes = runs, runs.first, runs.sizes
         self.terms = Terms(self.num_stages)
-        self.limit = limit
+        self.limit_bytes = limit_bytes
         stage_sets = sorted({tuple(sorted(stages)) for stages in homes})
         #: How often a worker holds each stage; workers of equal stages count once.  Shape (workers, stages).
         self._holds = np.zeros((len(stage_sets), self.num_stages))
@@ -174,7 +174,7 @@ class Relaxation:
         of_stages = self._stage[None] == np.arange(stages)[:, None]
         restricted = [b for b, ends in enumerate(ranges) if ends != (b + 1, self.num_units - stages + b + 1)]
         before = np.cumsum(of_stages, axis=0)[restricted].astype(float)
-        memory = self._holds[:, self._stage] * self._vectors[:, 4] / self.limit
+        memory = self._holds[:, self._stage] * self._vectors[:, 4] / self.limit_bytes
         rows = np.vstack([of_paths / scale, -1.0 * of_stages, before, -before, memory])
         upper = np.concatenate(
             [
@@ -210,7 +210,7 @@ class Relaxation:
         self._path_last_used[shares > 0] = self._num_solved
         amounts = solution.x[:count]
         self._column_last_used[amounts > 0] = self._num_solved
-        prices = np.maximum(duals[len(duals) - len(memory) :], 0.0) * scale / self.limit / total
+        prices = np.maximum(duals[len(duals) - len(memory) :], 0.0) * scale / self.limit_bytes / total
         # The dual value of a unit at a stage: of its run, of its stage, and of the restricted boundaries behind the stage.
         values = np.zeros((stages, len(self.sizes))) + solution.eqlin.marginals[None]
         values += duals[len(of_paths) : len(of_paths) + stages, None]

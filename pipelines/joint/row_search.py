@@ -301,7 +301,7 @@ class RowSearch:
             resident, buffer = first + worker, first + count + worker
             new[:, resident] += extensions.memory[extension]
             new[:, buffer] = np.maximum(new[:, buffer], extensions.buffer[extension])
-            fits &= new[:, resident] + new[:, buffer] <= self.cut_graph.limit * (1 + 1e-12)
+            fits &= new[:, resident] + new[:, buffer] <= self.cut_graph.limit_bytes * (1 + 1e-12)
         new = new[fits]
         score = (new[:, :num_bounds] + remaining[fits]).max(axis=1, initial=0.0)
         return new, pair[fits], score

@@ -11,14 +11,14 @@ graph passes term k (:mod:`autoddl.pipelines.stepgraph`).  Then
 A plan must also fit: the bytes of each worker w are at most the memory limit.  The *threshold* is the step of the incumbent (the
 best plan so far of any setting), reduced by a relative 1e-9.  A setting is *settled* when no plan of it is below the threshold.
 
-**Linear bounds.**  Every path is a lower bound on the step that is linear in t.  So is every mean of paths with shares lambda(P) >=
-0 of sum 1, also if bytes beyond the limit have prices mu(w) >= 0:
+**Linear bounds.**  Every path is a lower bound on the step that is linear in t.  So is every mean of paths, with shares lambda(P)
+that are not negative and sum to 1, also if bytes beyond the limit have prices mu(w) >= 0:
 
     bound(t)  =  sum over P, k of lambda(P) n(P, k) t(k)  +  sum over w of mu(w) (bytes(w) - limit)
 
 is at most step(t) for every plan that fits.  A linear bound is a sum over stages.  With free redistributions it is a sum over
 units, so that dynamic programming finds its least value over all cuts and all ways to run units.  There are many paths, but only
-few matter. They are found as they are needed: the longest path at some times t is the bound that is exact at t.
+few matter.  They are found as they are needed: the longest path at some times t is the bound that is exact at t.
 
 **Three phases**, each for what the one before leaves open:
 
@@ -142,7 +142,7 @@ class SettingSearch:
         self.schedule_graph = condensed or explorer.schedule_graph(setting)
         self.cut_graph = CutGraph(explorer, setting, explorer.recomputations, demand)
         stages_of_workers = [[stage for _, stage in held] for held in demand.homes]
-        self.relaxation = Relaxation(self.cut_graph.runs, stages_of_workers, self.cut_graph.limit)
+        self.relaxation = Relaxation(self.cut_graph.runs, stages_of_workers, self.cut_graph.limit_bytes)
         self.simulated = 0
         self.best: Evaluation | None = None
         self.best_s = known_s
@@ -511,7 +511,7 @@ class SettingSearch:
             costs = [float(cost[ends]) for cost, ends in zip(cut_graph.arc_costs(bound), cut)]
             wanted.append(self._row_filter(cut_graph, bound, stage, stop, self.threshold - (sum(costs) - costs[stage])))
         self._check_time()
-        cut_graph.load_rows(stage, first, stop, wanted, cut_graph.limit, has_sides)
+        cut_graph.load_rows(stage, first, stop, wanted, has_sides)
 
     def _row_filter(self, cut_graph: CutGraph, bound: Bound, stage: int, stop: int, room_s: float) -> RowFilter:
         """Return the filter for the rows of a stage that a bound allows.

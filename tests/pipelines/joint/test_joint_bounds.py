@@ -291,12 +291,12 @@ def test_an_arc_costs_no_more_than_any_way_to_run_its_stage(seed: int) -> None:
     explorer.limit_bytes = max(least_bytes) * float(dice.uniform(1.0, 3.0))
     graph = CutGraph(explorer, setting, explorer.recomputations, demand)
     weights = dice.exponential(1.0, graph.terms.count)
-    price = dice.exponential(1.0, graph.num_stages) / graph.limit
+    price = dice.exponential(1.0, graph.num_stages) / graph.limit_bytes
     bound = Bound(weights, tuple(part * price for part in (0.0, *PRICES)))
     compared = 0
     for stage, costs in enumerate(graph.arc_costs(bound)):
         for first, stop in zip(*np.nonzero(np.isfinite(costs))):
-            graph.load_rows(stage, int(first), int(stop), (), graph.limit, has_sides=False)
+            graph.load_rows(stage, int(first), int(stop), (), has_sides=False)
             arc = graph.arcs.pop((stage, int(first), int(stop)))
             own = np.column_stack([weights[part] for part in graph.terms.of_stages])[stage]
             least = float((arc.rows.times @ own).min(initial=np.inf))

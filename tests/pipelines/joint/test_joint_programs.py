@@ -122,7 +122,7 @@ def test_the_best_cut_by_all_bounds(
         runs=runs_of(kinds, crossing),
         cheapest_units=lambda path, price: (values.get(path.tobytes(), np.ones((stages, units))), None),
         demand=SimpleNamespace(homes=[((0, stage),) for stage in range(stages)]),
-        limit=units,
+        limit_bytes=units,
         price_of_limits=lambda price: float(price.sum()),
     )
     cuts = CutProgram(cut_graph)  # type: ignore[arg-type]
