@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autoddl.costmodel.assessment import Assessment
 from autoddl.costmodel.cluster import Cluster
 from autoddl.costmodel.cluster import from_document as cluster_from_document
 from autoddl.costmodel.documents import Fields, load_json
@@ -40,7 +39,6 @@ from .stagedocument import read_configuration, read_splits
 
 __all__ = [
     "PlanFile",
-    "assessment_of",
     "load_plan",
     "plan_document",
     "plan_from_document",
@@ -243,14 +241,3 @@ def _strategies(fields: Fields, graph: LayerGraph, where: str) -> dict[str, Stra
     if len(layers) != len(strategies):
         raise UserError(f"{where}: layers should hold each layer of its graph once")
     return strategies
-
-
-def assessment_of(plan: PlanFile) -> Assessment:
-    """The layers' figures of a plan without a pipeline.
-
-    Raises:
-        UserError: the plan is a pipeline, whose figures are those of its schedule.
-    """
-    if plan.has_pipeline:
-        raise UserError("the plan is a pipeline; its figures are those of its schedule")
-    return plan.evaluation.stages[0].assessment

@@ -26,7 +26,7 @@ blocks of both ends (:func:`even_crossing`).  :mod:`.exchange` has the same mess
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache, reduce
 from itertools import product
@@ -43,7 +43,6 @@ __all__ = [
     "Cuts",
     "Overlaps",
     "Piece",
-    "busiest_elements",
     "crossing",
     "cuts_of",
     "even_crossing",
@@ -173,15 +172,6 @@ def crossing(source: Distribution, target: Distribution, shape: Sequence[int]) -
     [(0, 0, 4), (0, 1, 4), (1, 2, 4), (1, 3, 4)]
     """
     return _crossing(source, target, tuple(shape))
-
-
-def busiest_elements(pieces: Iterable[Piece]) -> int:
-    """The largest number of elements that one rank sends or receives; it determines the time if all links work in parallel."""
-    loads: dict[tuple[bool, int], int] = {}
-    for piece in pieces:
-        for end in ((False, piece.source), (True, piece.destination)):
-            loads[end] = loads.get(end, 0) + piece.num_elements
-    return max(loads.values(), default=0)
 
 
 @lru_cache(maxsize=4096)

@@ -26,11 +26,10 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from itertools import product
 from math import prod
 
 from .errors import UserError, quote
-from .sbp import Broadcast, PartialSum, SBPState, Split, dual, parse_state
+from .sbp import SBPState, Split, dual, parse_state
 
 __all__ = ["Axis", "Distribution", "canonical", "canonical_axes", "flat_coordinate", "prime_factors"]
 
@@ -88,6 +87,7 @@ class Distribution:
     def on_mesh(cls, levels: Sequence[Sequence[tuple[int, SBPState]]]) -> Distribution:
         """Make a distribution whose axes are in rank order from the (size, state) pairs of each network level.
 
+        >>> from autoddl.costmodel.sbp import Broadcast
         >>> str(Distribution.on_mesh([[(4, Split(0)), (2, Broadcast())]]))
         '(S0:4, B:2)'
         """
@@ -193,10 +193,6 @@ class Distribution:
         local = self.local_shape(shape)
         return tuple(slice(i * n, (i + 1) * n) for i, n in zip(self.block(rank, len(shape)), local))
 
-    def is_primary(self, rank: int, kind: type = PartialSum) -> bool:
-        """Whether ``rank`` has coordinate 0 on every axis whose state is of ``kind``."""
-        return all(axis.coordinate(rank) == 0 for axis, state in zip(self.axes, self.states) if isinstance(state, kind))
-
     def dual(self) -> Distribution:
         """The distribution of the gradient of a tensor with this distribution."""
         return Distribution(self.axes, tuple(dual(state) for state in self.states))
@@ -265,14 +261,3 @@ def canonical_axes(levels: tuple[tuple[int, int], ...]) -> tuple[tuple[Axis, boo
             axes.append((Axis(prime, inner, level), True))
             inner *= prime
     return tuple(axes)
-
-
-def all_states(num_dims: int) -> tuple[SBPState, ...]:
-    """Every state that an axis can give a tensor of ``num_dims`` dimensions."""
-    return (*(Split(dim) for dim in range(num_dims)), Broadcast(), PartialSum())
-
-
-def all_distributions(mesh: Sequence[int], num_dims: int) -> list[Distribution]:
-    """Every distribution of a ``num_dims``-dimensional tensor on a one-level mesh, axes in rank order."""
-    states = all_states(num_dims)
-    return [Distribution.on_mesh([list(zip(mesh, choice))]) for choice in product(states, repeat=len(mesh))]

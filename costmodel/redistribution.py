@@ -52,7 +52,7 @@ from .errors import UserError
 from .exchange import Exchange, exchange_between
 from .sbp import Broadcast, PartialSum, SBPState, Split
 
-__all__ = ["Digit", "Move", "Redistribution", "Route", "redistribute", "reversed_route", "steps"]
+__all__ = ["Digit", "Move", "Redistribution", "Route", "redistribute", "steps"]
 
 
 @dataclass(frozen=True)
@@ -464,11 +464,6 @@ class _Planner:
             self.fractions.append(1.0 / fewest if collective else 0.0)
         if goal:
             self.pending = [atom for atom in self.pending if self.held[atom] != self.goal[atom]]
-
-
-def reversed_route(route: Route) -> Route:
-    """The route of the gradient: the adjoint moves in reverse order, on the dual distributions."""
-    return tuple(part.reversed() for part in reversed(route))
 
 
 def _dual(holding: Holding) -> Holding:

@@ -25,7 +25,7 @@ from autoddl.pipelines.joint.planner import plan_jointly
 from autoddl.pipelines.joint.result import unpipelined
 from autoddl.pipelines.runtime.load import is_available
 from autoddl.plandocument import NOT_CLAIMED, sealed
-from autoddl.planfile import PlanFile, assessment_of, plan_document, plan_from_document
+from autoddl.planfile import PlanFile, plan_document, plan_from_document
 from autoddl.report import report_page
 from autoddl.search.planner import Options, make_plan
 from autoddl.text.difference import difference_text
@@ -350,7 +350,7 @@ def test_strategies_that_were_edited_are_priced_anew():
         loaded(document)
     plan = loaded(document, edited=True)
     assert plan.strategies[layer["name"]].splits == tuple(map(tuple, layer["strategy"]))
-    assert plan.document["step_s"] == assessment_of(plan).step_s > document["step_s"]
+    assert plan.document["step_s"] == plan.evaluation.stages[0].assessment.step_s > document["step_s"]
     document["memory_limit_bytes"] = plan.document["memory_bytes"] / 2
     with pytest.raises(UserError, match=r"memory_limit_bytes is .*, its strategies need"):
         loaded(document, edited=True)

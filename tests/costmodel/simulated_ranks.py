@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import prod
 
 import numpy as np
@@ -24,9 +25,28 @@ from autoddl.costmodel.collectives import Collective
 from autoddl.costmodel.distribution import Axis, Distribution
 from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.redistribution import Digit, Move, Redistribution, Route
-from autoddl.costmodel.sbp import Broadcast, PartialSum
+from autoddl.costmodel.sbp import Broadcast, PartialSum, SBPState, Split
 
 Digits = tuple[tuple[int, ...], ...]
+
+
+# ------------------------------------------------------------------------------------------- distributions and routes
+
+
+def all_states(num_dims: int) -> tuple[SBPState, ...]:
+    """Every state that an axis can give a tensor of ``num_dims`` dimensions."""
+    return (*(Split(dim) for dim in range(num_dims)), Broadcast(), PartialSum())
+
+
+def all_distributions(mesh: Sequence[int], num_dims: int) -> list[Distribution]:
+    """Every distribution of a ``num_dims``-dimensional tensor on a one-level mesh, axes in rank order."""
+    choices = product(all_states(num_dims), repeat=len(mesh))
+    return [Distribution.on_mesh([list(zip(mesh, states))]) for states in choices]
+
+
+def reversed_route(route: Route) -> Route:
+    """The route of the gradient: the adjoint moves in reverse order, on the dual distributions."""
+    return tuple(part.reversed() for part in reversed(route))
 
 
 # ------------------------------------------------------------------------------------------------- tensors on all ranks

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.costmodel.crossing import Piece, busiest_elements, crossing
+from autoddl.costmodel.crossing import Piece, crossing
 from autoddl.costmodel.distribution import Distribution, canonical
 from autoddl.costmodel.errors import UserError
 
@@ -38,7 +38,6 @@ def test_by_hand():
         (1, 2, range(2, 4), range(2)),
         (1, 3, range(2, 4), range(2, 4)),
     ]
-    assert busiest_elements(pieces) == 8  # rank 0 sends two blocks of 4
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from itertools import product
 from math import prod
 
 import numpy as np
@@ -11,14 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autoddl.costmodel.distribution import (
-    Axis,
-    Distribution,
-    all_distributions,
-    all_states,
-    canonical,
-    prime_factors,
-)
+from autoddl.costmodel.distribution import Distribution, canonical, prime_factors
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.sbp import Broadcast, PartialSum, Split, dual, parse_state
 
@@ -124,22 +115,6 @@ def test_slices_tile_the_tensor(distribution, extra):
     assert (held == prod(others)).all()
 
 
-@given(distributions(max_dim=1))
-@settings(max_examples=50, deadline=None)
-def test_primary_ranks_hold_every_slice_once(distribution):
-    shape = distribution.split_sizes(2)
-    for kind in (Broadcast, PartialSum):
-        chosen = [rank for rank in range(distribution.num_ranks) if distribution.is_primary(rank, kind)]
-        of_kind = prod(a.size for a, state in zip(distribution.axes, distribution.states) if isinstance(state, kind))
-        assert len(chosen) * of_kind == distribution.num_ranks
-        everyone = Counter(distribution.block(rank, 2) for rank in range(distribution.num_ranks))
-        primary = Counter(distribution.block(rank, 2) for rank in chosen)
-        assert everyone == Counter({block: count * of_kind for block, count in primary.items()})
-    assert set(map(distribution.block, range(distribution.num_ranks), [2] * distribution.num_ranks)) == set(
-        np.ndindex(*shape)
-    )
-
-
 def test_slices_by_hand():
     """8 ranks as 2 x 2 x 2; rank 5 = (1, 0, 1)."""
     in_rank_order = D("(S0:2, S1:2, S1:2)")
@@ -219,12 +194,3 @@ def test_prime_factors(number):
     assert prod(factors) == number
     assert list(factors) == sorted(factors)
     assert all(all(p % d for d in range(2, int(p**0.5) + 1)) and p > 1 for p in factors)
-
-
-def test_all_distributions():
-    found = all_distributions((2, 3), 2)
-    assert len(found) == len(set(found)) == len(all_states(2)) ** 2 == 16
-    assert {str(d) for d in found} == {
-        f"({a}:2, {b}:3)" for a, b in product(("S0", "S1", "B", "P"), ("S0", "S1", "B", "P"))
-    }
-    assert Axis(3, 1) in found[0].axes

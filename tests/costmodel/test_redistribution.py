@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 
 from autoddl.costmodel.cluster import load_cluster
 from autoddl.costmodel.collectives import Collective
-from autoddl.costmodel.distribution import Distribution, all_states, canonical, prime_factors
+from autoddl.costmodel.distribution import Distribution, canonical, prime_factors
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange, exchange_between
 from autoddl.costmodel.layoutprices import LayoutPrices
-from autoddl.costmodel.redistribution import Redistribution, Route, _route, redistribute, reversed_route, steps
+from autoddl.costmodel.redistribution import Redistribution, Route, _route, redistribute, steps
 from autoddl.costmodel.sbp import PartialSum, Split
 from autoddl.costmodel.workload import Workload
 
-from .simulated_ranks import Network, assemble, execute, scatter
+from .simulated_ranks import Network, all_distributions, all_states, assemble, execute, reversed_route, scatter
 
 D = Distribution.parse
 
@@ -146,7 +146,7 @@ def test_two_levels_cut_at_the_same_place(data):
 
 @pytest.mark.parametrize("mesh", [(2,), (3,), (2, 2), (2, 3)], ids=str)
 def test_every_pair_on_a_small_mesh(mesh):
-    ends = [Distribution.on_mesh([list(zip(mesh, choice))]) for choice in product(all_states(2), repeat=len(mesh))]
+    ends = all_distributions(mesh, 2)
     for source, target in product(ends, ends):
         run(source, target, shape_for(source, target, num_dims=2))
 

@@ -26,11 +26,17 @@ def local_part(value: np.ndarray, lying: Distribution, rank: int, seed: int) -> 
     noise = {
         r: np.random.default_rng([seed, r]).integers(-8, 9, part.shape).astype(part.dtype)
         for r in members
-        if not lying.is_primary(r)
+        if not is_primary(lying, r)
     }
     if rank in noise:
         return noise[rank]
     return np.ascontiguousarray(part - sum(noise.values()))
+
+
+def is_primary(distribution: Distribution, rank: int, kind: type = PartialSum) -> bool:
+    """Whether ``rank`` has coordinate 0 on every axis whose state is of ``kind``."""
+    axes = zip(distribution.axes, distribution.states)
+    return all(axis.coordinate(rank) == 0 for axis, state in axes if isinstance(state, kind))
 
 
 def _same_but_partial(lying: Distribution, a: int, b: int) -> bool:

@@ -10,12 +10,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from autoddl.costmodel.distribution import all_distributions, canonical
+from autoddl.costmodel.distribution import canonical
 from autoddl.costmodel.errors import UserError
 from autoddl.costmodel.exchange import Exchange
 from autoddl.costmodel.redistribution import redistribute
 from autoddl.costmodel.sbp import Broadcast
 
+from ..costmodel.simulated_ranks import all_distributions
+from .moving_jobs import is_primary
 from .sent_bytes import Sent, check_sent
 
 JOBS = Path(__file__).with_name("moving_jobs.py")
@@ -27,7 +29,7 @@ def whole(parts, lying, shape):
     """The logical tensor: copies once, summands added up."""
     total = np.zeros(shape)
     for rank, part in enumerate(parts):
-        if lying.is_primary(rank, Broadcast):
+        if is_primary(lying, rank, Broadcast):
             total[lying.slices(rank, shape)] += part
     return total
 
